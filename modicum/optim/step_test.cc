@@ -220,12 +220,12 @@ TEST(Step, OfSeveralStatesIsAllOrNothing) {
   steps[1].options.unscale = 1;
   AdamW::step_all(steps);
   EXPECT_EQ(bytes(hindered), bytes(straight));
-  // A state of fewer threads next to one of more.
+  // A state of fewer threads after one of more.
   AdamW other(tiny_spec(StateFormat::fp32), hindered.ledger, 5),
       alone(tiny_spec(StateFormat::fp32), hindered.ledger, 1);
   for (AdamW* of : {&other, &alone}) deliver_tiny(*of, 1);
   steps_of(hindered);
-  AdamW::step_all(std::array{StateStep{hindered.ranks[0].get(), {}}, StateStep{&other, {}}});
+  AdamW::step_all(std::array{StateStep{&other, {}}, StateStep{hindered.ranks[0].get(), {}}});
   alone.step();
   EXPECT_EQ(bytes_of_state(other), bytes_of_state(alone));
   EXPECT_EQ(hindered.ranks[0]->steps(0), 2);
