@@ -7,14 +7,10 @@
 
 namespace modicum {
 
-// Ranks [first, end), for which the first one reads under node-reader: one node, or all ranks if
-// only rank 0 can read the files.
-struct NodeRanks {
-  int first = 0;
-  int end = 0;
-};
 int ranks_per_node(const Plan& plan) noexcept;
-NodeRanks node_of(const Plan& plan, int rank) noexcept;
+
+// Whether ranks of a node can write divided rows together.
+bool gathers(const Plan& plan);
 
 // The reads of for_each_node_read for one target.
 void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,

@@ -113,7 +113,11 @@ Staging divide_staging(const Plan& plan) {
     staging.ring_part_bytes = std::max(kPageBytes, left / group / kPageBytes * kPageBytes);
     left -= std::min(left, staging.ring_part_bytes);
   }
-  staging.total_bytes = staging.ring_part_bytes;
+  if (options.gathers && gathers(plan)) {
+    staging.gather_part_bytes = left / 4 / kPageBytes * kPageBytes;
+    left -= staging.gather_part_bytes;
+  }
+  staging.total_bytes = staging.ring_part_bytes + staging.gather_part_bytes;
   if (!streams && !casts_in_slot) return staging;
   staging.total_bytes += left;
   staging.table_bytes = streams ? round_up(kReadTableRows * sizeof(Transfer), kPageBytes) : 0;
@@ -210,6 +214,7 @@ Digest digest_inputs(const Plan& plan) {
   const PlanOptions& o = plan.options;
   hasher.add(o.strategy->name).add(o.ranks_per_node).add(o.destination);
   hasher.add(o.staging_bytes).add(o.baseline_bytes).add(o.init_bytes).add(o.caller_sends);
+  hasher.add(o.gathers);
   hasher.add(o.fork);
   hasher.add(o.destination_of.size());
   for (const Destination to : o.destination_of) hasher.add(to);

@@ -90,6 +90,7 @@ struct PlanOptions {
   std::vector<uint64_t> baseline_of;         // by rank; empty: `baseline_bytes` for all
   uint64_t init_bytes = 0;                   // the most that caller-provided tensors hold at once
   bool caller_sends = false;   // the exchange uses the caller's transport: no ring in staging
+  bool gathers = false;        // of a save: ranks of a node write divided rows together
   Fork fork = Fork::excluded;  // how forked children see the shards
   // Later phases of the promise: the charges of each rank on top of phase `hold`. Page tables are
   // added.
@@ -117,18 +118,20 @@ Promise part_of(const Promise& promise, Part part);
 
 // How a rank's staging is divided:
 //
-//   | ring part | table | slot        | table | slot        | ...
-//                 \_ worker 0's share _/ \_ worker 1's share _/
-//                         |- tile |- cast room -|
+//   | ring or gather part | table | slot        | table | slot        | ...
+//                           \_ worker 0's share _/ \_ worker 1's share _/
+//                                   |- tile |- cast room -|
 //
 // The parts of all ranks of an exchange group form one ring in shared memory, present only where
-// ranks exchange. A worker sorts transfers in its table and reads one tile at a time into its slot.
-// The cast room, the rest of the slot, exists only with Destination::copy; else a tile is a slot.
-// Example: 8 MiB and 4 ranks that exchange. The ring part is 2 MiB, so 6 MiB remain; the table has
-// 1024 rows, and the slot 1 MiB; there is one worker, since ranks that exchange must make the same
-// calls in the same order.
+// ranks exchange. Those of the ranks of a node form a SharedGather, present only where a save has
+// divided rows (Rows) and a node more than one rank. A worker sorts transfers in its table and
+// reads one tile at a time into its slot. The cast room, the rest of the slot, exists only with
+// Destination::copy; else a tile is a slot. Example: 8 MiB and 4 ranks that exchange. The ring part
+// is 2 MiB, so 6 MiB remain; the table has 1024 rows, and the slot 1 MiB; there is one worker,
+// since ranks that exchange must make the same calls in the same order.
 struct Staging {
   uint64_t ring_part_bytes = 0;
+  uint64_t gather_part_bytes = 0;
   uint64_t table_bytes = 0;
   uint64_t slot_bytes = 0;
   uint64_t tile_bytes = 0;   // the largest staged read
@@ -268,6 +271,14 @@ void for_each_write(const Plan& plan, int rank, Rows of, std::span<Transfer> tab
                     FunctionRef<void(const Write&)> fn);
 // The memory of a save by this plan on each rank, besides the saved buffers and staging.
 Footprint save_footprint(const Plan& plan);
+
+// The ranks [first, end) of the node of `rank`: one node, or all ranks if only rank 0 can read the
+// files.
+struct NodeRanks {
+  int first = 0;
+  int end = 0;
+};
+NodeRanks node_of(const Plan& plan, int rank) noexcept;
 
 // The ranks that exchange with `rank`, itself included, in order; only itself without an exchange.
 // Groups don't overlap, and none is larger than rank 0's.

@@ -109,6 +109,14 @@ class Joiner {
 
 }  // namespace
 
+// Rank 0 has a part of each tensor that is divided along its dims. Of a flat group it may have none
+// with divided rows; then all ranks write them themselves.
+bool gathers(const Plan& plan) {
+  if (std::min(ranks_per_node(plan), plan.ranks()) < 2) return false;
+  return std::any_of(plan.order.begin(), plan.order.end(),
+                     [&](uint32_t target) { return has_divided_rows(plan, 0, target); });
+}
+
 void for_each_write(const Plan& plan, int rank, Rows of, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn) {
   MODICUM_ASSERT(table.size() >= kReadTableRows);

@@ -37,6 +37,24 @@ std::vector<uint32_t> walk_of(const Plan& plan, int rank, Rows rows) {
   return walk;
 }
 
+// Catches: a part of staging for a gather that no rank makes, or that no other rank takes part in.
+TEST(Writes, StagingHasAGatherForDividedRowsOnANode) {
+  const Manifest manifest = manifest_of_matrices();
+  const Recipe recipe = make_recipe(manifest, {});
+  const auto part_of = [&](int dim, int per_node, bool gathers) {
+    const Plan plan = make_plan(
+        manifest, recipe, fsdp2_layout(4, dim),
+        {.strategy = &strategy_named("own-shard"), .ranks_per_node = per_node, .gathers = gathers});
+    EXPECT_EQ(plan.staging.total_bytes, plan.options.staging_bytes);
+    return plan.staging.gather_part_bytes;
+  };
+  EXPECT_EQ(part_of(1, 0, true), 2 * kMiB);
+  EXPECT_EQ(part_of(1, 2, true), 2 * kMiB);
+  EXPECT_EQ(part_of(1, 1, true), 0U);
+  EXPECT_EQ(part_of(1, 0, false), 0U);
+  EXPECT_EQ(part_of(0, 0, true), 0U);
+}
+
 // Whole rows: ranks begin at different tensors. Divided rows, which share pages: all ranks walk the
 // tensors in the same order. Catches: ranks that are at different places of a file whose pages they
 // share; rows in neither walk, or in both.

@@ -25,9 +25,11 @@ namespace {
 
 std::shared_ptr<MadeSave> save_plan(const std::shared_ptr<MadePlan>& plan,
                                     const OptionalText& dtype, bool copies_unused,
-                                    const std::optional<Size>& shard_size, bool adapters) {
+                                    const std::optional<Size>& shard_size, bool adapters,
+                                    bool gathers) {
   SaveForm form = form_of(plan->checkpoint());
   form.copies_unused = copies_unused;
+  form.gathers = gathers;
   form.dtype = dtype_flag(dtype.value_or(""));
   if (adapters) {  // PEFT reads one file
     form.stem = kAdapterStem;
@@ -84,7 +86,8 @@ std::vector<std::pair<uint64_t, uint64_t>> save_promise(const std::map<std::stri
 }
 
 nb::dict outcome_of(const SaveOutcome& saved) {
-  return dict_of("written_bytes"_a = saved.written_bytes, "read_bytes"_a = saved.read_bytes);
+  return dict_of("written_bytes"_a = saved.written_bytes, "read_bytes"_a = saved.read_bytes,
+                 "gathered_bytes"_a = saved.gathered_bytes);
 }
 
 // Where the ranks of a step in flight write: (directory, point).
@@ -93,7 +96,7 @@ using Place = std::pair<std::string, uint64_t>;
 nb::dict save_tensors(const MadeSave& made, int rank, CallerBoard& board,
                       const std::shared_ptr<Ledger>& ledger, const Place& place,
                       const nb::dict& given, const nb::object& fetch, int threads,
-                      const std::shared_ptr<Snapshot>& snapshot) {
+                      const std::shared_ptr<Snapshot>& snapshot, Gather* gather) {
   const Plan& plan = made.plan.plan();
   checked_rank(rank, plan.ranks());
   CallerTensors tensors(plan, rank, given, fetch);
@@ -103,7 +106,7 @@ nb::dict save_tensors(const MadeSave& made, int rank, CallerBoard& board,
     const ReportedPhase phase(ledger->reporter(), "save");
     const SaveFiles to{files, place.first};
     ChunkSums sums(made.plan.manifest(), place.second);
-    const RankContext at{rank, &board, nullptr, ledger.get()};
+    const RankContext at{rank, &board, nullptr, ledger.get(), gather};
     const SaveOutcome saved = save(
         {made.loaded->checkpoint(), made.plan, at, tensors, threads, snapshot.get()}, to, sums);
     hand_over_sums(sums, rank, to);
@@ -128,8 +131,8 @@ std::shared_ptr<MadeState> state_files(const std::vector<WrittenState>& paramete
 
 nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& board,
                     const std::shared_ptr<Ledger>& ledger, const Place& place,
-                    const std::vector<WrittenHeld>& held,
-                    const std::shared_ptr<Snapshot>& snapshot) {
+                    const std::vector<WrittenHeld>& held, const std::shared_ptr<Snapshot>& snapshot,
+                    Gather* gather) {
   const Held shards(held, numels_of(made.parameters));
   PosixFileSystem files;
   if (!snapshot) board.set_thread();
@@ -140,7 +143,7 @@ nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& boa
     const Charge plan = ledger->adopt(Purpose::plan, needed[Purpose::plan]);
     const SaveFiles to{files, place.first};
     ChunkSums sums(made.files.manifest(), place.second);
-    const RankContext at{rank, &board, nullptr, ledger.get()};
+    const RankContext at{rank, &board, nullptr, ledger.get(), gather};
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
       made.files.for_each_span(shards, fn);
     };
@@ -282,12 +285,44 @@ nb::dict opened(const std::string& path) {
   return described(without_the_lock([&] { return open_step(files, path); }));
 }
 
+void define_gather(nb::module_& module) {
+  nb::class_<SharedGather>(module, "SharedGather",
+                           R"(Memory with which the ranks of a node write divided rows together.
+
+Args:
+    ranks: of the node.
+    part_bytes: `SavePlan.gather_bytes`.
+
+Raises:
+    IoError: the kernel refuses.)")
+      .def(nb::init<int, uint64_t>(), "ranks"_a, "part_bytes"_a)
+      .def_static("open", &SharedGather::open, "path"_a, "ranks"_a, "part_bytes"_a,
+                  "The memory that another rank has made; None if it can't be mapped.")
+      .def_prop_ro("path", &SharedGather::path, "For `open`, while the maker holds it.");
+  nb::class_<Gather>(module, "Gather", R"(One rank's end of a SharedGather, for one save.
+
+Args:
+    place: of the rank on its node.
+    ledger: is charged for the rank's part.)")
+      .def(
+          "__init__",
+          [](Gather* made, SharedGather& shared, CallerBoard& board, int rank, int place,
+             const std::shared_ptr<Ledger>& ledger) {
+            new (made) Gather(shared, board, rank, place);
+            made->commit(*ledger);
+          },
+          "shared"_a, "board"_a, "rank"_a, "place"_a, "ledger"_a, nb::keep_alive<1, 2>(),
+          nb::keep_alive<1, 3>(), nb::keep_alive<1, 6>());
+}
+
 void define_save_plan(nb::module_& module) {
   nb::class_<MadeSave>(module, "SavePlan",
                        "The plan of a load, turned: what each rank writes where.")
       .def_prop_ro(
           "held", [](const MadeSave& made) { return by_purpose(made.held()); },
-          "What the save holds on each rank besides the tensors, bytes by purpose.")
+          "What the save holds on each rank besides the tensors and the gather, bytes by purpose.")
+      .def_prop_ro("gather_bytes", &MadeSave::gather_bytes,
+                   "Of each rank, for a SharedGather; 0 without one.")
       .def_prop_ro("copied", copied_names, "Names that are copied from the source.")
       .def_prop_ro("copied_bytes", copied_bytes, "Of these, in all.")
       .def_prop_ro("left_out", left_out_names, "Names in the source that are not saved.")
@@ -306,6 +341,7 @@ void define_save_plan(nb::module_& module) {
           "recipe.json of the same targets from the saved tensors.");
   module.def("make_save_plan", save_plan, "plan"_a, nb::kw_only(), "dtype"_a = nb::none(),
              "copies_unused"_a = true, "shard_size"_a = nb::none(), "adapters"_a = false,
+             "gathers"_a = false,
              R"(Turns the plan of a load.
 
 Args:
@@ -314,6 +350,7 @@ Args:
     copies_unused: whether stored tensors that no target reads are copied.
     shard_size: of a file; None: as the files of the source.
     adapters: all tensors go into PEFT's adapter_model.safetensors.
+    gathers: whether the ranks of a node write divided rows together, with a Gather.
 
 Raises:
     UsageError: two tensors would have one name; there is none.)");
@@ -323,10 +360,10 @@ Raises:
              "and `held`, bytes by purpose. BudgetError if a node has less.");
   module.def("save_tensors", save_tensors, "plan"_a, "rank"_a, "board"_a, "ledger"_a, "place"_a,
              nb::kw_only(), "given"_a = nb::dict(), "fetch"_a = nb::none(), "threads"_a = 1,
-             "snapshot"_a.none() = nb::none(),
+             "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
              "Writes one rank's part of the tensors to `place`, (directory, point) of a step. "
              "`given`: by target, host memory; `fetch(target, at, view)` fills `view` with the "
-             "elements of others. `snapshot`: see Snapshot.");
+             "elements of others. `snapshot`: see Snapshot; `gather`: see Gather.");
 }
 
 void define_state_files(nb::module_& module) {
@@ -339,9 +376,9 @@ Args:
           "held", [](const MadeState& made) { return by_purpose(made.files.footprint()); },
           "What a save holds for it on each rank, bytes by purpose.");
   module.def("save_state", save_state, "files"_a, "rank"_a, "ranks"_a, "board"_a, "ledger"_a,
-             "place"_a, "held"_a, "snapshot"_a.none() = nb::none(),
+             "place"_a, "held"_a, "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
              "Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the "
-             "shards that this rank saves. `snapshot`: see Snapshot.");
+             "shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.");
   module.def("load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a,
              "ledger"_a, "held"_a,
              "Reads one rank's shards of a saved state into them; returns the bytes read. "
@@ -394,6 +431,7 @@ Raises:
 }  // namespace
 
 void define_save(nb::module_& module) {
+  define_gather(module);
   define_save_plan(module);
   define_state_files(module);
   define_snapshot(module);

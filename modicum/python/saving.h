@@ -29,12 +29,14 @@ struct MadeSave {
   const std::shared_ptr<MadePlan> loaded;
   const SavePlan plan;
 
-  // On each rank, with the plan that it turns.
+  // Of the ranks' SharedGather, on each rank, if they make one.
+  uint64_t gather_bytes() const noexcept { return plan.plan().staging.gather_part_bytes; }
+  // On each rank, with the plan that it turns; without the gather.
   Footprint held() const {
     Footprint held = plan.footprint();
     held[Purpose::header] += loaded->plan.manifest->held_bytes();
     held[Purpose::plan] += loaded->plan.held_bytes();
-    held[Purpose::staging] += plan.plan().staging.total_bytes;
+    held[Purpose::staging] += plan.plan().staging.total_bytes - gather_bytes();
     return held;
   }
 };

@@ -1,32 +1,16 @@
 #include "modicum/ranks/exchange.h"
 
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
-#include <climits>
 #include <cstring>
-#include <ctime>
 #include <new>
+
+#include "modicum/ranks/counters.h"
 
 namespace modicum {
 namespace {
 
 constexpr uint32_t kSlots = 4;
-
-// Sleeps while `word` is `value`, at most 50 ms, so that the caller can check for failed peers.
-void wait_on(const std::atomic<uint32_t>& word, uint32_t value) noexcept {
-  const timespec most{0, 50 * kNsPerMs};
-  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT, value, &most, nullptr,
-          0);
-}
-
-void wake_all(const std::atomic<uint32_t>& word) noexcept {
-  syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAKE, INT_MAX, nullptr,
-          nullptr, 0);
-}
 
 }  // namespace
 
@@ -67,23 +51,12 @@ void RingExchange::broadcast(int root, std::span<std::byte> bytes, Part wanted) 
   }
 }
 
-// PEER if a rank fails meanwhile. Sends heartbeats, so that the supervisor sees no stall.
-template <typename IsReady>
-void RingExchange::wait_until(const std::atomic<uint32_t>& counter, const IsReady& is_ready) {
-  for (uint32_t now = counter.load(std::memory_order_acquire); !is_ready(now);
-       now = counter.load(std::memory_order_acquire)) {
-    board_.check();
-    board_.beat(rank_, 0);
-    wait_on(counter, now);
-  }
-}
-
 void RingExchange::send(std::span<const std::byte> bytes) {
   SharedRing::Control& control = ring_.control();
   const auto readers = static_cast<uint32_t>(ring_.ranks_ - 1);
   while (!bytes.empty()) {
     auto& taken = control.taken[turn_ % kSlots];
-    wait_until(taken, [&](uint32_t now) { return now == readers; });
+    wait_until(taken, board_, rank_, [&](uint32_t now) { return now == readers; });
     const size_t n = std::min<size_t>(bytes.size(), ring_.slot_bytes_);
     std::memcpy(ring_.data_.bytes().data() + turn_ % kSlots * ring_.slot_bytes_, bytes.data(), n);
     taken.store(0, std::memory_order_relaxed);
@@ -98,7 +71,7 @@ void RingExchange::receive(std::span<std::byte> bytes, Part wanted) {
   SharedRing::Control& control = ring_.control();
   const auto readers = static_cast<uint32_t>(ring_.ranks_ - 1);
   while (at < bytes.size()) {
-    wait_until(control.filled,
+    wait_until(control.filled, board_, rank_,
                [&](uint32_t filled) { return static_cast<int32_t>(filled - turn_) > 0; });
     const size_t n = std::min<size_t>(bytes.size() - at, ring_.slot_bytes_);
     const size_t begin = std::clamp(wanted.begin, at, at + n);

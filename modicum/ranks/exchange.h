@@ -1,7 +1,6 @@
 // The seam between ranks for tensor bytes.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <span>
 
@@ -66,8 +65,6 @@ class RingExchange final : public Exchange {
  private:
   void send(std::span<const std::byte> bytes);
   void receive(std::span<std::byte> bytes, Part wanted);
-  template <typename IsReady>
-  void wait_until(const std::atomic<uint32_t>& counter, const IsReady& is_ready);
 
   SharedRing& ring_;
   Board& board_;

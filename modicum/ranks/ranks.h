@@ -3,6 +3,7 @@
 
 #include "modicum/ranks/board.h"         // IWYU pragma: export
 #include "modicum/ranks/exchange.h"      // IWYU pragma: export
+#include "modicum/ranks/gather.h"        // IWYU pragma: export
 #include "modicum/ranks/own_report.h"    // IWYU pragma: export
 #include "modicum/ranks/stop_signals.h"  // IWYU pragma: export
 #include "modicum/ranks/supervisor.h"    // IWYU pragma: export

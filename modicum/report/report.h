@@ -208,6 +208,7 @@ struct SaveReport {
   std::string path;
   uint64_t written_bytes = 0;
   uint64_t read_bytes = 0;               // while saving: of copied tensors
+  uint64_t gathered_bytes = 0;           // of the written ones: by ranks of a node together
   double elapsed_s = 0;                  // until the last byte of the ranks was durable
   double durable_s = 0;                  // until the step was durable
   uint64_t digest = 0;                   // of the model, as `load --digest`

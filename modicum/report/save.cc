@@ -35,7 +35,7 @@ std::string save_json(const SaveReport& report) {
   out.member("strategy", report.strategy).member("step", report.step);
   out.member("preempted", report.is_preempted);
   out.member("path", report.path).member("written_bytes", report.written_bytes);
-  out.member("read_bytes", report.read_bytes);
+  out.member("read_bytes", report.read_bytes).member("gathered_bytes", report.gathered_bytes);
   out.member("elapsed_s", report.elapsed_s).member("durable_s", report.durable_s);
   out.member("coverage", "proven").member("digest", digest_text(report.digest));
   state_digest_member(out, report.state_digest);

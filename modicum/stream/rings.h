@@ -23,4 +23,17 @@ class Rings {
   std::map<int, SharedRing> rings_;  // by the first rank of the group
 };
 
+// The same for the short runs of a save: a SharedGather for each node.
+class Gathers {
+ public:
+  explicit Gathers(const Plan& saved);
+  explicit Gathers(const Plan&&) = delete;
+  // The end of `rank`; null if the save does not gather.
+  std::unique_ptr<Gather> end_of(int rank, Board& board);
+
+ private:
+  const Plan& plan_;
+  std::map<int, SharedGather> nodes_;  // by first rank
+};
+
 }  // namespace modicum

@@ -7,6 +7,7 @@
 
 #include "modicum/kernels/kernels.h"
 #include "modicum/stream/data_writer.h"
+#include "modicum/stream/gathered_writer.h"
 #include "modicum/stream/rank_workers.h"
 #include "modicum/stream/reader.h"
 #include "modicum/stream/stream.h"
@@ -29,7 +30,7 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
 }
 
 // The buffers exist already: in host memory, or behind Sink::fetch.
-PlanOptions options_of(const Plan& loaded) {
+PlanOptions options_of(const Plan& loaded, bool gathers) {
   const auto at_hand = [](Destination to) {
     return to == Destination::copy ? Destination::copy : Destination::given;
   };
@@ -37,6 +38,7 @@ PlanOptions options_of(const Plan& loaded) {
   options.strategy = &strategy_named("own-shard");
   options.destination = at_hand(options.destination);
   for (Destination& to : options.destination_of) to = at_hand(to);
+  options.gathers = gathers;
   options.fork = Fork::excluded;
   options.init_bytes = 0;
   options.after = {};
@@ -81,8 +83,9 @@ class Save {
         header_(at_.ledger->adopt(Purpose::header, run.plan.footprint()[Purpose::header])),
         plan_charge_(at_.ledger->adopt(Purpose::plan, run.plan.footprint()[Purpose::plan])) {
     const int threads = std::max(1, run.threads);
-    staging_ = at_.ledger->charge(Purpose::staging, plan_.staging.total_bytes, threads,
-                                  [this] { at_.board->check(); });
+    staging_ = at_.ledger->charge(Purpose::staging,
+                                  plan_.staging.total_bytes - plan_.staging.gather_part_bytes,
+                                  threads, [this] { at_.board->check(); });
     workers_ = std::min(threads, plan_.staging.workers);
   }
 
@@ -102,9 +105,14 @@ class Save {
     });
     // Divided rows: all ranks begin at the same time.
     if (run_.snapshot == nullptr) at_.board->barrier(at_.rank);
+    if (at_.gather != nullptr) workers_ = 1;
     run_rank_workers(*at_.board, at_.rank, workers_, [this](int index) {
       Worker worker(*this, index);
-      write_own(worker, Rows::divided);
+      if (at_.gather != nullptr) {
+        write_together(worker);
+      } else {
+        write_own(worker, Rows::divided);
+      }
       finish(worker);
     });
     return outcome_;
@@ -149,26 +157,24 @@ class Save {
     });
   }
 
+  void write_together(Worker& worker) {
+    GatheredWriter gathered(manifest_, at_, to_, sums_);
+    for_each_write(plan_, at_.rank, Rows::divided, worker.table(), [&](const Write& write) {
+      const auto bytes = write.direct ? bytes_at(write.transfers[0]) : staged(worker, write);
+      if (bytes.size() < DataWriter::kSmallBytes) {
+        gathered.put(write.at, bytes);
+      } else {
+        put(worker, write.at, bytes);
+      }
+    });
+    gathered.finish(outcome_);
+  }
+
   void put(Worker& worker, const Extent& at, std::span<const std::byte> bytes) {
     at_.board->check();
     worker.writer.write(manifest_.files[at.file].name, at.begin, bytes);
     at_.board->beat(at_.rank, bytes.size());
-    add_to_sums(at, bytes);
-  }
-
-  // Counts an extent as written; it may contain several tensors.
-  void add_to_sums(const Extent& at, std::span<const std::byte> bytes) {
-    const auto& tensors = manifest_.tensors;
-    auto of =
-        std::upper_bound(tensors.begin(), tensors.end(), at, [](const Extent& e, const Stored& s) {
-          return std::pair(e.file, e.begin) < std::pair(s.at.file, s.at.end);
-        });
-    for (uint64_t done = 0; done < bytes.size(); ++of) {
-      const uint64_t from = at.begin + done - of->at.begin;
-      const uint64_t n = std::min(of->at.end, at.end) - of->at.begin - from;
-      sums_.add(static_cast<uint32_t>(of - tensors.begin()), from, bytes.subspan(done, n));
-      done += n;
-    }
+    sums_.add(at, bytes);
   }
 
   // A transfer's elements, which are in host memory in the saved dtype and order.
@@ -285,7 +291,7 @@ SavePlan::SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm&
                         .is_computed = form.is_computed})),
       manifest_(manifest_of(form_, source, form)),
       recipe_(saved_recipe(*loaded.recipe, source.manifest, form_, manifest_)),
-      plan_(make_plan(manifest_, recipe_, loaded.layout, options_of(loaded))),
+      plan_(make_plan(manifest_, recipe_, loaded.layout, options_of(loaded, form.gathers))),
       copied_(copied_of(form_, manifest_)) {}
 
 Footprint SavePlan::footprint() const {

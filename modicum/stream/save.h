@@ -23,6 +23,7 @@ struct SaveForm {
   std::optional<uint64_t> shard_bytes;  // of a file; default: the files of the source
   std::vector<bool> is_computed;        // see SavedOptions
   std::string_view stem = kModelStem;   // of the files' names
+  bool gathers = true;                  // see PlanOptions; not in the background
 };
 
 // A save carries out, in reverse, the plan that would load the saved files. Not movable, as the
@@ -70,8 +71,9 @@ uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& t
 
 // The counters of one rank's save.
 struct SaveOutcome {
-  uint64_t written_bytes = 0;  // headers included
-  uint64_t read_bytes = 0;     // of tensors copied from the source
+  uint64_t written_bytes = 0;   // headers included
+  uint64_t read_bytes = 0;      // of tensors copied from the source
+  uint64_t gathered_bytes = 0;  // that this rank gave to the ranks of its node to write
 };
 
 // Saves rank `at.rank`'s part of the plan from `from`, the buffers that were loaded. All ranks call
@@ -82,6 +84,9 @@ struct SaveOutcome {
 // ranks have returned and the merged sums are proven. On failure the caller must discard the
 // directory. Errors: NOSPACE, IO, CONFLICT if a file exists; UNSUPPORTED if a buffer can't be read;
 // BUDGET, NOMEM; PEER if another rank failed.
+//
+// With `at.gather`, which is required if the plan's staging has a part of it and which has been
+// committed, the ranks of the node write the short runs of divided rows together.
 //
 // In the background the host memory is read through `snapshot`, which `expect_writes` was called
 // for. All ranks have called create_files before, and then met; the save meets no other rank.

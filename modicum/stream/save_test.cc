@@ -86,14 +86,17 @@ Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePl
   std::vector<std::vector<std::byte>> sums(ranks);
   files.make_directory("/out");
   const std::string out = "/out";
+  Gathers gathers(saved.plan());
   run_workers(plan.ranks(), [&](int rank) {
     const auto r = static_cast<size_t>(rank);
     Ledger ledger(UINT64_MAX);
     HostSink shards(plan, rank, ledger);
     load(checkpoint, plan, {rank, &board, nullptr, &ledger}, shards);
-    const RankContext at{rank, &board, nullptr, &ledger};
     ledger.mark();
     const Footprint before = ledger.held();
+    const auto gather = gathers.end_of(rank, board);
+    if (gather != nullptr) gather->commit(ledger);
+    const RankContext at{rank, &board, nullptr, &ledger, gather.get()};
     ChunkSums of_rank(saved.manifest(), kPoint);
     result.outcomes[r] = save({checkpoint, saved, at, shards, threads}, {files, out}, of_rank);
     result.peaks[r] = ledger.at_peak();
@@ -147,8 +150,9 @@ std::vector<Layout> layouts(const Recipe& recipe) {
   return all;
 }
 
-// Catches: an element that is written to the wrong place, twice or not at all; two replicas that
-// write the same elements; a conversion that is not inverted; memory beyond the promise.
+// On one node and on nodes of two ranks. Catches: an element that is written to the wrong place,
+// twice or not at all; two replicas that write the same elements; a conversion that is not
+// inverted; memory beyond the promise; divided rows that each rank writes itself.
 TEST(Save, SavedFilesEqualTheLoadedOnes) {
   MemoryFileSystem source;
   source.make_directory("/m");
@@ -157,16 +161,20 @@ TEST(Save, SavedFilesEqualTheLoadedOnes) {
   const Recipe recipe = converting(checkpoint.manifest);
   std::map<std::string, uint64_t> digests;
   for (const Layout& layout : layouts(recipe)) {
-    for (const auto shard_bytes : {std::optional<uint64_t>(), std::optional<uint64_t>(9000)}) {
-      SCOPED_TRACE(layout.name);
-      const Plan plan = make_plan(checkpoint.manifest, recipe, layout,
-                                  {.strategy = &strategy_named("own-shard")});
+    for (const auto& [shard_bytes, per_node] :
+         {std::pair(std::optional<uint64_t>(), 0), std::pair(std::optional<uint64_t>(9000), 0),
+          std::pair(std::optional<uint64_t>(), 2)}) {
+      SCOPED_TRACE(testing::Message() << layout.name << " nodes of " << per_node);
+      const Plan plan =
+          make_plan(checkpoint.manifest, recipe, layout,
+                    {.strategy = &strategy_named("own-shard"), .ranks_per_node = per_node});
       const SavePlan saved(checkpoint, plan, {.shard_bytes = shard_bytes});
       MemoryFileSystem files;
       const Saved result = load_and_save(checkpoint, plan, saved, files, 2);
       expect_same(open_checkpoint(files, "/out"), model());
-      uint64_t written = 0, read = 0;
+      uint64_t written = 0, read = 0, gathered = 0;
       for (const SaveOutcome& outcome : result.outcomes) {
+        gathered += outcome.gathered_bytes;
         written += outcome.written_bytes;
         read += outcome.read_bytes;
       }
@@ -174,7 +182,11 @@ TEST(Save, SavedFilesEqualTheLoadedOnes) {
       for (const DataFile& file : saved.manifest().files) size += file.identity.size_bytes;
       EXPECT_EQ(written, size);
       EXPECT_EQ(read, 77U);
+      // Always the rows of "conv", which is transposed, but rank 0 has none of it in this flat
+      // group.
+      EXPECT_EQ(gathered > 0, plan.ranks() > 1 && layout.name != "zero2");
       Footprint promised = saved.footprint();
+      EXPECT_EQ(saved.plan().staging.total_bytes, plan.options.staging_bytes);
       promised[Purpose::staging] = saved.plan().staging.total_bytes;
       for (const Footprint& peak : result.peaks) EXPECT_EQ(peak, promised);
       if (digests.empty()) digests = result.digests;
@@ -200,7 +212,7 @@ TEST(Save, InTheBackgroundTheValuesAreThoseOfTheBeginning) {
       const Plan loaded = make_plan(checkpoint.manifest, recipe, layout, options);
       options.destination = Destination::copy;
       const Plan read = make_plan(checkpoint.manifest, recipe, layout, options);
-      const SavePlan saved(checkpoint, read);
+      const SavePlan saved(checkpoint, read, {.gathers = false});
       MemoryFileSystem files;
       files.make_directory(out);
       SteadyClock clock;
@@ -282,17 +294,7 @@ TEST(Save, DeviceBuffersAreSavedThroughStaging) {
   }
 }
 
-// Every file call of the save fails once, on either rank. The error is the first failure; the other
-// rank ends with PEER, unless it has ended before. Catches: an error that is swallowed; a rank that
-// waits forever.
-TEST(SaveFault, AFailingCallEndsAllRanks) {
-  MemoryFileSystem source;
-  source.make_directory("/m");
-  put_model(source, "/m/model.safetensors", model());
-  const Checkpoint checkpoint = open_checkpoint(source, "/m");
-  const Recipe recipe = converting(checkpoint.manifest);
-  const Plan plan = make_plan(checkpoint.manifest, recipe, fsdp2_layout(2),
-                              {.strategy = &strategy_named("own-shard")});
+void expect_ends(const Checkpoint& checkpoint, const Plan& plan) {
   const SavePlan saved(checkpoint, plan, {.shard_bytes = 100'000});
   const std::string out = "/out";
   for (int64_t fail_at = 1;; ++fail_at) {
@@ -301,11 +303,13 @@ TEST(SaveFault, AFailingCallEndsAllRanks) {
     RecordingFileSystem files(under, fail_at);
     SteadyClock clock;
     SharedBoard board(2, clock);
+    Gathers gathers(saved.plan());
     std::array<std::optional<Category>, 2> ended;
     run_workers(2, [&](int rank) {
       Ledger ledger(UINT64_MAX);
       HostSink shards(plan, rank, ledger);
-      const RankContext at{rank, &board, nullptr, &ledger};
+      const auto gather = gathers.end_of(rank, board);
+      const RankContext at{rank, &board, nullptr, &ledger, gather.get()};
       ChunkSums sums(saved.manifest(), kPoint);
       try {  // one rank may still load when the other one fails
         load(checkpoint, plan, at, shards);
@@ -320,6 +324,22 @@ TEST(SaveFault, AFailingCallEndsAllRanks) {
       EXPECT_TRUE(!category || *category == Category::io || *category == Category::peer) << fail_at;
     }
     if (!is_failed) break;
+  }
+}
+
+// Every file call of the save fails once, on either rank, with whole and with divided rows. The
+// error is the first failure; the other rank ends with PEER, unless it has ended before. Catches:
+// an error that is swallowed; a rank that waits forever.
+TEST(SaveFault, AFailingCallEndsAllRanks) {
+  MemoryFileSystem source;
+  source.make_directory("/m");
+  put_model(source, "/m/model.safetensors", model());
+  const Checkpoint checkpoint = open_checkpoint(source, "/m");
+  const Recipe recipe = converting(checkpoint.manifest);
+  for (const int dim : {0, 1}) {
+    const Plan plan = make_plan(checkpoint.manifest, recipe, fsdp2_layout(2, dim),
+                                {.strategy = &strategy_named("own-shard")});
+    expect_ends(checkpoint, plan);
   }
 }
 

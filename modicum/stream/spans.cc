@@ -1,8 +1,10 @@
 #include "modicum/stream/spans.h"
 
 #include <algorithm>
+#include <optional>
 
 #include "modicum/stream/data_writer.h"
+#include "modicum/stream/gathered_writer.h"
 #include "modicum/stream/rank_workers.h"
 #include "modicum/stream/reader.h"
 #include "modicum/stream/stream.h"
@@ -42,16 +44,23 @@ SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, 
   };
   run_rank_workers(*at.board, at.rank, 1, [&](int) {
     DataWriter writer(to.files, to.directory);
+    std::optional<GatheredWriter> gathered;
+    if (at.gather != nullptr) gathered.emplace(what.manifest, at, to, sums);
     spans([&](const StoredSpan& span) {
       in_parts(span, staging.empty() ? kMostBytes : staging.bytes().size(), [&](const auto& part) {
         at.board->check();
         const Extent& stored = what.manifest.tensors[part.stored].at;
         const std::span<const std::byte> bytes = values_of(part.bytes);
+        if (gathered && bytes.size() < DataWriter::kSmallBytes) {
+          const uint64_t begin = stored.begin + part.at;
+          return gathered->put({stored.file, begin, begin + bytes.size()}, bytes);
+        }
         writer.write(what.manifest.files[stored.file].name, stored.begin + part.at, bytes);
         sums.add(part.stored, part.at, bytes);
         at.board->beat(at.rank, part.bytes.size());
       });
     });
+    if (gathered) gathered->finish(outcome);
     writer.finish();
     outcome.written_bytes += writer.bytes_written();
   });

@@ -27,6 +27,7 @@ struct RankContext {
   Board* board = nullptr;
   Exchange* exchange = nullptr;  // required if the plan exchanges
   Ledger* ledger = nullptr;      // charged for everything that the load holds
+  Gather* gather = nullptr;      // with which ranks of a node write short runs together
 };
 
 struct LoadOptions {

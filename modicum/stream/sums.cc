@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "modicum/base/base.h"
 #include "modicum/kernels/kernels.h"
@@ -75,6 +76,20 @@ void ChunkSums::add(uint32_t stored, uint64_t at, std::span<const std::byte> byt
     }
     at += n;
     bytes = bytes.subspan(n);
+  }
+}
+
+void ChunkSums::add(const Extent& at, std::span<const std::byte> bytes) {
+  const auto& tensors = manifest_.tensors;
+  auto of =
+      std::upper_bound(tensors.begin(), tensors.end(), at, [](const Extent& e, const Stored& s) {
+        return std::pair(e.file, e.begin) < std::pair(s.at.file, s.at.end);
+      });
+  for (uint64_t done = 0; done < bytes.size(); ++of) {
+    const uint64_t from = at.begin + done - of->at.begin;
+    const uint64_t n = std::min(of->at.end, at.end) - of->at.begin - from;
+    add(static_cast<uint32_t>(of - tensors.begin()), from, bytes.subspan(done, n));
+    done += n;
   }
 }
 

@@ -43,6 +43,8 @@ class ChunkSums {
 
   // Counts bytes [at, at + bytes.size()) of a stored tensor as written. No element may be divided.
   void add(uint32_t stored, uint64_t at, std::span<const std::byte> bytes);
+  // The same for an extent of a file, which may contain several tensors.
+  void add(const Extent& at, std::span<const std::byte> bytes);
 
   // Serialises the sums of the chunks that were written to. `merge` adds those of another rank;
   // INTEGRITY if they can't be sums of this manifest.

@@ -26,7 +26,7 @@ struct Rehearsed {
 struct RehearsalWorld : LoadWorld {
   RehearsalWorld(const RehearsalTask& of, const StepSave* step)
       : LoadWorld(of.load), rehearsal(of), page(of.load.plan.ranks()) {
-    if (step != nullptr) place.emplace(*step);
+    if (step != nullptr) place.emplace(*step, of.save->plan);
   }
 
   const RehearsalTask& rehearsal;
@@ -37,7 +37,9 @@ struct RehearsalWorld : LoadWorld {
 class RehearsalRank {
  public:
   RehearsalRank(RehearsalWorld& world, int rank)
-      : world_(world), task_(world.rehearsal), rank_(rank), of_(world, rank) {}
+      : world_(world), task_(world.rehearsal), rank_(rank), of_(world, rank) {
+    if (world.place) gather_ = world.place->gathers.end_of(rank, world.board);
+  }
 
   Rehearsed live() {
     of_.load.load();
@@ -69,9 +71,9 @@ class RehearsalRank {
   }
 
   void save(const RankOptimizer& optimizer) {
-    outcome_.save =
-        save_rank(*task_.save, *world_.place, {rank_, &world_.board, nullptr, &of_.ledger},
-                  of_.load.shards(), &optimizer);
+    outcome_.save = save_rank(*task_.save, *world_.place,
+                              {rank_, &world_.board, nullptr, &of_.ledger, gather_.get()},
+                              of_.load.shards(), &optimizer);
     outcome_.phases[3] = of_.later_phase(world_.board);
     outcome_.saved_digest = optimizer.digest().state;
   }
@@ -80,6 +82,7 @@ class RehearsalRank {
   const RehearsalTask& task_;
   const int rank_;
   LoadingRank of_;
+  std::unique_ptr<Gather> gather_;
   Rehearsed outcome_;
 };
 

@@ -33,21 +33,25 @@ struct SaveWorld : LoadWorld {
       : LoadWorld(of.load),
         save(of),
         page(of.load.plan.ranks()),
-        place(step),
+        place(step, of.plan),
         grace(of.grace_ns, bytes_to_save(of), board, clock) {
     if (of.grace_ns > 0) grace_ns = [this] { return grace.granted_ns(); };
   }
 
   const SaveTask& save;
   const NormPage page;
-  const SavePlace place;
+  SavePlace place;
   SaveGrace grace;
 };
 
 class SaveRank {
  public:
   SaveRank(SaveWorld& world, int rank)
-      : world_(world), task_(world.save), rank_(rank), of_(world, rank) {}
+      : world_(world),
+        task_(world.save),
+        rank_(rank),
+        of_(world, rank),
+        gather_(world.place.gathers.end_of(rank, world.board)) {}
 
   Saved live() {
     RankLoad& load = of_.load;
@@ -57,8 +61,9 @@ class SaveRank {
     world_.board.barrier(rank_);
     outcome_.begin_ns = world_.clock.now_ns();
     world_.grace.begin(rank_);
-    outcome_.save = save_rank(task_, world_.place, {rank_, &world_.board, nullptr, &of_.ledger},
-                              load.shards(), trained_ ? &trained_->optimizer() : nullptr);
+    outcome_.save =
+        save_rank(task_, world_.place, {rank_, &world_.board, nullptr, &of_.ledger, gather_.get()},
+                  load.shards(), trained_ ? &trained_->optimizer() : nullptr);
     outcome_.end_ns = world_.clock.now_ns();
     world_.board.barrier(rank_);
     load.note_peaks();
@@ -82,6 +87,7 @@ class SaveRank {
   const SaveTask& task_;
   const int rank_;
   LoadingRank of_;
+  const std::unique_ptr<Gather> gather_;
   std::optional<TrainedRank> trained_;
   Saved outcome_;
 };
@@ -296,6 +302,7 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
     report.digest += of.load.digest;
     report.written_bytes += of.save.written_bytes;
     report.read_bytes += of.save.read_bytes;
+    report.gathered_bytes += of.save.gathered_bytes;
     begin_ns = std::min(begin_ns, of.begin_ns);
     end_ns = std::max(end_ns, of.end_ns);
   }

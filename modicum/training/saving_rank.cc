@@ -40,6 +40,7 @@ std::vector<std::string> without_state(const Run& run) {
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
                       HostSink& shards, const RankOptimizer* optimizer) {
   const ReportedPhase phase(at.ledger->reporter(), "save");
+  if (at.gather != nullptr) at.gather->commit(*at.ledger);
   // The names of the state's files, and the sums of both parts, are held until the end.
   const Footprint state = task.state != nullptr ? task.state->footprint() : Footprint{};
   const Charge header = at.ledger->adopt(Purpose::header, state[Purpose::header]);
@@ -51,7 +52,9 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
   hand_over_sums(sums, at.rank, to);
   if (task.state == nullptr) return outcome;
   MODICUM_ASSERT(optimizer != nullptr);
-  outcome.written_bytes += save_state(task, place, at, *optimizer).written_bytes;
+  const SaveOutcome of_state = save_state(task, place, at, *optimizer);
+  outcome.written_bytes += of_state.written_bytes;
+  outcome.gathered_bytes += of_state.gathered_bytes;
   return outcome;
 }
 

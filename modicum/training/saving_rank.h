@@ -12,11 +12,15 @@ namespace modicum {
 
 // The directory that the ranks of a save write into. Construct before the fork.
 struct SavePlace {
-  explicit SavePlace(const StepSave& step)
-      : point(step.point()), directory(step.directory()), state_directory(step.state_directory()) {}
+  SavePlace(const StepSave& step, const SavePlan& plan)
+      : point(step.point()),
+        directory(step.directory()),
+        state_directory(step.state_directory()),
+        gathers(plan.plan()) {}
 
   const uint64_t point;
   const std::string directory, state_directory;
+  Gathers gathers;  // whose pages stay until the launcher ends
 };
 
 // Saves the buffers of rank `at.rank` and, if `task.state` is set, the optimizer's state. All ranks

@@ -23,8 +23,9 @@ from program import failure, run, run_json
 
 MIB = 1 << 20
 KEYS = {
-    "checkpoint", "step", "path", "written_bytes", "read_bytes", "elapsed_s", "durable_s", "digest",
-    "state_digest", "files", "nodes", "ranks", "copied", "left_out", "warnings",
+    "checkpoint", "step", "path", "written_bytes", "read_bytes", "gathered_bytes", "elapsed_s",
+    "durable_s", "digest", "state_digest", "files", "nodes", "ranks", "copied", "left_out",
+    "warnings",
 }  # fmt: skip
 KILLS = 12
 
@@ -63,7 +64,7 @@ def test_keys(modicum: Path, moe: Path, tmp_path: Path) -> None:
     saved = run_json(modicum, "save", moe, tmp_path / "root", "--step", 5, "--ranks", 2)
     assert set(saved) >= KEYS
     assert (saved["step"], saved["path"]) == (5, str(tmp_path / "root/step-5"))
-    assert saved["read_bytes"] == 0
+    assert (saved["read_bytes"], saved["gathered_bytes"]) == (0, 0)
     on_disk = sum(file["bytes"] for file in saved["files"])
     assert saved["written_bytes"] == on_disk
     for file in saved["files"]:
@@ -83,6 +84,7 @@ def test_keys(modicum: Path, moe: Path, tmp_path: Path) -> None:
         ("--ranks", 3, "--layout", "zero3", "--strategy", "node-reader"),
         ("--ranks", 2, "--layout", "none", "--strategy", "full-per-rank"),
         ("--ranks", 2, "--shard-dim", 1, "--shard-size", 5000),
+        ("--ranks", 5, "--ranks-per-node", 2, "--shard-dim", 1),
     ],
 )
 def test_step_equals_the_loaded_model(
@@ -294,9 +296,14 @@ def test_refusals_leave_no_files(modicum: Path, moe: Path, tmp_path: Path) -> No
     assert before == {path: path.stat().st_mtime_ns for path in (root / "step-1").iterdir()}
 
 
-def test_promise_covers_the_save(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
-    words = ("save", gpt2, tmp_path / "root", "--ranks", 3)
+@pytest.mark.parametrize(("dim", "optimizer"), [(0, "none"), (1, "none"), (1, "adamw:fp32-split")])
+def test_promise_covers_the_save(
+    modicum: Path, gpt2: Path, tmp_path: Path, dim: int, optimizer: str
+) -> None:
+    words = ("save", gpt2, tmp_path / "root", "--ranks", 3, "--shard-dim", dim)
+    words += ("--optimizer", optimizer)
     saved = run_json(modicum, *words, "--step", 1)
+    assert (saved["gathered_bytes"] > 0.9 * saved["written_bytes"]) == (dim == 1)
     for rank in saved["ranks"]:
         promised, kernel = rank["promised_bytes"], rank["kernel_peak_bytes"]
         assert kernel <= promised

@@ -23,7 +23,8 @@ import pytest
 from faulty_files import FAILS, NEVER, SHORT, FaultyFiles
 from program import children_of, run, run_json
 
-TRAINED = ("--optimizer", "adamw:fp32-split", "--steps", 1, "--ranks", 2)
+TRAINED = ("--optimizer", "adamw:fp32-split", "--steps", 1, "--ranks", 2, "--shard-dim", 1)
+"""Ranks that write divided rows together."""
 FAULTS = {
     "EIO": (FAILS, errno.EIO),
     "ENOSPC": (FAILS, errno.ENOSPC),
@@ -129,8 +130,8 @@ def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int
 def test_killed_saves_leave_an_intact_step(
     modicum: Path, moe: Path, tmp_path: Path, kills: int
 ) -> None:
-    """Four saves at a time into one root; each, or one of its ranks, is killed at a random
-    moment."""
+    """Four saves at a time into one root, two of them with divided rows; each, or one of its ranks,
+    is killed at a random moment."""
     root = tmp_path / "root"
     begin = time.monotonic()
     run_json(modicum, "save", moe, root, "--step", 1, "--ranks", 2)
@@ -140,10 +141,10 @@ def test_killed_saves_leave_an_intact_step(
     dice = random.Random(11)
     cut_short = 0
     for steps in batches(itertools.count(2), kills, 4):
-        words = ["save", moe, root, "--ranks", 2, "--step"]
+        words = ["save", moe, root, "--ranks", 2, "--shard-dim"]
         running = [
             subprocess.Popen(
-                list(map(str, (modicum, *words, step))),
+                list(map(str, (modicum, *words, step % 2, "--step", step))),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )

@@ -4,8 +4,10 @@ import gc
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 import torch.distributed as dist
@@ -81,18 +83,30 @@ def whole(model: Any, optimizer: Any) -> dict[str, str]:
 
 
 def saves(
-    directory: str, root: str, cut: Cut, optimizer: str = "fp32", dtype: str = "float32"
+    directory: str,
+    root: str,
+    cut: Cut,
+    *,
+    optimizer: str = "fp32",
+    dtype: str = "float32",
+    shares: bool = True,
 ) -> dict[str, Any]:
-    """Two steps, a save, and further steps: the state at the save and at the end."""
+    """Two steps, a save, and further steps: the state at the save and at the end.
+
+    Args:
+        shares: whether ranks can map each other's memory.
+    """
     model, stepping = made(directory, cut, optimizer, dtype)
     ours = [stepping] if isinstance(stepping, modicum.torch.AdamW) else []
     modicum.torch.load(model, directory, optimizer=ours, progress=False)
     steps(model, stepping, cut, range(2))
     stepping.param_groups[0]["lr"] = 5e-3
     own = {"rank": dist.get_rank(), "rng": torch.full((3,), dist.get_rank())}
-    report = modicum.torch.save(
-        model, root, step=2, optimizer=stepping, extra={"epoch": 1}, extra_per_rank=own
-    )
+    refused = Mock(side_effect=_modicum.SharedGather, open=lambda *_: None)
+    with nullcontext() if shares else patch.object(_modicum, "SharedGather", refused):
+        report = modicum.torch.save(
+            model, root, step=2, optimizer=stepping, extra={"epoch": 1}, extra_per_rank=own
+        )
     saved = whole(model, stepping)
     steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
     return {"report": vars(report), "saved": saved, "end": whole(model, stepping)}

@@ -559,14 +559,51 @@ def use_isa(name: str) -> None:
 
 SLOT_BYTES: int = 135168
 
+class SharedGather:
+    """
+    Memory with which the ranks of a node write divided rows together.
+
+    Args:
+        ranks: of the node.
+        part_bytes: `SavePlan.gather_bytes`.
+
+    Raises:
+        IoError: the kernel refuses.
+    """
+
+    def __init__(self, ranks: int, part_bytes: int) -> None: ...
+
+    @staticmethod
+    def open(path: str, ranks: int, part_bytes: int) -> SharedGather | None:
+        """The memory that another rank has made; None if it can't be mapped."""
+
+    @property
+    def path(self) -> str:
+        """For `open`, while the maker holds it."""
+
+class Gather:
+    """
+    One rank's end of a SharedGather, for one save.
+
+    Args:
+        place: of the rank on its node.
+        ledger: is charged for the rank's part.
+    """
+
+    def __init__(self, shared: SharedGather, board: Board, rank: int, place: int, ledger: Ledger) -> None: ...
+
 class SavePlan:
     """The plan of a load, turned: what each rank writes where."""
 
     @property
     def held(self) -> dict:
         """
-        What the save holds on each rank besides the tensors, bytes by purpose.
+        What the save holds on each rank besides the tensors and the gather, bytes by purpose.
         """
+
+    @property
+    def gather_bytes(self) -> int:
+        """Of each rank, for a SharedGather; 0 without one."""
 
     @property
     def copied(self) -> list[str]:
@@ -588,7 +625,7 @@ class SavePlan:
     def recipe_text(self) -> str:
         """recipe.json of the same targets from the saved tensors."""
 
-def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool = True, shard_size: int | str | None = None, adapters: bool = False) -> SavePlan:
+def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool = True, shard_size: int | str | None = None, adapters: bool = False, gathers: bool = False) -> SavePlan:
     """
     Turns the plan of a load.
 
@@ -598,6 +635,7 @@ def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool 
         copies_unused: whether stored tensors that no target reads are copied.
         shard_size: of a file; None: as the files of the source.
         adapters: all tensors go into PEFT's adapter_model.safetensors.
+        gathers: whether the ranks of a node write divided rows together, with a Gather.
 
     Raises:
         UsageError: two tensors would have one name; there is none.
@@ -608,9 +646,9 @@ def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per
     (promised bytes, limit of the ledger) of each rank whose process holds its baseline and `held`, bytes by purpose. BudgetError if a node has less.
     """
 
-def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place: tuple[str, int], *, given: dict = {}, fetch: object | None = None, threads: int = 1, snapshot: Snapshot | None = None) -> dict:
+def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place: tuple[str, int], *, given: dict = {}, fetch: object | None = None, threads: int = 1, snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
     """
-    Writes one rank's part of the tensors to `place`, (directory, point) of a step. `given`: by target, host memory; `fetch(target, at, view)` fills `view` with the elements of others. `snapshot`: see Snapshot.
+    Writes one rank's part of the tensors to `place`, (directory, point) of a step. `given`: by target, host memory; `fetch(target, at, view)` fills `view` with the elements of others. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
 class StateFiles:
@@ -627,9 +665,9 @@ class StateFiles:
     def held(self) -> dict:
         """What a save holds for it on each rank, bytes by purpose."""
 
-def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: Ledger, place: tuple[str, int], held: Sequence[tuple[AdamW, int, str]], snapshot: Snapshot | None = None) -> dict:
+def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: Ledger, place: tuple[str, int], held: Sequence[tuple[AdamW, int, str]], snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
     """
-    Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves. `snapshot`: see Snapshot.
+    Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
 def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> int:

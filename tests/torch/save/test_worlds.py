@@ -4,8 +4,9 @@ House test against the training that went on: whatever worlds, layouts and state
 have, the resumed model and state are the saved ones, and so are the next three steps, bit for bit.
 `from_pretrained` and `modicum verify` read the step. It catches these mutations: each replica
 writes the state; step counts, of Modicum's AdamW or of torch's, that begin anew; options of groups
-that stay the new program's; a state that is written and never read; extras of another rank; ranks
-that do not agree on the step; a state of another format; a state that no promise has.
+that stay the new program's; divided rows that each rank writes itself without a word; a state that
+is written and never read; extras of another rank; ranks that do not agree on the step; a state of
+another format; a state that no promise has.
 """
 
 import subprocess
@@ -90,9 +91,32 @@ def test_training_goes_on_in_another_world(
     written = sum(f.stat().st_size for f in files if f.name not in ("manifest.json", "COMMIT"))
     assert report["written_bytes"] == written, "bytes are written twice, or not counted"
     assert report["read_bytes"] == 0
+    assert (report["gathered_bytes"] > 0) == (before == TP), "divided rows are not written together"
     # Python's own objects are in no promise.
     assert report["held_bytes"] <= report["promised_bytes"] + MIB
     assert [answer["extra"][0] for answer in resumed] == [{"epoch": 1}] * after.world
+
+
+@pytest.mark.parametrize("optimizer", ("fp32-split", "bf16-moments", "adam"))
+def test_ranks_that_cannot_share_memory_write_alone(
+    worlds: dict[int, Ranks], model: str, tmp_path: Path, optimizer: str
+) -> None:
+    """The files are those that ranks write together, and the report tells which they were."""
+    found, warnings = [], []
+    for shares in (True, False):
+        root = tmp_path / str(shares)
+        how = {"directory": model, "root": str(root), "dtype": "bfloat16", "shares": shares}
+        answers = worlds[4].ask("saves", cut=TP, optimizer=optimizer, **how)
+        reports = [answer["report"] for answer in answers]
+        assert (reports[0]["gathered_bytes"] > 0) == shares
+        assert all(report["warnings"] == reports[0]["warnings"] for report in reports)
+        warnings.append(reports[0]["warnings"])
+        files = sorted((root / "step-2").rglob("*.safetensors"))
+        found.append({f.relative_to(root): f.read_bytes() for f in files})
+    assert found[0] == found[1]
+    assert len(found[0]) > 1
+    assert warnings[0] == []
+    assert [text[:18] for text in warnings[1]] == [f"rank {n} can't map m" for n in (1, 2, 3)]
 
 
 @pytest.mark.parametrize("optimizer", ("adam", "adamw", "sgd"))

@@ -94,6 +94,8 @@ class Planned:
     """In the background."""
     own_bytes: int
     """That this rank writes, about."""
+    gather_bytes: int
+    """Of each rank, to write divided rows together with the others of its node; 0: by itself."""
 
 
 def plan_of(
@@ -137,13 +139,15 @@ def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
     ranks.agree_on(facts | dict(texts))
     own = ask.own
     held = _together(writing.plan.held, state.held if state else {}, len(own or b""))
+    gather_bytes = max(writing.plan.gather_bytes, state.gather_bytes if state else 0)
+    held["staging"] += gather_bytes
     snapshot = None
     if ask.form.background:
         snapshot = _snapshot_of(parts, ranks)
         held["snapshot"] = snapshot.bytes
     own_bytes = writing.bytes_of(ranks) + (state.bytes_of(ranks) if state else 0)
     promised = _promised(ask, goal, held, ranks)
-    return Planned(ask, writing, state, texts, own, promised, snapshot, own_bytes)
+    return Planned(ask, writing, state, texts, own, promised, snapshot, own_bytes, gather_bytes)
 
 
 def _snapshot_of(parts: Parts, ranks: Ranks) -> _modicum.Snapshot:

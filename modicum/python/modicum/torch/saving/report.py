@@ -19,6 +19,8 @@ class Saved:
     """By all ranks, headers and records included."""
     read_bytes: int
     """Of tensors that were copied from the source: 0 unless the model leaves some unused."""
+    gathered_bytes: int
+    """Of the written ones: short runs of divided rows, which the ranks of a node wrote together."""
     elapsed_s: float
     """From the agreement of all ranks until all data are written and synced."""
     durable_s: float

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
+from modicum.errors import IoError
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra
@@ -50,6 +52,7 @@ class Begun:
         self.board = _modicum.Board(ranks if snapshot is None else None)
         threads = cpus_of_rank(ranks.ranks_per_node) if snapshot is None else 1
         self._where = Where(ranks, self.board, ask.ledger, directory, point, threads, snapshot)
+        self._shared, self._warnings = shared_of(planned.gather_bytes, ranks)
         self._created = 0
         if snapshot is not None:
             self._created = self._create_files()
@@ -92,9 +95,10 @@ class Begun:
             check = planned.ask.sigterm.during(planned.own_bytes)
             with where.ranks.watching(where.board, check):
                 on_begin()
+                where = replace(where, gather=self._gather())
                 outcome = write_tensors(planned.model, where)
                 if planned.state is not None:
-                    state = planned.state.write(self._of_state)
+                    state = planned.state.write(replace(self._of_state, gather=where.gather))
                     outcome = {name: of + state[name] for name, of in outcome.items()}
         finally:
             if where.snapshot is None:
@@ -106,6 +110,13 @@ class Begun:
         written_s = time.monotonic() - self._began
         held = _modicum.process_memory()["peak_bytes"]
         return outcome | {"written_s": written_s, "held_bytes": held}
+
+    def _gather(self) -> _modicum.Gather | None:
+        """This rank's end, if it writes together with others."""
+        if self._shared is None:
+            return None
+        rank, per_node = self.ranks.rank, self.ranks.ranks_per_node or 1
+        return _modicum.Gather(self._shared, self.board, rank, rank % per_node, self._where.ledger)
 
     def finish(self, outcome: dict[str, Any]) -> Saved:
         """Publishes what all ranks have written. Collective. `outcome`: this rank's. The same
@@ -123,6 +134,7 @@ class Begun:
             path=published["path"],
             written_bytes=published["written_bytes"] + sum(of["written_bytes"] for of in outcomes),
             read_bytes=sum(of["read_bytes"] for of in outcomes),
+            gathered_bytes=sum(of["gathered_bytes"] for of in outcomes),
             elapsed_s=max(of["written_s"] for of in outcomes),
             durable_s=published["durable_s"],
             promised_bytes=max(promised for promised, _ in self.planned.promised),
@@ -131,8 +143,36 @@ class Begun:
             kept_bytes=max(of.get("kept_bytes", 0) for of in outcomes),
             copied=self.planned.model.plan.copied,
             left_out=self.planned.model.plan.left_out,
-            warnings=published["warnings"],
+            warnings=published["warnings"] + self._warnings,
         )
+
+
+def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | None, list[str]]:
+    """The memory of this rank's node, which its first rank makes and the others map by its path;
+    None if the save needs none. Collective. Where a rank can't map it, all ranks of the node do
+    without, and a warning tells so; the same warnings on every rank."""
+    if part_bytes == 0:
+        return None, []
+    per_node = ranks.ranks_per_node or 1
+    first, count = ranks.rank - ranks.rank % per_node, per_node
+    made = None
+    if ranks.rank == first:
+        with suppress(IoError):
+            made = _modicum.SharedGather(count, part_bytes)
+    told = ranks.gather([ranks.rank, made.path if made else ""])
+    if [rank for rank, _ in told] != [*range(ranks.world_size)]:  # a fake process group
+        return None, []
+    shared = made or _modicum.SharedGather.open(told[first][1], count, part_bytes)
+    mapped = ranks.gather(shared is not None)
+    failed = [rank for rank, is_mapped in enumerate(mapped) if not is_mapped]
+    warnings = [
+        f"rank {rank} can't map memory of the first rank of its node: the ranks of this node wrote "
+        "short runs of divided rows each by itself"
+        for rank in failed
+    ]
+    if any(first <= rank < first + count for rank in failed):
+        return None, warnings
+    return shared, warnings
 
 
 def publish(planned: Planned, world_size: int, flight: Flight) -> dict[str, Any]:

@@ -170,17 +170,23 @@ def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form
         destinations=["copy" if form.background else destination_of(of.local) for of in held],
         staging=form.staging,
     )
-    return Writing(save_plan_of(loaded, form), recipe, held)
+    gathers = not form.background and ranks.ranks_per_node is not None
+    return Writing(save_plan_of(loaded, form, gathers=gathers), recipe, held)
 
 
-def save_plan_of(loaded: _modicum.Plan, form: Form) -> _modicum.SavePlan:
-    """The save of what the plan loads."""
+def save_plan_of(loaded: _modicum.Plan, form: Form, *, gathers: bool = False) -> _modicum.SavePlan:
+    """The save of what the plan loads.
+
+    Args:
+        gathers: whether the ranks of a node may write together.
+    """
     return _modicum.make_save_plan(
         loaded,
         dtype=None if form.dtype is None else dtype_name(form.dtype),
         copies_unused=form.unused == "copy",
         shard_size=form.shard_size,
         adapters=bool(form.adapters),
+        gathers=gathers,
     )
 
 

@@ -15,7 +15,7 @@ from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing
 
 Outcome = dict[str, int]
-"""written_bytes and read_bytes."""
+"""written_bytes, read_bytes and gathered_bytes."""
 
 
 class Reads(NamedTuple):
@@ -39,6 +39,8 @@ class Where:
     threads: int
     snapshot: _modicum.Snapshot | None = None
     """In the background."""
+    gather: _modicum.Gather | None = None
+    """Of a save in the foreground with divided rows."""
 
 
 class StateWriting(Protocol):
@@ -51,6 +53,10 @@ class StateWriting(Protocol):
     @property
     def facts(self) -> str:
         """state.json, the same on every rank."""
+
+    @property
+    def gather_bytes(self) -> int:
+        """Of each rank, to write together with the others of its node."""
 
     @property
     def told(self) -> str:
@@ -94,6 +100,10 @@ class AdamWWriting:
         return self.files.held | staging
 
     @property
+    def gather_bytes(self) -> int:
+        return 0  # it takes that of the model, whose rows are divided alike
+
+    @property
     def told(self) -> str:
         return f"{self._state.parameters} {self.facts}"
 
@@ -121,6 +131,7 @@ class AdamWWriting:
             (str(where.directory), where.point),
             self._held,
             where.snapshot,
+            where.gather,
         )
 
 
@@ -133,6 +144,10 @@ class TensorsWriting:
     @property
     def held(self) -> Mapping[str, int]:
         return self._writing.plan.held
+
+    @property
+    def gather_bytes(self) -> int:
+        return self._writing.plan.gather_bytes
 
     @property
     def told(self) -> str:
@@ -177,6 +192,7 @@ def write_tensors(writing: Writing, where: Where) -> Outcome:
         fetch=fetch,
         threads=where.threads,
         snapshot=where.snapshot,
+        gather=where.gather,
     )
 
 
