@@ -25,7 +25,7 @@ int parts_of(const Mesh& mesh, const Cut& cut) noexcept {
   return parts;
 }
 
-// The shape that cuts apply to.
+// The shape that cuts apply to: the target's, or its number of elements if it is flattened.
 struct Dims {
   Dims(const Sharding& sharding, const TensorSpec& target) noexcept
       : numel(sharding.flattens ? numel_of(target.shape) : 0),
@@ -36,15 +36,15 @@ struct Dims {
   const std::span<const int64_t> sizes;
 };
 
-// The tensor dim that a cut applies to, or -1.
+// The tensor dim that a cut applies to; -1 for a 0-d tensor.
 int cut_dim(const Cut& cut, const Dims& dims) noexcept {
   if (dims.sizes.empty()) return -1;
   return cut.dim < static_cast<int>(dims.sizes.size()) ? cut.dim : 0;
 }
 
-// The indices that a rank holds along one dim, as chunks in the order of its memory. `size_` counts
-// them, `padded_` the allocated ones. Gate 0..3 and up 4..7 packed along one dim, rank 1 of two,
-// then rank 0 of two along a second axis:
+// The indices that a rank holds along one dim, as chunks in the order of its memory. `size_` is
+// their number, `padded_` the allocated size. Gate 0..3 and up 4..7 are packed along one dim; rank 1
+// of two takes its part, then rank 0 of two along a second axis:
 //
 //   whole                  [0,8)
 //   cut packed 2           [2,4) [6,8)       the second half of each part
@@ -79,7 +79,7 @@ class Held {
   std::span<const Chunk> parts() const noexcept { return std::span(parts_).first(count_); }
 
  private:
-  // Adds the indices at places [lo, hi) of `whole`, counted over its chunks.
+  // Adds the indices at places [lo, hi) of `whole`. Places count through all of its chunks.
   void take(const Held& whole, int64_t lo, int64_t hi) {
     size_ += hi - lo;
     for (const Chunk& chunk : whole.parts()) {
@@ -101,13 +101,13 @@ class Held {
     parts_[count_++] = chunk;
   }
 
-  std::array<Chunk, 16> parts_;  // the first `count_` of them
+  std::array<Chunk, 16> parts_;  // only the first `count_` are valid
   size_t count_ = 1;
   int64_t size_;
   int64_t padded_;
 };
 
-// Applies all cuts of dim `d` to `held`. Returns whether there are any.
+// Applies all cuts of dim `d` to `held`. Returns whether the dim has any cut.
 bool hold_along(const Sharding& sharding, const Dims& dims, size_t d, int rank, Held& held) {
   bool is_cut = false;
   for (const Cut& cut : sharding.cuts) {
@@ -217,12 +217,13 @@ bool are_replicas(const Sharding& sharding, int rank, int other) noexcept {
   });
 }
 
-// ZeRO partitions the tensors that can have a gradient.
+// ZeRO partitions the tensors that can have a gradient: floats of a byte or more.
 bool is_partitioned(const TensorSpec* target) noexcept {
   return target != nullptr && is_floating(target->dtype) && bits_per_element(target->dtype) >= 8;
 }
 
-// Orders a group as DeepSpeed's round robin does. Empty targets are not assigned and come last.
+// Orders a group as DeepSpeed's round_robin_gradients does. Empty targets are not assigned to ranks
+// and come last.
 //
 //   targets 0 1 2 3 4, two ranks:   0 2 4 (rank 0)   1 3 (rank 1)
 void order_round_robin(std::vector<uint32_t>& group, Targets targets, size_t ranks) {
@@ -412,7 +413,7 @@ Box flat_piece(const FlatGroup& flat, int64_t begin, int64_t numel, int rank) no
 
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
                          FunctionRef<void(int64_t global, int64_t local, int64_t n)> run) {
-  // Places increase with the piece's row-major order, so the index of the first row that reaches
+  // Places increase with the piece's row-major order, so the first row with an element at or after
   // `begin` is found one dim at a time, from the outermost inward.
   std::array<int64_t, Box::kMaxDims> index{};
   const int inner = piece.rank - 1;

@@ -1,6 +1,6 @@
-// The door of `layout`: the elements of each target that a rank holds.
+// The public header of `layout`: the elements of each target that a rank holds.
 //
-// A layout consists of rules, not lists: 64 ranks of 92,000 tensors have millions of pieces, so
+// A layout consists of rules, not lists: 92,000 tensors on 64 ranks have millions of pieces, so
 // each piece is computed on request. The rules are those of torch.chunk, DTensor, FSDP2 and
 // DeepSpeed's ZeRO (docs/internals/layout.md has worked examples). Layouts are values; any number
 // of threads may read one.
@@ -16,7 +16,7 @@
 
 namespace modicum {
 
-// Sizes of the mesh axes, outermost first. A rank's coordinate is its row-major index.
+// Sizes of the mesh axes, outermost first. A rank is the row-major index of its coordinates.
 struct Mesh {
   std::vector<int> sizes;
 
@@ -26,15 +26,16 @@ struct Mesh {
 // DTensor's Shard(dim): one tensor dim, split among the ranks along mesh axes by torch.chunk's
 // rule. A tensor with fewer dims is split along dim 0; a 0-d tensor is replicated.
 struct Cut {
-  std::vector<int> axes;  // of the mesh; several are flattened into one, outermost first
-  int dim = 0;            // of the tensor
-  // The number of parts packed along the dim (2 for gate and up), each split on its own: DTensor's
-  // _StridedShard with this split factor. gate 0..3 and up 4..7 among two ranks:
+  std::vector<int> axes;  // mesh axes; several are flattened into one, outermost first
+  int dim = 0;            // tensor dim
+  // The number of parts packed along the dim (2 for gate and up). Each part is split separately, as
+  // by DTensor's _StridedShard with this split factor. gate 0..3 and up 4..7 among two ranks:
   //
   //   packed 1   rank 0  0 1 2 3    rank 1  4 5 6 7
   //   packed 2   rank 0  0 1 4 5    rank 1  2 3 6 7
   int packed = 1;
-  // As FSDP2 does along dim 0: every rank's buffer is padded to the length of the longest one.
+  // Every rank's buffer is padded to the length of the longest one, as FSDP2 does. Has an effect
+  // only along dim 0.
   bool pads = false;
 
   bool operator==(const Cut&) const = default;
@@ -60,9 +61,9 @@ struct Sharding {
 struct FlatGroup {
   DType dtype = DType::f32;
   int64_t numel = 0;              // without padding
-  int64_t part = 0;               // elements of each rank's buffer
+  int64_t part = 0;               // elements of each rank's buffer, padding included
   std::vector<uint32_t> targets;  // in the order of the group
-  std::vector<int64_t> begins;    // of each target, and the end
+  std::vector<int64_t> begins;    // first element of each target, and `numel`
 };
 
 struct Layout {
@@ -71,8 +72,8 @@ struct Layout {
   std::vector<uint8_t> kind_of;  // by target; empty: every target is of the first kind
   std::vector<FlatGroup> flats;
   struct Place {
-    uint32_t flat = 0;
-    int64_t begin = 0;
+    uint32_t flat = 0;  // index in `flats`, or kNotFlat
+    int64_t begin = 0;  // the target's first element in the flat group
   };
   static constexpr uint32_t kNotFlat = UINT32_MAX;
   std::vector<Place> places;  // by target; empty without flat groups
@@ -87,14 +88,14 @@ struct Layout {
   uint64_t held_bytes() const noexcept;  // host memory of the members that grow with the targets
 };
 
-// The targets of a model; null for an alias, which has no memory of its own.
+// The targets of a model; null for an alias, which has no memory.
 using Targets = std::span<const TensorSpec* const>;
 
-// One sharding for all tensors. USAGE for a cut along an axis that is not in the mesh, for two cuts
-// along one axis, for a dim below 0, and for a mesh axis without ranks.
+// One sharding for all tensors. Throws USAGE for a cut along an axis that is not in the mesh, two
+// cuts along one axis, a dim below 0, fewer than one packed part, or a mesh axis without ranks.
 Layout make_layout(std::string_view name, Sharding sharding);
-// Adds a kind of tensors with another sharding, possibly on another mesh of the same world size
-// (else USAGE). Returns its number.
+// Adds a kind of tensors with another sharding, and returns the kind's number. Its mesh may differ.
+// Throws USAGE as make_layout does, or if the world size differs.
 uint8_t add_kind(Layout& layout, Sharding sharding);
 // Every rank holds every tensor unsharded.
 Layout whole_layout(int world_size);
@@ -103,32 +104,35 @@ Layout fsdp2_layout(int world_size, int shard_dim = 0);
 // HSDP: `replicas` groups of `shards` ranks, rank = replica * shards + shard. Each group has
 // FSDP2's layout, and all groups are replicas. Several sizes in `shards` are flattened (dp x cp).
 Layout hsdp_layout(int replicas, std::vector<int> shards, int shard_dim = 0);
-// Tensor parallel, then FSDP2: rank = row-major over (dp..., tp). TP cuts first; FSDP splits TP's
-// shards along `shard_dim` over all of `dp`, flattened. The kinds are in the order of `TpKind`.
+// Tensor parallel, then FSDP2: a rank is a row-major index over (dp..., tp). TP cuts first, then
+// FSDP cuts TP's shards along `shard_dim` among the flattened axes `dp`. The layout has one kind
+// for each TpKind, in this order.
 enum class TpKind : uint8_t { columns, rows, packed, replicated };
 Layout tp_fsdp_layout(const std::vector<int>& dp, int tp, int shard_dim = 0);
-// Adds a kind for experts, which have a mesh of their own over the same ranks: rank = row-major
-// over (fsdp, ep). Experts (dim 0) are split among `ep` first, then FSDP cuts along `shard_dim`.
-// Returns its number.
+// Adds a kind for experts, and returns its number. Experts have another mesh over the same ranks: a
+// rank is a row-major index over (fsdp, ep). Experts (dim 0) are split among `ep` first, then FSDP
+// cuts along `shard_dim`.
 uint8_t add_expert_kind(Layout& layout, int fsdp, int ep, int shard_dim = 0);
-// ZeRO-3: floating-point tensors are flattened, with ceil(numel / ranks) elements per rank. Other
-// tensors, and those without dims, are replicated.
+// ZeRO-3: a floating-point tensor is flattened, and each rank has ceil(numel / ranks) elements.
+// Tensors without dims, and of dtypes without gradients (integers, floats of less than a byte), are
+// replicated.
 Layout zero3_layout(int world_size, Targets targets);
-// ZeRO-1 and -2: one flat group per floating dtype, padded to a multiple of 2 x ranks elements;
-// other targets are replicated. `round_robin` orders a group as DeepSpeed's round_robin_gradients
-// does: target i is assigned to rank i % ranks, and the group holds rank 0's targets first, then
-// rank 1's, ...
+// ZeRO-1 and -2: one flat group per floating dtype, padded to a multiple of 2 x ranks elements.
+// Targets of dtypes without gradients are replicated. `round_robin` orders a group as DeepSpeed's
+// round_robin_gradients does: target i is assigned to rank i % ranks, and the group holds rank 0's
+// targets first, then rank 1's, ...
 Layout flat_layout(std::string_view name, int world_size, Targets targets, bool round_robin);
 
-// Chunk `index` of a dim of `size`, by torch.chunk's rule: chunks of ceil(size / parts), of which
-// the last ones may be shorter or empty. 10 in 4 parts: [0, 3) [3, 6) [6, 9) [9, 10).
-struct Chunk {  // no initialisers: millions of these are made
+// The indices [lo, hi) of one dim. No initialisers, since millions of chunks are made.
+struct Chunk {
   int64_t lo, hi;
 
   int64_t size() const noexcept { return hi - lo; }
 };
+// Chunk `index` of a dim of `size`, by torch.chunk's rule: chunks have ceil(size / parts) elements,
+// but the last ones may be shorter or empty. 10 in 4 parts: [0, 3) [3, 6) [6, 9) [9, 10).
 constexpr Chunk chunk_of(int64_t size, int parts, int index) noexcept {
-  // Unsigned: before clamping, the last chunks may exceed `size`, which may be as large as 2^63-1.
+  // Unsigned: `size` may be 2^63-1, and before clamping the last chunks may end beyond it.
   const auto chunk = static_cast<uint64_t>(ceil_div(size, parts));
   const auto whole = static_cast<uint64_t>(size);
   const uint64_t lo = static_cast<uint64_t>(index) * chunk;
@@ -137,7 +141,7 @@ constexpr Chunk chunk_of(int64_t size, int parts, int index) noexcept {
 }
 
 // The part of a rank's memory that holds its shard of one target or of a flat group. `padded_numel`
-// elements are allocated; those past `numel` are zero.
+// elements are allocated; the elements past `numel` are zero.
 struct LocalBuffer {
   DType dtype = DType::f32;
   int64_t numel = 0;
@@ -148,15 +152,15 @@ struct LocalBuffer {
 
 LocalBuffer local_buffer(const Sharding& sharding, const TensorSpec& target, int rank);
 LocalBuffer local_buffer(const FlatGroup& flat, int rank) noexcept;
-// A number that is equal for ranks whose buffers have equal sizes for every target, so that memory
-// need be computed for only one rank per class.
+// The number of a class of ranks. Ranks of one class have buffers of equal sizes for every target,
+// so that memory need be computed for only one of them.
 uint64_t buffer_class(const Layout& layout, int rank) noexcept;
 // The shape of the rank's local tensor in torch: `[0, ...]` for an empty shard.
 std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& target, int rank);
 
-// Calls `piece` with the boxes of `target` that `rank` holds. The box's dims may be merged ones of
-// the target, in the same row-major order; `at` and `step` are places in the rank's local buffer.
-// An empty shard has no box. Returns local_buffer.
+// Calls `piece` with the boxes of `target` that `rank` holds. A box's dims may be merged dims of
+// the target, in the same row-major order. `at` and `step` are places in the rank's local buffer.
+// An empty shard has no box. Returns the same as local_buffer.
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
                            FunctionRef<void(const Box& piece)> piece);
 // The part of a target that `rank` holds, with its place in the rank's buffer; may be empty. The
@@ -196,9 +200,9 @@ inline bool is_primary(const Sharding& sharding, const TensorSpec& target, int r
 std::vector<int> replicas_of(const Sharding& sharding, int rank);
 std::vector<int> replicas_of(const Layout& layout, int rank);
 
-// Splits the local elements [begin, end) that are in `piece` into runs that are contiguous in the
-// target, too. `global` is the row-major index of a run's first element in the target, `local` its
-// place in the buffer.
+// Splits the elements of `piece` at places [begin, end) of the buffer into runs that are contiguous
+// in both the buffer and the target. `global` is the row-major index of a run's first element in
+// the target, `local` its place in the buffer.
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
                          FunctionRef<void(int64_t global, int64_t local, int64_t n)> run);
 

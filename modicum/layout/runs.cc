@@ -36,7 +36,7 @@ std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Shardi
 std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& target, int rank,
                                 std::span<const int> order) {
   const auto [seen, cut] = reordered(target, sharding, order);
-  std::vector<std::pair<int64_t, ElementRun>> placed;  // with its place in the rank's memory
+  std::vector<std::pair<int64_t, ElementRun>> placed;  // place in the rank's memory, and run
   for_each_piece(cut, seen, rank, [&](const Box& piece) {
     for_each_runs(piece, [&](const Runs& runs) {
       MODICUM_ASSERT(runs.at_step == 1 || runs.length == 1);
@@ -46,7 +46,7 @@ std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& targ
       }
     });
   });
-  // The pieces of packed parts alternate in memory, so runs must be sorted.
+  // Pieces of packed parts can alternate in memory, so the runs must be sorted.
   std::sort(placed.begin(), placed.end(),
             [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<ElementRun> all;

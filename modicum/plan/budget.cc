@@ -38,7 +38,7 @@ void require_fits(const Promise& promise, const Budget& budget) {
 
 namespace {
 
-// The part of --staging that a rank holds in a phase of the promise.
+// The bytes of --staging that a rank holds in a phase of the promise.
 uint64_t staging_in(const Plan& plan, size_t phase) {
   if (phase == kLoadPhase) return plan.staging.total_bytes;
   const uint64_t ring = phase < kHoldPhase ? 0 : plan.staging.ring_part_bytes;
@@ -47,7 +47,7 @@ uint64_t staging_in(const Plan& plan, size_t phase) {
 }
 
 // The least reduction of --staging after which every phase of a rank is `less_bytes` below the
-// rank's peak. UINT64_MAX if a phase without it is in the way.
+// rank's peak. UINT64_MAX if a phase that holds no staging is above that.
 uint64_t reduction_of(const Plan& plan, int rank, uint64_t less_bytes) {
   const uint64_t asked = round_up(plan.options.staging_bytes, kPageBytes);
   const uint64_t peak = plan.promise.rank_peak_bytes(rank);
@@ -77,9 +77,8 @@ uint64_t reduction_of(const Plan& plan, int rank, uint64_t less_bytes) {
 //   new --staging               6.75 MiB                  3 MiB
 //   a rank's new staging        6.75 MiB                  3 / 4 = 0.75 MiB
 //
-// A save holds all of --staging, with every strategy. Rounding to pages can leave the peak just
-// over the budget. Then, as if more than the allowed reduction were needed, the plan with
-// `least_bytes` is returned.
+// A save holds all of --staging, with every strategy. The plan with `least_bytes` is returned if a
+// larger reduction is needed, or if rounding to pages leaves the peak just over the budget.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   const uint64_t asked = plan.options.staging_bytes;
   if (fits(plan.promise, budget) || asked <= least_bytes) return plan;

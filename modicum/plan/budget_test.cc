@@ -5,7 +5,8 @@
 namespace modicum {
 namespace {
 
-// A save holds all of --staging on top of the ring, also with strategies that load without it.
+// A save holds all of --staging in addition to the ring, even with strategies that load without
+// staging.
 TEST(Budget, StagingOfASaveShrinksAsFarAsNeededAndNoFurther) {
   constexpr int kRanks = 4;
   const TensorSpec spec{"a", Role::param, DType::bf16, {1000, 1000}};

@@ -1,5 +1,5 @@
-// attack: recipes with dims up to 2^63-1. Each is refused with a typed error, or its promise is at
-// least the true size of its targets, computed here in 128 bits from the shapes alone.
+// Attack: recipes with dims up to 2^63-1. Each is refused with a typed error, or its promise is at
+// least the true size of its targets. This test computes that size in 128 bits from the shapes.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -256,7 +256,7 @@ TEST(HugeRecipes, SizesThatWrapAreRefusedByName) {
   EXPECT_FALSE(refused({{int64_t{1} << 58}}));
 }
 
-// A permutation splits the initialised tensor into 2^42 rows: a plan must not iterate over the runs
+// A permutation splits the initialised tensor into 2^42 runs. A plan must not iterate over the runs
 // of a tensor that is not read.
 TEST(HugeRecipes, APlanDoesNotIterateOverInitialisedTensors) {
   const Manifest manifest = small_manifest();
@@ -285,7 +285,7 @@ TEST(HugeRecipes, ASumOverRanksThatOverflowsIsRefused) {
   for (const char* name : {"matrix", "vector", "nothing"}) builder.unused(name);
   builder.target("large", builder.init(InitRule::ones, 0, {int64_t{1} << 58}, DType::f32));
   const Recipe recipe = builder.finish();
-  for (const int ranks : {8, 16, 64}) {  // just over 2^63, a wrap to nothing, and 2^66
+  for (const int ranks : {8, 16, 64}) {  // sums just over 2^63, of 2^64 (wraps to 0), and of 2^66
     try {
       make_plan(manifest, recipe, whole_layout(ranks), {.strategy = &strategy_named("own-shard")});
       ADD_FAILURE() << ranks << " ranks are promised";

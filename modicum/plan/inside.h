@@ -9,7 +9,8 @@ namespace modicum {
 
 int ranks_per_node(const Plan& plan) noexcept;
 
-// Whether ranks of a node can write divided rows together.
+// Whether a save by this plan has divided rows (see Rows) that several ranks of a node can write
+// together. Only rank 0's shards are examined.
 bool gathers(const Plan& plan);
 
 // The reads of for_each_node_read for one target.
@@ -18,23 +19,23 @@ void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
 
 // --- the scales that targets need ---
 
-// Throws unless every dequantising target has scales whose grid fits: UNSUPPORTED if the codes have
-// none, MISMATCH if the grid fits no block size, naming the codes.
+// Checks the scales of every dequantising target. Throws UNSUPPORTED if codes have none, MISMATCH
+// if their block size is unknown (BlockScale::fits); both name the codes.
 void prove_scales(const Plan& plan);
-// The scale tensor with which `target` dequantises codes `stored`; empty if it takes the codes
-// themselves.
+// The scale tensor with which `target` dequantises codes `stored`; empty if `target` holds the
+// codes themselves.
 std::optional<uint32_t> scale_for(const Plan& plan, uint32_t target, uint32_t stored) noexcept;
 // Whether `target` takes elements of `stored`; else it uses the tensor only as scales.
 bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept;
 
-// Whether any target uses `stored`; whether any target takes its elements. Scales may be used
-// without any target taking their elements.
+// is_needed: whether any target uses `stored`. gives_elements: whether any target takes its
+// elements; scales may be used without that.
 bool is_needed(const Plan& plan, uint32_t stored) noexcept;
 bool gives_elements(const Plan& plan, uint32_t stored) noexcept;
-// The scale tensor of codes `stored`; empty if no target dequantises them.
+// The scale tensor of codes `stored`; empty unless some target dequantises them.
 std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept;
-// The part of the stored scales that a transfer needs: whole rows of their grid, or part of one
-// row. Empty if nothing is dequantised.
+// The part of the scale tensor that a transfer needs: whole rows of the grid, or part of one row.
+// Empty if the transfer does not dequantise.
 Extent scale_extent(const Plan& plan, const Transfer& transfer);
 
 // --- the part of a transfer that fits into a tile of staging ---

@@ -13,10 +13,10 @@ struct Span {
   uint32_t stored = 0;
   int64_t first = 0;
   int64_t end = 0;
-  int place = 0;  // of the rank within its node
+  int place = 0;  // the rank's index within its node
 };
 
-// The bytes of a read that one rank needs: `needed` is the range of its elements.
+// The bytes of a read that one rank needs. `needed` is the rank's range of elements.
 NodeRead::Wanted wanted_of(const Stored& tensor, const NodeRead& read, const Chunk& needed) {
   if (needed.size() == 0) return {};
   const Extent extent = extent_of(tensor, needed.lo, needed.size());
@@ -49,8 +49,8 @@ class TargetReads {
   }
 
  private:
-  // Emits the stretch that begins with span `i`. It is extended while the next span begins less
-  // than a page after its end. Returns the first span after it.
+  // Emits the stretch that begins with span `i`. The stretch is extended while the next span begins
+  // less than a page after its end. Returns the index of the first span after the stretch.
   size_t stretch_from(size_t i) {
     const Stored& tensor = plan_.manifest->tensors[spans_[i].stored];
     const auto page = static_cast<int64_t>(kPageBytes * 8) / bits_per_element(tensor.spec.dtype);
@@ -72,9 +72,9 @@ class TargetReads {
     return i;
   }
 
-  // If scales are staged too, the stretch shrinks by eighths rather than to the largest fit: rows
-  // and shards have round sizes, and a tile that ends with a shard is sent to fewer ranks
-  // (DeepSeek-V3 from FP8 to 8 ranks: 23 % less sent).
+  // If scales are staged too, the stretch shrinks by eighths, not to the largest size that fits.
+  // Rows and shards have round sizes, so a tile then often ends with a shard and is sent to fewer
+  // ranks (DeepSeek-V3 from FP8 to 8 ranks: 23 % less sent). Eight elements are whole bytes.
   void cut_to_tile(Transfer& stretch) const {
     int64_t& n = stretch.runs.length;
     const uint64_t tile_bytes = plan_.staging.tile_bytes;

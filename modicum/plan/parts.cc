@@ -1,3 +1,4 @@
+// The parts of the promise of a run with an optimizer.
 #include "modicum/plan/plan.h"
 
 namespace modicum {

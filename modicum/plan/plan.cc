@@ -11,12 +11,12 @@
 namespace modicum {
 namespace {
 
-// Bookkeeping per buffer during a load: the places written and expected (Coverage), and its begin.
+// Bookkeeping per buffer during a load: its expected and written places (Coverage), and its offset.
 constexpr uint64_t kBookkeepingBytesPerBuffer = 6 * sizeof(uint64_t);
-// Bookkeeping per tie: a sum over the elements of either side.
+// Bookkeeping per tie: one sum over the alias's elements and one over the target's.
 constexpr uint64_t kBookkeepingBytesPerTie = 2 * sizeof(uint64_t);
 
-// Calls `fn` for each stored tensor with elements of `target`, in manifest order.
+// Calls `fn` for each stored tensor from which `target` takes elements, in manifest order.
 template <typename Fn>
 void for_each_source(const Plan& plan, uint32_t target, const Fn& fn) {
   const uint32_t root = plan.recipe->read_node(target);
@@ -47,7 +47,7 @@ std::vector<Tie> ties_of(const Recipe& recipe) {
   return ties;
 }
 
-// Two passes, count and fill, so that the targets of each tensor are in the plan's order.
+// A pass counts each tensor's targets, a second pass fills them in, in the plan's order.
 Uses uses_of(const Plan& plan) {
   const auto for_each_use = [&](const auto& fn) {
     for (const uint32_t t : plan.order) {
@@ -80,6 +80,7 @@ void refuse_unsupported(const Plan& plan) {
     for (int rank = 0; rank < plan.ranks(); ++rank) {
       for_each_transfer_from(plan, rank, root.from, [&](const Transfer& transfer) {
         const Runs& runs = transfer.runs;
+        // If two runs begin and end on a byte, the stride is whole bytes, and all runs do.
         for (int64_t k = 0; k < std::min<int64_t>(2, runs.count); ++k) {
           extent_of(plan.manifest->tensors[root.from], runs.first + k * runs.stride, runs.length);
         }
@@ -121,10 +122,10 @@ Staging divide_staging(const Plan& plan) {
   if (!streams && !casts_in_slot) return staging;
   staging.total_bytes += left;
   staging.table_bytes = streams ? round_up(kReadTableRows * sizeof(Transfer), kPageBytes) : 0;
-  // Slots over 1 MiB fall out of the caches: measured, up to 40 % slower.
+  // Slots over 1 MiB don't fit into the CPU's caches, which made loads up to 40 % slower.
   staging.slot_bytes = std::min(1 * kMiB, (left - staging.table_bytes) / kPageBytes * kPageBytes);
-  // A cast within the slot needs room for its input and its output, which is at most four times as
-  // large: a fifth of the slot is the tile.
+  // A cast within the slot needs room for its input (the tile) and its output, which is at most
+  // four times as large. So the tile is a fifth of the slot.
   staging.tile_bytes = casts_in_slot ? staging.slot_bytes / 5 / 64 * 64 : staging.slot_bytes;
   const uint64_t workers = left / (staging.table_bytes + staging.slot_bytes);
   staging.workers = streams && group > 1 ? 1 : static_cast<int>(workers);
@@ -139,8 +140,8 @@ Promise promise_of(const Plan& plan) {
   if (plan.options.resume) phases.push_back({"resume", {}});
   const uint64_t header = plan.manifest->held_bytes();
   const uint64_t held = plan.held_bytes();
-  // All reading ranks have equal windows, and all other ranks too. Rank 0 always reads; if any rank
-  // does not read, the last one does not.
+  // All reading ranks have windows of one size, all other ranks of another. Rank 0 always reads; if
+  // any rank does not read, the last one does not.
   const uint64_t of_reader = RankWindow(plan, 0).bytes();
   const uint64_t of_others = RankWindow(plan, plan.ranks() - 1).bytes();
   std::map<uint64_t, uint64_t> shards_of_class;
@@ -188,7 +189,7 @@ Promise promise_of(const Plan& plan) {
   return make_promise(std::move(phases), of_each, ranks_per_node(plan));
 }
 
-// Refuses a plan whose sums saturate, since they would not be a promise.
+// Refuses a plan whose sums over ranks may have saturated: its promise would be wrong.
 void refuse_uncountable(const Plan& plan) {
   for (const uint64_t peak : plan.promise.node_peaks()) {
     if (peak <= uint64_t{INT64_MAX}) continue;
@@ -241,6 +242,7 @@ uint64_t Plan::held_bytes() const noexcept {
          buffer_count(*this) * kBookkeepingBytesPerBuffer +
          heap_block_bytes((order.size() + uses.targets.size()) * sizeof(uint32_t)) +
          heap_block_bytes(ties.size() * (sizeof(Tie) + kBookkeepingBytesPerTie)) +
+         // The 8 bytes more per stored tensor are for RankWindow's places.
          heap_block_bytes(uses.begins.size() * (sizeof(uint32_t) + sizeof(uint64_t)));
 }
 

@@ -1,11 +1,11 @@
-// The door of `plan`: Manifest x Recipe x Layout x Strategy -> Plan and Promise. Makes no system
-// calls and opens no file.
+// The public header of `plan`: Manifest x Recipe x Layout x Strategy -> Plan and Promise. Makes no
+// system calls and opens no file.
 //
 // A plan consists of its inputs plus generators: `for_each_stored_transfer` yields the elements and
 // their destinations; `for_each_read`, `for_each_node_read` and `RankWindow` yield the reads that
 // fetch them. The promise, the counted traffic and the load all run the same generators, so a
-// prediction can't drift from the load. The manifest and the recipe must outlive the plan. Values;
-// any thread.
+// prediction can't drift from the load. The manifest and the recipe must outlive the plan. Plans
+// are values; any number of threads may read one.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@
 namespace modicum {
 
 // A strategy is a row of a table: which ranks read data files, and the window that a reading rank
-// and a receiving rank hold at a time besides their shards.
+// and a receiving rank hold in addition to their shards.
 enum class Reader : uint8_t {
   every_rank,
   rank_0,
@@ -40,8 +40,9 @@ struct Strategy {
 std::span<const Strategy> strategies() noexcept;
 const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with the nearest name
 
-// Where loaded elements go. cpu: an arena that the load allocates. copy: a callback that copies
-// them out of staging, to a device or to be digested and dropped. given: the caller's host memory.
+// Where loaded elements go. cpu: to an arena that the load allocates. copy: to a callback, which
+// takes them from staging and copies them to a device or only hashes them. given: to the caller's
+// host memory.
 enum class Destination : uint8_t { cpu, copy, given };
 
 // Strided runs of elements from one source to one local buffer (see Runs).
@@ -50,16 +51,16 @@ struct Transfer {
   Source source = Source::stored;
   uint32_t from = 0;    // stored: index in the manifest; init: recipe node; caller: ordinal
   uint32_t target = 0;  // the target of the elements; for padding, the last target before it
-  uint32_t buffer = 0;  // the local buffer that holds them
+  uint32_t buffer = 0;  // the local buffer that holds the elements
   DType from_dtype = DType::f32;
   DType to_dtype = DType::f32;
-  // Elements of a compared alias (Recipe::is_compared). Nothing is written: they must equal the
-  // elements that the aliased target puts into the same places of `buffer`.
+  // The target is a compared alias (Recipe::is_compared). Its elements are not written: they must
+  // equal the elements that the aliased target puts into the same places of `buffer`.
   bool compared = false;
   Runs runs;
 
   int64_t numel() const noexcept { return runs.numel(); }
-  // Elements [i, i + n) of each of the runs [k, k + n_runs).
+  // The transfer of only elements [i, i + n) of each of the runs [k, k + n_runs).
   Transfer part(int64_t k, int64_t n_runs, int64_t i, int64_t n) const noexcept {
     Transfer part = *this;
     part.runs = runs.part(k, n_runs, i, n);
@@ -69,12 +70,13 @@ struct Transfer {
   bool dequantises() const noexcept { return casts() && is_fp8_code(from_dtype); }
 };
 
-// One read of a file. `direct`: the read is one contiguous run of one transfer that is not cast, so
-// it goes straight into the local buffer. Otherwise it goes through staging.
+// One read of a file. A `direct` read goes straight into the local buffer: it is one contiguous run
+// of one transfer that is neither cast, compared, sent to other ranks nor given to a callback.
+// Every other read goes through staging.
 struct Read {
   Extent at;
   bool direct = false;
-  Extent scale;  // dequantised FP8 codes: the part of their scales that is read with them
+  Extent scale;  // the part of the scales that is read with FP8 codes to dequantise them
   std::span<const Transfer> transfers;  // valid during the call only
 
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
@@ -90,14 +92,13 @@ struct PlanOptions {
   std::vector<uint64_t> baseline_of;         // by rank; empty: `baseline_bytes` for all
   uint64_t init_bytes = 0;                   // the most that caller-provided tensors hold at once
   bool caller_sends = false;   // the exchange uses the caller's transport: no ring in staging
-  bool gathers = false;        // of a save: ranks of a node write divided rows together
+  bool gathers = false;        // in a save, the ranks of a node write divided rows together
   Fork fork = Fork::excluded;  // how forked children see the shards
-  // Later phases of the promise: the charges of each rank on top of phase `hold`. Page tables are
-  // added.
+  // Later phases of the promise: each rank's charges on top of phase `hold` and its part of the
+  // ring. Page tables are added.
   std::vector<Phase> after;
-  // The memory of each rank on top of the last phase: `save` while it saves, `resume` while it
-  // reads a saved state. Staging, as large as the load's, is added to `save`. Each adds a phase of
-  // its name at the end.
+  // Each adds a last phase of the same name: a rank's charges on top of the phases above while it
+  // saves (`save`) or reads a saved state (`resume`). `staging_bytes` are added to `save`.
   std::optional<Footprint> save, resume;
 };
 
@@ -105,14 +106,17 @@ constexpr uint64_t kMinStagingBytes = 256 * kKiB;
 constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;  // the default never shrinks below this
 constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a time
 
-// The phases of a load's promise, by index: headers read; shards, staging and window held; shards
-// held. Those of PlanOptions::after follow, from kLoadPhases on.
+// Indices of the phases of a load's promise. Open: headers have been read. Load: shards, staging
+// and window are held. Hold: shards are held. PlanOptions::after begins at index kLoadPhases.
 enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 
-// The parts of the promise of a run with an optimizer, by its phases after those of the load:
+// The parts of the promise of a run with an optimizer. PlanOptions::after has one phase, and one of
+// PlanOptions::save and resume is set:
 //
-//   load      step      save, or resume
-//   all 3     `step`    PlanOptions::save, or the load and PlanOptions::resume
+//   load      the three phases of the load
+//   step      the phase of PlanOptions::after
+//   save      the phase `save`
+//   resume    the three phases of the load, and the phase `resume`
 enum class Part : uint8_t { load, step, save, resume };
 Promise part_of(const Promise& promise, Part part);
 
@@ -122,34 +126,36 @@ Promise part_of(const Promise& promise, Part part);
 //                           \_ worker 0's share _/ \_ worker 1's share _/
 //                                   |- tile |- cast room -|
 //
-// The parts of all ranks of an exchange group form one ring in shared memory, present only where
-// ranks exchange. Those of the ranks of a node form a SharedGather, present only where a save has
-// divided rows (Rows) and a node more than one rank. A worker sorts transfers in its table and
-// reads one tile at a time into its slot. The cast room, the rest of the slot, exists only with
-// Destination::copy; else a tile is a slot. Example: 8 MiB and 4 ranks that exchange. The ring part
-// is 2 MiB, so 6 MiB remain; the table has 1024 rows, and the slot 1 MiB; there is one worker,
-// since ranks that exchange must make the same calls in the same order.
+// The ring parts of an exchange group form one ring in shared memory; they exist only if ranks
+// exchange without the caller's transport. The gather parts of a node form a SharedGather; they
+// exist only in a save with divided rows (Rows) and several ranks on a node. A worker sorts
+// transfers in its table and reads one tile at a time into its slot. The cast room, the rest of the
+// slot, exists only with Destination::copy; otherwise the tile is the whole slot.
+//
+// Example: 8 MiB, and 4 ranks that exchange. The ring part is 2 MiB, so 6 MiB remain. The table has
+// 1024 rows, the slot 1 MiB. There is one worker, since ranks that exchange must make the same
+// calls in the same order.
 struct Staging {
   uint64_t ring_part_bytes = 0;
   uint64_t gather_part_bytes = 0;
   uint64_t table_bytes = 0;
   uint64_t slot_bytes = 0;
   uint64_t tile_bytes = 0;   // the largest staged read
-  int workers = 0;           // shares that fit; 0 if nothing is streamed
+  int workers = 0;           // shares that fit, or 1 if streaming ranks exchange; 0 without slots
   bool exchanges = false;    // ranks send each other bytes of the checkpoint
-  uint64_t total_bytes = 0;  // of the rank
+  uint64_t total_bytes = 0;  // everything above, of one rank
 };
 
-// A stored alias and its target, whose elements are compared while both are read.
+// A stored alias and the target that it names. Their elements are compared while both are read.
 struct Tie {
   uint32_t alias = 0;
-  uint32_t of = 0;
+  uint32_t of = 0;  // the target
 };
 
-// The targets that need each stored tensor, for its elements or as the scale of another.
+// The targets that need each stored tensor, for its elements or as scales of another tensor.
 struct Uses {
-  std::vector<uint32_t> targets;  // those of tensor s are at [begins[s], begins[s + 1])
-  std::vector<uint32_t> begins;   // by stored tensor, and the end
+  std::vector<uint32_t> targets;  // tensor s is needed by those at [begins[s], begins[s + 1])
+  std::vector<uint32_t> begins;   // one entry per stored tensor, and the size of `targets`
 
   std::span<const uint32_t> of(uint32_t stored) const noexcept {
     return std::span(targets).subspan(begins[stored], begins[stored + 1] - begins[stored]);
@@ -164,19 +170,21 @@ struct Plan {
   // The targets that are filled or compared, sorted by the first stored tensor that they need.
   // Aliases that are not stored are left out.
   std::vector<uint32_t> order;
-  std::vector<Tie> ties;  // by alias
+  std::vector<Tie> ties;  // sorted by alias
   Uses uses;
   Staging staging;
   Promise promise;
-  Digest inputs;  // of all inputs; before a load the ranks check that theirs are equal
+  Digest inputs;  // digest of all inputs; ranks compare theirs before a load
 
   int ranks() const noexcept { return layout.world_size(); }
   const Strategy& strategy() const noexcept { return *options.strategy; }
-  uint64_t held_bytes() const noexcept;  // purpose `plan` of each rank: recipe, order, bookkeeping
+  // Each rank's charge for purpose `plan`: recipe, layout, order and bookkeeping of the load.
+  uint64_t held_bytes() const noexcept;
 };
 
-// Returns a plan that borrows the manifest and the recipe. Throws USAGE (staging too small, no
-// rank, a strategy that cannot read the source); UNSUPPORTED or MISMATCH, naming the tensor.
+// Returns a plan that borrows the manifest and the recipe. Throws USAGE if staging is too small,
+// there is no rank, or the strategy cannot read the source; UNSUPPORTED or MISMATCH, naming the
+// tensor, if one cannot be loaded.
 Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options);
 Plan make_plan(const Manifest&&, const Recipe&, Layout, PlanOptions) = delete;
 Plan make_plan(const Manifest&, const Recipe&&, Layout, PlanOptions) = delete;
@@ -186,32 +194,34 @@ Plan make_plan(const Manifest&&, const Recipe&&, Layout, PlanOptions) = delete;
 // targets in a flat group; then one per flat group.
 uint32_t buffer_count(const Plan& plan) noexcept;
 LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank);
-// The buffer with the memory of `buffer`: for an alias that of its target, else `buffer` itself.
+// The buffer whose memory `buffer` uses: for an alias the target's buffer, else `buffer` itself.
 uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept;
 Destination destination_of(const Plan& plan, uint32_t buffer) noexcept;
-// The begin of each buffer in a rank's arena (of buffers with Destination::cpu), and the arena's
-// end.
+// The offset of each buffer in a rank's arena, and the arena's size. Only buffers with
+// Destination::cpu take space in it.
 std::vector<uint64_t> arena_begins(const Plan& plan, int rank);
-// The target's name; of a flat group "flat", or "flat.0", "flat.1"... where there are several.
+// The target's name. The buffer of a flat group is "flat", or "flat.0", "flat.1", ... if there are
+// several groups.
 std::string buffer_name(const Plan& plan, uint32_t buffer);
-// The pieces of a target that `rank` holds: boxes over the target's row-major order, each with its
-// place in the local buffer.
+// The pieces of a target that `rank` holds, each with its place in the local buffer. A box's dims
+// may be merged dims of the target, in the same row-major order.
 void for_each_piece(const Recipe& recipe, const Layout& layout, uint32_t target, int rank,
                     FunctionRef<void(uint32_t buffer, const Box& piece)> piece);
 // The inverse: splits a buffer's elements [held.lo, held.hi) into runs that are contiguous in one
-// target. `global` is the row-major index of a run's first element there, `local` its place in the
-// buffer.
+// target. `global` is the row-major index of a run's first element in the target, `local` its place
+// in the buffer.
 void for_each_held_run(
     const Plan& plan, uint32_t buffer, int rank, const Chunk& held,
     FunctionRef<void(uint32_t target, int64_t global, int64_t local, int64_t n)> run);
-// The primary replica of each element of a target is its lowest rank.
+// Whether `rank` is the primary replica of its elements of `target`: the lowest rank that holds
+// them.
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
 
 // A budget per node and its source ("flag", "cgroup v1 /a", "MemAvailable", "run.json").
 struct Budget {
   uint64_t bytes = 0;
   std::string source;
-  bool is_shared = false;  // a part of this machine's memory, which holds all nodes
+  bool is_shared = false;  // `bytes` is one node's share of this machine, on which all nodes run
 };
 
 // The node with the highest peak; the first one if several are equal.
@@ -229,65 +239,65 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinD
 
 // The two largest owners, with the names that `named` gives to their purposes.
 std::string largest_owners(const Footprint& held, FunctionRef<std::string(std::string_view)> named);
-// Those at a node's peak, by purpose: "shards 924.00 MiB, staging 32.00 MiB".
+// The two largest owners at a node's peak: "shards 924.00 MiB, staging 32.00 MiB".
 std::string peak_cause(const Promise& promise, int node);
 
-// The transfers of `rank`, target by target in `plan.order`: the first function generates those
-// from stored tensors, the second those that need no read (zero, init, caller). Together they tile
-// each buffer, padding included. They are separate, since an initialised tensor may have many more
-// runs than a stored one.
+// The transfers of `rank`, target by target in `plan.order`. The first function generates transfers
+// from stored tensors, the second those that need no read (zero, init, caller). Together they fill
+// each buffer exactly once, padding included. They are separate functions since an initialised
+// tensor may have many more runs than a stored one.
 void for_each_stored_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
 void for_each_made_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
-// Only the transfers of one target; only the transfers from one stored tensor to all its targets.
+// The transfers from all stored tensors to one target; from one stored tensor to all targets.
 void for_each_transfer_of(const Plan& plan, int rank, uint32_t target,
                           FunctionRef<void(const Transfer&)> fn);
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored,
                             FunctionRef<void(const Transfer&)> fn);
 
-// The reads of `rank` for its own shards, for strategies without a window: in batches sorted by
-// file offset, neighbours coalesced. `table` is scratch of at least kReadTableRows.
+// The reads of `rank` for its own shards, with own-shard and replica-striped. Reads come in batches
+// that are sorted by file offset, and small neighbouring reads are joined. `table` is scratch space
+// of at least kReadTableRows rows.
 void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
                    FunctionRef<void(const Read&)> fn);
 
 // One write to a file in a save. Its transfers go in reverse, from a local buffer to the stored
-// tensor. Each transfer is one run (`runs.count` is 1), and they are contiguous in the file.
-// `direct`: there is one transfer, whose bytes in host memory can be written without a conversion.
+// tensor. Each transfer is one run (`runs.count` is 1), and they are contiguous in the file. A
+// `direct` write has one transfer, whose bytes are written from host memory without a conversion.
 struct Write {
   Extent at;
   bool direct = false;
   std::span<const Transfer> transfers;  // valid during the call only
 };
 // The writes by which `rank` saves its local buffers into the files of the plan's manifest. `plan`
-// is the plan that would load the saved files, carried out in reverse. Replicas divide the elements
-// that they all hold among them, so that all ranks together write each element once, except those
-// of tensors that no target reads. In batches sorted by file offset. `table` is scratch of at least
-// kReadTableRows.
+// is the plan that would load the saved files. Replicas divide among them the elements that they
+// all hold. So all ranks together write each element once, except elements of tensors that no
+// target reads. Writes come in batches that are sorted by file offset. `table` is scratch space of
+// at least kReadTableRows rows.
 //
-// Targets of which the rank holds a short run in each of several rows come separately, since the
-// other ranks write to the same pages: all ranks walk these in the same order. With the others each
-// rank begins at another place in the files and wraps around.
+// Rows::divided: only targets of which the rank holds a short run in each of several rows. Other
+// ranks write to the same pages, so all ranks walk these targets in the same order. Rows::whole:
+// all other targets. Each rank begins at another place in the files and wraps around.
 enum class Rows : uint8_t { whole, divided };
 void for_each_write(const Plan& plan, int rank, Rows of, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn);
-// The memory of a save by this plan on each rank, besides the saved buffers and staging.
+// The memory that a save by this plan needs on each rank, without the saved buffers and staging.
 Footprint save_footprint(const Plan& plan);
 
-// The ranks [first, end) of the node of `rank`: one node, or all ranks if only rank 0 can read the
-// files.
+// The ranks [first, end) of the node of `rank`. If only rank 0 can read the files, all ranks count
+// as one node.
 struct NodeRanks {
   int first = 0;
   int end = 0;
 };
 NodeRanks node_of(const Plan& plan, int rank) noexcept;
 
-// The ranks that exchange with `rank`, itself included, in order; only itself without an exchange.
-// Groups don't overlap, and none is larger than rank 0's.
+// The ranks that exchange with each other, ascending, in the group of `rank`; only `rank` without
+// an exchange. Groups don't overlap, and none is larger than rank 0's.
 std::vector<int> exchange_group(const Plan& plan, int rank);
 
 // One read of a node's leader, with strategy `node-reader`: a contiguous stretch of a stored tensor
-// that some rank of the node needs for `target`, at most a tile long. Every rank of the node
-// generates the same reads; the leader reads and broadcasts, each rank copies only its `wanted`
-// bytes.
+// that ranks of the node need for `target`, at most a tile long. Every rank of the node generates
+// the same reads. The leader reads and broadcasts; each rank copies only its `wanted` bytes.
 //
 //   4 ranks, FSDP2 Shard(0) of [8, n], so 2 rows each; a tile holds 5 rows:
 //
@@ -301,7 +311,7 @@ std::vector<int> exchange_group(const Plan& plan, int rank);
 // In the slot the scales of dequantised codes follow the codes: [codes | scales]. A rank that needs
 // codes therefore wants everything from its first code to the end of the scales.
 struct NodeRead {
-  // The bytes of the slot that one rank needs; empty if none.
+  // The byte range of the slot that one rank needs; may be empty.
   struct Wanted {
     uint64_t begin = 0;
     uint64_t end = 0;
@@ -311,11 +321,11 @@ struct NodeRead {
 
   uint32_t target = 0;
   uint32_t stored = 0;
-  int64_t first = 0;  // element of the stored tensor
+  int64_t first = 0;  // the stretch is elements [first, first + count) of the stored tensor
   int64_t count = 0;
-  Extent at;
-  Extent scale;
-  std::span<const Wanted> wanted;  // by rank of the node; valid during the call only
+  Extent at;                       // the bytes of the stretch
+  Extent scale;                    // the scales that dequantise it; may be empty
+  std::span<const Wanted> wanted;  // one entry per rank of the node; valid during the call only
 
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
 };
@@ -324,12 +334,12 @@ void for_each_node_read(const Plan& plan, int rank, FunctionRef<void(const NodeR
 void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
                               FunctionRef<void(const Transfer&)> fn);
 
-// Whether `rank` reads data files; the other ranks receive all their bytes from one that does.
+// Whether `rank` reads data files. A rank that doesn't receives all its bytes from one that does.
 bool reads_storage(const Plan& plan, int rank) noexcept;
 
-// The window of one rank: host memory for whole stored tensors, with strategies that read them as a
-// whole. Yields the reads that fill it and the place of each tensor in it. The promise, the counted
-// traffic and the load all use it. The plan must outlive it; any thread.
+// The window of one rank: host memory for whole stored tensors, with strategies that read whole
+// tensors. Yields the reads that fill the window and the place of each tensor in it. The promise,
+// the counted traffic and the load all use this class. The plan must outlive it; any thread.
 class RankWindow {
  public:
   RankWindow(const Plan& plan, int rank);
@@ -338,24 +348,25 @@ class RankWindow {
   // One read of the rank into its window.
   struct Read {
     uint32_t stored = 0;
-    Extent at;           // a part of that tensor, at most 8 MiB
-    uint64_t place = 0;  // of its first byte in the window
+    Extent at;           // a part of the stored tensor, at most 8 MiB
+    uint64_t place = 0;  // where in the window its first byte goes
   };
   // A whole stored tensor at byte `place` of the window.
   struct Whole {
     uint32_t stored = 0;
     uint64_t place = 0;
   };
-  // A tensor that targets take elements from, with the scales that dequantise it, if any.
+  // A tensor from which targets take elements, and the scales that dequantise it, if any.
   struct Tensor {
     Whole elements;
     std::optional<Whole> scale;
   };
 
-  uint64_t bytes() const;  // of the window, whole pages
+  uint64_t bytes() const;  // the window's size, rounded up to whole pages
   // In file order; no call if `rank` does not read.
   void for_each_read(FunctionRef<void(const Read&)> fn) const;
-  // All tensors in file order. With rank0-broadcast, rank 0 sends each one and its scales.
+  // All tensors from which targets take elements, in file order. With rank0-broadcast, rank 0 sends
+  // each of them and its scales.
   void for_each_tensor(FunctionRef<void(const Tensor&)> fn) const;
   Tensor tensor(uint32_t stored) const noexcept;
 
@@ -367,7 +378,7 @@ class RankWindow {
   const Plan& plan_;
   const bool reads_;
   Window size_;
-  std::vector<uint64_t> begins_;  // by stored tensor, where the window holds them all
+  std::vector<uint64_t> begins_;  // place of each stored tensor; empty unless all are held at once
 };
 
 // The bytes that a load will read and send, counted with the generators that the load runs.
@@ -375,9 +386,9 @@ struct Traffic {
   uint64_t storage_read_bytes = 0;
   uint64_t exchanged_bytes = 0;  // received from other ranks, summed over the receivers
   uint64_t reads = 0;
-  // Only with own-shard and replica-striped:
-  uint64_t transfers = 0;     // from stored tensors
-  uint64_t needed_bytes = 0;  // of the stored elements (and their scales) that go into buffers
+  // Counted only with own-shard and replica-striped:
+  uint64_t transfers = 0;     // transfers from stored tensors
+  uint64_t needed_bytes = 0;  // stored elements that go into buffers, and their scales
 
   Traffic& operator+=(const Traffic& other) noexcept;  // saturates
   bool operator==(const Traffic&) const = default;
@@ -387,14 +398,14 @@ Traffic traffic(const Plan& plan);
 
 // The counters of one rank's load: bytes read, received and written. Its memory is in its ledger.
 struct LoadOutcome {
-  uint64_t bytes_loaded = 0;  // put into local buffers, padding left out
+  uint64_t bytes_loaded = 0;  // put into local buffers, without padding
   uint64_t storage_read_bytes = 0;
   uint64_t exchanged_bytes = 0;
-  uint64_t page_cache_peak_bytes = 0;  // brought in by these reads and not yet dropped
+  uint64_t page_cache_peak_bytes = 0;  // most page cache from these reads that was not yet dropped
 };
 
-// The bytes of elements [first, first + count) of a stored tensor. UNSUPPORTED if elements smaller
-// than a byte do not begin and end on a byte.
+// The bytes of elements [first, first + count) of a stored tensor. Throws UNSUPPORTED if elements
+// smaller than a byte do not begin and end on a byte boundary.
 Extent extent_of(const Stored& stored, int64_t first, int64_t count);
 
 }  // namespace modicum

@@ -18,7 +18,7 @@ TensorSpec spec(std::string name, DType dtype, std::vector<int64_t> shape) {
   return {std::move(name), Role::param, dtype, std::move(shape)};
 }
 
-// The manifest of a checkpoint with these tensors, `per_file` of them in each file.
+// The manifest of a checkpoint with these tensors, `per_file` in each file.
 Manifest manifest_of(const std::vector<TensorSpec>& specs, size_t per_file = SIZE_MAX) {
   Manifest manifest;
   for (size_t i = 0; i < specs.size(); ++i) {
@@ -68,12 +68,12 @@ static_assert(!std::is_constructible_v<RankWindow, Plan, int>);
 // The source of the element at one place of a local buffer.
 struct Origin {
   Transfer::Source source = Transfer::Source::zero;
-  uint32_t from = 0;  // stored: in the manifest
+  uint32_t from = 0;  // stored: index in the manifest
   int64_t element = 0;
 
   bool operator==(const Origin&) const = default;
 };
-using Origins = std::map<std::pair<uint32_t, int64_t>, Origin>;  // by buffer and place
+using Origins = std::map<std::pair<uint32_t, int64_t>, Origin>;  // key: buffer and place
 
 // Fails if a place is written twice.
 void add_elements(Origins& origins, const Transfer& t) {
@@ -90,8 +90,8 @@ void add_elements(Origins& origins, const Transfer& t) {
   }
 }
 
-// Adds the elements that a rank must hold by torch's rule, Shard(dim) in chunks of
-// ceil(size / world). The oracle for the recipe is element_source.
+// Adds the elements that a rank must hold by torch's rule: Shard(dim) makes chunks of
+// ceil(size / world). element_source says which stored element each one is.
 void add_expected(Origins& expected, const Plan& plan, uint32_t target, int dim, int rank) {
   const TensorSpec& of = plan.recipe->targets[target].spec;
   const int world = plan.ranks();
@@ -181,7 +181,7 @@ void expect_tiled(const Plan& plan, int dim) {
       for (const Transfer& t : read.transfers) add_elements(in_reads, t);
     });
     ASSERT_EQ(in_reads, expected);
-    // The same transfers, generated per stored tensor.
+    // for_each_transfer_from must generate the same transfers.
     for (uint32_t s = 0; s < plan.manifest->tensors.size(); ++s) {
       for_each_transfer_from(plan, rank, s, [&](const Transfer& t) {
         ASSERT_EQ(t.from, s);
@@ -314,7 +314,7 @@ std::vector<ReadRow> reads_of(const Plan& plan, int rank) {
   return rows;
 }
 
-// The reads of two tensors of `a` and `b` bytes with an unused tensor of `gap` bytes between them.
+// The reads of two tensors, of `a` and `b` bytes, with an unused tensor of `gap` bytes in between.
 std::vector<ReadRow> reads_with_gap(int64_t a, int64_t gap, int64_t b) {
   const Manifest manifest = manifest_of(
       {spec("a", DType::u8, {a}), spec("gap", DType::u8, {gap}), spec("b", DType::u8, {b})});
@@ -541,7 +541,7 @@ TEST_F(Planned, ThePromiseHasTheFootprintOfEachPhase) {
   }
 }
 
-// Children may keep a second copy of inherited shards, so the promise counts those twice.
+// Children may keep a second copy of inherited shards, so the promise counts the shards twice.
 TEST_F(Planned, ThePromiseCountsWhatForkedChildrenMayKeep) {
   PlanOptions options = options_of("own-shard");
   const Plan excluded = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
@@ -590,7 +590,7 @@ TEST_F(Planned, EachRankHasItsOwnBaseline) {
   EXPECT_EQ(of.promise.rank_peak_bytes(1), alike.promise.rank_peak_bytes(1));
 }
 
-// Catches: a peak that equals the budget is refused.
+// Catches: a refusal of a peak that equals the budget.
 TEST_F(Planned, APeakThatEqualsTheBudgetFits) {
   PlanOptions options = options_of("own-shard");
   options.ranks_per_node = 2;
@@ -706,7 +706,7 @@ TEST_F(Planned, ANodesLeaderReadsWhatItsRanksNeedOnce) {
   EXPECT_EQ(read(whole_layout(4)), 2 * model);
 }
 
-// Catches: the leader of another node reads; the promise merges the nodes.
+// Catches: a leader that reads for another node; a promise that merges the nodes.
 TEST_F(Planned, IfOnlyRank0CanReadItBroadcastsToAllNodes) {
   Manifest held = manifest_;
   held.only_rank_0 = true;

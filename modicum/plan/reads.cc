@@ -14,10 +14,12 @@ namespace {
 // Runs of a strided transfer that are at least this long are read one by one. For shorter runs a
 // system call costs more than reading the gaps.
 constexpr uint64_t kOwnReadBytes = 2 * kKiB;
-// Tiles up to this size may be read together with their neighbours,
+// Tiles up to this size may be read together with their neighbours.
 constexpr uint64_t kSmallBytes = 64 * kKiB;
-// if the gaps between them are at most 1/64 of the useful bytes: over-read stays below 1.6 %.
+// Gaps between such tiles are at most 1/64 of the tiles' bytes, so that over-read stays below
+// 1.6 %.
 constexpr uint64_t kUsefulPerGap = 64;
+// The most tiles in one read.
 constexpr size_t kGroupRows = 64;
 
 // The smallest extent that contains two extents of one file. An empty extent is ignored.
@@ -64,7 +66,7 @@ class Coalescer {
     if (rows_ == 0 || rows_ == kGroupRows || span.file != at_.file || span.begin < at_.begin)
       return false;
     if (span.bytes() > kSmallBytes) return false;
-    // A read has one stretch of scales, so all its codes are from one tensor.
+    // A read has one extent of scales, so all its codes must be from one tensor.
     if ((scale_.bytes() == 0) != (scale.bytes() == 0)) return false;
     if (scale.bytes() > 0 && tile.from != group_[0].from) return false;
     const uint64_t staged = joined(at_, span).bytes() + joined(scale_, scale).bytes();

@@ -45,7 +45,8 @@ std::optional<uint32_t> scale_for(const Plan& plan, uint32_t target, uint32_t st
   return scale->tensor;
 }
 
-// Ops keep the dtype, and scales are never stored in the dtype of codes.
+// Ops keep the dtype, so elements come from tensors of the root's dtype. Scales, the only other
+// tensors that a target uses, never have the dtype of codes.
 bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept {
   const Node& root = plan.recipe->nodes[plan.recipe->targets[target].root];
   return root.dtype == plan.manifest->tensors[stored].spec.dtype;
@@ -74,7 +75,7 @@ Extent scale_extent(const Plan& plan, const Transfer& transfer) {
   const Runs& runs = transfer.runs;
   const int64_t first = runs.first;
   const int64_t last = first + runs.span() - 1;
-  if (first / grid.codes[1] == last / grid.codes[1]) {
+  if (first / grid.codes[1] == last / grid.codes[1]) {  // one row of codes
     const int64_t begin = grid.index_of(first);
     return extent_of(scales, begin, grid.index_of(last) + 1 - begin);
   }

@@ -48,7 +48,7 @@ Plan plan_of(const Manifest& manifest, const Recipe& recipe, const Layout& layou
 
 struct Reading {
   std::vector<Read> reads;
-  std::vector<std::vector<Transfer>> transfers;  // of each
+  std::vector<std::vector<Transfer>> transfers;  // one list per read
 };
 Reading reading_of(const Plan& plan, int rank) {
   Reading reading;
@@ -60,7 +60,7 @@ Reading reading_of(const Plan& plan, int rank) {
   return reading;
 }
 
-// The scale of every single code is inside the read's stretch of scales.
+// The scale of each code is inside the read's extent of scales.
 void expect_scales_at_hand(const Plan& plan, const Read& read, const Transfer& t) {
   const Stored& codes = plan.manifest->tensors[t.from];
   const Stored& scales = plan.manifest->tensors[codes.scale->tensor];
@@ -126,8 +126,8 @@ TEST(ScaleReads, FitInTheTileTogetherWithTheirCodes) {
   }
 }
 
-// Codes [200, 300] in blocks of [128, 128]: rows 66..131 cross both rows of blocks. A column cut
-// reads whole rows of the grid; a tile within one row of codes reads part of one grid row.
+// Codes [200, 300] in blocks of [128, 128]: rows 66..131 lie in both rows of blocks. A column cut
+// reads whole rows of the grid. A tile within one row of codes reads part of one grid row.
 TEST(ScaleReads, AreWholeRowsOfTheGridOrPartOfOneRow) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 3}}, {{1, 400}, {1, 4}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::f32});
@@ -156,7 +156,7 @@ TEST(ScaleReads, AddAtMost2Percent) {
       const Plan plan = plan_of(manifest, recipe, fsdp2_layout(world), "own-shard", destination);
       const Traffic all = traffic(plan);
       EXPECT_GE(all.storage_read_bytes, bytes);
-      EXPECT_LE(all.storage_read_bytes, bytes + bytes / 50) << world;  // with the least staging
+      EXPECT_LE(all.storage_read_bytes, bytes + bytes / 50) << world;
     }
   }
   for (const Destination destination : {Destination::cpu, Destination::copy}) {
@@ -200,8 +200,8 @@ TEST(ScaleReads, AreHeldInWindows) {
 }
 
 TEST(ScaleReads, TheWindowOfOneTensorFitsTheLargestPair) {
-  // The first pair has more bytes of scales than of codes, and is the largest pair though the
-  // second has more codes.
+  // The first pair is the largest, since its scales have more bytes than its codes, although the
+  // second pair has more codes.
   const Manifest manifest = manifest_of({{{100, 100}, {100, 100}}, {{150, 300}, {1}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::bf16});
   const Plan plan = plan_of(manifest, recipe, fsdp2_layout(2), "rank0-broadcast");

@@ -5,9 +5,9 @@
 namespace modicum {
 namespace {
 
-// The number of steps (runs, or elements of a run), at most `most` and at least one, that fit into
-// `bytes` with the scales of their codes. `first(n)` is the transfer of the first n steps, of
-// `step_bytes` each.
+// The number of steps that fit into `bytes` with the scales of their codes; at most `most`, at
+// least one. A step of `step_bytes` is a run, or an element of a run. `first(n)` returns the
+// transfer of the first n steps.
 template <typename First>
 int64_t fitting(const Plan& plan, int64_t most, uint64_t step_bytes, uint64_t bytes,
                 const First& first) {
@@ -51,6 +51,7 @@ int64_t runs_that_fit(const Plan& plan, const Transfer& transfer) {
 int64_t elements_that_fit(const Plan& plan, const Transfer& transfer, uint64_t bytes) {
   const int64_t most = std::min(elements_within(transfer.from_dtype, bytes), transfer.runs.length);
   if (!transfer.dequantises()) return most;
+  // A step is one code, which is one byte.
   return fitting(plan, most, 1, bytes, [&](int64_t n) { return transfer.part(0, 1, 0, n); });
 }
 

@@ -14,7 +14,8 @@
 namespace modicum {
 namespace {
 
-// own-shard and replica-striped: the replicas of a group take turns; a group may be one rank.
+// With own-shard and replica-striped: the replicas of a group take turns reading. With own-shard
+// the group is one rank.
 Traffic traffic_of_reads(const Plan& plan, int rank) {
   Traffic sum;
   std::vector<Transfer> table(kReadTableRows);
@@ -23,7 +24,7 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
   for_each_read(plan, rank, table, [&](const Read& read) {
     const bool reads = group[turn++ % group.size()] == rank;
     (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += read.bytes();
-    sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;
+    sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;  // scales take a second read
     sum.transfers += read.transfers.size();
     sum.needed_bytes += read.scale.bytes();
     for (const Transfer& t : read.transfers) sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
@@ -31,9 +32,9 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
   return sum;
 }
 
-// Everything that determines the traffic of a target that is one stored tensor. Targets of equal
-// kind cause equal reads and sends, at other file offsets, so each kind is counted once: a model
-// with 60 layers has a dozen kinds.
+// Everything that determines the traffic of a target that is one stored tensor. Targets of one kind
+// cause equal reads and sends at different file offsets, so each kind is counted once. A model with
+// 60 layers has a dozen kinds.
 struct TargetKind {
   struct Scales {
     DType dtype;
@@ -143,7 +144,7 @@ Traffic traffic_of_rank(const Plan& plan, int rank) {
 Traffic traffic(const Plan& plan) {
   Traffic sum;
   if (plan.strategy().of_reader != Window::none) {
-    // As in the promise, all reading ranks are alike, and so are all others.
+    // As in the promise, all reading ranks have equal windows, and so have all other ranks.
     const Traffic of_reader = traffic_of_window(plan, 0);
     const Traffic of_others = traffic_of_window(plan, plan.ranks() - 1);
     for (int rank = 0; rank < plan.ranks(); ++rank) {

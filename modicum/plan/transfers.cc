@@ -1,4 +1,4 @@
-// The transfers of a rank: elements and the local buffers that they go to.
+// The transfers of a rank: which elements go to which places of its local buffers.
 #include <fmt/format.h>
 
 #include "modicum/plan/inside.h"
@@ -76,7 +76,7 @@ void emit_target(const Plan& plan, int rank, uint32_t target, const Wanted& want
     if (root.op == Op::stored) return emit(root, piece);
     pull_back(*plan.recipe, root_id, piece, emit, wanted.made ? Leaves::all : Leaves::stored);
   };
-  // A compared alias has the places of the target that it names.
+  // A compared alias is held in the same pieces as the target that it names.
   const uint32_t holder = holder_of(plan, target);
   for_each_piece(*plan.recipe, plan.layout, holder, rank, emit_piece);
 }
@@ -116,7 +116,7 @@ void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored, Emit fn
 
 Extent extent_of(const Stored& stored, int64_t first, int64_t count) {
   const auto bits = static_cast<uint64_t>(bits_per_element(stored.spec.dtype));
-  // At most eight times kMaxModelBytes.
+  // At most eight times kMaxModelBytes, so there is no overflow.
   const uint64_t begin_bits = static_cast<uint64_t>(first) * bits;
   const uint64_t end_bits = static_cast<uint64_t>(first + count) * bits;
   if (begin_bits % 8 != 0 || end_bits % 8 != 0) {

@@ -1,4 +1,4 @@
-// The window of a rank, with strategies that read tensors as a whole.
+// The window of a rank, with strategies that read whole tensors.
 //
 //   whole_model   | tensor 0 | tensor 1 |   tensor 2   | ...    each at a multiple of 64 bytes
 //   one_tensor    | codes | scales |                            reused for every tensor

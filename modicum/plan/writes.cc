@@ -4,7 +4,8 @@
 //   rank 0 of 2 walks              t0   t1   t2   t3
 //   rank 1 of 2 walks              t2   t3   t0   t1
 //
-// Targets with divided rows are not in this walk; every rank walks them from the first file on.
+// Targets with divided rows (Rows) have a walk of their own, in which every rank begins at the
+// first file.
 #include <algorithm>
 
 #include "modicum/plan/inside.h"
@@ -13,12 +14,15 @@
 namespace modicum {
 namespace {
 
-// Runs up to this size that several replicas hold are written by one of them.
+// A transfer of at most this size that several replicas hold is written by one of them. A larger
+// one is divided among them: by runs if it has at least one per replica, else within each run.
 constexpr uint64_t kWholeBytes = 256 * kKiB;
-// Larger runs are divided among replicas in units of this many elements, which are whole bytes.
+// Runs are divided in units of this many elements, which are whole bytes.
 constexpr int64_t kShareUnit = 4096;
-// Writes up to this size are joined with their neighbours.
+// Tiles of at most this size are joined with their neighbours. Also, rows are divided (Rows) if a
+// rank's run in each is shorter than this.
 constexpr uint64_t kSmallBytes = 64 * kKiB;
+// The most tiles that are joined to one write.
 constexpr size_t kGroupRows = 64;
 
 ReplicaPlace place_among_replicas(const Plan& plan, uint32_t target, int rank) {
@@ -35,6 +39,7 @@ void share(const Transfer& t, const ReplicaPlace& place, FunctionRef<void(const 
   };
   if (place.count == 1) return emit(t);
   if (bytes_of(t.from_dtype, runs.numel()) <= kWholeBytes) {
+    // By tensor, so that the small tensors are spread over the replicas.
     const auto writer = t.from % static_cast<uint32_t>(place.count);
     if (writer == static_cast<uint32_t>(place.index)) emit(t);
     return;
@@ -50,7 +55,7 @@ void share(const Transfer& t, const ReplicaPlace& place, FunctionRef<void(const 
   emit(t.part(0, runs.count, begin, end - begin));
 }
 
-// Whether the rank holds short runs in several rows of a stored tensor.
+// Whether the rank holds a short run in each of several rows of a stored tensor.
 bool has_divided_rows(const Plan& plan, int rank, uint32_t target) {
   bool found = false;
   for_each_transfer_of(plan, rank, target, [&](const Transfer& t) {
@@ -59,7 +64,7 @@ bool has_divided_rows(const Plan& plan, int rank, uint32_t target) {
   return found;
 }
 
-// Divides runs into tiles, and joins small neighbouring ones.
+// Divides runs into tiles, and joins small neighbouring tiles to one write.
 class Joiner {
  public:
   Joiner(const Plan& plan, FunctionRef<void(const Write&)> write) : plan_(plan), write_(write) {}
@@ -109,8 +114,8 @@ class Joiner {
 
 }  // namespace
 
-// Rank 0 has a part of each tensor that is divided along its dims. Of a flat group it may have none
-// with divided rows; then all ranks write them themselves.
+// Examining rank 0 is enough for tensors that are cut along a dim: it has a part of each. Of a flat
+// group, other ranks may have divided rows and rank 0 none. Then every rank writes its own rows.
 bool gathers(const Plan& plan) {
   if (std::min(ranks_per_node(plan), plan.ranks()) < 2) return false;
   return std::any_of(plan.order.begin(), plan.order.end(),

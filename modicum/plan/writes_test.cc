@@ -37,7 +37,7 @@ std::vector<uint32_t> walk_of(const Plan& plan, int rank, Rows rows) {
   return walk;
 }
 
-// Catches: a part of staging for a gather that no rank makes, or that no other rank takes part in.
+// Catches: a gather part of staging where no gather takes place, or only one rank takes part.
 TEST(Writes, StagingHasAGatherForDividedRowsOnANode) {
   const Manifest manifest = manifest_of_matrices();
   const Recipe recipe = make_recipe(manifest, {});
@@ -55,9 +55,9 @@ TEST(Writes, StagingHasAGatherForDividedRowsOnANode) {
   EXPECT_EQ(part_of(0, 0, true), 0U);
 }
 
-// Whole rows: ranks begin at different tensors. Divided rows, which share pages: all ranks walk the
-// tensors in the same order. Catches: ranks that are at different places of a file whose pages they
-// share; rows in neither walk, or in both.
+// With whole rows, ranks begin at different tensors. With divided rows, ranks write to the same
+// pages, so all walk the tensors in the same order. Catches: another order with divided rows; rows
+// in neither walk or in both.
 TEST(Writes, RanksThatSharePagesWalkTogether) {
   const Manifest manifest = manifest_of_matrices();
   const Recipe recipe = make_recipe(manifest, {});
