@@ -11,7 +11,7 @@ TensorSpec tensor(std::vector<int64_t> shape) {
   return {"t", Role::param, DType::bf16, std::move(shape)};
 }
 
-// The row-major ids of the elements that `rank` holds, in local order: in torch, the value of
+// The row-major ids of the elements that `rank` holds, in local order. In torch:
 // chunk(arange(numel).reshape(shape), world, dim)[rank].flatten().
 std::vector<int64_t> held_ids(const Sharding& sharding, const TensorSpec& target, int rank) {
   std::vector<int64_t> ids(static_cast<size_t>(local_buffer(sharding, target, rank).numel), -1);
@@ -33,7 +33,7 @@ std::vector<int64_t> held_ids(const Layout& layout, const TensorSpec& target, in
   return held_ids(layout.kinds[0], target, rank);
 }
 
-// torch.chunk as documented, element by element and without boxes.
+// The documented rule of torch.chunk, element by element and without boxes.
 std::vector<int64_t> chunk_by_hand(const std::vector<int64_t>& shape, int world, int rank,
                                    size_t dim) {
   const int64_t size = shape[dim];
@@ -226,7 +226,7 @@ TEST(Layout, TpCutsFirstAndFsdpCutsItsShards) {
   }
 }
 
-// If the placements (strided, shard) were applied left to right, rank 4 would hold this row.
+// If DTensor's placements (strided, shard) were applied left to right, rank 4 would hold this row.
 TEST(Layout, AnUnevenTpShardIsCutByFsdp) {
   const Sharding sharding = tp_fsdp_layout({3}, 2).kinds[0];
   EXPECT_EQ(held_ids(sharding, tensor({7}), 4), Ids{});
@@ -259,7 +259,7 @@ TEST(Layout, ExpertsAreSplitAmongEpFirst) {
   EXPECT_THROW(add_expert_kind(layout, 2, 2), Error);
 }
 
-// a, b and c of 10, 7 and 5 elements over 4 ranks: 22, and 2 zeros up to a multiple of 8.
+// a, b and c have 10, 7 and 5 elements, 22 in all. Two zeros pad them to a multiple of 2 x 4 ranks.
 TEST(Layout, FlatGroupsEqualDeepSpeeds) {
   const TensorSpec a = tensor({10}), b = tensor({7, 1}), c = tensor({5});
   const TensorSpec step{"step", Role::buffer, DType::i64, {}};

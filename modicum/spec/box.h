@@ -9,8 +9,9 @@
 
 namespace modicum {
 
-// The interval [lo, hi) of one dim of `size` elements, of a tensor or of any shape with the same
-// row-major order. Neighbours in this dim are `step` elements from each other in the destination.
+// The interval [lo, hi) of one dim of `size` elements. The dim belongs to a tensor's shape, or to
+// another shape with the same row-major order. Neighbours along the dim are `step` elements apart
+// in the destination.
 struct BoxDim {
   int64_t size;
   int64_t lo;
@@ -20,8 +21,8 @@ struct BoxDim {
   int64_t extent() const noexcept { return hi - lo; }
 };
 
-// The product of intervals, outermost dim first. Its first element (every dim at lo) goes to
-// element `at` of the destination. Boxes don't allocate: plans make millions of them.
+// A product of intervals, outermost dim first. The first element (every dim at lo) goes to element
+// `at` of the destination. Boxes don't allocate, since plans make millions of them.
 struct Box {
   static constexpr int kMaxDims = 8;
 
@@ -42,7 +43,7 @@ struct Box {
   [[noreturn]] static void too_many_dims();  // UNSUPPORTED
 };
 
-// The box of all of `shape`, row-major from element 0 of the destination.
+// The box of a whole tensor of shape `shape`, row-major from element 0 of the destination.
 Box whole_box(const std::vector<int64_t>& shape);
 
 // `count` strided runs of `length` contiguous source elements. Element (k, i), with k < count and
@@ -68,8 +69,8 @@ struct Runs {
   }
 };
 
-// Calls `fn(const Runs&)` for the runs of a box whose dims are those of the source. Neighbouring
-// dims are merged where possible, so that there are few.
+// Calls `fn(const Runs&)` for the runs of a box over the source's shape, or over another shape with
+// its row-major order. Neighbouring dims are merged where possible, so that there are few calls.
 template <typename Fn>
 void for_each_runs(const Box& box, Fn&& fn);
 

@@ -19,7 +19,7 @@ struct Digest {
 };
 
 // Digests a sequence of values (XXH3, 128 bits). Texts and lists are prefixed with their length, so
-// that {"ab", "c"} and {"a", "bc"} differ. One thread.
+// that {"ab", "c"} and {"a", "bc"} differ. Not thread-safe.
 class Hasher {
  public:
   Hasher();

@@ -113,7 +113,7 @@ uint64_t page_table_bytes(uint64_t mapped_bytes) noexcept {
 }
 
 uint64_t heap_bytes(const std::string& text) noexcept {
-  constexpr size_t kInPlace = 15;
+  constexpr size_t kInPlace = 15;  // libstdc++ stores such short texts inside the string
   return text.size() <= kInPlace ? 0 : heap_block_bytes(text.size() + 1);
 }
 

@@ -18,7 +18,7 @@ namespace modicum {
 // other purposes are charged there.
 enum class Purpose : uint8_t {
   process,      // a rank process before Modicum allocates
-  page_tables,  // of all mapped memory
+  page_tables,  // page tables of all mapped memory
   header,       // the manifest
   plan,         // recipe, layout and bookkeeping
   shards,       // the local buffers, padding included
@@ -69,9 +69,10 @@ struct Promise {
     return node_of_rank[static_cast<size_t>(rank)] == static_cast<uint32_t>(node);
   }
   uint64_t rank_peak_bytes(int rank) const noexcept;  // in its highest phase
-  // The node's ranks, each in its own peak phase or all in `phase`, plus the launcher.
+  // The sum of the launcher and the node's ranks, each in its own peak phase or all in `phase`.
   Footprint on_node(int node, const Phase* phase = nullptr) const noexcept;
-  // The sum of on_node(node). Ranks may be in different phases at the same time.
+  // The total of on_node(node). It adds the ranks' own peaks, since ranks may be in different
+  // phases at the same time.
   uint64_t node_peak_bytes(int node) const noexcept;
   std::vector<uint64_t> node_peaks() const;  // of every node
   const Phase& peak_phase(int rank) const noexcept;
@@ -79,24 +80,25 @@ struct Promise {
   uint64_t ledger_limit_bytes(int rank) const noexcept;
 };
 
-// The launcher: the process that starts and supervises the ranks.
+// The memory of the launcher, the process that starts and watches the ranks.
 constexpr uint64_t kLauncherBytes = 8 * kMiB;
-// A rank process before Modicum allocates.
+// The memory of a rank process before Modicum allocates.
 constexpr uint64_t kBaselineBytes = 2 * kMiB;
 
-// The promise for phases that list the charges of each rank. Adds `process_bytes` and page tables
-// to each rank. `ranks_per_node` 0: all ranks on one node.
+// Makes a promise of phases that list each rank's charges. Adds `process_bytes` and page tables to
+// each rank. With `ranks_per_node` 0, all ranks are on one node.
 Promise make_promise(std::vector<Phase> charged, uint64_t process_bytes = kBaselineBytes,
                      int ranks_per_node = 0);
 
-// Page tables over `mapped_bytes` of touched memory (8 bytes per 4 KiB page and a page of slack per
-// GiB), whole pages. Measured: 0.196 % with 4 KiB pages and with huge ones.
+// Bytes of the page tables of `mapped_bytes` of touched memory, in whole pages: 8 bytes per 4 KiB
+// page, and a page per GiB for the upper levels. Measured: 0.196 %, also with huge pages.
 uint64_t page_table_bytes(uint64_t mapped_bytes) noexcept;
 
 // Heap bytes that a value owns, in the allocator's granules.
 uint64_t heap_bytes(const std::string& text) noexcept;
 uint64_t heap_bytes(const TensorSpec& spec) noexcept;
-// The size of a heap block for `bytes`: 16-byte granules with an 8-byte header, 32 at least.
+// The size of a heap block for `bytes` in glibc: a multiple of 16, with an 8-byte header, at least
+// 32.
 constexpr uint64_t heap_block_bytes(uint64_t bytes) noexcept {
   return bytes == 0 ? 0 : (bytes + 8 + 15) / 16 * 16 < 32 ? 32 : (bytes + 8 + 15) / 16 * 16;
 }

@@ -12,6 +12,6 @@ enum class Fork : uint8_t {
   inherited,  // copy-on-write, as memory is inherited by default
 };
 
-Fork fork_named(std::string_view name);  // USAGE as index_named
+Fork fork_named(std::string_view name);  // throws USAGE as index_named does
 
 }  // namespace modicum

@@ -7,8 +7,8 @@
 
 namespace modicum {
 
-// On success the index of `name` in `names`. Otherwise USAGE "unknown WHAT 'NAME'; nearest is 'X'",
-// with all names as the expected ones.
+// Returns the index of `name` in `names`. Throws USAGE "unknown WHAT 'NAME'; nearest is 'X'" if it
+// is missing, with all names as the expected ones.
 size_t index_named(std::string_view what, std::string_view name,
                    const std::vector<std::string>& names);
 

@@ -7,7 +7,8 @@ __extension__ typedef unsigned __int128 Wide;
 
 constexpr uint64_t kPrime = Powers::kPrime;
 
-// `value` modulo 2^61 - 1 for any value below 2^122: since 2^61 = 1, high and low bits add up.
+// `value` modulo p = 2^61 - 1, for products and sums of numbers below p. Since 2^61 = 1 modulo p,
+// the high bits can be added to the low 61.
 uint64_t reduce(Wide value) noexcept {
   const uint64_t sum = static_cast<uint64_t>(value & kPrime) + static_cast<uint64_t>(value >> 61);
   return sum >= kPrime ? sum - kPrime : sum;
@@ -51,7 +52,7 @@ uint64_t Powers::power(uint64_t exponent) const noexcept {
   return result;
 }
 
-// x^at times the geometric series (y^n - 1) / (y - 1) of y = x^stride; if y = 1 its n terms are 1.
+// x^at times the geometric series (y^n - 1) / (y - 1) with y = x^stride. If y = 1, the series is n.
 uint64_t Powers::sum(uint64_t at, int64_t stride, uint64_t n) const noexcept {
   const uint64_t first = power(at);
   if (n == 1) return first;

@@ -1,4 +1,4 @@
-// Fingerprints of sets of places, which prove that strided runs tile a range.
+// Fingerprints of sets of places. They show whether strided runs fill a range exactly once.
 #pragma once
 
 #include <array>
@@ -26,7 +26,7 @@ class Powers {
 
  private:
   std::array<std::array<uint64_t, 16>, 16> table_;  // [i][d] = x^(d 16^i)
-  uint64_t inverse_;                                // of x - 1, the divisor of contiguous runs
+  uint64_t inverse_;                                // inverse of x - 1, for sums with stride 1
 };
 
 }  // namespace modicum

@@ -60,7 +60,7 @@ ScaleGrid scale_grid(const Manifest& manifest, const Stored& codes) {
   MODICUM_ASSERT(codes.scale->fits());
   const std::vector<int64_t>& scales = manifest.tensors[codes.scale->tensor].spec.shape;
   ScaleGrid grid{matrix_of(codes.spec.shape), codes.scale->block, matrix_of(scales)};
-  if (numel_of(scales) == 1) {
+  if (numel_of(scales) == 1) {  // all matrices, one below the other, are one block
     const int64_t all = numel_of(codes.spec.shape);
     grid.codes[0] = grid.block[0] = std::max<int64_t>(1, all / std::max<int64_t>(1, grid.codes[1]));
   }

@@ -24,12 +24,12 @@ using MatrixSize = std::array<int64_t, 2>;
 //   72 |      |      |  |
 //      +------+------+--+
 struct ScaleGrid {
-  MatrixSize codes{1, 1};   // of one matrix
+  MatrixSize codes{1, 1};   // size of one matrix of codes
   MatrixSize block{1, 1};   // codes that share a scale; the last block of a dim may be smaller
-  MatrixSize scales{1, 1};  // of one matrix
+  MatrixSize scales{1, 1};  // size of one matrix of scales
 
-  // For element `element` of the codes: row_of gives its row of scales, counted over all matrices;
-  // index_of the element of the scale tensor that scales it.
+  // For element `element` of the codes: row_of returns its row of scales, counted through all
+  // matrices; index_of returns the element of the scale tensor that scales it.
   int64_t row_of(int64_t element) const noexcept {
     const int64_t row = element / codes[1];
     return row / codes[0] * scales[0] + row % codes[0] / block[0];
@@ -44,7 +44,7 @@ ScaleGrid scale_grid(const Manifest& manifest, const Stored& codes);
 
 // The block size with which scales of shape `scales` cover codes of shape `codes`, if it is
 // certain:
-//   - all codes, for a single scale;
+//   - the whole matrix, for a single scale;
 //   - `configured`, if it gives exactly this grid (the last blocks may be smaller);
 //   - the only size that gives this grid. Sizes that give the same blocks count as one.
 // Empty if no size gives the grid, or several do.

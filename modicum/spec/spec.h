@@ -1,4 +1,4 @@
-// The door of `spec`: values that describe model state and its cost. No input or output.
+// The public header of `spec`: values that describe model state and its cost. No input or output.
 #pragma once
 
 #include "modicum/spec/box.h"           // IWYU pragma: export

@@ -1,5 +1,5 @@
-// The table of state formats: the bytes per parameter of host-side training. The only source of
-// these numbers for promises, the optimizer and reports.
+// The table of state formats: the bytes per parameter of host-side training. Promises, the
+// optimizer and reports all take these numbers from it.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ enum class StateFormat : uint8_t {
   bf16_moments,
   int8_moments,
   int8_moments_24,
-  // As bf16_moments and int8_moments, with whole masters.
+  // bf16_moments and int8_moments with fp32 masters in place of split ones.
   bf16_moments_fp32,
   int8_moments_fp32,
 };
@@ -25,15 +25,15 @@ enum class StateFormat : uint8_t {
 // The most elements that share a scale.
 constexpr int64_t kScaleBlock = 128;
 
-// The blocks of a parameter's elements that share a scale: of kScaleBlock elements each within a
-// row, whose last block may be shorter. So a shard of whole rows divides no block. With rows of
-// 300:
+// The blocks of a parameter's elements that share a scale. Each row is divided into blocks of
+// kScaleBlock elements; its last block may be shorter. So a shard of whole rows splits no block.
+// With rows of 300:
 //
 //   index  0 .... 128 .... 256 .. 300 .... 428 .... 556 .. 600
 //   block  0      1        2      3        4        5
 class ScaleBlocks {
  public:
-  // 0: the whole parameter is one row.
+  // `row`: elements per row; 0 if the whole parameter is one row.
   explicit ScaleBlocks(int64_t row) noexcept
       : row_(row % kScaleBlock == 0 ? kUncut : row), of_row_((row_ - 1) / kScaleBlock + 1) {}
 
@@ -51,21 +51,22 @@ class ScaleBlocks {
   }
 
  private:
-  // If rows consist of whole blocks, the blocks are those of a single row.
+  // A row length for parameters whose blocks can be counted as in one long row: rows that consist
+  // of complete blocks.
   static constexpr int64_t kUncut = int64_t{1} << 62;
   int64_t row_;
-  int64_t of_row_;
+  int64_t of_row_;  // blocks per row
 };
 
-// A row: the dtypes held per element. 8-bit moments (i8, u8) also have one fp32 scale per block and
-// moment.
+// The dtypes that a format holds per element. 8-bit moments (i8, u8) also have one fp32 scale per
+// block and moment.
 struct StateFormatRow {
   StateFormat format;
   std::string_view name;  // in flags and reports
-  DType master;           // f32: whole. bf16: the upper half, which is the parameter itself
+  DType master;           // f32: not split. bf16: the upper half, which is the parameter itself
   DType master_low;       // i16 or i8: the low bits of a split master; boolean: none
   DType grad;             // f32 or bf16
-  DType moment;           // of exp_avg, and of exp_avg_sq: f32, bf16 or 8 bits (i8, u8)
+  DType moment;           // of both moments: f32 or bf16; i8: exp_avg is i8, exp_avg_sq u8
 
   bool is_split() const noexcept { return master == DType::bf16; }
   bool has_scales() const noexcept { return moment == DType::i8; }
@@ -77,16 +78,16 @@ std::span<const StateFormatRow> state_formats() noexcept;
 const StateFormatRow& row_of(StateFormat format) noexcept;
 const StateFormatRow& state_format_named(std::string_view name);  // USAGE with the nearest name
 
-// The format of a parameter of `dtype` and `shape` if the user requests `asked`, which determines
-// the moments. A bf16 parameter can be the upper half of a split master. Any other dtype has an
-// fp32 master, since a split one would lose precision or range. A parameter without rows for 8-bit
-// moments (see moment_row) has fp32 ones.
+// The format of a parameter of `dtype` and `shape` if the user requests `asked`. A bf16 parameter
+// has that format, since it can be the upper half of a split master. Any other dtype has the same
+// moments with an fp32 master, since a split one would lose precision or range. A parameter without
+// rows for 8-bit moments (see moment_row) has fp32 moments in their place.
 StateFormat state_format_of(DType dtype, std::span<const int64_t> shape,
                             StateFormat asked) noexcept;
 
-// The elements of a row for 8-bit moments, whose blocks don't cross rows: the least product of
-// trailing dims, without dim 0, that is kScaleBlock or more. 0 for parameters without such a
-// product (for example vectors), and for those of fewer than kLeastCoded elements.
+// The row length for 8-bit moments, whose blocks don't cross rows: the least product of trailing
+// dims, dim 0 excluded, that is at least kScaleBlock. 0 if there is no such product (vectors, for
+// example) or the parameter has fewer than kLeastCoded elements.
 //
 //   [4096, 14336] -> 14336    [8, 512, 100] -> 51200    [64, 3, 7, 7] -> 147
 //   [4096] -> 0               [8192, 16] -> 0

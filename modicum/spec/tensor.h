@@ -31,14 +31,14 @@ struct TensorSpec {
 constexpr uint64_t kMaxModelBytes = uint64_t{1} << 60;
 
 // The product of the dims; 1 for 0-d. Empty if a dim is negative, or if the product of the nonzero
-// dims exceeds 2^63-1. So if a shape has a numel, no stride and no product of some of its dims
-// overflows. (torch refuses [0, 2^62, 2^62], too: "Stride calculation overflowed".)
+// dims exceeds 2^63-1. So strides, and products of only some dims, don't overflow either. (torch
+// refuses [0, 2^62, 2^62], too: "Stride calculation overflowed".)
 std::optional<int64_t> checked_numel(const std::vector<int64_t>& shape) noexcept;
-// Bytes of a tensor, rounded up for elements smaller than a byte. Empty without a numel, or above
-// kMaxModelBytes.
+// Bytes of a tensor, rounded up for elements smaller than a byte. Empty if checked_numel is, or if
+// there are more than kMaxModelBytes.
 std::optional<uint64_t> checked_bytes(DType dtype, const std::vector<int64_t>& shape) noexcept;
 
-// Elements of a shape that has a checked_numel, or of a part of such a shape.
+// The product of the dims of a shape that has a checked_numel, or of some of its dims.
 int64_t numel_of(const std::vector<int64_t>& shape) noexcept;
 // Bytes of `numel` elements, rounded up for elements smaller than a byte.
 uint64_t bytes_of(DType dtype, int64_t numel) noexcept;
@@ -65,23 +65,24 @@ struct BlockScale {
   bool operator==(const BlockScale&) const = default;
 };
 
+// A tensor of a checkpoint.
 struct Stored {
   TensorSpec spec;
   Extent at;
-  std::optional<BlockScale> scale;  // of FP8 codes with scales
+  std::optional<BlockScale> scale;  // set for FP8 codes that have scales
 
   bool operator==(const Stored&) const = default;
 };
 
-// Identifies the content of a file by its stat(2) data. Taken when the header is validated,
-// compared whenever the file is opened again and after its last read. Limit: two writes within one
-// tick of the kernel's clock (1 to 10 ms) have the same times.
+// Identifies the content of a file by its stat(2) data, which is read when the header is validated,
+// and compared whenever the file is opened again and after its last read. Limit: two writes within
+// one tick of the kernel's clock (1 to 10 ms) have the same times.
 struct FileIdentity {
   uint64_t device = 0;
   uint64_t inode = 0;
   uint64_t size_bytes = 0;
-  int64_t mtime_ns = 0;  // of the content; any process may set it
-  int64_t ctime_ns = 0;  // of the inode; only the kernel sets it
+  int64_t mtime_ns = 0;  // when the content changed; any process may set it
+  int64_t ctime_ns = 0;  // when the inode changed; only the kernel sets it
 
   bool operator==(const FileIdentity&) const = default;
 };
@@ -89,7 +90,7 @@ struct FileIdentity {
 struct DataFile {
   std::string name;  // base name, one path component
   FileIdentity identity;
-  uint64_t header_bytes = 0;  // length prefix and JSON: where the data begins
+  uint64_t header_bytes = 0;  // length prefix and JSON; the data begins here
 
   bool operator==(const DataFile&) const = default;
 };
@@ -99,8 +100,8 @@ struct DataFile {
 struct Manifest {
   std::vector<DataFile> files;
   std::vector<Stored> tensors;
-  // A digest over tensors' names, dtypes, shapes, extents and scales, and files' names and sizes;
-  // not over inodes or times, so that copies of a checkpoint have equal identities.
+  // A digest of the tensors' names, dtypes, shapes, extents and scales, and of the files' names and
+  // sizes. Inodes and times are left out, so that copies of a checkpoint have equal identities.
   Digest identity;
   bool only_rank_0 = false;  // the files are in rank 0's memory, unreadable for other ranks
 
