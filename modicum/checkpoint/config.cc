@@ -1,5 +1,5 @@
-// config.json: two members on which loaded values depend (ties, FP8 block size), and two that are
-// only displayed.
+// Reads config.json: two members on which loaded values depend (ties, FP8 block size), and two that
+// are only displayed.
 #include <fmt/format.h>
 
 #include "modicum/checkpoint/parts.h"
@@ -24,7 +24,8 @@ std::string text_of(const Error& fault) {
 
 class ConfigReader {
  public:
-  explicit ConfigReader(std::vector<std::string>& warnings) : warnings_(warnings) {}
+  ConfigReader(std::string_view text, std::vector<std::string>& warnings)
+      : text_(text), warnings_(warnings) {}
 
   ModelConfig read(JsonValue& root) {
     root.object([this](std::string_view key, JsonValue& value) {
@@ -95,20 +96,40 @@ class ConfigReader {
     });
   }
 
-  // Rows and columns.
+  // [rows, columns].
   void block_size(JsonValue& value) {
-    const Error not_two = fault("weight_block_size", "two positive integers", value);
-    if (value.kind() != Kind::array) return no_block_size(not_two);
+    constexpr const char* kKey = "weight_block_size";
+    constexpr const char* kExpected = "two positive integers";
+    if (value.kind() != Kind::array) return no_block_size(fault(kKey, kExpected, value));
+    const uint64_t offset = value.offset();
     std::vector<int64_t> sizes;
-    value.array([&](JsonValue& element) { sizes.push_back(size_or_zero(element)); });
-    if (sizes.size() != 2 || sizes[0] < 1 || sizes[1] < 1) return no_block_size(not_two);
+    std::string got;
+    value.array([&](JsonValue& element) {
+      constexpr size_t kMostShown = 4;
+      if (sizes.size() < kMostShown) got += (sizes.empty() ? "" : ", ") + shown(element);
+      if (sizes.size() == kMostShown) got += ", ...";
+      sizes.push_back(size_or_zero(element));
+    });
+    if (sizes.size() != 2 || sizes[0] < 1 || sizes[1] < 1) {
+      return no_block_size(fault(kKey, kExpected, offset, fmt::format("[{}]", got)));
+    }
     const MatrixSize size{sizes[0], sizes[1]};
-    if (config_.weight_block_size && *config_.weight_block_size != size) {
+    if (const auto& other = config_.weight_block_size; other && *other != size) {
       return no_block_size(Error(Category::format_schema,
-                                 "two quantization_config with different weight_block_size",
-                                 {.file = kConfigFile, .offset = not_two.facts().offset}));
+                                 "the root and text_config have different weight_block_size",
+                                 {.file = kConfigFile,
+                                  .offset = offset,
+                                  .expected = fmt::format("[{}, {}]", (*other)[0], (*other)[1]),
+                                  .got = fmt::format("[{}]", got)}));
     }
     config_.weight_block_size = size;
+  }
+
+  // The text of a number; the kind of any other value.
+  std::string shown(JsonValue& value) const {
+    if (value.kind() != Kind::number) return kind_of(value);
+    const std::string_view rest = text_.substr(value.offset());
+    return printable(rest.substr(0, rest.find_first_of(",] \t\r\n")));
   }
 
   static int64_t size_or_zero(JsonValue& value) {
@@ -126,19 +147,24 @@ class ConfigReader {
     warn(what);
   }
 
-  // A null is treated like a missing key.
+  // A null has the same meaning as a missing key.
   static bool is_absent(JsonValue& value) { return value.kind() == Kind::null; }
 
+  static std::string kind_of(JsonValue& value) {
+    return std::string(kKinds.at(static_cast<size_t>(value.kind())));
+  }
+
   static Error fault(std::string_view key, const char* expected, JsonValue& value) {
+    return fault(key, expected, value.offset(), kind_of(value));
+  }
+  static Error fault(std::string_view key, const char* expected, uint64_t offset, std::string got) {
     return {Category::format_schema,
             fmt::format("{} has a wrong value", key),
-            {.file = kConfigFile,
-             .offset = value.offset(),
-             .expected = expected,
-             .got = std::string(kKinds.at(static_cast<size_t>(value.kind())))}};
+            {.file = kConfigFile, .offset = offset, .expected = expected, .got = std::move(got)}};
   }
   void warn(const Error& what) { warnings_.push_back(text_of(what)); }
 
+  const std::string_view text_;
   std::vector<std::string>& warnings_;
   ModelConfig config_;
 };
@@ -149,7 +175,7 @@ ModelConfig parse_config(const std::string& text, std::vector<std::string>& warn
   const size_t warnings_before = warnings.size();
   try {
     ModelConfig config;
-    read_json(text, [&](JsonValue& root) { config = ConfigReader(warnings).read(root); });
+    read_json(text, [&](JsonValue& root) { config = ConfigReader(text, warnings).read(root); });
     return config;
   } catch (const JsonError& error) {
     warnings.resize(warnings_before);

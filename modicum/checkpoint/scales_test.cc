@@ -107,7 +107,23 @@ constexpr std::array<const char*, 12> kNoBlockSizes = {
     R"({"quantization_config":{"weight_block_size":[128,128]},
         "text_config":{"quantization_config":{"weight_block_size":[64,64]}}})"};
 
-// Catches: an unreadable config, or a value of another type, is treated like a missing one. 256
+TEST(PairedScales, ARefusedBlockSizeIsQuoted) {
+  const auto facts = [](const char* config) {
+    std::vector<std::string> warnings;
+    return parse_config(config, warnings).block_size_fault->facts();
+  };
+  EXPECT_EQ(facts(kNoBlockSizes[0]).got, "[128]");
+  EXPECT_EQ(facts(kNoBlockSizes[2]).got, "[-128, 128]");
+  EXPECT_EQ(facts(kNoBlockSizes[4]).got, "[1e2, 128]");
+  EXPECT_EQ(facts(kNoBlockSizes[6]).got, "[a string, a string]");
+  EXPECT_EQ(facts(kNoBlockSizes[7]).got, "a string");
+  EXPECT_EQ(facts(kNoBlockSizes[11]).expected, "[128, 128]");
+  EXPECT_EQ(facts(kNoBlockSizes[11]).got, "[64, 64]");
+  EXPECT_EQ(facts(R"({"quantization_config":{"weight_block_size":[1,2,3,4,5,6]}})").got,
+            "[1, 2, 3, 4, ...]");
+}
+
+// Catches: an unreadable config, or a value of a wrong type, that is treated as a missing one. 256
 // rows in two blocks would then be mistaken for blocks of 128.
 TEST(PairedScales, WithABrokenConfigOnlyShapesDetermineTheBlockSize) {
   const std::vector<TensorSpec> specs = {

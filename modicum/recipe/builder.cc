@@ -20,7 +20,8 @@ size_t at(int64_t i) { return static_cast<size_t>(i); }
        {.expected = std::move(expected), .got = std::move(got)});
 }
 
-// The number of elements of a node; MISMATCH if its elements or bytes exceed the limits.
+// The number of elements of a node. Throws MISMATCH if a dim is negative, or if the elements or
+// bytes exceed the limits.
 int64_t require_countable(const Node& node) {
   const auto numel = checked_numel(node.shape);
   const bool is_negative =
@@ -270,7 +271,7 @@ void RecipeBuilder::unused(std::string_view name) {
 
 void RecipeBuilder::resolve_aliases() {
   if (aliases_.empty()) return;
-  // `made` holds views of the targets' names, so they must not move.
+  // `made` holds string_views of the targets' names, so the targets must not move.
   recipe_.targets.reserve(recipe_.targets.size() + aliases_.size());
   std::vector<std::pair<std::string_view, uint32_t>> made;
   for (size_t i = 0; i < recipe_.targets.size(); ++i) {

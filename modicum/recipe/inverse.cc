@@ -39,7 +39,7 @@ class Inversion {
   Recipe run() {
     for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
       if (recipe_.is_alias(t) && !recipe_.is_compared(t)) continue;
-      // The stored values of an alias are those of its target.
+      // A compared alias's stored values are restored from the target that it names.
       const uint32_t holder = recipe_.is_alias(t) ? recipe_.nodes[recipe_.targets[t].root].from : t;
       const std::vector<int64_t>& shape = recipe_.targets[holder].spec.shape;
       dtype_ = recipe_.targets[holder].spec.dtype;
@@ -61,7 +61,7 @@ class Inversion {
     for (uint32_t t = 0; t < recipe_.targets.size(); ++t) {
       if (!walked_[t]) builder_.unused(recipe_.targets[t].spec.fqn);
     }
-    const Recipe made = builder_.finish();  // with nodes that no target uses
+    const Recipe made = builder_.finish();  // may have nodes that no target uses
     std::vector<uint32_t> all(made.targets.size());
     std::iota(all.begin(), all.end(), 0U);
     return part_of(made, all, recipe_.targets.size());
@@ -106,7 +106,7 @@ class Inversion {
     return chosen(flat, products, shape);
   }
 
-  // The cartesian product of `products`, of which there is one list per dim of `flat`.
+  // The cartesian product of the lists in `products`. Dim g of `flat` has list g.
   std::vector<Part> chosen(const Part& flat,
                            const std::vector<std::vector<views::Product>>& products,
                            const std::vector<int64_t>& shape) {
@@ -242,8 +242,8 @@ class Inversion {
     give(node.in[0], of_input);
   }
 
-  // Adds a node with the elements of `made` at indices `places`, in this order, along `dim` of size
-  // `size`.
+  // Adds a node with the elements of `made` at indices `places` along `dim`, in this order. `made`
+  // has `size` indices along `dim`.
   uint32_t in_order(uint32_t made, int64_t size, int dim, std::vector<int64_t> places) {
     const auto n = static_cast<int64_t>(places.size());
     bool neighbours = true;
@@ -294,11 +294,11 @@ uint32_t Inversion::put_together(uint32_t tensor) {
   return reshaped(tiled(std::move(over_view), 0), view, shape);
 }
 
-// Joins parts that have the same indices along the dims before `dim` to one node that has all
+// Joins parts that have the same indices along the dims before `dim`. The returned node has all
 // indices along `dim` and the dims after it. Two parts of a [6, 4] tensor, joined along dim 0:
 //
-//   part 0    rows {[0,2) [4,6)}      atoms in order    rows 0 1 4 5 | 2 3     cat
-//   part 1    rows {[2,4)}            then                   0 1 2 3 4 5       gather
+//   part 0    rows {[0,2) [4,6)}      cat of the atoms     rows 0 1 4 5 | 2 3
+//   part 1    rows {[2,4)}            then a gather        rows 0 1 2 3 4 5
 uint32_t Inversion::tiled(std::vector<Part> parts, size_t dim) {
   if (dim == parts[0].view.size()) return parts[0].made;
   std::vector<views::Atom> atoms;

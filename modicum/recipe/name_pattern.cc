@@ -6,7 +6,7 @@
 namespace modicum {
 namespace {
 
-// Limit of the compiled expression, and of each search: enough for a thousand alternatives.
+// RE2's memory limit for the compiled expression and for searches; allows a thousand alternatives.
 constexpr int64_t kMostBytes = 8 << 20;
 
 re2::RE2::Options options() {

@@ -13,12 +13,13 @@ class RE2;
 
 namespace modicum {
 
-// RE2's syntax over UTF-8. Lookahead, lookbehind and back-references are refused, so that a search
-// takes time proportional to the name for every expression. Any number of threads may share one.
+// A regular expression in RE2's syntax over UTF-8. There is no lookahead, lookbehind or
+// back-reference, so every search takes time proportional to the length of the name. Any number of
+// threads may share one.
 class NamePattern {
  public:
-  // USAGE for an invalid expression, with `flag`, the expression and RE2's reason. `flag` is the
-  // flag or argument that the expression is from: "--keep-fp32".
+  // `flag` is the flag or argument that `expression` comes from, such as "--keep-fp32". Throws
+  // USAGE for an invalid expression, with `flag`, the expression and RE2's reason.
   NamePattern(std::string_view flag, std::string_view expression);
   NamePattern(NamePattern&&) noexcept;
   NamePattern& operator=(NamePattern&&) noexcept;

@@ -7,7 +7,7 @@ namespace modicum {
 
 Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t stored_tensors) {
   std::vector<bool> needed(recipe.nodes.size());
-  std::vector<uint32_t> place(recipe.targets.size(), UINT32_MAX);  // of a target within the part
+  std::vector<uint32_t> place(recipe.targets.size(), UINT32_MAX);  // a target's index in the part
   Recipe part;
   for (const uint32_t t : targets) {
     place[t] = static_cast<uint32_t>(part.targets.size());
@@ -21,7 +21,7 @@ Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t s
   }
   std::vector<uint32_t> now(recipe.nodes.size());
   std::vector<bool> used(stored_tensors);
-  std::vector<bool> listed(stored_tensors);  // scales of dequantised codes are not
+  std::vector<bool> listed(stored_tensors);  // named by `recipe`; implied scales are not
   for (const uint32_t s : recipe.unused) listed[s] = true;
   for (size_t id = 0; id < needed.size(); ++id) {
     if (recipe.nodes[id].op == Op::stored) listed[recipe.nodes[id].from] = true;

@@ -43,8 +43,8 @@ class Reshape {
   }
 
  private:
-  // Merges an inner dim whose interval is the whole dim into the dim before it, if their strides in
-  // the destination allow that. With fewer dims, fewer rows must be enumerated.
+  // Drops dims of size 1. Merges a dim whose interval is the whole dim into the dim before it, if
+  // their strides in the destination allow that. With fewer dims, fewer rows must be enumerated.
   static Box merged(const Box& box) {
     Box out;
     out.at = box.at;
@@ -82,8 +82,8 @@ class Reshape {
     rows(g, groups_[g].from_begin, 0, out);
   }
 
-  // Enumerates the `from` dims of the group from d on, except the last. `base` is the linear index
-  // over the dims before d.
+  // Enumerates the group's `from` dims, from `d` to the last but one. `base` is the linear index
+  // over the group's dims before `d`.
   void rows(size_t g, size_t d, int64_t base, const Box& out) {
     const size_t end = groups_[g].from_end;
     if (d == end) return split(g, groups_[g].to_begin, {0, 1, 0}, out);  // `to` has dims of size 1
@@ -96,7 +96,7 @@ class Reshape {
     for (int64_t i = dim.lo; i < dim.hi; ++i, next.at += dim.step) rows(g, d + 1, base + i, next);
   }
 
-  // Splits the stretch over the `to` dims of the group from d on.
+  // Splits the stretch over the group's `to` dims, beginning with `d`.
   void split(size_t g, size_t d, const Stretch& stretch, const Box& out) {
     const views::Group& of = groups_[g];
     if (d == of.to_end) return group(g + 1, out);
@@ -131,7 +131,7 @@ bool has_shape(const Box& box, const std::vector<int64_t>& shape) {
   return true;
 }
 
-// --- the other ops, on a box over the node's own shape ---
+// --- the other ops, on a box over the node's shape ---
 
 class PullBack {
  public:
@@ -142,7 +142,7 @@ class PullBack {
     const Node& node = nodes_[id];
     if (box.empty() || (node.is_made && leaves_ == Leaves::stored)) return;
     switch (node.op) {
-      // A leaf is row-major itself, so the box may be over any view of it.
+      // Leaves are row-major, so the box may be over any shape with the leaf's row-major order.
       case Op::stored:
       case Op::init:
       case Op::caller: leaf_(node, box); return;
@@ -161,7 +161,7 @@ class PullBack {
       case Op::slice: return slice(node, box);
       case Op::permute: return permute(node, box);
       case Op::gather: return gather(node, box);
-      default: MODICUM_ASSERT(false);  // an alias: callers begin at its target
+      default: MODICUM_ASSERT(false);  // an alias: callers begin at Recipe::read_node
     }
   }
 

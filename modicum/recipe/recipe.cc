@@ -45,8 +45,8 @@ bool is_called(std::string_view name, std::string_view last) {
   return name == last || (name.ends_with(last) && name[name.size() - last.size() - 1] == '.');
 }
 
-// The name of an embedding that is not stored: it has the prefix of the layers ("model.layers.0."
-// -> "model.embed_tokens.weight"). Empty if there are several stacks of layers.
+// The likely name of an embedding that is not stored. It has the prefix of the layers
+// ("model.layers.0." -> "model.embed_tokens.weight"). Empty if layers have several prefixes.
 std::vector<std::string> usual_embedding(const Manifest& manifest) {
   static constexpr std::array<std::array<std::string_view, 2>, 2> kUsual = {
       {{"layers.0.", "embed_tokens.weight"}, {"h.0.", "wte.weight"}}};
@@ -88,7 +88,7 @@ namespace {
 Recipe identity_without(const Manifest& manifest, std::span<const NamedTie> ties,
                         const std::vector<bool>& left_out) {
   RecipeBuilder builder(manifest);
-  std::vector<const NamedTie*> meant;  // whose `of` is stored
+  std::vector<const NamedTie*> meant;  // the ties whose `of` is stored
   for (const NamedTie& tie : ties) {
     if (is_stored(manifest, tie.of)) meant.push_back(&tie);
   }
@@ -220,7 +220,7 @@ bool is_dequantised(const Recipe& recipe, const Target& target) noexcept {
 }
 
 void digest_recipe(const Recipe& recipe, Hasher& hasher) {
-  std::vector<int64_t> numbers;  // one node or target at a time: one long add is faster than many
+  std::vector<int64_t> numbers;  // of one node or target: one long add is faster than many short
   for (const Node& node : recipe.nodes) {
     numbers.assign({static_cast<int64_t>(node.op), static_cast<int64_t>(node.dtype), node.dim,
                     node.from, static_cast<int64_t>(node.in.size()),

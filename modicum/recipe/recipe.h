@@ -1,10 +1,10 @@
-// The door of `recipe`: the assembly of target tensors from stored tensors.
+// The public header of `recipe`: the assembly of target tensors from stored tensors.
 //
-// A recipe is a small DAG. Each node is an index map from its own elements to those of its inputs.
-// A shard of a target can therefore be pulled back to the stored elements that it needs: conversion
-// comes before sharding, and still only the shard is read. Every load has a recipe, if only the
-// identity. docs/reference/recipes.md shows each op. Recipes are values; any number of threads may
-// read one.
+// A recipe is a small DAG. Each node is an index map from its elements to elements of its inputs. A
+// shard of a target can therefore be pulled back to the stored elements that it needs: recipes
+// describe unsharded targets, and still only the shard is read. Every load has a recipe, by default
+// the identity. docs/reference/recipes.md shows each op. Recipes are values; any number of threads
+// may read one.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,8 @@ enum class Op : uint8_t {
   reshape,  // the same row-major elements under another shape
   init,     // computed by a rule: arg[0] is an InitRule, arg[1] the bits of the double `std`
   caller,   // produced by the caller of load()
-  alias,    // a second name of another target, without memory of its own. With an input, the alias
-            // is stored too: its values are read and compared with the target's
+  alias,    // a second name of another target, without memory. With an input, the alias is stored
+            // too: its values are read and compared with the target's
 };
 std::string_view op_name(Op op) noexcept;
 
@@ -45,7 +45,7 @@ struct Node {
   bool is_made = false;    // no element comes from the checkpoint: init and caller, and ops on them
   int32_t dim = 0;
   uint32_t from = 0;  // stored: index in the manifest; alias: index of the target; caller: ordinal
-  std::vector<uint32_t> in;  // earlier nodes
+  std::vector<uint32_t> in;  // inputs, which are earlier nodes
   std::vector<int64_t> arg;
   std::vector<int64_t> shape;
 
@@ -53,13 +53,14 @@ struct Node {
 };
 
 struct Target {
-  TensorSpec spec;    // with the name and dtype after loading
-  uint32_t root = 0;  // its node
+  TensorSpec spec;    // name, dtype and shape after loading
+  uint32_t root = 0;  // the node that computes it
 };
 
-// Nodes in topological order; every stored tensor is used by a target or listed in `unused`.
+// Every stored tensor is used by a node, is the scale of codes that are used, or is listed in
+// `unused`.
 struct Recipe {
-  std::vector<Node> nodes;
+  std::vector<Node> nodes;  // in topological order
   std::vector<Target> targets;
   std::vector<uint32_t> unused;  // indices in the manifest, sorted
 
@@ -80,10 +81,9 @@ struct Recipe {
 };
 
 // Builds a recipe node by node. Each call checks the shapes of its inputs (MISMATCH) and returns
-// the new node. `finish` proves that every stored tensor is either used or listed as unused, and
-// that no two targets have the same name. FP8 codes imply their scale: it counts as used if they
-// are used, and may be listed as unused. With `unties`, an alias with `stored_as` becomes a target
-// of its own.
+// the new node. `finish` checks that every stored tensor is either used or listed as unused, and
+// that no two targets have the same name. The scale of used FP8 codes counts as used, but may also
+// be listed as unused. With `unties`, an alias with `stored_as` becomes an independent target.
 class RecipeBuilder {
  public:
   explicit RecipeBuilder(const Manifest& manifest, bool unties = false);
@@ -102,8 +102,8 @@ class RecipeBuilder {
   // other conversion.
   void target(std::string fqn, uint32_t root, std::optional<DType> dtype = std::nullopt,
               Role role = Role::param);
-  // `of` may be added later. With `stored_as`, that node must have the shape of `of` and the dtype
-  // of its root; its values are compared with those of `of` during the load.
+  // The target `of` may be added later. Node `stored_as` must have the shape of `of` and the dtype
+  // of its root; the load compares its values with those of `of`.
   void alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as = std::nullopt);
   void unused(std::string_view name);
   Recipe finish();
@@ -115,7 +115,7 @@ class RecipeBuilder {
     std::optional<uint32_t> stored_as;
   };
   uint32_t push(Node node);
-  // A node of the dtype and shape of `in`, which must have a dim `dim`; without inputs.
+  // A node without inputs that has the dtype and shape of `in`. MISMATCH if `in` has no dim `dim`.
   Node along(Op op, int dim, uint32_t in) const;
   void resolve_aliases();
   void resolve(Alias alias, uint32_t of);
@@ -128,7 +128,7 @@ class RecipeBuilder {
   std::vector<Alias> aliases_;
 };
 
-// Two names of one tensor. One or both of them are stored, as the manifest says.
+// Two names of one tensor. The manifest has one or both of them.
 struct NamedTie {
   std::string name, of;
 
@@ -149,9 +149,9 @@ Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties 
 //   several of either       none: the names don't determine the pair
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie = false);
 
-// The text form, `recipe.json` (docs/reference/recipes.md). Each `caller` gets the next ordinal.
-// `unties` as in RecipeBuilder. Errors: MISMATCH for an invalid recipe, UNSUPPORTED for an unknown
-// op; both name the target.
+// Parses and writes recipe.json (docs/reference/recipes.md). Each `caller` gets the next ordinal.
+// `unties` is passed to RecipeBuilder. Throws MISMATCH for an invalid recipe, UNSUPPORTED for an
+// unknown op or rule, and what RecipeBuilder throws. An error in an op names the target.
 Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties = false);
 std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 
@@ -160,9 +160,9 @@ std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 // the others `dtype`. USAGE if the expression is invalid or matches nothing.
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32);
 
-// The recipe of a load: parsed from `text` (recipe.json), by default the identity with the ties of
-// the model's config; then set_dtype is applied. The identity omits the scales of dequantised
-// tensors.
+// make_recipe returns the recipe of a load. It is parsed from `text` (recipe.json), or else the
+// identity with the tie of the word embeddings and without the scales of dequantised tensors. Then
+// set_dtype is applied.
 struct RecipeOptions {
   std::optional<std::string> text;
   bool tie_word_embeddings = false;
@@ -177,20 +177,21 @@ Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options = {});
 Manifest target_manifest(const Recipe& recipe);
 
 // The inverse, for saving: the recipe that assembles the stored tensors of `manifest` from the
-// targets of `recipe`. Its leaves refer to target_manifest(recipe). Its targets are the tensors
-// that `recipe` uses, in the manifest's order, with their stored names and dtypes; a cast becomes
-// the reverse cast. If a gather repeats an element, the first copy is taken. Aliases, and targets
-// without stored elements, are unused. UNSUPPORTED, with the tensor's name, if the targets lack
-// elements of a stored tensor, hold parts of it in different dtypes, or hold dequantised FP8 codes.
+// targets of `recipe`. Its leaves refer to target_manifest(recipe). Its targets are the stored
+// tensors that `recipe` doesn't list as unused, in the manifest's order, with their stored names
+// and dtypes; a cast becomes the reverse cast. If a gather repeats an element, the first copy is
+// taken. Aliases, and targets without stored elements, are unused. Throws UNSUPPORTED, with the
+// tensor's name, if the targets lack elements of a stored tensor, hold parts of it in different
+// dtypes, or hold dequantised FP8 codes.
 Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
 
 // The tensors that a save writes.
 //
 // A stored tensor is restored, under its name and in its shape, if the targets hold each of its
 // elements exactly once. Otherwise (it was sliced, or an element is repeated) the targets that take
-// its elements are written unchanged: under their own names, in their own shapes. So are targets
-// with values that were not stored (`init`, `caller`), and every target that shares a stored tensor
-// with an unchanged one.
+// its elements are written unchanged: under the targets' names, in the targets' shapes. So are
+// targets with values that were not stored (`init`, `caller`), and every target that shares a
+// stored tensor with an unchanged target.
 //
 //   recipe                                           saved
 //   q, k = halves of the stored qkv                  qkv
@@ -202,27 +203,27 @@ Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
 // their scales. A tensor that no target reads is copied from the source, or left out.
 struct SavedTensor {
   TensorSpec spec;
-  // The stored tensor that is restored or copied; for an unchanged target the first one that it
-  // takes elements from, or empty if there is none.
+  // The stored tensor that is restored or copied. For an unchanged target: the first stored tensor
+  // from which it takes elements; empty if there is none.
   std::optional<uint32_t> stored;
   bool is_copied = false;
 };
 struct SavedForm {
   std::vector<SavedTensor> tensors;  // in the order of the stored ones, then of the targets
-  std::vector<bool> as_target;       // by target: written unchanged
+  std::vector<bool> as_target;       // by target: whether it is written unchanged
   std::vector<uint32_t> left_out;    // stored tensors that are neither restored nor copied
 };
 struct SavedOptions {
   bool copies_unused = true;
   std::optional<DType> dtype;  // of floats that can be cast; default: as loaded
-  // By target: whether the model computes it itself, so that it is not saved. Applies to targets
-  // without stored elements. Empty: no target is computed.
+  // By target: whether the model computes it, so that it is not saved. Has an effect only for
+  // targets without stored elements. Empty: no target is computed.
   std::vector<bool> is_computed;
 };
 // MISMATCH if two saved tensors would have the same name.
 SavedForm saved_form(const Recipe& recipe, const Manifest& manifest,
                      const SavedOptions& options = {});
-// By stored tensor: whether the targets hold each of its elements exactly once, in the stored
+// For each stored tensor, whether the targets hold each of its elements exactly once, in the stored
 // dtype.
 std::vector<bool> held_whole(const Recipe& recipe, const Manifest& manifest);
 // The recipe that assembles the same targets, in the same order and dtypes, from the saved tensors.
@@ -230,9 +231,9 @@ std::vector<bool> held_whole(const Recipe& recipe, const Manifest& manifest);
 Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedForm& form,
                     const Manifest& saved);
 
-// The recipe of some of the targets, in the given order, with only the nodes that they need; the
-// other stored tensors that `recipe` names are unused. An alias may only be included together with
-// its target.
+// The recipe of some of the targets, in the given order, with only the nodes that they need. The
+// other stored tensors that `recipe` names are listed as unused. An alias may only be included
+// together with its target.
 Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t stored_tensors);
 
 // The targets whose cast may lose bits: every cast except those to fp32.
@@ -242,28 +243,30 @@ std::vector<uint32_t> lossy_targets(const Recipe& recipe);
 void digest_recipe(const Recipe& recipe, Hasher& hasher);
 
 // Maps a box of elements of node `node` to the leaves that they come from. `box` is over the node's
-// shape, or any shape with the same row-major order. Calls `leaf` with disjoint boxes over the
-// leaves' own shapes, which together hold the elements of `box`; `at` and `step` of each are places
-// in the destination. `Leaves::stored` skips init and caller leaves, which may have very many
-// boxes.
+// shape, or any shape with the same row-major order. Calls `leaf` with boxes that together have one
+// source for each element of `box`; a gather may take one leaf element several times. A leaf's box
+// is over the leaf's shape, or any shape with the same row-major order; its `at` and `step` are
+// places in the destination. `Leaves::stored` skips init and caller leaves, which may have very
+// many boxes.
 enum class Leaves : uint8_t { all, stored };
 void pull_back(const Recipe& recipe, uint32_t node, const Box& box,
                FunctionRef<void(const Node& leaf, const Box& part)> leaf,
                Leaves leaves = Leaves::all);
 
-// MISMATCH if the targets, in their dtypes, exceed kMaxModelBytes together. RecipeBuilder and
-// set_dtype call it.
+// Throws MISMATCH if the targets together exceed kMaxModelBytes. RecipeBuilder and set_dtype call
+// this.
 void require_countable(const Recipe& recipe);
 
-// Whether a target is FP8 codes times their scales: the root's dtype is FP8, the target's is not.
+// Whether a target has FP8 codes times their scales as values: the root's dtype is FP8, the
+// target's is fp32, bf16 or fp16.
 bool is_dequantised(const Recipe& recipe, const Target& target) noexcept;
 
 // The stored tensors under node `node`, each once, in manifest order.
 std::vector<uint32_t> stored_under(const Recipe& recipe, uint32_t node);
 
 // The source of single elements: elements [element, element + count) of `node`, row-major, are
-// elements [first, first + count) of `leaf`; count >= 1. This is a second implementation of the
-// ops, element by element and independent of pull_back, for checks and tests.
+// elements [first, first + count) of `leaf`; count >= 1. element_source is a second implementation
+// of the ops, independent of pull_back, for checks and tests.
 struct ElementSource {
   const Node* leaf = nullptr;
   int64_t first = 0;

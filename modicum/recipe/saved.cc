@@ -9,15 +9,15 @@ namespace modicum {
 namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
-// The point of the fingerprints. Any constant is safe, since no recipe is made for it.
+// The point of the fingerprints. A constant is safe, since no recipe is made to collide with it.
 constexpr uint64_t kPoint = 0x0b4d'9a3c'71e5'2f87;
 
-// The elements that targets take from a stored tensor. They are all its elements, each once, if
-// their count and their fingerprint equal those of the whole tensor (see Powers).
+// The elements that targets take from a stored tensor. Each of its elements is taken exactly once
+// if count and fingerprint equal the whole tensor's (see Powers).
 struct Taken {
   uint64_t count = 0;
   uint64_t fingerprint = 0;
-  std::optional<DType> dtype;  // of the saved elements
+  std::optional<DType> dtype;  // of the saved elements; empty if no target takes any
 };
 
 class Form {
@@ -59,7 +59,7 @@ class Form {
     uint32_t stored;
   };
 
-  // False for an alias without values of its own, and for a target that the model computes itself.
+  // False for an alias that is not stored, and for a target that the model computes.
   bool is_saved(uint32_t t) const {
     if (recipe_.is_alias(t) && !recipe_.is_compared(t)) return false;
     return !is_computed(t);
@@ -179,14 +179,15 @@ class Form {
   const SavedOptions& options_;
   const Powers powers_{kPoint};
   std::vector<Taken> taken_;  // by stored tensor
-  std::vector<bool> kept_;    // by stored tensor: restored
+  std::vector<bool> kept_;    // by stored tensor: whether it is restored
   std::vector<Use> uses_;
   std::set<uint32_t> spent_;          // scales of codes that are dequantised
-  std::set<std::string_view> names_;  // of targets that are saved as they are
+  std::set<std::string_view> names_;  // of targets that are saved unchanged
   SavedForm form_;
 };
 
-// Copies the nodes of a recipe that the saved tensors replace.
+// Rebuilds a recipe over the saved tensors. An unchanged target becomes a leaf; the nodes of all
+// other targets are copied.
 class Rebuilt {
  public:
   Rebuilt(const Recipe& recipe, const Manifest& manifest, const Manifest& saved)

@@ -11,9 +11,9 @@
 namespace modicum {
 namespace {
 
-constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};  // of InitRule
+constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"};  // as in InitRule
 
-// A node as parsed, before the keys that its op needs are checked.
+// A parsed node. The keys that its op needs are not yet checked.
 struct Written {
   std::string op, name, of, rule, dtype;
   std::optional<int64_t> dim, start, stop;

@@ -34,7 +34,8 @@ int64_t count_of(const Set& set) {
 
 bool is_whole(const Set& set, int64_t size) { return set == Set{{0, size}}; }
 
-// Each interval of `some` lies within one of `all`, because those have gaps between them.
+// Each interval of `some` lies within one interval of `all`, because intervals of `all` have gaps
+// between them.
 Set positions(const Set& some, const Set& all) {
   Set found;
   int64_t before = 0;  // elements of `all` in its intervals before k
@@ -129,8 +130,8 @@ Set flattened(std::span<const ViewDim> dims) {
 
 namespace {
 
-// `set` has linear indices into a matrix of this width. Calls `fn`, in order, for each row that has
-// elements of the set, with their columns.
+// `set` has linear indices into a matrix of this width. For each row with elements of the set, in
+// order, calls `fn` with the row and the columns of these elements.
 void for_each_row(const Set& set, int64_t width,
                   FunctionRef<void(int64_t row, const Set& columns)> fn) {
   int64_t row = 0;
@@ -156,8 +157,8 @@ struct Rows {
   std::vector<int64_t> begins;  // of each row: its first element's position within the set
 };
 
-// The product of `rows` and a product over their columns, whose positions count from the row's
-// begin.
+// The product of `rows` and a product over their columns. Positions in `of_columns` count from the
+// first element of a row.
 Product times(const Rows& rows, const Product& of_columns) {
   Product product{{rows.rows}, {}};
   product.sets.insert(product.sets.end(), of_columns.sets.begin(), of_columns.sets.end());
@@ -258,13 +259,14 @@ std::vector<int64_t> common_view(const std::vector<Part>& parts, int64_t numel) 
   return view;
 }
 
-// Sweeps over the indices, and stops where an interval of some part begins or ends.
+// Visits the indices at which an interval of some part begins or ends (stops), in order.
 //
 //   index     0 1 2 3 4 5
 //   part 0    x x . . x x
 //   part 1    . . x x x x      atoms {[0,2)}: 0    {[2,4)}: 1    {[4,6)}: 0 and 1
 //
-// Intervals of one set have gaps between them, so at every stop a part either begins or ends.
+// Intervals of one set have gaps between them, so at every stop a part either begins or ends, but
+// not both.
 bool find_atoms(const std::vector<Part>& parts, size_t dim, std::vector<Atom>& atoms) {
   std::map<int64_t, std::vector<size_t>> stops;  // the parts that begin or end at an index
   for (size_t p = 0; p < parts.size(); ++p) {

@@ -1,5 +1,5 @@
-// Index sets, and parts of tensors as products of index sets over a view. For inverse.cc and
-// pull_back.cc; internal to the room.
+// Index sets, and parts of tensors as products of index sets over a view. Internal to `recipe`: for
+// inverse.cc and pull_back.cc.
 #pragma once
 
 #include <cstddef>
@@ -35,9 +35,9 @@ Set within(const Set& set, int64_t lo, int64_t hi);  // the intersection with [l
 Set shifted(Set set, int64_t by);
 std::vector<int64_t> listed(const Set& set);  // every index
 
-// The elements of a tensor whose index along each dim of a view is in that dim's set. A view is any
-// shape with the tensor's row-major order. `made` is the node of the new recipe with these
-// elements; its dims are the sizes of the sets.
+// A part of a tensor: the elements whose index along each dim of a view is in that dim's set. A
+// view is any shape with the tensor's row-major order. `made` is the node of the new recipe that
+// has these elements; its dims are the counts of the sets.
 struct ViewDim {
   int64_t size;
   Set set;
@@ -47,8 +47,8 @@ struct Part {
   std::vector<ViewDim> view;
 
   bool is_whole() const;
-  std::vector<int64_t> shape() const;  // the count of each set
-  std::vector<int64_t> sizes() const;  // of the view
+  std::vector<int64_t> shape() const;  // of `made`: the count of each set
+  std::vector<int64_t> sizes() const;  // of the view's dims
 };
 Part whole_part(uint32_t made, const std::vector<int64_t>& shape);
 
@@ -57,8 +57,8 @@ int64_t product_of(std::span<const int64_t> sizes);
 // The linear indices of the elements of a product.
 Set flattened(std::span<const ViewDim> dims);
 
-// Some elements of a set of linear indices: a product over dims, and the positions of its elements
-// within the set.
+// Some elements of a set of linear indices: a product of one set per dim, and the positions of the
+// product's elements within the set.
 struct Product {
   std::vector<Set> sets;
   Set positions;
@@ -67,8 +67,8 @@ struct Product {
 // the same inner indices share a product.
 std::vector<Product> as_products(const Set& set, std::span<const int64_t> sizes);
 
-// Neighbouring dims of one shape, and those of another shape with the same product. A reshape moves
-// indices only within such a group:
+// Neighbouring dims of one shape, and neighbouring dims of another shape with the same product. A
+// reshape moves indices only within such a group:
 //
 //   from  [4, 6 | 5]
 //   to    [8, 3 | 5]      two groups: 4 x 6 = 8 x 3, and 5 = 5
@@ -80,12 +80,12 @@ struct Group {
 void for_each_group(std::span<const int64_t> from, std::span<const int64_t> to,
                     FunctionRef<void(const Group&)> fn);
 
-// One view of a tensor of `numel` elements for all `parts`: each of its strides is a stride of some
-// part's view, and divides the next one.
+// One view of a tensor of `numel` elements for all `parts`. Each stride of it is a stride of some
+// part's view, and divides the next larger stride.
 std::vector<int64_t> common_view(const std::vector<Part>& parts, int64_t numel);
 
-// Partitions the indices along `dim` by the parts that hold them. An atom is a set of indices that
-// are held by exactly the same parts; atoms are in order of their first index. All parts have the
+// Partitions the indices along `dim` by the parts that hold them. An atom is a set of indices with
+// the list of the parts that hold them; `atoms` are sorted by first index. All parts must have the
 // same view. Returns false if some index is in no part.
 using Atom = std::pair<Set, std::vector<size_t>>;
 bool find_atoms(const std::vector<Part>& parts, size_t dim, std::vector<Atom>& atoms);

@@ -7,8 +7,8 @@ __extension__ typedef unsigned __int128 Wide;
 
 constexpr uint64_t kPrime = Powers::kPrime;
 
-// `value` modulo p = 2^61 - 1, for products and sums of numbers below p. Since 2^61 = 1 modulo p,
-// the high bits can be added to the low 61.
+// `value` modulo p = 2^61 - 1, for values up to (p - 1)^2. Since 2^61 = 1 modulo p, the high bits
+// can be added to the low 61.
 uint64_t reduce(Wide value) noexcept {
   const uint64_t sum = static_cast<uint64_t>(value & kPrime) + static_cast<uint64_t>(value >> 61);
   return sum >= kPrime ? sum - kPrime : sum;
