@@ -1,10 +1,9 @@
-// The door of `checkpoint`: reads a safetensors directory into a validated Manifest, and writes
-// one.
+// The public header of `checkpoint`: reads a safetensors directory into a validated Manifest, and
+// writes such a directory.
 //
 // Opening reads only headers, index and config, with File::read, and validates the whole layout
-// before any size in it is used. A Manifest therefore needs no further checks. The files that are
-// accepted are a subset of those that the reference library accepts. docs/reference/formats.md has
-// the rules.
+// before any size in it is used. A Manifest therefore needs no further checks. Every file that is
+// accepted is also accepted by the safetensors library. docs/reference/formats.md has the rules.
 #pragma once
 
 #include <map>
@@ -24,18 +23,18 @@
 
 namespace modicum {
 
-// The members of config.json that loading needs; empty without one. The file is optional, so a
-// defect in it is a warning. It becomes an error only where a member that could not be read is
-// required.
+// The members of config.json that Modicum reads; empty without the file. The file is optional, so a
+// defect in it is a warning. It becomes an error only if a load needs a member that could not be
+// read.
 struct ModelConfig {
   std::string model_type;
   std::vector<std::string> architectures;
   bool tie_word_embeddings = false;  // true in the root or in a nested text_config
   // quantization_config.weight_block_size, of the root or of a nested text_config.
   std::optional<MatrixSize> weight_block_size;
-  // Why one of the two members above is unknown (FORMAT, IO or CONFLICT): config.json exists but
-  // can't be read, or the member has a value of the wrong type. The caller throws it when it needs
-  // the member.
+  // Why tie_word_embeddings or weight_block_size is unknown (FORMAT, IO or CONFLICT): config.json
+  // exists but can't be read, or has a wrong value for the member. The caller throws the fault when
+  // it needs the member.
   std::optional<Error> tie_fault, block_size_fault;
 };
 
@@ -51,17 +50,17 @@ struct Checkpoint {
 
 // `path` is a directory with one `*.safetensors` file or an index and its shards, a single file, or
 // the name of a model in the local Hugging Face cache (`org/name`; no network). On failure throws
-// FORMAT.*, INDEX.* or IO with file and tensor.
+// FORMAT.*, INDEX.*, CONFLICT or IO, with file and tensor.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path);
 
-// Opens data file `file` of the manifest. CONFLICT if it has changed since its header was validated
-// (device, inode, size, mtime or ctime differ). The reader must call `require_unchanged` again
+// Opens data file `file` of the manifest. Throws CONFLICT if it has changed since its header was
+// validated (device, inode, size, mtime or ctime differ). The reader must call `require_unchanged`
 // after its last read, because a file that is overwritten in between gives mixed values.
 std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file);
 
 // The header of a safetensors file that holds these tensors in the given order, without gaps:
-// length prefix and JSON, padded with spaces to 8 bytes. FORMAT.* if open_checkpoint would refuse
-// the file.
+// length prefix and JSON, padded with spaces to a multiple of 8 bytes. Throws FORMAT.* if
+// open_checkpoint would refuse the file.
 std::string safetensors_header(std::span<const TensorSpec> tensors, const std::string& file,
                                const std::map<std::string, std::string>& metadata = {});
 
@@ -70,8 +69,8 @@ std::string safetensors_header(std::span<const TensorSpec> tensors, const std::s
 using FileSpecs = std::vector<std::vector<TensorSpec>>;
 
 // Assigns tensors to files as transformers does: fills one file after another in the given order. A
-// tensor that would take a file over the limit begins the next one. A tensor over the limit gets a
-// file of its own, which comes before the file being filled.
+// tensor that would take a file over the limit begins the next file. A tensor that alone is over
+// the limit gets a separate file, which comes before the file being filled.
 FileSpecs split_into_files(std::vector<TensorSpec> tensors, uint64_t limit_bytes);
 // Puts tensor i into file number file_of[i]. Files are in ascending order of these numbers, without
 // the unused ones.
@@ -83,23 +82,24 @@ constexpr std::string_view kAdapterStem = "adapter_model";  // as PEFT names its
 std::string shard_name(size_t file, size_t files, std::string_view stem = kModelStem);
 
 // The manifest of a checkpoint that is yet to be written. It equals the manifest of the written
-// files, except for inodes and times. USAGE if there is no tensor; FORMAT.* if open_checkpoint
-// would refuse a file.
+// files, except that it has no inodes, no times and no scales of FP8 codes. Throws USAGE if there
+// is no tensor, FORMAT.* if open_checkpoint would refuse a file.
 Manifest output_manifest(const FileSpecs& files, std::string_view stem = kModelStem);
 // The bytes of file `file` before its tensors.
 std::string output_header(const Manifest& manifest, uint32_t file);
 // The text of the index; empty for a single file, which needs none.
 std::string output_index(const Manifest& manifest);
-// The names of files in the checkpoint's directory that belong to the model besides its weights:
-// config, generation config, tokenizer, templates and custom code.
+// The names of the files in the checkpoint's directory that belong to the model and are not
+// weights: config, generation config, tokenizer, templates and custom code.
 std::vector<std::string> companion_files(const Checkpoint& checkpoint);
 // The dtypes of a saved checkpoint whose dtypes differ from the source's.
 struct NewForm {
-  DType dtype;             // of most bytes
+  DType dtype;             // fp32, bf16 or fp16: the one with the most bytes
   bool has_codes = false;  // some tensors are still FP8 codes with scales
 };
-// Updates the text of config.json: sets `dtype`, in nested configs too, and removes
-// `quantization_config` unless `has_codes`. Returns a text other than a JSON object unchanged.
+// Updates the text of config.json: sets existing members `dtype` and `torch_dtype`, in nested
+// configs too, and removes `quantization_config` unless `has_codes`. Returns a text that is not a
+// JSON object unchanged.
 std::string config_of(const std::string& config, const NewForm& form);
 // Collects the saved tensors and determines their NewForm, if any tensor's dtype has changed.
 class FormTally {
@@ -112,8 +112,8 @@ class FormTally {
   bool is_changed_ = false, has_codes_ = false;
   std::map<DType, uint64_t> bytes_;
 };
-// Calls `fn` with the name and text of each companion file. If there is a new form, the text of
-// config.json is updated by config_of.
+// Calls `fn` with the name and text of each of companion_files. With a new form, config_of updates
+// the text of config.json.
 void for_each_companion(const Checkpoint& source, const std::optional<NewForm>& form,
                         FunctionRef<void(const std::string& name, const std::string& text)> fn);
 constexpr const char* kConfigFile = "config.json";
@@ -122,7 +122,7 @@ constexpr const char* kIndexFile = "model.safetensors.index.json";
 // Writes one safetensors file with the header of safetensors_header. One thread at a time.
 class SafetensorsWriter {
  public:
-  // Creates the file (CONFLICT where it exists) and writes its header.
+  // Creates the file and writes its header. Throws CONFLICT if the file exists.
   SafetensorsWriter(FileSystem& files, const std::string& path, std::span<const TensorSpec> tensors,
                     const std::map<std::string, std::string>& metadata = {});
   // Writes `bytes` at byte `offset` of tensor `index`. Calls may come in any order.
@@ -135,7 +135,7 @@ class SafetensorsWriter {
  private:
   std::unique_ptr<File> file_;
   uint64_t header_bytes_ = 0;
-  std::vector<uint64_t> begins_;  // of each tensor within the data, and the end
+  std::vector<uint64_t> begins_;  // offset of each tensor in the data, and the data's size
 };
 
 // The text of `model.safetensors.index.json` for (tensor, file name) pairs.

@@ -1,10 +1,11 @@
-// Parses a checkpoint's files and a step's records. The first byte of the input says which:
+// Parses a checkpoint's files and the records of a step (a saved checkpoint directory). The first
+// byte of the input says which:
 //
 //   f  a safetensors file          c  config.json, next to a valid file
 //   h  a header of such a file     m  manifest.json of a step
 //   i  an index of two files       s  state.json of a step
 //
-// Every text is accepted or refused by an Error. What is accepted is consistent with itself.
+// Every text is accepted or refused with an Error. An accepted one is consistent.
 #include <cstddef>
 #include <cstdint>
 #include <string>

@@ -1,4 +1,4 @@
-// The files of a saved model besides its weights.
+// The files of a saved model that are not weights.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -39,7 +39,7 @@ size_t end_of_value(std::string_view text, size_t at) {
   return text.size();
 }
 
-// Removes the member `key`, whose value is at [begin, end), and one of the commas next to it.
+// Removes the member `key`, whose value is at [begin, end), and one comma next to it.
 Edit removed_member(std::string_view text, std::string_view key, size_t begin, size_t end) {
   Edit edit{text.rfind(fmt::format("\"{}\"", key), begin), end, ""};
   const size_t next = text.find_first_not_of(" \t\r\n", end);

@@ -5,7 +5,7 @@
 namespace modicum {
 namespace {
 
-// Catches: a comma too many or too few; a member of the same name inside a string or a list.
+// Catches: a comma too many or too few; an edit of the same name inside a string or a list.
 TEST(ConfigOf, ChangesOnlyDtypeAndQuantizationConfig) {
   for (const auto& [from, to] : std::vector<std::pair<std::string, std::string>>{
            {R"({"dtype": "float32", "a": 1.0e-5})", R"({"dtype": "bfloat16", "a": 1.0e-5})"},

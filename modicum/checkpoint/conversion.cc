@@ -111,7 +111,7 @@ void ConversionJournal::read_journal(const Inputs& inputs) {
   if (journal && journal->inputs == inputs.digest.hex()) {
     finished_ = std::move(journal->files);
   } else if (files_.is_directory(partial_)) {
-    remove_tree(files_, partial_);  // of other inputs
+    remove_tree(files_, partial_);  // files made from other inputs
   }
 }
 

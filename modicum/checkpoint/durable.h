@@ -1,4 +1,4 @@
-// Small files that survive a power cut. Part of the door of `checkpoint`.
+// Small files that survive a power cut. Part of the public header of `checkpoint`.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace modicum {
 
-// Creates a file with this text and syncs it, but not its directory. CONFLICT if it exists; IO,
-// NOSPACE.
+// Creates a file with this text and syncs it, but not its directory. Throws CONFLICT if the file
+// exists; IO; NOSPACE.
 void write_durably(FileSystem& files, const std::string& path, const std::string& text);
-// Replaces file `name` of `directory` atomically, by writing and renaming the file `temporary`:
-// after a power cut either the old file or the new one is there.
+// Replaces file `name` of `directory` atomically, by writing and renaming the file `temporary`.
+// After a power cut the directory has either the old file or the new one.
 struct Replacement {
   std::string directory, name, temporary;
 };

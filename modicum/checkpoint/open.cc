@@ -61,7 +61,7 @@ Source look_into(FileSystem& files, const std::string& directory) {
   if (indexes.size() > 1) ambiguous(indexes, "several indexes in one directory");
   if (indexes.size() == 1) return {directory, indexes.front(), true, names};
   if (shards.size() == 1) return {directory, shards.front(), false, names};
-  // A saved step has the optimizer's state next to a model of a single file.
+  // Other programs put a file with optimizer state next to a model of a single file.
   if (contains(shards, kUsualFile)) return {directory, kUsualFile, false, names};
   if (shards.size() > 1) ambiguous(shards, "several safetensors files and no index");
   const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
@@ -198,8 +198,8 @@ std::string config_text(FileSystem& files, const std::string& path) {
   return read_text(*file);
 }
 
-// A missing config.json leaves the defaults. One that exists but can't be read leaves its members
-// unknown: unread_config records the fault.
+// Without a config.json the defaults apply. If it exists but can't be read, its members are
+// unknown, and unread_config records the fault.
 void add_config(Checkpoint& checkpoint) {
   FileSystem& files = *checkpoint.files;
   try {
@@ -213,7 +213,7 @@ void add_config(Checkpoint& checkpoint) {
 
 }  // namespace
 
-// Excludes inode and times, so that nodes with copies of their own have equal identities.
+// Leaves out inodes and times, so that nodes with separate copies have equal identities.
 Digest identity_of(const Manifest& manifest) {
   Hasher hasher;
   hasher.add(manifest.files.size());
@@ -226,7 +226,7 @@ Digest identity_of(const Manifest& manifest) {
     hasher.add(stored.spec.shape);
     hasher.add(uint64_t{stored.at.file}).add(stored.at.begin).add(stored.at.end);
   }
-  // Block sizes come from config.json, and the same codes have other values with another size.
+  // Block sizes come from config.json. With another block size the same codes have other values.
   for (size_t i = 0; i < manifest.tensors.size(); ++i) {
     const std::optional<BlockScale>& scale = manifest.tensors[i].scale;
     if (!scale) continue;
@@ -236,7 +236,7 @@ Digest identity_of(const Manifest& manifest) {
   return hasher.digest();
 }
 
-// So that sums over a manifest's tensors can't overflow.
+// With this limit, sums over a manifest's tensors can't overflow.
 void require_countable(const Manifest& manifest) {
   const uint64_t bytes = manifest.data_bytes();
   if (bytes <= kMaxModelBytes) return;

@@ -199,7 +199,7 @@ TEST(Open, EmbeddingsAreTiedOnlyIfTheConfigTiesThem) {
   EXPECT_FALSE(is_tied("{}"));
 }
 
-// Catches: an unreadable config is treated like a missing one.
+// Catches: an unreadable config that is treated as a missing one.
 TEST(Open, AnInvalidConfigIsAWarningAndAFault) {
   using Fault = std::pair<const char*, Category>;
   MemoryFileSystem files;

@@ -1,5 +1,5 @@
-// Internal to `checkpoint`: declarations that its sources share. Rule numbers (R1 to R30) are those
-// of docs/reference/formats.md. One thread.
+// Internal to `checkpoint`: declarations that its sources share. R1 to R30 are the rules of
+// docs/reference/formats.md. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace modicum {
 
-constexpr uint64_t kLargestHeader = 100'000'000;  // not 100 MiB: the reference's number
+constexpr uint64_t kLargestHeader = 100'000'000;  // not 100 MiB: safetensors' limit
 constexpr uint64_t kLengthPrefix = 8;
 constexpr std::string_view kMetadataKey = "__metadata__";
 
@@ -35,9 +35,9 @@ struct Header {
 // Reads only the length prefix and the JSON. `file_index` becomes Extent::file.
 Header read_header(File& file, uint32_t file_index);
 
-// R8: FORMAT.NAME.
+// Checks R8. Throws FORMAT.NAME.
 void prove_name(std::string_view name, const std::string& file);
-// R12, R13: the bytes of a tensor; FORMAT.OVERFLOW, FORMAT.ALIGN.
+// Returns the bytes of a tensor. Checks R12 and R13; throws FORMAT.OVERFLOW or FORMAT.ALIGN.
 uint64_t proven_bytes(const TensorSpec& spec, const std::string& file);
 
 // model.safetensors.index.json, validated as far as possible without its shards (R21, R22).
@@ -49,28 +49,30 @@ struct Index {
   std::vector<std::string> warnings;
 };
 Index read_index(File& file);
-// R24: INDEX.MISSING_SHARD with the names of all missing files.
+// Checks R24. Throws INDEX.MISSING_SHARD with the names of all missing files.
 void prove_shards_exist(const Index& index, FileSystem& files, const std::string& directory);
-// R25 to R28, against a manifest whose files are the index's: INDEX.MISSING_TENSOR, INDEX.DUP, and
-// warnings.
+// Checks R25 to R28 with a manifest whose files are the index's. Adds warnings; throws
+// INDEX.MISSING_TENSOR or INDEX.DUP.
 void prove_index(const Index& index, const Manifest& manifest, std::vector<std::string>& warnings);
 
 // Pairs each tensor of FP8 codes with its scale: the tensor NAME_scale_inv, else NAME_scale. The
-// block size comes from the config, else from the two shapes, with a warning. If neither determines
-// it, the scale is paired with block size 0, which does not fit (BlockScale::fits).
+// block size is block_of or, with a warning, likely_block. likely_block is not used if the config's
+// block size could not be read. If both are empty, the scale is paired with block size 0, which
+// does not fit (BlockScale::fits), and a warning is added.
 void pair_scales(Manifest& manifest, const ModelConfig& config, std::vector<std::string>& warnings);
 
 // The value of Manifest::identity.
 Digest identity_of(const Manifest& manifest);
-// FORMAT.OVERFLOW if all tensors together exceed kMaxModelBytes. Only sparse files do.
+// Throws FORMAT.OVERFLOW if all tensors together exceed kMaxModelBytes. Only sparse files can be so
+// large.
 void require_countable(const Manifest& manifest);
 
-// Warns of weights among the names in a directory that belong to no file of the manifest.
+// Adds warnings for names in a directory that are weights but no file of the manifest.
 void warn_of_unread_files(const std::vector<std::string>& names, const Manifest& manifest,
                           std::vector<std::string>& warnings);
 
-// Parses config.json. Each defect is a warning; one that hides a member on which values depend is
-// also a fault of the result.
+// Parses config.json. Each defect is a warning. A defect of a member on which loaded values depend
+// is also recorded as the result's tie_fault or block_size_fault.
 ModelConfig parse_config(const std::string& text, std::vector<std::string>& warnings);
 // The result for a config.json that can't be read.
 ModelConfig unread_config(const Error& fault, std::vector<std::string>& warnings);

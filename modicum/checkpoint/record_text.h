@@ -1,4 +1,4 @@
-// What the JSON records of steps and conversions share. Internal to `checkpoint`.
+// Functions for the JSON records of both steps and conversions. Internal to `checkpoint`.
 #pragma once
 
 #include <array>
@@ -18,6 +18,7 @@ constexpr std::array<const char*, 2> kDirectories = {kStateDirectory, kExtraDire
 std::string hex(uint64_t number);  // 16 digits
 std::optional<uint64_t> from_hex(std::string_view text);
 
+// Writes a StepOwner's members; reads a member into `owner` if it is one of them.
 void owner_members(JsonWriter& out, const StepOwner& owner);
 void read_owner_member(std::string_view key, JsonValue& member, StepOwner& owner);
 

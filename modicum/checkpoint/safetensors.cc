@@ -99,8 +99,8 @@ class HeaderParser {
     bool has_shape = false;
     bool has_offsets = false;
   };
-  // R4 to R7. A pass of its own, so that invalid JSON is reported before any schema error, and so
-  // that the returned count of tensors allows a vector of exactly their size.
+  // R4 to R7. A separate pass, so that invalid JSON is reported before any schema error. Returns
+  // the number of tensors, so that a vector of exactly this size can be reserved.
   size_t prove_json() {
     size_t tensors = 0;
     try {
@@ -190,7 +190,7 @@ class HeaderParser {
   Header& header_;
   uint32_t file_index_;
   std::string tensor_;             // the current entry's name
-  std::vector<int64_t> integers_;  // of the array that was read last
+  std::vector<int64_t> integers_;  // the elements of the array that was read last
 };
 
 // Facts about a tensor whose offsets still count from the end of the header.

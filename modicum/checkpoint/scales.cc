@@ -29,7 +29,7 @@ Scales scales_of(const Manifest& manifest) {
   return scales;
 }
 
-// Counts codes whose block size is not given, for one warning.
+// Counts tensors of codes whose block size is not certain, for one warning.
 class Unsure {
  public:
   void add(const Stored& codes) {

@@ -9,8 +9,8 @@
 namespace modicum {
 namespace {
 
-// The codes of 8-bit moments (docs/internals/numerics.md). A record with others cannot be read:
-// their bytes have another meaning.
+// The codes of 8-bit moments (docs/internals/numerics.md). State with other codes cannot be read,
+// since its bytes have another meaning.
 constexpr std::string_view kCodes = "mu-law";
 
 // Parses an unsigned 64-bit number. The JSON reader's integers have 63 bits.

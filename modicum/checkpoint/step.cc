@@ -21,7 +21,7 @@ constexpr const char* kCommit = "COMMIT";
 constexpr std::string_view kStepPrefix = "step-";
 constexpr std::string_view kPartialPrefix = ".partial-";
 constexpr std::string_view kTrashPrefix = ".trash-";
-constexpr std::string_view kLatestPrefix = ".latest-";  // in place of `latest`, until renamed
+constexpr std::string_view kLatestPrefix = ".latest-";  // the new `latest`, until it is renamed
 
 struct Commit {
   int64_t step = -1;
@@ -96,7 +96,7 @@ void remove_by_trash(FileSystem& files, const std::string& root, const std::stri
   remove_tree(files, trash);
 }
 
-// The name holds the owner, so that no directory is ever without one.
+// The name holds the owner, so that a directory in flight has an owner from the start.
 std::string name_in_flight(int64_t step, const StepOwner& owner, std::string_view uuid) {
   return fmt::format("{}{}-{}-{}-{}-{}", kPartialPrefix, step, owner.host, owner.pid, owner.started,
                      uuid);
@@ -113,8 +113,8 @@ void empty_directory(FileSystem& files, const std::string& path) {
   for (const std::string& name : files.list(path)) remove_tree(files, join_path(path, name));
 }
 
-// Files of tensors that a directory may have from an earlier save: those of its record, if it has
-// one that can be read, and an index.
+// The tensor files, and files in subdirectories, that a directory may have from an earlier save:
+// those of its record, if it has a valid one, and an index.
 std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& directory) {
   std::vector<std::string> names = {kIndexFile};
   try {
@@ -217,7 +217,7 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int6
 
 namespace {
 
-// Returns the text of the manifest that it has written.
+// Writes manifest.json, and syncs the subdirectories. Returns the text of manifest.json.
 std::string write_manifest(FileSystem& files, const std::string& directory,
                            const StepRecord& record) {
   std::string manifest = record_json(record);
@@ -258,7 +258,7 @@ void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
     if (step.is_inside) return empty_directory(files, step.directory);
     remove_by_trash(files, step.root, base_name(step.directory));
   } catch (const Error&) {
-    // It is not visible as a step, and a later save collects it.
+    // What is left is not visible as a step; a later save removes it.
   }
 }
 

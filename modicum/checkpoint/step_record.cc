@@ -1,3 +1,4 @@
+// The text of manifest.json.
 #include <fmt/format.h>
 
 #include <optional>
@@ -9,8 +10,6 @@
 #include "modicum/checkpoint/record_text.h"
 #include "modicum/checkpoint/step.h"
 #include "modicum/json/json.h"
-
-// The text of manifest.json.
 
 namespace modicum {
 namespace {

@@ -26,7 +26,7 @@ StepRecord record_of_step(const StepInFlight& step) {
   return record;
 }
 
-// As the ranks do: each file is synced by its writer.
+// Syncs each file, as the ranks do.
 void write_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
   for (const StepFile& file : record.files) {
     const std::unique_ptr<File> out = files.create(join_path(step.directory, file.name));
@@ -97,7 +97,7 @@ TEST(Steps, TheNewestIntactStepIsChosen) {
   MemoryFileSystem files;
   for (const int64_t step : {9, 10, 2}) EXPECT_EQ(save_step(files, step), std::nullopt);
   files.make_directory("/root/step-11");
-  files.put("/root/step-010/COMMIT", "{}");  // not a name that begin_step makes
+  files.put("/root/step-010/COMMIT", "{}");  // begin_step makes no such name
   std::vector<SkippedStep> skipped;
   const FoundStep found = newest_step(files, "/root", skipped);
   EXPECT_EQ(found.step, 10);
@@ -113,7 +113,7 @@ TEST(Steps, SavingAnExistingStepIsAConflict) {
   save_step(files, 3);
   const std::string before = files.get("/root/step-3/manifest.json");
   EXPECT_EQ(category_of([&] { save_step(files, 3); }), Category::conflict);
-  // Both began before either was published.
+  // Both saves began before either was published.
   const StepInFlight one = begin_step(files, "/root", 4, kOwner);
   const StepInFlight two = begin_step(files, "/root", 4, kOwner);
   for (const StepInFlight& step : {one, two}) write_files(files, step);
@@ -193,8 +193,8 @@ TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
                                       ".partial-3-cut", "latest", "step-1"}));
 }
 
-// Every call fails once. The new step is then absent or intact, and the old one is intact. Catches:
-// a step that is durable only if `latest` is.
+// Each call fails in turn. The new step is then absent or intact, and the old one is intact.
+// Catches: a step that is durable only if `latest` is written.
 TEST(Steps, AFaultAtAnyCallLosesNothing) {
   for (int64_t fail_at = 1;; ++fail_at) {
     MemoryFileSystem under;
@@ -212,7 +212,7 @@ TEST(Steps, AFaultAtAnyCallLosesNothing) {
     } catch (const Error&) {
       if (step) discard_step(under, *step);
     }
-    if (is_saved) under.lose_unsynced();  // an acknowledged step survives, whichever call failed
+    if (is_saved) under.lose_unsynced();  // a step that was reported as saved must survive
     const Steps steps = find_steps(under, "/root");
     ASSERT_EQ(steps.skipped.size(), 0U) << fail_at;
     for (const FoundStep& found : steps.found) expect_intact(under, found);
@@ -227,8 +227,8 @@ TEST(Steps, AFaultAtAnyCallLosesNothing) {
 struct PowerCut {};
 
 // The power fails before each call in turn; only synced writes survive. The old step is then
-// intact; the new one is intact or absent, and intact if the save had returned.
-// Catches: any omitted sync, and COMMIT or a name that is written too early.
+// intact, the new one intact or absent. The new one must be intact if the save had returned.
+// Catches: any omitted sync; COMMIT or a name that is written too early.
 TEST(Steps, APowerCutAtAnyCallLosesNothing) {
   int cuts = 0;
   for (int64_t cut_at = 1;; ++cut_at, ++cuts) {
@@ -266,7 +266,7 @@ TEST(Steps, APowerCutAtAnyCallLosesNothing) {
 
 const char* const kInside = "/root/checkpoint-1";
 
-// With a file in a directory of the step.
+// Publishes a step that also has a file in a subdirectory.
 std::optional<std::string> finish_inside(FileSystem& files, const StepInFlight& step) {
   StepRecord record = record_of_step(step);
   const std::string name = fmt::format("{}/{}", kStateDirectory, kStateFile);
@@ -281,7 +281,7 @@ std::optional<std::string> save_inside(FileSystem& files, int64_t number) {
   return finish_inside(files, begin_step_in(files, kInside, number, kOwner));
 }
 
-// A directory with the step `number` and another program's file.
+// Makes a directory with the step `number` and another program's file.
 void put_directory(MemoryFileSystem& files, int64_t number) {
   files.make_directory("/root");
   files.sync_directory("/");
@@ -299,8 +299,8 @@ bool has_name_in_flight(FileSystem& files) {
                      [](const std::string& name) { return name.starts_with(".partial-"); });
 }
 
-// Either a whole step, or one that is refused because it was not committed, and can be told from
-// another program's directory.
+// Expects an intact step, or one that is refused because it was not committed. In the second case
+// its `.partial-` directory must distinguish it from another program's directory.
 void expect_whole_or_uncommitted(FileSystem& files, int64_t cut_at) {
   const Category category = category_of([&] { expect_intact(files, open_step(files, kInside)); });
   if (category == Category::count) return;
@@ -335,7 +335,7 @@ TEST(StepInside, AFailedSaveIsRefusedAsUncommitted) {
   expect_whole_or_uncommitted(files, 0);
 }
 
-// Every call fails once.
+// Each call fails in turn.
 TEST(StepInside, AFaultAtAnyCallLeavesAWholeStepOrNone) {
   for (int64_t fail_at = 1;; ++fail_at) {
     MemoryFileSystem under;
@@ -360,8 +360,8 @@ TEST(StepInside, AFaultAtAnyCallLeavesAWholeStepOrNone) {
 }
 
 // The power fails before each call in turn. Catches: COMMIT that is written before a rename is
-// durable; an old COMMIT next to files of the new step; a directory that is no longer committed and
-// that nothing tells from another program's.
+// durable; an old COMMIT next to files of the new step; an uncommitted directory that nothing
+// distinguishes from another program's.
 TEST(StepInside, APowerCutAtAnyCallLeavesAWholeStepOrNone) {
   int cuts = 0;
   for (int64_t cut_at = 1;; ++cut_at, ++cuts) {

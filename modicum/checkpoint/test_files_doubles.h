@@ -14,7 +14,7 @@
 
 namespace modicum {
 
-// A file of a length prefix, `header` and `data_bytes` bytes of data.
+// The bytes of a file: the length prefix, `header`, and `data_bytes` bytes of data.
 inline std::string file_bytes(std::string_view header, size_t data_bytes) {
   std::string bytes(8, '\0');
   for (size_t i = 0; i < 8; ++i) bytes[i] = static_cast<char>(uint64_t{header.size()} >> (8 * i));
@@ -23,7 +23,7 @@ inline std::string file_bytes(std::string_view header, size_t data_bytes) {
   return bytes;
 }
 
-// A file with one-byte-per-element tensors of the given sizes.
+// The bytes of a file with U8 tensors of the given names and sizes.
 inline std::string file_with(const std::vector<std::pair<std::string, uint64_t>>& sizes) {
   JsonWriter json;
   json.begin_object();
@@ -43,7 +43,7 @@ inline std::string index_with(const std::map<std::string, std::string>& weight_m
   return index_json(rows, total_size);
 }
 
-// How opening fails; nothing where it doesn't.
+// The error with which opening fails; empty if it succeeds.
 inline std::optional<Error> failure(FileSystem& files, const std::string& path) {
   try {
     open_checkpoint(files, path);

@@ -8,8 +8,8 @@ namespace {
 
 constexpr uint64_t kAlignment = 8;
 
-// Validates the tensors as open_checkpoint does, which would otherwise refuse the file. Returns the
-// begin of each tensor and the end of the data.
+// Checks the tensors by the rules of open_checkpoint. Returns each tensor's offset in the data, and
+// the data's size.
 std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::string& file) {
   std::vector<uint64_t> begins = {0};
   begins.reserve(tensors.size() + 1);

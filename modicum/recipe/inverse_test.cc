@@ -34,7 +34,8 @@ std::set<Id> held_by_targets(const Recipe& recipe) {
   return held;
 }
 
-// Each element of each tensor that `back` assembles is, through the targets, the stored one.
+// Follows each element of each tensor that `back` assembles through a target to a stored element,
+// and expects the same element of the same stored tensor.
 void expect_identity(const Recipe& recipe, const Recipe& back, const Manifest& manifest) {
   std::vector<uint32_t> used;
   for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
@@ -150,7 +151,7 @@ class RandomRecipe {
     tops_[which] = builder_->permute(dims, tops_[which]);
   }
 
-  // With another node of a matching shape, else with itself.
+  // Concatenates a node with another of a matching shape, or with itself.
   void join(size_t which, int dim) {
     std::vector<int64_t> shape = shape_of(tops_[which]);
     shape[static_cast<size_t>(dim)] = 0;
@@ -173,8 +174,8 @@ class RandomRecipe {
   std::vector<uint32_t> tops_;
 };
 
-// house, property: a round trip maps every element to itself, for random recipes over all index
-// maps. Catches a slice whose part is off by one, a permutation that is not inverted.
+// A round trip maps every element to itself, for random recipes of all index maps. Catches: a slice
+// whose part is off by one; a permutation that is not inverted.
 TEST(Inverse, RoundTripIsTheIdentity) {
   size_t largest = 0;
   for (unsigned seed = 0; seed < 4000; ++seed) {
@@ -189,8 +190,8 @@ TEST(Inverse, RoundTripIsTheIdentity) {
   EXPECT_GT(largest, 20U);
 }
 
-// A recipe has an inverse if and only if every stored element is in a target; else the error names
-// the tensor.
+// A recipe has an inverse if and only if every stored element is in a target. Otherwise the error
+// names the tensor.
 TEST(Inverse, MissingElementsAreRefusedByName) {
   int refused = 0;
   for (unsigned seed = 0; seed < 4000; ++seed) {
@@ -226,8 +227,8 @@ std::vector<Op> ops_of(const Recipe& recipe) {
   return ops;
 }
 
-// Parts remain as coarse as in the recipe: the inverse of a packed projection with grouped heads is
-// one cat of views, not one per head.
+// The inverse does not split parts further than the recipe: of a packed projection with grouped
+// heads it is one cat of views, not one per head.
 TEST(Inverse, GroupedHeadsAreInvertedAsOneCat) {
   const Manifest manifest = manifest_of({{"qkv", {4 * 6 * 8, 16}}});
   RecipeBuilder b(manifest);
@@ -260,7 +261,7 @@ TEST(Inverse, StackedExpertsAreSeparated) {
   EXPECT_EQ(back.targets[3].spec.fqn, "e.1.up");
 }
 
-// Interleaved rows of two targets are one cat and one gather.
+// The inverse of interleaved rows of two targets is one cat and one gather.
 TEST(Inverse, InterleavedRowsAreGathered) {
   const Manifest manifest = manifest_of({{"w", {8, 2}}});
   RecipeBuilder b(manifest);
@@ -273,8 +274,8 @@ TEST(Inverse, InterleavedRowsAreGathered) {
   EXPECT_EQ(back.nodes.back().arg, (std::vector<int64_t>{0, 4, 1, 5, 2, 6, 3, 7}));
 }
 
-// The inverse of the identity is the identity. A tie is written under both names. Targets made by a
-// rule, and unused tensors, are not written.
+// The inverse of the identity is the identity. A stored tie is written under both names. Targets of
+// `init`, and unused tensors, are not written.
 TEST(Inverse, NamesDTypesAndTies) {
   Manifest manifest = manifest_of({{"lm_head.weight", {4, 2}},
                                    {"model.embed_tokens.weight", {4, 2}},

@@ -35,8 +35,8 @@ TEST(NamePattern, AnInvalidExpressionIsRefusedWithRe2sReason) {
   EXPECT_NE(refusal("\xff"), "");
 }
 
-// attack: a backtracking matcher needs 2^40 steps for the first expression, and a stack frame for
-// each parenthesis of the second.
+// A backtracking matcher would need 2^40 steps for the first expression, and a stack frame for each
+// parenthesis of the second.
 TEST(NamePattern, HostileExpressionsNeitherHangNorCrash) {
   const NamePattern nested("--experts", "(a+)+(a+)+(a+)+(a+)+$");
   EXPECT_FALSE(nested.finds(std::string(4096, 'a') + "b"));

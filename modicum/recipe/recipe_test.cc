@@ -147,7 +147,7 @@ TEST(Recipe, PullBackAgreesWithElementSource) {
     std::vector<std::vector<int64_t>> shapes;
     Recipe probe;  // finished after the same steps, to read shapes from it
     std::vector<uint32_t> tops = {builder.stored("a"), builder.stored("b"), builder.stored("c")};
-    // The builder keeps its nodes to itself: rebuild after each step to learn the shape.
+    // After each op, a finished copy shows the node's shape.
     std::vector<unsigned> steps;
     uint32_t top = tops[seed % 3];
     std::vector<int64_t> shape = manifest.tensors[seed % 3].spec.shape;
@@ -176,7 +176,7 @@ TEST(Recipe, PullBackAgreesWithElementSource) {
 }
 
 // Experts' gate and up, stacked and concatenated: element (e, row, col) of gate_up is from gate[e]
-// for the first rows and from up[e] for the others. Catches swapped gate and up.
+// in the first rows and from up[e] in the other rows. Catches: swapped gate and up.
 TEST(Recipe, ExpertsStackAndConcatenate) {
   const Manifest manifest = manifest_of(
       {{"e.0.gate", {2, 3}}, {"e.0.up", {2, 3}}, {"e.1.gate", {2, 3}}, {"e.1.up", {2, 3}}});
@@ -189,9 +189,9 @@ TEST(Recipe, ExpertsStackAndConcatenate) {
   EXPECT_EQ(recipe.targets[0].spec.shape, (std::vector<int64_t>{2, 4, 3}));
   const auto got = pulled(recipe, both, whole_box({2, 4, 3}), 24);
   EXPECT_EQ(got[0], (Source{0, 0}));   // gate of expert 0
-  EXPECT_EQ(got[6], (Source{1, 0}));   // its up
+  EXPECT_EQ(got[6], (Source{1, 0}));   // up of expert 0
   EXPECT_EQ(got[12], (Source{2, 0}));  // gate of expert 1
-  EXPECT_EQ(got[23], (Source{3, 5}));  // the last element of its up
+  EXPECT_EQ(got[23], (Source{3, 5}));  // the last element of up of expert 1
   EXPECT_EQ(stored_under(recipe, both), (std::vector<uint32_t>{0, 1, 2, 3}));
 }
 
@@ -206,7 +206,7 @@ TEST(Recipe, IdentityHasTiesAndUnusedNames) {
   EXPECT_FALSE(recipe.is_compared(2));
 }
 
-// house: a head that is stored too is compared with the embedding.
+// A head that is stored too is compared with the embedding.
 TEST(Recipe, ATieStoredUnderBothNamesIsCompared) {
   const Manifest both =
       manifest_of({{"lm_head.weight", {4}}, {"norm", {2}}, {"model.embed_tokens.weight", {4}}});
@@ -238,7 +238,7 @@ TEST(Recipe, ATieStoredUnderBothNamesIsCompared) {
             Category::count);
 }
 
-// house: ties in either direction, determined by the stored names.
+// Ties in either direction, determined by the stored names.
 TEST(Recipe, IfOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   const auto tie_of = [](std::vector<std::string> names) -> NamedTie {
     std::vector<std::pair<std::string, std::vector<int64_t>>> tensors;
@@ -346,7 +346,7 @@ TEST(Recipe, ACastOfIntegersIsRefused) {
   EXPECT_EQ(category_of([&] { builder.target("ids", ids, DType::f32); }), Category::unsupported);
 }
 
-// Every JSON value at every key of every op: read, or refused with an error of the recipe's own.
+// Every JSON value at every key of every op is read, or refused with an Error of exit code 2.
 TEST(RecipeText, AnyJsonAtAnyKeyIsReadOrRefused) {
   const Manifest manifest = manifest_of({{"a.b", {2, 3}}});
   const std::map<std::string, std::string> members = {
@@ -425,7 +425,7 @@ TEST(Recipe, RefusesDimsWhoseProductOverflows) {
   EXPECT_TRUE(refusal_of(R"("t":{"op":"cat","dim":0,"in":[)" + large + "," + large + "]}"));
 }
 
-// A cast is checked against the limit too: 0.5 EiB of bf16 is 1 EiB of fp32, which is the limit.
+// A cast is checked against the limit too: 0.5 EiB of bf16 is 1 EiB of fp32, exactly the limit.
 TEST(Recipe, ADTypeThatMakesTargetsTooLargeIsRefused) {
   const Manifest nothing;
   RecipeBuilder builder(nothing);

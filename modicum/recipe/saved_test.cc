@@ -19,7 +19,7 @@ Manifest stored(std::vector<std::pair<std::string, std::vector<int64_t>>> shapes
   return manifest;
 }
 
-// The form's tensors as a manifest, in another order than the form's.
+// The form's tensors as a manifest, in a different order.
 Manifest manifest_of(const SavedForm& form) {
   Manifest manifest;
   for (auto it = form.tensors.rbegin(); it != form.tensors.rend(); ++it) {
@@ -36,7 +36,7 @@ std::vector<std::string> names_of(const SavedForm& form) {
 
 using Names = std::vector<std::string>;
 
-// Each saved element has one source, and the saved recipe maps to the same stored element.
+// Each target element comes from one saved element, and from the same stored element as before.
 void prove(const Recipe& recipe, const Manifest& manifest, const SavedForm& form) {
   const Manifest saved = manifest_of(form);
   const Recipe again = saved_recipe(recipe, manifest, form, saved);
@@ -107,7 +107,7 @@ TEST(SavedForm, TargetsThatCantBeInvertedAreSavedAsTargets) {
   b.target("gap.a", b.slice(0, 0, 2, b.stored("gap")));
   b.target("gap.b", b.slice(0, 3, 6, b.stored("gap")));
   b.target("twice",
-           b.gather(0, {0, 1, 1, 3}, b.stored("twice")));  // the right count, but not each element
+           b.gather(0, {0, 1, 1, 3}, b.stored("twice")));  // 4 elements, but element 2 is missing
   b.target("one", b.stored("shared"));
   b.target("two", b.stored("shared"));
   b.target("grown", b.cat(0, {b.stored("grown"), b.init(InitRule::zeros, 0, {1, 2}, DType::bf16)}));
@@ -121,7 +121,7 @@ TEST(SavedForm, TargetsThatCantBeInvertedAreSavedAsTargets) {
   prove(recipe, manifest, form);
 }
 
-// A target that shares a stored tensor with one that can't be inverted.
+// A target that shares a stored tensor with a target that can't be inverted.
 TEST(SavedForm, TargetsThatShareAStoredTensorAreSavedAlike) {
   const Manifest manifest = stored({{"a", {4, 2}}, {"b", {4, 2}}, {"c", {4, 2}}});
   RecipeBuilder b(manifest);
@@ -156,7 +156,7 @@ TEST(SavedForm, UnreadTensorsAreCopiedOrLeftOut) {
   EXPECT_TRUE(copied.tensors[1].is_copied);
   prove(recipe, manifest, copied);
   const Recipe again = saved_recipe(recipe, manifest, copied, manifest_of(copied));
-  EXPECT_EQ(again.unused, std::vector<uint32_t>{0});  // in the other order
+  EXPECT_EQ(again.unused, std::vector<uint32_t>{0});  // an index in the reordered manifest
   const SavedForm dropped = saved_form(recipe, manifest, {.copies_unused = false});
   EXPECT_EQ(names_of(dropped), Names{"a"});
   EXPECT_EQ(dropped.left_out, std::vector<uint32_t>{1});
