@@ -38,7 +38,7 @@
 
 namespace modicum {
 
-// The subdirectory of a step that holds the optimizer's state, as a checkpoint of its own.
+// The subdirectory of a step that holds the optimizer's state, as a separate checkpoint.
 constexpr const char* kStateDirectory = "optimizer";
 // The subdirectory of a step with the files that the saving program has added.
 constexpr const char* kExtraDirectory = "extra";

@@ -356,7 +356,7 @@ TEST(Layout, TensorsOfManyDimsAreMergedToFewDims) {
   EXPECT_EQ(held_ids(fsdp2_layout(2), target, 1), (std::vector<int64_t>{}));
 }
 
-// Covers shards of several pieces that alternate in memory.
+// Includes shards of several pieces that alternate in memory.
 TEST(Layout, GlobalRunsMapLocalElementsToTheTarget) {
   const Layout plain = fsdp2_layout(3, 1);
   const Layout packed =
@@ -396,8 +396,8 @@ TEST(Layout, TheDigestDependsOnWhereAListEnds) {
   EXPECT_NE(digest_of({.targets = {0, 0}}), digest_of({.begins = {0}}));
 }
 
-// Compares runs_of with lists of indices per dim, for packed and uneven cuts in sequence, in every
-// order of the dims.
+// Compares runs_of with lists of indices per dim: several packed and uneven cuts, in every order of
+// the dims.
 TEST(Layout, RunsListARanksElementsInMemoryOrder) {
   const std::vector<int64_t> shape = {7, 5, 3};
   const Sharding sharding =

@@ -452,7 +452,7 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
               expected);
   };
   constexpr auto kDiscard = Destination::copy;
-  // The cast of a tile of FP8 codes to fp32 is four times as large: 5 * 209'664 <= 1 MiB.
+  // Cast to fp32, a tile of FP8 codes is four times as large: 5 * 209'664 <= 1 MiB.
   constexpr uint64_t kCastTile = 209'664;
   for (const int world : {1, 4}) {
     expect(plan("own-shard", world).staging, {8 * kMiB, 0, kMiB, kMiB, 7});
@@ -465,7 +465,7 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
   expect(plan("rank0-broadcast", 4).staging, {2 * kMiB, 2 * kMiB, 0, 0, 0});
   expect(plan("rank0-broadcast", 4, 8 * kMiB, kDiscard).staging,
          {8 * kMiB, 2 * kMiB, kMiB, kCastTile, 6});
-  // 256 KiB, of which 1024 rows of 80 bytes are the table.
+  // Of the 256 KiB, the table's 1024 rows take 80 bytes each.
   expect(plan("own-shard", 4, kMinStagingBytes).staging, {262'144, 0, 180'224, 180'224, 1});
   expect(plan("rank0-broadcast", 100, kMinStagingBytes).staging, {kPageBytes, kPageBytes, 0, 0, 0});
   EXPECT_EQ(plan("own-shard", 1).staging.table_bytes, 81'920U);

@@ -40,7 +40,7 @@ std::optional<DType> dtype_from_stored_name(std::string_view name) noexcept;
 std::optional<DType> dtype_from_torch_name(std::string_view name) noexcept;
 
 int bits_per_element(DType dtype) noexcept;  // 4 and 6 bits exist
-// Asserts that the element is whole bytes.
+// Must not be called for elements smaller than a byte.
 int64_t bytes_per_element(DType dtype);
 bool is_floating(DType dtype) noexcept;  // complex numbers are not
 // fp32, bf16, fp16: the types that `--dtype` names and that are cast into each other. Integers,
