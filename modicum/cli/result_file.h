@@ -10,8 +10,8 @@
 
 namespace modicum {
 
-// A result that is written at the end of a run. `write` replaces an existing file atomically. If
-// the path is a pipe, a device or a descriptor, `write` writes to it instead.
+// A result that is written at the end of a run. `write` replaces an existing file atomically. To a
+// pipe, a device or a descriptor it writes instead.
 class ResultFile {
  public:
   // Before the run. Throws IO if the file could not be written then. `flag` is for messages.
