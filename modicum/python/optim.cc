@@ -292,8 +292,7 @@ void define_state(nb::module_& module) {
       .def("arrive", arrive, "shard"_a, "elements"_a, "at"_a = 0,
            "Adds part of a shard's gradient, from local element `at` on.")
       .def("arrived_in_place", arrived_in_place, "shards"_a,
-           "Like arrive, for complete shards whose gradients are already in the plane `grad`. Runs "
-           "on all threads.")
+           "Like arrive, for complete shards whose gradients are in the plane `grad`; all threads.")
       .def(
           "leave_out",
           [](State& of, size_t shard) {
@@ -311,8 +310,7 @@ void define_state(nb::module_& module) {
           "when `n` new values in `dtype`, of a shard from local element `at` on, are at the "
           "beginning of a slot of `staging`. They stay there until `wait(slot)` has returned. Both "
           "are called on several threads. Their first error is raised after the step, which is "
-          "complete nevertheless. `send` is not for split masters. `refresh_masters`: first does "
-          "the same as the method of that name, in the same pass.")
+          "complete nevertheless. Not for split masters. `refresh_masters`: calls it first.")
       .def(
           "refresh_masters",
           [](State& of) { without_the_lock([&] { of.adamw.refresh_masters(); }); },
@@ -341,15 +339,14 @@ void define_state(nb::module_& module) {
       .def("export_to", export_to, "shard"_a, "plane"_a, "to"_a, "at"_a = 0,
            "Writes elements from `at` on to `to`, as exact float32 values.")
       .def("import_from", import_from, "shard"_a, "plane"_a, "values"_a, "at"_a = 0,
-           "Stores float32 values: exactly in formats fp32 and fp32-split, else rounded like in a "
-           "step.")
+           "Stores float32 values: exactly in fp32 and fp32-split, else rounded like in a step.")
       .def_prop_ro(
           "footprint", [](const State& of) { return by_purpose(of.footprint); },
           "The bytes charged to the ledger, by purpose.")
       .def(
           "digest", digest,
-          "Digests `state` and `master` of this rank's values. The sum over ranks, modulo 2^64, is "
-          "the digest of all.");
+          "Digests `state` and `master` of this rank's values; their sums over ranks, modulo 2^64, "
+          "are those of all values.");
 }
 
 }  // namespace

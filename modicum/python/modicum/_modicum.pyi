@@ -483,7 +483,7 @@ class AdamW:
 
     def arrived_in_place(self, shards: Sequence[int]) -> None:
         """
-        Like arrive, for complete shards whose gradients are already in the plane `grad`. Runs on all threads.
+        Like arrive, for complete shards whose gradients are in the plane `grad`; all threads.
         """
 
     def leave_out(self, shard: int) -> None:
@@ -496,7 +496,7 @@ class AdamW:
 
     def step(self, unscale: float = 1.0, clip: float = 1.0, *, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16', refresh_masters: bool = False) -> None:
         """
-        Makes one step with the gradients that have arrived. Calls `send(shard, at, n, slot)` when `n` new values in `dtype`, of a shard from local element `at` on, are at the beginning of a slot of `staging`. They stay there until `wait(slot)` has returned. Both are called on several threads. Their first error is raised after the step, which is complete nevertheless. `send` is not for split masters. `refresh_masters`: first does the same as the method of that name, in the same pass.
+        Makes one step with the gradients that have arrived. Calls `send(shard, at, n, slot)` when `n` new values in `dtype`, of a shard from local element `at` on, are at the beginning of a slot of `staging`. They stay there until `wait(slot)` has returned. Both are called on several threads. Their first error is raised after the step, which is complete nevertheless. Not for split masters. `refresh_masters`: calls it first.
         """
 
     def refresh_masters(self) -> None:
@@ -531,7 +531,7 @@ class AdamW:
 
     def import_from(self, shard: int, plane: str, values: object, at: int = 0) -> None:
         """
-        Stores float32 values: exactly in formats fp32 and fp32-split, else rounded like in a step.
+        Stores float32 values: exactly in fp32 and fp32-split, else rounded like in a step.
         """
 
     @property
@@ -540,7 +540,7 @@ class AdamW:
 
     def digest(self) -> dict:
         """
-        Digests `state` and `master` of this rank's values. The sum over ranks, modulo 2^64, is the digest of all.
+        Digests `state` and `master` of this rank's values; their sums over ranks, modulo 2^64, are those of all values.
         """
 
 def adamw_footprint(shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
