@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Measures the memory of real engines, as they are and with Modicum's patches.
+"""Measures the memory of real engines, without Modicum and with its patches.
 
-Workload: each loads a made-up bf16 checkpoint by its own code into fp32 parameters of FSDP2, in 4
-gloo ranks, and trains 3 steps: the FSDP engines of verl and AReaL, twinkle's two strategies, and
-torchtitan's llama3 with its checkpoint manager. The configurations are the same both ways, with
-the option of the engine that needs the least memory. With Modicum: the patches of integrations/,
-and for torchtitan the block of docs/guide/which-way.md.
+Workload: the FSDP engines of verl and AReaL, twinkle's two strategies, and torchtitan's llama3 with
+its checkpoint manager. Each loads a made-up bf16 checkpoint with its own code into fp32 parameters
+of FSDP2, in 4 gloo ranks, and trains 3 steps. The configuration is the same without and with
+Modicum: the one of the engine that needs the least memory. With Modicum means: with the patches of
+integrations/, and for torchtitan with the block of docs/guide/which-way.md.
 
-A peak is the largest sum over all ranks of anonymous and shared memory and page tables, sampled: of
-the load (a run without steps, whose optimizer has no memory yet), and with training.
+A peak is the largest sampled sum over all ranks of anonymous memory, shared memory and page tables.
+There are two: of the load (a run without steps, whose optimizer has no memory yet), and of a run
+with training.
 
-Makes an environment for the engines over .venv in build/engines/, whose torch and transformers
-they share, which takes a package index. Both ways must print the same losses to five digits: the
-optimizers round in another order. Writes its table into benchmarks/RESULTS.md between its markers.
+Makes an environment for the engines in build/engines/, on top of .venv, whose torch and
+transformers it uses; this needs a package index. The losses without and with Modicum must be equal
+to five digits; the optimizers round in a different order. Writes its table into
+benchmarks/RESULTS.md between its markers.
 """
 
 import argparse
@@ -33,10 +35,10 @@ sys.path.append(str(ROOT / "tests/support"))
 COMMAND = "python benchmarks/engines.py"
 PLACE = ROOT / "build/engines"
 RANK = str(ROOT / "benchmarks/harness/engine_rank.py")
-# Distribution: its package.
+# Name of a distribution -> name of its package.
 PACKAGES = {"verl": "verl", "areal": "areal", "twinkle_kit": "twinkle"}
 TITAN = "torchtitan==0.3.0"
-# Distribution; engine of engine_rank.py; what of it; checkpoint.
+# (distribution, ENGINE of engine_rank.py, description, checkpoint)
 ROWS = (
     ("verl", "verl", "FSDP engine, `fsdp2`", "causal-lm"),
     ("areal", "areal", "FSDP engine, `memory_efficient_load`", "causal-lm"),
@@ -47,14 +49,15 @@ ROWS = (
 
 
 def releases() -> dict[str, str]:
-    """The releases that the patches are for."""
+    """The releases of the engines for which the patches are made."""
     named = (path.stem.rpartition("-") for path in ROOT.glob("integrations/*.patch"))
     return {name: of for name, _, of in named} | dict([TITAN.split("==")])
 
 
 def make_environment() -> Path:
-    """The Python of an environment over .venv. The engines ask for older versions of its packages:
-    they are installed without what they need, and that by its own list."""
+    """Makes an environment on top of .venv and returns its Python. The engines require older
+    versions of .venv's packages. So they are installed without dependencies, and the other
+    dependencies from a list."""
     python = PLACE / "venv/bin/python"
     subprocess.run([sys.executable, "-m", "venv", PLACE / "venv"], check=True)
     (own,) = PLACE.glob("venv/lib/python*/site-packages")
@@ -67,7 +70,7 @@ def make_environment() -> Path:
 
 
 def patch(name: str, python: Path, into: Path) -> None:
-    """A patched copy of an environment's package."""
+    """Copies a package of the environment and patches the copy."""
     (package,) = python.parent.parent.glob(f"lib/python*/site-packages/{PACKAGES[name]}")
     (file,) = ROOT.glob(f"integrations/{name}-*.patch")
     shutil.copytree(package, into / package.name, dirs_exist_ok=True)
@@ -80,7 +83,7 @@ def label_of(row: tuple[str, ...]) -> str:
 
 
 def recorded(row: tuple[str, ...]) -> str:
-    """The row in the page."""
+    """Measures a row and returns it as a row of the page's table."""
     lines = (ROOT / "benchmarks/RESULTS.md").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"| {label_of(row)} |")]
     return line

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measures the cost of the three values of `fork=`.
 
-Workload: a synthesised qwen3-8b of 4 layers (3.76 GiB of bf16) into one process, then AdamW over
-64 Mi bf16 parameters at `fp32` (16 bytes each): the load, the construction of the state, a step,
-and the extra time of a torch function in a child that was forked after both. Each value and round
-is a process of its own; rounds are interleaved, page cache warm; figures are medians with their
-range.
+Workload: one process loads a synthesised qwen3-8b of 4 layers (3.76 GiB of bf16), then constructs
+AdamW over 64 Mi bf16 parameters in format `fp32` (16 bytes each). Measured are the load, the
+construction, a step, and how much longer a torch function takes in a child that is forked after
+both. Each value and round has a new process; rounds are interleaved, page cache warm; figures are
+medians with their range.
 
 Writes the table into benchmarks/RESULTS.md between its markers.
 """
@@ -44,7 +44,7 @@ def seconds(act: Callable[[], Any]) -> float:
 
 
 def measured(directory: str, way: str) -> dict[str, float]:
-    """Figures of one process."""
+    """The figures of one new process."""
     import torch
     import transformers
 
@@ -72,7 +72,7 @@ def measured(directory: str, way: str) -> dict[str, float]:
 
 
 def more_in_child_us() -> float:
-    """Extra microseconds of torch.add in a child, over the parent's; the best of 7."""
+    """Microseconds of torch.add in a forked child minus those in the parent; the best of 7."""
     import torch
 
     torch.set_num_threads(1)

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
 """Measures memory, bytes read and time of each loader, for the same checkpoint and end state.
 
-Five cases with a checkpoint each; every loader that supports a case, in 4 gloo ranks on this
-machine. Loaders take turns, in a new order each round, so that a slow minute or the previous loader
-affects all alike; figures are medians with their range. Time is from the empty sharded model to the
-first write to every page of every shard: a loader that maps files has read nothing before. The
-shards of each loader's first run, warm and cold, are compared with torch.chunk's of a
-single-process `from_pretrained`.
+There are five cases, each with a checkpoint. Every loader that supports a case runs in 4 gloo ranks
+on this machine. Loaders take turns, in a new order each round, so that a slow minute or the
+previous loader affects all alike; figures are medians with their range. Time runs from the empty
+sharded model to the first write to every page of every shard, since a loader that maps files reads
+them only then. The shards of each loader's first run, warm and cold, must equal those that
+torch.chunk makes of a `from_pretrained` in a single process.
 
 Every run is appended to build/loaders.jsonl. The newest runs of each row make the tables in
-benchmarks/RESULTS.md between their markers, once all rows of a case have a run: cases and rows can
-be measured one after the other. Without `--rows` it measures those of README.md's table in one
-run; `--rows all` takes hours. The table of read loops has the cases with cold runs.
+benchmarks/RESULTS.md between their markers, as soon as all rows of a case have a run; so cases and
+rows can be measured one after the other. Without `--rows` the rows of README.md's table are
+measured; `--rows all` takes hours. The table of read loops contains the cases with cold runs.
 """
 
 import argparse
@@ -37,17 +37,17 @@ from rivals.tables import Result, beside_cold, overview, table
 RAW = ROOT / "build/loaders.jsonl"
 LOGS = ROOT / "build/loaders"
 RESULTS = ROOT / "benchmarks/RESULTS.md"
-# The rows of README.md: what most programs use, the leanest other loaders, and the fastest read
-# loop written by hand.
+# The rows of README.md: the usual loaders, the ones that need the least memory, and the fastest
+# hand-written read loop.
 IN_README = "from_pretrained,accelerate,torch-broadcast,dcp,preadv+hugepages,modicum"
 READ_LOOPS = "preadv,preadv+hugepages,modicum"
 WORLD = 4
-SLOW = 5  # times the fastest: one run with a warm page cache suffices
+SLOW = 5  # a row that takes this many times the fastest row's time gets only one warm run
 PATIENCE_S = 300
 SHARD_SIZE = "300MB"  # several files, as in large checkpoints
-# The variables of torchrun; offline.
+# One thread per rank, as torchrun sets it; no downloads.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-STARTED_BYTES = 2 * GIB  # the processes with their imports
+STARTED_BYTES = 2 * GIB  # memory of all processes after their imports
 
 
 class Stage:
@@ -103,7 +103,7 @@ class Stage:
         return measure(zygote, job, self.scratch, before_loading, PATIENCE_S, spare)
 
     def _prepare(self, cold: bool) -> None:
-        """Brings the page cache into the state that the run starts from."""
+        """Brings the checkpoint into the page cache, or, if `cold`, out of it."""
         if cold:
             drop(Path(self.case.directory))
         else:
@@ -113,7 +113,7 @@ class Stage:
                         pass
 
     def measure(self, row: Row, round_: int, cold: bool, compared: bool = True) -> Result:
-        """One run, its shards compared or not; a failure is a result too."""
+        """The result of one run, which may be a failure. `compared`: whether its shards are."""
         result: Result = {"case": self.case.name, "row": row.name, "round": round_, "cold": cold}
         need = row.need_in(self.case) * self.shards_bytes
         free = available_bytes() + self._ballast.held_bytes
@@ -149,7 +149,7 @@ def outcome(raw: dict[str, Any]) -> Result:
 
 
 def timed(ranks: list[dict[str, tuple[float, float]]]) -> Result:
-    """From the first rank's start to the last one's end; CPU time is the sum over ranks."""
+    """Seconds from the first rank's start to the last rank's end, and CPU seconds of all ranks."""
     begins = [marks.get("begin_load", marks["begin"]) for marks in ranks]
     begin_s = min(seconds for seconds, _ in begins)
     builds = [marks["built"][0] - marks["begin"][0] for marks in ranks if "built" in marks]
@@ -175,7 +175,7 @@ def synthesise(program: Path, case: Case, layers: int | None, scratch: Path) -> 
 def measure_case(
     stage: Stage, rows: list[Row], reps: int, cold: int, begun: float, raw: TextIO
 ) -> list[Result]:
-    """All rows in rounds; a slow row once warm and once cold."""
+    """Measures all rows in rounds; a slow row only once warm and once cold."""
     results: list[Result] = []
     given_up: set[str] = set()
     for round_ in range(reps + cold):
@@ -198,7 +198,8 @@ def measure_case(
 
 
 def newest(raw: Path, case: str) -> list[Result]:
-    """The runs of each row's last measurement of a case, with the case's present model."""
+    """The runs of each row's last measurement of a case. Runs with an older definition of the
+    case's model are ignored."""
     results = [json.loads(line) for line in raw.read_text().splitlines()]
     results = [result for result in results if result["case"] == case]
     last: dict[tuple[str, bool], float] = {}
@@ -214,7 +215,7 @@ def newest(raw: Path, case: str) -> list[Result]:
 
 
 def tell(result: Result, shards_bytes: int) -> None:
-    """One line of progress on stderr."""
+    """Prints the result as a line of progress on stderr."""
     what = result["outcome"]
     if "seconds" in result:
         peak = result["peak_sampled_bytes"] / shards_bytes
@@ -251,19 +252,19 @@ def parsed() -> argparse.Namespace:
 
 
 def of_all(results: list[Result], rows: list[Row]) -> list[Row]:
-    """The rows with results, in order, those measured now included."""
+    """The rows that have results, in order, the rows measured now included."""
     there = {result["row"] for result in results}
     return [row for row in ROWS if row.name in there and (row.in_all or row in rows)]
 
 
 def is_whole(results: list[Result], names: str = "all") -> bool:
-    """Whether all of these rows have a run."""
+    """Whether all rows that `names` selects have a run."""
     return {row.name for row in selected(names)} <= {result["row"] for result in results}
 
 
 def write_pages(by_case: dict[str, list[Result]]) -> None:
-    """The tables of several cases. A table is written once all of its rows have runs; the table of
-    read loops has only cases with cold runs."""
+    """Writes the tables of several cases. A table is written only if all of its rows have runs; the
+    table of read loops contains only cases with cold runs."""
 
     def of_rows(names: str) -> dict[str, list[Result]]:
         rows = {row.name for row in selected(names)}
@@ -292,7 +293,7 @@ def write_pages(by_case: dict[str, list[Result]]) -> None:
 
 def main() -> int:
     options = parsed()
-    # Cleans up as at a normal exit.
+    # SIGTERM must clean up like a normal exit.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     if not options.checkpoint and not options.modicum.is_file():
         raise SystemExit(f"{options.modicum} is not there; run `make build`")

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 """Compares the losses of models that are trained with fewer bytes per parameter.
 
-Workload: a byte-level transformer of 450 k parameters (two layers) learns the text of Python's own
-reference, once per seed and optimizer, with the same batches in the same order, while the learning
-rate decays to zero. A fifth of the text is held out. Weights and gradients are bf16 everywhere:
-where the master weight is a parameter of fp32, the forward pass rounds it. Rivals: the format
-`fp32`, which is exact, and from which a row's difference is taken seed by seed; torchao's 8-bit
-AdamW; and torch's AdamW whose moments go through bitsandbytes' own 8-bit codes after each step,
-since bitsandbytes steps on a GPU only.
+Workload: a byte-level transformer of 450 k parameters (two layers) learns the text of Python's
+reference manual, once per seed and optimizer, with the same batches in the same order, while the
+learning rate decays to zero. A fifth of the text is held out. All rows compute with bf16 weights
+and gradients: if the parameters are fp32 masters, the forward pass rounds them. Rivals: the format
+`fp32`, which is exact and with which every row is compared seed by seed; torchao's 8-bit AdamW; and
+torch's AdamW whose moments are converted to bitsandbytes' 8-bit codes and back after each step,
+since bitsandbytes steps only on a GPU.
 
-Two runs that differ in a single rounding drift apart, so a difference has noise, which the standard
-error of its mean over the seeds shows: `fp32-split` holds what `fp32` holds, and
-rounds only ties in another direction. This is a coarse check: a second moment several times too
-large does not show in such a curve. The tests of `kernels` detect it (docs/internals/numerics.md).
+Two runs that differ in a single rounding drift apart. So every difference has noise; the standard
+error of its mean over the seeds shows how much. An example of mere noise is `fp32-split`: it has
+the same values as `fp32` and only rounds ties in another direction. This is a coarse check: a
+second moment that is several times too large does not show in such a curve. The tests of `kernels`
+detect that (docs/internals/numerics.md).
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """
@@ -69,7 +70,7 @@ class Model(nn.Module):
 
 
 def corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """The training and the validation text."""
+    """The training text and the validation text."""
     text = "".join(topics[name] for name in sorted(topics)).encode()
     line = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     cut = len(line) * 4 // 5
@@ -84,8 +85,8 @@ def loss_of(model: Model, line: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 
 class BitsandbytesCodes(torch.optim.AdamW):
-    """torch's AdamW whose moments are kept in bitsandbytes' dynamic 8-bit codes, blocks of 256;
-    as there, parameters of fewer than 4,096 elements keep fp32 moments."""
+    """torch's AdamW whose moments are rounded to bitsandbytes' dynamic 8-bit codes, in blocks of
+    256. Like in bitsandbytes, parameters of fewer than 4,096 elements keep fp32 moments."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -124,8 +125,8 @@ def bitsandbytes(named: Named, seed: int) -> torch.optim.Optimizer:
 @dataclass
 class Row:
     what: str
-    bytes_per_param: str  # of a matrix: weight, gradient, state
-    dtype: torch.dtype  # of the parameters
+    bytes_per_param: str  # for a matrix: weight, gradient and state together
+    dtype: torch.dtype  # dtype of the parameters
     make: Callable[[Named, int], torch.optim.Optimizer]
 
 
@@ -144,7 +145,7 @@ ROWS = (
 
 
 def train(row: Row, seed: int, steps: int) -> float:
-    """The loss on the validation text."""
+    """Trains a model; returns its loss on the validation text."""
     torch.manual_seed(seed)
     model = Model().to(BF16).to(row.dtype)  # all rows begin with the same values
     learnt, tried = corpus()
@@ -168,7 +169,7 @@ def train(row: Row, seed: int, steps: int) -> float:
 
 def trained_by_all(seed: int, steps: int) -> list[float]:
     """The loss of each row. Runs in a process of its own."""
-    torch.set_num_threads(1)  # a second one does not help so small a model
+    torch.set_num_threads(1)  # a model this small gains nothing from more threads
     losses = []
     for row in ROWS:
         losses.append(train(row, seed, steps))

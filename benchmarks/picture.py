@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Takes the pictures of docs, each of a page that `--report` writes:
+"""Takes the pictures in docs. Each shows a page that `--report` writes:
 
-watch.png: an accelerate script, FSDP2 with bf16 mixed precision on 4 ranks, under `modicum watch`,
-as it is and with Modicum, compared.
-strategies.png: one `modicum load --report` with each of the five strategies, a qwen3-0.6b (1.1 GiB
-of bf16) into HSDP on two nodes of two ranks.
+watch.png: an accelerate script (FSDP2 with bf16 mixed precision, 4 ranks) under `modicum watch`,
+without and with Modicum, compared.
+strategies.png: `modicum load --report` with each of the five strategies: a qwen3-0.6b (1.1 GiB of
+bf16) into HSDP on two nodes of two ranks.
 
-picture.py [watch] [strategies] [--modicum PROGRAM]: both, and build/release/modicum by default.
+picture.py [watch] [strategies] [--modicum PROGRAM]: takes both by default. PROGRAM is by default
+build/release/modicum.
 """
 
 import argparse
@@ -31,7 +32,8 @@ LAYOUT = ("--ranks", "4", "--ranks-per-node", "2", "--layout", "hsdp", "--mesh",
 
 
 def watched(program: Path, checkpoint: Path, record: Path, words: list[str]) -> Path:
-    """Runs the script under `modicum watch`; `record` becomes its document."""
+    """Runs the script under `modicum watch`, writes the JSON document to `record`, and returns its
+    path."""
     command = [sys.executable, *TORCHRUN, str(RANKS), SCRIPT, str(checkpoint), *words]
     with record.open("w") as document:
         subprocess.run(
@@ -42,7 +44,7 @@ def watched(program: Path, checkpoint: Path, record: Path, words: list[str]) -> 
 
 
 def watch(program: Path, place: Path) -> Path:
-    """The page of the script both ways."""
+    """The page that compares the script without and with Modicum."""
     make_checkpoints(place, ["causal-lm"])
     runs = [
         watched(program, place / "causal-lm", place / f"{label}.json", words)
@@ -54,7 +56,7 @@ def watch(program: Path, place: Path) -> Path:
 
 
 def strategies(program: Path, place: Path) -> Path:
-    """The pages of the five loads as one, on one scale."""
+    """One page with the charts of the five loads, all on the same scale."""
     from modicum import _modicum
 
     model = place / ARCH

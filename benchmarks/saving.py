@@ -2,12 +2,13 @@
 """Measures memory, bytes written and seconds of each way to save, for the same model and state.
 
 Workload: a synthesised qwen3-0.6b of 6 layers as float32 masters in 4 gloo ranks under FSDP2,
-without and with the state of AdamW after one step. Every way runs until its files are durable:
-those that do not sync them have each file and directory synced after they return. Ways take turns,
+without and with the state of AdamW after one step. Every way is timed until its files are durable:
+if it does not sync them, each file and directory is synced after it has returned. Ways take turns,
 in a new order each round; figures are medians with their range. Files that `from_pretrained` can
-read are compared with the ranks' shards, bit by bit. `blocked` is the time until the call returns,
-which in the background is before the files are there. At the end Modicum saves in a cgroup that has
-what its ranks hold before, what the save promises to add, and 5 % of the promise.
+read are compared with the ranks' shards, bit by bit. `blocked` is the time until the call returns;
+a save in the background returns before its files are written. At the end Modicum saves in a memory
+cgroup. Its limit is the sum of the bytes that the ranks hold before the save, the bytes that the
+save promises to add, and 5 % of the promise.
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """
@@ -58,7 +59,8 @@ READABLE = {
 def one_run(
     zygote: Zygote, case: Case, name: str, scratch: Path, more_bytes: int | None = None
 ) -> dict[str, Any]:
-    """`more_bytes`: the ranks run in a cage that has so much more than they hold before."""
+    """Runs one save. `more_bytes`: the ranks run in a memory cgroup whose limit is that much above
+    the bytes that they hold before."""
     job = {
         "case": dataclasses.asdict(case),
         "function": name,
@@ -107,7 +109,7 @@ def row_of(name: str, runs: list[dict[str, Any]]) -> str:
 
 
 def in_a_cage(zygote: Zygote, case: Case, run: dict[str, Any], scratch: Path) -> str:
-    """`run`: of the same save without a cage."""
+    """The outcome of a save in a limited memory cgroup. `run`: a run of that save without one."""
     more = run["added"] * case.world + int(CAGE_MARGIN * run["promised"])
     caged = one_run(zygote, case, "modicum, with state", scratch, more)
     limit = f"{more / GIB:.2f} GiB more than the ranks hold before"
@@ -116,7 +118,7 @@ def in_a_cage(zygote: Zygote, case: Case, run: dict[str, Any], scratch: Path) ->
 
 
 def judged(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """The ratios of medians, and the bytes beyond those of model and state."""
+    """The sentence with ratios of medians, and the bytes held beyond model and state."""
 
     def seconds(name: str) -> float:
         return statistics.median(run["seconds"] for run in runs[name])
@@ -151,7 +153,7 @@ def main() -> None:
         zygote = Zygote("rivals.saving", str(model), ENVIRONMENT | ALLOCATORS["malloc"])
         try:
             order = random.Random(0)
-            for number in range(options.rounds + 1):  # the first one warms up
+            for number in range(options.rounds + 1):  # round 0 is a warm-up
                 for name in order.sample(NAMES, len(NAMES)):
                     if number == 0 and name not in WARMED:
                         continue

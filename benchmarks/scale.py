@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """Measures the communication of load, save and resume in worlds of up to 4,096 ranks.
 
-The protocol: four real ranks load, save and resume a model with the tensors of a 70B one (80
-layers, narrow), and every collective call is recorded with its values. Then worlds of other sizes
-repeat the calls, simulated from a few processes: a thread for each rank, the code of
-modicum.torch.ranks, and one real TCPStore. Calls and bytes are exact except for the number of
-polls; seconds are those of all ranks on this machine's CPUs. The ranks of one process decode a
-text that all of them take once, since its length times the world size grows with the square of the
-world size. The threads that watch for failed ranks are left out: they make seven calls a second and
-rank, whatever the world size.
+Communication: four real ranks load, save and resume a model with the tensors of a 70B model (80
+layers, but narrow), and every collective call is recorded with its values. Then worlds of other
+sizes repeat the calls. A few processes simulate them: they run a thread for each rank, with the
+code of modicum.torch.ranks and one real TCPStore. Calls and bytes are exact except for the number
+of polls; seconds are those of all ranks on this machine's CPUs. If all ranks of a process receive
+the same text, it is decoded only once: decoding it for each rank would take time that grows with
+the square of the world size. The threads that watch for failed ranks are left out: each makes seven
+calls a second, for any world size.
 
-The plan: one rank's plan of a save of deepseek-v3 in its true size, from sparse files.
+Plan: one rank's plan of a save of deepseek-v3 in its true size, from sparse files.
 
 Writes its tables into benchmarks/RESULTS.md between its markers.
 """
@@ -42,7 +42,7 @@ LAYERS = 80
 PHASES = ("load", "save", "resume")
 WORLDS = (4, 64, 1024, 4096)
 PROCESSES = 4
-CONNECTIONS = 8  # of each process
+CONNECTIONS = 8  # connections of each process to the store
 PATIENCE = timedelta(seconds=300)
 PLANNED_RANKS = 64
 MIB = 1 << 20
@@ -55,7 +55,7 @@ Meeting = tuple[str, Any, Any]
 
 
 def record(rank: int, port: int, folder: str, lines: Any) -> None:
-    """A real rank: sends its meetings by phase."""
+    """The body of a real rank: records its meetings and sends them by phase."""
     import torch
     import torch.distributed as dist
     import transformers
@@ -97,7 +97,7 @@ def record(rank: int, port: int, folder: str, lines: Any) -> None:
 
 
 def watch_meetings(meetings: list[Meeting]) -> None:
-    """Notes the outermost calls of Ranks from now on."""
+    """Adds the outermost calls of Ranks to `meetings` from now on."""
     from modicum.torch.ranks.group import Ranks
     from modicum.torch.ranks.liveness import Process
 
@@ -166,14 +166,14 @@ def counted_store(client: Any, prefix: str) -> Any:
 
 
 def size_of(value: Any) -> int:
-    """Of a value that passes through the store; keys and counters are not counted."""
+    """The bytes of a value that passes through the store; keys and counters are not counted."""
     if isinstance(value, list):
         return sum(len(of) for of in value if isinstance(of, bytes))
     return len(value) if isinstance(value, bytes) else 0
 
 
 def repeat(rank: int, world: int, meetings: Sequence[Meeting], client: Any) -> tuple[int, int]:
-    """One simulated rank; the number of its calls, and their bytes."""
+    """Repeats the calls of one simulated rank; returns their number and their bytes."""
     from modicum.torch.ranks.group import Ranks
 
     calls = size = contexts = 0
@@ -201,16 +201,17 @@ def repeat(rank: int, world: int, meetings: Sequence[Meeting], client: Any) -> t
 
 
 def simulate(first: int, world: int, port: int, traces: Any, lines: Any) -> None:
-    """A process with every PROCESSES-th rank."""
+    """The body of a process that simulates every PROCESSES-th rank, from `first` on."""
     import torch.distributed as dist
 
     from modicum.torch.ranks import group, store
 
-    # Values are only read.
+    # The cached values are shared by all ranks of the process, which only read them.
     store._text_of = lru_cache(store._text_of)
     group.json = SimpleNamespace(dumps=json.dumps, loads=lru_cache(json.loads))
     threading.stack_size(256 << 10)
-    sys.setswitchinterval(1.0)  # of a thousand threads, each that waits for the GIL wakes so often
+    # Each of a thousand threads that waits for the GIL wakes up once per interval.
+    sys.setswitchinterval(1.0)
     clients = [dist.TCPStore("127.0.0.1", port, None, False, PATIENCE) for _ in range(CONNECTIONS)]
     ranks = range(first, world, PROCESSES)
     lines.put("ready")
@@ -229,7 +230,7 @@ def simulate(first: int, world: int, port: int, traces: Any, lines: Any) -> None
 
 
 def host(port: Any) -> None:
-    """The process of the store."""
+    """The body of the process that hosts the store."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, PATIENCE, wait_for_workers=False)
@@ -238,7 +239,7 @@ def host(port: Any) -> None:
 
 
 def measure(world: int, traces: Any, context: Any) -> dict[str, float]:
-    """One phase in one world, at a store of its own."""
+    """Measures one phase in one world, with a new store."""
     ports, lines = context.Queue(), context.Queue()
     server = context.Process(target=host, args=(ports,), daemon=True)
     server.start()
@@ -299,7 +300,7 @@ def planned(folder: Path) -> dict[str, float]:
 
 
 def recorded(context: Any, folder: Path) -> dict[str, list[list[Meeting]]]:
-    """By phase and rank."""
+    """The recorded meetings, by phase and rank."""
     import torch
     import transformers
 

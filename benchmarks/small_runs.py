@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Measures saves whose ranks hold small pieces of rows, next to a save of whole rows.
 
-Workload: a synthesised qwen3-0.6b (bf16, rows of 2 to 6 KiB), loaded into RANKS ranks and saved by
-them with the state of AdamW, durably. Cut into rows, a rank writes whole stretches of a file; cut
-into columns, it writes one run for each row. Rivals: the layouts themselves. They run interleaved,
-ROUNDS times each, on each of the file systems; figures are medians with their range. Writes are the
-calls of one save, as perf counts them.
+Workload: RANKS ranks load a synthesised qwen3-0.6b (bf16, rows of 2 to 6 KiB) and save it durably
+with the state of AdamW. If the layout divides rows among ranks, a rank writes long stretches of a
+file; if it divides columns, the rank has one short run for each row. Rivals: the layouts. They run
+interleaved, ROUNDS times each, on each of the file systems; figures are medians with their range.
+`writes` is the number of write calls of one save, counted by perf.
 
 Writes the table into benchmarks/RESULTS.md between its markers.
 
@@ -52,7 +52,7 @@ def save(model: Path, root: Path, layout: str, prefix: tuple[str, ...] = ()) -> 
 
 
 def calls(model: Path, root: Path, layout: str) -> int:
-    """The write calls of all processes of one save."""
+    """The number of write calls of all processes of one save."""
     counts = root.with_name("calls")
     event = "syscalls:sys_enter_pwrite64"
     save(model, root, layout, ("perf", "stat", "-x", ",", "-e", event, "-o", str(counts)))
@@ -61,7 +61,7 @@ def calls(model: Path, root: Path, layout: str) -> int:
 
 
 def measure(model: Path, root: Path) -> dict[str, list[float]]:
-    """Seconds until the step was durable, by layout."""
+    """Seconds until the step (a saved checkpoint directory) was durable, by layout."""
     seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     for _ in range(ROUNDS):
         for layout, of in seconds.items():
@@ -81,7 +81,8 @@ def table(folders: list[Path]) -> str:
         with tempfile.TemporaryDirectory(prefix="modicum-bench-", dir=folder) as scratch:
             model, root = Path(scratch) / ARCH, Path(scratch) / "root"
             run("synth", str(model), "--arch", ARCH, "--layers", str(LAYERS))
-            written = save(model, root, next(iter(LAYOUTS)))["written_bytes"]  # and warms memory
+            # This save is also the warm-up.
+            written = save(model, root, next(iter(LAYOUTS)))["written_bytes"]
             seconds = measure(model, root)
             for layout, of in columns.items():
                 if number == 0:

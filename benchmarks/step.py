@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Measures the optimizer's step on the host against other optimizers, with the same gradients.
 
-Workload: the chain of a step with an offloaded optimizer: gradients times 1/scale, global norm,
-clip, AdamW, and a bf16 copy of the new parameters for the device. Gradients are where each
-optimizer reads them, in fp32; in bf16 for Modicum's split formats.
-Rivals: torch's fused and foreach AdamW with torch's own unscale and clip; DeepSpeedCPUAdam in the
-order of DeepSpeed's ZeRO-2 step, with the norm taken here and taken elsewhere (as on a GPU);
-torchao's AdamW8bit, compiled by torch (bitsandbytes steps on a GPU only); prime-rl's CPU AdamW, if
---prime-rl names its sources. A round is one step of each optimizer in turn, in one process; figures
+Workload: the work of a step with an offloaded optimizer: gradients times 1/scale, global norm,
+clip, AdamW, and a bf16 copy of the new parameters for the device. Gradients are already in the
+memory from which each optimizer reads them, in fp32; in bf16 for Modicum's split formats.
+Rivals: torch's fused and foreach AdamW with torch's unscale and clip; DeepSpeedCPUAdam in the order
+of DeepSpeed's ZeRO-2 step, once with and once without the time of the norm, which a GPU may take;
+torchao's AdamW8bit, compiled by torch (bitsandbytes steps only on a GPU); prime-rl's CPU AdamW, if
+--prime-rl names its sources. A round is one step of each optimizer in turn, in one process. Figures
 are medians over the rounds with their range, next to a plain copy in the same process.
 
 Writes its table into benchmarks/RESULTS.md between its markers.
@@ -27,13 +27,13 @@ THREADS = (1, 2)
 
 
 def measure(options: argparse.Namespace, threads: int) -> dict:
-    """The results of one process with so many threads."""
+    """The results of one process with this number of threads."""
     command = [sys.executable, str(Path(__file__).with_name("optim") / "chains.py")]
     command += ["--threads", str(threads), "--params", str(options.params)]
     command += ["--rounds", str(options.rounds)]
     if options.prime_rl:
         command += ["--prime-rl", str(options.prime_rl)]
-    # Set before the interpreter starts: OpenMP and glibc read them once.
+    # In the environment, since OpenMP and glibc read them only at the start of a process.
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
@@ -45,7 +45,8 @@ def cell(seconds: list[float], params: int) -> str:
 
 
 def of_copy(row: dict, found: dict) -> str:
-    """The chain's least bytes per second as a fraction of the machine's best copy."""
+    """The row's bandwidth, from the least bytes that its step must move, as a fraction of the
+    machine's fastest copy."""
     copy = statistics.median(found["copy_bytes_per_s"])
     median_s = statistics.median(row["seconds"])
     return f"{row['bytes_per_param'] * found['params'] / median_s / copy:.2f}"

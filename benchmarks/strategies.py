@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measures memory and time of the strategies for the same end state.
 
-Workload: a synthesised qwen3-0.6b (1.1 GiB of bf16, one file) into 8 ranks under FSDP2's
-Shard(0). Rivals: the strategies themselves; other loaders commonly do `full-per-rank` or
+Workload: a synthesised qwen3-0.6b (1.1 GiB of bf16, one file) is loaded into 8 ranks under FSDP2's
+Shard(0). Rivals: the strategies; other loaders commonly work like `full-per-rank` or
 `rank0-broadcast`. They run interleaved, ROUNDS times each, page cache warm; figures are medians
-with their range. Memory is the promise, and PSS and page tables of the rank processes.
+with their range. Memory is given as promised, and as measured: PSS plus page tables of the ranks.
 
 Writes the table into benchmarks/RESULTS.md between its markers.
 """
@@ -37,7 +37,7 @@ def largest_tensor_bytes(model: Path) -> int:
 
 
 def measure(model: Path) -> dict[str, list[dict]]:
-    """Load reports by strategy; strategies take turns, so that a slow minute affects all alike."""
+    """Load reports by strategy. Strategies take turns, so that a slow minute affects all alike."""
     common = [str(model), "--ranks", str(RANKS), "--budget", "none"]
     run("load", *common, "--strategy", "full-per-rank")  # warms memory and page cache; not measured
     reports: dict[str, list[dict]] = {name: [] for name in STRATEGIES}

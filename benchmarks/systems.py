@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Measures the memory of users' systems, unchanged and with Modicum's line in the same script.
+"""Measures the memory of users' systems, with unchanged scripts and with Modicum's line added.
 
-Workload: the scripts of examples/ with the real packages, both ways: accelerate's FSDP2 with bf16
-mixed precision (dense and experts), an engine in AReaL's order (causal LM, value head,
-vision-language, LoRA) and the two strategies in twinkle's, each with fp32 parameters in 4 gloo
-ranks over a made-up checkpoint; and DeepSpeed's ZeRO-2 with its optimizer in host memory and two
-data-loader workers, in one process.
+Workload: the scripts of examples/ with the real packages, each without and with Modicum:
+accelerate's FSDP2 with bf16 mixed precision (dense and experts), an engine that makes the calls of
+AReaL's in the same order (causal LM, value head, vision-language, LoRA), and twinkle's two
+strategies. They have fp32 parameters in 4 gloo ranks, from a made-up checkpoint. DeepSpeed's ZeRO-2
+runs in one process, with its optimizer in host memory and two data-loader workers.
 
-A peak is the largest sum over all ranks of anonymous and shared memory and page tables, sampled:
-until the first step (a run without steps), and with training. For DeepSpeed: bytes per parameter by
-owner, from the kernel's page tables.
+A peak is the largest sampled sum over all ranks of anonymous memory, shared memory and page tables.
+There are two: of a run without steps, and of a run with training. For DeepSpeed: bytes per
+parameter by owner, from the kernel's page tables.
 
-Both ways must print the same losses. Writes its table into benchmarks/RESULTS.md between its
-markers.
+The losses without and with Modicum must be equal. Writes its table into benchmarks/RESULTS.md
+between its markers.
 """
 
 import argparse
@@ -42,15 +42,16 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # glibc returns freed gathers to the kernel instead of keeping them.
+    # glibc returns the memory of freed all-gathers to the kernel immediately.
     "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
 }
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ENGINE = "engine_memory_efficient_load.py"
 STEPS, LOSSES = r"step \d+: .*", r"(?:parameters|losses) .*"
 EFFICIENT = "--memory-efficient-load"
-# System; checkpoint, script and its arguments; the argument that switches Modicum on; the lines
-# that must be equal. Upstream draws other adapters; they add 0 before the first update.
+# System; checkpoint, script and its arguments; the argument that switches Modicum on; the printed
+# lines that must be equal. Without Modicum, LoRA adapters have other random values, but they add 0
+# before the first update.
 SCRIPTS = (
     ("accelerate (FSDP2), bf16 mixed precision: dense",
      "causal-lm", "accelerate_fsdp2.py", (), "--modicum", STEPS),
@@ -81,8 +82,8 @@ HELD = ("master", "gradient", "moments", "staging")
 
 
 def make_checkpoints(folder: Path, names: Iterable[str] = ()) -> dict[str, int]:
-    """Writes each, or those of `names`, to a folder of its name; returns the numbers of
-    parameters."""
+    """Writes each checkpoint, or those in `names`, to a folder of its name. Returns the number of
+    parameters of each."""
     import torch
     import transformers as hub
 
@@ -127,7 +128,7 @@ def make_checkpoints(folder: Path, names: Iterable[str] = ()) -> dict[str, int]:
 
 
 def run(words: list[str], python: str = sys.executable) -> tuple[int, str]:
-    """The peak in bytes over all processes that a command starts, and its output."""
+    """Runs a command. Returns the peak in bytes of all its processes together, and its output."""
     peak, known = 0, {}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -154,7 +155,7 @@ def run(words: list[str], python: str = sys.executable) -> tuple[int, str]:
 
 
 def promised(said: str) -> str:
-    """The promise that a load prints before it begins, summed over the ranks, in GiB."""
+    """The promise that a load prints before it begins: the sum over ranks, in GiB."""
     found = re.search(r"^modicum: .*, at most ([\d.]+) MiB in a rank", said, re.M)
     if not found:
         sys.exit(f"no load has begun:\n{said}")

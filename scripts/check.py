@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Compares the sources with docs/ARCHITECTURE.md, the limits of CONTRIBUTING.md, and the pages with
-the sources.
+"""Checks the sources against docs/ARCHITECTURE.md and the limits of CONTRIBUTING.md, and the pages
+against the sources.
 
-check.py [TREE]: prints one line per finding, `file:line: the fault`, and exits 1 if there is
-any. Standard library only; functions are measured with Universal Ctags.
+check.py [TREE]: prints one line per finding, `file:line: message`, and exits 1 if there is any.
+Standard library only; needs Universal Ctags, which measures functions.
 """
 
 import ast
@@ -23,14 +23,15 @@ LINE_COLUMNS = 100
 FUNCTION_LINES, TEST_FUNCTION_LINES = 70, 120
 FILE_LINES, LONG_FILE_LINES = 500, 800
 PARAMETERS = 5
-EVERY_DOOR = "every door"
-# Built by cmake/python.cmake, as a module and not as a library.
+EVERY_DOOR = "every door"  # in the table: may include all rooms on lower floors
+# The room that cmake/python.cmake builds, as a module instead of a library.
 NOT_A_LIBRARY = "python"
 
 CXX = {".h", ".cc"}
 CODE = CXX | {".py", ".sh", ".cmake", ".txt", ".toml"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
-# A product with a size, recognised by the function that returns it or by the end of its name.
+# A product with a size as a factor. A size is a call of one of these functions, or a name with one
+# of these ends.
 SIZE = r"\b(?:numel_of|bytes_of|numel|bytes|total|[a-z_]*_bytes)\([^()]*\)"
 SIZE_PRODUCT = re.compile(rf"(?:{SIZE}|\w(?:_bytes|_numel|_count)\b)\s\*\s|\s\*\s[\w.>-]*{SIZE}")
 OPEN_TASK = re.compile(r"\bTO" + r"DO\b(?!\(#\d+\))")
@@ -52,7 +53,7 @@ class Architecture:
 
 
 def table_rows(page: str, first_cell: str) -> list[list[str]]:
-    """The cells of the rows below the header that begins with `first_cell`."""
+    """The cells of each row of the tables whose header begins with `first_cell`."""
     rows: list[list[str]] = []
     inside = False
     for line in page.splitlines():
@@ -85,7 +86,7 @@ def read_architecture(page: str) -> Architecture:
 
 
 def check_table(rooms: dict[str, Room]) -> Iterator[str]:
-    """No arrow upward, none to an unknown room, no cycle."""
+    """No room may include an unknown room, a room on a higher floor, or, indirectly, itself."""
     where = "docs/ARCHITECTURE.md:1:"
     if not rooms:
         yield f"{where} no table of rooms (room | floor | may include | charter)"
@@ -97,10 +98,11 @@ def check_table(rooms: dict[str, Room]) -> Iterator[str]:
                 yield f"{where} `{name}` on floor {room.floor} may include `{other}` above it"
     for name in rooms:
         if name in reachable(name, rooms):
-            yield f"{where} `{name}` reaches itself"
+            yield f"{where} `{name}` is in a cycle"
 
 
 def reachable(start: str, rooms: dict[str, Room]) -> set[str]:
+    """The rooms that `start` may include, directly or indirectly."""
     found: set[str] = set()
     ahead = [start]
     while ahead:
@@ -112,6 +114,7 @@ def reachable(start: str, rooms: dict[str, Room]) -> set[str]:
 
 
 def cmake_rooms(text: str) -> dict[str, frozenset[str]]:
+    """The DEPENDS list of each modicum_room() of CMakeLists.txt."""
     rooms = {}
     code = re.sub(r"#.*", "", text)
     for name, rest in re.findall(r"\bmodicum_room\(\s*(\w+)([^)]*)\)", code):
@@ -121,16 +124,21 @@ def cmake_rooms(text: str) -> dict[str, frozenset[str]]:
 
 
 def check_cmake(text: str, rooms: dict[str, Room]) -> Iterator[str]:
-    """The DEPENDS lists equal the table."""
+    """The DEPENDS lists must equal the table."""
     built = cmake_rooms(text)
     for name in sorted(built.keys() | rooms.keys() - {NOT_A_LIBRARY}):
         if name not in rooms:
             yield f"CMakeLists.txt:1: `{name}` is no room of docs/ARCHITECTURE.md"
         elif name not in built:
             yield f"CMakeLists.txt:1: room `{name}` has no modicum_room()"
-        elif built[name] != rooms[name].may_include:
-            apart = ", ".join(sorted(built[name] ^ rooms[name].may_include))
-            yield f"CMakeLists.txt:1: DEPENDS of `{name}` disagrees with the table about: {apart}"
+        else:
+            missing = sorted(rooms[name].may_include - built[name])
+            extra = sorted(built[name] - rooms[name].may_include)
+            if missing:
+                yield f"CMakeLists.txt:1: DEPENDS of `{name}` lacks {', '.join(missing)}"
+            if extra:
+                named = ", ".join(extra)
+                yield f"CMakeLists.txt:1: DEPENDS of `{name}` has {named}, which the table lacks"
 
 
 # ---- includes
@@ -148,7 +156,7 @@ def is_test(path: str) -> bool:
 
 
 def include_fault(path: str, header: str, architecture: Architecture) -> str | None:
-    """The fault of `path` including `modicum/...`, if there is one."""
+    """The fault of an include of `modicum/...` in `path`, or None."""
     rooms = architecture.rooms
     user, parts = room_of(path), header.split("/")
     room, name = parts[1], parts[-1]
@@ -161,7 +169,7 @@ def include_fault(path: str, header: str, architecture: Architecture) -> str | N
     if re.search(r"_doubles?\.h$", name):
         return None if is_test(path) else f"{header} is for tests"
     if name != f"{room}.h":
-        return f"{header} is behind the door modicum/{room}/{room}.h"
+        return f"{header} is internal: use modicum/{room}/{room}.h"
     return None
 
 
@@ -201,16 +209,17 @@ def check_lines(path: str, lines: list[str]) -> Iterator[str]:
         if len(line) > LINE_COLUMNS:
             yield f"{path}:{number}: {len(line)} columns, {LINE_COLUMNS} are the limit"
         if OPEN_TASK.search(line):
-            yield f"{path}:{number}: an open task without its issue number, as in (#12)"
+            yield f"{path}:{number}: a to-do without an issue number, such as (#12)"
 
 
 def check_products(path: str, lines: list[str]) -> Iterator[str]:
-    """No unchecked product of sizes, except in rooms that bound or need them."""
+    """No unchecked product of sizes, except in tests, `base`, which defines checked_mul, and
+    `kernels`, whose callers check sizes."""
     if is_test(path) or room_of(path) in (None, "base", "kernels"):
         return
     for number, line in enumerate(lines, start=1):
         if SIZE_PRODUCT.search(line.split("//")[0]):
-            yield f"{path}:{number}: a bare product of a size; base/sizes.h has checked_mul"
+            yield f"{path}:{number}: an unchecked product of a size: use checked_mul (base/sizes.h)"
 
 
 def check_length(path: str, lines: list[str]) -> Iterator[str]:
@@ -226,11 +235,11 @@ class Function:
     name: str
     begin: int
     end: int
-    signature: str  # C++ alone
+    signature: str  # C++: the parameters, with brackets; Python: unused
 
 
 def functions(root: Path, paths: list[str]) -> Iterator[Function]:
-    """Each function body. ctags calls lambdas `__anon...`."""
+    """The functions with a body, as ctags lists them. It calls lambdas `__anon...`."""
     command = (
         "ctags --languages=C++,Python --langmap=C++:+.h --kinds-C++=f --kinds-Python=fm"
         " --fields=+neS --output-format=json -f - -L -"
@@ -263,7 +272,8 @@ def check_functions(measured: list[Function]) -> Iterator[str]:
 
 
 def cxx_parameters(signature: str) -> int:
-    """Of "(int a, std::map<int, int> b) const": 1 + the commas outside inner brackets."""
+    """The number of parameters of a signature such as "(int a, std::map<int, int> b) const":
+    1 + the commas outside inner brackets."""
     depth, commas = 0, 0
     for character in signature[: signature.rindex(")") + 1]:
         depth += (character in "(<[{") - (character in ")>]}")
@@ -272,8 +282,8 @@ def cxx_parameters(signature: str) -> int:
 
 
 def python_parameters(path: str, tree: ast.AST) -> Iterator[tuple[str, int, int]]:
-    """(name, line, count) of each function except tests, whose parameters are fixtures.
-    Keyword-only parameters count for private functions only: in public ones they are the API."""
+    """(name, line, number of parameters) of each function, except tests, whose parameters are
+    fixtures. Keyword-only parameters count for private functions only."""
     class_of = {
         method: node.name
         for node in ast.walk(tree)
@@ -294,7 +304,8 @@ def python_parameters(path: str, tree: ast.AST) -> Iterator[tuple[str, int, int]
 
 
 def check_parameters(measured: list[Function], trees: Trees, page: str) -> Iterator[str]:
-    """The page lists exactly the functions with more parameters; its table can only shrink."""
+    """A function has at most PARAMETERS parameters, unless the table of CONTRIBUTING.md lists it.
+    An entry that is no longer needed must be removed from the table."""
     counted = [
         (one.path, one.name, one.begin, cxx_parameters(one.signature))
         for one in measured
@@ -315,24 +326,25 @@ def check_parameters(measured: list[Function], trees: Trees, page: str) -> Itera
         elif count > PARAMETERS:
             yield f"{path}:{line}: {name} has {count} parameters, {PARAMETERS} are the limit"
     for place, name in sorted(listed - needed):
-        yield f"CONTRIBUTING.md:1: `{name}` of `{place}` needs no exception any more"
+        yield f"CONTRIBUTING.md:1: `{name}` of `{place}` needs no exception any more: remove it"
 
 
 # ---- the tree
 
 
 def check_mutants(root: Path) -> Iterator[str]:
-    """A mutant's text occurs exactly once in its file, and the mutant is in its room's list."""
+    """A mutant's `find` must occur exactly once in its file, and the mutant must be in a list of
+    the file's room."""
     for path in sorted((root / "mutants").glob("*.toml")):
         for mutant in tomllib.loads(path.read_text()).get("mutant", []):
             where = f"{path.relative_to(root)}:1: mutant '{mutant['name']}'"
             source = root / mutant["file"]
             count = source.read_text().count(mutant["find"]) if source.is_file() else 0
             if count != 1:
-                yield f"{where}: expected once in {mutant['file']}, got it {count} times"
+                yield f"{where}: `find` must occur once in {mutant['file']}, occurs {count} times"
             room = mutant["file"].removeprefix("modicum/").partition("/")[0]
             if not path.stem.startswith(room):
-                yield f"{where}: expected in mutants/{room}*.toml"
+                yield f"{where}: must be in mutants/{room}*.toml"
 
 
 def all_files(root: Path) -> list[str]:
@@ -378,7 +390,7 @@ def main() -> int:
     for line in found:
         print(line)
     if not found:
-        print(f"{len(all_files(root))} files keep the rules")
+        print(f"{len(all_files(root))} files, no findings")
     return 1 if found else 0
 
 

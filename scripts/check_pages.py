@@ -18,9 +18,9 @@ PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*-
 PAGE_PATH = re.compile(r"(?<![\w./-])docs/[\w./-]+\.md\b")
 BARE_FILE = re.compile(r"`([\w-]+\.(?:cc|py|sh|cmake|toml))`")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*(?![\w-])")
-# Other projects' programs, whose flags are not checked.
+# Programs of other projects, whose flags are not checked.
 FOREIGN = re.compile(r"\b(pip|torchrun|git|make|cmake|apt-get|venv|gh|python3? -m build)\b")
-# Flags of every program here, and those of torchrun in prose.
+# Flags that are accepted everywhere: those of every program here, and of torchrun and pip in prose.
 KNOWN_FLAGS = {"--help", "--version", "--nproc-per-node", "--no-deps"}
 CITING = {".py", ".pyi", ".cc", ".h", ".sh", ".cmake", ".toml", ".txt"}
 VERBS_HEADING = re.compile(r"^## (.*`.*|Every verb)$", re.M)
@@ -93,7 +93,7 @@ def check_mentions(root: Path, path: str, text: str) -> Iterator[str]:
 
 
 def flags_of_verbs(sources: str, page: str) -> dict[str, set[str]]:
-    """Each verb's flags, from the page of the command line, without those that no source names."""
+    """The flags of each verb on the page of the command line, if a source contains them, too."""
     known = set(re.findall(r'"(?:-\w,)?(--[a-z][a-z0-9-]*)"', sources)) | {"--help"}
     flags: dict[str, set[str]] = {}
     parts = VERBS_HEADING.split(page)
@@ -108,13 +108,14 @@ def flags_of_verbs(sources: str, page: str) -> dict[str, set[str]]:
 
 
 def flags_of_script(tree: ast.AST) -> set[str]:
-    """The strings that a program hands to its argument parser."""
+    """The strings of a program that have the form of a flag."""
     strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     return {one for one in strings if isinstance(one, str) and FLAG.fullmatch(one)}
 
 
 def flags_here(words: str, programs: Programs) -> Iterator[tuple[str, set[str] | None]]:
-    """Each flag of a line of code, with the flags of the program before it; None: of others."""
+    """(flag, accepted flags) of each flag in a line of code. Those of the program that the line
+    names before the flag are accepted; None: any, since the program is another project's."""
     current: set[str] | None = programs.all_flags()
     previous = ""
     for word in words.split():
@@ -144,7 +145,8 @@ def check_flags(page: str, text: str, programs: Programs) -> Iterator[str]:
 
 
 def released(page: str, text: str) -> str:
-    """Released parts of a changelog may name files of their time: only the first part counts."""
+    """The text to check. In the changelog that is the unreleased part: released ones may name files
+    that no longer exist."""
     return "## [".join(text.split("## [")[:2]) if page == "CHANGELOG.md" else text
 
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Holds the imports of the Python package against the table of docs/ARCHITECTURE.md, and private
-names of other packages to `upstream/`.
+"""Checks that the imports of the Python package are in the table of docs/ARCHITECTURE.md, and that
+only `upstream/` uses private names of other packages.
 
-check_python.py [TREE]: prints one line per finding, `file:line: the finding`, and exits 1 if
-there is any. Standard library only.
+check_python.py [TREE]: prints one line per finding, `file:line: message`, and exits 1 if there is
+any. Standard library only.
 """
 
 import ast
@@ -28,7 +28,7 @@ PUBLIC = {
 
 
 def read_rooms(page: str) -> dict[str, Room]:
-    """The rooms of the page's table of Python rooms."""
+    """The rooms in the page's table of Python rooms."""
     return {
         name.strip("`"): Room(int(floor), names_in(may_import))
         for name, floor, may_import, _charter in table_rows(page, "Python room")
@@ -46,7 +46,7 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 
 def imported(tree: ast.Module, package: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """(line, path below the package) of each of the package's modules that a module imports."""
+    """(line, path below the package) of each import of a module of the package."""
     for line, name in imports(tree):
         top, *path = name.split(".")
         if top == "modicum":
@@ -66,7 +66,8 @@ def module_of(path: tuple[str, ...], package: Path) -> tuple[str, ...]:
 
 
 def check_imports(root: Path, rooms: dict[str, Room]) -> Iterator[str]:
-    """Every import between rooms is in the table, and every room."""
+    """Every room and every import between rooms must be in the table; every arrow of the table must
+    be used by a file."""
     package = root / PACKAGE
     unused = {(name, other) for name, room in rooms.items() for other in room.may_include}
     for path in sorted(package.rglob("*.py")):
@@ -99,8 +100,8 @@ def defined_in(tree: ast.Module) -> Iterator[str]:
 
 
 def used_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """(line, name) of attributes, of imports, and of strings that consist of names:
-    those are what getattr and its like are given."""
+    """(line, name) of attributes, of imports, and of strings that consist of names, which may be
+    arguments of getattr."""
     for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.Attribute):
@@ -117,7 +118,7 @@ def used_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def check_names(root: Path) -> Iterator[str]:
-    """Private names of other packages are in upstream/ only."""
+    """Only upstream/ may use private names of other packages."""
     package = root / PACKAGE
     outside = {
         path: ast.parse(path.read_text())
@@ -129,7 +130,8 @@ def check_names(root: Path) -> Iterator[str]:
         for line, name in used_in(tree):
             if re.match(r"_[^_]", name) and name not in own:
                 where = path.relative_to(root)
-                yield f"{where}:{line}: `{name}` is private to another package: {UPSTREAM}/ has it"
+                what = f"`{name}` is private to another package: only {UPSTREAM}/ may use it"
+                yield f"{where}:{line}: {what}"
 
 
 def check_hidden(root: Path) -> Iterator[str]:

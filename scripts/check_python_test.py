@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Each rule of check_python.py reports a tree that breaks it, and no other."""
+"""Each rule of check_python.py reports a tree that breaks it, and accepts a tree that does not."""
 
 import sys
 import tempfile

@@ -7,17 +7,17 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 PACKAGE = "modicum/python/"
-# .cc files, pages, tests, examples, embedded files, the fuzzers' first inputs and what begins with
-# a dot need not be named.
+# Files that need not be named: .cc files, pages, tests, examples, embedded files, the fuzzers'
+# first inputs, and files and folders whose name begins with a dot.
 FOUND_BY_PLACE = re.compile(
     r"^\.|^examples/|^mutants/|^modicum/synth/configs/|^modicum/report/page/|\.(cc|md)$"
     r"|^tests/fixtures/fuzz/\w+/|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
 )
-VARIABLE = re.compile(r"\$?\{\w+\}|\$\w+")  # as in "requirements-$group.txt"
+VARIABLE = re.compile(r"\$?\{\w+\}|\$\w+")  # for example in "requirements-$group.txt"
 # An included header, a file with its ending, a dotted module, or a module in "module:function".
 NAME = re.compile(r'(?<=#include ")[^"]+|[\w*-]+(?:\.[\w*-]+)+|(?<=")\w+(?=:\w)')
 
-Trees = dict[str, ast.AST]  # of Python files, by path
+Trees = dict[str, ast.AST]  # path of a Python file -> its syntax tree
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -36,14 +36,15 @@ def names_of(path: str) -> set[str]:
     name, parts = Path(path).name, Path(path.removeprefix(PACKAGE)).with_suffix("").parts
     if not path.endswith(".py"):
         return {name}
-    dotted = [".".join(parts[i:]) for i in range(len(parts))]  # from whatever folder is the root
+    dotted = [".".join(parts[i:]) for i in range(len(parts))]  # with any folder as the root
     return {dotted[0]} if path.startswith(PACKAGE) else {name, *dotted}
 
 
 def check_use(root: Path, paths: list[str], trees: Trees) -> Iterator[str]:
-    """Some other file includes a header, imports a module of the package or has its dotted name,
-    and imports or names any other file. "needs-$group.txt" names several."""
-    users: dict[str, set[str]] = {}  # the files that contain this name
+    """Each file must be used by another one: a header is included; a module of the package is
+    imported, or its dotted name occurs; any other file is imported or named. A name with a
+    variable, such as "needs-$group.txt", names all files that match."""
+    users: dict[str, set[str]] = {}  # name -> the files that contain it
     for path in paths:
         text = VARIABLE.sub("*", (root / path).read_text(errors="replace"))
         for word in set(NAME.findall(text)):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Finds phrases that the engineers of this field do not use, in comments, messages and pages.
+"""Finds phrases in comments, messages and pages that engineers of this field do not use.
 
 check_words.py [PATH...]: prints one line per finding, `file:line: phrase: write ...`, and exits 1
 if there is any. Without paths: every tracked text file. Standard library only.
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# Pattern -> what to write instead. They hold in every line of every file, code included.
+# Pattern -> advice what to write instead. Every line of every file is searched, code included.
 PHRASES = {
     r"\bwhat (is|are|was|were)\b(?! it\?)": "name the thing",
     r"\blook(s|ed|ing)?\b(?! up\b|[- ]?ahead\b| like\b)": "read, check, inspect, search, ignored",

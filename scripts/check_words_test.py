@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""check_words.py finds each phrase of its table, and leaves other sentences alone."""
+"""check_words.py finds each phrase of its table, and nothing in other sentences."""
 
 import sys
 import unittest

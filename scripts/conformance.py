@@ -1,12 +1,10 @@
 #!/usr/bin/env python3
-"""Compares Modicum with other versions of the packages that it works with, and whether its bits are
-right with them.
+"""Tests Modicum with other versions of the packages that it works with: bits and memory of loads.
 
-Makes an environment for each of ENVIRONMENTS over .venv, whose torch and wheel they share, in
-build/conformance/, and runs in each: the tests of FAMILIES (every model of
-tests/support/families.py through `modicum.torch.load`, against that version's own
-`from_pretrained`), the tests of FRONTS where they are asked of it,
-and the rows of LOADERS by benchmarks/loaders.py. Writes benchmarks/CONFORMANCE.md. It takes half
+Makes each of ENVIRONMENTS in build/conformance/, on top of .venv, whose torch and wheel it uses.
+Runs in each: the tests of FAMILIES (every model of tests/support/families.py through
+`modicum.torch.load`, compared with that version's `from_pretrained`), the tests of FRONTS if its
+`fronts` is set, and benchmarks/loaders.py for LOADERS. Writes benchmarks/CONFORMANCE.md. Takes half
 an hour and needs a package index; `make soak` runs it.
 """
 
@@ -39,7 +37,7 @@ FRONTS = (
     "tests/recipes/test_recipes_wrapped.py",
 )
 LOADERS = "from_pretrained,accelerate,transformers,dcp,modicum"
-CASES = {"dense": "2", "moe": "1"}  # layers
+CASES = {"dense": "2", "moe": "1"}  # case of loaders.py -> number of layers
 WORLD = 4
 SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_BUILD_OPS": "0"}
 
@@ -47,8 +45,8 @@ SURROUNDINGS = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_BU
 @dataclass(frozen=True)
 class Environment:
     name: str
-    wanted: tuple[str, ...]  # of pip; all others are .venv's
-    fronts: bool
+    wanted: tuple[str, ...]  # requirements for pip; all other packages are those of .venv
+    fronts: bool  # whether the tests of FRONTS are run
 
     @property
     def directory(self) -> Path:
@@ -62,8 +60,8 @@ class Environment:
 ENVIRONMENTS = (
     Environment("pinned", (), fronts=True),
     Environment("newest", PACKAGES, fronts=True),
-    # The last version that converts nothing while loading: recipes are the identity, and the fronts
-    # need version 5.
+    # The last version that converts no weights while it loads, so that recipes are the identity.
+    # Without fronts, which need version 5.
     Environment("transformers 4.57", ("transformers==4.57.*",), fronts=False),
 )
 
@@ -79,7 +77,7 @@ def run(words: list[str | Path], *, may_fail: bool = False) -> subprocess.Comple
 
 
 def make(environment: Environment) -> None:
-    """An environment on top of .venv, whose own packages take precedence."""
+    """Makes an environment on top of .venv; its own packages take precedence."""
     if not environment.wanted:
         return
     base = run([ROOT / ".venv/bin/python", "-c", "import site; print(site.getsitepackages()[0])"])
@@ -101,7 +99,7 @@ def version_of(package: str, python: Path) -> str:
 
 
 def outcomes(environment: Environment, words: tuple[str, ...]) -> dict[str, list[str]]:
-    """The names of tests by outcome."""
+    """The names of the tests that were run, by outcome."""
     report = PLACE / f"{environment.directory.name}.xml"
     report.unlink(missing_ok=True)
     pytest = [environment.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml"]
@@ -134,8 +132,8 @@ def outcome_of(case: ET.Element) -> str:
 
 
 def held(environment: Environment, case: str) -> dict[str, str]:
-    """For each loader the peak of all ranks, as a multiple of the shards, and whether the bits are
-    right."""
+    """For each loader whether the bits are right, and the peak of all ranks together as a multiple
+    of their shards."""
     raw = PLACE / f"{environment.directory.name}.{case}.jsonl"
     raw.unlink(missing_ok=True)
     run(
@@ -161,8 +159,8 @@ def page(found: dict[str, dict]) -> str:
     lines = [
         "# Conformance",
         "",
-        "What other versions hold, and whether the bits are right with them: written by "
-        "`python scripts/conformance.py`, which `make soak` runs.",
+        "Loads with other versions of the packages: whether the bits are right, and the host "
+        "memory. Written by `python scripts/conformance.py`, which `make soak` runs.",
         "",
         "| | " + " | ".join(names) + " |",
         "|---" * (len(names) + 1) + "|",
@@ -194,10 +192,11 @@ TESTS = {
     "fronts": "tests of accelerate, Trainer, TRL, DeepSpeed, engines, DCP and recipes",
 }
 FOOTER = (
-    f"The loaders' rows: bits against a single process's `from_pretrained`, and the most that "
-    f"{WORLD} ranks hold together, 1.00 being their shards. Refused: by name, before anything is "
-    "loaded. Not there: the version has no such model, or none of this configuration. Not by them "
-    "either: their own `from_pretrained` leaves tensors empty, or wants a GPU.",
+    f"Rows of loaders: the bits are compared with those of `from_pretrained` in a single process. "
+    f"The number is the peak of {WORLD} ranks together, as a multiple of the bytes of their "
+    "shards. Refused: an error that names the reason, before anything is loaded. Not there: the "
+    "version has no such model, or not with this configuration. Not by them either: "
+    "`from_pretrained` of that version leaves tensors empty, or needs a GPU.",
 )
 
 

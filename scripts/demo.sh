@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# demo.sh MODICUM: makes a checkpoint of qwen3-0.6b's true shapes, shows what each strategy would
-# hold, loads it into 4 ranks and shows the promise next to the outcome. Takes 1.2 GB of disk for a
-# moment, and as much memory.
+# demo.sh MODICUM: makes a checkpoint with the true shapes of qwen3-0.6b, shows the memory that each
+# strategy would take, loads it into 4 ranks, and shows promised and measured memory. Needs 1.2 GB
+# of disk, removed at the end, and 1.2 GB of memory.
 set -euo pipefail
 modicum=$(realpath "$1")
 cd "$(dirname "$0")/.."

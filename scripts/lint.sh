@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# lint.sh: ruff over every Python file, mypy over the package; their settings are in pyproject.toml.
-# Both come from a Python index, and mypy reads the types of torch: without an index this warns and
-# checks nothing. With CI=true that is an error.
+# lint.sh: runs ruff over every Python file and mypy over the package, with the settings of
+# pyproject.toml. If ruff, mypy or torch, whose types mypy reads, can't be installed, it warns and
+# checks nothing; with CI=true that is an error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

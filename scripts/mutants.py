@@ -1,12 +1,20 @@
 #!/usr/bin/env python3
-"""Applies the faults of mutants/*.toml, one at a time, and expects their tests to fail.
+"""Mutation tests: applies the faults of mutants/*.toml, one at a time, and runs their tests, which
+must fail.
 
 mutants.py [FILE...] [--only TEXT] [--list] [--jobs N] [--python PATH]. FILE is one of
-mutants/*.toml; by default all are read. Works on a copy of the tree under build/mutants. A mutant
-passes when its tests fail ("caught") or exceed the time limit ("hung", Python tests only); it fails
-when they stay green ("survived"), when it does not build, and when its text is not found exactly
-once. Exit 1 if any mutant fails. Tests are ctest's, or Python ones, which see the copy's program
-and package. Python 3.11 or later, standard library only.
+mutants/*.toml; by default all are read. Works on a copy of the tree under build/mutants. The tests
+of a mutant are selected from ctest's, or are Python tests, which use the copy's program and
+package. Verdicts:
+
+    caught          the tests fail
+    hung            the Python tests exceed the time limit, which is as good
+    survived        the tests pass: they do not test this
+    does not build
+
+Exit 0 if all mutants are caught or hang; 1 if one survives or does not build; 2, before any mutant
+is tried, if the list is invalid (`find` does not occur exactly once in its file, for example) or
+the tests fail without a mutant. Python 3.11 or later, standard library only.
 """
 
 import argparse
@@ -26,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/mutants"
 SOURCE, BUILD, PACKAGE = WORK / "src", WORK / "build", WORK / "package"
 TEST_TIMEOUT_S = 120
-HUNG = 124  # the status of Python tests that exceed it
+HUNG = 124  # our exit status for Python tests that exceed TEST_TIMEOUT_S
 # Warnings are off, so that a mutant with an unused variable compiles.
 CXX_FLAGS = "-O1 -w"
 
@@ -42,7 +50,8 @@ class Mutant:
     file: str
     find: str
     replace: str
-    tests: str = ""  # a regular expression over ctest's names; or
+    # Exactly one of the following is set.
+    tests: str = ""  # a regular expression over the names of ctest's tests
     pytest: str = ""  # arguments for pytest
 
 
@@ -67,8 +76,9 @@ def read_mutants(paths: list[Path]) -> list[Mutant]:
     for entry in entries:
         is_whole = set(entry) - either == fields and len(set(entry) & either) == 1
         if not is_whole or not all(isinstance(text, str) for text in entry.values()):
-            told = ", ".join(sorted(fields))
-            raise Refusal(f"{entry.get('name', entry)}: the fields are {told}; tests or pytest")
+            expected = f"strings {', '.join(sorted(fields))}, and either tests or pytest"
+            got = ", ".join(sorted(entry))
+            raise Refusal(f"{entry.get('name', 'a mutant')}: expected {expected}; got {got}")
     mutants = [Mutant(**entry) for entry in entries]
     names = [mutant.name for mutant in mutants]
     for name in names:
@@ -80,7 +90,9 @@ def read_mutants(paths: list[Path]) -> list[Mutant]:
 def mutated(text: str, mutant: Mutant) -> str:
     count = text.count(mutant.find)
     if count != 1:
-        raise Refusal(f"'{mutant.name}': its text occurs {count} times in {mutant.file}")
+        raise Refusal(
+            f"'{mutant.name}': `find` must occur once in {mutant.file}, occurs {count} times"
+        )
     if mutant.find == mutant.replace:
         raise Refusal(f"'{mutant.name}' changes nothing")
     return text.replace(mutant.find, mutant.replace)
@@ -96,7 +108,7 @@ def tree_files() -> list[str]:
 
 
 def copy_tree() -> None:
-    """Makes the copy equal to the tree; touches only what differs, so that little is rebuilt."""
+    """Makes the copy equal to the tree. Writes only files that differ: little is rebuilt."""
     wanted = set(tree_files())
     for path in list(SOURCE.rglob("*")) if SOURCE.exists() else []:
         if path.is_file() and str(path.relative_to(SOURCE)) not in wanted:
@@ -160,7 +172,8 @@ def test(pattern: str, jobs: int) -> subprocess.CompletedProcess[str]:
 
 
 def lay_out_package() -> None:
-    """Makes a folder like the installed Python package, of links to the copy and the build."""
+    """Makes a folder that equals the installed Python package, with links to the copy's files and
+    the built module."""
     package = PACKAGE / "modicum"
     shutil.rmtree(package, ignore_errors=True)
     package.mkdir(parents=True)
@@ -169,7 +182,8 @@ def lay_out_package() -> None:
 
 
 def test_python(arguments: str, python: Path) -> subprocess.CompletedProcess[str]:
-    """Runs pytest. Missing oracles are failures (CI), and no stale byte code is used."""
+    """Runs pytest. With CI=true a test fails, instead of skipping, if its oracle is missing. No
+    byte code is written, since a mutant's could be stale."""
     environment = os.environ | {
         "PYTHONPATH": str(PACKAGE),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -202,7 +216,7 @@ def test_python(arguments: str, python: Path) -> subprocess.CompletedProcess[str
 
 
 def programs_of(mutant: Mutant) -> list[str]:
-    """The test programs, as build targets, that hold the tests of a mutant."""
+    """The build targets that the tests of a mutant need."""
     if mutant.pytest:
         return ["modicum", "_modicum"]
     result = run(["ctest", "--test-dir", str(BUILD), "-R", mutant.tests, "--show-only=json-v1"])
@@ -211,8 +225,8 @@ def programs_of(mutant: Mutant) -> list[str]:
 
 
 def check_unmutated(mutants: list[Mutant], jobs: int, python: Path) -> dict[str, list[str]]:
-    """Asserts that every selected test exists and passes without a mutation. Returns the programs
-    of each mutant."""
+    """Raises Refusal unless every selected test exists and passes without a mutant. Returns the
+    build targets of each mutant."""
     of_python = sorted({mutant.pytest for mutant in mutants} - {""})
     if of_python and run([str(python), "-c", "import nanobind, pytest"]).returncode != 0:
         raise Refusal(f"{python} lacks nanobind or pytest: scripts/venv.sh test wheel")
@@ -226,14 +240,14 @@ def check_unmutated(mutants: list[Mutant], jobs: int, python: Path) -> dict[str,
             raise Refusal(f"'{mutant.name}': no test matches {mutant.tests}")
     results = []
     of_ctest = sorted({mutant.tests for mutant in mutants} - {""})
-    if of_ctest:  # Without parentheses: ctest's expressions may have few.
+    if of_ctest:  # no parentheses around each: ctest's regular expressions allow only a few groups
         results.append(test("|".join(of_ctest), jobs))
     if of_python:
         lay_out_package()
         results += [test_python(arguments, python) for arguments in of_python]
     red = [result.stdout + result.stderr for result in results if result.returncode != 0]
     if red:
-        raise Refusal("\n".join(["tests are red before any mutation:", *red]))
+        raise Refusal("\n".join(["tests fail without a mutant:", *red]))
     return programs
 
 
@@ -255,7 +269,7 @@ def try_mutant(mutant: Mutant, programs: list[str], jobs: int, python: Path) -> 
         verdict = verdict_on(mutant, programs, jobs, python)
     finally:
         path.write_text(original)
-        os.utime(path)
+        os.utime(path)  # so that ninja rebuilds it even within the clock's resolution
     return Outcome(mutant, verdict, time.monotonic() - start)
 
 

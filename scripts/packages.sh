@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# packages.sh GROUP...: makes sure that the Debian packages of the groups build, check and python
-# are there. Root installs missing ones; anybody else gets the line to run, and exit 1.
+# packages.sh GROUP...: makes sure that the Debian packages of each GROUP (build, check, python) are
+# installed. Root installs missing ones; for other users it prints the command to run and exits 1.
 set -euo pipefail
 
 packages_of() {
@@ -19,7 +19,7 @@ is_installed() {
   [ "$(dpkg-query --show --showformat='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
 }
 
-# Lists of packages go stale; an install that fails on a fresh list is a real failure.
+# apt-get update first: an old package list would name versions that the server no longer has.
 install() {
   export DEBIAN_FRONTEND=noninteractive
   apt-get update -qq

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes docs/reference/python.md from docstrings and docs/reference/command-line.md from --help.
 
-reference.py [MODICUM]: without a program only the first one, which needs the sources alone. A test
-fails when either page is stale (tests/package/test_reference_page.py). Standard library only.
+reference.py [MODICUM]: MODICUM is the built program. Without it only python.md is written, from the
+sources. tests/package/test_reference_page.py fails if a page is stale. Standard library only.
 """
 
 import ast
@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGE = "modicum/python/modicum"
 PYTHON_PAGE = "docs/reference/python.md"
 COMMAND_PAGE = "docs/reference/command-line.md"
-# Module -> the names to show; None: all names that it re-exports.
+# Module -> the names to document; None: all names that it re-exports.
 MODULES: dict[str, list[str] | None] = {
     "modicum": None,
     "modicum.memory": None,
@@ -28,7 +28,7 @@ MODULES: dict[str, list[str] | None] = {
     "modicum.errors": ["Error"],
 }
 SHARED_BY = ("plan", "load", "rehearse", "save", "resume")
-# The kernels that a machine can run differ; the page is the same everywhere.
+# Help texts that depend on the machine, and their replacements on the page.
 OF_THIS_MACHINE = {"--isa": "an instruction set that this machine has; default: the fastest"}
 
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -100,7 +100,7 @@ def signature(node: Node, columns: int = 96) -> str:
 
 
 def markdown_of(docstring: str) -> Iterator[str]:
-    """Sections of a docstring (Args:, Raises:) as lists; indented examples as they are."""
+    """A docstring in Markdown: sections (Args:, Raises:) become lists, other lines are kept."""
     in_section = False
     for line in docstring.strip().splitlines():
         if re.fullmatch(r"(Args|Returns|Raises|Yields|Attributes|Example):", line):
@@ -121,7 +121,7 @@ def is_property(node: Node) -> bool:
 
 
 def members(node: ast.ClassDef) -> Iterator[str]:
-    """Public methods and properties, by the first paragraph of their docstrings."""
+    """A line for each public method and property: the first paragraph of its docstring."""
     for one in node.body:
         if not isinstance(one, Node) or one.name.startswith("_"):
             continue
@@ -171,7 +171,7 @@ def python_page(root: Path) -> str:
 class Verb:
     summary: str
     usage: str
-    flags: dict[str, str]  # as shown -> its help
+    flags: dict[str, str]  # flag as displayed -> its help
 
 
 def help_of(program: Path, *words: str) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# stage.sh NAME COMMAND...: runs the command, then says how long it took and whether it passed.
+# stage.sh NAME COMMAND...: runs the command, then prints how long it took and whether it succeeded.
 set -u
 name=$1
 shift

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
 # test.sh STAGE: builds what one stage of the tests needs and runs it.
 #   dev     every test program
-#   asan    the test programs of the rooms that parse what they are given or count in pointers,
-#           with the address and undefined behaviour sanitizers
+#   asan    the test programs of the rooms that parse input or compute with pointers, with the
+#           address and undefined behaviour sanitizers
 #   tsan    the test programs of the rooms that start threads, with the thread sanitizer
-#   asan-all, tsan-all  every test program with these, AdamW's kernels sanitized too
-#   clang   compiles everything with Clang 14, the Python module too
-#   fuzz    mutates the input of every parser for FUZZ_S seconds (60) each, with Clang's libFuzzer
-#   python  the tests under tests/, against the dev build and the wheel, which .venv gets
-#   python-soak  those among them that are marked soak
+#   asan-all, tsan-all  every test program with these sanitizers; asan-all also AdamW's kernels
+#   clang   compiles everything, the Python module included, with Clang 14
+#   fuzz    fuzzes every parser for FUZZ_S seconds (default 60), with Clang's libFuzzer
+#   python  the tests under tests/ with the dev build and the wheel, which is installed into .venv
+#   python-soak  the tests under tests/ that are marked soak
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 guarded_rooms="base json io probe memory kernels recipe checkpoint plan ranks optim stream"
 threaded_rooms="base memory optim ranks stream"
-# Under the thread sanitizer these take minutes for values, not for threads.
+# Left out with the thread sanitizer: these tests take minutes there, and test values, not threads.
 of_values='^(LoadFp8\.(Every|Experts)|LoadExact\.OddSizes)'
 jobs=$(nproc)
 
@@ -33,8 +33,8 @@ run_ctest() {  # PRESET [CTEST ARGUMENT...]
     -j "$jobs" "$@" | grep --line-buffered -v -E '^ *Start +[0-9]+:|Passed +[0-9.]+ sec$'
 }
 
-# GCC 12's thread sanitizer can't place its shadow under the widest address randomisation.
-# Discovering the tests runs them, so the build goes without randomisation too.
+# GCC 12's thread sanitizer can't map its shadow memory if addresses are randomised by too many
+# bits. The build runs test programs to list their tests, so it needs this, too.
 without_randomisation() {
   if setarch "$(uname -m)" -R true 2>/dev/null; then
     setarch "$(uname -m)" -R "$0" "$@"
@@ -51,7 +51,7 @@ test_files() {
   find tests -name 'test_*.py' -not -path 'tests/gpu/*' | sort
 }
 
-# Every test file, those first that take minutes: no worker is to wait for another's last one.
+# Every test file. Those that take minutes come first, so that none of them is left for the end.
 longest_first() {
   local long="torch/fronts/test_optimizers package/test_first_hour torch/optim/test_deepspeed
     torch/fronts/test_engine_strategies torch/fronts/test_accelerate_memory
@@ -92,7 +92,7 @@ case "${1:-}" in
     configure_and_build tsan
     run_ctest tsan ;;
   clang)
-    # Warnings are the point, so nothing is optimised. The names are the only thing it shares.
+    # Only the warnings are needed, so nothing is optimised.
     scripts/venv.sh wheel
     cmake --preset dev -B build/clang -DCMAKE_CXX_COMPILER=clang++-14 \
       -DCMAKE_CXX_FLAGS=-O0 -DCMAKE_BUILD_TYPE= -DMODICUM_PRECOMPILE=OFF \
@@ -116,8 +116,8 @@ case "${1:-}" in
     scripts/venv.sh test wheel
     scripts/wheel.sh build/python install
     failed=0
-    # A file's tests share what they have made. Half of the time they wait for processes and disks:
-    # three workers for two CPUs.
+    # Three workers for two CPUs, since tests wait half of the time for processes and disks. One
+    # worker runs all tests of a file (loadfile), since they share fixtures.
     # shellcheck disable=SC2046
     run_pytest $(longest_first) -m "not alone and not soak" \
       --numprocesses $(((3 * jobs + 1) / 2)) \

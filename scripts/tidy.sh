@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# tidy.sh: clang-tidy with the checks of .clang-tidy, all of them errors, over every C++ source but
-# the tests.
+# tidy.sh: runs clang-tidy over every C++ source except tests and bindings. Every finding of a check
+# in .clang-tidy is an error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,15 +1,14 @@
 #!/usr/bin/env bash
-# venv.sh GROUP...: makes .venv and installs scripts/requirements-GROUP.txt of each group into it,
-# and after it scripts/requirements-GROUP-on-torch.txt, if there is one: packages whose own build
-# needs the torch that the group has brought. torch is large and not to be had everywhere: without
-# it the other packages are installed and the tests that need it skip, saying so. With CI=true it
-# is an error.
+# venv.sh GROUP...: makes .venv and installs scripts/requirements-GROUP.txt of each group into it.
+# Then it installs scripts/requirements-GROUP-on-torch.txt, if there is one: packages whose build
+# needs the torch of the group. If torch can't be installed, the other packages are, and the tests
+# that need torch are skipped with a message. With CI=true that is an error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-export DS_BUILD_OPS=0 # of deepspeed its Python is wanted, no kernel
+export DS_BUILD_OPS=0 # only deepspeed's Python code is needed, no kernels
 
-# Who comes while another is at it waits, and finds what that one has installed.
+# A second venv.sh waits for the first and then finds its packages installed.
 mkdir -p build
 exec 9> build/venv.lock
 flock 9

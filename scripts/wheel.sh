@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# wheel.sh DIRECTORY [install]: builds the Python wheel into DIRECTORY, in place of an older one,
-# and installs it into .venv. Prints every tenth step of the build; build/wheel.log has all output.
+# wheel.sh DIRECTORY [install]: builds the Python wheel in DIRECTORY and removes an older one.
+# With `install` it also installs the wheel into .venv. Prints every tenth step of the build;
+# build/wheel.log has all output.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Of Ninja's lines "[30/181] Building CXX object a/b.cc.o", on stdin: "[30/181] b.cc.o".
+# Reads Ninja's lines, such as "[30/181] Building CXX object a/b.cc.o", and prints every tenth as
+# "[30/181] b.cc.o".
 every_tenth() {
   local line step count
   while IFS= read -r line; do

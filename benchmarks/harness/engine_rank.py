@@ -2,8 +2,8 @@
 --steps N [--modicum]. Rank 0 prints its losses. With --modicum the packages on PYTHONPATH are
 patched.
 
-Without steps no optimizer takes memory: torch's AdamW does so in its first step, and ours, which
-takes it when it is made, is not made.
+Without steps no optimizer takes memory: torch's AdamW takes it in its first step. Modicum's AdamW
+takes it when it is constructed, so it is not constructed then.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {number}: loss {loss:.6f}", flush=True)
     dist.barrier()
-    os._exit(0)  # the engines' own threads do not end
+    os._exit(0)  # a normal exit would wait for threads of the engines that do not end
 
 
 if __name__ == "__main__":

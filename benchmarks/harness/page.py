@@ -1,4 +1,4 @@
-"""Writes tables into pages, and the machine's description into their footers."""
+"""Writes tables into pages; describes the machine for their footers."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ def cpu() -> str:
 
 
 def machine() -> str:
-    """The machine's line in a table's footer."""
+    """The line about this machine in a table's footer."""
     return f"{cpu()}, Linux {platform.release()}"
 
 

@@ -1,9 +1,9 @@
-"""The charts of an HTML page as a picture, taken in Debian's Chromium."""
+"""Takes a picture of the charts of an HTML page, in Debian's Chromium."""
 
 import shutil
 from pathlib import Path
 
-# Without controls, and with all charts at the same height.
+# Hides the controls and gives all charts the same height.
 STYLE = """
 h1, .tools, .sample, .reading, .tables > .processes, details, footer { display: none }
 #runs.several { align-items: end }

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Records a run of `make bench` in benchmarks/RESULTS.md.
 
-record.py RUN.tsv: a line per program, its name and the seconds since the epoch at which it began
-and ended, separated by tabs.
+record.py RUN.tsv: RUN.tsv has a line per program: its name, its begin and its end in seconds since
+the epoch, separated by tabs.
 """
 
 import subprocess
@@ -15,7 +15,7 @@ from harness.page import ROOT, machine, write_between_markers
 
 
 def commit() -> str:
-    """The commit that was measured; changes to pages do not count."""
+    """The measured commit: the last one that changes more than pages."""
     words = ["git", "describe", "--always", "--exclude", "*"]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout.strip()

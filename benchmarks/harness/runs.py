@@ -1,4 +1,5 @@
-"""One run: a zygote forks ranks, which wait at a gate, work while they are sampled, and report."""
+"""One run: a zygote forks ranks, which wait at a gate, work while their memory is sampled, and
+report."""
 
 import contextlib
 import json
@@ -19,15 +20,15 @@ from harness.watch import Watch, available_bytes, group_within, require_group
 SAMPLE_PERIOD_S = 0.004
 RESERVE_BYTES = 2 << 30  # left free for the rest of the machine
 STARTING_S = 180
-FOLLOWING_S = 0.5  # time to collect failures of other ranks that follow from the first
+FOLLOWING_S = 0.5  # how long failures of other ranks, caused by the first one, are collected
 
 
 class RunFailedError(Exception):
-    """A run failed: the message of the first rank to fail."""
+    """A run failed. The message is that of the rank that failed first."""
 
 
 class Zygote:
-    """A process that forks ranks, started in an environment of its own."""
+    """A process that forks ranks (zygote.py), started with its own environment variables."""
 
     def __init__(self, module: str, argument: str, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -59,7 +60,7 @@ class Zygote:
 
 
 class Ranks:
-    """The ranks of one run, each at the other end of a socket."""
+    """The ranks of one run, each connected by a socket."""
 
     def __init__(self, listener: socket.socket, world: int) -> None:
         listener.settimeout(STARTING_S)
@@ -77,8 +78,8 @@ class Ranks:
     def hear(
         self, events: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
     ) -> list[dict[str, Any]]:
-        """Waits until every rank has reported the event, or one of several separated by spaces;
-        calls `meanwhile` repeatedly."""
+        """Waits until every rank has reported the event, or one of several events separated by
+        spaces. Calls `meanwhile` repeatedly."""
         deadline = time.monotonic() + timeout_s
         heard: dict[int, dict[str, Any]] = {}
         while len(heard) < len(self._lines):
@@ -96,7 +97,7 @@ class Ranks:
         return list(heard.values())
 
     def _cause(self, failure: dict[str, Any], index: int) -> str:
-        """The first error, which causes those of other ranks."""
+        """The message of the first error, which has caused the errors of other ranks."""
         others = {c: i for i, c in enumerate(self._connections) if i != index}
         failures = [failure]
         time.sleep(FOLLOWING_S)
@@ -122,7 +123,7 @@ def free_port() -> int:
 
 
 def rank_environment(world: int) -> dict[str, str]:
-    """The variables of torchrun for the ranks of one node."""
+    """The environment variables that torchrun sets for the ranks of one node."""
     return {
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
@@ -141,12 +142,12 @@ def measure(
     spare_bytes: int = 0,
     more_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """One run of a job: the measurements, and each rank's report.
+    """Runs a job once; returns the measurements and each rank's report.
 
     `before_loading` is called when all ranks are ready to begin; for a job with `builds_first`,
-    between building the model and loading it. The ranks may use the node's available memory and
-    `spare_bytes`; or, given `more_bytes`, so much more than they hold when they begin. Raises
-    `RunFailedError`, after every rank has ended.
+    between building the model and loading it. The ranks' memory is limited to the node's available
+    memory plus `spare_bytes` minus RESERVE_BYTES; with `more_bytes`, to the bytes that they hold
+    when they begin plus `more_bytes`. Raises `RunFailedError`, after every rank has ended.
     """
     where = scratch / "gate"
     where.unlink(missing_ok=True)

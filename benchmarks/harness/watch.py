@@ -1,9 +1,9 @@
-"""The memory and reads of a group of processes while it runs, from the kernel's counters.
+"""Measures memory and reads of a group of processes while it runs, from the kernel's counters.
 
-Memory has two figures. The sum of anonymous memory, shared memory and page tables over the
-processes is sampled and misses a peak between two samples; the peak of their cgroup misses none. If
-no cgroup can be made, the sum of the processes' high-water marks replaces it: an upper bound,
-since it counts mapped files too.
+Memory has two figures. One is sampled: the sum of anonymous memory, shared memory and page tables
+over the processes; it misses a peak between two samples. The other is the peak of their memory
+cgroup, which misses none. If no cgroup can be made, the sum of the processes' high-water marks
+replaces it, an upper bound, since it includes mapped files.
 """
 
 import contextlib
@@ -108,20 +108,21 @@ def cpu_seconds(pid: int) -> float:
 
 
 def io_of(pid: int) -> dict[str, int]:
-    """/proc/PID/io: rchar counts bytes of read(), read_bytes those from storage."""
+    """The counters of /proc/PID/io: rchar is bytes of read() calls, read_bytes bytes from
+    storage."""
     lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     return {name: int(count) for name, count in (line.split(": ") for line in lines)}
 
 
 class Process:
-    """One process's memory, cheap to sample often."""
+    """The memory of one process; its file in /proc is kept open, so that sampling is cheap."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self._status = os.open(f"/proc/{pid}/status", os.O_RDONLY)
 
     def status(self) -> dict[str, int]:
-        """Bytes by the kernel's name; empty after the process has exited."""
+        """Bytes by field of /proc/PID/status; empty after the process has exited."""
         try:
             text = os.pread(self._status, 8192, 0)
         except ProcessLookupError:
@@ -141,7 +142,7 @@ def held(status: dict[str, int]) -> int:
 
 
 class Group:
-    """The memory cgroup that a run's processes are in."""
+    """The memory cgroup of a run's processes."""
 
     def __init__(self, cage: Cage) -> None:
         self._cage = cage
@@ -164,14 +165,14 @@ class Group:
         return int(re.search(pattern, self._read("memory.stat", "memory.stat"), re.M)[1])
 
     def cage_in(self, more_bytes: int) -> int:
-        """Limits the cgroup to what it holds now, without page cache, and `more_bytes`. Returns the
-        limit."""
+        """Limits the cgroup to the memory that it holds now, without page cache, plus `more_bytes`.
+        Returns the limit."""
         limit = self.usage() - (self.cache() - self.shared()) + more_bytes
         set_limit(self._cage.directory, self._cage.version, limit)
         return limit
 
     def reset_peak(self) -> None:
-        # Version 2 keeps the peak since the ranks' start, which is below that of a load.
+        # With cgroup v2 the peak counts from the ranks' start, whose peak is lower than a load's.
         if self._v1:
             (self._cage.directory / "memory.max_usage_in_bytes").write_text("0")
 
@@ -183,7 +184,7 @@ class Group:
 
 
 def require_group(group: Group | None) -> Group:
-    """`SystemExit` without a cgroup."""
+    """Returns the group. Raises `SystemExit` if it is None."""
     if group is None:
         raise SystemExit(f"a cage is needed: {why_no_cage()}")
     return group
@@ -191,7 +192,8 @@ def require_group(group: Group | None) -> Group:
 
 @contextlib.contextmanager
 def group_within(limit_bytes: int) -> Iterator[tuple[Group | None, str]]:
-    """A cgroup for the ranks and the file that adds them, if one can be made."""
+    """Yields a cgroup with this limit and the path of its file that adds a process; (None, "") if
+    no cgroup can be made."""
     if why_no_cage():
         yield None, ""
         return
@@ -200,7 +202,7 @@ def group_within(limit_bytes: int) -> Iterator[tuple[Group | None, str]]:
 
 
 class Watch:
-    """Measures processes from the construction to `end`; call `sample` often in between."""
+    """Measures processes from its construction to `end`; `sample` must be called often between."""
 
     def __init__(self, pids: Iterable[int], group: Group | None) -> None:
         self._processes = [Process(pid) for pid in pids]

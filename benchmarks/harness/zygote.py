@@ -1,8 +1,9 @@
 """A process that imports slow modules once, and forks ranks on request.
 
-python -m harness.zygote MODULE ARGUMENT: calls `MODULE.preload(ARGUMENT)`; then takes one JSON job
-a line from stdin, forks `world` processes that call `MODULE.rank(RANK, JOB)`, and prints their exit
-codes when all have ended. Ranks end with the zygote, and the zygote with its parent.
+python -m harness.zygote MODULE ARGUMENT: calls `MODULE.preload(ARGUMENT)`. Then each line of stdin
+is a job in JSON: it forks the job's `world` processes, which call `MODULE.rank(RANK, JOB)`, and
+prints their exit codes after all have ended. Ranks are killed if the zygote dies, and the zygote if
+its parent dies.
 """
 
 import ctypes
@@ -23,7 +24,7 @@ def end_with_parent() -> None:
 
 
 def run_rank(module: Any, rank: int, job: dict[str, Any]) -> None:
-    """The forked process; does not return."""
+    """The body of a forked rank; does not return."""
     end_with_parent()
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     null = os.open(os.devnull, os.O_RDONLY)
@@ -37,7 +38,7 @@ def run_rank(module: Any, rank: int, job: dict[str, Any]) -> None:
         code = 0
     except BaseException:
         traceback.print_exc()
-    # Skips destructors and collectives of the interpreter's exit.
+    # os._exit below skips destructors and collectives of the interpreter's exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

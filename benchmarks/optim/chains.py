@@ -1,4 +1,5 @@
-"""One process of benchmarks/step.py: every chain in turn, and the machine's copy; prints JSON."""
+"""One process of benchmarks/step.py: times every optimizer in turn and the machine's copy; prints
+JSON."""
 
 import argparse
 import importlib.util
@@ -22,20 +23,21 @@ LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.1
 MAX_NORM, UNSCALE = 1.0, 1.0 / 1024
 
 
-# Least bytes to move per parameter: gradients for the norm, all planes for the update.
+# The least bytes per parameter that a step must read and write: the gradients for the norm, then
+# all planes for the update.
 MOVED = {"fp32": 34, "fp32-split": 28, "bf16-moments": 20, "int8-moments": 16.125,
          "int8-moments-24": 14.125}  # fmt: skip
 HELD = {"fp32": 16, "fp32-split": 14, "bf16-moments": 10, "int8-moments": 8.0625,
         "int8-moments-24": 7.0625}  # fmt: skip
 FORMATS = tuple(MOVED)
 VERSIONS = ("modicum", "torch", "deepspeed", "torchao")
-# Codes of one byte, and a scale per 256 of them.
+# torchao: codes of one byte, and a scale per 256 of them.
 MOVED["torchao"], HELD["torchao"] = 22, 10.03
 
 
 @dataclass
 class Chain:
-    """A timed `step`; `refill`, not timed, restores the gradients that a step changes."""
+    """`step`, which is timed, and `refill`, which restores the gradients that a step changes."""
 
     what: str
     step: Callable[[], None]
@@ -44,7 +46,7 @@ class Chain:
 
 
 def gradients(params: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The same values for every chain; each has a copy."""
+    """A new copy of the gradients; every chain gets the same values."""
     made = torch.Generator().manual_seed(0)
     scale = 1e-3 / UNSCALE
     return [(torch.randn(n, generator=made) * scale).to(dtype) for n in sizes(params)]
@@ -59,7 +61,7 @@ def clip_factor(norm: float) -> float:
 
 
 class Torch:
-    """An AdamW with torch's interface, torch.amp's unscale and torch's clip_grad_norm_."""
+    """An AdamW with torch's interface, with torch.amp's unscale and torch's clip_grad_norm_."""
 
     def __init__(self, params: int, cls: Any = torch.optim.AdamW, **options: bool) -> None:
         self.grads = gradients(params, torch.float32)
@@ -85,7 +87,7 @@ class Torch:
 
 
 class DeepSpeed:
-    """One flat partition as in ZeRO-2: fp32 gradients, unscale and clip in one `mul_`."""
+    """DeepSpeed's ZeRO-2, one flat partition: fp32 gradients, unscale and clip in one `mul_`."""
 
     def __init__(self, params: int) -> None:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -116,7 +118,7 @@ class DeepSpeed:
 
 
 class PrimeRl:
-    """Scale, AdamW and bf16 copy in one pass, after one of torch's for the norm."""
+    """prime-rl: a pass of torch for the norm, then one pass for scale, AdamW and bf16 copy."""
 
     def __init__(self, params: int, sources: Path) -> None:
         path = sources / "src/prime_rl/trainer/optim/cpu_adam/__init__.py"
@@ -139,11 +141,12 @@ class PrimeRl:
 
 
 class Modicum:
-    """The norm while the gradients arrive in their plane, and one pass."""
+    """Modicum: the norm is taken while the gradients arrive in their plane; then one pass."""
 
     def __init__(self, params: int, form: str, threads: int) -> None:
         self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]
-        out = self.low if form == "fp32" else [None] * TENSORS  # a split master is that copy
+        # The upper half of a split master is the bf16 copy, so no other one is needed.
+        out = self.low if form == "fp32" else [None] * TENSORS
         shards = [
             (f"param.{i}", [n], [(0, n)], 0, None, out[i]) for i, n in enumerate(sizes(params))
         ]
@@ -184,7 +187,7 @@ def chains(options: argparse.Namespace) -> dict[str, Chain]:
 
 
 def copy_bytes_per_s(threads: int) -> float:
-    """Bytes per second, read and written, of the machine's best copy, in a process of its own."""
+    """Bytes read plus bytes written per second by the machine's fastest copy, in a new process."""
     command = [str(Path(sys.executable).with_name("modicum")), "step", "--params", "1M"]
     command += ["--steps", "1", "--threads", str(threads), "--json"]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)

@@ -1,4 +1,4 @@
-"""The model of a case: empty and sharded, and the places of each rank's shards."""
+"""The model of a case: makes it empty and sharded, and computes each rank's shards."""
 
 import functools
 import re
@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# transformers' own TP plan for these models: the embedding is cut along the vocabulary, as the head
-# that is tied to it.
+# transformers' TP plan for these models. The embedding is divided along the vocabulary, like the
+# head that is tied to it.
 TP_PLAN = {
     "model.embed_tokens": (0, RowwiseParallel),  # the input of an embedding is row numbers
     "model.layers.*.self_attn.q_proj": (0, ColwiseParallel),
@@ -46,7 +46,7 @@ def parallelize(case: Case, model: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Shards a model along the mesh's tensor-parallel axis, if it has one."""
     if case.tp > 1:
         plan = {name: style() for name, (_, style) in TP_PLAN.items()}
-        # Without communication: every rank has the whole tensor, or none has.
+        # No broadcast from rank 0: either every rank has the complete tensor, or no rank has data.
         parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
         model.tie_weights()
 
@@ -63,7 +63,7 @@ def shard(case: Case, model: torch.nn.Module) -> None:
 def empty_sharded(
     case: Case, empty: Callable[[], AbstractContextManager[object]] = empty_parameters
 ) -> torch.nn.Module:
-    """The model with its parameters on the meta device and its buffers real, sharded."""
+    """The sharded model, with parameters on the meta device and real buffers."""
     config = AutoConfig.from_pretrained(case.directory)
     with empty():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(case))
@@ -74,11 +74,11 @@ def empty_sharded(
 def materialize(model: torch.nn.Module) -> None:
     """Gives each parameter uninitialised memory."""
     model._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
-    model.tie_weights()  # to_empty has untied the names
+    model.tie_weights()  # again, since to_empty gives tied names separate tensors
 
 
 def chunk(size: int, parts: int, index: int) -> slice:
-    """The index-th chunk of torch.chunk."""
+    """The indices of torch.chunk's chunk number `index`."""
     step = -(-size // parts)
     return slice(min(index * step, size), min((index + 1) * step, size))
 
@@ -93,7 +93,7 @@ def cuts(case: Case, name: str, rank: int) -> list[tuple[int, int, int]]:
 
 
 def region(case: Case, name: str, shape: torch.Size) -> tuple[slice, ...]:
-    """This rank's shard of a parameter, in indices of the whole parameter."""
+    """This rank's shard of a parameter, as slices of the complete parameter."""
     found = [slice(0, size) for size in shape]
     for dim, parts, index in cuts(case, name, dist.get_rank()):
         inner = chunk(found[dim].stop - found[dim].start, parts, index)
@@ -108,7 +108,7 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def touch(model: torch.nn.Module) -> None:
-    """The first write of an optimizer: to each page of each shard, in place, the same bits."""
+    """Writes to each page of each shard, like an optimizer's first step, but keeps the values."""
     for parameter in model.parameters():
         local = local_of(parameter)
         if local.is_contiguous():

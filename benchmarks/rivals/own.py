@@ -1,4 +1,4 @@
-"""Modicum."""
+"""Modicum's loader."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from modicum.torch import empty_parameters, load
 
 
 def modicum(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """Shards the model while it is empty, and fills it."""
+    """Shards the model while it is empty, then fills it."""
     model = empty_sharded(case, empty_parameters)
     built()
     load(model, case.directory, budget="none", progress=False)

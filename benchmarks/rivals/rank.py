@@ -42,7 +42,7 @@ class Gate:
 
 
 def rank(rank: int, job: dict[str, Any]) -> None:
-    """Called by the zygote in the forked process."""
+    """The zygote calls it in the forked process."""
     report(run, rank, job)
 
 
@@ -62,13 +62,13 @@ def report(
 
 
 def told(error: BaseException) -> str:
-    """The message of an error; the last line of one with tracebacks of other ranks."""
+    """The message of an error; if it contains tracebacks of other ranks, its last line."""
     words = str(error).strip()
     return words.splitlines()[-1] if "Traceback" in words else f"{type(error).__name__}: {words}"
 
 
 def now() -> tuple[float, float]:
-    """Seconds of a clock that all ranks share, and CPU seconds of this rank's threads."""
+    """(seconds of a clock that all ranks share, CPU seconds of this rank's threads)."""
     return time.monotonic(), time.process_time()
 
 
@@ -84,7 +84,7 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
         return
     module, _, function = job["function"].partition(":")
     load = getattr(importlib.import_module(f"rivals.{module}"), function)
-    # Writes to pages shared with other ranks, so that the copies are made before the run.
+    # Writes to pages that the fork shares, so that they are copied before the run.
     gc.unfreeze()
     gc.collect()
     dist.init_process_group("gloo")

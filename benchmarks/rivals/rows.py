@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-# glibc's behaviour is not a loader's, and users can set these before the process starts: freed
-# memory is returned at once; or large blocks get huge pages too.
+# Settings of glibc's malloc, which any loader's user can make before the process starts: it returns
+# freed memory immediately; with the second one, large blocks also get huge pages.
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 ALLOCATORS: Mapping[str, Mapping[str, str]] = {
     "": {},
@@ -21,7 +21,7 @@ class Case:
     what: str
     arch: str
     layers: int  # 0: all
-    dtype: str  # of the parameters when loaded, as torch calls it
+    dtype: str  # torch's name of the dtype of the loaded parameters
     tp: int = 1  # size of the mesh's tensor-parallel axis; the other axis is FSDP's
     world: int = 4
     directory: str = ""
@@ -32,7 +32,7 @@ CASES = (
     Case("masters", "bf16 to fp32 masters", "qwen3-0.6b", 0, "float32"),
     Case("moe", "experts stacked, gate and up fused", "qwen3-30b-a3b", 1, "bfloat16"),
     Case("tp", "TP 2 x FSDP", "qwen3-8b", 4, "bfloat16", tp=2),
-    # Small: overhead that does not depend on bytes dominates.
+    # A small model: here the overhead that does not depend on bytes dominates.
     Case("tp-small", "TP 2 x FSDP, a small model", "qwen3-0.6b", 0, "bfloat16", tp=2),
 )
 
@@ -42,10 +42,10 @@ class Row:
     """A loader and its settings.
 
     `function` is `module:name` in this package and takes the options. `need` is roughly the peak of
-    all ranks by case, in multiples of the shards (`""`: every other case): a run that would not fit
-    is skipped. `environment` is set in the ranks, the allocator's before the fork. `builds_first`:
-    the function pauses between building the model and loading it. `takes_huge_pages`: the loader
-    requests them itself.
+    all ranks by case, in multiples of the shards (`""`: every other case); a run that would not fit
+    into memory is skipped. `environment` is set in the ranks; variables of the allocator are set in
+    the zygote, before the fork. `builds_first`: the function pauses between building the model and
+    loading it. `takes_huge_pages`: the loader itself requests huge pages.
     """
 
     name: str
@@ -119,6 +119,6 @@ ROWS = (
     Row("fastsafetensors-local", "streamers:fastsafetensors_local", allocator="malloc",
         need=STREAMED),
     Row("modicum", "own:modicum", takes_huge_pages=True),
-    # This row must come out wrong: it proves that the comparison can fail.
+    # The result of this row must be wrong: it proves that the comparison detects a wrong bit.
     Row("flipped-bit", "slices:flipped_bit", in_all=False),
 )  # fmt: skip

@@ -47,7 +47,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 @dataclass(frozen=True)
 class Saver:
     """A way to save. `is_durable`: it syncs its files itself. `has_state`: it saves the optimizer's
-    state. `is_readable`: by `from_pretrained`."""
+    state. `is_readable`: `from_pretrained` can read the files."""
 
     save: Callable[[nn.Module, Optimizer | None, Path], dict[str, Any] | None] | None = None
     has_state: bool = False
@@ -107,7 +107,7 @@ def by_hf_writer(consolidates: bool) -> Callable[[nn.Module, Optimizer | None, P
             enable_consolidation=consolidates,
             thread_count_consolidation=os.cpu_count() or 1,
         )
-        once = dict(model.named_parameters())  # the writer refuses tied names
+        once = dict(model.named_parameters())  # each tied tensor once: the writer refuses two names
         whole = get_model_state_dict(model)
         dcp.save({name: whole[name] for name in once}, storage_writer=writer)
 
@@ -115,7 +115,8 @@ def by_hf_writer(consolidates: bool) -> Callable[[nn.Module, Optimizer | None, P
 
 
 def by_torchtitan(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
-    """What its CheckpointManager 0.3.0 does for `last_save_in_hf` with an index of files."""
+    """Makes the calls of torchtitan 0.3.0's CheckpointManager for `last_save_in_hf`, with an index
+    of files."""
     files = dict.fromkeys(dict(model.named_parameters()), 1)
     writer = HuggingFaceStorageWriter(
         path=str(out / "sharded"), save_distributed=True, fqn_to_index_mapping=files,
@@ -139,7 +140,8 @@ def by_save_pretrained(model: nn.Module, optimizer: Optimizer | None, out: Path)
 
 
 def by_accelerate(kind: str) -> Callable[[nn.Module, Optimizer | None, Path], None]:
-    """What `Accelerator.save_state` calls of FSDP2. On CPU `Accelerator` replaces FSDP2 by DDP."""
+    """Makes the calls of `Accelerator.save_state` for FSDP2: on CPU `Accelerator` itself replaces
+    FSDP2 by DDP."""
 
     def save(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
         PartialState(cpu=True)  # accelerate's logging needs it
@@ -159,7 +161,7 @@ def by_torch_checkpointing(model: nn.Module, optimizer: Optimizer | None, out: P
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
     if optimizer is not None:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
-    # With its O_DIRECT 0.1.1 fails on ext4 (EINVAL): the lengths that it writes are not aligned.
+    # Without O_DIRECT: with it, version 0.1.1 fails on ext4 (EINVAL), as its lengths are unaligned.
     manager = CheckpointManager.Config(
         save=SyncCheckpointSaverConfig(),
         storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
@@ -175,7 +177,8 @@ _lines = contextlib.ExitStack()
 
 
 def of_script(make: Callable[[nn.Module, Path], Script], *, is_ours: bool) -> Saver:
-    """With Modicum's one line, or without. Its context stays open until the process ends."""
+    """An unchanged script, or the same with Modicum's line (`is_ours`), whose context remains open
+    until the process ends."""
 
     def script(case: Case, out: Path) -> Script:
         os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
@@ -261,7 +264,7 @@ SAVERS = {
 
 
 def rank(rank: int, job: dict[str, Any]) -> None:
-    """Called by the zygote in the forked process."""
+    """The zygote calls it in the forked process."""
     report(run, rank, job)
 
 
@@ -320,7 +323,7 @@ def trained(case: Case, saver: Saver, *, is_ours: bool) -> tuple[nn.Module, Opti
 
 
 def written_bytes() -> int:
-    """Bytes that this process has passed to write() and its kin so far."""
+    """Bytes that this process has passed to write() and similar calls so far."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
@@ -336,7 +339,7 @@ def make_durable(out: Path) -> None:
 
 
 def differences(case: Case, model: nn.Module, out: Path) -> list[str]:
-    """Names of parameters whose shard differs from the saved file's."""
+    """Names of parameters whose shard differs from the saved values."""
     saved = {}
     for path in sorted(out.rglob("*.safetensors")):
         if path.parent.name not in ("optimizer", "sharded"):

@@ -24,21 +24,21 @@ def distributed_checkpoint(case: Case, built: Callable[[], None]) -> torch.nn.Mo
     model = empty_sharded(case)
     built()
     materialize(model)
-    # The files lack a tied head, and DCP fails for a name that they lack.
+    # Without the name of a tied head: the files lack it, and DCP fails for a missing name.
     state = dict(model.named_parameters())
     dcp.load(state, storage_reader=HuggingFaceStorageReader(case.directory))
     return model
 
 
 def shard_on_read(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """transformers' own sharding: builds, shards and reads in one call."""
+    """transformers' sharding: builds, shards and reads in one call."""
     config = DistributedConfig(tp_size=case.tp, fsdp_size=case.world // case.tp)
     return AutoModelForCausalLM.from_pretrained(
         case.directory, dtype=dtype_of(case), distributed_config=config
     )
 
 
-# ---- loops written by hand, for these models
+# ---- hand-written loops for these models
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def wanted(case: Case, model: torch.nn.Module) -> dict[str, Piece]:
 
 
 def sources(projection: str, rows: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stored tensors of one expert, and their destinations."""
+    """(name, destination) of the stored tensors of one expert."""
     if projection == "gate_up_proj":
         yield from zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True)
     else:
@@ -94,7 +94,7 @@ def get_slice(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Stored:
-    """The place of a tensor's bytes."""
+    """The place of a stored tensor's bytes."""
 
     descriptor: int
     offset: int

@@ -1,4 +1,4 @@
-"""Loaders that stream whole tensors past each rank, which copies its part."""
+"""Loaders that give each rank a stream of complete tensors, of which it copies its parts."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from runai_model_streamer import SafetensorsStreamer
 def runai(
     case: Case, built: Callable[[], None], lean: bool = False, distributed: bool = False
 ) -> torch.nn.Module:
-    """runai-model-streamer; lean: with the fewest buffers, and only tensors that the rank needs."""
+    """runai-model-streamer. lean: the smallest buffers, and only tensors that the rank needs."""
     model = empty_sharded(case)
     built()
     materialize(model)
@@ -36,7 +36,8 @@ def runai(
 def fastsafetensors(case: Case, built: Callable[[], None]) -> torch.nn.Module:
     """Each rank reads some of the files, and tensors are scattered by rows.
 
-    An expert goes to its rank alone. With TP tensors are sent whole: there is only one scatter.
+    An expert is sent to its rank only. With TP every rank gets complete tensors, since the library
+    can scatter along one axis only.
     """
     model = empty_sharded(case)
     built()

@@ -55,7 +55,7 @@ def of_row(results: list[Result], row: Row) -> list[Result]:
 
 
 def outcome_of(results: list[Result]) -> str:
-    """The worst outcome of a row's runs, without skipped ones."""
+    """The worst outcome of a row's runs. Skipped runs are ignored."""
     order = ("wrong", "cannot", "right", "skipped", "n/a")
     return min((result["outcome"] for result in results), key=order.index)
 
@@ -90,7 +90,7 @@ def line(row: Row, results: list[Result], shards_bytes: int, stored_bytes: int) 
 
 
 def reasons(results: list[Result]) -> list[str]:
-    """The reasons of rows without figures or with wrong ones, each once."""
+    """The distinct reasons why rows have no figures or wrong values."""
     rows: dict[tuple[str, str], list[str]] = {}
     for result in results:
         if result["outcome"] != "right":
@@ -103,7 +103,7 @@ def reasons(results: list[Result]) -> list[str]:
 
 
 def foreign_load(results: list[Result]) -> str:
-    """The load of other processes on the machine meanwhile."""
+    """The CPU load of other processes on the machine during the runs."""
     cores = [r["foreign_cpu_s"] / r["watched_s"] for r in results if "watched_s" in r]
     if not cores:
         return "nothing was run"
@@ -122,7 +122,7 @@ def title(case: Case, stored_bytes: int, shards_bytes: int, files: int) -> str:
 def table(
     case: Case, rows: list[Row], results: list[Result], shards_bytes: int, stored: list[int]
 ) -> str:
-    """One case's table; `stored`: the sizes of the checkpoint's files."""
+    """The table of one case. `stored`: the sizes of the checkpoint's files."""
     lines = [line(row, of_row(results, row), shards_bytes, sum(stored)) for row in rows]
     why = reasons(results)
     return "\n".join(
@@ -188,7 +188,7 @@ def overview(rows: list[Row], cases: dict[str, list[Result]], words: str = "") -
 
 
 def beside_cold(rows: list[Row], cases: dict[str, list[Result]], words: str) -> str:
-    """Seconds of each row by case, warm next to cold; `words` are the command's."""
+    """Seconds of each row by case, warm next to cold. `words`: arguments of the printed command."""
     sizes = [
         f"{case}, {results[0]['shards_bytes'] / GIB:.2f} GiB, {cache}"
         for case, results in cases.items()
@@ -214,7 +214,8 @@ def beside_cold(rows: list[Row], cases: dict[str, list[Result]], words: str) -> 
 
 
 def origin(cases: dict[str, list[Result]], words: str = "") -> str:
-    """The command with these words, dates, versions and machine of a table of several cases."""
+    """The footer of a table of several cases: command with arguments `words`, dates, versions and
+    machine."""
     results = sum(cases.values(), [])
     return (
         f"`python benchmarks/loaders.py{words}`: {rounds(results)}, interleaved in a new order "

@@ -26,7 +26,7 @@ def shard_of(case: Case, name: str, tensor: torch.Tensor, rank: int) -> torch.Te
 
 
 def ties(model: torch.nn.Module) -> list[list[str]]:
-    """Groups of names that are one parameter."""
+    """Groups of names that share one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -49,7 +49,7 @@ def make_truth(case: Case, path: Path) -> None:
 
 
 def differences(model: torch.nn.Module, rank: int, path: Path) -> list[str]:
-    """Names of a loaded model whose values or ties are wrong."""
+    """Names in a loaded model whose values or ties are wrong."""
     truth: dict[str, Any] = json.loads(path.read_text())
     expected = {name: ranks[rank] for name, ranks in truth["shards"].items()} | truth["buffers"]
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())

@@ -1,4 +1,4 @@
-"""Loaders in which some rank holds whole tensors before they are sharded."""
+"""Loaders in which at least one rank holds complete tensors before they are sharded."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ def torch_broadcast(case: Case, built: Callable[[], None]) -> torch.nn.Module:
     """Rank 0 loads the model, and torch broadcasts it tensor by tensor."""
     model = empty_sharded(case)
     built()
-    # A tied tensor is sent once: the state dict has one of its names.
+    # named_parameters has one name of a tied tensor, so that it is sent once.
     state = dict(whole(case, dtype_of(case)).named_parameters()) if dist.get_rank() == 0 else {}
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False

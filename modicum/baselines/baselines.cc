@@ -30,7 +30,7 @@ struct Unfused {
         out(exp_avg_sq + 4 * n) {}
 };
 
-// One pass over memory, divided among threads at the ends of buckets.
+// Makes one pass over `n` elements. Threads divide it at multiples of kBucketElements.
 template <typename Fn>
 void pass(int threads, int64_t n, const Fn& fn) {
   const int64_t buckets = ceil_div(n, kBucketElements);
@@ -52,6 +52,7 @@ void unfused_step(const Unfused& of, int threads, const AdamNumbers& numbers, fl
   });
   GradNorm norm;
   for (const GradNorm& part : norms) norm += part;
+  // The factor is 1, since the maximum is twice the norm. The pass is made nevertheless.
   const float clip = clip_factor(norm.norm(), 2 * norm.norm());
   pass(threads, of.n, [&](int, int64_t at, int64_t n) { scale(grad(at), clip, n); });
   pass(threads, of.n, [&](int, int64_t at, int64_t n) {
@@ -67,7 +68,7 @@ void unfused_step(const Unfused& of, int threads, const AdamNumbers& numbers, fl
   });
 }
 
-// Copies the first half to the second, whole pages per thread.
+// Copies the first half of `memory` to the second. Each thread copies complete pages.
 template <typename Fn>
 void copy(std::span<std::byte> memory, int threads, const Fn& copy_bytes) {
   const size_t half = memory.size() / 2;
@@ -81,12 +82,12 @@ void copy(std::span<std::byte> memory, int threads, const Fn& copy_bytes) {
   });
 }
 
-// Source and target of the parallel copy: an even number of pages.
+// Bytes of source and target of the parallel copy, rounded up to an even number of pages.
 uint64_t whole_copy_bytes(const BaselineTask& task) {
   return round_up(task.copy_bytes, 2 * kPageBytes);
 }
 
-// Times one round of work, which starts on all ranks at once. Round -1 warms up.
+// Times one round of work, which starts on all ranks at once. Round -1 is a warm-up: not recorded.
 class Stopwatch {
  public:
   Stopwatch(FunctionRef<void()> line_up, Clock& clock) : line_up_(line_up), clock_(clock) {}
@@ -119,7 +120,8 @@ void measure_copies(const BaselineTask& task, Ledger& ledger, Stopwatch& watch,
   }
 }
 
-// The number of parameters to step: as many as fit into the memory of the state.
+// The number of parameters to step: as many as fit, fused and unfused, into the memory of the state
+// under test. At least one bucket.
 int64_t params_of(const BaselineTask& task) {
   const uint64_t state_bytes = adamw_footprint(task.spec).total();
   const int64_t numel = std::max<int64_t>(1, task.spec.shards[0].numel());
@@ -168,8 +170,8 @@ Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRe
   const Buffer ring = ledger.charge(Purpose::staging, task.ring_bytes);
   const Outlet outlet{.ring = ring.bytes(), .send = [](const ReadyChunk&) {}};
   AdamW fused(fused_spec(task), ledger, task.threads);
-  for (int round = -1; round < Baselines::kRounds; ++round) {  // round -1 warms up
-    // Small parameters and gradients, zero moments.
+  for (int round = -1; round < Baselines::kRounds; ++round) {  // round -1: warm-up
+    // Parameters and gradients are small hashes, moments are 0.
     pass(task.threads, n, [&](int, int64_t at, int64_t count) {
       synth_fill(0, DType::f32, at, count, unfused.master + 4 * at);
       std::memcpy(unfused.grad + 4 * at, unfused.master + 4 * at, 4 * static_cast<size_t>(count));

@@ -1,10 +1,11 @@
-// The door of `baselines`: comparisons. deepspeed.h forecasts DeepSpeed's memory; this file times
-// the optimizer step against two baselines.
+// Public header of `baselines`: comparisons. deepspeed.h forecasts DeepSpeed's memory; this file
+// times the optimizer step against two baselines.
 //
-// Each round times, on all ranks concurrently: a parallel copy, once by libc's memcpy and once by
-// streaming stores, of which the faster is the machine's bandwidth; the step as five passes over
-// fp32 state (unscale, norm, clip, Adam, cast to bf16); and the fused step, in the format under
-// test, over the same number of parameters.
+// All ranks measure the same work at the same time, kRounds times each:
+//
+//   copies    by libc's memcpy and by streaming stores; the faster one shows the memory bandwidth
+//   unfused   the step as five passes over fp32 state: unscale, norm, clip, Adam, cast to bf16
+//   fused     the step in the format under test, over the same number of parameters
 #pragma once
 
 #include <array>
@@ -19,17 +20,18 @@ namespace modicum {
 
 // The step under test, on one rank.
 struct BaselineTask {
-  AdamWSpec spec;  // has one shard; as many of its elements are stepped as fit into its state
+  // Has one shard. Both steps together use about the memory of its state, so fewer elements.
+  AdamWSpec spec;
   int threads = 1;
-  uint64_t ring_bytes = 0;  // of the ring for a low-precision copy; 0: no copy
-  uint64_t copy_bytes = 0;  // source and target of the parallel copy, all threads together
+  uint64_t ring_bytes = 0;  // size of the ring through which bf16 parameters are sent; 0: none
+  uint64_t copy_bytes = 0;  // source plus target of the parallel copy, all threads together
 };
 
-// The bytes that each thread copies if the budget allows it: enough for memcpy to bypass the
+// The bytes that each thread copies if the budget allows it. At this size memcpy bypasses the
 // caches.
 constexpr uint64_t kCopyPieceBytes = 256 * kMiB;
 
-// Seconds per round. Plain data.
+// Seconds of each round. Trivially copyable.
 struct Baselines {
   static constexpr int kRounds = 7;
   std::array<double, kRounds> memcpy_s{};
@@ -39,13 +41,13 @@ struct Baselines {
   uint64_t copied_bytes = 0;  // read plus written by this rank's memcpy
 };
 
-// The bytes that `measure_baselines` charges for the parallel copy. It returns them before it
-// charges the steps, which take at most the state and its staging.
+// The bytes that `measure_baselines` charges for the copies, and releases before the steps.
 Footprint copy_footprint(const BaselineTask& task);
+// The bytes that `measure_baselines` charges for both steps.
 Footprint baseline_footprint(const BaselineTask& task);
 
-// Calls `line_up`, a barrier, before each timing. Returns all memory. BUDGET, NOMEM, and any
-// exception of `line_up`.
+// Calls `line_up`, a barrier, before each timing. Returns all memory to the ledger. Throws BUDGET,
+// NOMEM, and any exception of `line_up`.
 Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRef<void()> line_up,
                             Clock& clock);
 

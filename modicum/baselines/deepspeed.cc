@@ -20,7 +20,7 @@ namespace {
        fmt::format("DeepSpeed's '{}' has an unknown effect on memory", printable(key)));
 }
 
-// Keys without an effect on the forecast, by section.
+// The keys of a section that have no effect on the forecast.
 using Names = std::vector<std::string_view>;
 const Names& neutral_of(std::string_view section) {
   static const Names root = {"gradient_clipping",
@@ -74,7 +74,7 @@ const Names& neutral_of(std::string_view section) {
   return root;
 }
 
-// Reads a configuration, member by member.
+// Reads a configuration member by member, and refuses settings with an unknown effect.
 class ConfigReader {
  public:
   DeepSpeedConfig read(JsonValue& root, int ranks) {
@@ -161,7 +161,7 @@ class ConfigReader {
     if (type != "Adam" && type != "AdamW") unsupported(fmt::format("optimizer.type {}", type));
   }
 
-  // An unknown key that is false or null is ignored. A value can be taken only once.
+  // Ignores keys without an effect, and unknown keys that are false or null. Refuses all others.
   static void neutral(std::string_view section, std::string_view key, JsonValue& value) {
     const Names& names = neutral_of(section);
     if (std::find(names.begin(), names.end(), key) != names.end()) return value.skip();
@@ -196,7 +196,7 @@ class ConfigReader {
   // DeepSpeed's rule: a batch is micro batches x accumulation steps x ranks.
   int64_t accumulation_steps(int ranks) const {
     if (!batch_ || !micro_batch_) return std::max<int64_t>(1, accumulation_.value_or(1));
-    // Saturates: counts are below 1e18.
+    // Counts are below 1e18, but the product may overflow: then INT64_MAX, so that `steps` is 0.
     const int64_t at_once =
         checked_mul(std::max<int64_t>(1, *micro_batch_), int64_t{ranks}).value_or(INT64_MAX);
     const int64_t steps = *batch_ / at_once;
@@ -213,21 +213,21 @@ class ConfigReader {
   std::optional<int64_t> accumulation_, batch_, micro_batch_;
 };
 
-// ---- the lines
+// ---- the lines of the forecast
 
-// Allocator and interpreter after the initialisation, independent of the model: measured at 67 and
-// at 201 million parameters with torch 2.13; 2.15 holds 10 MiB more.
+// Bytes of allocator and interpreter after the initialisation. They do not depend on the model:
+// measured at 67 and at 201 million parameters with torch 2.13. torch 2.15 holds 10 MiB more.
 constexpr uint64_t kFixedBytes = 117000000;
 
 constexpr std::string_view kAccumulated = "gradients accumulated in 16 bits";
 constexpr std::string_view kTempGradBuffer =
     "temp_grad_buffer of the largest parameter, never read";
 
-// A buffer with `bytes` per parameter of the rank. The forecast's lines are computed from these.
+// A buffer of a rank, from which lines of the forecast are computed.
 struct PerParam {
   std::string_view name;
-  uint64_t bytes = 0;
-  std::string_view phase;
+  uint64_t bytes = 0;      // per parameter of the rank
+  std::string_view phase;  // in which it is allocated
   bool is_pinned = false;
 };
 
@@ -251,7 +251,7 @@ std::vector<PerParam> buffers_of(const DeepSpeedConfig& config) {
   return buffers;
 }
 
-// Torch's pinned allocator rounds each request up to a power of two.
+// The bytes that torch's pinned allocator adds: it rounds each request up to a power of two.
 uint64_t rounding_of(uint64_t bytes) noexcept { return std::bit_ceil(bytes) - bytes; }
 
 class Forecast {
@@ -294,8 +294,8 @@ class Forecast {
   }
 
   // Pages written before a fork are copied when they are written again, and a step writes all of
-  // them. Workers are forked before step 1 and, unless persistent, before each epoch. Pinned pages
-  // belong to the driver and are not copied.
+  // them. Workers are forked before step 1; if they are not persistent, again before each epoch, so
+  // that buffers of step 1 are copied, too. Pinned pages belong to the driver and are not copied.
   void fork_lines(bool persistent) {
     for (const PerParam& buffer : buffers_of(config_)) {
       if (buffer.is_pinned) continue;
@@ -321,8 +321,8 @@ class Forecast {
   DeepSpeedForecast take() { return std::move(of_); }
 
  private:
-  // The allocator gets one request for the partition, or one for each sub-group; for accumulated
-  // gradients one per parameter, distributed over the ranks.
+  // Stages 1 and 2 make one request for the partition, stage 3 one for each sub-group. Accumulated
+  // gradients are requested per parameter, and the parameters are distributed over the ranks.
   uint64_t rounding_of_all(const PerParam& buffer) const {
     uint64_t sum = 0;
     if (buffer.name == kAccumulated) {

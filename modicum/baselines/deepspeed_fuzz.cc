@@ -1,4 +1,5 @@
-// Reads any ds_config.json, and forecasts what it accepts.
+// Reads any bytes as a ds_config.json, and makes a forecast if they are accepted. Errors other than
+// INTERNAL are allowed.
 #include <array>
 #include <cstddef>
 #include <cstdint>

@@ -1,6 +1,6 @@
-// House test: compares the forecast with measurements of DeepSpeed 0.19.8, and tests its refusals.
-// It catches a line that is missing or counted for the wrong workers, rounding of pageable buffers,
-// and a key that changes memory and is ignored.
+// Compares the forecast with measurements of DeepSpeed 0.19.8, and tests its refusals. Must fail
+// for these mutants: a line is missing or counted for the wrong workers; pageable buffers are
+// rounded; a key that changes memory is ignored.
 #include "modicum/baselines/deepspeed.h"
 
 #include <gtest/gtest.h>
@@ -38,7 +38,7 @@ double per_param(const DeepSpeedForecast& of, std::string_view phase) {
   return of.per_param(of.bytes_at(phase));
 }
 
-// Bytes per parameter over the process tree, one rank: within 1 % of the measurement.
+// Bytes per parameter of the process tree with one rank, within about 1 % of the measurement.
 TEST(DeepSpeed, TheForecastMatchesTheMeasurements) {
   const std::string config = config_of(2, kPageable);
   EXPECT_NEAR(per_param(forecast(config), "step_1"), 18.76, 0.02);
@@ -140,7 +140,7 @@ TEST(DeepSpeed, SettingsOfUnknownEffectAreRefusedByName) {
             "accepted");
 }
 
-// Every JSON value at every known key, and at an unknown one.
+// Gives every kind of JSON value to every known key and to an unknown one.
 TEST(DeepSpeed, AnyJsonAtAnyKeyIsAcceptedOrRefused) {
   const std::vector<std::pair<std::vector<std::string>, std::vector<const char*>>> sections = {
       {{"", ""},

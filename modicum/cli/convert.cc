@@ -10,8 +10,8 @@ namespace {
 
 struct ConvertFlags {
   CommonFlags common;
-  // One rank that holds every tensor unsharded. Tied tensors that are stored twice are written
-  // twice.
+  // Layout `none`: a single rank has every tensor unsharded. `untie`: a tied tensor that is stored
+  // twice is written twice.
   RunFlags run{.layout = "none", .untie = true, .destination = "discard"};
   std::string out;
   std::string shard_size;

@@ -121,7 +121,8 @@ void refuse_empty_values(const Args& args) {
   }
 }
 
-// Accepts only decimal numbers. CLI11 alone reads 010 as eight and 0x10 as sixteen.
+// Removes leading zeros from a decimal number; returns an error message for any other text. Without
+// this, CLI11 reads 010 as eight and 0x10 as sixteen.
 std::string make_decimal(std::string& text, bool is_unsigned) {
   if (is_unsigned && text.starts_with('-')) return "a number below 0";
   const size_t sign = text.starts_with('-') || text.starts_with('+') ? 1 : 0;
@@ -129,6 +130,7 @@ std::string make_decimal(std::string& text, bool is_unsigned) {
   if (!is_decimal) return fmt::format("'{}' is not a decimal number", printable(text));
   const size_t digits = std::min(text.find_first_not_of('0', sign), text.size());
   const bool has_digit = digits < text.size() && text[digits] >= '0' && text[digits] <= '9';
+  // Keeps one zero if no digit follows it, as in 0 and 0.5.
   if (digits > sign) text.erase(sign, digits - sign - (has_digit ? 0 : 1));
   return "";
 }
@@ -163,7 +165,7 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
     if (app.remaining().empty()) fail(Category::usage, error.what());
   }
   if (app.remaining().empty()) return std::nullopt;
-  const std::string unknown = app.remaining().front();  // remaining() returns a copy
+  const std::string unknown = app.remaining().front();  // a copy: remaining() returns a temporary
   std::vector<std::string> names;
   for (const CLI::Option* option : app.get_options()) {
     for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
@@ -174,7 +176,7 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
 }
 
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& of) {
-  // CLI11 would read -1 as 2^64 - 1 and accept numbers that overflow.
+  // CLI11's own conversion would read -1 as 2^64 - 1 and accept numbers that overflow.
   const auto parse = [&seed](const std::string& text) {
     const char* const end = text.data() + text.size();
     const auto [rest, error] = std::from_chars(text.data(), end, seed);

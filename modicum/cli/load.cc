@@ -12,7 +12,7 @@ struct LoadFlags {
   RunFlags run;
   std::string check;
   bool digest = false;
-  std::string expect_digest;  // as --digest prints it
+  std::string expect_digest;  // in the format of --digest; empty: no check
   std::string dump;
   std::string report;
 };

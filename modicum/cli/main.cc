@@ -33,7 +33,7 @@ int explain(const Error& error, bool json) {
     try {
       print(error_json(error) + "\n");
     } catch (const Error&) {
-      // stdout can't be written, which may be the error itself; stderr and the exit code report it.
+      // stdout can't be written, which may be `error` itself. stderr and the exit code report it.
     }
   }
   print_error(fmt::format("modicum: {}\n", error.what()));
@@ -41,7 +41,7 @@ int explain(const Error& error, bool json) {
 }
 
 int run(const Args& args) {
-  // What follows `--` is for another program.
+  // Arguments after `--` are for another program.
   const auto own_end = std::find(args.begin(), args.end(), "--");
   const bool json = std::find(args.begin(), own_end, "--json") != own_end;
   try {

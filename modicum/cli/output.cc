@@ -22,8 +22,8 @@ namespace {
 
 constexpr int kForever = -1;
 
-// True if all was written. Otherwise sets errno: ETIMEDOUT if a full pipe stayed full for
-// `wait_ms`. Async-signal-safe.
+// Returns whether all of `text` was written. Otherwise errno is set: ETIMEDOUT if a full pipe
+// stayed full for `wait_ms`. Async-signal-safe.
 bool write_all(int fd, const char* text, size_t size, int wait_ms) noexcept {
   while (size > 0) {
     pollfd writable{fd, POLLOUT, 0};
@@ -31,7 +31,7 @@ bool write_all(int fd, const char* text, size_t size, int wait_ms) noexcept {
     if (ready == 0) errno = ETIMEDOUT;
     if (ready < 0 && errno == EINTR) continue;
     if (ready <= 0) return false;
-    // A pipe that polls writable takes PIPE_BUF bytes without blocking.
+    // A pipe for which poll returns POLLOUT takes PIPE_BUF bytes without blocking.
     const ssize_t written = write(fd, text, std::min<size_t>(size, PIPE_BUF));
     if (written < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (written <= 0) return false;
@@ -41,7 +41,7 @@ bool write_all(int fd, const char* text, size_t size, int wait_ms) noexcept {
   return true;
 }
 
-// The output of the handler of a stop signal, formatted in advance.
+// The output of the signal handler, formatted in advance: a handler must not allocate.
 struct LastWords {
   std::array<char, 512> line{};
   std::array<char, 512> document{};
@@ -63,7 +63,7 @@ LastWords last_words(int signal, bool json) {
   return words;
 }
 
-// The signals whose actions this file changes, and those that they had.
+// The signals whose actions this file changes, and their previous actions.
 constexpr std::array<int, 4> kChanged = {SIGPIPE, SIGXFSZ, SIGINT, SIGTERM};
 std::array<struct sigaction, kChanged.size()> before{};
 
@@ -81,7 +81,7 @@ extern "C" void exit_at_once(int signal) {
 void guard_standard_descriptors() noexcept {
   for (size_t i = 0; i < kChanged.size(); ++i) sigaction(kChanged[i], nullptr, &before[i]);
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-    // open() takes the lowest free descriptor, which is `fd`: those below it are open by now.
+    // open() returns the lowest free descriptor, which is `fd`: the lower ones are open.
     if (fcntl(fd, F_GETFD) < 0 && errno == EBADF) static_cast<void>(open("/", O_PATH));
   }
   signal(SIGPIPE, SIG_IGN);

@@ -5,24 +5,24 @@
 
 namespace modicum {
 
-// Call before any file is opened. If descriptor 0, 1 or 2 is closed, opens it so that it can be
-// neither read nor written; otherwise a file opened later could become stdout. Also ignores SIGPIPE
-// and SIGXFSZ, so that a failing write is reported.
+// Must be called before any file is opened. If descriptor 0, 1 or 2 is closed, opens it on a
+// descriptor that can be neither read nor written; otherwise a file opened later could become
+// stdout. Also ignores SIGPIPE and SIGXFSZ, so that a failing write returns an error.
 void guard_standard_descriptors() noexcept;
 
-// In a forked child: gives the signals back the actions that they had before the two functions
-// around this one. Async-signal-safe.
+// Before an exec, restores the signal actions that guard_standard_descriptors found. Also for
+// forked children: async-signal-safe.
 void restore_signal_actions() noexcept;
 
-// From now on SIGINT and SIGTERM end the process immediately, with an error on stderr (with `json`
-// on stdout, too) and its exit code. A StopSignals takes over while files must be cleaned up.
+// From now on SIGINT and SIGTERM end the process immediately, with its exit code and an error on
+// stderr (with `json` on stdout, too). While files must be cleaned up, a StopSignals replaces this.
 void exit_on_stop_signals(bool json);
 
-// Writes all of `text` to stdout, else IO. The result is then final, so SIGINT and SIGTERM are
-// ignored.
+// Writes all of `text` to stdout. Throws IO if that fails. After it, SIGINT and SIGTERM are
+// ignored, since the result is final.
 void print(std::string_view text);
 
-// Writes to stderr. Gives up after `wait_ms` without an error.
+// Writes to stderr. Drops the rest, without an error, if stderr takes no byte for `wait_ms`.
 void print_error(std::string_view text, int wait_ms = 1000) noexcept;
 
 }  // namespace modicum

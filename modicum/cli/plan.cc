@@ -15,7 +15,7 @@ int run_plan(const Args& args) {
   RunFlags flags;
   add_common_flags(app, common);
   add_run_flags(app, flags);
-  add_oversubscribe_flag(app, common);  // accepted like all flags of `load`, without effect
+  add_oversubscribe_flag(app, common);  // no effect, but `plan` accepts the run flags of `load`
   PlanFlags of_plan;
   DeepSpeedFlags& deepspeed = of_plan.deepspeed;
   std::string page;

@@ -19,8 +19,8 @@ struct RehearseFlags {
   std::string report;
 };
 
-// The flags of the resumed run: the same with another number of ranks. A mesh fits only the first
-// number, so the resumed run then has the default layout.
+// The flags of the resumed run: those of this run with `resume_ranks` ranks. A mesh does not fit
+// another number of ranks, so then the resumed run has the default layout.
 RunFlags resumed_flags(const RehearseFlags& flags) {
   RunFlags resumed = flags.run;
   resumed.ranks = *flags.resume_ranks;
@@ -36,8 +36,8 @@ RunFlags resumed_flags(const RehearseFlags& flags) {
   return resumed;
 }
 
-// Checks before the load: BUDGET if the resumed run would not fit, UNSUPPORTED if its layout can't
-// read the state.
+// Called before the load. Throws BUDGET if the resumed run would not fit, USAGE if it has too many
+// ranks, and UNSUPPORTED if its layout can't read the state.
 void require_resumable(const RehearseFlags& flags, const Run& run, const SavePlan& plan,
                        const StateFiles& state) {
   const RunFlags resumed_by = resumed_flags(flags);

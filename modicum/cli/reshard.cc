@@ -10,7 +10,7 @@ namespace {
 
 struct ReshardFlags {
   CommonFlags common;
-  // One rank that holds every stored tensor unsharded.
+  // Layout `none`: a single rank has every stored tensor unsharded.
   RunFlags run{.layout = "none", .untie = true, .destination = "discard"};
   std::string out;
   std::string format;

@@ -1,4 +1,4 @@
-// The file of --trace or --report. Internal to `cli`.
+// The file that --trace or --report names. Internal to `cli`.
 #pragma once
 
 #include <optional>
@@ -10,18 +10,18 @@
 
 namespace modicum {
 
-// A result that is written at the end of a run. An older file of that name is replaced then, as a
-// whole, and not before. Into what can't be replaced, a pipe or a device, the result is written.
+// A result that is written at the end of a run. `write` replaces an existing file atomically. To a
+// pipe, a device or a descriptor it writes instead.
 class ResultFile {
  public:
-  // Before the run: IO if it could not be written. `flag` named the path.
+  // Before the run. Throws IO if the file could not be written then. `flag` is for messages.
   ResultFile(FileSystem& files, std::string_view flag, const std::string& path);
   void write(const std::string& text);
 
  private:
   FileSystem& files_;
-  std::optional<OutputStream> stream_;
-  const Replacement place_;  // without a stream
+  std::optional<OutputStream> stream_;  // for a pipe, a device or a descriptor
+  const Replacement place_;             // for a file
 };
 
 }  // namespace modicum

@@ -8,7 +8,8 @@
 namespace modicum {
 namespace {
 
-// The optimizer of the run: the saved one, unless the flag is `none`.
+// The --optimizer of the run; an empty `flag` means the saved one. Throws UNSUPPORTED if the flag
+// names another format.
 std::string optimizer_of(const StateFacts& facts, const std::string& flag) {
   const std::string saved = "adamw:" + std::string(row_of(facts.format).name);
   const std::string asked = flag.empty() ? saved : flag;
@@ -20,7 +21,7 @@ std::string optimizer_of(const StateFacts& facts, const std::string& flag) {
   return asked;
 }
 
-// The path of the recipe that the state was saved with; empty: the identity.
+// The path of the recipe with which the state was saved; empty: no recipe, so the identity.
 std::string recipe_of_state(const FoundStep& step) {
   const std::string name = join_path(kStateDirectory, kStateRecipeFile);
   for (const StepFile& file : step.record.files) {
@@ -29,7 +30,8 @@ std::string recipe_of_state(const FoundStep& step) {
   return "";
 }
 
-// The newest step of `root`, or the step that `root` itself is.
+// The step at `root` if `root` is a step's directory, with its files' digests checked; otherwise
+// the newest intact step in `root`.
 FoundStep step_at(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped) {
   if (!files.exists(join_path(root, "COMMIT"))) return newest_step(files, root, skipped);
   FoundStep step = open_step(files, root);
@@ -76,7 +78,7 @@ int run_resume(const Args& args) {
   CommonFlags common;
   RunFlags run;
   int steps = 0;
-  run.optimizer.clear();  // the default is the saved one
+  run.optimizer.clear();  // default: the saved optimizer
   add_common_flags(app, common);
   add_run_flags(app, run);
   app.get_option("DIR")->description("a ROOT, whose newest intact step is loaded, or one step");

@@ -1,4 +1,5 @@
-// Resuming from a step, for `resume` and `rehearse`. Internal to `cli`.
+// Resuming from a step (a saved checkpoint directory), for `resume` and `rehearse`. Internal to
+// `cli`.
 #pragma once
 
 #include <optional>
@@ -7,13 +8,14 @@
 
 namespace modicum {
 
+// Optimizer steps after the load.
 struct ResumeSteps {
   int steps = 0;
-  std::optional<double> max_norm;
+  std::optional<double> max_norm;  // for gradient clipping; nullopt: no clipping
 };
-// Loads a step and its optimizer's state, then makes optimizer steps. The directory in `flags` is
-// replaced by the step's; an empty `flags.optimizer` means the saved one. MISMATCH or UNSUPPORTED
-// if the state does not fit the flags; BUDGET.
+// Loads a step and its optimizer's state, then makes optimizer steps. Uses the step's directory
+// instead of `flags.directory`; an empty `flags.optimizer` means the saved one. Throws MISMATCH or
+// UNSUPPORTED if the state does not fit the flags, and BUDGET if the plan does not fit the budget.
 LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundStep& step,
                        const ResumeSteps& then);
 

@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// Of --grace.
+// The value of --grace in ns, at most 1e9 s.
 int64_t grace_ns_of(double seconds) {
   constexpr double kMost = 1e9;
   return static_cast<int64_t>(std::min(positive("--grace", seconds), kMost) * kNsPerSecond);

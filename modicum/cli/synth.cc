@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kChunkBytes = 4 * kMiB;  // the buffer of each thread of write_synth
+constexpr uint64_t kChunkBytes = 4 * kMiB;  // kChunkBytes of synth/write.cc: a thread's buffer
 
 std::string json_of(const SynthResult& made) {
   JsonWriter json;
@@ -27,7 +27,7 @@ std::string text_of(const SynthResult& made, const std::string& out) {
                      format_size(made.written_bytes));
 }
 
-// Removes the unfinished checkpoint on a stop signal.
+// Writes the checkpoint, or removes the unfinished one on a stop signal.
 SynthResult write_unless_stopped(FileSystem& files, const std::string& out, SynthOptions options) {
   const StopSignals stop;
   options.check = [&stop] { stop.check(); };

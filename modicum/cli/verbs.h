@@ -21,7 +21,7 @@ using Args = std::vector<std::string>;
 struct Verb {
   std::string_view name;
   std::string_view help;
-  int (*run)(const Args& args);  // of the arguments after the verb; returns the exit code
+  int (*run)(const Args& args);  // takes the arguments after the verb; returns the exit code
 };
 std::span<const Verb> verbs() noexcept;
 
@@ -48,36 +48,38 @@ struct CommonFlags {
   int threads = 0;  // 0: the usable CPUs, divided by the ranks
   std::string budget;
   std::string progress = "auto";
-  bool oversubscribe = false;  // of verbs with --ranks
+  bool oversubscribe = false;  // only for verbs with --ranks
 };
 void add_common_flags(CLI::App& app, CommonFlags& flags);
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
-std::string format_names();  // of all state formats, for help
-// Adds --seed, an unsigned 64-bit number.
+std::string format_names();  // the names of all state formats, for help texts
+// Adds --seed, an unsigned 64-bit number. `of` begins its help text: what the seed is for.
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& of);
-// Returns `value`; USAGE unless it is finite and above 0.
+// Returns `value`. Throws USAGE unless it is finite and above 0.
 double positive(const std::string& flag, double value);
 
-// The budget per node: the value of --budget, by default `auto`.
+// The budget per node that --budget names, by default `auto`. nullopt: no budget.
 std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes);
 void add_oversubscribe_flag(CLI::App& app, CommonFlags& flags);
-// USAGE if `ranks` processes are too many for the machine's cores.
+// Throws USAGE if `ranks` processes are too many for the machine's cores.
 void require_cores(const CommonFlags& flags, int ranks);
 // The threads of each of `ranks` processes on this machine.
 int threads_per_rank(const CommonFlags& flags, int ranks);
-// Prints one of the two on stdout, or nothing with --quiet.
+// Prints json() on stdout with --json, else text(), or nothing with --quiet.
 void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
                   FunctionRef<std::string()> text);
 
-// Parses the flags of a verb. Returns exit code 0 if help was printed, else empty. USAGE for an
-// unknown flag, with the nearest name, and for an empty value.
+// Parses the flags of a verb. Returns exit code 0 if help was printed, else nullopt. Throws USAGE
+// for invalid arguments: for an unknown flag with the nearest name, also for an empty value.
 std::optional<int> parse(CLI::App& app, const Args& args);
 
-// For verbs without a plan: BUDGET unless the process and `bytes` for `purpose` fit the budget.
+// For verbs without a plan. Throws BUDGET unless the process and `bytes` for `purpose` fit the
+// budget.
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes);
 
-// Progress on stderr. With `auto`, a line that is rewritten, if stderr is a terminal.
+// Shows progress on stderr: with `--progress plain` a new line each time; with `auto` one line that
+// is rewritten, if stderr is a terminal and --quiet is absent.
 class Progress {
  public:
   Progress(const CommonFlags& flags, uint64_t total_bytes);

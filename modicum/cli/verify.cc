@@ -10,13 +10,14 @@
 namespace modicum {
 namespace {
 
-// Whether `path` is a step's directory, committed or not.
+// Whether `path` is the directory of a step (a saved checkpoint directory), committed or not.
 bool is_step(FileSystem& files, const std::string& path) {
   return files.exists(join_path(path, "COMMIT")) ||
          files.exists(join_path(path, "manifest.json")) || base_name(path).starts_with("step-") ||
          base_name(path).starts_with(".partial-");
 }
 
+// The directory names of the committed steps in `path`.
 std::vector<std::string> steps_of(FileSystem& files, const std::string& path) {
   std::vector<std::string> names;
   for (const std::string& name : files.list(path)) {
@@ -32,7 +33,7 @@ void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, co
   if (!report.fault) report.fault = error;
 }
 
-// Adds the files of one step to the report, under `prefix`.
+// Adds the files of one step to the report, with `prefix` before their names.
 void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
               const std::string& prefix) {
   try {
@@ -50,8 +51,8 @@ void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
   }
 }
 
-// Checks the structure and, in the Hugging Face cache, the SHA-256 of each data file: other
-// checkpoints have no digests.
+// Checks the structure and, in the Hugging Face cache, the SHA-256 of each data file. Checkpoints
+// elsewhere have no digests.
 void add_checkpoint(VerifyReport& report, FileSystem& files, const std::string& path) {
   try {
     const Checkpoint checkpoint = open_checkpoint(files, path);

@@ -25,7 +25,7 @@ struct WatchFlags {
   std::vector<std::string> compare;
 };
 
-// The words before the first `--`, and those after it.
+// The arguments before the first `--` and the arguments after it.
 std::pair<Args, Args> split_at_dashes(const Args& args) {
   const auto dashes = std::find(args.begin(), args.end(), "--");
   Args command;

@@ -15,14 +15,14 @@ namespace modicum {
 void watch_instead(std::string_view verb, const Args& args, const std::string& report) {
   PosixFileSystem files;
   constexpr std::string_view kFlag = "--report";
-  // A FIFO would lose its reader when it is closed here.
+  // Checks that the page can be written. Not for a FIFO: its reader would end when it is closed.
   if (!OutputStream::is_at(report)) static_cast<void>(ResultFile(files, kFlag, report));
   const std::string program = files.link_target("/proc/self/exe");
   Args words = {"modicum", "watch", "--quiet", std::string(kFlag), report, "--", program};
   words.emplace_back(verb);
   for (size_t i = 0; i < args.size(); ++i) {
     if (args[i] == kFlag) {
-      ++i;  // and its value
+      ++i;  // skips its value, too
     } else if (!args[i].starts_with(std::string(kFlag) + "=")) {
       words.push_back(args[i]);
     }

@@ -1,4 +1,4 @@
-// A command that watches itself for --report. Internal to `cli`.
+// `load` and `rehearse` with --report start again under `modicum watch`. Internal to `cli`.
 #pragma once
 
 #include <string>
@@ -10,8 +10,8 @@ namespace modicum {
 
 constexpr std::string_view kReportHelp =
     "run under `modicum watch`, and write memory over time by owner as an HTML file";
-// Becomes `modicum watch --report REPORT -- modicum VERB ARGS`, ARGS without --report: one way only
-// to record a run. IO if the page could not be written, or the program can't be started again.
+// Execs `modicum watch --quiet --report REPORT -- modicum VERB ARGS`, where ARGS lack --report: so
+// there is a single way to record a run. Throws IO if REPORT can't be written, or if exec fails.
 [[noreturn]] void watch_instead(std::string_view verb, const Args& args, const std::string& report);
 
 }  // namespace modicum

@@ -6,9 +6,9 @@
 
 namespace modicum {
 
-// Plans the run of `flags` within its budget, and returns the report of `carry_out(task, show)`:
-// `task` is a LoadTask, and `show` displays progress. `prepare(run)` is called before planning.
-// BUDGET if the plan does not fit.
+// Opens the run of `flags`, calls `prepare(run)`, plans the run, and returns the report of
+// `carry_out(task, show)`: `task` is a LoadTask, `show(bytes)` displays progress. Throws BUDGET if
+// the plan does not fit the budget.
 template <typename CarryOut, typename Prepare>
 auto within_budget(const CommonFlags& common, const RunFlags& flags, const CarryOut& carry_out,
                    const Prepare& prepare) {
@@ -19,7 +19,7 @@ auto within_budget(const CommonFlags& common, const RunFlags& flags, const Carry
   const auto budget = budget_in_force(common, nodes_of(flags));
   const Plan plan = plan_run(run, *run.options.strategy, budget);
   if (budget) require_fits(plan.promise, *budget);
-  // With a window, every rank receives the whole model.
+  // Strategies with a window send the complete model to every rank.
   const int times = plan.strategy().of_reader == Window::none ? 1 : flags.ranks;
   Progress progress(
       common, saturating_mul(run.checkpoint.manifest.data_bytes(), static_cast<uint64_t>(times)));

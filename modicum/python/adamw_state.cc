@@ -29,7 +29,7 @@ Footprint with_room_in(const Ledger& ledger, Footprint needed) {
   return needed;
 }
 
-// A cancellation callback for Ctrl-C: signal handlers run on the calling thread alone.
+// A cancellation callback for Ctrl-C. Runs Python's signal handlers on the calling thread only.
 auto for_signals() {
   return [caller = std::this_thread::get_id()] {
     if (std::this_thread::get_id() != caller) return;
@@ -38,7 +38,7 @@ auto for_signals() {
   };
 }
 
-// `pinner`, with `bytes` less to pin.
+// `pinner` with a limit that is lower by `bytes`.
 Pinner but_for(uint64_t bytes, Pinner pinner) {
   pinner.limit_bytes -= std::min(bytes, pinner.limit_bytes);
   return pinner;
@@ -93,7 +93,7 @@ Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
   Pinner pinner;
   if (pin.is_none()) return pinner;
   const auto calling = [](nb::object function) {
-    // The state may copy and destroy it without the GIL.
+    // The State may copy and destroy the function on threads that do not hold the GIL.
     const std::shared_ptr<nb::object> held(new nb::object(std::move(function)), [](nb::object* o) {
       const nb::gil_scoped_acquire acquired;
       delete o;

@@ -17,31 +17,34 @@
 
 namespace modicum::python {
 
-// (fqn, shape, runs as (first, n), group, master, out): a shard in Python.
+// A shard as Python passes it: (fqn, shape, runs as (first, n), group, master, out).
 using WrittenRuns = std::vector<std::pair<int64_t, int64_t>>;
 using WrittenShard =
     std::tuple<std::string, std::vector<int64_t>, WrittenRuns, int, nb::object, nb::object>;
 
-// The shards, and the arrays that own their memory.
+// The shards, and the arrays that own the memory of masters and outputs.
 struct Written {
   AdamWSpec spec;
   std::vector<AnyArray> arrays;
 };
 
-// USAGE, MISMATCH or UNSUPPORTED, naming the parameter, for arrays that do not fit the format.
+// Converts shards from Python. Throws USAGE, MISMATCH or UNSUPPORTED, which names the parameter, if
+// an array does not fit the format.
 Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
                 const std::string& format, uint64_t seed);
 
-// UNSUPPORTED unless the array is float32, bfloat16 or float16.
+// Throws UNSUPPORTED unless the array is float32, bfloat16 or float16.
 DType dtype_of(const AnyArray& array, const std::string& fqn);
 
-// Calls `pin` and `unpin` with address and bytes, under the GIL; an empty Pinner if they are None.
+// A Pinner that calls `pin` and `unpin` with address and bytes, under the GIL. Empty if `pin` is
+// None.
 Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
                  const std::optional<uint64_t>& limit);
 
-// The charges of a State: AdamW's, and `slots` of the ring for each thread.
+// The charges of a State: those of AdamW, and `slots` ring slots per thread.
 Footprint footprint_of(const AdamWSpec& spec, int slots, int threads);
 
+// AdamW in Python, with the owners of its memory.
 struct State {
   const std::shared_ptr<Ledger> ledger;
   const std::vector<AnyArray> arrays;
@@ -51,20 +54,23 @@ struct State {
   const Pinner pinner;
   Buffer staging;  // the ring of a step; between steps, gradients in flight use it
 
-  // Errors as AdamW's. Signal handlers of Python run on the calling thread.
+  // `count`: threads. Throws the errors of AdamW's constructor. Python's signal handlers run on the
+  // calling thread meanwhile.
   State(Written made, std::shared_ptr<Ledger> of, int slots, int count, const Pinner& pins);
   ~State();
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
-  // USAGE for an unknown shard.
+  // Throws USAGE if there is no such shard.
   const ShardSpec& shard(size_t index) const;
-  // `adamw`; UNSUPPORTED in a forked process without the state or the parameters.
+  // Returns `adamw`. Throws UNSUPPORTED in a process that was forked without the memory of the
+  // state or of the parameters.
   AdamW& here();
 };
 
-// Passes new parameters to Python's `send` and `wait`, which must outlive it. Keeps the first error
-// and sends nothing after it. Called by the threads of a step, which take the GIL for each call.
+// Passes new parameters to the Python functions `send` and `wait`, which must outlive it. After a
+// first error, which it keeps, it sends nothing. The threads of a step call it, and take the GIL
+// for each call.
 class Sending {
  public:
   Sending(State& state, const nb::object& send, const nb::object& wait, const std::string& dtype);

@@ -21,11 +21,11 @@ inline std::span<std::byte> bytes_of_array(const AnyArray& array) noexcept {
   return {static_cast<std::byte*>(array.data()), array.nbytes()};
 }
 
-// An array that shares the memory of `array`, never of a copy. USAGE, naming the tensor, if the
-// memory is read-only or `array` is no contiguous host array.
+// An array that shares the memory of `array`, never of a copy. Throws USAGE, which names the
+// tensor, if the memory is read-only or `array` is no contiguous host array.
 AnyArray writable(nb::handle array, const std::string& fqn);
 
-// `bytes` as an array in Python, which owns `held`: freed with the last view of the array.
+// `bytes` as a Python array that owns `held`, which is destroyed with the last view of the array.
 template <typename Held>
 nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
   const nb::capsule owner(held.get(), [](void* p) noexcept { delete static_cast<Held*>(p); });
@@ -33,11 +33,11 @@ nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
   return nb::cast(Bytes(bytes.data(), {bytes.size()}, owner));
 }
 
-// A writable memoryview that owns nothing: valid for the duration of a call into Python.
+// A writable memoryview that owns nothing. Valid only during a call into Python.
 nb::object view_of(std::span<std::byte> bytes);
 
-nb::dict by_purpose(const Footprint& footprint);  // largest first
-// USAGE for an unknown purpose.
+nb::dict by_purpose(const Footprint& footprint);  // bytes by purpose, largest first
+// Throws USAGE for an unknown purpose.
 Footprint from_purposes(const std::map<std::string, uint64_t>& bytes);
 
 }  // namespace modicum::python

@@ -1,7 +1,7 @@
-// The Python module `modicum._modicum`, with `inspect` and `plan` of the command line.
+// The Python module `modicum._modicum`, with the verbs `inspect` and `plan`.
 //
-// Their results are the command line's JSON documents, parsed by json.loads, so that the two fronts
-// can't differ.
+// Their results are the JSON documents of the command line, parsed by json.loads. So the command
+// line and Python can't differ.
 #include "modicum/python/bindings.h"
 
 #include <fmt/format.h>
@@ -53,7 +53,7 @@ namespace {
 
 using Path = std::filesystem::path;
 
-// Flags are text, and an empty one is not given: USAGE for an empty argument.
+// The text of a flag; "" for None. Throws USAGE for an empty text, which would count as absent.
 std::string text_of(std::string_view name, const OptionalText& given) {
   if (given && given->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
   return given.value_or("");
@@ -82,7 +82,7 @@ Raises:
     FormatError: a header or the index is malformed.
     IoError: a file can't be read.)";
 
-// A parameter per keyword; the defaults are those of the command line.
+// A parameter for each keyword of Python; the defaults are those of the command line.
 nb::dict plan(const Path& path, int ranks, std::optional<int> ranks_per_node,
               const std::string& strategy, const std::string& layout, const OptionalText& mesh,
               int shard_dim, const OptionalText& tp_rowwise, const OptionalText& tp_packed,
@@ -134,8 +134,8 @@ Args:
     path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
     ranks: rank processes, 1 to 65536.
     ranks_per_node: None: all ranks are on one node.
-    strategy: the one that `fits` is about: own-shard, node-reader, replica-striped,
-        rank0-broadcast or full-per-rank.
+    strategy: `fits` refers to it: own-shard, node-reader, replica-striped, rank0-broadcast or
+        full-per-rank.
     layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds all tensors).
     mesh: "AxB": replicas x shards of hsdp, dp x tp of tp-fsdp; "AxBxC": shards or dp of two axes.
     shard_dim: the tensor dim to shard.
@@ -170,7 +170,7 @@ Raises:
     IoError: a file can't be read.
     UsageError: an argument is invalid, or the recipe is for another checkpoint.)";
 
-// A run as its label and its document.
+// The label and the document of a run.
 using LabelledRun = std::pair<std::string, std::string>;
 
 std::string page_of(const std::string& title, const std::vector<LabelledRun>& runs,
@@ -232,7 +232,7 @@ NB_MODULE(_modicum, module) {
   module.def("inspect", front::inspect, "path"_a, front::kInspectDoc);
   front::define_plan(module);
   module.def("report_page", front::page_of, "title"_a, "runs"_a, "sentence"_a = "",
-             "The HTML page of runs, each its label and its document with `timeline` and `peak`.");
+             "The HTML page of runs. `runs`: (label, document with `timeline` and `peak`) each.");
   front::define_source(module);
   front::define_values(module);
   front::define_recipe_builder(module);

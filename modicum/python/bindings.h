@@ -1,26 +1,26 @@
 // Types and conversions that the bindings share. Internal to `python`.
 //
-// A torch load, by thread. load() converts its arguments, releases the GIL, and takes it again for
-// each call into Python, so that heartbeats and other Python threads run meanwhile:
+// The threads of a torch load. load() converts its arguments, releases the GIL, and takes it again
+// for each call into Python, so that heartbeats and other Python threads run meanwhile:
 //
 //   Python                            load(), on the calling thread      workers of the stream
 //   ------                            -----------------------------      ---------------------
 //   load(plan, rank, board, ...)  ->  convert the arguments
 //                                     release the GIL
-//   peers.agree(digest)           <-  the plans of all ranks are equal
+//   peers.agree(digest)           <-  compare the plans of all ranks
 //                                     commit the Arena                   read, cast, scatter
-//   caller(ordinal)               <-  a tensor that the model makes        :
-//   read(...), broadcast(...)     <-  rank 0's dict, the exchange          :
+//   caller(ordinal)               <-  get a tensor that the model makes    :
+//   read(...), broadcast(...)     <-  read rank 0's dict; exchange         :
 //   copy(target, at, view)        <-------------------------------------  elements for a device
 //   signal handlers               <-  Board::failure, every 50 ms        Board::failure
 //   peers.report(error)           <-------------------------------------  the first error, once
-//   board.fail(what), any thread  ->  PEER                               PEER
+//   board.fail(what), any thread  ->  throw PEER                         throw PEER
 //                                     take the GIL
 //   loaded.storage(target)        <-  Part: the bytes of one target and their charge
 //   array -> DLPack -> Parameter      The array owns its Part; the Parts share the Arena.
 //
-// An exception in a call into Python fails the load and is raised from it. Memory of the caller's
-// that the load writes to (`given`) is kept alive until load() returns.
+// An exception in a call into Python fails the load, and load() raises it. The caller's memory that
+// the load writes to (`given`) is kept alive until load() returns.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -48,12 +48,12 @@ namespace nb = nanobind;
 using namespace nb::literals;  // "name"_a
 
 using OptionalText = std::optional<std::string>;
-// Bytes, or text as on the command line: "1.5GiB".
+// Bytes, or text in the syntax of the command line: "1.5GiB".
 using Size = std::variant<int64_t, std::string>;
 std::string text_of(const Size& size);
 uint64_t bytes_of(const Size& size);
 
-// The value of an int; USAGE if it is negative or has more than 64 bits.
+// The value of an int. Throws USAGE if it is negative or has more than 64 bits.
 uint64_t seed_of(const nb::int_& seed);
 
 // Runs `function` without the GIL.
@@ -63,7 +63,7 @@ auto without_the_lock(const Function& function) {
   return function();
 }
 
-nb::dict as_dict(const std::string& document);  // of a JSON document
+nb::dict as_dict(const std::string& document);  // parses a JSON document
 // dict(name=value, ...)
 template <typename... Items>
 nb::dict dict_of(Items&&... items) {
@@ -75,11 +75,11 @@ nb::tuple tuple_of(const std::vector<Value>& values) {
   return nb::tuple(nb::cast(values));
 }
 
-// UNSUPPORTED if no checkpoint has a dtype of this name.
+// `dtype` is torch's name. Throws UNSUPPORTED if no stored tensor can have this dtype.
 TensorSpec spec_of(const std::string& fqn, const std::string& dtype,
                    const std::vector<int64_t>& shape);
 
-// `rank`; USAGE unless it is in [0, ranks).
+// Returns `rank`. Throws USAGE unless it is in [0, ranks).
 int checked_rank(int rank, int ranks);
 
 // Checkpoint, Recipe and Plan in Python. Each shares ownership of the values that it refers to.
@@ -98,8 +98,8 @@ struct MadePlan {
   const Checkpoint& checkpoint() const noexcept { return recipe->of->checkpoint; }
 };
 
-// The report of this process to the `modicum watch` that runs it. A forked child has its own.
-// Hold the GIL.
+// The report of this process to the `modicum watch` that runs it. A forked child has another one.
+// The caller must hold the GIL.
 const Reporter& reporter_here();
 
 void define_source(nb::module_& module);

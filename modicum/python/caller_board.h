@@ -17,10 +17,10 @@
 
 namespace modicum::python {
 
-constexpr auto kSignalPause = std::chrono::milliseconds(50);
+constexpr auto kSignalPause = std::chrono::milliseconds(50);  // between checks for signals
 
-// It reports to the other ranks through `peers`,
-// a Python object; their failures arrive by `fail_here`.
+// Reports failures to the other ranks through `peers`, a Python object. Failures of other ranks
+// arrive through `fail_here`. Without `peers` (None) there is one rank.
 class CallerBoard final : public Board {
  public:
   explicit CallerBoard(nb::object peers) : peers_(std::move(peers)) {}
@@ -45,14 +45,15 @@ class CallerBoard final : public Board {
     call("agree", fmt::format("{:016x}{:016x}", digest.high, digest.low));
   }
 
-  // Cancels the load or save: another rank has failed, or the caller cancels. Any thread.
+  // Cancels the load or save, because another rank has failed or the caller cancels. `rank`: the
+  // culprit, or -1. Any thread may call it.
   void fail_here(const std::string& what, int rank) {
     const std::lock_guard lock(mutex_);
     const auto culprit = rank < 0 ? std::nullopt : std::optional(rank);
     if (!failure_) failure_ = record_of(Error(Category::peer, what), culprit);
   }
   uint64_t progress() const noexcept { return progress_; }
-  // Python runs signal handlers on the thread that calls load() or save().
+  // Must be called by the thread that calls load() or save(): Python's signal handlers run on it.
   void set_thread() noexcept { thread_ = std::this_thread::get_id(); }
 
  private:
@@ -70,7 +71,8 @@ class CallerBoard final : public Board {
       error.discard_as_unraisable("modicum: can't report a failure to the other ranks");
     }
   }
-  // Python can't raise KeyboardInterrupt while load() runs: this does.
+  // Python itself can't raise KeyboardInterrupt while load() runs. So this runs its signal handlers
+  // and throws their exception.
   void look_for_signals() const {
     if (std::this_thread::get_id() != thread_) return;
     const auto now = std::chrono::steady_clock::now();

@@ -1,4 +1,4 @@
-// Ledger, Board, load and its report. bindings.h shows the threads of a load.
+// Ledger, Board, load() and its report. bindings.h shows the threads of a load.
 #include <fmt/format.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -31,12 +31,13 @@ namespace {
 //   Ledger <- Arena ------------------------ buffer ------------------------
 //             | Part of target 0 | Part of target 1 | alias: none | ...     |
 //
-// Each Part owns the Arena with others. Pages are freed Part by Part, unless `whole`.
+// The Parts share ownership of the Arena. Each Part frees its pages, unless `whole` is set.
 struct Arena {
   std::shared_ptr<Ledger> ledger;
   Buffer buffer;
-  bool whole = false;  // freed with the last Part: a device has it pinned, or children share it
-  nb::object kept;     // released before the memory is freed
+  // All memory is freed with the last Part: it is pinned for a device, or children share it.
+  bool whole = false;
+  nb::object kept;  // released before the memory is freed
 
   Arena(std::shared_ptr<Ledger> of, Buffer taken, bool as_one = false)
       : ledger(std::move(of)), buffer(std::move(taken)), whole(as_one) {}
@@ -49,7 +50,7 @@ struct Arena {
   }
 };
 
-// The memory of one target, and its charge: the pages are freed first.
+// The memory of one target and its charge. The destructor frees the pages, then returns the charge.
 struct Part {
   std::shared_ptr<Arena> arena;
   std::span<std::byte> bytes;
@@ -65,14 +66,15 @@ struct Part {
   }
 };
 
+// The result of load().
 struct Loaded {
   std::shared_ptr<MadePlan> plan;
   std::shared_ptr<Arena> arena;
-  std::vector<uint64_t> begins;
+  std::vector<uint64_t> begins;  // offset of each target in the arena, then the end
   RankOutcome outcome;
   double elapsed_s = 0;
 
-  // Once for each target: the Part takes over the charge.
+  // Must be called at most once per target: the Part takes over the charge.
   nb::object storage(uint32_t target) {
     MODICUM_ASSERT(target + 1 < begins.size());
     const uint64_t size = buffer_of(plan->plan, target, outcome.rank).bytes();
@@ -88,7 +90,7 @@ struct Loaded {
   }
 };
 
-// Bytes through the caller's own transport.
+// Sends bytes through the caller's transport, which charges no memory here.
 class CallerExchange final : public Exchange {
  public:
   explicit CallerExchange(nb::object broadcast) : broadcast_(std::move(broadcast)) {}
@@ -151,7 +153,7 @@ std::unique_ptr<Loaded> loaded_by(const std::shared_ptr<MadePlan>& made, const R
   loaded->outcome = load.outcome();
   loaded->elapsed_s = static_cast<double>(loaded->outcome.loaded_ns - begin) / kNsPerSecond;
   loaded->begins = arena_begins(task.plan, task.at.rank);
-  // Shared memory is freed as a whole: children may still read it.
+  // Memory shared with forked children is freed in one piece: children may still read it.
   const bool as_one = task.plan.options.fork == Fork::shared;
   loaded->arena = std::make_shared<Arena>(ledger, load.shards().release(), as_one);
   return loaded;
@@ -181,7 +183,7 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
   return without_the_lock([&] { return loaded_by(made, task, ledger, functions); });
 }
 
-// The fields of a rank's outcome, by their keys in Python: ranks exchange them as dicts.
+// The fields of a rank's outcome and their keys in the dicts that ranks exchange in Python.
 struct OutcomeField {
   const char* name;
   uint64_t RankOutcome::*field;
@@ -210,7 +212,7 @@ nb::tuple report_of(const MadePlan& made, const std::vector<nb::dict>& outcomes,
                     .strategy = made.plan.strategy().name,
                     .promise = made.plan.promise,
                     .checked = checked};
-  report.promise.launcher_bytes = 0;  // the launcher is not Modicum's
+  report.promise.launcher_bytes = 0;  // the launcher (torchrun, for example) is not counted
   if (budget) report.budget = Budget{*budget, budget_source};
   for (const nb::dict& one : outcomes) {
     RankOutcome outcome{.rank = nb::cast<int32_t>(one["rank"]),
@@ -267,7 +269,8 @@ Args:
           [](const Ledger& ledger, const std::map<std::string, uint64_t>& needed,
              const std::string& what) { ledger.require_room(from_purposes(needed), what); },
           "needed"_a, "what"_a,
-          "BudgetError if `needed`, bytes by purpose, and the bytes held exceed the limit.");
+          "Raises BudgetError if `needed`, bytes by purpose, plus the bytes held exceed the "
+          "limit.");
   module.def(
       "charge_init",
       [](const std::shared_ptr<Ledger>& ledger, uint64_t bytes) {
@@ -284,10 +287,10 @@ void define_forks(nb::module_& module) {
                         R"(Excludes whole pages of the caller's memory from forked children.
 
 Args:
-    address, bytes: of the pages, which must stay mapped until `undo`.
+    address, bytes: the pages, which must stay mapped until `undo`.
 
 Raises:
-    BudgetError: the kernel refuses, as for memory of a driver.)")
+    BudgetError: the kernel refuses, for example for memory of a driver.)")
       .def(
           "__init__",
           [](Exclusion* made, uintptr_t address, size_t bytes) {
@@ -295,7 +298,7 @@ Raises:
           },
           "address"_a, "bytes"_a)
       .def("undo", &Exclusion::undo,
-           "Children inherit the pages again. In a child without them, zero pages are mapped "
+           "Lets later children inherit the pages again. In a child without them, maps zero pages "
            "there.");
   module.def(
       "is_excluded_here",
@@ -306,7 +309,7 @@ Raises:
              "Whether any memory was excluded from the fork that made this process.");
   module.def(
       "require_fork", [](const std::string& fork) { fork_named(fork); }, "fork"_a,
-      "UsageError unless it is excluded, shared or inherited.");
+      "Raises UsageError unless `fork` is excluded, shared or inherited.");
 }
 
 }  // namespace
@@ -321,29 +324,30 @@ Args:
     peers: has barrier(), agree(digest) and report(document); None: there is one rank.)")
       .def(nb::init<nb::object>(), "peers"_a.none() = nb::none())
       .def("fail", &CallerBoard::fail_here, "what"_a, "rank"_a = -1,
-           "Cancels the running load at its next check. Any thread.")
+           "Cancels the running load or save at its next check. Any thread may call it.")
       .def_prop_ro("progress", &CallerBoard::progress, "Bytes read or received so far.");
   nb::class_<Loaded>(module, "Loaded", "The host memory that a load has filled.")
-      .def("storage", &Loaded::storage, "target"_a,
-           "The bytes of a target's local buffer, with padding; the array owns them. Once per "
-           "target.")
+      .def(
+          "storage", &Loaded::storage, "target"_a,
+          "The bytes of a target's local buffer, with padding, as an array that owns them. At most "
+          "one call per target.")
       .def("whole", &Loaded::whole,
-           "All bytes as one array, for pinning: they are freed together from now on. The array "
-           "owns "
-           "nothing; pass it to `keep`.")
+           "All bytes as one array, for pinning. From now on they are freed together. The array "
+           "owns nothing; pass it to `keep`.")
       .def(
           "keep",
           [](const Loaded& loaded, nb::object kept) { loaded.arena->kept = std::move(kept); },
-          "kept"_a, "Owns an object until just before the memory is freed.")
+          "kept"_a, "Keeps `kept` alive until just before the memory is freed.")
       .def_prop_ro("outcome", outcome_of, "Bytes that this rank read and held.");
   module.def("load", load_into, "plan"_a, "rank"_a, "board"_a, "ledger"_a, nb::kw_only(),
              "given"_a = nb::dict(), "copy"_a = nb::none(), "caller"_a = nb::none(),
              "broadcast"_a = nb::none(), "threads"_a = 0, "check"_a = false, "seed"_a = 0,
-             "Executes one rank's part of a plan; see modicum.load.");
+             "Executes one rank's part of a plan. modicum.load documents the arguments.");
   module.def("load_report", report_of, "plan"_a, "outcomes"_a, "checked"_a, "budget"_a = nb::none(),
              "budget_source"_a = "",
              "The document of `modicum load --json` and the text of `modicum load`.");
-  module.def("parse_size", bytes_of, "size"_a, "The bytes of a size as on the command line.");
+  module.def("parse_size", bytes_of, "size"_a,
+             "The bytes of a size in the syntax of the command line.");
 }
 
 }  // namespace modicum::python

@@ -32,11 +32,11 @@ namespace {
 using Floats = nb::ndarray<float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ReadFloats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr int64_t kPieceElements = kBucketElements * 16;  // the unit of work of a thread
+constexpr int64_t kPieceElements = kBucketElements * 16;  // a thread processes one piece at a time
 
 using Names = std::span<const std::string_view>;
 
-// The names of an enumeration's values, in its order.
+// The names of Plane, StatePlane and AdamSemantics, each in the order of the enumeration.
 constexpr std::array<std::string_view, kPlanes> kPlaneNames = {
     "master", "master_low", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
 constexpr std::array<std::string_view, 4> kStatePlaneNames = {"master", "exp_avg", "exp_avg_sq",
@@ -50,7 +50,8 @@ Value named(Names names, const char* what, const std::string& name) {
   fail(Category::usage, fmt::format("unknown {} '{}'", what, printable(name)));
 }
 
-// An array that shares the memory of `given`. Not a parameter type: the stub would need numpy.
+// An array that shares the memory of `given`. Bound functions take nb::handle and call this,
+// because with an ndarray parameter the type stub would need numpy.
 template <typename Array>
 Array taken(nb::handle given, const std::string& fqn, const char* kind) {
   Array array;
@@ -77,7 +78,8 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
   });
 }
 
-// For whole shards, on all threads; takes the norm in the same pass.
+// Takes the gradients of complete shards from the plane `grad`, on all threads, and adds their
+// norm.
 void arrived_in_place(State& state, const std::vector<size_t>& shards) {
   AdamW& adamw = state.here();
   std::vector<Piece> pieces;
@@ -142,7 +144,7 @@ void step(State& state, float unscale, float clip, const nb::object& send, const
   if (sending) sending->require_sent();
 }
 
-// (state, send, wait, dtype, refresh_masters), as for `step`.
+// The arguments of `step` for one state: (state, send, wait, dtype, refresh_masters).
 using Stepped = std::tuple<std::shared_ptr<State>, nb::object, nb::object, std::string, bool>;
 
 void step_all(const std::vector<Stepped>& states, float unscale, float clip,
@@ -152,7 +154,7 @@ void step_all(const std::vector<Stepped>& states, float unscale, float clip,
   if (snapshot) {
     before = [&](std::span<const std::byte> memory) { snapshot->before_overwrite(memory); };
   }
-  std::deque<Sending> sendings;  // they do not move
+  std::deque<Sending> sendings;  // a deque: elements must not move
   std::vector<StateStep> steps;
   for (const auto& [state, send, wait, dtype, refresh_masters] : states) {
     StepOptions options{.unscale = unscale,
@@ -168,7 +170,7 @@ void step_all(const std::vector<Stepped>& states, float unscale, float clip,
   for (const Sending& sending : sendings) sending.require_sent();
 }
 
-// Bytes of the state as an array, which shares ownership of the state.
+// Bytes of the state as an array that shares ownership of the state.
 nb::object shown(const std::shared_ptr<State>& state, std::span<std::byte> bytes) {
   return array_of(std::make_unique<std::shared_ptr<State>>(state), bytes);
 }
@@ -255,23 +257,25 @@ void define_options(nb::module_& module) {
 constexpr auto kStateDoc = R"(AdamW's state over the shards of a rank. All memory is allocated here.
 
 Args:
-    shards: (fqn, shape, runs, group, master, out) each: the parameter's whole shape; runs (first,
-        n) of its elements, ascending; an index into `groups`; an array to use as the master
-        (float32, or the bfloat16 half of a split master) or None; a bfloat16 or float16 array that
-        receives new parameters, or None. The state keeps the arrays alive.
+    shards: (fqn, shape, runs, group, master, out) each. shape: of the complete parameter. runs:
+        (first, n) of its elements, ascending. group: an index into `groups`. master: an array to
+        use as the master (float32, or the bfloat16 half of a split master), or None. out: a
+        bfloat16 or float16 array that receives new parameters, or None. The state keeps the arrays
+        alive.
     groups: options by group.
     format: a name of state_formats.
     ledger: is charged for all memory.
-    seed: of stochastic rounding; the same on every rank.
-    threads: of construction and steps; 0: one per usable CPU.
-    slots: of SLOT_BYTES per thread, for `send` of a step; see `staging`.
+    seed: for stochastic rounding; equal on every rank.
+    threads: for construction and steps; 0: one per usable CPU.
+    slots: number of slots of SLOT_BYTES per thread, for `send` of a step; see `staging`.
     pin, unpin: called with address and bytes of each arena that a device accesses; None: not
         pinned.
     pin_limit: bytes that the process may still lock; None: no limit.
     fork: how forked children see the state: excluded, shared or inherited.
 
 Raises:
-    BudgetError: more than the ledger's limit or pin_limit; before a page is touched.
+    BudgetError: the state needs more than the ledger's limit or pin_limit. It is raised before a
+        page is touched.
     UsageError: shards, options and format do not match.)";
 
 void define_state(nb::module_& module) {
@@ -288,7 +292,7 @@ void define_state(nb::module_& module) {
       .def("arrive", arrive, "shard"_a, "elements"_a, "at"_a = 0,
            "Adds part of a shard's gradient, from local element `at` on.")
       .def("arrived_in_place", arrived_in_place, "shards"_a,
-           "As arrive, for whole shards whose gradients are in the plane already; on all threads.")
+           "Like arrive, for complete shards whose gradients are in the plane `grad`; all threads.")
       .def(
           "leave_out",
           [](State& of, size_t shard) {
@@ -297,21 +301,21 @@ void define_state(nb::module_& module) {
           },
           "shard"_a, "The shard has no gradient in this step.")
       .def("norms", norms,
-           "(sum of squares by shard, whether all are finite) of gradients as they arrived.")
-      .def("step", step, "unscale"_a = 1.0F, "clip"_a = 1.0F, nb::kw_only(),
-           "send"_a.none() = nb::none(), "wait"_a.none() = nb::none(), "dtype"_a = "bfloat16",
-           "refresh_masters"_a = false,
-           "One step with the gradients that have arrived. `send(shard, at, n, slot)`: `n` new "
-           "values "
-           "in `dtype`, of a shard from local element `at` on, are at the beginning of a slot of "
-           "`staging`, and stay there until `wait(slot)` has returned. Both are called on several "
-           "threads; their first error is raised after the step, which is then complete. Not for "
-           "split masters. `refresh_masters`: calls it first, in the same pass.")
+           "(sum of squares by shard, whether all are finite) of the gradients that have arrived.")
+      .def(
+          "step", step, "unscale"_a = 1.0F, "clip"_a = 1.0F, nb::kw_only(),
+          "send"_a.none() = nb::none(), "wait"_a.none() = nb::none(), "dtype"_a = "bfloat16",
+          "refresh_masters"_a = false,
+          "Makes one step with the gradients that have arrived. Calls `send(shard, at, n, slot)` "
+          "when `n` new values in `dtype`, of a shard from local element `at` on, are at the "
+          "beginning of a slot of `staging`. They stay there until `wait(slot)` has returned. Both "
+          "are called on several threads. Their first error is raised after the step, which is "
+          "complete nevertheless. Not for split masters. `refresh_masters`: calls it first.")
       .def(
           "refresh_masters",
           [](State& of) { without_the_lock([&] { of.adamw.refresh_masters(); }); },
-          "A value of an array `out` that is not its master rounded was written by the caller: it "
-          "becomes the master.")
+          "Copies values that the caller has written to arrays `out` into the masters. They are "
+          "recognised because they differ from the rounded master.")
       .def(
           "skip", [](State& of) { of.here().skip(); },
           "Discards the gradients; changes nothing else.")
@@ -335,12 +339,14 @@ void define_state(nb::module_& module) {
       .def("export_to", export_to, "shard"_a, "plane"_a, "to"_a, "at"_a = 0,
            "Writes elements from `at` on to `to`, as exact float32 values.")
       .def("import_from", import_from, "shard"_a, "plane"_a, "values"_a, "at"_a = 0,
-           "Reads float32 values: exact in fp32 and fp32-split, else rounded as in a step.")
+           "Stores float32 values: exactly in fp32 and fp32-split, else rounded like in a step.")
       .def_prop_ro(
           "footprint", [](const State& of) { return by_purpose(of.footprint); },
-          "The charges in the ledger, bytes by purpose.")
-      .def("digest", digest,
-           "Digests `state` and `master` of this rank's values: add over ranks, modulo 2^64.");
+          "The bytes charged to the ledger, by purpose.")
+      .def(
+          "digest", digest,
+          "Digests `state` and `master` of this rank's values; their sums over ranks, modulo 2^64, "
+          "are those of all values.");
 }
 
 }  // namespace
@@ -357,13 +363,13 @@ void define_optim(nb::module_& module) {
         return by_purpose(footprint_of(spec, slots, threads));
       },
       "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "slots"_a = 0, "threads"_a = 1,
-      "fork"_a = "excluded", "The footprint of such an AdamW, bytes by purpose.");
+      "fork"_a = "excluded", "The footprint of an AdamW with these arguments, bytes by purpose.");
   module.def(
       "step_all", step_all, "states"_a, "unscale"_a = 1.0F, "clip"_a = 1.0F,
       "snapshot"_a.none() = nb::none(),
-      "AdamW.step for several states, (state, send, wait, dtype, refresh_masters) each, as "
-      "one: if it raises before anything is sent, none has been stepped. `snapshot`: of a save "
-      "that reads their memory meanwhile.");
+      "AdamW.step for several states together: if it raises before anything is sent, none has "
+      "been stepped. `states`: (state, send, wait, dtype, refresh_masters) each. `snapshot`: the "
+      "snapshot of a save that reads their memory meanwhile.");
   module.def("clip_factor", clip_factor, "norm"_a, "max_norm"_a,
              "min(1, max_norm / (norm + 1e-6)), rounded once to float32.");
   module.def("state_formats", formats,
@@ -380,7 +386,7 @@ void define_optim(nb::module_& module) {
       "The instruction sets that this machine has kernels for, the fastest first. All give the "
       "same bits.");
   module.def("use_isa", use_isa, "name"_a,
-             "Selects one for the process. UsageError if it does not run here.");
+             "Selects an instruction set for the process. Raises UsageError if this CPU lacks it.");
   module.attr("SLOT_BYTES") = kRingSlotBytes;
 }
 

@@ -40,7 +40,7 @@ nb::dict tree_memory(const std::vector<std::pair<uint64_t, uint64_t>>& ranges, i
 
 void define_probe(nb::module_& module) {
   module.def("process_memory", process_memory, "pid"_a = 0,
-             "held_bytes and peak_bytes (since reset_peak) of a process; 0: this one.");
+             "held_bytes and peak_bytes (since reset_peak) of a process. `pid` 0: this process.");
   module.def("reset_peak", reset_peak_rss, "Resets peak_bytes; False if the kernel refuses.");
   module.def(
       "available_memory",
@@ -55,7 +55,7 @@ void define_probe(nb::module_& module) {
       "CPUs that this process may use, by affinity and the quotas of its cgroup chain.");
   module.def(
       "descendants", [](int pid) { return descendants(pid); }, "pid"_a = 0,
-      "The pids of all descendants of a process; 0: this one.");
+      "The pids of all descendants of a process. `pid` 0: this process.");
   module.def("tree_memory", tree_memory, "ranges"_a, "pid"_a = 0,
              R"(The memory of a process and its descendants, by ranges of its addresses.
 
@@ -64,9 +64,11 @@ Args:
     pid: 0: this process.
 
 Returns:
-    processes: a dict each, `pid` first: pid, forked (from the first), anon_bytes, shmem_bytes
-    (divided among sharers), page_table_bytes. ranges: for each (own bytes, bytes of copy-on-write
-    versions in forked descendants). rest: the same for all other addresses.
+    A dict. `processes`: a dict per process, that of `pid` first, with pid, forked (whether it was
+    forked from the first without an exec), anon_bytes, shmem_bytes (shared pages are divided among
+    their users) and page_table_bytes. `ranges`: a pair per range: bytes in the process itself, and
+    bytes of copy-on-write copies in its forked descendants. `rest`: the same pair for all other
+    addresses.
 
 Raises:
     IoError: /proc can't be read.)");

@@ -1,4 +1,5 @@
-// RecipeBuilder for Python, over described tensors instead of a checkpoint.
+// RecipeBuilder for Python. Its stored tensors are described by dtype and shape; it needs no
+// checkpoint.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
@@ -26,7 +27,8 @@ Manifest manifest_of(const std::map<std::string, Described>& stored) {
 struct Held {
   const Manifest manifest;
 };
-// The builder refers to the manifest, a base so that it is constructed first. Not movable.
+// RecipeBuilder keeps a reference to the manifest. The manifest is in the first base class, so that
+// it is constructed before RecipeBuilder. Not movable, since the reference would dangle.
 struct DescribedBuilder : Held, RecipeBuilder {
   explicit DescribedBuilder(const std::map<std::string, Described>& stored)
       : Held{manifest_of(stored)}, RecipeBuilder(manifest) {}
@@ -34,7 +36,7 @@ struct DescribedBuilder : Held, RecipeBuilder {
   DescribedBuilder& operator=(const DescribedBuilder&) = delete;
 };
 
-// An op as a member function of the bound class.
+// Casts a member function of RecipeBuilder to one of the bound class, which nanobind requires.
 template <typename... Args>
 auto op(uint32_t (RecipeBuilder::*of)(Args...)) {
   return static_cast<uint32_t (DescribedBuilder::*)(Args...)>(of);
@@ -51,27 +53,28 @@ void define_recipe_builder(nb::module_& module) {
   nb::class_<DescribedBuilder>(module, "RecipeBuilder",
                                R"(Builds index maps of stored tensors (docs/reference/recipes.md).
 
-Each call adds a node and returns its number. No element is read.
+Every method except `described` adds a node and returns its number. No element is read.
 
 Args:
-    stored: dtype and shape by name.
+    stored: (dtype, shape) of each stored tensor, by name.
 
 Raises:
-    UsageError: MISMATCH if shapes or dtypes do not match, UNSUPPORTED for an unknown dtype or more
-        than eight dims; from the constructor and every call.)")
+    UsageError: MISMATCH if an operation does not fit the shapes or dtypes of its inputs or a name
+        is unknown; UNSUPPORTED for an unknown dtype or more than eight dims. Every method may raise
+        it.)")
       .def(nb::init<const std::map<std::string, Described>&>(), "stored"_a)
       .def("stored", op<std::string_view>(&RecipeBuilder::stored), "name"_a,
-           "A tensor of the checkpoint.")
+           "The stored tensor `name`.")
       .def("cat", op(&RecipeBuilder::cat), "dim"_a, "inputs"_a,
            "The inputs, concatenated along `dim`.")
       .def("stack", op(&RecipeBuilder::stack), "dim"_a, "inputs"_a,
            "The inputs, stacked along a new dim.")
       .def("slice", op(&RecipeBuilder::slice), "dim"_a, "start"_a, "stop"_a, "input"_a,
-           "`[start, stop)` of `dim`.")
+           "Indices `[start, stop)` of the input along `dim`.")
       .def("permute", op(&RecipeBuilder::permute), "dims"_a, "input"_a,
            "Dim k of the node is dim `dims[k]` of the input.")
       .def("reshape", op(&RecipeBuilder::reshape), "shape"_a, "input"_a,
-           "The same row-major elements under another shape.")
+           "The input's elements in row-major order, with another shape.")
       .def("described", described, "node"_a, "Dtype and shape of a node.");
 }
 

@@ -1,4 +1,4 @@
-// What this process reports about itself to the `modicum watch` that runs it.
+// The reports of this process to the `modicum watch` that runs it.
 #include <signal.h>
 #include <unistd.h>
 
@@ -17,14 +17,15 @@ namespace modicum::python {
 namespace {
 
 constexpr int64_t kHeapEveryNs = 100 * kNsPerMs;
-constexpr int64_t kHeapShare = 400;  // at most 1 / kHeapShare of a core
+constexpr int64_t kHeapShare = 400;  // the heap's reports take at most 1/400 of a core
 
+// The report of the process with this pid.
 struct Here {
   const int pid = getpid();
   OwnReport report;
 };
 
-// Until the process ends.
+// Reports the heap periodically until the process ends.
 void report_heap_often(const Reporter& reporter) {
   SteadyClock clock;
   while (true) {
@@ -34,15 +35,15 @@ void report_heap_often(const Reporter& reporter) {
   }
 }
 
-// Starts the thread that does it: between two calls of Modicum, malloc's blocks are freed as well.
+// Starts the thread for report_heap_often: malloc's blocks are also freed between calls of Modicum.
 void follow_heap(const Reporter& reporter) {
   sigset_t all, before;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the program's own threads
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // the new thread must receive no signals
   try {
     std::thread(report_heap_often, std::cref(reporter)).detach();
   } catch (const std::system_error&) {
-    // Then it is reported at the ends of phases.
+    // Without the thread, the heap is only reported at the ends of phases.
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
@@ -50,8 +51,8 @@ void follow_heap(const Reporter& reporter) {
 }  // namespace
 
 const Reporter& reporter_here() {
-  // Never destroyed: ledgers may return entries while the interpreter ends, and those that a forked
-  // child has inherited refer to its parent's.
+  // Never destroyed: ledgers may return charges while the interpreter ends, and the ledgers that a
+  // forked child has inherited refer to the parent's element.
   static auto& all = *new std::list<Here>();
   if (all.empty() || all.back().pid != getpid()) {
     Here& here = all.emplace_back();
@@ -66,14 +67,14 @@ void define_reporting(nb::module_& module) {
                             R"(A phase of this process, shown by the `modicum watch` that runs it.
 
 Args:
-    name: as in a plan's promise, or any other.)")
+    name: a phase of a plan's promise, or any other name.)")
       .def(
           "__init__",
           [](ReportedPhase* made, const std::string& name) {
             new (made) ReportedPhase(reporter_here(), name);
           },
           "name"_a)
-      .def("end", &ReportedPhase::end, "Ends it; a second call does nothing.");
+      .def("end", &ReportedPhase::end, "Ends the phase; a second call does nothing.");
   module.def(
       "report_budget", [](uint64_t bytes) { reporter_here().set_budget(bytes); }, "bytes"_a,
       "The host budget of the node, shown by the `modicum watch` that runs this process; 0: none.");

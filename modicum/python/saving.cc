@@ -1,5 +1,5 @@
-// Save and resume: SavePlan, StepSave, the state of AdamW in files. bindings.h shows the threads of
-// a save, which are those of a load.
+// Save and resume: SavePlan, StepSave, the state of AdamW in files. A save has the same threads as
+// a load; see bindings.h.
 #include <fmt/format.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -64,7 +64,7 @@ std::vector<std::string> left_out_names(const MadeSave& save) {
   return names;
 }
 
-// (promised bytes, limit of the ledger) of each rank. BUDGET.
+// (promised bytes, limit of the ledger) of each rank. Throws BUDGET if a node has less memory.
 std::vector<std::pair<uint64_t, uint64_t>> save_promise(const std::map<std::string, uint64_t>& held,
                                                         const std::vector<uint64_t>& baselines,
                                                         int ranks_per_node,
@@ -76,7 +76,7 @@ std::vector<std::pair<uint64_t, uint64_t>> save_promise(const std::map<std::stri
     of_rank[Purpose::process] += baseline;
   }
   Promise promise = make_promise({std::move(phase)}, 0, ranks_per_node);
-  promise.launcher_bytes = 0;  // the launcher is not Modicum's
+  promise.launcher_bytes = 0;  // the launcher (torchrun, for example) is not counted
   if (budget) require_fits(promise, {*budget, budget_source});
   std::vector<std::pair<uint64_t, uint64_t>> of_ranks;
   for (int rank = 0; rank < promise.ranks(); ++rank) {
@@ -90,7 +90,7 @@ nb::dict outcome_of(const SaveOutcome& saved) {
                  "gathered_bytes"_a = saved.gathered_bytes);
 }
 
-// Where the ranks of a step in flight write: (directory, point).
+// Where the ranks write a step: (directory, point). `point`: see ChunkSums.
 using Place = std::pair<std::string, uint64_t>;
 
 nb::dict save_tensors(const MadeSave& made, int rank, CallerBoard& board,
@@ -177,6 +177,7 @@ std::string state_text(const std::string& format, const nb::int_& seed,
   StateFacts facts{.format = state_format_named(format).format,
                    .seed = seed_of(seed),
                    .without_state = without_state};
+  // The most frequent step count is stored once; `steps_of` has the parameters with another one.
   std::map<int64_t, size_t> counts;
   for (const auto& [fqn, made] : steps) ++counts[made];
   const auto usual =
@@ -198,7 +199,7 @@ nb::dict state_facts(const std::string& text) {
 
 // ---- steps
 
-// The leader's StepSave, until `discard`.
+// The StepSave of the rank that leads the save. `discard` destroys it.
 struct StepInSave {
   std::unique_ptr<FileSystem> files = std::make_unique<PosixFileSystem>();
   const std::string root;
@@ -216,7 +217,7 @@ struct StepInSave {
     });
   }
 
-  // Of the step, before it is published. USAGE.
+  // Returns the StepSave. Throws USAGE after `discard`.
   StepSave& open() {
     if (!save) fail(Category::usage, "the step was discarded");
     return *save;
@@ -265,7 +266,7 @@ nb::dict newest(const std::string& root, std::optional<int64_t> before) {
   return told;
 }
 
-// The first fault in one rank's part of a step; empty if there is none.
+// The first fault in one rank's part of a step; "" if there is none.
 std::string fault_of(const std::string& path, int rank, int ranks, CallerBoard& board) {
   PosixFileSystem files;
   board.set_thread();
@@ -287,22 +288,25 @@ nb::dict opened(const std::string& path) {
 
 void define_gather(nb::module_& module) {
   nb::class_<SharedGather>(module, "SharedGather",
-                           R"(Memory with which the ranks of a node write divided rows together.
+                           R"(Memory in which the ranks of a node collect divided rows of a save.
+
+Each row is then written as a whole, instead of in parts by several ranks.
 
 Args:
-    ranks: of the node.
-    part_bytes: `SavePlan.gather_bytes`.
+    ranks: number of ranks of the node.
+    part_bytes: bytes of each rank's part, `SavePlan.gather_bytes`.
 
 Raises:
     IoError: the kernel refuses.)")
       .def(nb::init<int, uint64_t>(), "ranks"_a, "part_bytes"_a)
       .def_static("open", &SharedGather::open, "path"_a, "ranks"_a, "part_bytes"_a,
-                  "The memory that another rank has made; None if it can't be mapped.")
-      .def_prop_ro("path", &SharedGather::path, "For `open`, while the maker holds it.");
-  nb::class_<Gather>(module, "Gather", R"(One rank's end of a SharedGather, for one save.
+                  "Maps the memory that another rank has made. None if it can't be mapped.")
+      .def_prop_ro("path", &SharedGather::path,
+                   "The path for `open`, valid while the maker keeps the object alive.");
+  nb::class_<Gather>(module, "Gather", R"(One rank's endpoint of a SharedGather, for one save.
 
 Args:
-    place: of the rank on its node.
+    place: number of the rank on its node, from 0.
     ledger: is charged for the rank's part.)")
       .def(
           "__init__",
@@ -317,53 +321,57 @@ Args:
 
 void define_save_plan(nb::module_& module) {
   nb::class_<MadeSave>(module, "SavePlan",
-                       "The plan of a load, turned: what each rank writes where.")
+                       "The inverse of a load's plan: which bytes each rank writes where.")
       .def_prop_ro(
           "held", [](const MadeSave& made) { return by_purpose(made.held()); },
-          "What the save holds on each rank besides the tensors and the gather, bytes by purpose.")
+          "The bytes that a save holds on each rank, by purpose, without tensors and SharedGather.")
       .def_prop_ro("gather_bytes", &MadeSave::gather_bytes,
-                   "Of each rank, for a SharedGather; 0 without one.")
-      .def_prop_ro("copied", copied_names, "Names that are copied from the source.")
-      .def_prop_ro("copied_bytes", copied_bytes, "Of these, in all.")
-      .def_prop_ro("left_out", left_out_names, "Names in the source that are not saved.")
+                   "Bytes of each rank's part of a SharedGather; 0: the save has none.")
+      .def_prop_ro("copied", copied_names,
+                   "Names of the stored tensors that are copied from the source.")
+      .def_prop_ro("copied_bytes", copied_bytes, "Bytes of all copied tensors.")
+      .def_prop_ro("left_out", left_out_names,
+                   "Names of the stored tensors that are neither saved nor copied.")
       .def_prop_ro(
           "digest",
           [](const MadeSave& made) {
             const Digest& digest = made.plan.plan().inputs;
             return fmt::format("{:016x}{:016x}", digest.high, digest.low);
           },
-          "Of all inputs: ranks with equal digests write one checkpoint.")
+          "Digest of all inputs: ranks with equal digests write one checkpoint.")
       .def_prop_ro(
           "recipe_text",
           [](const MadeSave& made) {
             return recipe_text(*made.plan.plan().recipe, made.plan.manifest());
           },
-          "recipe.json of the same targets from the saved tensors.");
+          "A recipe.json that makes the same targets from the saved tensors.");
   module.def("make_save_plan", save_plan, "plan"_a, nb::kw_only(), "dtype"_a = nb::none(),
              "copies_unused"_a = true, "shard_size"_a = nb::none(), "adapters"_a = false,
              "gathers"_a = false,
-             R"(Turns the plan of a load.
+             R"(Inverts the plan of a load.
 
 Args:
     plan: from make_plan, with destinations `given` or `copy`.
-    dtype: of tensors that can be cast; None: as loaded.
+    dtype: dtype of the saved tensors that can be cast; None: as loaded.
     copies_unused: whether stored tensors that no target reads are copied.
-    shard_size: of a file; None: as the files of the source.
-    adapters: all tensors go into PEFT's adapter_model.safetensors.
+    shard_size: largest size of a file; None: files as in the source.
+    adapters: whether all tensors go into one file, PEFT's adapter_model.safetensors.
     gathers: whether the ranks of a node write divided rows together, with a Gather.
 
 Raises:
-    UsageError: two tensors would have one name; there is none.)");
+    UsageError: two tensors would have one name, or there is no tensor.)");
   module.def("save_promise", save_promise, "held"_a, "baselines"_a, nb::kw_only(),
              "ranks_per_node"_a, "budget"_a = nb::none(), "budget_source"_a = "argument",
-             "(promised bytes, limit of the ledger) of each rank whose process holds its baseline "
-             "and `held`, bytes by purpose. BudgetError if a node has less.");
+             "(promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a "
+             "save holds on each rank; `baselines`: bytes of each rank's process before it. Raises "
+             "BudgetError if a node has less.");
   module.def("save_tensors", save_tensors, "plan"_a, "rank"_a, "board"_a, "ledger"_a, "place"_a,
              nb::kw_only(), "given"_a = nb::dict(), "fetch"_a = nb::none(), "threads"_a = 1,
              "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
-             "Writes one rank's part of the tensors to `place`, (directory, point) of a step. "
-             "`given`: by target, host memory; `fetch(target, at, view)` fills `view` with the "
-             "elements of others. `snapshot`: see Snapshot; `gather`: see Gather.");
+             "Writes one rank's part of the tensors. `place`: (directory, point) of a StepSave. "
+             "`given`: host memory by target. `fetch(target, at, view)` fills `view` with the "
+             "elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see "
+             "Gather.");
 }
 
 void define_state_files(nb::module_& module) {
@@ -374,58 +382,65 @@ Args:
       .def(nb::new_(&state_files), "parameters"_a)
       .def_prop_ro(
           "held", [](const MadeState& made) { return by_purpose(made.files.footprint()); },
-          "What a save holds for it on each rank, bytes by purpose.");
+          "The bytes that a save of the state holds on each rank, by purpose.");
   module.def("save_state", save_state, "files"_a, "rank"_a, "ranks"_a, "board"_a, "ledger"_a,
              "place"_a, "held"_a, "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
              "Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the "
              "shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.");
-  module.def("load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a,
-             "ledger"_a, "held"_a,
-             "Reads one rank's shards of a saved state into them; returns the bytes read. "
-             "UsageError, naming a tensor, unless it is the state of these parameters.");
+  module.def(
+      "load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a, "ledger"_a,
+      "held"_a,
+      "Reads one rank's shards of a saved state into them; returns the bytes read. "
+      "Raises UsageError, which names a tensor, unless it is the state of these parameters.");
   module.def("state_text", state_text, "state_format"_a, "seed"_a, "steps"_a, "without_state"_a,
-             "state.json of AdamW. `steps`: (fqn, steps made) each.");
+             "The text of AdamW's state.json. `steps`: (fqn, number of steps) each.");
   module.def("state_facts", state_facts, "text"_a,
              "state_format, seed, steps, steps_of and without_state of a state.json.");
 }
 
 void define_steps(nb::module_& module) {
-  nb::class_<StepInSave>(module, "StepSave", R"(A step in flight, of the rank that leads the save.
+  nb::class_<StepInSave>(module, "StepSave", R"(An unpublished step (a saved checkpoint directory).
+
+Only the rank that leads the save has one.
 
 Args:
-    root: of all steps.
-    step: its number.
-    has_state, has_extra: whether it has directories for them.
-    inside: whether `root`, a directory that others write to, becomes the step itself; it is not
-        committed until `publish`. The caller makes the directories for state and extra.
+    root: the directory of all steps.
+    step: the step's number.
+    has_state, has_extra: whether the step has a directory for the optimizer's state, for extra
+        files.
+    inside: whether `root`, a directory to which others write as well, becomes the step itself. It
+        is not committed until `publish`. The caller makes the directories for state and extra.
 
 Raises:
-    IoError: CONFLICT if the step is there already.)")
+    IoError: CONFLICT if the step exists.)")
       .def(nb::init<const std::string&, int64_t, bool, bool, bool>(), "root"_a, "step"_a,
            "has_state"_a = false, "has_extra"_a = false, "inside"_a = false)
       .def_prop_ro(
           "directory", [](StepInSave& step) { return step.open().directory(); },
-          "Where the ranks write.")
+          "The directory to which the ranks write.")
       .def_prop_ro(
           "point", [](StepInSave& step) { return step.open().point(); },
-          "Of the digests' proof; a part of each rank's `place`.")
+          "A random number with which the digests are computed; a part of each rank's `place`.")
       .def("publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
            "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
            "keep"_a = nb::none(),
-           "Makes the step durable and visible once all ranks have written. `facts`: state.json; "
-           "`more`: (name, text) of further files, None if a rank has written it; `keep`: the "
-           "number of whole steps to keep.")
+           "Makes the step durable and visible. All ranks must have written. `facts`: state.json; "
+           "`more`: (name, text) of further files, text None if a rank has written the file; "
+           "`keep`: the number of intact steps to keep.")
       .def(
           "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
           "Removes the files, unless the step was published.");
   module.def(
       "newest_step", newest, "root"_a, "before"_a.none() = nb::none(),
-      "step, path, uuid, world_size, has_state of the newest whole step (older than `before`) "
-      "and the newer ones that were skipped. UNCOMMITTED if there is none.");
-  module.def("step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
-             "Compares one rank's part of a step, all ranks together every byte, with its digests. "
-             "Returns the first fault, or an empty text.");
-  module.def("open_step", opened, "path"_a, "The same of one step, which must be whole.");
+      "The newest intact step (older than `before`): a dict of step, path, uuid, world_size and "
+      "has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError, "
+      "UNCOMMITTED, if there is none.");
+  module.def(
+      "step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
+      "Compares one rank's part of a step with its digests; all ranks together compare every "
+      "byte. Returns the first fault, or an empty text.");
+  module.def("open_step", opened, "path"_a,
+             "The dict of newest_step, without `skipped`, for one step. The step must be intact.");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Saves in Python: what plans, files and snapshots have in common. Internal to `python`.
+// Saves in Python: types that plans, files and snapshots share. Internal to `python`.
 #pragma once
 
 #include <fmt/format.h>
@@ -21,7 +21,7 @@
 
 namespace modicum::python {
 
-// A SavePlan and the plan that it turns.
+// A SavePlan and the plan of the load that it inverts.
 struct MadeSave {
   MadeSave(std::shared_ptr<MadePlan> of, const SaveForm& form)
       : loaded(std::move(of)), plan(loaded->checkpoint(), loaded->plan, form) {}
@@ -29,9 +29,9 @@ struct MadeSave {
   const std::shared_ptr<MadePlan> loaded;
   const SavePlan plan;
 
-  // Of the ranks' SharedGather, on each rank, if they make one.
+  // Bytes of each rank's part of a SharedGather; 0: the save has none.
   uint64_t gather_bytes() const noexcept { return plan.plan().staging.gather_part_bytes; }
-  // On each rank, with the plan that it turns; without the gather.
+  // The memory of a save on each rank: both plans and the staging, without the SharedGather.
   Footprint held() const {
     Footprint held = plan.footprint();
     held[Purpose::header] += loaded->plan.manifest->held_bytes();
@@ -41,14 +41,15 @@ struct MadeSave {
   }
 };
 
-// How a save's files are divided by default: as the source's; without any, as those of a state.
+// By default a save has the files of the source. If the source has none, files have the size of
+// those of an optimizer's state.
 inline SaveForm form_of(const Checkpoint& source) {
   SaveForm form;
   if (source.manifest.files.empty()) form.shard_bytes = kStateFileBytes;
   return form;
 }
 
-// The caller's tensors: host memory that is `given`, or elements that `fetch` brings.
+// The caller's tensors: host memory that is `given`, or elements that `fetch` copies to the host.
 class CallerTensors final : public Sink {
  public:
   CallerTensors(const Plan& plan, int rank, const nb::dict& given, nb::object fetch)
@@ -93,12 +94,13 @@ class CallerTensors final : public Sink {
   std::vector<std::span<std::byte>> given_;
 };
 
-// (fqn, dtype, shape, format, whether its memory is the master): a parameter that has state.
+// A parameter that has state: (fqn, dtype, shape, format, whether its memory is the master).
 using WrittenState = std::tuple<std::string, std::string, std::vector<int64_t>, std::string, bool>;
-// (state, index of the shard in it, fqn).
+// A shard that this rank saves or loads: (state, index of the shard in the state, fqn).
 using WrittenHeld = std::tuple<std::shared_ptr<State>, size_t, std::string>;
 
-// 8-bit moments of cut blocks are refused.
+// Visits shards of states. Throws UNSUPPORTED if a shard with 8-bit moments holds a part of a
+// block: another rank's part has another scale.
 class Held {
  public:
   Held(const std::vector<WrittenHeld>& held, const std::map<std::string, int64_t>& numel_of)

@@ -1,4 +1,4 @@
-// Saves in the background: Snapshot, and the files that are made before.
+// Saves in the background: Snapshot, and create_files, which is called before.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
@@ -22,14 +22,14 @@ uint64_t create_files_of(const Manifest& manifest, const std::pair<int, int>& ra
   });
 }
 
-// (plan, given) of each save of tensors; (files, held) of AdamW's state.
+// Arguments from Python: (plan, given) of each save_tensors, and (files, held) of each save_state.
 using WrittenTensors = std::vector<std::pair<std::shared_ptr<MadeSave>, nb::dict>>;
 using WrittenStates = std::vector<std::pair<std::shared_ptr<MadeState>, std::vector<WrittenHeld>>>;
 
 std::shared_ptr<Snapshot> snapshot_of(uint64_t window, int rank, const WrittenTensors& tensors,
                                       const WrittenStates& states) {
   auto snapshot = std::make_shared<Snapshot>(window);
-  std::deque<CallerTensors> sinks;  // they do not move
+  std::deque<CallerTensors> sinks;  // a deque: elements must not move
   for (const auto& [made, given] : tensors) {
     const Plan& plan = made->plan.plan();
     CallerTensors& sink = sinks.emplace_back(plan, rank, given, nb::none());
@@ -60,33 +60,38 @@ void define_snapshot(nb::module_& module) {
   nb::class_<Snapshot>(module, "Snapshot",
                        R"(The values that one rank's save in the background reads.
 
-With it save_tensors and save_state run on any thread, take the GIL for tensors on a device only,
-and meet no other rank: all ranks have called create_files before, and met.
+With a snapshot, save_tensors and save_state may run on any thread, take the GIL only for tensors on
+a device, and do not wait for other ranks. All ranks must have called create_files, then waited in a
+barrier.
 
 Args:
-    window: bytes of blocks that are copied at most, as steps overwrite them before they are read.
-    rank: this one.
-    tensors: (plan, given) of each save_tensors. The caller keeps `given` until `end`.
-    states: (files, held) of save_state.)")
+    window: the most bytes of copied blocks. A block is copied if a step overwrites it before the
+        save has read it.
+    rank: this rank.
+    tensors: (plan, given) of each save_tensors. The caller must keep `given` alive until `end`.
+    states: (files, held) of each save_state.)")
       .def(nb::new_(&snapshot_of), "window"_a, "rank"_a, "tensors"_a, "states"_a)
-      .def_prop_ro("bytes", &Snapshot::bytes, "What `charge` charges as `snapshot`.")
+      .def_prop_ro("bytes", &Snapshot::bytes, "The bytes that `charge` charges as `snapshot`.")
       .def(
           "charge", [](Snapshot& of, const std::shared_ptr<Ledger>& ledger) { of.charge(*ledger); },
-          "ledger"_a, nb::keep_alive<1, 2>(), "Charges the window. BudgetError.")
+          "ledger"_a, nb::keep_alive<1, 2>(),
+          "Charges the window. Raises BudgetError if the ledger's limit is too low.")
       .def(
           "keep",
           [](Snapshot& of, nb::handle given) {
             return of.keep(bytes_of_array(writable(given, "")));
           },
-          "memory"_a, "Copies the values of host memory now; False if the window is too small.")
+          "memory"_a,
+          "Copies the values that the save reads from `memory` now. Returns False if the window is "
+          "too small.")
       .def(
           "end", [](Snapshot& of) { without_the_lock([&] { of.end(); }); },
-          "Nothing more is read. Gives the window back.")
+          "Declares that nothing more is read, and gives the window back.")
       .def_prop_ro(
           "waited_s",
           [](const Snapshot& of) { return static_cast<double>(of.waited_ns()) / kNsPerSecond; },
           "How long steps have waited until their memory was read.")
-      .def_prop_ro("copied_bytes", &Snapshot::copied_bytes, "What was copied to the window.");
+      .def_prop_ro("copied_bytes", &Snapshot::copied_bytes, "Bytes copied to the window.");
   module.def(
       "create_files",
       [](const MadeSave& made, const std::pair<int, int>& rank_of, CallerBoard& board,
@@ -94,8 +99,8 @@ Args:
         return create_files_of(made.plan.manifest(), rank_of, board, directory);
       },
       "plan"_a, "rank_of"_a, "board"_a, "directory"_a,
-      "Creates the share of rank `rank_of`, (rank, number of ranks), of the files; returns the "
-      "bytes written.");
+      "Creates one rank's share of the files of a save; returns the bytes written. `rank_of`: "
+      "(rank, number of ranks).");
   module.def(
       "create_files",
       [](const MadeState& made, const std::pair<int, int>& rank_of, CallerBoard& board,

@@ -1,4 +1,4 @@
-// Tensors in rank 0's memory as a checkpoint: a File whose reads call Python.
+// A checkpoint of tensors in rank 0's memory: a File whose `read` calls Python.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 
@@ -17,16 +17,16 @@ constexpr const char* kName = "rank-0-memory.safetensors";
 
 using Described = std::tuple<std::string, std::string, std::vector<int64_t>>;
 
-// The only file: a safetensors header, which is made here, and the tensors' bytes, which the caller
-// reads: read(index, offset, view) fills `view` with a tensor's bytes from `offset` on. None on
-// ranks other than 0.
+// The contents of the checkpoint's only file: a generated safetensors header and the tensors'
+// bytes.
 //
-//   0        header.size()  begins[0]         begins[1]          begins[n]
-//   | header |              | tensor 0        | tensor 1 ...     | end       begins[0] ==
-//   header.size()
+//   0          begins[0] = header.size()   begins[1]          begins[n]
+//   | header   | tensor 0                  | tensor 1 ...     | end
 struct CallersTensors {
   std::string header;
-  std::vector<uint64_t> begins;  // in the file, of each tensor, and the end
+  std::vector<uint64_t> begins;  // offset of each tensor in the file, then the file's size
+  // read(index, offset, view) fills `view` with a tensor's bytes from `offset` on. None on ranks
+  // other than 0.
   nb::object read;
 };
 
@@ -88,7 +88,7 @@ class CallerFile final : public File {
   const std::string name_;
 };
 
-// A directory with that file alone.
+// A directory that contains only this file.
 class CallerFiles final : public FileSystem {
  public:
   explicit CallerFiles(CallersTensors of) : of_(std::move(of)) {}
@@ -131,15 +131,16 @@ std::shared_ptr<OpenCheckpoint> open_tensors(const std::vector<Described>& tenso
 
 void define_source(nb::module_& module) {
   module.def("open_tensors", open_tensors, "tensors"_a, "read"_a.none(),
-             R"(Tensors in rank 0's memory as a checkpoint. Only rank 0 can read their bytes.
+             R"(A checkpoint of tensors in rank 0's memory. Only rank 0 can read their bytes.
 
 Args:
-    tensors: (name, dtype, shape) each, the same on every rank.
+    tensors: (name, dtype, shape) each; equal on every rank.
     read: on rank 0, read(index, offset, view) fills `view` with a tensor's bytes from `offset` on;
         it is called on the thread of load(). None on other ranks.
 
 Raises:
-    FormatError, UsageError.)");
+    FormatError: the tensors make no valid checkpoint.
+    UsageError: a dtype is unknown.)");
 }
 
 }  // namespace modicum::python

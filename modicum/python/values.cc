@@ -1,4 +1,4 @@
-// The steps up to the plan: open_checkpoint, make_recipe, make_layout, make_plan.
+// The functions up to the plan: open_checkpoint, make_recipe, make_layout, make_plan.
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
@@ -25,16 +25,17 @@
 namespace modicum::python {
 namespace {
 
+// As Python passes them: (mesh axes, tensor dim, packed parts, pads), and (mesh, cuts).
 using WrittenCut = std::tuple<std::vector<int>, int, int, bool>;
 using WrittenSharding = std::pair<std::vector<int>, std::vector<WrittenCut>>;
 
-// Bytes that every rank process holds before the load, or those of each rank.
+// Bytes that a rank process holds before the load: one number for all ranks, or one for each.
 using Baseline = std::variant<Size, std::vector<uint64_t>>;
 
 std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>& path) {
   auto opened = std::make_shared<OpenCheckpoint>();
   opened->checkpoint.files = opened->files.get();
-  if (!path) return opened;  // without tensors
+  if (!path) return opened;  // a checkpoint without tensors
   without_the_lock([&] { opened->checkpoint = open_checkpoint(*opened->files, path->string()); });
   return opened;
 }
@@ -74,7 +75,7 @@ nb::list targets_of_recipe(const MadeRecipe& made) {
   return targets;
 }
 
-// As `--layout` of the command line.
+// The layout that `--layout` of the command line names.
 Layout named_layout(const MadeRecipe& recipe, int ranks, const std::string& layout,
                     const OptionalText& mesh, int shard_dim, const OptionalText& tp_rowwise) {
   const RunFlags flags{.ranks = ranks,
@@ -116,7 +117,7 @@ Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenShardin
   return layout;
 }
 
-// A rank's shard of one tensor, without a recipe.
+// A rank's shard of one tensor. Needs no recipe.
 struct Shard {
   const Sharding sharding;
   const TensorSpec target;
@@ -159,7 +160,7 @@ void take_baseline(const Baseline& baseline, const Layout& layout, PlanOptions& 
 
 using Purposes = std::map<std::string, uint64_t>;
 
-// One more phase of the promise, `step`: what an optimizer holds on each rank.
+// Adds a phase `step` to the promise: the bytes that an optimizer holds on each rank.
 void take_after(const std::vector<Purposes>& after, const Layout& layout, PlanOptions& options) {
   if (after.size() != static_cast<size_t>(layout.world_size())) {
     fail(Category::usage, "after must have an entry per rank",
@@ -170,15 +171,15 @@ void take_after(const std::vector<Purposes>& after, const Layout& layout, PlanOp
   options.after = {phase};
 }
 
-// Adds phase `save`: a save of what the plan loads, and of the optimizer's state, through
-// `staging_bytes`. Nothing is added if they can't be saved.
+// Adds a phase `save` to the promise: a save of the loaded tensors and of the optimizer's state,
+// with staging of `staging_bytes`. Adds nothing if they can't be saved.
 void promise_save(const std::shared_ptr<MadePlan>& made, const StateFiles& state,
                   uint64_t staging_bytes) {
   PlanOptions options = made->plan.options;
   try {
     Footprint held = MadeSave(made, form_of(made->checkpoint())).plan.footprint();
     held += state.footprint();
-    // The load's staging may have been shrunk to the budget; that of a save is not.
+    // The load's staging may have been shrunk to the budget; a save's staging is never shrunk.
     held[Purpose::staging] += staging_bytes - options.staging_bytes;
     options.save = held;
   } catch (const Error& error) {
@@ -222,7 +223,7 @@ std::shared_ptr<MadePlan> plan(const std::shared_ptr<MadeRecipe>& recipe, const 
   return made;
 }
 
-// For each target: the target that holds its memory, and its size there.
+// For each target: the target that holds its memory, and the size and shape of that memory.
 nb::list buffers(const MadePlan& made, int rank) {
   const Plan& plan = made.plan;
   checked_rank(rank, plan.ranks());
@@ -272,7 +273,7 @@ void define_inputs(nb::module_& module) {
             }
             return warnings;
           },
-          "Parts that are optional and broken, unused or unusual; a line each.");
+          "Warnings about parts that are optional and broken, unused or unusual; a line each.");
   nb::class_<MadeRecipe>(module, "Recipe", "How each target is made of stored tensors.")
       .def_prop_ro("targets", targets_of_recipe,
                    "A dict for each target: name, dtype, shape, alias_of (a name or None).")
@@ -281,7 +282,7 @@ void define_inputs(nb::module_& module) {
           [](const MadeRecipe& made) {
             return recipe_text(made.recipe, made.of->checkpoint.manifest);
           },
-          "recipe.json.");
+          "The text of the recipe as a recipe.json.");
   nb::class_<Layout>(module, "Layout",
                      "Which elements of each target each rank holds, and in which order.")
       .def_prop_ro("ranks", &Layout::world_size, "World size.");
@@ -289,7 +290,7 @@ void define_inputs(nb::module_& module) {
 
 void define_plan_class(nb::module_& module) {
   nb::class_<MadePlan>(module, "Plan",
-                       "What every rank reads, where it puts it, and what it holds.")
+                       "Which bytes each rank reads, where it puts them, and how much it holds.")
       .def_prop_ro(
           "ranks", [](const MadePlan& made) { return made.plan.ranks(); }, "World size.")
       .def_prop_ro(
@@ -298,11 +299,12 @@ void define_plan_class(nb::module_& module) {
       .def_prop_ro(
           "recipe", [](const MadePlan& made) { return made.recipe; }, "The recipe of the plan.")
       .def_prop_ro("digest", digest_text,
-                   "Of all inputs of the plan, in hex: ranks with equal digests have equal plans.")
-      .def_prop_ro("document", document, "As `modicum plan --json`, for this one strategy.")
+                   "Digest of all inputs, in hex: ranks with equal digests have equal plans.")
+      .def_prop_ro("document", document,
+                   "The document of `modicum plan --json`, for this strategy only.")
       .def("buffers", buffers, "rank"_a,
-           "A dict for each target: holder (the target whose memory it is), numel, padded_numel, "
-           "bytes, shape (this rank's part without padding).")
+           "A dict for each target: holder (index of the target that owns the memory; for an alias "
+           "another one), numel, padded_numel, bytes, shape (this rank's part without padding).")
       .def(
           "promised_bytes",
           [](const MadePlan& made, int rank) {
@@ -320,20 +322,21 @@ void define_plan_class(nb::module_& module) {
           [](const MadePlan& made, int rank) {
             return exchange_group(made.plan, checked_rank(rank, made.plan.ranks()));
           },
-          "rank"_a, "The ranks that send bytes to each other, with `rank`.");
+          "rank"_a, "The ranks with which `rank` exchanges bytes, itself included.");
 }
 
 void define_name_pattern(nb::module_& module) {
   nb::class_<NamePattern>(module, "NamePattern", R"(A regular expression in RE2's syntax.
 
 Args:
-    argument: its name in an error.
-    expression: RE2 has no lookaround and no back-references.
+    argument: name of the argument in an error.
+    expression: without lookaround and back-references, which RE2 lacks.
 
 Raises:
-    UsageError: with RE2's reason.)")
+    UsageError: the expression is invalid; the message has RE2's reason.)")
       .def(nb::init<std::string_view, std::string_view>(), "argument"_a, "expression"_a)
-      .def("finds", &NamePattern::finds, "name"_a, "Whether it matches somewhere in `name`.");
+      .def("finds", &NamePattern::finds, "name"_a,
+           "Whether the expression matches somewhere in `name`.");
 }
 
 void define_steps(nb::module_& module) {
@@ -346,7 +349,8 @@ Args:
         checkpoint without tensors.
 
 Raises:
-    FormatError, IoError.)");
+    FormatError: a header or the index is malformed.
+    IoError: a file can't be read.)");
   module.def("make_recipe", recipe, "checkpoint"_a, "text"_a = nb::none(), nb::kw_only(),
              "dtype"_a = nb::none(), "keep_fp32"_a = nb::none(), "untie"_a = false,
              R"(Makes the recipe: how each target is made of the checkpoint's tensors.
@@ -368,12 +372,12 @@ Args:
     layout, mesh, shard_dim, tp_rowwise: as for modicum.plan.)");
   module.def("make_layout", sharded_layout, "recipe"_a, nb::kw_only(), "shardings"_a,
              "sharding_of"_a,
-             R"(Shards each target by its own sharding.
+             R"(Shards each target by the sharding that `sharding_of` selects.
 
 Args:
     recipe: from make_recipe.
-    shardings: (mesh, cuts) each: the sizes of the mesh axes over the whole world, outermost first;
-        and the cuts in order, each (mesh axes, tensor dim, packed parts, pads).
+    shardings: (mesh, cuts) each. mesh: the sizes of the mesh axes over all ranks, outermost first.
+        cuts: (mesh axes, tensor dim, packed parts, pads) each, in order.
     sharding_of: for each target the index of its sharding.)");
 }
 
@@ -381,24 +385,24 @@ void define_shard(nb::module_& module) {
   nb::class_<Shard>(module, "Shard", R"(A rank's shard of one tensor.
 
 Args:
-    sharding: (mesh, cuts) as for make_layout.
-    shape: of the whole tensor.
-    rank: of the world.)")
+    sharding: (mesh, cuts) like those of make_layout.
+    shape: shape of the complete tensor.
+    rank: global rank.)")
       .def(nb::init<const WrittenSharding&, const std::vector<int64_t>&, int>(), "sharding"_a,
            "shape"_a, "rank"_a)
       .def_prop_ro(
           "shape",
           [](const Shard& of) { return tuple_of(local_shape(of.sharding, of.target, of.rank)); },
-          "Without padding.")
+          "The shard's shape without padding.")
       .def("runs", &Shard::runs, "order"_a,
-           R"(The shard's elements as runs (first, n) of the tensor's, in memory order.
+           R"(The shard's elements as runs (first, n) of the tensor's elements, in memory order.
 
 Args:
-    order: the dims from slowest to fastest, in which the shard is contiguous and elements are
-        counted: [0, 1, ...] is row-major.)")
+    order: dims from slowest to fastest; [0, 1, ...] is row-major. The shard is contiguous in this
+        order, and the tensor's elements are counted in it.)")
       .def_prop_ro(
           "replicas", [](const Shard& of) { return replicas_of(of.sharding, of.rank); },
-          "The ranks that hold the same elements, with its own; ascending.");
+          "The ranks that hold the same elements, `rank` included; ascending.");
 }
 
 void define_make_plan(nb::module_& module) {
@@ -408,18 +412,18 @@ void define_make_plan(nb::module_& module) {
              "caller_sends"_a = false, "budget"_a = nb::none(), "budget_source"_a = "argument",
              "fork"_a = "excluded", "after"_a = std::vector<Purposes>(),
              "save"_a.none() = nb::none(),
-             R"(The plan of a load. As modicum.make_plan, which documents the rest, with:
+             R"(Makes the plan of a load. modicum.make_plan documents the other arguments.
 
 Args:
-    destinations: for each target cpu, copy (elements go to load's `copy`, as for a device) or given
-        (memory of the caller's); empty: all cpu.
+    destinations: for each target cpu, copy (load calls `copy` with the elements, for example for a
+        device) or given (the caller's memory); empty: cpu for all.
     baseline: bytes, or a list of bytes by rank.
-    init_bytes: the largest tensor that load's `caller` makes.
+    init_bytes: bytes of the largest tensor that load's `caller` makes.
     caller_sends: whether the caller's transport sends bytes between ranks.
-    budget_source: the budget's name in an error.
+    budget_source: name of the budget's source in an error.
     after: by rank, the bytes by purpose that an optimizer takes after the load; empty: nothing.
-    save: StateFiles of that optimizer: the promise covers a save of model and state, if they can
-        be saved.)");
+    save: StateFiles of that optimizer. Then the promise covers a save of model and state, if they
+        can be saved.)");
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ void put(char (&into)[N], const std::string& text) noexcept {
   into[n] = '\0';
 }
 
-// The inverse of owners_of().
+// The inverse of owners_of(). Owners that are not purposes are dropped.
 Footprint footprint_of(const std::vector<Owner>& owners) noexcept {
   Footprint footprint;
   for (const Owner& owner : owners) {
@@ -29,7 +29,7 @@ Footprint footprint_of(const std::vector<Owner>& owners) noexcept {
   return footprint;
 }
 
-// The interval of polls: long enough for many waiting ranks to leave the CPUs to the working ones.
+// The interval of polls. It grows with the ranks, so that many waiting ones use little CPU time.
 int64_t poll_ns_of(int ranks) noexcept { return kNsPerMs * std::clamp(ranks / 64, 1, 100); }
 
 }  // namespace
@@ -77,7 +77,8 @@ void Board::check() const {
   }
 }
 
-// The rank that sets `claimed` first writes `failure`; readers wait for `written`.
+// The process that first sets `claimed` writes `failure`, then sets `written`. Until then, readers
+// see no failure.
 struct SharedBoard::Head {
   std::atomic<uint32_t> claimed{0};
   std::atomic<uint32_t> written{0};
@@ -109,11 +110,13 @@ SharedBoard::Head& SharedBoard::head() const noexcept {
 }
 
 SharedBoard::Slot& SharedBoard::slot(int rank) const noexcept {
+  // The constructor adds 64 bytes for this padding.
   std::byte* const first = mapping_.bytes().data() + round_up(sizeof(Head), alignof(Slot));
   return reinterpret_cast<Slot*>(first)[rank];
 }
 
 void SharedBoard::beat(int rank, uint64_t more_bytes) noexcept {
+  // Relaxed: the supervisor only compares times, and no other data depends on them.
   slot(rank).progress.fetch_add(more_bytes, std::memory_order_relaxed);
   slot(rank).beat_ns.store(clock_.now_ns(), std::memory_order_relaxed);
 }
@@ -142,6 +145,7 @@ void SharedBoard::wait_for_all(int rank, uint32_t round) {
     clock_.sleep_ns(poll_ns_of(ranks_));
   }
   slot(rank).waiting.store(0, std::memory_order_relaxed);
+  // The time in the barrier must not count as silence.
   slot(rank).beat_ns.store(clock_.now_ns(), std::memory_order_relaxed);
 }
 

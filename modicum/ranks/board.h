@@ -1,15 +1,15 @@
-// The seam between ranks for everything but tensor bytes: heartbeats, failures, barriers,
+// The interface between ranks for everything but tensor bytes: heartbeats, failures, barriers,
 // agreement.
 //
 //   rank 0      beat  beat  barrier, polls ..................  PEER "rank 1 failed: ..."
 //   rank 1      beat  beat  Error -- report --+
 //                                             v
-//   board       slots: progress, last beat    failure: the first report wins
+//   board       slots: progress, heartbeat    failure: the first report wins
 //                                             ^
 //   launcher    supervisor -- report ---------+   for a rank that died, is stopped or has stalled
 //
-// Every other rank throws PEER at its next `check`, or while it waits in a barrier; the launcher
-// then ends all ranks and throws the first failure itself (supervisor.h).
+// Every other rank throws PEER at its next `check`, or while it waits in a barrier. The launcher
+// then ends all ranks and throws the first failure (supervisor.h).
 //
 // Threads: a Board may be used from several threads of a rank. No call blocks forever: a call that
 // waits throws as soon as any rank has failed.
@@ -31,8 +31,9 @@ namespace modicum {
 // An Error as a trivially copyable struct, for shared memory. Longer texts are truncated.
 struct ErrorRecord {
   Category category = Category::internal;
-  std::optional<int> rank;  // the rank that reported it; nullopt: the launcher
-  int64_t pid = 0;
+  // The rank that the error names, or else the one that reported it; nullopt: the launcher.
+  std::optional<int> rank;
+  int64_t pid = 0;                  // the process that reported it
   std::optional<int> culprit_rank;  // the rank that failed, if it is known
   std::optional<int64_t> culprit_pid;
   std::optional<uint64_t> offset;
@@ -44,7 +45,7 @@ struct ErrorRecord {
   char expected[128] = {};
   char got[128] = {};
 };
-// `rank` is recorded unless the error names a rank itself.
+// `rank`, the reporting one, is recorded unless the error names a rank.
 ErrorRecord record_of(const Error& error, std::optional<int> rank);
 Error error_of(const ErrorRecord& record);
 
@@ -52,24 +53,25 @@ class Board {
  public:
   virtual ~Board() = default;
 
-  // A heartbeat. `more_bytes` is the progress since the last one, 0 while the rank waits for peers.
+  // Sends a heartbeat. `more_bytes` is the progress since the previous one; 0 while the rank waits
+  // for peers.
   virtual void beat(int rank, uint64_t more_bytes) noexcept = 0;
-  // Records the first failure and ignores later ones. Returns whether this one was recorded.
+  // Records the first failure and ignores later ones. Returns whether `failure` was recorded.
   virtual bool report(const ErrorRecord& failure) noexcept = 0;
   virtual std::optional<ErrorRecord> failure() const = 0;
-  // Waits until every rank has called it as often as this one. PEER, naming the culprit, as soon as
-  // a rank has failed.
+  // Waits until every rank has made as many calls of it as this one. Throws PEER, which names the
+  // culprit, if a rank fails meanwhile.
   virtual void barrier(int rank) = 0;
-  // A barrier that also compares digests: CONFLICT on every rank, naming the first rank whose
-  // digest differs from rank 0's. Once per board.
+  // A barrier that also compares digests. If a digest differs from rank 0's, every rank throws
+  // CONFLICT, which names the first such rank. Must be called at most once per board.
   virtual void agree(int rank, const Digest& digest) = 0;
 
-  // PEER if a rank has failed: for loops that make no other call of the board.
+  // Throws PEER if a rank has failed. For loops that make no other call that would throw it.
   void check() const;
 };
 
-// For one machine: a shared mapping, made before the ranks are forked. Waits poll every
-// millisecond, less often with more than 64 ranks.
+// The board of ranks on one machine: a shared mapping, made before the ranks are forked. Waits poll
+// every millisecond; with 128 ranks or more every `ranks / 64` ms, at most 100.
 class SharedBoard final : public Board {
  public:
   static constexpr size_t kResultBytes = 1024;
@@ -82,16 +84,16 @@ class SharedBoard final : public Board {
   void agree(int rank, const Digest& digest) override;
 
   int ranks() const noexcept { return ranks_; }
-  // Read by the supervisor.
-  uint64_t progress(int rank) const noexcept;
-  int64_t last_beat_ns(int rank) const noexcept;  // of the board's clock; 0 before the first beat
-  bool is_waiting(int rank) const noexcept;       // in a barrier: no heartbeat is expected
-  void set_done(int rank) noexcept;
+  // For the supervisor.
+  uint64_t progress(int rank) const noexcept;     // bytes
+  int64_t last_beat_ns(int rank) const noexcept;  // on the board's clock; 0: no heartbeat yet
+  bool is_waiting(int rank) const noexcept;       // in a barrier, where it sends no heartbeats
+  void set_done(int rank) noexcept;               // its body has returned
   bool is_done(int rank) const noexcept;
-  // A rank's result, truncated to kResultBytes. The launcher reads it after the rank has ended.
+  // Stores a rank's result, truncated to kResultBytes. The launcher reads it after the rank ended.
   void post(int rank, std::span<const std::byte> result) noexcept;
   std::span<const std::byte> posted(int rank) const noexcept;
-  // The same for a trivially copyable value.
+  // The same for a trivially copyable value. Each rank must have posted one of this type.
   template <typename Outcome>
   Outcome posted_value(int rank) const {
     static_assert(sizeof(Outcome) <= kResultBytes && std::is_trivially_copyable_v<Outcome>);

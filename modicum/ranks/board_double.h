@@ -1,4 +1,4 @@
-// The test double of the board seam: ranks are threads of one process, failures are scripted.
+// The test double of Board: ranks are threads of one process, failures are scripted.
 #pragma once
 
 #include <condition_variable>
@@ -11,14 +11,14 @@
 
 namespace modicum {
 
-// When a peer fails: at the n-th call over all ranks, counted from 1; 0 never.
+// The call at which a rank fails. Calls of all ranks are counted together, from 1; 0: never.
 struct BoardScript {
-  int64_t fail_at_check = 0;  // the n-th call of `failure` (and so of `check`)
-  int64_t fail_at_beat = 0;   // the n-th beat; the next check sees it
+  int64_t fail_at_check = 0;  // number of the call of `failure` (`check` calls it once)
+  int64_t fail_at_beat = 0;   // number of the heartbeat; the next `check` throws
   int culprit_rank = 7;       // the rank that fails
 };
 
-// Records the beats. Any thread; a barrier waits without a time limit.
+// Records the heartbeats. Threads: any. A barrier waits without a time limit.
 class ScriptedBoard final : public Board {
  public:
   struct Beat {
@@ -33,9 +33,9 @@ class ScriptedBoard final : public Board {
   void barrier(int rank) override;
   void agree(int rank, const Digest& digest) override;
 
-  int64_t checks() const;
+  int64_t checks() const;  // calls of `failure`
   std::vector<Beat> beats() const;
-  uint64_t bytes_of_rank(int rank) const;  // sum over its beats
+  uint64_t bytes_of_rank(int rank) const;  // sum over its heartbeats
 
  private:
   ErrorRecord scripted() const;

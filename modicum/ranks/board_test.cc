@@ -78,7 +78,7 @@ TEST(ErrorRecord, LongTextsAreTruncatedAndTerminated) {
   EXPECT_EQ(after.facts().got, std::string(127, 'g'));
 }
 
-// Catches a later failure that overwrites the first.
+// Must fail if a later failure overwrites the first.
 TEST(SharedBoard, TheFirstFailureWins) {
   SteadyClock clock;
   SharedBoard board(2, clock);
@@ -154,7 +154,7 @@ TEST(SharedBoard, CheckNamesTheCulpritNotTheReporter) {
   }
 }
 
-// Catches a barrier that does not wait.
+// Must fail if a barrier does not wait.
 TEST(SharedBoard, NoRankLeavesABarrierBeforeAllHaveArrived) {
   constexpr int kRanks = 4;
   constexpr int kRounds = 50;

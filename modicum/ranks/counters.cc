@@ -10,6 +10,7 @@
 namespace modicum {
 
 void wait_on(const std::atomic<uint32_t>& word, uint32_t value) noexcept {
+  // Not FUTEX_WAIT_PRIVATE: the word may be in memory of several processes.
   const timespec most{0, 50 * kNsPerMs};
   syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), FUTEX_WAIT, value, &most, nullptr,
           0);

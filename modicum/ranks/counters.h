@@ -8,12 +8,13 @@
 
 namespace modicum {
 
-// Sleeps while `word` is `value`, at most 50 ms, so that the caller can check for failed peers.
+// Sleeps while `word` equals `value`, at most 50 ms, so that the caller can check for failed peers.
+// May return early. `word` may be shared between processes.
 void wait_on(const std::atomic<uint32_t>& word, uint32_t value) noexcept;
 void wake_all(const std::atomic<uint32_t>& word) noexcept;
 
-// Waits until is_ready(counter). PEER if a rank fails meanwhile. Sends heartbeats, so that the
-// supervisor sees no stall.
+// Waits until is_ready(counter) is true. Sends heartbeats, so that the supervisor sees no stall.
+// Throws PEER if a rank fails meanwhile.
 template <typename IsReady>
 void wait_until(const std::atomic<uint32_t>& counter, Board& board, int rank,
                 const IsReady& is_ready) {

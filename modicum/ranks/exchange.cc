@@ -14,10 +14,11 @@ constexpr uint32_t kSlots = 4;
 
 }  // namespace
 
-// The counters wrap around together; only differences are compared.
+// `filled` and `RingExchange::turn_` wrap around, so only their difference is compared. Since 2^32
+// is a multiple of kSlots, the slot of a turn is right after a wrap, too.
 struct SharedRing::Control {
-  std::atomic<uint32_t> filled{0};                  // turns, over all roots
-  std::array<std::atomic<uint32_t>, kSlots> taken;  // readers done with each slot
+  std::atomic<uint32_t> filled{0};                  // turns filled so far by all roots
+  std::array<std::atomic<uint32_t>, kSlots> taken;  // by slot: readers that have copied it
 };
 
 SharedRing::SharedRing(int ranks, uint64_t part_bytes)
@@ -59,7 +60,7 @@ void RingExchange::send(std::span<const std::byte> bytes) {
     wait_until(taken, board_, rank_, [&](uint32_t now) { return now == readers; });
     const size_t n = std::min<size_t>(bytes.size(), ring_.slot_bytes_);
     std::memcpy(ring_.data_.bytes().data() + turn_ % kSlots * ring_.slot_bytes_, bytes.data(), n);
-    taken.store(0, std::memory_order_relaxed);
+    taken.store(0, std::memory_order_relaxed);  // `filled` publishes it
     control.filled.store(++turn_, std::memory_order_release);
     wake_all(control.filled);
     bytes = bytes.subspan(n);

@@ -1,4 +1,4 @@
-// The seam between ranks for tensor bytes.
+// The interface by which ranks send tensor bytes to each other.
 #pragma once
 
 #include <cstdint>
@@ -9,36 +9,39 @@
 
 namespace modicum {
 
-// One rank's endpoint of a collective. One thread at a time; all ranks make the same calls in the
-// same order.
+// One rank's endpoint for broadcasts. Used by one thread at a time. All ranks must make the same
+// calls in the same order.
 class Exchange {
  public:
   virtual ~Exchange() = default;
 
-  // Commits this rank's part of the transport's memory and charges it as staging. BUDGET, NOMEM.
+  // Commits this rank's part of the transport's memory and charges it as staging. Throws BUDGET or
+  // NOMEM.
   virtual Charge commit(Ledger& ledger) = 0;
-  // Copies `bytes` from the rank at place `root` of the group to all others. A receiver needs only
-  // the bytes in `wanted`; the rest of its `bytes` is unspecified. PEER if a rank fails meanwhile.
+  // A half-open range of indices into the bytes of a broadcast.
   struct Part {
     size_t begin = 0;
     size_t end = SIZE_MAX;
   };
+  // Copies `bytes` from the rank at place `root` of the group to all others. A receiver needs only
+  // the bytes in `wanted`; the rest of its `bytes` is unspecified. Throws PEER if a rank fails
+  // meanwhile.
   virtual void broadcast(int root, std::span<std::byte> bytes, Part wanted) = 0;
   void broadcast(int root, std::span<std::byte> bytes) { broadcast(root, bytes, Part{}); }
 };
 
-// A ring of four slots in shared memory, for ranks on one machine. Made before the ranks are
-// forked; each rank commits an equal part and is charged for it.
+// A ring of four slots in shared memory, for ranks on one machine. Must be constructed before the
+// ranks are forked. Each rank commits an equal part and is charged for it.
 //
 //   turn         0       1       2       3       4 = slot 0 again
 //   root       fill -> fill -> fill -> fill -> waits until all readers have taken turn 0
 //   readers    copy ..... copy ..... copy .....
 //
-// `filled` counts the turns that the roots have filled, `taken[slot]` the readers that have copied
-// the slot's latest turn. A tensor larger than a slot takes several turns.
+// `filled` counts the turns that the roots have filled. `taken[slot]` counts the readers that have
+// copied the slot's latest turn. A tensor larger than a slot takes several turns.
 class SharedRing {
  public:
-  // `part_bytes` per rank, a multiple of the page size.
+  // `part_bytes` is memory per rank, a multiple of the page size.
   SharedRing(int ranks, uint64_t part_bytes);
 
  private:
@@ -55,7 +58,7 @@ class SharedRing {
 
 class RingExchange final : public Exchange {
  public:
-  // `rank` on the board, `place` among the ranks of this ring.
+  // `rank` is the number on the board, `place` the one among the ranks of this ring.
   RingExchange(SharedRing& ring, Board& board, int rank, int place) noexcept
       : ring_(ring), board_(board), rank_(rank), place_(place) {}
   Charge commit(Ledger& ledger) override;

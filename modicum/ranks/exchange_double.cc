@@ -34,7 +34,7 @@ void ThreadExchange::broadcast(int root, std::span<std::byte> bytes, Part /*want
     hub_.on_.assign(bytes.begin(), bytes.end());
     hub_.to_take_ = hub_.ranks_ - 1;
     hub_.sent_ = turn_;
-    // A later broadcast can only begin after all have copied this one.
+    // If a later broadcast has begun, all ranks have copied this one.
     hub_.wait(lock, board_, [this] { return hub_.to_take_ == 0 || hub_.sent_ > turn_; });
     return;
   }

@@ -1,4 +1,4 @@
-// The test double of the exchange seam: threads of one process, without a ring.
+// The test double of Exchange: ranks are threads of one process; there is no ring.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// State shared by the ends of one exchange. Must outlive them.
+// State shared by the endpoints of one exchange. Must outlive them.
 class ThreadHub {
  public:
   struct Call {
@@ -21,11 +21,12 @@ class ThreadHub {
 
   // `commit` charges each rank `part_bytes`.
   ThreadHub(int ranks, uint64_t part_bytes) : ranks_(ranks), part_bytes_(part_bytes) {}
-  std::vector<Call> calls() const;  // in order
+  std::vector<Call> calls() const;  // the broadcasts of all ranks, in the order of their calls
 
  private:
   friend class ThreadExchange;
-  // Waits until `ready()`, called with the lock held, is true. PEER if a rank fails meanwhile.
+  // Waits until `ready()`, called with the lock held, returns true. Throws PEER if a rank fails
+  // meanwhile.
   template <typename Ready>
   void wait(std::unique_lock<std::mutex>& lock, Board& board, Ready ready);
 
@@ -33,12 +34,12 @@ class ThreadHub {
   const uint64_t part_bytes_;
   mutable std::mutex mutex_;   // guards everything below
   uint64_t sent_ = 0;          // broadcasts begun by their roots
-  int to_take_ = 0;            // receivers that lack the current broadcast
-  std::vector<std::byte> on_;  // its bytes, copied: the root may return before all have read them
+  int to_take_ = 0;            // receivers that have yet to copy the current broadcast
+  std::vector<std::byte> on_;  // copy of its bytes: a root whose wait fails may free them
   std::vector<Call> calls_;
 };
 
-// One rank's end. A root returns when all others have copied its bytes.
+// One rank's endpoint. A root returns when all others have copied its bytes.
 class ThreadExchange final : public Exchange {
  public:
   ThreadExchange(ThreadHub& hub, Board& board, int rank) noexcept
@@ -51,7 +52,7 @@ class ThreadExchange final : public Exchange {
   ThreadHub& hub_;
   Board& board_;
   const int rank_;
-  uint64_t turn_ = 0;
+  uint64_t turn_ = 0;  // broadcasts that this rank has begun
 };
 
 }  // namespace modicum

@@ -14,7 +14,7 @@
 namespace modicum {
 namespace {
 
-// As in exchange.cc: four slots share the parts of all ranks.
+// Size of a slot in exchange.cc: the parts of all ranks are divided into four slots.
 uint64_t slot_bytes(int world, uint64_t part_bytes) {
   return part_bytes * static_cast<uint64_t>(world) / 4;
 }
@@ -101,7 +101,7 @@ TEST(RingExchange, ProcessesReceiveEverySizeFromEveryRoot) {
   }
 }
 
-// Catches a part of the ring that no rank is charged for.
+// Must fail if no rank is charged for a part of the ring.
 TEST(RingExchange, EachRankIsChargedItsPartAsStaging) {
   SteadyClock clock;
   for (const uint64_t part_bytes : {kPageBytes, 7 * kPageBytes}) {
@@ -125,7 +125,8 @@ TEST(RingExchange, EachRankIsChargedItsPartAsStaging) {
   }
 }
 
-// Rank `waiter` of two broadcasts; its peer fails instead. Expects PEER within a second.
+// Of two ranks, `waiter` takes part in a broadcast and the other one fails instead. Expects that
+// `waiter` throws PEER within a second.
 void expect_end_by_peer(int waiter, int root, size_t bytes) {
   SteadyClock clock;
   SharedBoard board(2, clock);
@@ -133,7 +134,7 @@ void expect_end_by_peer(int waiter, int root, size_t bytes) {
   std::atomic<int64_t> failed_ns{0};
   run_workers(2, [&](int rank) {
     if (rank != waiter) {
-      // The first heartbeat of its peer shows that it waits.
+      // The waiter sends its first heartbeat when it begins to wait.
       while (board.last_beat_ns(waiter) == 0) clock.sleep_ns(kNsPerMs);
       failed_ns = clock.now_ns();
       board.report(record_of(Error(Category::io, "broken"), rank));
@@ -161,7 +162,7 @@ TEST(RingExchange, AFailedSenderEndsAWaitingReader) {
   expect_end_by_peer(1, 0, 1);
 }
 
-// Catches a wait without heartbeats, which the supervisor would call a stall.
+// Must fail if a waiting rank sends no heartbeats: the supervisor would call that a stall.
 TEST(RingExchange, AWaitingRankSendsHeartbeatsWithoutProgress) {
   SteadyClock clock;
   SharedBoard board(2, clock);

@@ -11,19 +11,20 @@ namespace {
 
 constexpr uint64_t kMostRows = 32;
 constexpr uint64_t kNone = UINT64_MAX;
-// A round's number is below this bit. The walk's number above it may overflow: then bytes are not
-// written together.
+// A round is `walk << kWalkBit | number`, where `walk` is how often the addresses have gone back.
+// If `walk` overflows, rounds of some ranks come too early, and bytes are written in more calls.
 constexpr unsigned kWalkBit = 44;
 
 }  // namespace
 
-// The counter wraps around; only differences are compared.
 struct alignas(64) SharedGather::Head {
-  std::atomic<uint32_t> arrived{0};                 // of part 0: arrivals at all meetings
-  std::array<std::atomic<uint64_t>, 2> next{0, 0};  // the round that this rank wants, by half
+  // Arrivals of all ranks at all meetings; only used in part 0. It wraps around, so only
+  // differences are compared.
+  std::atomic<uint32_t> arrived{0};
+  std::array<std::atomic<uint64_t>, 2> next{0, 0};  // by half: the round that this rank wants next
 };
 
-// `count` runs of `length` bytes, whose begins are `stride` apart. A row of no runs ends a list.
+// `count` runs of `length` bytes, whose begins are `stride` apart. A row of `count` 0 ends a list.
 struct SharedGather::Row {
   uint32_t begin, length, stride, count;
 };
@@ -37,7 +38,7 @@ SharedGather::SharedGather(int ranks, uint64_t part_bytes, SharedPages pages)
   MODICUM_ASSERT(part_bytes % kPageBytes == 0);
   const uint64_t half = (part_bytes - sizeof(Head)) / 2;
   const uint64_t row = saturating_mul(sizeof(Row), static_cast<uint64_t>(ranks));
-  rows_ = std::clamp(half / 8 / row, uint64_t{1}, kMostRows);
+  rows_ = std::clamp(half / 8 / row, uint64_t{1}, kMostRows);  // lists take about 1/8 of a half
   MODICUM_ASSERT(rows_ * row + kPageBytes <= half);
   slot_bytes_ = (half - rows_ * row) / kPageBytes * kPageBytes;
 }
@@ -94,7 +95,7 @@ void Gather::put(uint64_t at, std::span<const std::byte> bytes, WriteOut write) 
     const uint64_t n = std::min<uint64_t>(bytes.size(), slot_bytes() - begin);
     const uint64_t round = walk_ << kWalkBit | window / ranks;
     const uint64_t slot = window % ranks;
-    // A full list ends the round, too, and the same round follows.
+    // If the list is full, the ranks meet, and the same round is filled again.
     while (round_ != round || !note(slot, static_cast<uint32_t>(begin), static_cast<uint32_t>(n))) {
       meet(round, write);
     }
@@ -111,13 +112,13 @@ void Gather::finish(WriteOut write) {
   last_ = walk_ = 0;
 }
 
-// Adds a run to this rank's list in a slot. False if the list is full.
+// Adds a run to this rank's list for a slot. False if the list is full.
 bool Gather::note(uint64_t slot, uint32_t begin, uint32_t length) noexcept {
   const auto list = shared_.list_of(static_cast<int>(slot), half(), place_);
   uint32_t& rows = noted_[slot];
   if (rows > 0) {
     SharedGather::Row& last = list[rows - 1];
-    const bool is_second = last.count == 1 && begin > last.begin;
+    const bool is_second = last.count == 1 && begin > last.begin;  // it sets the row's stride
     if (last.length == length &&
         (is_second || begin == uint64_t{last.begin} + uint64_t{last.stride} * last.count)) {
       if (is_second) last.stride = begin - last.begin;
@@ -131,9 +132,11 @@ bool Gather::note(uint64_t slot, uint32_t begin, uint32_t length) noexcept {
   return true;
 }
 
-// Ends the filling of a round, if any, and begins the next one, the earliest that a rank wants.
-// The half that is filled next was written before the last rank arrived.
+// Waits for all ranks, writes this rank's slot of the round just filled, if any, and begins the
+// earliest round that a rank wants. Its half is free: each rank has written its slot there before
+// it arrived here.
 void Gather::meet(uint64_t wanted, WriteOut write) {
+  // Relaxed: `arrived` publishes it, as well as the slots and lists.
   shared_.head(place_).next[half()].store(wanted, std::memory_order_relaxed);
   std::atomic<uint32_t>& arrived = shared_.head(0).arrived;
   const uint32_t all = (step_ + 1) * static_cast<uint32_t>(shared_.ranks_);
@@ -148,12 +151,13 @@ void Gather::meet(uint64_t wanted, WriteOut write) {
   round_ = next;
   ++step_;
   std::fill(noted_.begin(), noted_.end(), 0);
-  for (int place = 0; place < shared_.ranks_; ++place) {
+  for (int place = 0; place < shared_.ranks_; ++place) {  // empties this rank's lists
     shared_.list_of(place, half(), place_)[0].count = 0;
   }
 }
 
-// Merges the lists of all ranks, each of which is in order.
+// Merges the lists of all ranks for this rank's slot, and writes each stretch of neighbouring bytes
+// in one call. Each list is in order of addresses, since a walk back begins another round.
 void Gather::write_own(WriteOut write) {
   const auto ranks = static_cast<size_t>(shared_.ranks_);
   for (size_t from = 0; from < ranks; ++from) {
@@ -169,12 +173,12 @@ void Gather::write_own(WriteOut write) {
   const uint64_t window =
       saturating_mul(round * ranks + static_cast<uint64_t>(place_), slot_bytes());
   const std::span<const std::byte> slot(shared_.slot_of(place_, half()), slot_bytes());
-  uint64_t begin = 0, end = 0;  // of the stretch so far
+  uint64_t begin = 0, end = 0;  // the stretch so far
   const auto flush = [&] {
     if (end > begin) write(window + begin, slot.subspan(begin, end - begin));
   };
   for (size_t from = 0;; ++from) {
-    // Mostly the next run is that of the next rank.
+    // Mostly the next run belongs to the next rank. Otherwise the lowest begin is searched.
     size_t first = from % ranks;
     if (begin_of(cursors_[first]) != end) {
       for (size_t other = 0; other < ranks; ++other) {

@@ -1,6 +1,5 @@
-// House tests of bytes that ranks collect for each other's writes. They catch: a byte that is
-// written to the wrong place, twice or not at all; a slot that is filled while it is written; runs
-// that meet and are not written together; a rank that waits forever.
+// Must fail for these mutants: a byte is written to the wrong place, twice or not at all; a slot is
+// filled while it is written; adjacent runs are not written together; a rank waits forever.
 #include "modicum/ranks/gather.h"
 
 #include <gtest/gtest.h>
@@ -22,11 +21,11 @@ struct Put {
   uint64_t at = 0;
   uint64_t bytes = 0;
 };
-using Puts = std::vector<std::vector<Put>>;  // by rank, in order
+using Puts = std::vector<std::vector<Put>>;  // by rank: its puts in order
 
 std::byte value_at(uint64_t at) { return static_cast<std::byte>((at * 31 + at / 241) & 0xff); }
 
-// What was written, in memory that the ranks share.
+// The written bytes, and how often each was written, in memory that the ranks share.
 struct Written {
   explicit Written(uint64_t of) : pages(Mapping::shared(2 * of + kPageBytes)), size(of) {}
 
@@ -48,7 +47,7 @@ struct Written {
   uint64_t size;
 };
 
-// One rank's part, `uses` times.
+// Puts the bytes of one rank, `uses` times.
 void put_all(Gather& gather, const std::vector<Put>& puts, const Written& to, int uses) {
   const auto write = [&](uint64_t at, std::span<const std::byte> bytes) { to.add(at, bytes); };
   for (int i = 0; i < uses; ++i) {
@@ -76,7 +75,7 @@ void expect_written(const Puts& puts, const Written& written, int uses) {
   }
 }
 
-// In threads. Returns the number of writes.
+// Runs the ranks as threads and checks every byte. Returns the number of writes.
 uint64_t gathered(const Puts& puts, uint64_t size, int uses = 1) {
   const auto world = static_cast<int>(puts.size());
   SteadyClock clock;
@@ -92,7 +91,7 @@ uint64_t gathered(const Puts& puts, uint64_t size, int uses = 1) {
   return written.writes();
 }
 
-// Rows of `row` bytes, of which each rank has an equal part.
+// Rows of `row` bytes; each rank puts an equal part of every row.
 Puts rows_of(int world, uint64_t row, uint64_t rows) {
   Puts puts(static_cast<size_t>(world));
   const uint64_t part = row / static_cast<uint64_t>(world);
@@ -116,17 +115,16 @@ TEST(Gather, RowsAreWrittenAsWindows) {
   }
 }
 
-// One rank has no bytes, another none of the last half, and the ranks of another node the columns
-// between.
+// One rank puts no bytes, and another none in the last half: these stay unwritten.
 TEST(Gather, UnevenRanksAndHolesAreWritten) {
   Puts puts = rows_of(4, 1000, 100);
   puts[1].clear();
   puts[2].resize(50);
-  // In each row columns 0 and 3 meet in no byte, but those of the next row do.
+  // Column 3 adjoins column 0 of the next row. In the last 50 rows column 2 is missing.
   EXPECT_GE(gathered(puts, 100'000, 3), 3U * 100);
 }
 
-// Runs of any length in any order: lists that are full, and addresses that go back.
+// Runs of any length in any order, so that lists become full and addresses go back.
 TEST(Gather, AnyOrderIsWrittenOnce) {
   std::minstd_rand dice(7);
   for (int trial = 0; trial < 20; ++trial) {
@@ -144,8 +142,8 @@ TEST(Gather, AnyOrderIsWrittenOnce) {
   }
 }
 
-// Two targets, one after the other, whose rows take turns in the file. A rank has no row of the
-// first one's second half, and so goes back earlier.
+// All even rows, then all odd rows. Rank 0 has no even row of the second half, and so goes back
+// earlier than the others.
 TEST(Gather, RanksThatGoBackTogetherWriteTogether) {
   Puts puts = rows_of(4, 4 * 512, 100), sorted(4);
   for (size_t rank = 0; rank < 4; ++rank) {
@@ -187,7 +185,7 @@ TEST(Gather, ProcessesMapItByItsPath) {
   expect_written(puts, written, 1);
 }
 
-// Catches a part that no rank is charged for.
+// Must fail if no rank is charged for a part.
 TEST(Gather, EachRankIsChargedItsPartAsStaging) {
   SteadyClock clock;
   SharedBoard board(3, clock);
@@ -207,7 +205,7 @@ TEST(Gather, EachRankIsChargedItsPartAsStaging) {
   }
 }
 
-// Also catches a wait without heartbeats, which the supervisor would call a stall.
+// Must also fail if a waiting rank sends no heartbeats: the supervisor would call that a stall.
 TEST(Gather, AFailedRankEndsTheWait) {
   SteadyClock clock;
   SharedBoard board(2, clock);

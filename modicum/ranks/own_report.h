@@ -1,4 +1,5 @@
-// The report of this process to the `modicum watch` that runs it. Part of the door of `ranks`.
+// The report of this process to the `modicum watch` that runs it. Part of the public header of
+// `ranks`.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +13,13 @@ namespace modicum {
 
 class OwnReport {
  public:
-  // Claims a report in the table that kWatchVariable names. Until then, and without a watcher, the
-  // reporter reports nothing. `baseline` returns the bytes that this process holds now; it is
-  // called if there is a watcher. Once; one thread.
+  // Claims a report in the table whose path is in the environment variable kWatchVariable. Until
+  // then, and without a watcher, the reporter reports nothing. `baseline` returns the bytes that
+  // this process holds now; it is called only if there is a watcher. Must be called once, by one
+  // thread.
   void begin(FunctionRef<uint64_t()> baseline);
 
-  // Must not be used after this object is destroyed.
+  // The result must not be used after this object is destroyed.
   const Reporter& reporter() const noexcept { return reporter_; }
 
  private:

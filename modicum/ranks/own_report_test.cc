@@ -10,8 +10,8 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: memory of another program that is written to; a baseline
-// that is read without a watcher.
+// Must fail for these mutants: memory of another program is written to; the baseline is read
+// without a watcher.
 
 class Variable {
  public:
@@ -21,7 +21,7 @@ class Variable {
 };
 
 uint64_t no_baseline() {
-  ADD_FAILURE() << "reading it costs time";
+  ADD_FAILURE() << "the baseline is read without a watcher";
   return 0;
 }
 

@@ -1,4 +1,5 @@
-// The door of `ranks`: local rank processes, their supervisor, and the seams between ranks.
+// Public header of `ranks`: local rank processes, their supervisor, and the interfaces between
+// ranks.
 #pragma once
 
 #include "modicum/ranks/board.h"         // IWYU pragma: export

@@ -20,7 +20,7 @@ extern "C" void keep_stop_signal(int signal) {
 
 StopSignals::StopSignals() {
   sigaction(SIGTERM, nullptr, &before_term_);
-  if (before_term_.sa_handler != keep_stop_signal) {
+  if (before_term_.sa_handler != keep_stop_signal) {  // this object is the outermost
     received_signal.store(0);
     received_count.store(0);
   }

@@ -1,4 +1,4 @@
-// SIGINT and SIGTERM as a flag that is polled.
+// Turns SIGINT and SIGTERM into a flag that is polled.
 #pragma once
 
 #include <signal.h>
@@ -9,9 +9,9 @@
 
 namespace modicum {
 
-// While one exists, SIGINT and SIGTERM only set a flag. Objects may be nested: an inner one reports
-// a signal that an outer one has received. The destructor restores the previous handlers. Threads:
-// one constructs and destroys; any may poll.
+// While an object exists, SIGINT and SIGTERM only set a flag. Objects may be nested: an inner one
+// reports a signal that an outer one has received. The destructor restores the previous handlers.
+// Threads: one constructs and destroys; any may poll.
 class StopSignals {
  public:
   StopSignals();
@@ -19,7 +19,7 @@ class StopSignals {
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
 
-  // CANCELLED after SIGINT, PREEMPTED after SIGTERM, nullopt before a signal.
+  // CANCELLED after SIGINT, PREEMPTED after SIGTERM (the last signal counts), nullopt before one.
   std::optional<Error> received() const;
   // The number of signals received so far.
   int count() const noexcept;

@@ -26,14 +26,14 @@ constexpr int64_t kPollNs = 5 * kNsPerMs;
 constexpr int64_t kTickNs = 100 * kNsPerMs;
 constexpr int64_t kGraceNs = 1 * kNsPerSecond;  // for ranks to see the failure and exit
 constexpr int64_t kReapNs = 2 * kNsPerSecond;   // for the kernel to unmap a killed rank's memory
-// scancel, systemd and timeout send a signal to the processes of a group one after another: after a
-// rank has died of SIGTERM, the launcher may still receive its own.
+// scancel, systemd and timeout send a signal to the processes of a group one after another. Within
+// this time after a rank has died of SIGTERM, the launcher may still receive SIGTERM itself.
 constexpr int64_t kNextInGroupNs = 1 * kNsPerSecond;
 
 bool is_crowd(int ranks) { return ranks > kMaxRanksPerCore * usable_cpus(); }
 
-// Holds ranks back until all have been started: thousands of running ranks would leave the launcher
-// no CPU to start the others or to handle signals.
+// Holds ranks back until all have been forked: thousands of running ranks would leave the launcher
+// no CPU to fork the others or to handle signals.
 class StartGate {
  public:
   StartGate() {
@@ -52,7 +52,7 @@ class StartGate {
     if (ends_[1] >= 0) close(ends_[1]);
     ends_[1] = -1;
   }
-  // In a rank: waits for end of file, when the last process has closed the write end.
+  // In a rank: waits for end of file, which comes when all processes have closed the write end.
   void pass() noexcept {
     open();
     char nothing = 0;
@@ -68,15 +68,16 @@ class StartGate {
 // How a rank process handles SIGTERM.
 enum class OnTerm : uint8_t { die, ignore };
 
-// In the child, before the rank's body.
+// Prepares the child process for the rank's body.
 void become_rank(int rank, pid_t parent, bool is_in_crowd, OnTerm on_term) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  // If the parent died before prctl, the kernel sends no SIGKILL. Then the parent has changed.
   if (getppid() != parent) _exit(exit_code(Category::peer));
   prctl(PR_SET_NAME, fmt::format("modicum-rank-{}", rank).c_str());
-  // A terminal's Ctrl-C reaches the whole process group; only the launcher handles it. If memory
-  // runs out, the kernel should kill a rank, so that the launcher is left to report it.
+  // A terminal's Ctrl-C reaches the whole process group; only the launcher handles it.
   signal(SIGINT, SIG_IGN);
   signal(SIGTERM, on_term == OnTerm::ignore ? SIG_IGN : SIG_DFL);
+  // If memory runs out, the kernel should kill a rank, so that the launcher can report it.
   write_kernel_text("/proc/self/oom_score_adj", "500");
   if (is_in_crowd) {
     const sched_param lowest{};
@@ -84,7 +85,7 @@ void become_rank(int rank, pid_t parent, bool is_in_crowd, OnTerm on_term) {
   }
 }
 
-// In the child: never returns and never runs the parent's exit handlers.
+// Runs the body in the child. Never returns and never runs the parent's exit handlers.
 [[noreturn]] void run_body(SharedBoard& board, int rank, FunctionRef<void(int rank)> body) {
   const auto end_with = [&](const Error& error) {
     board.report(record_of(error, rank));
@@ -113,7 +114,7 @@ class Supervisor {
   Supervisor(const Supervisor&) = delete;
   Supervisor& operator=(const Supervisor&) = delete;
 
-  // CANCELLED or PREEMPTED on a signal; NOMEM if a process cannot be forked.
+  // Throws CANCELLED or PREEMPTED on a signal, NOMEM if fork fails, IO if pipe2 fails.
   void start(FunctionRef<void(int rank)> body) {
     StartGate gate;
     try {
@@ -149,8 +150,8 @@ class Supervisor {
     pid_t pid = 0;
     bool gone = false;
     bool killed = false;
-    int64_t stopped_at_ns = -1;   // when a SIGSTOP was seen; -1: running
-    std::string size_in_silence;  // /proc/PID/statm when the last heartbeat was overdue
+    int64_t stopped_at_ns = -1;   // when the supervisor noticed a SIGSTOP; -1: running
+    std::string size_in_silence;  // text of /proc/PID/statm at the last overdue check; "": none yet
   };
 
   void fork_all(StartGate& gate, FunctionRef<void(int rank)> body) {
@@ -166,19 +167,24 @@ class Supervisor {
         run_body(board_, rank, body);
       }
       if (pid < 0) {
-        fail(Category::no_memory, "a rank process could not be started", {.rank = rank});
+        fail(Category::no_memory,
+             fmt::format("fork failed: {}", std::generic_category().message(errno)),
+             {.rank = rank});
       }
       children_.push_back({pid});
     }
+    // A rank's silence counts from here: forking thousands of ranks may take long.
     for (int rank = 0; rank < board_.ranks(); ++rank) board_.beat(rank, 0);
   }
 
-  // Decides once for all ranks.
+  // Whether ranks may go on after the signal `stopped`. The first call after SIGTERM fixes the
+  // length of the grace period; later ones compare the time and the number of signals with it.
   bool is_in_grace(const Error& stopped) {
     if (!options_.grace_ns || stopped.category() != Category::preempted) return false;
     const int64_t now = clock_.now_ns();
     if (!grace_) grace_ = Grace{.begin_ns = now, .ns = options_.grace_ns()};
     const int64_t passed_ns = now - grace_->begin_ns;
+    // Signals of the first second are repetitions of the first one and do not end the grace period.
     if (passed_ns < kNextInGroupNs) grace_->signals = stop_.count();
     return passed_ns < grace_->ns && stop_.count() == grace_->signals;
   }
@@ -199,7 +205,7 @@ class Supervisor {
         child.stopped_at_ns = now;
       } else if (WIFCONTINUED(status)) {
         child.stopped_at_ns = -1;
-        board_.beat(rank, 0);
+        board_.beat(rank, 0);  // the time while it was stopped does not count as silence
       } else {
         child.gone = true;
         judge_end(rank, status);
@@ -214,7 +220,8 @@ class Supervisor {
     }
   }
 
-  // A rank cannot beat while the kernel commits its memory, but its size then changes.
+  // While the kernel commits its memory, a rank sends no heartbeats, but its size changes. So a
+  // changed size counts as a heartbeat; at the first check any size differs from "".
   void judge_silence(int rank) {
     Child& child = children_[static_cast<size_t>(rank)];
     std::string size = read_kernel_text(fmt::format("/proc/{}/statm", child.pid)).value_or("");
@@ -246,7 +253,7 @@ class Supervisor {
       return;
     }
     const int code = WEXITSTATUS(status);
-    if (code != 0) {  // if the rank made a report itself, that one wins
+    if (code != 0) {  // if the rank has reported an error, run_ranks throws that one instead
       blame(Category::peer, rank, fmt::format("ended with exit code {}", code));
     } else if (!board_.is_done(rank)) {
       blame(Category::peer, rank, "exited before it was done");
@@ -267,11 +274,12 @@ class Supervisor {
     blame(blame_for(category, rank, what));
   }
 
-  // Ranks see the failure on the board and exit; those still alive after `grace_ns` are killed. The
-  // wait is bounded, since the kernel may hold a process in an uninterruptible system call.
+  // Ranks see the failure on the board and exit. Those still alive after `grace_ns` are killed. The
+  // wait for their end is bounded: the kernel may hold one in an uninterruptible system call.
   void end_all(int64_t grace_ns) noexcept {
     if (std::exchange(has_ended_, true)) return;
-    if (is_crowd(board_.ranks())) grace_ns = 0;  // scheduling them all would take longer
+    // So many ranks would not all get CPU time to exit within the grace period.
+    if (is_crowd(board_.ranks())) grace_ns = 0;
     const int64_t begin = clock_.now_ns();
     while (alive() > 0) {
       const int64_t waited = clock_.now_ns() - begin;
@@ -292,19 +300,19 @@ class Supervisor {
   const SuperviseOptions& options_;
   const StopSignals stop_;
   std::vector<Child> children_;
-  // Since the first SIGTERM, if the options have a grace.
+  // The grace period, which begins when the first SIGTERM is noticed.
   struct Grace {
     int64_t begin_ns = 0, ns = 0;
-    int signals = 0;  // received in the first second
+    int signals = 0;  // number of SIGINT and SIGTERM received in its first second
   };
-  std::optional<Grace> grace_;
-  bool has_ended_ = false;  // end_all has run
-  // The first rank that died of SIGTERM, and the time when this was noticed. The rank is reported
-  // as the culprit unless this process receives the signal too, within kNextInGroupNs.
+  std::optional<Grace> grace_;  // nullopt: no SIGTERM yet, or no options_.grace_ns
+  bool has_ended_ = false;      // end_all has been called
+  // The error of the first rank that died of SIGTERM, and when the supervisor noticed it. It is
+  // thrown after kNextInGroupNs, unless this process receives SIGTERM or SIGINT until then.
   std::optional<Error> terminated_;
   int64_t terminated_at_ns_ = 0;
-  // The first failure that the supervisor found, used if the board has none: a rank that died
-  // inside `report` has claimed the board's only record.
+  // The first failure that the supervisor found. It is thrown if the board has none: a rank that
+  // dies inside `report` has claimed the board's only record without filling it.
   std::optional<Error> blamed_;
 };
 

@@ -21,7 +21,7 @@ namespace {
 
 using Body = std::function<void(SharedBoard& board, int rank)>;
 
-// Shared between the ranks of one run.
+// Memory shared by the test and the ranks of a run.
 struct Shared {
   std::atomic<pid_t> pid[4];
   std::atomic<int> ran;
@@ -30,7 +30,7 @@ struct Shared {
 
 class Supervised : public testing::Test {
  protected:
-  // The error of a run, or nullopt. Expects that no child is left in either case.
+  // Returns the error of a run, or nullopt. Expects that no child process is left.
   std::optional<Error> failure_of(int ranks, const Body& body,
                                   const SuperviseOptions& options = {}) {
     SharedBoard board(ranks, clock_);
@@ -52,7 +52,7 @@ class Supervised : public testing::Test {
     return failure;
   }
 
-  // Expects a failure with this category and text that names this rank and its pid.
+  // Expects a failure with the category and text of `blame` that names its culprit and that pid.
   struct Blame {
     int culprit = 0;
     Category category = Category::peer;
@@ -179,7 +179,7 @@ TEST_F(Supervised, ALongStopIsBlamedOnTheStoppedRank) {
   EXPECT_LT(clock_.now_ns() - begin, 4 * kNsPerSecond);
 }
 
-// Catches a grace period that is ignored.
+// Must fail if `stop_grace_ns` is ignored.
 TEST_F(Supervised, AShortStopIsTolerated) {
   const auto failure =
       failure_of(2,
@@ -232,7 +232,7 @@ TEST_F(Supervised, ASilentRankHasStalled) {
                {.stall_limit_ns = 200 * kNsPerMs});
 }
 
-// While the kernel commits its memory a rank cannot beat, but its size changes.
+// While the kernel commits its memory, a rank sends no heartbeats, but its size changes.
 TEST_F(Supervised, ARankWhoseMemoryGrowsHasNotStalled) {
   const auto failure = failure_of(1,
                                   [this](SharedBoard&, int) {
@@ -280,7 +280,7 @@ TEST_F(Supervised, ASignalToTheLauncherEndsTheRun) {
   }
 }
 
-// The launcher decides about the grace while the ranks run.
+// Runs with a grace period; `decisions` counts the launcher's calls of `grace_ns`.
 class InGrace : public Supervised {
  protected:
   SuperviseOptions with_grace(int64_t grace_ns) {
@@ -300,7 +300,7 @@ TEST_F(InGrace, RanksFinishAfterSigterm) {
       2,
       [&](SharedBoard& board, int rank) {
         board.barrier(rank);
-        if (rank == 1) {  // as a scheduler does: all processes
+        if (rank == 1) {  // a scheduler sends the signal to all processes, too
           for (const pid_t pid : {shared().pid[0].load(), shared().pid[1].load(), launcher}) {
             kill(pid, SIGTERM);
           }
@@ -387,7 +387,7 @@ TEST_F(Supervised, AnExceptionOfTheTickEndsTheRun) {
   EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1);
 }
 
-// The read end sees end of file when the last process with the write end is gone.
+// The read end reports end of file when the last process that holds the write end has ended.
 TEST_F(Supervised, RanksDieWithTheLauncher) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);

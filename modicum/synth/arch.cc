@@ -19,9 +19,10 @@ constexpr ArchTraits kQwen3Next{.has_qk_norm = true, .has_query_gate = true, .ha
 
 constexpr DType kBf16 = DType::bf16;
 
-// tiny-moe and tiny-fp8 are for tests. tiny-moe has qwen3_moe's tensors in a few KB, with widths
-// that have few divisors. tiny-fp8 has DeepSeek-V3's in half a MB, with incomplete scale blocks at
-// both edges, and without the MTP layer, which transformers recognises only by the number 61.
+// tiny-moe and tiny-fp8 are for tests. tiny-moe has the tensors of qwen3_moe in a few KB; its
+// widths have few divisors. tiny-fp8 has the tensors of DeepSeek-V3 in half a MB, with incomplete
+// scale blocks at both edges. It lacks the MTP layer: transformers recognises that only by the
+// number 61.
 constexpr std::array<Arch, 16> kArchs = {{
     {"gpt2", 12, DType::f32, kPlain, list_gpt2},
     {"llama-3.2-1b", 16, kBf16, kPlain, list_llama},
@@ -68,7 +69,7 @@ std::string layer_types(int layers) {
   return text;
 }
 
-// Not every config has every placeholder.
+// Does nothing if `text` lacks `word`: not every config has every placeholder.
 void replace(std::string& text, std::string_view word, std::string_view by) {
   const size_t at = text.find(word);
   if (at != std::string::npos) text.replace(at, word.size(), by);
@@ -91,7 +92,8 @@ void gather(JsonValue& object, const std::string& prefix, Numbers& numbers) {
 ArchWidths widths_of(const Arch& arch) {
   Numbers numbers;
   read_json(arch_config(arch), [&](JsonValue& root) { gather(root, "", numbers); });
-  // Families name one width differently. Returns the first key that the config has, else 0.
+  // Families have different keys for a width. Returns the number of the first key in the config, or
+  // else 0.
   const auto first_of = [&](std::initializer_list<const char*> keys) {
     for (const char* key : keys) {
       if (const auto found = numbers.find(key); found != numbers.end()) return found->second;
@@ -103,6 +105,7 @@ ArchWidths widths_of(const Arch& arch) {
   ArchWidths w{arch.traits};
   w.vocab = of("vocab_size");
   w.hidden = first_of({"hidden_size", "n_embd"});
+  // GPT-2's config has "n_inner": null, which means four times the hidden size.
   w.intermediate = numbers.contains("n_embd") ? 4 * w.hidden : of("intermediate_size");
   w.heads = first_of({"num_attention_heads", "n_head"});
   w.kv_heads = of("num_key_value_heads");

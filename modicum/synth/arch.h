@@ -1,5 +1,4 @@
-// The architectures that `synth` knows, one row each, and the functions that list their tensors,
-// one per family.
+// The table of the architectures that `synth` knows, and the lists of their tensors.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +11,8 @@
 
 namespace modicum {
 
-// Properties that determine a model's tensors, but are in the family's code, not in config.json.
+// Properties that determine a model's tensors, but that config.json lacks: transformers' code for
+// the family implies them.
 struct ArchTraits {
   bool has_qkv_bias = false;
   bool has_o_bias = false;
@@ -22,22 +22,23 @@ struct ArchTraits {
   bool has_mtp = false;  // multi-token prediction: one more layer, for the token after the next
 };
 
-// The sizes in a model's shapes, from config.json. 0 if a family lacks one.
+// The sizes in a model's shapes, from config.json. 0 if the model's family lacks that size.
 struct ArchWidths : ArchTraits {
   int64_t vocab = 0;
   int64_t hidden = 0;
-  int64_t intermediate = 0;  // of the dense MLP
+  int64_t intermediate = 0;  // width of the dense MLP
   int64_t heads = 0;
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
-  int64_t positions = 0;  // of learned position embeddings
+  int64_t positions = 0;  // number of learned position embeddings
   int64_t experts = 0;    // 0: a dense MLP
   int64_t expert_intermediate = 0;
-  int64_t shared_intermediate = 0;  // of the shared expert, which sees every token
-  int64_t dense_layers = 0;         // the first layers, which have a dense MLP instead of experts
-  bool is_tied = false;             // no lm_head
+  int64_t shared_intermediate = 0;  // width of the shared expert, which processes every token
+  int64_t dense_layers = 0;         // how many layers, from the first, have a dense MLP
+  bool is_tied = false;             // lm_head is the embedding, and not stored
 
-  // DeepSeek's attention: keys and values are projected up from a vector of `kv_rank` numbers.
+  // DeepSeek's multi-head latent attention: keys and values are projected up from a vector of
+  // `kv_rank` numbers.
   struct LatentAttention {
     int64_t query_rank = 0;
     int64_t kv_rank = 0;
@@ -53,7 +54,7 @@ struct ArchWidths : ArchTraits {
     int64_t key_dim = 0;
     int64_t value_heads = 0;
     int64_t value_dim = 0;
-    int64_t kernel = 0;  // of the convolution
+    int64_t kernel = 0;  // width of the convolution
   } linear = {};
 
   // The vision tower. `--layers` does not shorten it.
@@ -68,10 +69,10 @@ struct ArchWidths : ArchTraits {
   } tower = {};
 };
 
-// A model with its number of layers and dtype, which may differ from the hub's.
+// The number of layers and the dtype to generate, which may differ from the hub's.
 struct ArchVariant {
   int layers = 0;
-  DType dtype = DType::bf16;  // of all tensors but codes and scales
+  DType dtype = DType::bf16;  // of all tensors except codes, scales and DeepSeek's router biases
   bool is_quantised = false;
   bool has_mtp = false;
 };
@@ -81,28 +82,30 @@ class TensorList;
 struct Arch {
   std::string_view name;  // a value of `--arch`, and the name of its file in configs/
   int layers = 0;
-  DType dtype = DType::bf16;  // on the hub
+  DType dtype = DType::bf16;  // the hub's
   ArchTraits traits;
-  void (*list)(TensorList& list, const ArchWidths& widths) = nullptr;
-  std::string_view quantization = {};  // the file in configs/ with the lines for @quantization
+  void (*list)(TensorList& list, const ArchWidths& widths) = nullptr;  // adds the tensors
+  // The file in configs/ with the lines for @quantization; empty: not quantised.
+  std::string_view quantization = {};
 };
 
 std::vector<std::string> arch_names();
-const Arch& arch_named(std::string_view name);  // unknown: USAGE, with the nearest name
+// Throws USAGE, with the nearest name, if `name` is unknown.
+const Arch& arch_named(std::string_view name);
 
 // All tensors under their hub names, in the order of the model's state dict (the order in which
 // transformers fills its files).
 //
-// `layers` 0 is the model's own number; negative or over 1000: USAGE. The MTP layer
-// (`model.layers.61.*`, `mtp.*`) is included only at the model's own number.
+// `layers` 0 means the hub's number of layers. Throws USAGE if `layers` is negative or over 1000.
+// The MTP layer (`model.layers.61.*`, `mtp.*`) is included only with the hub's number of layers.
 //
-// Without `dtype` all tensors are as on the hub, codes and scales included. With `dtype` the model
-// is dequantised: no scales, and every weight has that dtype, except router biases, which are
-// always fp32.
+// Without `dtype` all tensors have the hub's dtypes, codes and scales included. With `dtype` the
+// model is dequantised: there are no scales, and every weight has that dtype, except DeepSeek's
+// router biases, which are always fp32.
 std::vector<TensorSpec> arch_tensors(const Arch& arch, int layers = 0,
                                      std::optional<DType> dtype = {});
 
-// config.json as on the hub, except for the number of layers and the dtype (see arch_tensors).
+// The hub's config.json with this number of layers and dtype (see arch_tensors).
 std::string arch_config(const Arch& arch, int layers = 0, std::optional<DType> dtype = {});
 
 }  // namespace modicum

@@ -312,8 +312,8 @@ TEST(SplitIntoFiles, DividesTensorsAsTransformersDoes) {
   const auto files = split_into_files(
       {bytes("d", 4), bytes("c", 6), bytes("big", 11), bytes("b", 1), bytes("a", 0)}, 10);
   ASSERT_EQ(files.size(), 3U);
-  EXPECT_EQ(files[0][0].fqn, "big");  // goes before the file that it interrupts
-  EXPECT_EQ(files[1][0].fqn, "c");    // within a file by name
+  EXPECT_EQ(files[0][0].fqn, "big");  // its file comes before the one that is being filled
+  EXPECT_EQ(files[1][0].fqn, "c");    // tensors of a file are sorted by name
   EXPECT_EQ(files[1][1].fqn, "d");
   EXPECT_EQ(files[2][0].fqn, "a");
   EXPECT_EQ(files[2][1].fqn, "b");
@@ -331,7 +331,7 @@ struct FilesOnTheHub {
   size_t files;
 };
 
-// DeepSeek's own tool splits by another rule; a limit of 4.25 GB gives as many files.
+// DeepSeek's tool divides tensors by another rule; here a limit of 4.25 GB gives as many files.
 TEST(SplitIntoFiles, MakesAsManyFilesAsTheHubHas) {
   constexpr uint64_t kGb = 1'000'000'000;
   for (const FilesOnTheHub& hub :

@@ -16,7 +16,7 @@ void add_layer_norm(TensorList& list, const std::string& name, int64_t width) {
 
 void add_gpt2_layer(TensorList& list, const std::string& prefix, const ArchWidths& w) {
   add_layer_norm(list, prefix + "ln_1", w.hidden);
-  // The causal mask: the hub's file still holds this buffer, which current code no longer has.
+  // The causal mask. The hub's file holds this buffer; current transformers has none.
   list.add(prefix + "attn.bias", {1, 1, w.positions, w.positions});
   add_conv1d(list, prefix + "attn.c_attn", w.hidden, 3 * w.hidden);
   add_conv1d(list, prefix + "attn.c_proj", w.hidden, w.hidden);
@@ -46,7 +46,7 @@ void add_tower_block(TensorList& list, const std::string& prefix, const ArchWidt
   add_linear(list, prefix + "mlp.down_proj", tower.hidden, tower.intermediate, true);
 }
 
-// Patch embedding, blocks, and a merger that makes one token of `merge` x `merge` patches.
+// Patch embedding, blocks, and a merger that turns `merge` x `merge` patches into one token.
 void add_tower(TensorList& list, const ArchWidths::Tower& tower, int64_t hidden) {
   list.add("visual.patch_embed.proj.weight",
            {tower.hidden, tower.channels, tower.frames, tower.patch, tower.patch});

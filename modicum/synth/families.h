@@ -1,5 +1,5 @@
-// One function per family of architectures: adds the model's tensors under their hub names, in the
-// order of its state dict. Internal to `synth`.
+// One function per family of architectures. It adds the model's tensors under their hub names, in
+// the order of the state dict. Internal to `synth`.
 #pragma once
 
 #include <string>
@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// Tensors in the order in which they were added. The default dtype is the model's.
+// Collects tensors in the order of the calls of `add`. The default dtype is the variant's.
 class TensorList {
  public:
   explicit TensorList(const ArchVariant& variant) : variant_(variant) {}
@@ -41,18 +41,18 @@ void add_attention(TensorList& list, const std::string& prefix, const ArchWidths
 void add_qwen_mlp(TensorList& list, const std::string& layer, const ArchWidths& w);
 // The two norms of a layer.
 void add_norms(TensorList& list, const std::string& prefix, const ArchWidths& w);
-// Embedding, layers, norm and, unless it is tied, the head. `prefix` is the layer's, as
-// "model.layers.0.".
+// Embedding, layers, norm and, unless it is tied, the head. Calls `add_layer` for each layer, with
+// a prefix such as "model.layers.0.".
 void add_decoder(TensorList& list, const ArchWidths& w,
                  FunctionRef<void(int layer, const std::string& prefix)> add_layer);
 
 void list_gpt2(TensorList& list, const ArchWidths& w);
-// Llama, Qwen 2.5 and Qwen 3. Mixtral differs in the names of its experts.
+// Llama, Qwen 2.5 and Qwen 3.
 void list_llama(TensorList& list, const ArchWidths& w);
-void list_mixtral(TensorList& list, const ArchWidths& w);
+void list_mixtral(TensorList& list, const ArchWidths& w);  // other names of router and experts
 void list_qwen25_vl(TensorList& list, const ArchWidths& w);
 void list_gpt_oss(TensorList& list, const ArchWidths& w);
-// These two end with the MTP layer, if the variant has one.
+// The following two end with the MTP layer, if the variant has one.
 void list_qwen3_next(TensorList& list, const ArchWidths& w);
 void list_deepseek(TensorList& list, const ArchWidths& w);
 

@@ -4,13 +4,14 @@
 namespace modicum {
 namespace {
 
-constexpr int64_t kScaleBlock = 128;   // rows, and columns, of a block of codes with one scale
-constexpr int64_t kMxBlock = 32;       // codes along a row with one scale
-constexpr int64_t kMxBlockBytes = 16;  // two codes per byte
+constexpr int64_t kScaleBlock = 128;   // FP8: a scale per block of 128 rows x 128 columns of codes
+constexpr int64_t kMxBlock = 32;       // MXFP4: a scale per 32 neighbouring codes of a row
+constexpr int64_t kMxBlockBytes = 16;  // 32 codes, two per byte
 
 // ---- gpt-oss
 
-// All experts in one tensor: MXFP4 codes with scales along the input dim, or [in, out] unquantised.
+// All experts in one tensor: MXFP4 codes with scales along the input dim, or unquantised weights
+// [experts, in, out].
 void add_packed_experts(TensorList& list, const std::string& name, int64_t experts, int64_t in,
                         int64_t out) {
   if (list.variant().is_quantised) {
@@ -31,7 +32,7 @@ void add_linear_attention(TensorList& list, const std::string& prefix, const Arc
   list.add(prefix + "dt_bias", {linear.value_heads});
   list.add(prefix + "A_log", {linear.value_heads});
   list.add(prefix + "conv1d.weight", {2 * keys + values, 1, linear.kernel});
-  // Queries, keys, values and a gate; then beta and alpha, one of each per head.
+  // qkvz: queries, keys, values and a gate. ba: beta and alpha, one of each per value head.
   add_linear(list, prefix + "in_proj_qkvz", 2 * keys + 2 * values, w.hidden, false);
   add_linear(list, prefix + "in_proj_ba", 2 * linear.value_heads, w.hidden, false);
   list.add(prefix + "norm.weight", {linear.value_dim});
@@ -61,8 +62,8 @@ void add_qwen3_next_mtp(TensorList& list, const ArchWidths& w) {
 
 // ---- DeepSeek-V3
 
-// FP8 codes and one scale per block; blocks at the edges may be smaller. Unquantised: the weight
-// alone.
+// FP8 codes and one scale per block; blocks at the edges may be smaller. If the variant is not
+// quantised: a weight without scales.
 void add_coded(TensorList& list, const std::string& name, int64_t out, int64_t in) {
   if (!list.variant().is_quantised) return add_linear(list, name, out, in, false);
   list.add(name + ".weight", DType::f8_e4m3, {out, in});
@@ -77,8 +78,8 @@ void add_coded_mlp(TensorList& list, const std::string& prefix, int64_t hidden,
   add_coded(list, prefix + "down_proj", hidden, intermediate);
 }
 
-// Multi-head latent attention: queries, and keys with values, are projected down and up again. One
-// key with rotary embedding is shared by all heads.
+// Multi-head latent attention. Queries are projected down and up again; keys and values are, too,
+// together. All heads share one key with rotary embedding.
 void add_latent_attention(TensorList& list, const std::string& prefix, const ArchWidths& w) {
   const ArchWidths::LatentAttention& latent = w.latent;
   add_coded(list, prefix + "q_a_proj", latent.query_rank, w.hidden);
@@ -114,7 +115,7 @@ void add_deepseek_layer(TensorList& list, int layer, const std::string& prefix,
   add_norms(list, prefix, w);
 }
 
-// The MTP layer has the next layer number, and on the hub an embedding and a head of its own.
+// The MTP layer has the next layer number. The hub's file stores its embedding and head again.
 void add_deepseek_mtp(TensorList& list, int layer, const ArchWidths& w) {
   const std::string prefix = "model.layers." + std::to_string(layer) + ".";
   list.add(prefix + "embed_tokens.weight", {w.vocab, w.hidden});

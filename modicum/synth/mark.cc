@@ -20,7 +20,7 @@ constexpr const char* kSparse = "sparse";
 constexpr int64_t kFirstBytes = 4096;
 constexpr int64_t kBytesPerSide = 2048;
 
-// "2,4": positive numbers separated by commas. Empty for any other text.
+// Parses positive numbers separated by commas, such as "2,4". nullopt for any other text.
 std::optional<std::vector<int64_t>> parse_edges(std::string_view text) {
   std::vector<int64_t> edges;
   const char* const end = text.data() + text.size();
@@ -37,12 +37,12 @@ std::optional<std::vector<int64_t>> parse_edges(std::string_view text) {
 
 int64_t round_down(int64_t value, int64_t step) { return value / step * step; }
 
-// The number of elements in `bytes`, in whole granules.
+// The number of elements in `bytes`, rounded down to whole granules.
 int64_t elements_in(int64_t bytes, DType dtype) {
   return round_down(bytes * 8 / bits_per_element(dtype), synth_granule(dtype));
 }
 
-// Collects the written ranges that overlap [first, first + n).
+// Collects the written ranges, clipped to [first, first + n).
 class Written {
  public:
   Written(const TensorSpec& stored, int64_t first, int64_t n)
@@ -50,7 +50,8 @@ class Written {
     add({0, elements_in(kFirstBytes, dtype_)});
   }
 
-  // Visits only the boundaries near the range, since callers split a tensor into many small ranges.
+  // Adds the ranges around the boundaries between the shards of `world` ranks. Visits only those
+  // boundaries near [begin_, end_): callers divide a tensor into many small ranges.
   void add_cuts(int64_t rows, int64_t world) {
     if (numel_ == 0) return;
     const int64_t per_shard = ceil_div(rows, world) * (numel_ / rows);

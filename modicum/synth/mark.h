@@ -1,5 +1,5 @@
-// The mark of a synthesised file, and the values that its elements must have. A check needs neither
-// a reference copy nor the architecture.
+// The mark in the metadata of a generated file, and the values that its elements must have. So a
+// check needs neither a reference copy nor the architecture.
 #pragma once
 
 #include <cstddef>
@@ -13,24 +13,24 @@
 
 namespace modicum {
 
-// In `__metadata__`, "modicum.synth" is "1", or "sparse" if most of the file is a hole. Then
-// "modicum.synth.edges" may list world sizes: "2,4".
+// In `__metadata__`, "modicum.synth" is "1", or "sparse" if most of the file is a hole. A sparse
+// file may also have "modicum.synth.edges", a list of world sizes such as "2,4".
 //
-// In a sparse file these bytes of each tensor are written: the first 4096 and, for each world size
-// W, 2048 on each side of every boundary between shards of Shard(0), which have ceil(rows / W)
-// rows. Ranges are rounded to whole elements. All other bytes read as zeros.
+// In a sparse file the first 4096 bytes of each tensor are written. For each world size W, so are
+// 2048 bytes on each side of every boundary between shards of Shard(0); a shard has ceil(rows / W)
+// rows. Ranges are rounded to multiples of synth_granule(). All other bytes read as zeros.
 //
 //   rows 10, world size 4:   0  1  2 | 3  4  5 | 6  7  8 | 9
 //   written                  ####   ###       ###       ###
 struct SynthMark {
   bool is_sparse = false;
-  std::vector<int64_t> edges;  // sparse only
+  std::vector<int64_t> edges;  // world sizes; only if is_sparse
 
   bool operator==(const SynthMark&) const = default;
 };
 
 std::map<std::string, std::string> synth_metadata(const SynthMark& mark);
-// Empty if there is no mark, or one of an unknown form.
+// The mark in `metadata`; nullopt if there is none, or an unknown one.
 std::optional<SynthMark> synth_mark(const std::map<std::string, std::string>& metadata);
 
 // Half-open range of a tensor's elements.
@@ -46,7 +46,7 @@ std::vector<ElementRange> synth_written(const SynthMark& mark, const TensorSpec&
                                         int64_t first, int64_t n);
 
 // Fills `out` with the bytes that elements [first, first + n) of the stored tensor must have.
-// `first` and `n` are multiples of synth_granule.
+// `first` and `n` must be multiples of synth_granule(stored.dtype).
 void synth_expected(const SynthMark& mark, const TensorSpec& stored, int64_t first, int64_t n,
                     std::byte* out);
 

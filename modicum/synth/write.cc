@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kChunkBytes = static_cast<int64_t>(4 * kMiB);
 
-// A run of elements that one worker computes and writes at once.
+// Neighbouring elements that one worker computes, then writes with one call.
 struct Chunk {
   size_t tensor = 0;
   ElementRange elements;
@@ -92,7 +92,7 @@ class Filling {
   uint64_t written_bytes_ = 0;
 };
 
-// A new directory and the files created in it; the destructor removes both unless finish() ran.
+// Creates a directory and files in it. The destructor removes them unless finish() has returned.
 class NewDirectory {
  public:
   NewDirectory(FileSystem& files, const std::string& path) : files_(files), path_(path) {
@@ -128,7 +128,7 @@ class NewDirectory {
     try {
       files_.remove(path);
     } catch (const Error&) {
-      // The first failure is the one to report.
+      // The failure that led here is reported instead.
     }
   }
 

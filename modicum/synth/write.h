@@ -15,12 +15,12 @@ namespace modicum {
 struct SynthOptions {
   std::string arch;                           // a name of arch_names()
   int layers = 0;                             // 0: as many as the model has
-  uint64_t shard_size_bytes = 5'000'000'000;  // of a file's data; a larger tensor has its own file
-  std::optional<DType> dtype;                 // castable; default: as on the hub, quantised
-  bool is_sparse = false;                     // see SynthMark
-  std::vector<int64_t> edges;                 // world sizes; sparse only
+  uint64_t shard_size_bytes = 5'000'000'000;  // most data per file; a larger tensor gets a file
+  std::optional<DType> dtype;  // f32, bf16 or f16; nullopt: as on the hub, see arch.h
+  bool is_sparse = false;      // see SynthMark
+  std::vector<int64_t> edges;  // world sizes, see SynthMark; only if is_sparse
   int threads = 1;
-  // Cancellation callback: polled every 4 MiB by every thread; an exception aborts the call.
+  // Called by every thread before each chunk of at most 4 MiB. An exception aborts write_synth.
   std::function<void()> check = [] {};
 };
 
@@ -28,16 +28,16 @@ struct SynthResult {
   uint64_t files = 0;  // data files
   uint64_t tensors = 0;
   uint64_t data_bytes = 0;     // sum over the tensors
-  uint64_t written_bytes = 0;  // less than data_bytes if sparse
+  uint64_t written_bytes = 0;  // data_bytes without the holes of sparse files
 };
 
-// On success the directory `out` holds config.json and `model.safetensors`, or
-// `model-00001-of-0000N.safetensors` and an index, split and ordered as transformers does. Equal
-// options give equal bytes for any number of threads. Holds 4 MiB per thread and the list of
-// tensors.
+// Creates the directory `out` with config.json and `model.safetensors`, or several files
+// `model-00001-of-0000N.safetensors` and an index. Tensors are ordered and divided among files as
+// by transformers. The same options give the same bytes, for any number of threads. Memory: 4 MiB
+// per thread, and the list of tensors.
 //
-// On failure throws CONFLICT (`out` exists), USAGE (invalid options), IO, NOSPACE, or the exception
-// of `check`, and removes the files that it has created.
+// Throws CONFLICT if `out` exists, USAGE for invalid options, IO, NOSPACE, or the exception of
+// `check`. On failure it removes the files and the directory that it has created.
 SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOptions& options);
 
 }  // namespace modicum

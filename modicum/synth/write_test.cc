@@ -82,7 +82,7 @@ TEST(WriteSynth, ShardsHaveAnIndex) {
   EXPECT_EQ(checkpoint.manifest.files.size(), result.files);
   EXPECT_EQ(checkpoint.manifest.tensors.size(), 45U + 21);
   EXPECT_EQ(checkpoint.manifest.data_bytes(), result.data_bytes);
-  EXPECT_TRUE(checkpoint.warnings.empty());  // also that total_size is right
+  EXPECT_TRUE(checkpoint.warnings.empty());  // a wrong total_size in the index would be a warning
   EXPECT_NE(files.get("out/config.json").find("\"float32\""), std::string::npos);
   expect_values(files, "out");
 }
@@ -151,7 +151,7 @@ TEST(WriteSynth, SparseFilesHaveHolesThatChecksExpect) {
   options.layers = 1;
   options.is_sparse = true;
   options.edges = {2, 3};
-  options.shard_size_bytes = 150'000'000;  // under the embedding: it has its own file
+  options.shard_size_bytes = 150'000'000;  // less than the embedding, which gets its own file
   options.threads = 2;
   const SynthResult result = write_synth(files, directory.path() + "/out", options);
   EXPECT_EQ(result.data_bytes, (50257 + 1024) * 768 * 4 + 32'545'792U + 2 * 768 * 4);

@@ -36,8 +36,8 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
         ranks: rank processes, 1 to 65536.
         ranks_per_node: None: all ranks are on one node.
-        strategy: the one that `fits` is about: own-shard, node-reader, replica-striped,
-            rank0-broadcast or full-per-rank.
+        strategy: `fits` refers to it: own-shard, node-reader, replica-striped, rank0-broadcast or
+            full-per-rank.
         layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds all tensors).
         mesh: "AxB": replicas x shards of hsdp, dp x tp of tp-fsdp; "AxBxC": shards or dp of two axes.
         shard_dim: the tensor dim to shard.
@@ -75,20 +75,21 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
 
 def report_page(title: str, runs: Sequence[tuple[str, str]], sentence: str = '') -> str:
     """
-    The HTML page of runs, each its label and its document with `timeline` and `peak`.
+    The HTML page of runs. `runs`: (label, document with `timeline` and `peak`) each.
     """
 
 def open_tensors(tensors: Sequence[tuple[str, str, Sequence[int]]], read: object | None) -> Checkpoint:
     """
-    Tensors in rank 0's memory as a checkpoint. Only rank 0 can read their bytes.
+    A checkpoint of tensors in rank 0's memory. Only rank 0 can read their bytes.
 
     Args:
-        tensors: (name, dtype, shape) each, the same on every rank.
+        tensors: (name, dtype, shape) each; equal on every rank.
         read: on rank 0, read(index, offset, view) fills `view` with a tensor's bytes from `offset` on;
             it is called on the thread of load(). None on other ranks.
 
     Raises:
-        FormatError, UsageError.
+        FormatError: the tensors make no valid checkpoint.
+        UsageError: a dtype is unknown.
     """
 
 class Checkpoint:
@@ -106,7 +107,9 @@ class Checkpoint:
 
     @property
     def warnings(self) -> list:
-        """Parts that are optional and broken, unused or unusual; a line each."""
+        """
+        Warnings about parts that are optional and broken, unused or unusual; a line each.
+        """
 
 class Recipe:
     """How each target is made of stored tensors."""
@@ -117,7 +120,7 @@ class Recipe:
 
     @property
     def text(self) -> str:
-        """recipe.json."""
+        """The text of the recipe as a recipe.json."""
 
 class Layout:
     """Which elements of each target each rank holds, and in which order."""
@@ -127,7 +130,9 @@ class Layout:
         """World size."""
 
 class Plan:
-    """What every rank reads, where it puts it, and what it holds."""
+    """
+    Which bytes each rank reads, where it puts them, and how much it holds.
+    """
 
     @property
     def ranks(self) -> int:
@@ -144,16 +149,16 @@ class Plan:
     @property
     def digest(self) -> str:
         """
-        Of all inputs of the plan, in hex: ranks with equal digests have equal plans.
+        Digest of all inputs, in hex: ranks with equal digests have equal plans.
         """
 
     @property
     def document(self) -> dict:
-        """As `modicum plan --json`, for this one strategy."""
+        """The document of `modicum plan --json`, for this strategy only."""
 
     def buffers(self, rank: int) -> list:
         """
-        A dict for each target: holder (the target whose memory it is), numel, padded_numel, bytes, shape (this rank's part without padding).
+        A dict for each target: holder (index of the target that owns the memory; for an alias another one), numel, padded_numel, bytes, shape (this rank's part without padding).
         """
 
     def promised_bytes(self, rank: int) -> int:
@@ -163,24 +168,24 @@ class Plan:
         """promised_bytes without the process's baseline and page tables."""
 
     def exchange_group(self, rank: int) -> list[int]:
-        """The ranks that send bytes to each other, with `rank`."""
+        """The ranks with which `rank` exchanges bytes, itself included."""
 
 class NamePattern:
     """
     A regular expression in RE2's syntax.
 
     Args:
-        argument: its name in an error.
-        expression: RE2 has no lookaround and no back-references.
+        argument: name of the argument in an error.
+        expression: without lookaround and back-references, which RE2 lacks.
 
     Raises:
-        UsageError: with RE2's reason.
+        UsageError: the expression is invalid; the message has RE2's reason.
     """
 
     def __init__(self, argument: str, expression: str) -> None: ...
 
     def finds(self, name: str) -> bool:
-        """Whether it matches somewhere in `name`."""
+        """Whether the expression matches somewhere in `name`."""
 
 def open_checkpoint(path: str | os.PathLike | None) -> Checkpoint:
     """
@@ -191,7 +196,8 @@ def open_checkpoint(path: str | os.PathLike | None) -> Checkpoint:
             checkpoint without tensors.
 
     Raises:
-        FormatError, IoError.
+        FormatError: a header or the index is malformed.
+        IoError: a file can't be read.
     """
 
 def make_recipe(checkpoint: Checkpoint, text: str | None = None, *, dtype: str | None = None, keep_fp32: str | None = None, untie: bool = False) -> Recipe:
@@ -221,12 +227,12 @@ def make_layout(recipe: Recipe, ranks: int, layout: str = 'fsdp2', *, mesh: str 
 @overload
 def make_layout(recipe: Recipe, *, shardings: Sequence[tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]]], sharding_of: Sequence[int]) -> Layout:
     """
-    Shards each target by its own sharding.
+    Shards each target by the sharding that `sharding_of` selects.
 
     Args:
         recipe: from make_recipe.
-        shardings: (mesh, cuts) each: the sizes of the mesh axes over the whole world, outermost first;
-            and the cuts in order, each (mesh axes, tensor dim, packed parts, pads).
+        shardings: (mesh, cuts) each. mesh: the sizes of the mesh axes over all ranks, outermost first.
+            cuts: (mesh axes, tensor dim, packed parts, pads) each, in order.
         sharding_of: for each target the index of its sharding.
     """
 
@@ -235,64 +241,65 @@ class Shard:
     A rank's shard of one tensor.
 
     Args:
-        sharding: (mesh, cuts) as for make_layout.
-        shape: of the whole tensor.
-        rank: of the world.
+        sharding: (mesh, cuts) like those of make_layout.
+        shape: shape of the complete tensor.
+        rank: global rank.
     """
 
     def __init__(self, sharding: tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]], shape: Sequence[int], rank: int) -> None: ...
 
     @property
     def shape(self) -> tuple:
-        """Without padding."""
+        """The shard's shape without padding."""
 
     def runs(self, order: Sequence[int]) -> list[tuple[int, int]]:
         """
-        The shard's elements as runs (first, n) of the tensor's, in memory order.
+        The shard's elements as runs (first, n) of the tensor's elements, in memory order.
 
         Args:
-            order: the dims from slowest to fastest, in which the shard is contiguous and elements are
-                counted: [0, 1, ...] is row-major.
+            order: dims from slowest to fastest; [0, 1, ...] is row-major. The shard is contiguous in this
+                order, and the tensor's elements are counted in it.
         """
 
     @property
     def replicas(self) -> list[int]:
-        """The ranks that hold the same elements, with its own; ascending."""
+        """The ranks that hold the same elements, `rank` included; ascending."""
 
 def make_plan(recipe: Recipe, layout: Layout, *, strategy: str = 'own-shard', ranks_per_node: int | None = None, destinations: Sequence[str] = [], staging: int | str | None = None, baseline: int | str | Sequence[int] | None = None, init_bytes: int = 0, caller_sends: bool = False, budget: int | str | None = None, budget_source: str = 'argument', fork: str = 'excluded', after: Sequence[Mapping[str, int]] = [], save: StateFiles | None = None) -> Plan:
     """
-    The plan of a load. As modicum.make_plan, which documents the rest, with:
+    Makes the plan of a load. modicum.make_plan documents the other arguments.
 
     Args:
-        destinations: for each target cpu, copy (elements go to load's `copy`, as for a device) or given
-            (memory of the caller's); empty: all cpu.
+        destinations: for each target cpu, copy (load calls `copy` with the elements, for example for a
+            device) or given (the caller's memory); empty: cpu for all.
         baseline: bytes, or a list of bytes by rank.
-        init_bytes: the largest tensor that load's `caller` makes.
+        init_bytes: bytes of the largest tensor that load's `caller` makes.
         caller_sends: whether the caller's transport sends bytes between ranks.
-        budget_source: the budget's name in an error.
+        budget_source: name of the budget's source in an error.
         after: by rank, the bytes by purpose that an optimizer takes after the load; empty: nothing.
-        save: StateFiles of that optimizer: the promise covers a save of model and state, if they can
-            be saved.
+        save: StateFiles of that optimizer. Then the promise covers a save of model and state, if they
+            can be saved.
     """
 
 class RecipeBuilder:
     """
     Builds index maps of stored tensors (docs/reference/recipes.md).
 
-    Each call adds a node and returns its number. No element is read.
+    Every method except `described` adds a node and returns its number. No element is read.
 
     Args:
-        stored: dtype and shape by name.
+        stored: (dtype, shape) of each stored tensor, by name.
 
     Raises:
-        UsageError: MISMATCH if shapes or dtypes do not match, UNSUPPORTED for an unknown dtype or more
-            than eight dims; from the constructor and every call.
+        UsageError: MISMATCH if an operation does not fit the shapes or dtypes of its inputs or a name
+            is unknown; UNSUPPORTED for an unknown dtype or more than eight dims. Every method may raise
+            it.
     """
 
     def __init__(self, stored: Mapping[str, tuple[str, Sequence[int]]]) -> None: ...
 
     def stored(self, name: str) -> int:
-        """A tensor of the checkpoint."""
+        """The stored tensor `name`."""
 
     def cat(self, dim: int, inputs: Sequence[int]) -> int:
         """The inputs, concatenated along `dim`."""
@@ -301,13 +308,13 @@ class RecipeBuilder:
         """The inputs, stacked along a new dim."""
 
     def slice(self, dim: int, start: int, stop: int, input: int) -> int:
-        """`[start, stop)` of `dim`."""
+        """Indices `[start, stop)` of the input along `dim`."""
 
     def permute(self, dims: Sequence[int], input: int) -> int:
         """Dim k of the node is dim `dims[k]` of the input."""
 
     def reshape(self, shape: Sequence[int], input: int) -> int:
-        """The same row-major elements under another shape."""
+        """The input's elements in row-major order, with another shape."""
 
     def described(self, node: int) -> tuple[str, list[int]]:
         """Dtype and shape of a node."""
@@ -347,7 +354,7 @@ class Ledger:
 
     def require_room(self, needed: Mapping[str, int], what: str) -> None:
         """
-        BudgetError if `needed`, bytes by purpose, and the bytes held exceed the limit.
+        Raises BudgetError if `needed`, bytes by purpose, plus the bytes held exceed the limit.
         """
 
 def charge_init(ledger: Ledger, bytes: int) -> object:
@@ -360,17 +367,17 @@ class Exclusion:
     Excludes whole pages of the caller's memory from forked children.
 
     Args:
-        address, bytes: of the pages, which must stay mapped until `undo`.
+        address, bytes: the pages, which must stay mapped until `undo`.
 
     Raises:
-        BudgetError: the kernel refuses, as for memory of a driver.
+        BudgetError: the kernel refuses, for example for memory of a driver.
     """
 
     def __init__(self, address: int, bytes: int) -> None: ...
 
     def undo(self) -> None:
         """
-        Children inherit the pages again. In a child without them, zero pages are mapped there.
+        Lets later children inherit the pages again. In a child without them, maps zero pages there.
         """
 
 def is_excluded_here(address: int) -> bool:
@@ -382,7 +389,7 @@ def has_exclusions_here() -> bool:
     """Whether any memory was excluded from the fork that made this process."""
 
 def require_fork(fork: str) -> None:
-    """UsageError unless it is excluded, shared or inherited."""
+    """Raises UsageError unless `fork` is excluded, shared or inherited."""
 
 class Board:
     """
@@ -395,7 +402,9 @@ class Board:
     def __init__(self, peers: object | None = None) -> None: ...
 
     def fail(self, what: str, rank: int = -1) -> None:
-        """Cancels the running load at its next check. Any thread."""
+        """
+        Cancels the running load or save at its next check. Any thread may call it.
+        """
 
     @property
     def progress(self) -> int:
@@ -406,29 +415,31 @@ class Loaded:
 
     def storage(self, target: int) -> object:
         """
-        The bytes of a target's local buffer, with padding; the array owns them. Once per target.
+        The bytes of a target's local buffer, with padding, as an array that owns them. At most one call per target.
         """
 
     def whole(self) -> object:
         """
-        All bytes as one array, for pinning: they are freed together from now on. The array owns nothing; pass it to `keep`.
+        All bytes as one array, for pinning. From now on they are freed together. The array owns nothing; pass it to `keep`.
         """
 
     def keep(self, kept: object) -> None:
-        """Owns an object until just before the memory is freed."""
+        """Keeps `kept` alive until just before the memory is freed."""
 
     @property
     def outcome(self) -> dict:
         """Bytes that this rank read and held."""
 
 def load(plan: Plan, rank: int, board: Board, ledger: Ledger, *, given: dict = {}, copy: object | None = None, caller: object | None = None, broadcast: object | None = None, threads: int = 0, check: bool = False, seed: int = 0) -> Loaded:
-    """Executes one rank's part of a plan; see modicum.load."""
+    """
+    Executes one rank's part of a plan. modicum.load documents the arguments.
+    """
 
 def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '') -> tuple:
     """The document of `modicum load --json` and the text of `modicum load`."""
 
 def parse_size(size: int | str) -> int:
-    """The bytes of a size as on the command line."""
+    """The bytes of a size in the syntax of the command line."""
 
 class AdamOptions:
     """The options of one parameter group."""
@@ -440,23 +451,25 @@ class AdamW:
     AdamW's state over the shards of a rank. All memory is allocated here.
 
     Args:
-        shards: (fqn, shape, runs, group, master, out) each: the parameter's whole shape; runs (first,
-            n) of its elements, ascending; an index into `groups`; an array to use as the master
-            (float32, or the bfloat16 half of a split master) or None; a bfloat16 or float16 array that
-            receives new parameters, or None. The state keeps the arrays alive.
+        shards: (fqn, shape, runs, group, master, out) each. shape: of the complete parameter. runs:
+            (first, n) of its elements, ascending. group: an index into `groups`. master: an array to
+            use as the master (float32, or the bfloat16 half of a split master), or None. out: a
+            bfloat16 or float16 array that receives new parameters, or None. The state keeps the arrays
+            alive.
         groups: options by group.
         format: a name of state_formats.
         ledger: is charged for all memory.
-        seed: of stochastic rounding; the same on every rank.
-        threads: of construction and steps; 0: one per usable CPU.
-        slots: of SLOT_BYTES per thread, for `send` of a step; see `staging`.
+        seed: for stochastic rounding; equal on every rank.
+        threads: for construction and steps; 0: one per usable CPU.
+        slots: number of slots of SLOT_BYTES per thread, for `send` of a step; see `staging`.
         pin, unpin: called with address and bytes of each arena that a device accesses; None: not
             pinned.
         pin_limit: bytes that the process may still lock; None: no limit.
         fork: how forked children see the state: excluded, shared or inherited.
 
     Raises:
-        BudgetError: more than the ledger's limit or pin_limit; before a page is touched.
+        BudgetError: the state needs more than the ledger's limit or pin_limit. It is raised before a
+            page is touched.
         UsageError: shards, options and format do not match.
     """
 
@@ -470,7 +483,7 @@ class AdamW:
 
     def arrived_in_place(self, shards: Sequence[int]) -> None:
         """
-        As arrive, for whole shards whose gradients are in the plane already; on all threads.
+        Like arrive, for complete shards whose gradients are in the plane `grad`; all threads.
         """
 
     def leave_out(self, shard: int) -> None:
@@ -478,17 +491,17 @@ class AdamW:
 
     def norms(self) -> tuple:
         """
-        (sum of squares by shard, whether all are finite) of gradients as they arrived.
+        (sum of squares by shard, whether all are finite) of the gradients that have arrived.
         """
 
     def step(self, unscale: float = 1.0, clip: float = 1.0, *, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16', refresh_masters: bool = False) -> None:
         """
-        One step with the gradients that have arrived. `send(shard, at, n, slot)`: `n` new values in `dtype`, of a shard from local element `at` on, are at the beginning of a slot of `staging`, and stay there until `wait(slot)` has returned. Both are called on several threads; their first error is raised after the step, which is then complete. Not for split masters. `refresh_masters`: calls it first, in the same pass.
+        Makes one step with the gradients that have arrived. Calls `send(shard, at, n, slot)` when `n` new values in `dtype`, of a shard from local element `at` on, are at the beginning of a slot of `staging`. They stay there until `wait(slot)` has returned. Both are called on several threads. Their first error is raised after the step, which is complete nevertheless. Not for split masters. `refresh_masters`: calls it first.
         """
 
     def refresh_masters(self) -> None:
         """
-        A value of an array `out` that is not its master rounded was written by the caller: it becomes the master.
+        Copies values that the caller has written to arrays `out` into the masters. They are recognised because they differ from the rounded master.
         """
 
     def skip(self) -> None:
@@ -518,24 +531,24 @@ class AdamW:
 
     def import_from(self, shard: int, plane: str, values: object, at: int = 0) -> None:
         """
-        Reads float32 values: exact in fp32 and fp32-split, else rounded as in a step.
+        Stores float32 values: exactly in fp32 and fp32-split, else rounded like in a step.
         """
 
     @property
     def footprint(self) -> dict:
-        """The charges in the ledger, bytes by purpose."""
+        """The bytes charged to the ledger, by purpose."""
 
     def digest(self) -> dict:
         """
-        Digests `state` and `master` of this rank's values: add over ranks, modulo 2^64.
+        Digests `state` and `master` of this rank's values; their sums over ranks, modulo 2^64, are those of all values.
         """
 
 def adamw_footprint(shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
-    """The footprint of such an AdamW, bytes by purpose."""
+    """The footprint of an AdamW with these arguments, bytes by purpose."""
 
 def step_all(states: Sequence[tuple[AdamW, object, object, str, bool]], unscale: float = 1.0, clip: float = 1.0, snapshot: Snapshot | None = None) -> None:
     """
-    AdamW.step for several states, (state, send, wait, dtype, refresh_masters) each, as one: if it raises before anything is sent, none has been stepped. `snapshot`: of a save that reads their memory meanwhile.
+    AdamW.step for several states together: if it raises before anything is sent, none has been stepped. `states`: (state, send, wait, dtype, refresh_masters) each. `snapshot`: the snapshot of a save that reads their memory meanwhile.
     """
 
 def clip_factor(norm: float, max_norm: float) -> float:
@@ -555,17 +568,21 @@ def isas() -> list:
     """
 
 def use_isa(name: str) -> None:
-    """Selects one for the process. UsageError if it does not run here."""
+    """
+    Selects an instruction set for the process. Raises UsageError if this CPU lacks it.
+    """
 
 SLOT_BYTES: int = 135168
 
 class SharedGather:
     """
-    Memory with which the ranks of a node write divided rows together.
+    Memory in which the ranks of a node collect divided rows of a save.
+
+    Each row is then written as a whole, instead of in parts by several ranks.
 
     Args:
-        ranks: of the node.
-        part_bytes: `SavePlan.gather_bytes`.
+        ranks: number of ranks of the node.
+        part_bytes: bytes of each rank's part, `SavePlan.gather_bytes`.
 
     Raises:
         IoError: the kernel refuses.
@@ -575,80 +592,82 @@ class SharedGather:
 
     @staticmethod
     def open(path: str, ranks: int, part_bytes: int) -> SharedGather | None:
-        """The memory that another rank has made; None if it can't be mapped."""
+        """
+        Maps the memory that another rank has made. None if it can't be mapped.
+        """
 
     @property
     def path(self) -> str:
-        """For `open`, while the maker holds it."""
+        """The path for `open`, valid while the maker keeps the object alive."""
 
 class Gather:
     """
-    One rank's end of a SharedGather, for one save.
+    One rank's endpoint of a SharedGather, for one save.
 
     Args:
-        place: of the rank on its node.
+        place: number of the rank on its node, from 0.
         ledger: is charged for the rank's part.
     """
 
     def __init__(self, shared: SharedGather, board: Board, rank: int, place: int, ledger: Ledger) -> None: ...
 
 class SavePlan:
-    """The plan of a load, turned: what each rank writes where."""
+    """The inverse of a load's plan: which bytes each rank writes where."""
 
     @property
     def held(self) -> dict:
         """
-        What the save holds on each rank besides the tensors and the gather, bytes by purpose.
+        The bytes that a save holds on each rank, by purpose, without tensors and SharedGather.
         """
 
     @property
     def gather_bytes(self) -> int:
-        """Of each rank, for a SharedGather; 0 without one."""
+        """Bytes of each rank's part of a SharedGather; 0: the save has none."""
 
     @property
     def copied(self) -> list[str]:
-        """Names that are copied from the source."""
+        """Names of the stored tensors that are copied from the source."""
 
     @property
     def copied_bytes(self) -> int:
-        """Of these, in all."""
+        """Bytes of all copied tensors."""
 
     @property
     def left_out(self) -> list[str]:
-        """Names in the source that are not saved."""
+        """Names of the stored tensors that are neither saved nor copied."""
 
     @property
     def digest(self) -> str:
-        """Of all inputs: ranks with equal digests write one checkpoint."""
+        """Digest of all inputs: ranks with equal digests write one checkpoint."""
 
     @property
     def recipe_text(self) -> str:
-        """recipe.json of the same targets from the saved tensors."""
+        """A recipe.json that makes the same targets from the saved tensors."""
 
 def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool = True, shard_size: int | str | None = None, adapters: bool = False, gathers: bool = False) -> SavePlan:
     """
-    Turns the plan of a load.
+    Inverts the plan of a load.
 
     Args:
         plan: from make_plan, with destinations `given` or `copy`.
-        dtype: of tensors that can be cast; None: as loaded.
+        dtype: dtype of the saved tensors that can be cast; None: as loaded.
         copies_unused: whether stored tensors that no target reads are copied.
-        shard_size: of a file; None: as the files of the source.
-        adapters: all tensors go into PEFT's adapter_model.safetensors.
+        shard_size: largest size of a file; None: files as in the source.
+        adapters: whether all tensors go into one file, PEFT's adapter_model.safetensors.
         gathers: whether the ranks of a node write divided rows together, with a Gather.
 
     Raises:
-        UsageError: two tensors would have one name; there is none.
+        UsageError: two tensors would have one name, or there is no tensor.
     """
 
 def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per_node: int, budget: int | None = None, budget_source: str = 'argument') -> list[tuple[int, int]]:
     """
-    (promised bytes, limit of the ledger) of each rank whose process holds its baseline and `held`, bytes by purpose. BudgetError if a node has less.
+    (promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a save holds on each rank; `baselines`: bytes of each rank's process before it. Raises BudgetError if a node has less.
     """
 
 def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place: tuple[str, int], *, given: dict = {}, fetch: object | None = None, threads: int = 1, snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
     """
-    Writes one rank's part of the tensors to `place`, (directory, point) of a step. `given`: by target, host memory; `fetch(target, at, view)` fills `view` with the elements of others. `snapshot`: see Snapshot; `gather`: see Gather.
+    Writes one rank's part of the tensors. `place`: (directory, point) of a StepSave. `given`: host memory by target. `fetch(target, at, view)` fills `view` with the elements of any other target, from `at` on. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
 class StateFiles:
@@ -663,7 +682,7 @@ class StateFiles:
 
     @property
     def held(self) -> dict:
-        """What a save holds for it on each rank, bytes by purpose."""
+        """The bytes that a save of the state holds on each rank, by purpose."""
 
 def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: Ledger, place: tuple[str, int], held: Sequence[tuple[AdamW, int, str]], snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
     """
@@ -672,11 +691,11 @@ def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: L
 
 def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> int:
     """
-    Reads one rank's shards of a saved state into them; returns the bytes read. UsageError, naming a tensor, unless it is the state of these parameters.
+    Reads one rank's shards of a saved state into them; returns the bytes read. Raises UsageError, which names a tensor, unless it is the state of these parameters.
     """
 
 def state_text(state_format: str, seed: int, steps: Sequence[tuple[str, int]], without_state: Sequence[str]) -> str:
-    """state.json of AdamW. `steps`: (fqn, steps made) each."""
+    """The text of AdamW's state.json. `steps`: (fqn, number of steps) each."""
 
 def state_facts(text: str) -> dict:
     """state_format, seed, steps, steps_of and without_state of a state.json."""
@@ -687,32 +706,36 @@ class Snapshot:
     """
     The values that one rank's save in the background reads.
 
-    With it save_tensors and save_state run on any thread, take the GIL for tensors on a device only,
-    and meet no other rank: all ranks have called create_files before, and met.
+    With a snapshot, save_tensors and save_state may run on any thread, take the GIL only for tensors on
+    a device, and do not wait for other ranks. All ranks must have called create_files, then waited in a
+    barrier.
 
     Args:
-        window: bytes of blocks that are copied at most, as steps overwrite them before they are read.
-        rank: this one.
-        tensors: (plan, given) of each save_tensors. The caller keeps `given` until `end`.
-        states: (files, held) of save_state.
+        window: the most bytes of copied blocks. A block is copied if a step overwrites it before the
+            save has read it.
+        rank: this rank.
+        tensors: (plan, given) of each save_tensors. The caller must keep `given` alive until `end`.
+        states: (files, held) of each save_state.
     """
 
     def __init__(self, window: int, rank: int, tensors: Sequence[tuple[SavePlan, dict]], states: Sequence[tuple[StateFiles, Sequence[tuple[AdamW, int, str]]]]) -> None: ...
 
     @property
     def bytes(self) -> int:
-        """What `charge` charges as `snapshot`."""
+        """The bytes that `charge` charges as `snapshot`."""
 
     def charge(self, ledger: Ledger) -> None:
-        """Charges the window. BudgetError."""
+        """
+        Charges the window. Raises BudgetError if the ledger's limit is too low.
+        """
 
     def keep(self, memory: object) -> bool:
         """
-        Copies the values of host memory now; False if the window is too small.
+        Copies the values that the save reads from `memory` now. Returns False if the window is too small.
         """
 
     def end(self) -> None:
-        """Nothing more is read. Gives the window back."""
+        """Declares that nothing more is read, and gives the window back."""
 
     @property
     def waited_s(self) -> float:
@@ -720,12 +743,12 @@ class Snapshot:
 
     @property
     def copied_bytes(self) -> int:
-        """What was copied to the window."""
+        """Bytes copied to the window."""
 
 @overload
 def create_files(plan: SavePlan, rank_of: tuple[int, int], board: Board, directory: str) -> int:
     """
-    Creates the share of rank `rank_of`, (rank, number of ranks), of the files; returns the bytes written.
+    Creates one rank's share of the files of a save; returns the bytes written. `rank_of`: (rank, number of ranks).
     """
 
 @overload
@@ -734,32 +757,37 @@ def create_files(files: StateFiles, rank_of: tuple[int, int], board: Board, dire
 
 class StepSave:
     """
-    A step in flight, of the rank that leads the save.
+    An unpublished step (a saved checkpoint directory).
+
+    Only the rank that leads the save has one.
 
     Args:
-        root: of all steps.
-        step: its number.
-        has_state, has_extra: whether it has directories for them.
-        inside: whether `root`, a directory that others write to, becomes the step itself; it is not
-            committed until `publish`. The caller makes the directories for state and extra.
+        root: the directory of all steps.
+        step: the step's number.
+        has_state, has_extra: whether the step has a directory for the optimizer's state, for extra
+            files.
+        inside: whether `root`, a directory to which others write as well, becomes the step itself. It
+            is not committed until `publish`. The caller makes the directories for state and extra.
 
     Raises:
-        IoError: CONFLICT if the step is there already.
+        IoError: CONFLICT if the step exists.
     """
 
     def __init__(self, root: str, step: int, has_state: bool = False, has_extra: bool = False, inside: bool = False) -> None: ...
 
     @property
     def directory(self) -> str:
-        """Where the ranks write."""
+        """The directory to which the ranks write."""
 
     @property
     def point(self) -> int:
-        """Of the digests' proof; a part of each rank's `place`."""
+        """
+        A random number with which the digests are computed; a part of each rank's `place`.
+        """
 
     def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None) -> dict:
         """
-        Makes the step durable and visible once all ranks have written. `facts`: state.json; `more`: (name, text) of further files, None if a rank has written it; `keep`: the number of whole steps to keep.
+        Makes the step durable and visible. All ranks must have written. `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep.
         """
 
     def discard(self) -> None:
@@ -767,20 +795,22 @@ class StepSave:
 
 def newest_step(root: str, before: int | None = None) -> dict:
     """
-    step, path, uuid, world_size, has_state of the newest whole step (older than `before`) and the newer ones that were skipped. UNCOMMITTED if there is none.
+    The newest intact step (older than `before`): a dict of step, path, uuid, world_size and has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError, UNCOMMITTED, if there is none.
     """
 
 def step_fault(path: str, rank: int, ranks: int, board: Board) -> str:
     """
-    Compares one rank's part of a step, all ranks together every byte, with its digests. Returns the first fault, or an empty text.
+    Compares one rank's part of a step with its digests; all ranks together compare every byte. Returns the first fault, or an empty text.
     """
 
 def open_step(path: str) -> dict:
-    """The same of one step, which must be whole."""
+    """
+    The dict of newest_step, without `skipped`, for one step. The step must be intact.
+    """
 
 def process_memory(pid: int = 0) -> dict:
     """
-    held_bytes and peak_bytes (since reset_peak) of a process; 0: this one.
+    held_bytes and peak_bytes (since reset_peak) of a process. `pid` 0: this process.
     """
 
 def reset_peak() -> bool:
@@ -797,7 +827,7 @@ def granted_cpus() -> int:
     """
 
 def descendants(pid: int = 0) -> list[int]:
-    """The pids of all descendants of a process; 0: this one."""
+    """The pids of all descendants of a process. `pid` 0: this process."""
 
 def tree_memory(ranges: Sequence[tuple[int, int]], pid: int = 0) -> dict:
     """
@@ -808,9 +838,11 @@ def tree_memory(ranges: Sequence[tuple[int, int]], pid: int = 0) -> dict:
         pid: 0: this process.
 
     Returns:
-        processes: a dict each, `pid` first: pid, forked (from the first), anon_bytes, shmem_bytes
-        (divided among sharers), page_table_bytes. ranges: for each (own bytes, bytes of copy-on-write
-        versions in forked descendants). rest: the same for all other addresses.
+        A dict. `processes`: a dict per process, that of `pid` first, with pid, forked (whether it was
+        forked from the first without an exec), anon_bytes, shmem_bytes (shared pages are divided among
+        their users) and page_table_bytes. `ranges`: a pair per range: bytes in the process itself, and
+        bytes of copy-on-write copies in its forked descendants. `rest`: the same pair for all other
+        addresses.
 
     Raises:
         IoError: /proc can't be read.
@@ -821,13 +853,13 @@ class ReportedPhase:
     A phase of this process, shown by the `modicum watch` that runs it.
 
     Args:
-        name: as in a plan's promise, or any other.
+        name: a phase of a plan's promise, or any other name.
     """
 
     def __init__(self, name: str) -> None: ...
 
     def end(self) -> None:
-        """Ends it; a second call does nothing."""
+        """Ends the phase; a second call does nothing."""
 
 def report_budget(bytes: int) -> None:
     """
