@@ -1,5 +1,5 @@
-"""Fills a script's model: accelerate's own function shards it, then it is loaded with the values that
-accelerate would load."""
+"""Fills a script's model: accelerate's own function shards it, then it is loaded with the values
+that accelerate would load."""
 
 import hashlib
 import re

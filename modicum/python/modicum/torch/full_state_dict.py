@@ -104,6 +104,7 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
     Raises:
         BudgetError: the load exceeds the budget; no tensor has been read.
         UsageError: dict and model do not match (MISMATCH, naming the tensor).
+        IoError: the models or the arguments of the ranks differ (CONFLICT).
         The errors of `modicum.torch.load`. Every error is raised on all ranks; parameters are then
         on meta, except those that had values on every rank.
     """

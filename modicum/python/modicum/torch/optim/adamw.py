@@ -194,7 +194,7 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def _unbind_changed(self) -> None:
-        """If parameters were replaced or moved, frees all state, or raises if that would lose any."""
+        """Frees all state if parameters were replaced or moved; raises if values would be lost."""
         changed = changed_since(self._bound.parts, self.param_groups)
         if changed is not None:
             if self._has_state():
