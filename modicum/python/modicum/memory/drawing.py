@@ -152,7 +152,7 @@ def _totals(curves: list[_Curve], times: list[float], zero: float) -> list[int]:
 
 
 def _thinned(times: list[float], totals: list[int]) -> list[float]:
-    """At most _MOST_SAMPLES times: in each bucket the time with the most bytes, to keep the peak."""
+    """At most _MOST_SAMPLES times: in each bucket the one with the most bytes, to keep the peak."""
     width = -(-len(times) // _MOST_SAMPLES)
     buckets = [range(at, min(at + width, len(times))) for at in range(0, len(times), width)]
     return [times[max(bucket, key=totals.__getitem__)] for bucket in buckets]

@@ -16,8 +16,8 @@ class _Memory(ctypes.Structure):
 
 
 class Devices:
-    """The devices that NVML reports, in its order. There are none, and no error, without its library
-    or a driver: a recording of host memory must not need them."""
+    """The devices that NVML reports, in its order. Without its library or a driver there are none:
+    a recording of host memory must not need them."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._handles: list[ctypes.c_void_p] = []

@@ -78,8 +78,8 @@ class Peaks:
 def peaks(
     *sources: Any, params: int | None = None, baseline: int = 0, interval_s: float = 0.1
 ) -> Iterator[Peaks]:
-    """A context in which `attribute` runs repeatedly. Keeps the peak of each owner, including copies
-    of workers that have ended since.
+    """A context in which `attribute` runs repeatedly. Keeps the peak of each owner, with copies of
+    workers that have ended since.
 
         with modicum.memory.peaks(engine, baseline=before) as peaks:
             train()

@@ -55,7 +55,7 @@ class Phase:
     device_peak_bytes: list[int] = field(default_factory=list)
     """The peaks of the samples, by device."""
     holders_at_begin: dict[str, int] = field(default_factory=dict)
-    """`begin_bytes` by holder: this process, by kind of memory if it has no children; each child."""
+    """`begin_bytes` by holder: this process (by kind of memory without children), each child."""
     holders_at_peak: dict[str, int] = field(default_factory=dict)
     """`sampled_peak_bytes` by holder."""
     peak_s: float = 0.0
@@ -83,7 +83,7 @@ class _Recording:
         self._zero = time.monotonic()
         self._lock = threading.RLock()
         self._open: list[Phase] = []
-        self._reported: list[_modicum.ReportedPhase] = []  # for `modicum watch`, parallel to `_open`
+        self._reported: list[_modicum.ReportedPhase] = []  # to `modicum watch`; as `_open`
         self._devices: Devices | None = None
         self._children: dict[int, str] = {}  # names by pid
         self._holders: dict[str, int] = {}  # in the last sample
@@ -224,8 +224,8 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
             fully_shard(model)
         print(wrap.peak_bytes)
 
-    Phases may nest. A thread takes the samples, at a rate that uses at most 2 % of a core (5 % while
-    there are children). A sample reads one file of /proc in 0.1 ms; with children, whose shared
+    Phases may nest. A thread takes the samples, at a rate that uses at most 2 % of a core (5 % with
+    children). A sample reads one file of /proc in 0.1 ms; with children, whose shared
     pages the kernel must count, it takes up to 50 ms per GiB. If the block holds the GIL, the
     kernel's high-water mark still records the peak. If the program runs under `modicum watch`, the
     phase is recorded there, too. Linux only.

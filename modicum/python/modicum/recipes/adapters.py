@@ -33,9 +33,9 @@ def begin_as_base(
     dtypes: Dtypes,
     asked: Asked,
 ) -> dict[str, str]:
-    """Adds these targets to `targets` if their base is in `made`. Copies (`modules_to_save`) get the
-    values of the original, tied or not. DoRA's magnitudes become zeros; returns for each of them
-    the weight from whose rows the caller of the load computes the norms."""
+    """Adds these targets to `targets` if their base is in `made`. Copies (`modules_to_save`) get
+    the values of the original, tied or not. DoRA's magnitudes become zeros; returns for each the
+    weight from whose rows the caller of the load computes the norms."""
 
     def base(name: str) -> Array | None:
         return made.get(targets.get(name, {}).get("of", name))

@@ -70,7 +70,7 @@ def _only_input(inputs: Values, op: str) -> Array:
 
 
 def _chunks(array: Array, count: int, dim: int) -> list[Array]:
-    """Chunks as of `torch.chunk`: of size / count, rounded up; the last ones are shorter or absent."""
+    """The result of `torch.chunk`: parts of size / count, rounded up; the last may be shorter."""
     dim %= len(array.shape)
     size = array.shape[dim]
     step = math.ceil(size / count)
@@ -151,8 +151,8 @@ def _unbind(array: Array, dim: int) -> list[Array]:
 
 
 def _only_one(inputs: Values, chain: Chain, op: str) -> tuple[str, Array]:
-    """(name of the output, the only input). The name is the chain's target, or its source if a later
-    operation makes several targets."""
+    """(name of the output, the only input). The name is the chain's target, or its source if a
+    later operation makes several targets."""
     array = _only_input(inputs, op)
     for names in (chain.targets, chain.sources):
         if len(names) == 1:
@@ -221,7 +221,7 @@ def _listed(inputs: Values, pattern: str, op: str) -> list[Array]:
 
 
 def _fuse_and_split(op: Any, inputs: Values, chain: Chain) -> Values:
-    """Distributes each source's experts among the targets in parts of equal size, rounded up; stacks
+    """Divides each source's experts among the targets in parts of equal size, rounded up; stacks
     each part, and concatenates the sources."""
     fused: dict[str, list[Array]] = {target: [] for target in chain.targets}
     for pattern in chain.sources:

@@ -48,35 +48,26 @@ def load(
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None: everything on meta is initialised.
         ledger: the account to which every parameter is charged; None: a new one.
-        budget: host memory per node, bytes or text ("200GiB"), including what the processes hold
-            already; "none": no limit; None: the ledger's limit if it has one, else the memory that
-            the cgroup and the node have left.
+        budget: host memory per node, bytes or text ("200GiB"), including what processes hold now;
+            "none": no limit; None: the ledger's limit, or what the cgroup and the node have left.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
-        dtype: the dtype of tensors that `from_pretrained(dtype=...)` would cast; None: each
-            parameter's own.
+        dtype: of tensors that `from_pretrained(dtype=...)` would cast; None: each parameter's own.
         keep_fp32: a regular expression (RE2, matches anywhere in a name): matching names are loaded
-            as float32. This pattern and all below are refused if they match no name.
-        missing: what to do about names that the source lacks and that the model does not allow to
-            be missing: "error"; "init": initialise them by the model's own rule, with the same bits
-            at any world size; patterns: initialise only matching names; or a dict of rules by
-            pattern ("zeros", "ones", ("normal", std), "model").
-        unexpected: what to do about stored names that are not in the model: "error", "ignore", or
-            patterns of names to drop.
-        check: None, or "values": fills the memory with a pattern before the load, and afterwards
-            reads everything again and compares every value.
-        progress: whether rank 0 prints the plan and a progress bar on stderr.
-        seed: the seed of initialised tensors.
+            as float32. Here and in missing and unexpected a pattern must match some name.
+        missing: if names are not in the source, and the model does not allow that: "error"; "init":
+            initialise them by the model's own rule, with the same bits at any world size; patterns
+            of names to initialise; or rules by pattern ("zeros", "ones", ("normal", std), "model").
+        unexpected: if stored names are not in the model: "error", "ignore", or patterns to drop.
+        check: None, or "values": reads everything again after the load and compares every value.
+        progress, seed: whether rank 0 prints plan and progress; the seed of initialised tensors.
         staging: host memory that a rank streams through; None: 8 MiB, less if the budget needs it.
-        buffers: what to do about non-persistent buffers that differ from the result of the model's
-            own rule: "restore" or "keep" them; None: restores them if no tensor of their module was
-            ever written, as after `to_empty()`.
-        fork: whether forked children see the memory: "excluded" (not), "shared" or "inherited" (a
-            copy); see docs/guide/workers.md.
-        optimizer: `modicum.torch.AdamW` of parameters on meta, or several: their state is allocated
-            after the load, and included in the promise. With a single one the promise also includes
-            a save of model and state.
-        resized: how token embeddings and heads with another number of rows than stored get new
-            rows: the "mean" of the stored rows, or made by the "model"; None: an error.
+        buffers: if non-persistent buffers differ from the model's own rule: "restore", "keep", or
+            None: restore those whose modules were never written to, as after `to_empty()`.
+        fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
+        optimizer: `modicum.torch.AdamW` of parameters on meta, or several: the promise includes
+            their state, allocated after the load, and with a single one a save of model and state.
+        resized: new rows of token embeddings and heads with other numbers of rows than stored: the
+            "mean" of the stored ones, or made by the "model"; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a
             model with other names. Then missing, unexpected, dtype and keep_fp32 do not apply.
         key_mapping: renamings of stored names by regular expression, as for `from_pretrained`.
@@ -89,8 +80,7 @@ def load(
         BudgetError: the load does not fit; only headers have been read.
         UsageError: model, source and arguments do not fit together.
         FormatError, IntegrityError, IoError, PeerError: raised on every rank, naming the rank that
-            failed first. After an error, tensors on meta are still on meta; tensors that had values
-            may be partly overwritten.
+            failed first. Tensors on meta stay there; those with values may be partly overwritten.
     """
     how = {
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,

@@ -25,7 +25,7 @@ Storages = dict[int, torch.Tensor]
 
 def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
     """Loads; returns the same report on every rank. Collective. If a rank fails, all raise, and no
-     tensor on meta gets its memory."""
+    tensor on meta gets its memory."""
     if planned.options.progress and ranks.rank == 0:
         print(f"modicum: {planned.headline()}", file=sys.stderr)
     plan, options, rank = planned.plan, planned.options, ranks.rank

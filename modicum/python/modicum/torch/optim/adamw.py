@@ -202,9 +202,8 @@ class AdamW(torch.optim.Optimizer):
             self._release()
 
     def _follow(self, *, now: bool = False) -> None:
-        """Adopts changes of param_groups and `state` since the last call, or raises; then allocates
-        state for parameters that have begun to train. If one of them is on meta, it allocates
-        nothing or, with `now`, raises."""
+        """Adopts changes of param_groups and `state`, or raises. Then allocates state of parameters
+        that have begun to train. If any is on meta, allocates none or, with `now`, raises."""
         self._unbind_changed()
         self._bound.meshes = meshes_of(self.param_groups)
         self._has_loaded |= self._bound.follow(self.state)
@@ -226,7 +225,7 @@ class AdamW(torch.optim.Optimizer):
     def _take_up(self, wants: Wants, groups: Sequence[dict[str, Any]]) -> None:
         """Allocates state, with the options of `groups`, for all parameters that have none and for
         which `wants` is true. Entries of `state` become its values. After an error `_all_or_none`
-        frees what was allocated."""
+        frees the new state."""
         bound = self._bound
         parts = new_parts(self.param_groups, wants, bound.parts)
         if not parts:
@@ -246,8 +245,8 @@ class AdamW(torch.optim.Optimizer):
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """A context for binding parameters. On success hooks their gradients and shows their state;
-        if the block raises, frees their state."""
+        """A context for binding: hooks new parameters and shows their state, or, on an error, frees
+        it."""
         bound = self._bound
         try:
             yield
@@ -261,9 +260,8 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in torch, and allocates its state by the constructor's rules; existing
-        state is unchanged. Collective over the meshes of all groups. A group that is refused on one
-        rank is added on none."""
+        """Adds a group, as in torch, and allocates its state by the constructor's rules. Collective
+        over the meshes of all groups: a group that is refused on one rank is added on none."""
         param_group = listed(param_group)
         if "_bound" not in self.__dict__:
             refuse_repeated(param_group, self.param_groups)
@@ -292,8 +290,7 @@ class AdamW(torch.optim.Optimizer):
     @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes a step with the current gradients: unscales, clips, updates and casts in one pass.
-        Collective.
+        """Makes a step: unscales, clips, updates and casts in one pass. Collective.
 
         If a gradient is not finite on any rank of the parameters' meshes, no rank changes anything
         and `skipped_steps` grows by 1 on all of them.
@@ -338,8 +335,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Computes the norm of all ranks' gradients; the next step clips it to `max_norm`.
-        Collective.
+        """Computes the norm of all ranks' gradients; the next step clips it. Collective.
 
         The gradients in `parameter.grad` are not changed: the step applies the factor. The factor
         follows from the unscaled norm, whether a `GradScaler` unscales before or in the step.

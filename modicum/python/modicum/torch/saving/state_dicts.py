@@ -152,7 +152,7 @@ def _at(value: Any, place: Place) -> Any:
 
 
 def _is_optimizer(value: Mapping[str, Any]) -> bool:
-    # By prefix if it is flattened: a model whose names all begin with "state." is taken for one.
+    # Flattened ones by prefix: a model whose names all begin with "state." would count as one.
     return {"state", "param_groups"} == value.keys() or (
         bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
     )
@@ -278,7 +278,7 @@ class Named:
             parameter = self.tensors.get(name) if parameter is None else parameter
             if parameter is None and self.model is None:
                 # The state dict may have the parameter in parts, as torchtitan's fused
-                # projections: a moment, which has its shape and sharding, stands in for it.
+                # projections. A moment is used instead: it has the same shape and sharding.
                 parameter = next(filter(_is_moment, entry.values()), None)
             if parameter is None:
                 what = "the optimizer has a parameter that the model lacks"
