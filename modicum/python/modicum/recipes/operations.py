@@ -30,12 +30,12 @@ class Chain:
     sources: list[str]
     targets: list[str]
     first_target: str  # the name in the model for `targets[0]`
-    shapes: Mapping[str, Shape]  # of the model's tensors
+    shapes: Mapping[str, Shape]  # shapes of the model's tensors
     config: Any
     dropped: list[Array] = field(
         default_factory=list
     )  # consumed by an operation that uses no element
-    scales: list[Array] = field(default_factory=list)  # of FP8 codes; a load reads both together
+    scales: list[Array] = field(default_factory=list)  # FP8 codes' scales; a load reads both
 
     def only_target(self, op: str) -> str:
         """The target of an operation that has one output."""

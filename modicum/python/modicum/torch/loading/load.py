@@ -51,7 +51,7 @@ def load(
         budget: host memory per node, bytes or text ("200GiB"), including what processes hold now;
             "none": no limit; None: the ledger's limit, or what the cgroup and the node have left.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
-        dtype: of tensors that `from_pretrained(dtype=...)` would cast; None: each parameter's own.
+        dtype: the dtype of tensors that `from_pretrained` would cast; None: each parameter's own.
         keep_fp32: a regular expression (RE2, matches anywhere in a name): matching names are loaded
             as float32. Here and in missing and unexpected a pattern must match some name.
         missing: if names are not in the source, and the model does not allow that: "error"; "init":

@@ -81,8 +81,8 @@ def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
 
 
 def _storages_of(planned: Planned) -> Storages:
-    """By target, as one-dimensional tensors: the memory of tensors that have values, and new device
-    memory. The load itself allocates host memory."""
+    """One-dimensional tensors by target: the memory of tensors that have values, and new device
+    memory. The load itself allocates new host memory."""
     storages = {}
     for t, place in _own_targets(planned):
         if not place.of.tensor.is_meta:

@@ -49,7 +49,7 @@ class Bound:
         self._steps: list[torch.Tensor] = []  # for each `add` the counts shown in `state`
         self._versions: list[int] = []
         self._groups: dict[str, int] = {}  # the number of groups that each state knows
-        self._read: _modicum.Snapshot | None = None  # of a save that reads during the step
+        self._read: _modicum.Snapshot | None = None  # from a save that reads during the step
 
     @property
     def steps(self) -> torch.Tensor:

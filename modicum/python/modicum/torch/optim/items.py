@@ -1,4 +1,4 @@
-"""Iterates over an optimizer's state by tensor: exported to float32, or as it is in memory."""
+"""Iterates over an optimizer's state by tensor: exported to float32, or as views of memory."""
 
 from collections.abc import Iterator
 

@@ -39,7 +39,7 @@ from modicum.upstream.torch_distributed import default_store
 TICK_S = 0.25
 """Seconds between two reads of `failed`."""
 PART_LIMIT_S = 2.0  # the longest wait until all ranks know that the load is over
-POLL_GROWTH = 1.25  # by which the pause between polls grows
+POLL_GROWTH = 1.25  # the factor by which the pause between polls grows
 
 
 class Ranks:

@@ -70,8 +70,9 @@ def bytes_of(own: Any) -> bytes:
             return {key: told(of) for key, of in value.items()}
         return [told(of) for of in value] if isinstance(value, (list, tuple)) else value
 
+    document = told(own)  # outside of `try`: a refusal is a ValueError, too
     try:
-        text = json.dumps(told(own))
+        text = json.dumps(document)
     except (TypeError, ValueError) as error:
         expected = "JSON values and tensors"
         raise refusal("USAGE", "extra_per_rank", expected=expected, got=str(error)) from None

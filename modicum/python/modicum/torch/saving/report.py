@@ -38,7 +38,7 @@ class Saved:
     copied: list[str] = field(default_factory=list)
     """Names of stored tensors that the model does not use, copied from the source."""
     left_out: list[str] = field(default_factory=list)
-    """Names of stored tensors that the model does not use and that are not saved."""
+    """Names in the source that are not saved, such as unused tensors with `unused="drop"`."""
     warnings: list[str] = field(default_factory=list)
     """Such as files that other saves have left; also issued as UserWarnings on rank 0."""
 

@@ -74,7 +74,7 @@ def resume(
 
     Raises:
         IntegrityError: there is no complete step (`UNCOMMITTED`), or a file is damaged.
-        BudgetError: the load does not fit; no weight has been read.
+        BudgetError: the load does not fit; nothing has been loaded.
         UsageError: model, optimizer and step do not fit together. The weights may be loaded
             already if only the optimizer's state does not fit.
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.

@@ -198,7 +198,7 @@ def destination_of(local: torch.Tensor) -> str:
 def memory_of(
     recipe: _modicum.Recipe, held: Sequence[Held]
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """By target, without aliases: the bytes of tensors on the host, and other tensors flattened."""
+    """(bytes of tensors on the host, other tensors flattened), each by target without aliases."""
     own = [t for t, target in enumerate(recipe.targets) if target["alias_of"] is None]
     lines = {t: held[t].local.detach().reshape(-1) for t in own}
     here = {t for t in own if destination_of(held[t].local) == "given"}
