@@ -1,11 +1,11 @@
-"""Fine-tunes a causal language model with accelerate's FSDP2 or with Trainer; `--modicum` adds one
-line.
+"""Fine-tunes a causal language model with accelerate's FSDP2 or with Trainer; `--modicum` runs one
+additional line.
 
     torchrun --nproc-per-node 4 examples/accelerate_fsdp2.py DIRECTORY
     torchrun --nproc-per-node 4 examples/accelerate_fsdp2.py DIRECTORY --modicum --budget 8GiB
 
 DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). Runs on CPUs and GPUs.
-`benchmarks/systems.py` runs it both ways and measures the node's memory.
+`benchmarks/systems.py` runs it with and without Modicum and measures the node's memory.
 """
 
 import argparse
@@ -24,8 +24,7 @@ import modicum.torch.accelerate
 
 
 def fsdp2_on_cpus() -> None:
-    """Without GPUs accelerate silently replaces FSDP2 by DDP. After this call it uses FSDP2 on CPUs
-    too."""
+    """Makes accelerate use FSDP2 on CPUs, where it would silently use DDP."""
     init = AcceleratorState.__init__
 
     def init_as_on_gpus(state, *args, fsdp_plugin=None, **kwargs):
@@ -43,7 +42,7 @@ def fsdp2_on_cpus() -> None:
 
 
 def batches(vocabulary: int, count: int) -> list[torch.Tensor]:
-    """The batches of this rank."""
+    """This rank's batches of random tokens."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return [torch.randint(vocabulary, (1, 16), generator=generator) for _ in range(count)]
 
@@ -132,6 +131,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # A thread of Gloo may still hold a tensor, which aborts Python while it finalizes.
+    # A thread of Gloo may still hold a tensor, which would abort Python in its finalization.
     sys.stdout.flush()
     os._exit(0)

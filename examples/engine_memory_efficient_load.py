@@ -1,11 +1,11 @@
-"""A reinforcement-learning engine with the steps of AReaL and verl: build, adapters, parallelise,
-load, optimizer. Modicum's lines end in `# modicum`.
+"""A reinforcement-learning engine with the same steps as AReaL and verl: build, adapters,
+parallelise, load, optimizer. Modicum's lines end in `# modicum`.
 
     torchrun --nproc-per-node 4 examples/engine_memory_efficient_load.py DIRECTORY \\
         --task value-head --memory-efficient-load
 
-DIRECTORY is a Hugging Face checkpoint. Without `--memory-efficient-load` it does as upstream: every
-rank loads the whole model and then shards it. Runs on CPUs and GPUs.
+DIRECTORY is a Hugging Face checkpoint. Without `--memory-efficient-load` it runs without Modicum:
+every rank loads the complete model and then shards it. Runs on CPUs and GPUs.
 """
 
 import argparse
@@ -37,7 +37,7 @@ CLASSES = {
 
 
 def new_head(directory: str) -> dict[str, list[str]]:  # modicum
-    """A critic is loaded from a causal language model: without its lm_head, with a new head."""
+    """Arguments to load a critic from a causal language model: drops lm_head, makes a new head."""
     stored = modicum.open_checkpoint(directory).stored  # modicum
     dropped = {"unexpected": ["^lm_head"]} if "lm_head.weight" in stored else {}  # modicum
     return {"missing": ["^score"]} | dropped  # modicum
@@ -52,7 +52,7 @@ class Options:
     memory_efficient_load: bool = False
     offload: bool = False
     dtype: torch.dtype = torch.bfloat16
-    strategy: str = "own-shard"  # rank0-broadcast: as upstream
+    strategy: str = "own-shard"  # rank0-broadcast reads as AReaL and verl do
     budget: str | None = None  # host memory per node, as in 8GiB
 
 
@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, options: Options, device: str) -> None:
         self.options, self.device = options, device
         self.model = self.build()
-        # Every rank has drawn its own adapters: rank 0's are broadcast.
+        # Each rank has initialised different adapters: rank 0's are broadcast.
         full_state: dict[str, Any] = {}
         if options.lora and not options.memory_efficient_load and dist.get_rank() == 0:
             full_state = self.model.state_dict()
@@ -118,7 +118,7 @@ class Engine:
 
 
 def train(engine: Engine, steps: int) -> None:
-    """The mean square of the outputs serves as the loss of a policy or critic."""
+    """Trains with the mean square of the outputs as the loss of a policy or critic."""
     vocabulary = engine.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(dist.get_rank())
     engine.model.train()
@@ -162,6 +162,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # A thread of Gloo may still hold a tensor, which aborts Python while it finalizes.
+    # A thread of Gloo may still hold a tensor, which would abort Python in its finalization.
     sys.stdout.flush()
     os._exit(0)

@@ -73,6 +73,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # A thread of Gloo may still hold a tensor, which aborts Python while it finalizes.
+    # A thread of Gloo may still hold a tensor, which would abort Python in its finalization.
     sys.stdout.flush()
     os._exit(0)

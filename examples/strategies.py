@@ -1,7 +1,7 @@
-"""Two strategies of FSDP2 with the steps of twinkle: from_pretrained, an optimizer with two groups,
-then the wrap. *native* calls `fully_shard`, *accelerate* calls `Accelerator.prepare`. With
-`--memory-efficient-init` no rank ever holds more than its shards. Each run records the memory of
-its ranks by phase; `draw` makes one picture of all runs.
+"""Two strategies of FSDP2 with the same steps as twinkle: from_pretrained, an optimizer with two
+groups, then the wrap. *native* calls `fully_shard`, *accelerate* calls `Accelerator.prepare`. With
+`--memory-efficient-init` no rank ever holds more weights than its shards. Each run records the
+memory of its ranks by phase; `draw` makes one picture of all runs.
 
     torchrun --nproc-per-node 4 examples/strategies.py DIRECTORY native
     torchrun --nproc-per-node 4 examples/strategies.py DIRECTORY native --memory-efficient-init
@@ -102,7 +102,7 @@ STRATEGIES = {"native": native, "accelerate": by_accelerate}
 
 
 def digest(model: torch.nn.Module) -> str:
-    """A digest of all parameters and buffers, non-persistent ones included."""
+    """A digest of all parameters and buffers, including non-persistent ones."""
     sha = hashlib.sha256()
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     for name in sorted(named):
@@ -128,7 +128,7 @@ def train(model: torch.nn.Module, optimizer: Any, steps: int, device: str) -> li
 
 
 def promised(options: argparse.Namespace) -> int:
-    """This rank's memory at the beginning of the wrap, and what `modicum plan` promises besides."""
+    """This rank's memory at the begin of the wrap plus the peak that `modicum plan` promises."""
     plan = modicum.plan(options.directory, ranks=dist.get_world_size(), dtype=options.dtype)
     (strategy,) = (one for one in plan["strategies"] if one["name"] == "own-shard")
     wrap = next(phase for phase in memory.phases() if phase.name == "wrap")
@@ -181,7 +181,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    if dist.is_torchelastic_launched():  # in a rank
-        # A thread of Gloo may still hold a tensor, which aborts Python while it finalizes.
+    if dist.is_torchelastic_launched():  # this process is a rank
+        # A thread of Gloo may still hold a tensor, which would abort Python in its finalization.
         sys.stdout.flush()
         os._exit(0)

@@ -1,13 +1,13 @@
-"""ZeRO-2 or -3 with its optimizer in host memory: every byte by owner, and the copies of workers.
+"""ZeRO-2 or -3 with the optimizer in host memory: shows every byte by owner, and workers' copies.
 
     python examples/zero2_offload.py --workers persistent
     python examples/zero2_offload.py --workers persistent --protect
     python examples/zero2_offload.py --workers persistent --stage 3 --offload-param
     python examples/zero2_offload.py --workers persistent --optimizer modicum:fp32
 
-Trains a small model with the real DeepSpeed on its CPU accelerator (one process, or several under
-torchrun), or the same model, data and seeds with Modicum's AdamW, and prints the losses and a table
-of bytes per parameter at the end of each epoch. Modicum's lines end in `# modicum`.
+Trains a small model with DeepSpeed on its CPU accelerator (one process, or several with torchrun),
+or the same model with the same data and seeds with Modicum's AdamW. At the end of each epoch it
+prints the losses and a table of bytes per parameter. Modicum's lines end in `# modicum`.
 """
 
 import argparse
@@ -75,13 +75,13 @@ def deepspeed_here() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # Collectives through shared memory, which take a minute to compile; gloo does for a few ranks.
+    # No collectives through shared memory: they take a minute to compile, and gloo is fast enough.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def with_deepspeed(model: nn.Module, options: argparse.Namespace) -> tuple[Any, Any, Step]:
-    """The sources to attribute, the forward function, and the step of a loss."""
+    """(sources to attribute, forward function, function that makes a step from a loss)."""
     zero: dict[str, Any] = {
         "stage": options.stage,
         "reduce_bucket_size": 2_000_000,
@@ -120,7 +120,7 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
         **ADAM,
     )
 
-    if options.protect:  # the weights, which torch has allocated
+    if options.protect:  # only the weights, which torch has allocated
         print(modicum.torch.protect(dict(model.named_parameters())))  # modicum
 
     def step(loss: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
 
 
 def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields after each epoch, while its workers are alive: the losses, and the memory by owner."""
+    """Yields the losses and the memory by owner after each epoch, while its workers are alive."""
     ours = options.optimizer.startswith("modicum")
     if not ours:
         deepspeed_here()
@@ -203,6 +203,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # On CPUs a thread of Gloo's may still hold a tensor, and abort a Python that finalizes.
+    # A thread of Gloo may still hold a tensor, which would abort Python in its finalization.
     sys.stdout.flush()
     os._exit(0)

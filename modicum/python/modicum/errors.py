@@ -7,8 +7,8 @@ from modicum._modicum import exit_codes
 
 class Error(Exception):
     """The base of every error that Modicum raises. `str()` is the message, one line; the attributes
-    are the fields that the command line prints under `error` with `--json`. None: unknown or not
-    applicable."""
+    are the fields that the command line prints under `error` with `--json`. An attribute is None if
+    it is unknown or does not apply."""
 
     category: str = "INTERNAL"
     """One of a closed list: `FORMAT.TRUNC`, `INDEX.PATH`, `BUDGET`, ..."""
@@ -27,13 +27,13 @@ class Error(Exception):
     culprit_pid: int | None = None
     """The process that caused it."""
     expected: str | int | None = None
-    """The expected value; of BUDGET, the bytes that are allowed."""
+    """The expected value; for BUDGET the allowed bytes."""
     got: str | int | None = None
-    """The value found; of BUDGET, the bytes that are needed."""
+    """The value found; for BUDGET the needed bytes."""
     shortfall_bytes: int | None = None
-    """Of BUDGET: `got` - `expected`, on the node where this is largest."""
+    """For BUDGET: `got` - `expected`, on the node with the largest difference."""
     owners: list[dict[str, str | int]] | None = None
-    """Of BUDGET: the bytes by purpose, as `{"purpose": ..., "bytes": ...}`, largest first."""
+    """For BUDGET: needed bytes by purpose, as `{"purpose": ..., "bytes": ...}`, largest first."""
 
 
 class FormatError(Error, ValueError):
@@ -96,8 +96,8 @@ def from_json(document: str) -> Error:
 
 
 def refusal(category: str, what: str, **facts: str) -> UsageError:
-    """An error of category `UNSUPPORTED`, `MISMATCH` or `USAGE`, whose message has the form of the
-    library's: `CATEGORY: what (tensor ..., expected ..., got ...)`."""
+    """An error of category `UNSUPPORTED`, `MISMATCH` or `USAGE`. Its message has the same form as
+    those from C++: `CATEGORY: what (tensor ..., expected ..., got ...)`."""
     known = {name: text for name, text in facts.items() if text}
     told = ", ".join(f"{name} {text}" for name, text in known.items())
     error = UsageError(f"{category}: {what}" + (f" ({told})" if told else ""))

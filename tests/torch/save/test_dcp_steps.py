@@ -119,9 +119,9 @@ def test_a_flattened_state_of_torchtitan(
     [
         ("disk", "no disk here"),
         ("async", "UNSUPPORTED: async_save copies the whole state"),
-        ("value", "a step has no place for this value"),
-        ("ranks", "rank 1 has another value than the ranks before it (tensor epoch)"),
-        ("models", "a step has the tensors of one model"),
+        ("value", "value of rng.state can't be saved as JSON"),
+        ("ranks", "value of epoch differs on rank 1 (expected 0, got 1)"),
+        ("models", "tensors of one model are not under one key (expected one key, got ema, model)"),
         ("adamw", "lacks the planes of modicum.torch.AdamW"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The host memory of processes: by phase, as a picture, and by owner. Needs no torch.
+"""Measures the host memory of processes: by phase, as a picture, and by owner. Needs no torch.
 
 from modicum import memory as memory
 

@@ -1,5 +1,5 @@
-"""Attributes every byte of a process tree to an owner: a named tensor, its copies in forks, or the
-rest."""
+"""Attributes every byte of a process tree to an owner: named tensors, their copies due to forks, or
+other memory."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -23,51 +23,51 @@ _ORDER = (MASTER, GRADIENT, MOMENTS, STAGING, PARTITION, WEIGHTS)
 
 @dataclass(frozen=True)
 class Owner:
-    """Bytes that are held for one purpose."""
+    """The bytes of one owner (a purpose)."""
 
     name: str
     held_bytes: int
-    """Resident bytes, counted once however many processes map them."""
+    """Resident bytes; pages that several processes map count once."""
     copied_bytes: int = 0
-    """Additional bytes: second versions of its pages, which exist because a process wrote to them
-    after a fork (copy-on-write)."""
+    """Additional bytes: second versions of pages, which exist because a process wrote to them after
+    a fork (copy-on-write)."""
 
 
 @dataclass(frozen=True)
 class Attribution:
-    """Every byte that a process and its children hold, by owner."""
+    """The owners of all bytes that a process and its children hold."""
 
     params: int
-    """Parameters of this rank: the divisor of bytes per parameter."""
+    """The number of this rank's parameters: the divisor of bytes per parameter."""
     owners: tuple[Owner, ...]
-    """Master, gradient, moments, staging, offloaded weights, weights; other tensors; ledgers; then
-    memory of no tensor: copies, children's own pages, shared memory, page tables."""
+    """In this order: master, gradient, moments, staging, offloaded weights, weights; other tensors;
+    ledgers; memory without a tensor: copies, children's own pages, shared memory, page tables."""
     baseline_bytes: int
     """The argument of `attribute`."""
     unexplained_bytes: int
-    """Total - baseline - owners. Below 0: some of the baseline has been freed since."""
+    """Total - baseline - owners. It is negative if a part of the baseline was freed since."""
     total_bytes: int
-    """Pss_Anon + Pss_Shmem + VmPTE, as the kernel reports them, summed over the tree."""
+    """The kernel's Pss_Anon + Pss_Shmem + VmPTE, summed over all processes."""
     processes: int
     forked: int
     """The number of these processes that were forked from the first one without an exec."""
 
     def __getitem__(self, name: str) -> Owner:
-        """The owner of that name; one of 0 bytes if there is none."""
+        """The owner of this name; an owner of 0 bytes if there is none."""
         return next((owner for owner in self.owners if owner.name == name), Owner(name, 0))
 
     @property
     def copied_bytes(self) -> int:
-        """Memory of all owners that exists only because of forks."""
+        """The copied bytes of all owners: memory that exists only because of forks."""
         return sum(owner.copied_bytes for owner in self.owners)
 
     def per_param(self, size: int) -> float:
-        """`size` bytes per parameter."""
+        """`size` divided by the number of parameters."""
         return size / self.params if self.params else 0.0
 
     @property
     def document(self) -> dict[str, Any]:
-        """For JSON. Sizes are bytes."""
+        """A dict for JSON. Sizes are in bytes."""
         return {
             "params": self.params,
             "processes": self.processes,
@@ -105,7 +105,7 @@ class Attribution:
 
 
 class _Claims:
-    """Disjoint ranges of addresses, each with its owner: the first claim of an address wins."""
+    """Disjoint address ranges with their owners. The first claim of an address wins."""
 
     def __init__(self) -> None:
         self.parts: list[tuple[int, int, str]] = []  # ascending, without overlap
@@ -128,9 +128,9 @@ class _Claims:
 
 
 def held() -> int:
-    """Bytes that this process and its children hold now, as the kernel reports them: private
-    memory, shared memory divided among its sharers, and page tables; no page cache. A `baseline`
-    for `attribute`."""
+    """Bytes that this process and its children hold now, by the kernel's count: private memory,
+    shared memory divided among the processes that map it, and page tables, but no page cache. For
+    `baseline` of `attribute`."""
     return sum(map(_total_of, _modicum.tree_memory([])["processes"]))
 
 
@@ -139,32 +139,32 @@ def _total_of(process: dict[str, int]) -> int:
 
 
 def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> Attribution:
-    """Attributes every byte of this process and its children to an owner, including memory that
-    other libraries have allocated.
+    """Attributes every byte of this process and its children to an owner, including memory of other
+    libraries.
 
         before = modicum.memory.held()
         engine, *_ = deepspeed.initialize(...)
         ...
         print(modicum.memory.attribute(engine, baseline=before))
 
-    The pages of the sources' tensors are looked up in every process of the tree (/proc/PID/pagemap;
-    no privilege needed). A page that was written after a fork exists twice: the version that the
-    other side of the fork keeps, such as a data loader's worker, is a copy. RSS does not tell it
-    from a shared page. Copies of forks that began at different times are told apart only with
-    CAP_SYS_ADMIN (page frame numbers), and are else counted once. Takes about 0.1 s per GiB. Needs
-    Linux 4.2 or later.
+    Looks up the pages of the sources' tensors in every process of the tree (/proc/PID/pagemap,
+    without privileges). A page that was written after a fork exists twice: the version that the
+    other process keeps, such as a data loader's worker, is a copy. RSS does not distinguish copies
+    from shared pages. Several copies of a page, made by forks at different times, are distinguished
+    only with CAP_SYS_ADMIN (page frame numbers); otherwise they count once. Takes about 0.1 s per
+    GiB. Needs Linux 4.2 or later.
 
     Args:
-        sources: an engine or ZeRO optimizer of DeepSpeed (without NVMe; tested with 0.19.8), an
-            optimizer or module of torch or Modicum, tensors, a mapping of owners to tensors, or a
-            `modicum.Ledger` (instead of the tensors in it). With DeepSpeed's CPU accelerator the
-            device's weights are host memory and have their own line.
-        params: the divisor of bytes per parameter; None: the elements of the master, or of the
-            weights if there is no master.
+        sources: DeepSpeed engines or ZeRO optimizers (without NVMe; tested with 0.19.8), optimizers
+            or modules of torch or Modicum, tensors, mappings of owners to tensors, or a
+            `modicum.Ledger` in place of the tensors charged to it. With DeepSpeed's CPU accelerator
+            the device's weights are host memory and have their own line.
+        params: the divisor of bytes per parameter; None: the number of elements of the master, or
+            of the weights if there is no master.
         baseline: bytes that were held before, from `held()`.
 
     Raises:
-        UsageError: an unknown kind of source, or an engine that lacks an expected attribute.
+        UsageError: a source is of an unknown kind, or an engine lacks an expected attribute.
         IoError: /proc can't be read.
     """
     ledgers = [source for source in sources if isinstance(source, _modicum.Ledger)]
@@ -176,7 +176,7 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
         for of in holdings(source):
             before = len(claims.parts)
             claims.claim(of.begin, of.end, of.owner)
-            # Planes of modicum.torch.AdamW are uint8: their parameters count the elements.
+            # Planes of modicum.torch.AdamW are uint8: only the parameters count for `params`.
             counts = len(claims.parts) > before and of.tensor.is_floating_point()
             if counts and of.owner in numel:
                 numel[of.owner] += of.tensor.numel()
@@ -210,8 +210,8 @@ def _by_owner(
 
 
 def _not_tensors(tree: dict[str, Any]) -> list[Owner]:
-    """Memory of no tensor. Children's own: the private pages of all processes, less those that lie
-    at addresses of the first process."""
+    """Owners of memory without a tensor. "children's own": the private pages of all processes minus
+    those at addresses of the first process."""
     processes = tree["processes"]
     rest_own, rest_copied = tree["rest"]
     counted = sum(own + copied for own, copied in tree["ranges"]) + rest_own + rest_copied

@@ -1,4 +1,4 @@
-"""Draws the memory of processes over time, as the page of `modicum watch --report`."""
+"""Draws the memory of processes over time, as a page like that of `modicum watch --report`."""
 
 import json
 import os
@@ -29,7 +29,7 @@ class _Curve:
     lines: dict[str, int] = field(default_factory=dict)
 
     def at(self, times: list[float], zero: float) -> list[Sample | None]:
-        """The latest sample at each time; None outside the recording."""
+        """The latest sample at each of `times`; None outside the recording."""
         found: list[Sample | None] = []
         at, delay = 0, self.began - zero
         for time in times:
@@ -48,22 +48,22 @@ def draw(
 ) -> Path:
     """Draws host memory over time: one HTML page that needs no network and no other package.
 
-    Each label that recordings were saved with gets a chart of its processes, stacked, with their
-    phases; all charts have one scale and one legend. A line saved as "promise" is drawn dashed, and
-    others as horizontal lines: each is the sum over the label's processes. Device memory is a line
-    of its own, if NVML reports any.
+    Each label of the recordings gets a chart with its processes, stacked, and their phases; all
+    charts share one scale and one legend. The line "promise" is drawn dashed, other lines are
+    horizontal: each is the sum over the label's processes. If NVML reports device memory, it is a
+    separate line.
 
     Args:
-        path: of the page, which ends in .html.
+        path: the path of the page; it must end in .html.
         sources: files that `save` has written, of any number of ranks; None: the recording of this
             process.
-        title: above the charts.
+        title: the title above the charts.
 
     Returns:
         The path that was written.
 
     Raises:
-        UsageError: the path is not that of a page, or `save` has not written a source.
+        UsageError: the path does not end in .html, or a source was not written by `save`.
     """
     target = Path(path)
     if target.suffix != ".html":
@@ -116,9 +116,9 @@ def _read(lines: Iterable[Any], name: str) -> list[_Curve]:
 
 
 def _document(curves: list[_Curve]) -> dict[str, Any]:
-    """A run as `modicum watch --json` describes it: `timeline` and `peak`."""
+    """A run in the form of `modicum watch --json`: `timeline` and `peak`."""
     zero = min(curve.began for curve in curves)
-    # Added in the order of `_Curve.at`, which compares them.
+    # Summed in the same order as in `_Curve.at`, which compares these floats.
     times = sorted({of.at_s + (curve.began - zero) for curve in curves for of in curve.samples})
     totals = _totals(curves, times, zero)
     times = _thinned(times, totals)
@@ -152,7 +152,7 @@ def _totals(curves: list[_Curve], times: list[float], zero: float) -> list[int]:
 
 
 def _thinned(times: list[float], totals: list[int]) -> list[float]:
-    """Of each bucket the time when most was held, so that the peak remains."""
+    """At most _MOST_SAMPLES times: in each bucket the one with the most bytes, to keep the peak."""
     width = -(-len(times) // _MOST_SAMPLES)
     buckets = [range(at, min(at + width, len(times))) for at in range(0, len(times), width)]
     return [times[max(bucket, key=totals.__getitem__)] for bucket in buckets]
@@ -180,7 +180,8 @@ def _phase(of: Phase, curve: _Curve, zero: float) -> dict[str, Any]:
 
 
 def _devices(samples: list[list[Sample | None]]) -> list[dict[str, Any]]:
-    """What any process uses on each device: equal in all recordings but for the moment."""
+    """Bytes in use on each device, by any process. From the first recording: all have the same,
+    except for the times of samples."""
     counts = [len(of.devices) for of in samples[0] if of]
     return [
         {"name": f"device {device}", "bytes": [of and of.devices[device] for of in samples[0]]}

@@ -1,4 +1,4 @@
-"""Says in one paragraph who held the memory of a phase."""
+"""Describes in one paragraph who held the memory of a phase."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from modicum.memory.recording import Phase
 
-_SHOWN = 4  # holders by name; the others are a sum
+_SHOWN = 4  # the number of holders that are named; the others are summed
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(size: float) -> str:
-    """As the command line prints sizes: "1.50 GiB", "17 B"."""
+    """A size in the form of the command line: "1.50 GiB", "17 B"."""
     unit = 0
     while abs(size) >= 1024 and unit + 1 < len(_UNITS):
         size, unit = size / 1024, unit + 1
@@ -20,7 +20,7 @@ def size_text(size: float) -> str:
 
 
 def paragraph(phase: Phase, limit: int | None) -> str:
-    """See `Phase.text`."""
+    """The text of `Phase.text`."""
     added = phase.peak_bytes - phase.begin_bytes
     sentences = [
         f"'{phase.name}' added {size_text(added)} at its peak to the "
@@ -30,6 +30,7 @@ def paragraph(phase: Phase, limit: int | None) -> str:
     if grown := _growth(phase):
         sentences.append(f"Since the begin: {_listed(grown, sign='+')}.")
     missed = phase.peak_bytes - phase.sampled_peak_bytes
+    # Below 2 % or 1 MiB it is not worth a sentence.
     if missed > max(added // 50, 1 << 20):
         sentences.append(
             f"The kernel saw {size_text(missed)} more between two samples, in this process."
@@ -47,7 +48,7 @@ def _verdict(added: int, limit: int | None) -> str:
 
 
 def _fitting(size: int) -> str:
-    """The next whole MiB."""
+    """The size rounded up to MiB."""
     return f"{-(-size >> 20)} MiB"
 
 
@@ -57,7 +58,8 @@ def _moment(phase: Phase) -> str:
 
 
 def _growth(phase: Phase) -> dict[str, int]:
-    """What each holder has gained. The names differ once there are children."""
+    """The bytes that each holder has gained; empty if no name is the same, as when the process has
+    got children."""
     before, after = phase.holders_at_begin, phase.holders_at_peak
     common = before.keys() & after.keys()
     if not common:

@@ -1,6 +1,6 @@
 """Lists the tensors that an engine, an optimizer or a model holds in host memory, by purpose.
 
-Imports neither torch nor DeepSpeed: it recognises a source by its attributes.
+Imports neither torch nor DeepSpeed: it recognises sources by their attributes.
 """
 
 import sys
@@ -11,16 +11,16 @@ from modicum.errors import refusal
 from modicum.upstream.torch_core import local_of
 
 MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS = "master", "gradient", "moments", "staging", "weights"
-PARTITION = "offloaded weights"  # ZeRO-3's, which every step writes and no worker can use
+PARTITION = "offloaded weights"  # of ZeRO-3: every step writes them, and workers can't use them
 OTHER = "tensors"
 KNOWN_DEEPSPEED = "0.19"
 
 
 class Holding(NamedTuple):
-    """A tensor in host memory, as a half-open range of addresses."""
+    """A tensor in host memory, at the addresses [begin, end)."""
 
     owner: str
-    """master, gradient, moments, staging, offloaded weights, weights, or a name of the caller's."""
+    """master, gradient, moments, staging, offloaded weights, weights, or a name from the caller."""
     name: str
     tensor: Any
     begin: int
@@ -28,9 +28,9 @@ class Holding(NamedTuple):
 
 
 def holdings(source: Any) -> Iterator[Holding]:
-    """The tensors of a DeepSpeed engine or ZeRO optimizer, of a torch optimizer or module, of a
-    mapping of owners to any of these, or of an iterable of them. Skips empty tensors and those that
-    are not in host memory."""
+    """The tensors of a DeepSpeed engine or ZeRO optimizer, a torch optimizer or module, a mapping
+    of owners to any of these, or an iterable of them. Skips empty tensors, and tensors that are not
+    in host memory."""
     for owner, name, tensor in _tensors(source):
         tensor = local_of(tensor)
         if tensor.device.type != "cpu" or tensor.numel() == 0:
@@ -99,7 +99,8 @@ def _state_of(optimizer: Any, parameter: Any, name: str) -> Iterator[tuple[str, 
 
 # ---- DeepSpeed
 
-# Attributes of ZeRO-1 and -2 with offloaded optimizer state: tensors, or lists or dicts of them.
+# Attributes of ZeRO-1 and -2 with offloaded optimizer state, and their owners. The values are
+# tensors, or lists or dicts of tensors.
 _OFFLOADED = {
     "param_buffer_of_bit16_for_cpu_offload_groups": STAGING,
     "temp_grad_buffer_for_cpu_offload": STAGING,
@@ -114,7 +115,7 @@ def _is_of_deepspeed(source: Any) -> bool:
 
 
 def _zero_of(source: Any) -> tuple[Any, bool]:
-    """The ZeRO optimizer: `source` itself, or an engine's; and whether it is ZeRO-3's."""
+    """(the ZeRO optimizer, which is `source` or the engine's; whether it is of stage 3)."""
     for zero in (source, source.optimizer):
         names = [of.__name__ for of in type(zero).__mro__]
         if "DeepSpeedZeroOptimizer_Stage3" in names:
@@ -168,7 +169,7 @@ def _of_stage_3(zero: Any) -> Iterator[tuple[str, str, Any]]:
     for name, tensor in _flat(_attribute(zero, attribute), attribute):
         yield owner, name, tensor
     for name, parameter in _attribute(zero, "module").named_parameters():
-        # Frozen parameters have partitions of their own.
+        # Frozen parameters have partitions outside the flat groups.
         yield owner, f"{name}.ds_tensor", _attribute(parameter, "ds_tensor")
     # Device buffers, which are host memory with DeepSpeed's CPU accelerator.
     for dtype, bucket in _attribute(zero, "ipg_buckets").items():

@@ -1,4 +1,4 @@
-"""Device memory in use, from NVIDIA's management library if the machine has it."""
+"""The device memory in use, from NVIDIA's management library (NVML) if it is installed."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ LIBRARY = "libnvidia-ml.so.1"
 
 
 class _Memory(ctypes.Structure):
-    """nvmlMemory_t: bytes."""
+    """nvmlMemory_t. Values are bytes."""
 
     _fields_ = [
         ("total", ctypes.c_ulonglong),
@@ -16,8 +16,8 @@ class _Memory(ctypes.Structure):
 
 
 class Devices:
-    """The devices that NVML reports, in its order; none without its library or a driver, since a
-    recording of host memory must not depend on them."""
+    """The devices that NVML reports, in its order. Without its library or a driver there are none:
+    a recording of host memory must not need them."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._handles: list[ctypes.c_void_p] = []

@@ -1,4 +1,4 @@
-"""The peak of each owner over time, with the memory of children that have ended."""
+"""Records the peak of each owner over time, including children that have ended since."""
 
 import threading
 import time
@@ -8,25 +8,25 @@ from typing import Any
 
 from modicum.memory.attribution import Attribution, Owner, attribute
 
-_SHARE = 0.04  # of a core, the limit for samples
+_SHARE = 0.04  # the largest part of a core that samples may use
 
 
 class Peaks:
-    """The largest figures of several attributions. Thread-safe."""
+    """The largest values of several attributions. Thread-safe."""
 
     def __init__(self, sources: tuple[Any, ...], params: int | None, baseline: int) -> None:
         self._sources, self._params, self._baseline = sources, params, baseline
         self._lock = threading.Lock()
         self._owners: dict[str, Owner] = {}
         self.samples = 0
-        """Attributions so far."""
+        """The number of attributions so far."""
         self.copied_bytes = 0
-        """The most bytes that existed only because of forks, of all owners together."""
+        """The largest sum of all owners' copied bytes."""
         self.largest = self.sample()
-        """The attribution with the most bytes in all."""
+        """The attribution with the most total bytes."""
 
     def sample(self) -> Attribution:
-        """Attributes now, and returns that: at the end of an epoch, before its workers end."""
+        """Makes and returns an attribution now, for example before the workers of an epoch end."""
         got = attribute(*self._sources, params=self._params, baseline=self._baseline)
         with self._lock:
             for owner in got.owners:
@@ -44,17 +44,16 @@ class Peaks:
 
     @property
     def owners(self) -> tuple[Owner, ...]:
-        """Each owner with its most held and its most copied bytes, which may be of different
-        times."""
+        """The most held and the most copied bytes of each owner, possibly at different times."""
         return tuple(self._owners.values())
 
     def __getitem__(self, name: str) -> Owner:
-        """The owner of that name; one of 0 bytes if there is none."""
+        """The owner of this name; an owner of 0 bytes if there is none."""
         return self._owners.get(name, Owner(name, 0))
 
     @property
     def document(self) -> dict[str, Any]:
-        """For JSON. Sizes are bytes."""
+        """A dict for JSON. Sizes are in bytes."""
         return {
             "samples": self.samples,
             "owners": [vars(owner) for owner in self.owners],
@@ -79,27 +78,25 @@ class Peaks:
 def peaks(
     *sources: Any, params: int | None = None, baseline: int = 0, interval_s: float = 0.1
 ) -> Iterator[Peaks]:
-    """Attributes again and again while the block runs, and keeps the peak of each owner: also
-    copies of workers that have ended since.
+    """A context in which `attribute` runs repeatedly. Keeps the peak of each owner, with copies of
+    workers that have ended since.
 
         with modicum.memory.peaks(engine, baseline=before) as peaks:
             train()
         print(peaks["moments"].copied_bytes, peaks)
 
-    A thread takes the samples, and uses at most 4 % of a core: it can miss a peak that lasts less
-    than 25 times as long as an `attribute`. `peaks.sample()` takes one at once.
+    A thread takes the samples, and uses at most 4 % of a core: it can miss a peak that is shorter
+    than 25 calls of `attribute`. `peaks.sample()` takes a sample at once.
 
     Args:
-        sources: those of `attribute`.
-        params: the same.
-        baseline: the same.
-        interval_s: seconds between samples, at least.
+        sources, params, baseline: as for `attribute`.
+        interval_s: the least number of seconds between samples.
 
     Yields:
-        The `Peaks`, with a first sample; the last one is taken when the block has ended.
+        A `Peaks` with a first sample; the last sample is taken at the end of the block.
 
     Raises:
-        UsageError: a source of unknown kind.
+        UsageError: a source is of an unknown kind.
         IoError: /proc can't be read.
     """
     kept = Peaks(sources, params, baseline)

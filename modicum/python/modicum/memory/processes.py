@@ -1,6 +1,6 @@
-"""The memory of processes, for a sampler: reads as few files of /proc as possible.
+"""The memory of processes for frequent samples: reads as few files of /proc as possible.
 
-`_modicum.tree_memory` is the full account of a process tree.
+`_modicum.tree_memory` gives the complete account of a process tree.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ class Status(NamedTuple):
     """The memory of this process, in bytes."""
 
     held: int
-    """RssAnon + RssShmem + VmPTE: no page cache; shared pages count in full."""
+    """RssAnon + RssShmem + VmPTE: without page cache; shared pages count fully."""
     rss: int
     peak_rss: int
     """VmHWM: the highest `rss` since the start of the process or the last reset."""
@@ -27,7 +27,7 @@ class Status(NamedTuple):
 
 
 def own_status() -> Status:
-    """The memory of this process, from one file; takes 0.1 ms."""
+    """The memory of this process, from one file. Takes 0.1 ms."""
     values = dict.fromkeys(_OF_STATUS, 0)
     for line in Path("/proc/self/status").read_bytes().splitlines():
         name, _, rest = line.partition(b":")
@@ -46,8 +46,8 @@ def name_of(pid: int) -> str:
 
 
 def held_by_tree(pids: list[int]) -> list[int]:
-    """Bytes of each process, shared pages divided among their sharers: Pss_Anon + Pss_Shmem +
-    VmPTE; 0 if it has ended. Takes 10 to 50 ms per GiB."""
+    """Bytes of each process: Pss_Anon + Pss_Shmem + VmPTE, in which shared pages are divided among
+    the processes that map them; 0 if it has ended. Takes 10 to 50 ms per GiB."""
     held = []
     for pid in pids:
         try:

@@ -3,8 +3,8 @@
 @pytest.mark.limit_memory("2 GiB")
 def test_load(): ...
 
-The test fails if it holds more than that in addition to the memory that was held when it began,
-with its fixtures; the failure says who held what at the peak. Needs pytest 8.
+The test fails if its peak exceeds the memory held at its begin, after its fixtures, by more than
+this size. The failure message says who held what at the peak. Needs pytest 8.
 """
 
 from collections.abc import Generator

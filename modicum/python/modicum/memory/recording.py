@@ -16,9 +16,9 @@ from modicum.memory.explaining import paragraph
 from modicum.memory.nvml import Devices
 from modicum.memory.processes import held_by_tree, name_of, own_status
 
-_CHILDREN_S = 0.1  # least time between scans for new children, which read a file per process
-_SHARE = 0.01  # of a core, the limit for samples; scans have the same limit again
-_SHARE_OF_TREE = 0.04  # the limit for samples of several processes, which take milliseconds each
+_CHILDREN_S = 0.1  # least time between scans for children, which read a file per process
+_SHARE = 0.01  # the part of a core that samples may use, and that scans may use in addition
+_SHARE_OF_TREE = 0.04  # the same for samples of several processes, which take milliseconds
 
 
 class Sample(NamedTuple):
@@ -26,54 +26,54 @@ class Sample(NamedTuple):
 
     at_s: float
     held: int
-    """Held by this process: RssAnon + RssShmem + VmPTE; Pss instead of Rss if it has children."""
+    """Bytes of this process: RssAnon + RssShmem + VmPTE; Pss in place of Rss if it has children."""
     children: int
-    """Held by its descendants together."""
+    """Bytes of all its descendants."""
     devices: tuple[int, ...]
-    """Used by any process, on each device that NVML reports."""
+    """Bytes in use by any process, on each device that NVML reports."""
 
 
 @dataclass
 class Phase:
-    """One phase of one process. Bytes are of this process and its children together, without device
-    memory; seconds are since the recording began, with the first phase."""
+    """One phase of one process. Bytes are sums over this process and its children, without device
+    memory; seconds count from the begin of the recording, at the first phase."""
 
     name: str
     depth: int = 0
-    """The depth of nesting; 0: in no other phase."""
+    """The number of phases around this one."""
     begin_s: float = 0.0
     end_s: float = 0.0
     begin_bytes: int = 0
     end_bytes: int = 0
     peak_bytes: int = 0
-    """The larger of the next two fields: the figure to quote."""
+    """The larger of the next two fields; use this one."""
     sampled_peak_bytes: int = 0
-    """The peak of the samples. Never too high; misses a peak between two samples."""
+    """The peak of the samples. Never too high, but misses peaks between samples."""
     kernel_peak_bytes: int | None = None
-    """The peak of this process alone, from its high-water mark (VmHWM). Misses no peak; may be too
-    high by file pages that were mapped meanwhile. None if the kernel can't reset the mark."""
+    """The peak of this process alone, from its high-water mark (VmHWM). Misses no peak, but may be
+    too high by mapped file pages. None if the kernel can't reset the mark."""
     device_peak_bytes: list[int] = field(default_factory=list)
     """The peaks of the samples, by device."""
     holders_at_begin: dict[str, int] = field(default_factory=dict)
-    """Who held `begin_bytes`: this process, in parts while it has no children, and each child."""
+    """`begin_bytes` by holder: this process (by kind of memory without children), each child."""
     holders_at_peak: dict[str, int] = field(default_factory=dict)
-    """Who held `sampled_peak_bytes`."""
+    """`sampled_peak_bytes` by holder."""
     peak_s: float = 0.0
-    """When that sample was taken."""
+    """The time of that sample."""
     peak_phase: str = ""
-    """The innermost phase that was open then; empty: this one."""
+    """The innermost phase that was open at that time; empty: this one."""
 
     def text(self, limit: int | str | None = None) -> str:
-        """One paragraph: who held what at the peak, what had grown, and what would have fitted.
+        """One paragraph: who held what at the peak, what has grown, and which limit would suffice.
 
         Args:
-            limit: of the bytes that the phase may add to those held when it began, as "2 GiB".
+            limit: how many bytes the phase may add to those at its begin, such as "2 GiB".
         """
         return paragraph(self, None if limit is None else _modicum.parse_size(limit))
 
 
 class _Recording:
-    """All phases of one process. Thread-safe; a forked child starts a recording of its own."""
+    """All phases of one process. Thread-safe. A forked child starts its own recording."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -83,12 +83,12 @@ class _Recording:
         self._zero = time.monotonic()
         self._lock = threading.RLock()
         self._open: list[Phase] = []
-        self._reported: list[_modicum.ReportedPhase] = []  # to `modicum watch`, as `_open`
+        self._reported: list[_modicum.ReportedPhase] = []  # to `modicum watch`; as `_open`
         self._devices: Devices | None = None
         self._children: dict[int, str] = {}  # names by pid
-        self._holders: dict[str, int] = {}  # of the last sample
+        self._holders: dict[str, int] = {}  # in the last sample
         self._next_scan_s = 0.0
-        self._peak_rss = 0  # at the last boundary
+        self._peak_rss = 0  # high-water mark at the last boundary
         self._is_reset = False
         self._stop = threading.Event()  # ends the thread
         self._thread: threading.Thread | None = None
@@ -131,7 +131,7 @@ class _Recording:
             thread.join()
 
     def reset_peak(self) -> bool:
-        """Folds the high-water mark into the open phases, then resets it."""
+        """Adds the high-water mark to the peaks of open phases, then resets it."""
         with self._lock:
             if self._open:
                 self._boundary()
@@ -139,12 +139,12 @@ class _Recording:
         return _modicum.reset_peak()
 
     def _boundary(self) -> Sample:
-        """Takes a sample; folds it, and the high-water mark since the last boundary, into the open
-        phases."""
+        """Takes a sample at the begin or end of a phase. Adds it, and the high-water mark since the
+        last boundary, to the peaks of open phases."""
         self._scan_children()
         sample = self._take()
         own = own_status()
-        # A mark that was not reset covers this interval only if it has risen since.
+        # A mark that could not be reset belongs to this interval only if it has risen in it.
         if self._is_reset or own.peak_rss > self._peak_rss:
             peak = sample.held + max(0, own.peak_rss - own.rss)
             for phase in self._open:
@@ -181,7 +181,7 @@ class _Recording:
             self._fold(phase, sample)
 
     def _fold(self, phase: Phase, sample: Sample) -> None:
-        """Folds a sample into a phase's peaks."""
+        """Adds a sample to a phase's peaks."""
         total = sample.held + sample.children
         if total > phase.sampled_peak_bytes:
             phase.sampled_peak_bytes = total
@@ -210,7 +210,7 @@ _recordings: list[_Recording] = []
 
 
 def _recording() -> _Recording:
-    """The recording of this process; one inherited by a fork is the parent's."""
+    """The recording of this process; replaces one that a fork has inherited."""
     if not _recordings or _recordings[0].pid != os.getpid():
         _recordings[:] = [_Recording()]
     return _recordings[0]
@@ -218,24 +218,24 @@ def _recording() -> _Recording:
 
 @contextmanager
 def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
-    """Samples the memory of this process and its children while the block runs.
+    """A context that samples the memory of this process and its children.
 
         with modicum.memory.phase("wrap") as wrap:
             fully_shard(model)
         print(wrap.peak_bytes)
 
-    Phases may nest. A thread takes the samples, and lowers its rate to use at most 2 % of a core
-    (5 % while there are children). A sample reads one file of /proc: 0.1 ms; with children, whose
-    shared pages the kernel must count, up to 50 ms per GiB. If the block holds the GIL, the
-    kernel's high-water mark still has the peak. A `modicum watch` that runs the program records the
-    phase, too. Linux only.
+    Phases may nest. A thread takes the samples, at a rate that uses at most 2 % of a core (5 % with
+    children). A sample reads one file of /proc in 0.1 ms; with children, whose shared
+    pages the kernel must count, it takes up to 50 ms per GiB. If the block holds the GIL, the
+    kernel's high-water mark still records the peak. If the program runs under `modicum watch`, the
+    phase is recorded there, too. Linux only.
 
     Args:
-        name: its label in tables and pictures.
-        interval_s: seconds between samples, at least; that of the outermost phase applies.
+        name: the label in tables and pictures.
+        interval_s: the least number of seconds between samples; the outermost phase's applies.
 
     Yields:
-        The `Phase`, complete when the block has ended, with or without an exception.
+        The `Phase`, which is complete after the block, with or without an exception.
     """
     recording = _recording()
     begun = recording.enter(name, interval_s)
@@ -252,14 +252,14 @@ def phases() -> list[Phase]:
 
 
 def reset_peak() -> bool:
-    """Resets the kernel's high-water mark; open phases keep the old one. False if the kernel
-    refuses."""
+    """Resets the kernel's high-water mark; open phases keep the old value as a peak. False if the
+    kernel refuses."""
     return _recording().reset_peak()
 
 
 def recorded(label: str = "", lines: Mapping[str, int] | None = None) -> list[dict[str, Any]]:
-    """The lines that `save` writes, a dict each: the process, its phases, its samples, and the
-    horizontal lines of its panel."""
+    """The lines that `save` writes, as dicts: the process, its phases, its samples, and the
+    horizontal lines of its chart."""
     recording = _recording()
     process = {
         "label": label,
@@ -282,11 +282,11 @@ def save(
     """Writes this process's phases and samples as JSON lines, for `draw`.
 
     Args:
-        path: of the file, which is overwritten; "{rank}" in it becomes this process's RANK (0 if
-            unset), so that each rank writes its own file.
-        label: of the run; `draw` makes a panel per label.
-        lines: bytes of this process by name, as {"promise": ...} or {"budget": ...}: horizontal
-            lines in the run's panel.
+        path: the file, which is overwritten; "{rank}" in it is replaced by this process's RANK (0
+            if unset), so that each rank writes its own file.
+        label: the label of the run; `draw` makes a chart for each label.
+        lines: bytes of this process by name, such as {"promise": ...} or {"budget": ...}, drawn as
+            horizontal lines in the run's chart.
 
     Returns:
         The path that was written.

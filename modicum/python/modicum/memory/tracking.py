@@ -1,4 +1,4 @@
-"""`phase` for functions: a context manager that is a decorator, too."""
+"""`track`: the same as `phase`, but also a decorator for functions."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class track(AbstractContextManager[Phase]):
-    """Records the memory of a block or of each call of a function, as a phase.
+    """Records the memory of a block, or of each call of a function, as a phase.
 
         with modicum.memory.track("load") as load:
             model = build()
@@ -22,12 +22,12 @@ class track(AbstractContextManager[Phase]):
         @modicum.memory.track()
         def evaluate(): ...
 
-    The calls of a function are phases of its name in `modicum.memory.phases()`. A coroutine
-    function is measured until it has been awaited. `Phase.text()` says who held what at the peak.
+    Each call of a function is a phase with its name in `modicum.memory.phases()`. A call of a
+    coroutine function ends when it has been awaited. `Phase.text()` says who held what at the peak.
 
     Args:
-        name: of the phase; by default that of the function, or "block".
-        interval_s: seconds between samples, at least; see `modicum.memory.phase`.
+        name: the name of the phase; by default the function's name, or "block".
+        interval_s: the least number of seconds between samples; see `modicum.memory.phase`.
     """
 
     def __init__(self, name: str = "", *, interval_s: float = 0.01) -> None:

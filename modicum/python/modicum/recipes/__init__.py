@@ -4,9 +4,10 @@
     Path("recipe.json").write_text(recipe.text())
 
 `model` may be on meta, sharded and wrapped. The recipe lists for each tensor the stored tensors and
-the ops that it is made of: everything that the installed transformers renames, stacks,
-concatenates, cuts, transposes or permutes while loading, but without name patterns. `modicum plan`
-and `modicum load` take it with `--recipe`.
+ops of which it is made: everything that the installed transformers renames, stacks, concatenates,
+cuts, transposes or permutes while it loads, written without name patterns. `modicum plan` and
+`modicum load` accept it with `--recipe`.
+
 From the command line:
 
     python -m modicum.recipes DIRECTORY -o recipe.json

@@ -1,4 +1,4 @@
-"""The recipe.json of a directory, from the command line."""
+"""The command `python -m modicum.recipes`."""
 
 import argparse
 import sys

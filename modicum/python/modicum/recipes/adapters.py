@@ -1,5 +1,5 @@
-"""Targets of PEFT that begin as tensors of the base: copies of modules, rows of the embedding, and
-norms of a weight's rows."""
+"""Targets of PEFT that get their first values from the base model: copies of modules, rows of the
+embedding, and norms of a weight's rows."""
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ class Asked:
     rules: Rules
     targets: Described
     present: Container[str]
-    """Those that have values."""
+    """Names of targets that already have values."""
 
     def lacks_rule(self, name: str) -> bool:
-        """Whether a target has neither values nor a rule of the user's."""
+        """Whether `name` is a target that has neither values nor a rule from the user."""
         has_rule = not self.rules.take_all and self.rules.of(name) is not None
         return name in self.targets and name not in self.present and not has_rule
 
@@ -33,9 +33,9 @@ def begin_as_base(
     dtypes: Dtypes,
     asked: Asked,
 ) -> dict[str, str]:
-    """Adds them to `targets`, if the base is in `made`. Copies (`modules_to_save`) get the values
-    of the original, tied or not. Magnitudes (DoRA) are zeros: returns the weight of each, whose
-    norms the caller of the load computes."""
+    """Adds these targets to `targets` if their base is in `made`. Copies (`modules_to_save`) get
+    the values of the original, tied or not. DoRA's magnitudes become zeros; returns for each the
+    weight from whose rows the caller of the load computes the norms."""
 
     def base(name: str) -> Array | None:
         return made.get(targets.get(name, {}).get("of", name))

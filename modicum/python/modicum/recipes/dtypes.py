@@ -1,4 +1,4 @@
-"""Names of dtypes, and the dtype that each target of a recipe is loaded as. No torch."""
+"""Names of dtypes, and the dtype in which each target of a recipe is loaded. Without torch."""
 
 import re
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from modicum.recipes.structure import Structure
 from modicum.recipes.translation import Described
 from modicum.upstream.transformers import dtype_plan, is_pretrained
 
-# Casts that a recipe may contain, by the stored dtype; FP8 codes have scales.
+# The dtypes to which a recipe may cast, by stored dtype. FP8 codes are multiplied by their scales.
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
 _CASTS = dict.fromkeys((*FLOATS, "float8_e4m3fn", "float8_e5m2"), FLOATS)
 _SAFETENSORS_DTYPES = {
@@ -32,20 +32,20 @@ _SAFETENSORS_DTYPES = {
 
 
 def dtype_name(dtype: Any) -> str:
-    """torch's name of a dtype. `dtype`: torch's object, or a name in safetensors."""
+    """torch's name of a dtype. `dtype`: a torch.dtype, or the name in safetensors."""
     name = str(dtype).removeprefix("torch.")
     return _SAFETENSORS_DTYPES.get(name, name)
 
 
 def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
-    """An expression that matches if one of `patterns` does; None without patterns. For the lists of
-    transformers' models, in Python's syntax; `Patterns` are for users' expressions."""
+    """An expression that matches if one of `patterns` does; None without patterns. For lists of
+    transformers' models, in Python's syntax; users' expressions use `Patterns`."""
     body = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(body) if body else None
 
 
 def described(structure: Structure) -> Described:
-    """Dtype and shape of each member."""
+    """(dtype, shape) of each member, by name."""
     return {
         name: (dtype_name(member.tensor.dtype), tuple(member.tensor.shape))
         for name, member in structure.members.items()
@@ -53,7 +53,7 @@ def described(structure: Structure) -> Described:
 
 
 class Dtypes:
-    """The dtype that each target is loaded as."""
+    """The dtypes in which targets are loaded."""
 
     def __init__(
         self, structure: Structure, targets: Described, dtype: str | None, keep_fp32: str | None
@@ -65,7 +65,7 @@ class Dtypes:
             self._keep = Patterns("keep_fp32", [keep_fp32])
             floats = (name for name, (of, _) in targets.items() if of in FLOATS)
             self._keep.require_match(floats, "floating-point targets")
-        self._own: dict[str, str] = {}  # by target: the dtype that its part was built with
+        self._own: dict[str, str] = {}  # for each target the dtype of its part
         self._float32: set[str] = set()
         for part in structure.parts if dtype is not None else ():
             module = structure.parts[0].module if part.module is None else part.module

@@ -1,8 +1,7 @@
 """The nodes of recipe.json, each with the shape and dtype of its result.
 
-An `Array` describes elements and holds none. RecipeBuilder, of the library, checks each op and
-derives the result's dtype and shape. Negative dims count from the end. An op that would change
-nothing adds no node.
+An `Array` only describes elements. The C++ RecipeBuilder checks each op and derives the dtype and
+shape of its result. Negative dims count from the end. An op that changes nothing adds no node.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,13 +16,13 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An index map: where the elements of a tensor come from."""
+    """An index map: from which stored elements a tensor is made."""
 
     node: Node
     shape: Shape
     dtype: str
     builder: RecipeBuilder = field(repr=False)
-    number: int = field(repr=False)  # among the builder's nodes
+    number: int = field(repr=False)  # index among the builder's nodes
 
 
 def _made(builder: RecipeBuilder, number: int, node: Node) -> Array:
@@ -59,7 +58,7 @@ def stack(dim: int, arrays: Sequence[Array]) -> Array:
 
 
 def cut(dim: int, start: int, stop: int, array: Array) -> Array:
-    """`[start, stop)` of `dim`: the op `slice`."""
+    """The elements `[start, stop)` along `dim`: the op `slice`."""
     dim = _from_front(dim, len(array.shape))
     number = array.builder.slice(dim, start, stop, array.number)
     node = {"op": "slice", "dim": dim, "start": start, "stop": stop, "in": [array.node]}
@@ -68,7 +67,7 @@ def cut(dim: int, start: int, stop: int, array: Array) -> Array:
 
 
 def with_rows(rows: int, array: Array) -> Array:
-    """The first `rows` rows. If there are fewer, the first ones are repeated."""
+    """The first `rows` rows. If there are fewer, they are repeated from the first on."""
     own = array.shape[0]
     if rows <= own:
         return cut(0, 0, rows, array)
@@ -91,7 +90,7 @@ def transpose(dim0: int, dim1: int, array: Array) -> Array:
 
 
 def reshape(shape: Sequence[int], array: Array) -> Array:
-    """The same row-major elements under another shape."""
+    """The same row-major elements in another shape."""
     number = array.builder.reshape(shape, array.number)
     node = {"op": "reshape", "shape": list(shape), "in": [array.node]}
     made = _made(array.builder, number, node)
@@ -99,7 +98,7 @@ def reshape(shape: Sequence[int], array: Array) -> Array:
 
 
 def stored_under(node: Node) -> Iterator[str]:
-    """Names of the stored tensors under a node."""
+    """Names of the stored tensors that a node reads."""
     if node["op"] == "stored":
         yield node["name"]
     for child in node.get("in", ()):
@@ -107,11 +106,11 @@ def stored_under(node: Node) -> Iterator[str]:
 
 
 def init(rule: str, std: float | None, dtype: str, shape: Sequence[int]) -> Node:
-    """Filled by a rule: `zeros`, `ones`, or `normal` with a standard deviation."""
+    """A tensor filled by a rule: `zeros`, `ones`, or `normal` with a standard deviation."""
     node: Node = {"op": "init", "rule": rule, "shape": list(shape), "dtype": dtype}
     return node | {"std": std} if rule == "normal" else node
 
 
 def caller(dtype: str, shape: Sequence[int]) -> Node:
-    """Provided by the caller of the load."""
+    """A tensor that the caller of the load provides."""
     return {"op": "caller", "shape": list(shape), "dtype": dtype}

@@ -1,11 +1,11 @@
 """Translates transformers' conversion operations to nodes of recipe.json.
 
-An operation is never run: the translation reads its class name, its settings and the shapes of its
-inputs. Inputs and outputs are keyed by the patterns of the converter, as transformers passes them
-along a chain of operations. A value is a list while several stored tensors match one pattern, and
-one array after the operation that joins them:
+An operation is not run: the translation reads its class name, its settings and the shapes of its
+inputs. Inputs and outputs are keyed by the converter's patterns, as in transformers, which passes
+them along a chain of operations. A value is a list as long as several stored tensors match one
+pattern, and one array after the operation that joins them:
 
-    {"experts.*.up": [up0, up1, ...]}   stored names, matched
+    {"experts.*.up": [up0, up1, ...]}   stored tensors that match the pattern
       MergeModulelist(dim=0)
     {"experts.up": stack(up0, up1, ...)}
 """
@@ -25,17 +25,17 @@ Values: TypeAlias = dict[str, Value]
 
 @dataclass
 class Chain:
-    """The converter that an operation belongs to, and its targets."""
+    """The converter to which an operation belongs, and its targets."""
 
     sources: list[str]
     targets: list[str]
     first_target: str  # the name in the model for `targets[0]`
-    shapes: Mapping[str, Shape]  # of the model's tensors
+    shapes: Mapping[str, Shape]  # shapes of the model's tensors
     config: Any
     dropped: list[Array] = field(
         default_factory=list
     )  # consumed by an operation that uses no element
-    scales: list[Array] = field(default_factory=list)  # of FP8 codes, which a load reads with them
+    scales: list[Array] = field(default_factory=list)  # FP8 codes' scales; a load reads both
 
     def only_target(self, op: str) -> str:
         """The target of an operation that has one output."""
@@ -70,7 +70,7 @@ def _only_input(inputs: Values, op: str) -> Array:
 
 
 def _chunks(array: Array, count: int, dim: int) -> list[Array]:
-    """As `torch.chunk`: parts of size / count, rounded up; the last ones are shorter or absent."""
+    """The result of `torch.chunk`: parts of size / count, rounded up; the last may be shorter."""
     dim %= len(array.shape)
     size = array.shape[dim]
     step = math.ceil(size / count)
@@ -100,8 +100,8 @@ def _split(op: Any, inputs: Values, chain: Chain) -> Values:
 
 
 def _concatenate(op: Any, inputs: Values, chain: Chain) -> Values:
-    """Concatenates in the order of the converter's patterns, without those that an earlier
-    operation consumed."""
+    """Concatenates in the order of the converter's patterns, without patterns that an earlier
+    operation has consumed."""
     arrays: list[Array] = []
     for pattern in chain.sources:
         value = inputs.get(pattern, [])
@@ -120,8 +120,8 @@ def _interleave(op: Any, inputs: Values, chain: Chain) -> Values:
 def _regrouped(
     array: Array, before: Sequence[int], size: int, after: Sequence[int], inverse: bool
 ) -> Array:
-    """Reorders a dim of `size` elements, between dims `before` and `after`: pairs (a0 b0 a1 b1 a2
-    b2) become halves (a0 a1 a2 b0 b1 b2), or with `inverse` halves become pairs."""
+    """Reorders a dim of `size` elements between the dims `before` and `after`: pairs (a0 b0 a1 b1
+    a2 b2) become halves (a0 a1 a2 b0 b1 b2); with `inverse` halves become pairs."""
     pair = [2, size // 2] if inverse else [size // 2, 2]
     apart = reshape([*before, *pair, *after], array)
     return reshape(array.shape, transpose(len(before), len(before) + 1, apart))
@@ -151,8 +151,8 @@ def _unbind(array: Array, dim: int) -> list[Array]:
 
 
 def _only_one(inputs: Values, chain: Chain, op: str) -> tuple[str, Array]:
-    """The name of the output, and the one input. The name is the chain's target, or its source if a
-    later operation makes several targets of it."""
+    """(name of the output, the only input). The name is the chain's target, or its source if a
+    later operation makes several targets."""
     array = _only_input(inputs, op)
     for names in (chain.targets, chain.sources):
         if len(names) == 1:
@@ -162,7 +162,7 @@ def _only_one(inputs: Values, chain: Chain, op: str) -> tuple[str, Array]:
 
 def _transpose(op: Any, inputs: Values, chain: Chain) -> Values:
     name, array = _only_one(inputs, chain, "Transpose")
-    # Checkpoints have either orientation. It is determined by the model's shape.
+    # Checkpoints have either orientation; the model's shape shows which.
     if op.check_dims and array.shape == chain.shapes[chain.first_target]:
         return {name: array}
     return {name: transpose(op.dim0, op.dim1, array)}
@@ -221,8 +221,8 @@ def _listed(inputs: Values, pattern: str, op: str) -> list[Array]:
 
 
 def _fuse_and_split(op: Any, inputs: Values, chain: Chain) -> Values:
-    """The first half of the experts, rounded up, goes to the first target, the rest to the second;
-    the sources are concatenated."""
+    """Divides each source's experts among the targets in parts of equal size, rounded up; stacks
+    each part, and concatenates the sources."""
     fused: dict[str, list[Array]] = {target: [] for target in chain.targets}
     for pattern in chain.sources:
         experts = _listed(inputs, pattern, "ErnieFuseAndSplitTextVisionExperts")
@@ -253,8 +253,7 @@ def _identity(_: Any, inputs: Values, __: Chain) -> Values:
 
 
 def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
-    """Drops the scales from the chain and passes the codes on: a load reads scales with their
-    codes."""
+    """Removes scales from the chain, and passes codes on: a load reads them with their scales."""
     made: Values = {}
     for pattern, value in inputs.items():
         values = [value] if isinstance(value, Array) else value
@@ -276,7 +275,7 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
 
 @dataclass(frozen=True)
 class Operation:
-    """How an operation is translated, and the settings that the translation handles."""
+    """The translation of an operation, and the settings that it handles."""
 
     nodes: Callable[[Any, Values, Chain], Values]
     settings: Collection[str] = ()
@@ -285,7 +284,7 @@ class Operation:
 _ROPE = ("subconfig_key", "inverse", "permute_layer_names")
 _CONV = ("in_channels", "kernel_size")
 
-# Keyed by the name of the class in transformers.
+# By the name of the class in transformers.
 OPERATIONS: dict[str, Operation] = {
     "Chunk": Operation(_chunk, {"dim", "num_shards_attribute"}),
     "Concatenate": Operation(_concatenate, {"dim", "num_shards_attribute"}),
@@ -313,8 +312,8 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def nodes_of(op: Any, inputs: Values, chain: Chain) -> Values:
-    """The outputs of one operation. UNSUPPORTED, naming it, for an operation or a setting that the
-    table lacks."""
+    """The outputs of one operation. Raises UNSUPPORTED, naming it, if the table lacks the operation
+    or one of its settings."""
     cls = type(op)
     known = OPERATIONS.get(cls.__name__)
     if known is None or cls.__module__.partition(".")[0] != "transformers":

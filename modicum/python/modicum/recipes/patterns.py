@@ -1,4 +1,4 @@
-"""Matches names against users' regular expressions, in RE2's syntax as on the command line."""
+"""Matches names against users' regular expressions, in RE2's syntax like the command line."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,22 +9,22 @@ Rule = str | tuple[str, float]
 
 
 class Patterns:
-    """The regular expressions of one argument, each searched in a name."""
+    """The regular expressions of one argument; each may match anywhere in a name."""
 
     def __init__(self, argument: str, expressions: Iterable[str]) -> None:
-        """USAGE for an invalid regular expression."""
+        """Raises USAGE if a regular expression is invalid."""
         self._argument = argument
         self._patterns = {e: _modicum.NamePattern(argument, e) for e in expressions}
 
     def found(self, name: str) -> str | None:
-        """The first expression that matches somewhere in `name`; None without a match."""
+        """The first expression that matches in `name`, or None."""
         return next((e for e, pattern in self._patterns.items() if pattern.finds(name)), None)
 
     def finds(self, name: str) -> bool:
         return self.found(name) is not None
 
     def require_match(self, names: Iterable[str], what: str) -> None:
-        """USAGE for an expression that matches none of `names`: most often a typing error."""
+        """Raises USAGE if an expression matches none of `names`, mostly due to a typing error."""
         known = [*names]
         for expression, pattern in self._patterns.items():
             if expression and not any(pattern.finds(name) for name in known):
@@ -48,7 +48,7 @@ class Rules:
 
     @staticmethod
     def _by_name(missing: str | Iterable[str] | Mapping[str, Rule]) -> Mapping[str, Rule]:
-        """The empty expression matches every name."""
+        """Rules by expression. The empty expression matches every name."""
         if isinstance(missing, Mapping):
             return missing
         if missing == "error":
@@ -61,6 +61,6 @@ class Rules:
         return "" in self._rules
 
     def of(self, name: str) -> Rule | None:
-        """An exact name takes precedence over a regular expression."""
+        """The rule for `name`, or None. An exact name precedes regular expressions."""
         by = name if name in self._rules else self._patterns.found(name)
         return None if by is None else self._rules[by]

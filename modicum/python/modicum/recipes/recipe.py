@@ -37,21 +37,21 @@ from modicum.upstream.wrappers import canonical
 
 @dataclass
 class Recipe:
-    """The assembly of every tensor of a model from the tensors of a checkpoint."""
+    """How every tensor of a model is made from the tensors of a checkpoint."""
 
     targets: dict[str, Node] = field(default_factory=dict)
-    """The node of each target, by canonical name and in the model's order. A node `caller` is a
-    tensor that the caller of the load provides from the model's own initialisation."""
+    """The node of each target, by canonical name, in the model's order. A node `caller` is a tensor
+    that the caller of the load makes by the model's own initialisation."""
     unused: list[str] = field(default_factory=list)
     """Stored tensors that are not read, sorted."""
     grown: dict[str, int] = field(default_factory=dict)
-    """The number of stored rows of each target that has another number of rows (`resized`)."""
+    """For each target with another number of rows than stored (`resized`) the stored number."""
     norms: dict[str, str] = field(default_factory=dict)
-    """The weight of each target that the caller of the load fills with the norms of its rows."""
+    """For each target that the caller of the load fills with norms of rows the weight."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each tensor that the model initialises."""
+        """(dtype, shape) of each tensor that the model initialises."""
         callers = {name: node for name, node in self.targets.items() if node["op"] == "caller"}
         return {name: (node["dtype"], tuple(node["shape"])) for name, node in callers.items()}
 
@@ -62,12 +62,12 @@ class Recipe:
 
     @property
     def document(self) -> dict[str, Any]:
-        """All targets, and the stored tensors that are not read."""
+        """The document of recipe.json."""
         return {"targets": self.targets, "unused": self.unused}
 
     def text(self, *, callers: bool = False) -> str:
-        """recipe.json, without whitespace. `callers`: includes nodes `caller` and their aliases,
-        for a load whose caller provides these tensors."""
+        """The text of recipe.json, without whitespace. `callers`: whether to include nodes `caller`
+        and their aliases, for a load whose caller provides these tensors."""
         left = {} if callers else self.missing
         targets = {
             name: node
@@ -78,7 +78,7 @@ class Recipe:
         return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
     def into(self, model: Structure) -> "Recipe":
-        """The recipe with the dtypes of a model. `UsageError` if a target is not in the model."""
+        """The recipe with a model's dtypes. Raises `UsageError` if the model lacks a target."""
         other = next((name for name in self.targets if name not in model.members), None)
         if other is not None:
             what = "the recipe has a target that the model lacks"
@@ -92,7 +92,7 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Reads a recipe.json. `UsageError` for other files; the ops are checked when it is used."""
+    """Reads a recipe.json. Raises `UsageError` for other files; ops are checked by the load."""
     path = Path(path)
     try:
         document = json.loads(path.read_text())
@@ -106,8 +106,8 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
 
 
 def stored_in(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Described:
-    """Dtype and shape of each stored tensor. `checkpoint`: a path, or a mapping of names to
-    (dtype, shape) or to objects with a `dtype` and a `shape`."""
+    """(dtype, shape) of each stored tensor. `checkpoint`: a path, or a mapping of names to (dtype,
+    shape) or to objects with a `dtype` and a `shape`."""
     if isinstance(checkpoint, Mapping):
         pairs = {
             name: (value.dtype, value.shape) if hasattr(value, "shape") else value
@@ -127,7 +127,7 @@ def _quantizer_of(model: Any, targets: Described) -> Any:
     method = config["quant_method"] if isinstance(config, dict) else config.quant_method
     method = getattr(method, "value", method)
     if method == "compressed-tensors" and _is_fp8(config, targets):
-        return None  # no conversions: codes and scales have the model's names
+        return None  # needs no conversions: codes and scales have the model's names
     if method not in ("fp8", "mxfp8"):
         what = f"the quantization '{method}' is not known"
         expected = "FP8 codes: fp8, mxfp8, or compressed-tensors of 8-bit floats"
@@ -141,7 +141,8 @@ def _quantizer_of(model: Any, targets: Described) -> Any:
 
 
 def _is_fp8(config: Any, targets: Described) -> bool:
-    """Whether a configuration of compressed-tensors has 8-bit floats only, and the model none."""
+    """Whether a configuration of compressed-tensors has only 8-bit floats, and the model has no
+    scales."""
     if not isinstance(config, dict) or any(name.endswith("weight_scale") for name in targets):
         return False
     groups = config.get("config_groups")
@@ -159,9 +160,9 @@ def _is_fp8(config: Any, targets: Described) -> bool:
 
 
 def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[str]]:
-    """In each tie, the first name with a target keeps it and the others become aliases. An alias
-    with a target of its own keeps the node as `in`: the load compares the two. Returns the ties
-    without any target."""
+    """In each tie the first name that has a target keeps it, and the others become aliases. If an
+    alias had a target, its node becomes `in`: the load compares both. Returns the ties without any
+    target."""
     open_ties = []
     for names in ties:
         there = [name for name in names if name in recipe.targets]
@@ -183,7 +184,7 @@ def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[st
 
 
 def _droppable(model: Any) -> list[str]:
-    """Patterns of stored names that transformers drops without a warning."""
+    """Patterns of stored names that transformers silently drops."""
     if model is None:
         return []
     patterns = may_be_unexpected(model)
@@ -202,7 +203,8 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 @dataclass
 class _May:
-    """Whether a target, by name, may have another shape than the stored one, or more rows."""
+    """Whether a target may have another shape than the stored one, or another number of rows; by
+    name."""
 
     differ: Callable[[str], bool]
     grow: Callable[[str], bool]
@@ -215,8 +217,8 @@ def _translate(
     ask: Callable[[Part], list[Any]],
     may: _May,
 ) -> Translation:
-    """Translates each part's stored tensors to its targets, and its names to those in the whole
-    model. `ask` returns transformers' transforms of a part."""
+    """Translates the stored tensors of each part to its targets, and names in a part to names in
+    the complete model. `ask`: returns transformers' transforms for a part."""
     whole = Translation()
     for part, keys in zip(structure.parts, structure.split(stored), strict=True):
         names = {key: name for name, key in part.keys.items()}
@@ -248,7 +250,7 @@ def _translate(
 
 
 def _codes_of(scale: str, stored: Described) -> str | None:
-    """The FP8 codes that a stored tensor is the scale of, by their names."""
+    """The name of the stored FP8 codes to which the name `scale` belongs, or None."""
     for ending in ("scale_inv", "scale"):
         codes = scale.removesuffix(f"_{ending}")
         if codes != scale and codes in stored and stored[codes][0].startswith("float8"):
@@ -299,7 +301,8 @@ def _made_by_rule(rule: Rule, dtype: str, shape: tuple[int, ...], name: str) -> 
 
 
 def _left_to_model(structure: Structure, made: Iterable[str]) -> set[str]:
-    """Names that the model lists as possibly missing, and adapters without any stored tensor."""
+    """Names that the model lists as possibly missing, and tensors of adapters of which nothing is
+    stored."""
     left: set[str] = set()
     for part in structure.parts:
         listed = any_of(may_be_missing(part.module))
@@ -322,8 +325,8 @@ def _fill_gaps(
     left_to_model: Container[str],
     present: Container[str],
 ) -> list[str]:
-    """Gives each target that is not stored a rule, or leaves it to the model's initialisation.
-    Returns the names for which neither applies."""
+    """Gives each target that is not stored a rule from `rules` or, if it is in `left_to_model`, the
+    model's own initialisation. Returns the names that get neither."""
     tied = {name: names for names in ties for name in names}
 
     def has_source(name: str) -> bool:
@@ -358,7 +361,7 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: Described) 
 
 
 def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any) -> list[Any]:
-    """The transforms that transformers would apply to the stored tensors of a part."""
+    """The transforms that transformers applies to the stored tensors of a part."""
     if not is_pretrained(part.module):
         if part.module is None or not key_mapping:
             return []
@@ -376,7 +379,7 @@ def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any
         quantizer = quantizer or _quantizer_of(part.module, targets)
         transforms = get_model_conversion_mapping(part.module, key_mapping, quantizer)
     for transform in transforms:
-        # The path of a nested model: a prefix of the stored names.
+        # The prefix of a nested model's stored names.
         if transform.scope_prefix:
             transform.scope_prefix = canonical(transform.scope_prefix)
     return transforms
@@ -390,36 +393,36 @@ def recipe_for(
     key_mapping: Mapping[str, str] | None = None, quantizer: Any = None,
     adapter: str | None = None, structure: Structure | None = None, resized: bool = False,
 ) -> Recipe:  # fmt: skip
-    """The recipe that loads `checkpoint` into `model`: for a model of transformers as
-    `from_pretrained` would, for any other module by name.
+    """The recipe that loads `checkpoint` into `model`: like `from_pretrained` for a transformers
+    model, by name for any other module.
 
     Args:
         model: any module, on meta or not, sharded or not; it is not changed. Wrappers (PEFT,
-            torch.compile, a module around it) change only the names of the targets.
+            torch.compile, an outer module) change only the names of the targets.
         checkpoint: a directory or file, or a mapping of stored names to (dtype, shape). The names
-            are those of the unwrapped model, of the wrapped one, or of an adapter's file.
-        dtype: None: each tensor's own in the model. Else as `from_pretrained(dtype=...)`, with
-            float32 for names that the model lists; pass the dtype that the model was built with.
-        keep_fp32: a regular expression (RE2, searched): matching targets are loaded as float32.
-        missing: tensors of the model that are not stored, beyond those that the model lists as
-            possibly missing and adapters without any stored tensor. "error"; "init" or "ignore":
-            the model initialises them; regular expressions: it initialises those that match; or a
-            rule by name or regular expression: "zeros", "ones", ("normal", std) or "model". A
-            tensor that is named here and stored in another shape counts as missing.
-        unexpected: stored tensors that are not in the model, beyond those that the model lists.
-            "error"; "ignore"; or regular expressions of those to drop.
+            are those in the unwrapped model, in the wrapped one, or in an adapter's file.
+        dtype: None: the dtype of each tensor in the model. Otherwise the dtype with which the model
+            was built: tensors get it as in `from_pretrained`, listed ones float32.
+        keep_fp32: a regular expression (RE2): targets with a match in their name are float32.
+        missing: for tensors that are not stored, except those that the model lists as possibly
+            missing, and adapters of which nothing is stored. "error"; "init" or "ignore": the model
+            initialises them; regular expressions: it initialises matching ones; or rules by name or
+            regular expression: "zeros", "ones", ("normal", std) or "model". A tensor that is named
+            here but stored in another shape counts as missing.
+        unexpected: for stored tensors that are not in the model, except those that the model lists.
+            "error"; "ignore"; or regular expressions of tensors to drop.
         present: canonical names of tensors that have values already, and so are not missing.
         untie: if both names of a tie are stored, load both instead of comparing them.
-        key_mapping: further renamings, as `from_pretrained` takes them.
-        quantizer: None: from the model's config.
-        adapter: the adapter whose file `checkpoint` is; None: the model's only one.
-        structure: of the model, if the caller has it.
-        resized: whether token embeddings and heads may have another number of rows than is stored.
-            `Recipe.grown` lists these; additional rows repeat the first ones.
+        key_mapping: additional renamings, as for `from_pretrained`.
+        quantizer: transformers' quantizer; None: from the model's config.
+        adapter: the adapter to which the file `checkpoint` belongs; None: the model's only one.
+        structure: the model's structure, if already known.
+        resized: whether token embeddings and heads may have another number of rows than stored.
+            `Recipe.grown` lists them; additional rows repeat the first ones.
 
     Raises:
-        UsageError: MISMATCH if model and checkpoint differ, UNSUPPORTED for an unknown operation,
-            quantization or cast, USAGE for an invalid regular expression.
+        UsageError: model and checkpoint differ (MISMATCH); an operation, quantization or cast is
+            unknown (UNSUPPORTED); a regular expression is invalid (USAGE).
     """
     stored = stored_in(checkpoint)
     structure = structure or structure_of(model, adapter)
@@ -454,7 +457,7 @@ def recipe_for(
 
 
 def _of_tokens(structure: Structure) -> frozenset[str]:
-    """The tensors of token embeddings and of heads over tokens."""
+    """Names of the tensors of token embeddings and output heads."""
     roots = {id(m.root): m.root for m in structure.members.values() if m.root is not None}
     modules = {id(of) for root in roots.values() for of in embeddings_of(root)}
     return frozenset(n for n, member in structure.members.items() if id(member.module) in modules)
@@ -466,7 +469,7 @@ def _of_tokens(structure: Structure) -> frozenset[str]:
 def meta_model(directory: str | os.PathLike[str], dtype: Any = None) -> Any:
     """The model of a directory's config.json on meta, without memory for its weights.
 
-    `dtype`: None: the config's, else float32.
+    `dtype`: None: the dtype in the config, or float32 without one.
     """
     import torch
     import transformers

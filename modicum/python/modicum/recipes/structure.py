@@ -1,12 +1,12 @@
-"""The structure of a model under its wrappers: its tensors by name, and the models of transformers
-inside it, each with the names that its tensors have without the wrappers.
+"""The structure of a model inside its wrappers: its tensors by name, and the models of transformers
+in it, each with the names of its tensors without wrappers.
 
     base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight   name in a PeftModel
     base_model.model.                                                    prefix of the part
-                     model.layers.0.self_attn.q_proj.weight              key in the part
+                     model.layers.0.self_attn.q_proj.weight              its key in the part
 
-Wrappers are recognised by attributes: FSDP2 and DDP by a base class that they add, PEFT by
-`adapter_layer_names` and `peft_config`, a model of transformers by `base_model_prefix`. No torch.
+FSDP2 and DDP are recognised by a base class that they add, PEFT by `adapter_layer_names` and
+`peft_config`, a model of transformers by `base_model_prefix`. Does not import torch.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from modicum.upstream.transformers import is_pretrained
 from modicum.upstream.wrappers import WRAPPERS, canonical
 
 TOKENS, TOKENS_BEFORE = "trainable_tokens_delta", "trainable_tokens_original"
-"""Members of PEFT's layer of trainable tokens: their values, and those in the embedding."""
+"""Members of PEFT's layer of trainable tokens: the trained rows, and the original rows."""
 
 # The prefix of every name in a file that PEFT writes.
 _ADAPTER_PREFIX = "base_model.model."
@@ -40,8 +40,8 @@ def class_before_sharding(module: Any) -> type:
 
 @contextlib.contextmanager
 def classes_before_sharding(model: Any) -> Iterator[None]:
-    """Within the context, modules have their classes from before sharding. transformers finds
-    conversions by class; with the classes of `fully_shard` it would find none, without an error."""
+    """A context in which modules have their classes from before sharding. transformers finds
+    conversions by class; for the classes of `fully_shard` it would silently find none."""
     changed = []
     try:
         for module in model.modules():
@@ -56,12 +56,12 @@ def classes_before_sharding(model: Any) -> Iterator[None]:
 
 
 def has_adapters(module: Any) -> bool:
-    """Whether a model has PEFT's adapters, or is PEFT's wrapper around one."""
+    """Whether a model has PEFT's adapters, or is PEFT's wrapper around such a model."""
     return "peft_config" in vars(module) or hasattr(type(module), "peft_config")
 
 
 def wrapped_by(module: Any) -> Any:
-    """The module inside a wrapper of PEFT's; None for other modules."""
+    """The module inside PEFT's wrapper of a layer; None for other modules."""
     if not hasattr(type(module), "adapter_layer_names"):
         return None
     own = getattr(module, "original_module", None)
@@ -86,28 +86,28 @@ def unwrapped(module: Any) -> Any:
 class Member:
     """A parameter or buffer."""
 
-    name: str  # in the model, canonical
-    key: str  # in its root: without wrappers and without an adapter's name
-    module: Any  # has it as `attribute`
+    name: str  # the canonical name in the model
+    key: str  # the name in its root, without wrappers and without an adapter's name
+    module: Any  # the module that has it as `attribute`
     attribute: str
     tensor: Any
     chain: tuple[Any, ...]  # the modules around it, outermost first
     root: Any  # the model of transformers around it, or None
-    adapter: str | None  # "": shared by all adapters; None: of the model itself
+    adapter: str | None  # its adapter; "": shared by all adapters; None: of the model itself
 
     @property
     def persistent(self) -> bool:
-        """In a state dict."""
+        """Whether a state dict has it."""
         return is_persistent(self.module, self.attribute)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A module that the walk has reached."""
+    """A module that the walk has reached; fields as in `Member`."""
 
     chain: tuple[Any, ...]  # the modules around it, outermost first, and itself
     path: tuple[str, ...] = ()  # in the model
-    key: tuple[str, ...] = ()
+    key: tuple[str, ...] = ()  # in the root
     root: Any = None
     root_depth: int = 0
     adapter: str | None = None
@@ -118,7 +118,7 @@ class _Place:
 
 
 def _roots(model: Any) -> dict[int, Any]:
-    """The outermost models of transformers; without any, PEFT's base model or the model itself."""
+    """The outermost models of transformers; if there are none, PEFT's base model or the model."""
     found: dict[int, Any] = {}
     ahead = [model]
     while ahead:
@@ -172,7 +172,7 @@ class _Walk:
         """The key and the adapter of a module's attribute."""
         key, adapter = at.key, at.adapter
         if adapter is None and self._belongs_to_adapters(at, name):
-            # The path keeps the keys of nested adapters apart.
+            # Nested adapters would have equal keys; the path differs.
             key, adapter = at.path[at.root_depth :], ""
         if adapter == "" and name in self.adapters:
             return key, name
@@ -203,11 +203,11 @@ class _Walk:
 
 @dataclass
 class Part:
-    """One model of transformers within a model, or the whole model if it contains none. The last
-    part has the members outside of all these."""
+    """One model of transformers in a model, or the complete model if it contains none. The last
+    part has all members that are in no other part."""
 
-    module: Any  # None: the part outside
-    prefix: str = ""  # of its names in the model, with a dot
+    module: Any  # None: the last part
+    prefix: str = ""  # the prefix of its names in the model, with a dot
     keys: dict[str, str] = field(default_factory=dict)  # by name in the model
     saved_as: dict[str, str] = field(default_factory=dict)  # keys by name in an adapter's file
 
@@ -218,7 +218,7 @@ class Part:
 
     def key_of(self, name: str) -> str | None:
         """The key of a stored name that begins with this part's prefix, with or without the names
-        of PEFT's wrapper, or with the prefix of PEFT's files; else None."""
+        of PEFT's wrapper, or with the prefix in PEFT's files; None for other names."""
         for prefix in (self.prefix, self.bare_prefix, _ADAPTER_PREFIX):
             if prefix and name.startswith(prefix):
                 rest = name.removeprefix(prefix)
@@ -232,23 +232,22 @@ class Structure:
     """The members of a model's state dict, in its order, and the parts of the model."""
 
     members: dict[str, Member]
-    scratch: dict[str, Member]  # buffers that a state dict lacks
-    parts: list[Part]  # the last: outside
+    scratch: dict[str, Member]  # non-persistent buffers
+    parts: list[Part]
     copies: dict[str, str] = field(default_factory=dict)
-    """By name: the member that PEFT copied it from (`modules_to_save`)."""
+    """For each copy by PEFT (`modules_to_save`) the name of the original member."""
     norms: dict[str, str] = field(default_factory=dict)
-    """By name of a magnitude of PEFT's (DoRA): the weight whose rows' norms it begins with."""
+    """For each magnitude of PEFT's DoRA the weight whose row norms are its first values."""
     rows: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """By name of PEFT's trainable tokens, and of the originals that it keeps of them: the embedding
-    and its rows that they begin with."""
+    """For PEFT's trainable tokens, and for their originals that PEFT keeps: the embedding, and the
+    indices of the rows that are their first values."""
     undecided: tuple[str, ...] = ()
-    """The adapters of a model that has several, if none was named."""
+    """The adapters of a model with several, if the caller has named none."""
 
     def split(self, stored: Iterable[str]) -> list[dict[str, str]]:
-        """For each part the stored tensors that belong to it, with their keys there.
+        """For each part the names of its stored tensors, with their keys in the part.
 
-        A stored name may be that in the whole model, that in a part alone, or that in an adapter's
-        file.
+        A stored name may be the name in the complete model, in a part, or in an adapter's file.
         """
         keys: list[dict[str, str]] = [{} for _ in self.parts]
         *inner, outside = self.parts
@@ -273,8 +272,8 @@ class Structure:
 
 
 def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None:
-    """Notes the copies of PEFT: a module that it trains as a whole (`modules_to_save`) is saved
-    under the name of the original."""
+    """Notes PEFT's copies: a module that it trains completely (`modules_to_save`) is saved under
+    the name of the original."""
     by_root = {id(part.module): part for part in structure.parts}
     for at in walk.places:
         if not hasattr(type(at.module), "adapter_state_dict_load_map"):
@@ -291,7 +290,7 @@ def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None
 
 
 def _note_norms(walk: _Walk, structure: Structure) -> None:
-    """Notes DoRA's magnitudes of linear layers whose weight has a row for each output."""
+    """Notes DoRA's magnitudes of linear layers whose weight has one row per output."""
     for at in walk.places:
         magnitudes = children_of(at.module).get("lora_magnitude_vector")
         path = ".".join(at.path)
@@ -304,7 +303,7 @@ def _note_norms(walk: _Walk, structure: Structure) -> None:
 
 
 def _note_rows(walk: _Walk, structure: Structure) -> None:
-    """Notes PEFT's trainable tokens. Those of a tied layer are the other layer's."""
+    """Notes PEFT's trainable tokens. A tied layer uses the tokens of the other layer."""
     for at in walk.places:
         held = children_of(at.module)
         if TOKENS not in held or wrapped_by(at.module) is None:
@@ -321,8 +320,8 @@ def _note_rows(walk: _Walk, structure: Structure) -> None:
 
 
 def structure_of(model: Any, adapter: str | None = None) -> Structure:
-    """The structure of a model. `adapter`: the one that names in an adapter's file refer to; None:
-    the model's only one."""
+    """The structure of a model. `adapter`: the adapter to which names in an adapter's file belong;
+    None: the model's only one."""
     walk = _Walk(model)
     if adapter is not None and adapter not in walk.adapters:
         known = ", ".join(sorted(walk.adapters))
@@ -340,11 +339,11 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
     for member in members.values():
         part = parts.get(id(member.root), outside)
         if member.adapter not in (None, "", adapter):
-            part.keys[member.name] = member.name  # of another adapter: not in the file
+            part.keys[member.name] = member.name  # another adapter's: not in the file
             continue
         part.keys[member.name] = member.key
         if member.adapter is not None:
-            # In PEFT's files some tensors have the name of their module alone.
+            # In PEFT's files some tensors have only the name of their module.
             part.saved_as[member.key.removesuffix(".weight")] = member.key
     undecided = tuple(sorted(walk.adapters)) if adapter is None else ()
     structure = Structure(members, scratch, list(parts.values()), undecided=undecided)
@@ -355,8 +354,8 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
 
 
 def ties_of(structure: Structure) -> list[list[str]]:
-    """Groups of names of one tensor: ties that the models declare, and names that share a tensor
-    object. The first name of a group is the one that the others are tied to."""
+    """Groups of names of the same tensor: ties that the models declare, and names that share a
+    tensor object. All names of a group are tied to its first one."""
     declared: dict[str, str] = {}
     for part in structure.parts:
         names = {key: name for name, key in part.keys.items()}

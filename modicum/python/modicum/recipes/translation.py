@@ -1,15 +1,15 @@
 """Translates stored tensors to index maps of model tensors, by transformers' conversion mapping.
 
-The mapping's own objects match names (`rename_source_key`). The order of the names, their groups
-and the fallbacks are those of `transformers.core_model_loading`, written again here:
+The mapping's own objects match names (`rename_source_key`). The order of names, their groups and
+the fallbacks are the same as in `transformers.core_model_loading`, but implemented here:
 
     stored names, naturally sorted      experts.0.up  experts.1.up  ...  experts.10.up
-      renamings, then converters        experts.*.up of a converter to experts.gate_up
+      renamings, then converters        a converter maps experts.*.up to experts.gate_up
     groups by first target              {experts.gate_up: {pattern: [arrays in order]}}
       the converter's operations        operations.py
     index maps by target                checked against the model's shapes
 
-No torch.
+Does not import torch.
 """
 
 import re
@@ -22,37 +22,37 @@ from modicum.errors import UsageError, refusal
 from modicum.recipes.nodes import Array, Shape, stored, stored_under, with_rows
 from modicum.recipes.operations import Chain, Value, Values, nodes_of
 
-Described: TypeAlias = Mapping[str, tuple[str, Shape]]  # by name: dtype, shape
+Described: TypeAlias = Mapping[str, tuple[str, Shape]]  # (dtype, shape) by name
 
 
 @dataclass
 class Translation:
-    """The result of a mapping."""
+    """The result of a translation."""
 
     made: dict[str, Array] = field(default_factory=dict)  # by target
-    # By target: the first target of its group; the group is cast to the dtype of that one.
+    # For each target the first target of its group: all of a group are cast to its dtype.
     first: dict[str, str] = field(default_factory=dict)
     dropped: list[str] = field(
         default_factory=list
     )  # stored names that an operation consumes without using
-    # Stored names that match no target: the names that they would have in the model.
+    # For stored names that match no target the names that they would have in the model.
     unexpected: dict[str, list[str]] = field(default_factory=dict)
-    # Stored names that match a target of another stored tensor: that target.
+    # For stored names that match the target of another stored tensor that target.
     doubled: dict[str, str] = field(default_factory=dict)
-    # Targets with another number of rows than is stored: the stored number.
+    # For targets with another number of rows than stored the stored number.
     grown: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class _Group:
-    """The stored tensors that make one target, or several by one converter."""
+    """The stored tensors from which one target is made, or several by one converter."""
 
-    converter: Any  # None: unchanged
+    converter: Any  # None: the stored tensor is the target
     collected: dict[str, list[Array]] = field(default_factory=dict)  # by source pattern
 
 
 def natural_key(name: str) -> list[tuple[int, int] | tuple[int, str] | tuple[int, str, int]]:
-    """The order in which names are matched and experts stacked: "2" before "10"."""
+    """The sort key by which names are matched and experts stacked: "2" before "10"."""
     key: list[tuple[int, int] | tuple[int, str] | tuple[int, str, int]] = []
     for part in name.split("."):
         letters = part.rstrip("0123456789")
@@ -69,7 +69,7 @@ def _is_a(transform: Any, class_name: str) -> bool:
 
 
 class _Names:
-    """Renames stored names. They must come in order: some renamings keep state between names."""
+    """Renames stored names. Names must be passed in order: some renamings keep state."""
 
     def __init__(self, transforms: Iterable[Any], targets: Described, base_prefix: str) -> None:
         transforms = list(transforms)
@@ -85,11 +85,11 @@ class _Names:
         self._base_prefix = base_prefix
 
     def _with_base_prefix(self, name: str) -> str:
-        """With the base model's prefix added or removed, if that gives a name of the model."""
+        """`name` with the base model's prefix added or removed if that is a target; else `name`."""
         if not self._base_prefix:
             return name
         if name.startswith(self._base_prefix):
-            # The dot is any character, as it is in transformers.
+            # The dot matches any character, as in transformers.
             shorter = re.sub(f"^{self._base_prefix}.", "", name, count=1)
             if shorter in self.targets:
                 return shorter
@@ -97,8 +97,8 @@ class _Names:
         return longer if longer in self.targets else name
 
     def rename(self, name: str) -> tuple[str, str | None]:
-        """The name in the model (of the first target, if there are several), and the source pattern
-        of the converter that matched."""
+        """(name in the model, of the first target if there are several; source pattern of the
+        converter that matched, or None)."""
         renamed, pattern = name, None
         for renaming in self._renamings:
             renamed, _ = renaming.rename_source_key(renamed)
@@ -135,8 +135,7 @@ def _collect(
 
 
 def _full_names(first_target: str, values: Values) -> dict[str, Value]:
-    """Replaces names in patterns by names in the model, with the first target's prefix and
-    suffix."""
+    """Replaces pattern names by names in the model, with the first target's prefix and suffix."""
     whole = first_target.replace("*.", "0.")
     for pattern in values:
         if pattern in whole:
@@ -174,7 +173,8 @@ def _convert(first_target: str, group: _Group, chain: Chain, result: Translation
 
 
 def _refuse_gaps(first_target: str, group: _Group) -> None:
-    """Names the tensor that is missing, if one source pattern has fewer tensors than another."""
+    """Raises MISMATCH, naming the missing tensor, if one source pattern has fewer tensors than
+    another."""
     most = max(group.collected, key=lambda pattern: len(group.collected[pattern]))
     for pattern, arrays in group.collected.items():
         there = {array.node["name"] for array in arrays}
@@ -206,7 +206,7 @@ def _check_shape(name: str, array: Array, targets: Described) -> None:
 
 
 def _has_other_rows(array: Array, shape: Shape) -> bool:
-    """Whether the shapes differ in their first dim only."""
+    """Whether the shapes differ only in their first dim."""
     return len(shape) > 0 and array.shape[:1] != shape[:1] and array.shape[1:] == shape[1:]
 
 
@@ -222,10 +222,15 @@ def translate(
     may_grow: Callable[[str], bool] = lambda target: False,
 ) -> Translation:
     """Applies `transforms` (of `get_model_conversion_mapping`) to the stored tensors for a model
-    with these targets. Pass a new list each time: its renamings keep state. `keys`: names to match
-    instead of the stored ones. `may_differ`: targets that are left out, instead of an error, if the
-    stored tensors give another shape. `may_grow`: targets that may have more or fewer rows than is
-    stored; additional rows repeat the first ones."""
+    with these targets. Pass a new list each time: its renamings keep state.
+
+    Args:
+        keys: names to match in place of the stored ones.
+        may_differ: returns whether a target is left out, instead of an error, if the stored tensors
+            have another shape.
+        may_grow: returns whether a target may have more or fewer rows than stored; additional rows
+            repeat the first ones.
+    """
     result = Translation()
     names = _Names(transforms, targets, base_model_prefix)
     shapes = {name: shape for name, (_, shape) in targets.items()}

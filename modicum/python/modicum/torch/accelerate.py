@@ -8,15 +8,15 @@
 Inside the context:
 
     from_pretrained          builds the model on every rank, parameters on meta in their final
-      |                      dtypes, buffers real; reads no tensor
+      |                      dtypes, buffers with values; reads no tensor
     Accelerator.prepare      (Trainer calls it)
-      | fsdp2_prepare_model  accelerate's own: units, upcasts, mesh, offloading, checkpointing
+      | fsdp2_prepare_model  accelerate shards: units, upcasts, mesh, offloading, checkpointing
       | modicum.torch.load   each rank reads the bytes of its shards
       | rebinding            optimizers get the sharded parameters, by FQN
     training
-      | save_state, load_state, save_model; Trainer's checkpoints: see modicum.torch.checkpoints
+      | save_state, load_state, save_model, Trainer's checkpoints: see torch/checkpoints.py
 
-It does not matter whether `cpu_ram_efficient_loading` is set. When the context ends, with or
+`cpu_ram_efficient_loading` makes no difference. When the context ends, with or
 without an exception, every patched function is restored. Importing this module imports neither
 accelerate nor transformers.
 """
@@ -65,43 +65,44 @@ def loading(
     staging: int | str | None = None,
     fork: str = "excluded",
 ) -> Iterator["Loading"]:
-    """Within it each rank of a script of accelerate or Trainer with FSDP2 reads its own bytes only.
-    The values are bit for bit those that accelerate would load. The script's checkpoints are saved
-    and resumed in the same way.
+    """A context in which each rank of a script of accelerate or Trainer with FSDP2 reads only its
+    own bytes. The values have the same bits as those that accelerate would load. The script's
+    checkpoints are saved and resumed through Modicum, too.
 
     It must enclose `from_pretrained` and `prepare` or `Trainer.train`. Every rank enters it with
-    the same arguments, on one thread. Of nested contexts the innermost applies.
+    the same arguments, on one thread. Of nested contexts the innermost one applies.
 
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None (default): the files that each `from_pretrained` would read.
         budget: host memory per node while loading, saving and resuming, bytes or text ("200GiB"),
-            the processes themselves included; "none": no limit; None (default): the ledger's limit,
-            or the memory that the cgroup and the node have left.
-        ledger: its limit is the host memory of the node; every parameter is charged to it until the
-            last tensor of the parameter is freed; None (default): a new one for each load.
+            including what the processes hold already; "none": no limit; None (default): the
+            ledger's limit, or the memory that the cgroup and the node have left.
+        ledger: the account to which every parameter is charged until its last tensor is freed; its
+            limit is the budget of the node; None (default): a new one for each load.
         strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
             full-per-rank; all give the same bits. Rank 0 prints the one in use.
-        missing: names that the source lacks, beyond those that the model lists: "error" (default),
-            or as for `modicum.torch.load`. `from_pretrained` would only warn.
-        unexpected: stored names that are not in the model: "error" (default), "ignore", or patterns
-            of names to drop. `from_pretrained` would only warn.
-        check: None (default), or "values": compare every value with a second reading.
-        progress: whether rank 0 prints the plan and a bar on stderr.
-        seed: of initialised parameters; 0 by default.
+        missing: what to do about names that the source lacks and that the model does not allow to
+            be missing: "error" (default; `from_pretrained` would only warn), or a value of
+            `missing` of `modicum.torch.load`.
+        unexpected: what to do about stored names that are not in the model: "error" (default;
+            `from_pretrained` would only warn), "ignore", or patterns of names to drop.
+        check: None (default), or "values": read everything again and compare every value.
+        progress: whether rank 0 prints the plan and a progress bar on stderr.
+        seed: the seed of initialised parameters; 0 by default.
         staging: host memory per rank for bytes in flight, bytes or text; None (default): 8 MiB,
             less if the budget requires it.
         fork: "excluded" (default), "shared" or "inherited", as for `modicum.torch.load`.
 
     Yields:
-        A `Loading`; it has a `report` after `prepare`, and `saves` after checkpoints.
+        A `Loading`, with a `report` after `prepare` and `saves` after checkpoints.
 
     Raises:
         UsageError: on entry, if accelerate, transformers or PEFT behave differently from the tested
-            versions (1.15.0, 5.23.0, 0.21.2). Later for plugins other than FSDP2, and wherever
-            values would be lost or parameters without values used.
-        BudgetError, FormatError, IntegrityError, IoError, PeerError: from `prepare`, as from
-            `modicum.torch.load`.
+            versions (1.15.0, 5.23.0, 0.21.2). Later, if a plugin is not FSDP2, or if values would
+            be lost or parameters without values be used.
+        BudgetError, FormatError, IntegrityError, IoError, PeerError: raised by `prepare`, for the
+            reasons of `modicum.torch.load`.
     """
     require_check(check)
     require_fork(fork)
@@ -128,9 +129,9 @@ class Loading:
     _source: Path | None
     _arguments: dict[str, Any]
     reports: list[Report] = field(default_factory=list)
-    """One per load, in order; those of resumes included."""
+    """The report of each load, in order, including loads of resumes."""
     saves: list[Saved] = field(default_factory=list)
-    """One per model of each checkpoint that was saved, in order."""
+    """The report of each saved model, in order; a checkpoint may have several."""
     _built: weakref.WeakKeyDictionary[nn.Module, Built] = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
@@ -140,22 +141,22 @@ class Loading:
 
     @property
     def report(self) -> Report | None:
-        """That of the last load; None before the first."""
+        """The report of the last load; None before the first one."""
         return self.reports[-1] if self.reports else None
 
     def fill(self, model: nn.Module) -> None:
-        """Loads a model that was built within the context, as the script has sharded it, without
-        `Accelerator.prepare`; nothing happens if it has values. Collective."""
+        """Loads a model that was built in the context and is not passed to `Accelerator.prepare`,
+        with its present sharding. Does nothing if the model has values. Collective."""
         transformers.builder(_pretrained_model()).fill(model)
 
     def unfilled(self) -> list[nn.Module]:
-        """The models that were built within the context and have no values yet."""
+        """The models that were built in the context and have no values yet."""
         return [model for model, built in self._built.items() if not built.filled]
 
     @contextmanager
     def exempt(self, *models: nn.Module) -> Iterator[None]:
-        """`models`, and those that are built within this context, are left to transformers and
-        accelerate: each rank reads and holds them as it would without Modicum."""
+        """A context that leaves `models`, and all models built in it, to transformers and
+        accelerate: each rank reads and holds them as without Modicum."""
         self._exempt.update(models)
         before, self._is_exempt = self._is_exempt, True
         try:
@@ -166,7 +167,7 @@ class Loading:
 
 def _refuse_unfilled(one: Loading) -> None:
     if one.unfilled():
-        gc.collect()  # a model without references is no error
+        gc.collect()  # a model that nothing refers to is no error
     for model in one.unfilled():
         what = "a model that was built within loading() has no values yet: call "
         what += "Accelerator.prepare or Trainer.train before the context ends"
@@ -183,8 +184,8 @@ def _pretrained_model() -> Any:
 
 
 class _Scripts:
-    """The functions that replace those of accelerate, transformers and PEFT. Nested `loading()`
-    contexts share one object; the innermost builds models."""
+    """The replacements for functions of accelerate, transformers and PEFT. Nested `loading()`
+    contexts share one object; models are built for the innermost one."""
 
     def __init__(self, stack: ExitStack) -> None:
         accelerate.KNOWN.require()
@@ -212,12 +213,12 @@ class _Scripts:
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """The contexts in which `from_pretrained` builds a model."""
-        if not self._has_peft:  # may have been imported since
+        if not self._has_peft:  # the script may have imported it since
             self._has_peft = peft.with_real_adapters(self._stack)
         trl.replace_sharding(self._stack, self._sharding_reference)
         self._checkpoints.replace(self._stack)
         accelerate.require_fsdp2_if_set()
-        # from_pretrained draws no random number: the generator must not move here either.
+        # from_pretrained draws no random numbers, so the generator must stay unchanged here, too.
         return [torch.random.fork_rng(devices=[]), self._constructing(), empty_parameters()]
 
     @contextmanager
@@ -229,19 +230,19 @@ class _Scripts:
             self.is_building = before
 
     def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
-        """Instead of reading: records the source of the values, guards the model until the load."""
+        """Called in place of reading: records the source, and guards the model until the load."""
         transformers.check_arguments(model, *given)
         one = self.loadings[-1]
         source = one._source or transformers.source_of(files)
         note(model, Built(one, source, {}), one._built.__setitem__)
 
     def made(self, model: Any) -> None:
-        """`from_config` has built a model, whose values its own rules make."""
+        """Called when `from_config` has built a model, whose values its own rules make."""
         one = self.loadings[-1]
         note(model, Built(one, None, {}), one._built.__setitem__)
 
     def resized(self, model: Any, how: str) -> None:
-        """Embeddings or heads of a model have other rows than before."""
+        """Called when embeddings or heads of a model were resized. `how`: "mean" or "model"."""
         for one in self.loadings:
             for whole, built in one._built.items():
                 if model in [*whole.modules()]:
@@ -249,11 +250,11 @@ class _Scripts:
 
     @property
     def is_exempt(self) -> bool:
-        """Whether models are built as usual at present."""
+        """Whether models are now built without Modicum."""
         return self.loadings[-1]._is_exempt
 
     def exempted(self, model: Any) -> None:
-        """A model was built as usual."""
+        """Called when a model was built without Modicum."""
         self.loadings[-1]._exempt.add(model)
 
     def _record(self, module: nn.Module) -> Built | None:
@@ -284,8 +285,8 @@ class _Scripts:
 
     @contextmanager
     def _binding(self, model: nn.Module, optimizers: Sequence[Any]) -> Iterator[None]:
-        """Gives optimizers the sharded parameters by name. accelerate exchanges them by their
-        addresses, which on meta are all 0."""
+        """A context at whose end optimizers get the sharded parameters, matched by name. accelerate
+        matches them by address, which is 0 for all tensors on meta."""
         bindings, outer = Bindings(model, optimizers), self._bindings
         self._bindings = bindings
         try:
@@ -352,7 +353,7 @@ class _Scripts:
         return prepare_fsdp
 
     def _unfilled_in(self, model: nn.Module) -> tuple[nn.Module, Built] | None:
-        """The model in it that was built without values; None if it has values."""
+        """The model in `model` that was built without values, or None if all have values."""
         roots = self._roots(model)
         if all(built.filled for built in roots.values()):
             return None
@@ -363,7 +364,7 @@ class _Scripts:
         return next(iter(roots.items()))
 
     def fill(self, model: nn.Module) -> None:
-        """Loads a model as it is sharded now, unless it has values."""
+        """Loads a model with its present sharding, unless it has values."""
         if (found := self._unfilled_in(model)) is None:
             return
         root, built = found

@@ -1,17 +1,17 @@
-"""Checkpoints of unchanged scripts of accelerate and Trainer, within `accelerate.loading`:
+"""Saves and resumes checkpoints of unchanged scripts of accelerate and Trainer in `loading()`:
 
     Accelerator.save_state, Trainer._save_checkpoint, Accelerator.save_model, Trainer.save_model
-      | Inside.open          the directory has a name in flight, and is not committed
+      | Inside.open          marks the directory as an incomplete checkpoint
       | the script's call    accelerate and Trainer write their own files: schedulers, states of
-      |                      random number generators, config, tokenizer; the functions that would
-      |                      save models and optimizers note them
-      | save_inside          each rank writes its own elements; COMMIT is last
+      |                      random number generators, config, tokenizer; replaced functions note
+      |                      the models and optimizers that are to be saved
+      | save_inside          each rank writes its own elements; COMMIT is made last
       | rotation, upload
 
     load_state, resume_from_checkpoint, load_best_model_at_end
-      | load_fsdp_model, load_fsdp_optimizer: from a directory of ours by Modicum, else as usual
+      | load_fsdp_model, load_fsdp_optimizer: Modicum reads its own directories, accelerate others
 
-Models that Modicum has not loaded, and those with adapters, are saved as usual.
+Models that Modicum has not loaded, and models with adapters, are saved by accelerate or Trainer.
 """
 
 import functools
@@ -48,7 +48,7 @@ How = Mapping[str, Any]
 
 @dataclass
 class _Kept:
-    """A model to be saved, with its optimizer if there is one."""
+    """A model to save, and its optimizer if there is one."""
 
     flight: Inside
     model: nn.Module | None = None
@@ -61,15 +61,16 @@ class _Open:
 
     directory: Path
     kept: dict[int, _Kept]
-    """By the model's index."""
+    """The models to save, by accelerate's index."""
     has_config: bool = False
     shard_size: int | str | None = None
     after: list[Callable[[], Any]] = field(default_factory=list)
-    """What happens once it is committed."""
+    """Functions to call once the checkpoint is committed."""
 
 
 class Checkpoints:
-    """Replaces how a script saves and resumes. `how`: the arguments of the innermost `loading`."""
+    """Replaces the functions by which a script saves and resumes. `how`: returns the arguments of
+    the innermost `loading`; `saved`, `read`: called with the reports."""
 
     def __init__(
         self, how: Callable[[], How], saved: Callable[[Saved], Any], read: Callable[[Resumed], Any]
@@ -79,7 +80,8 @@ class Checkpoints:
         self._has_trainer = False
 
     def replace(self, stack: ExitStack) -> None:
-        """Until `stack` ends. May be called again, when Trainer was imported."""
+        """Replaces Trainer's functions until `stack` ends, once Trainer is imported. May be called
+        repeatedly."""
         if not upstream.has_trainer() or self._has_trainer:
             return
         self._has_trainer = True
@@ -96,7 +98,7 @@ class Checkpoints:
         upstream.replace_reading_of_state(stack, require_whole)
 
     def replace_accelerate(self, stack: ExitStack) -> None:
-        """Until `stack` ends."""
+        """Replaces accelerate's functions until `stack` ends."""
         functions = {
             "save_fsdp_model": self._keeping_model,
             "save_fsdp_optimizer": self._keeping_optimizer,
@@ -116,8 +118,8 @@ class Checkpoints:
 
     @contextmanager
     def _opened(self, directory: Path, *indices: int) -> Iterator[_Open]:
-        """Within it models and optimizers are noted. On exit they are saved into `directory`, and
-        then it is committed, on all ranks or on none. Collective."""
+        """A context in which models and optimizers are noted. On exit they are saved into
+        `directory`, which then is committed, on all ranks or on none. Collective."""
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
         one = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
         outer, self._open = self._open, one
@@ -128,7 +130,7 @@ class Checkpoints:
             error: Exception | None = None
             try:
                 yield one
-            except Exception as raised:  # the other ranks wait for this one
+            except Exception as raised:  # raised below, where the other ranks wait for this one
                 error = raised
             with Ranks.of_world().together() as ranks:
                 if error is not None:
@@ -142,7 +144,7 @@ class Checkpoints:
             act()
 
     def _save(self, one: _Open, ranks: Ranks) -> None:
-        """The first model is the last: its COMMIT is that of the whole directory."""
+        """Saves the models. The first one is saved last: its COMMIT commits the whole directory."""
         how = {**self._how(), "shard_size": one.shard_size}
         for kept in reversed([*one.kept.values()]):
             if kept.model is None:
@@ -153,7 +155,7 @@ class Checkpoints:
             self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
 
     def _is_ours(self, accelerator: Any, model: Any) -> bool:
-        """Whether Modicum saves the model: one that it has loaded, sharded by FSDP2."""
+        """Whether Modicum saves the model: it has loaded it, and FSDP2 shards it."""
         model = upstream.bare(model)
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
         return is_loaded and accelerator.is_fsdp2 and not upstream.has_adapters(model)
@@ -185,8 +187,8 @@ class Checkpoints:
 
     @contextmanager
     def _noted(self, directory: Path, index: int) -> Iterator[_Kept]:
-        """The entry of a model in the checkpoint that is open for the directory; or else in one
-        that is saved at once."""
+        """The entry of a model in the open checkpoint of `directory`; without one, in a checkpoint
+        that is saved when the context ends."""
         if self._open is not None and self._open.directory == directory:
             yield self._open.kept[index]
             return
@@ -272,7 +274,7 @@ class Checkpoints:
 
         return save_model
 
-    # ---- methods of Trainer, and its functions
+    # ---- methods and functions of Trainer
 
     def _saving_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -354,7 +356,8 @@ class Checkpoints:
 
 
 def _step_of(directory: Path, index: int) -> Path | None:
-    """The step of a model in a checkpoint; None in one of another program's. UNCOMMITTED."""
+    """The step of a model in a checkpoint; None if Modicum did not write the checkpoint. Raises
+    UNCOMMITTED or INTEGRITY if it is incomplete."""
     if not is_step(directory):
         return None
     require_whole(directory)
@@ -368,7 +371,7 @@ def _require_fsdp2(accelerator: Any, directory: Path) -> None:
 
 
 def _is_usable(directory: Path) -> bool:
-    """Whether a script can go on from the checkpoint; a warning tells why not."""
+    """Whether a script can resume from the checkpoint; if not, warns with the reason."""
     reason = fault_of(directory)
     if reason:
         warn_script(f"modicum: {directory.name} is skipped: {reason}")

@@ -1,5 +1,5 @@
-"""torch.distributed.checkpoint over Hugging Face files: a reader of checkpoints, a writer of steps,
-and a reader of what it has written.
+"""torch.distributed.checkpoint (DCP) with Hugging Face files: a reader of checkpoints, a writer of
+steps (saved checkpoint directories), and a reader of steps that the writer has written.
 
 reader = modicum.torch.dcp.HuggingFaceReader("path/of/a/checkpoint", model)
 state = model.state_dict()
@@ -60,20 +60,20 @@ class _Target:
 
 @dataclass
 class _Place:
-    """Memory of a state dict, and the node that fills it."""
+    """A tensor of a state dict, and the recipe's node that fills it."""
 
     fqn: str
     node: Node
     tensor: torch.Tensor
-    sharding: Sharding | None  # None: the whole result of the node
+    sharding: Sharding | None  # None: the tensor gets the complete result of the node
 
 
 class _PathReader(StorageReader):
-    """Reads a path by the plans that DCP has made."""
+    """A StorageReader of a path that leaves DCP's plans unchanged."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
-        """Whether it is a path."""
+        """Whether `checkpoint_id` is a path."""
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def set_up_storage_reader(
@@ -91,20 +91,22 @@ class _PathReader(StorageReader):
 
 
 class HuggingFaceReader(_PathReader):
-    """For `torch.distributed.checkpoint.load(state_dict, storage_reader=...)` (torch 2.13).
+    """The `storage_reader` of `torch.distributed.checkpoint.load` for Hugging Face files (torch
+    2.13).
 
-    Each rank reads its own bytes of each tensor, through staging of a fixed size, with the
-    conversions of the model: experts that are stored one by one; renamed, joined or transposed
-    tensors; FP8 codes with their scales. torch's HuggingFaceStorageReader reads only tensors that
-    are stored under the same name and shape. No rank waits for another while it reads.
+    Each rank reads its own bytes of each tensor, through staging of a fixed size, with the model's
+    conversions: experts that are stored separately; renamed, joined or transposed tensors; FP8
+    codes with their scales. torch's HuggingFaceStorageReader reads only tensors that are stored
+    under the same name and shape. No rank waits for another while it reads.
 
     Tensors and DTensors are filled in place, on CPUs or devices; they must be row-major. Values are
-    rounded to their dtype. The boxes of DCP's plan say which elements a rank reads. A strided shard
-    (packed projections; FSDP2 after tensor parallelism along one dim) is more than one box and not
-    in a plan: it is read by its DTensor's placements and, with `model`, by FSDP2's shards.
+    rounded to their dtype. DCP's plan determines which box (chunk) a rank reads. A strided shard
+    (packed projections; FSDP2 after tensor parallelism along the same dim) consists of several
+    boxes, which a plan can't express: its elements follow from the placements of the DTensor and,
+    with `model`, from FSDP2's shards.
 
     A tensor that the model initialises by its own rule is not stored: DCP reports it as missing,
-    and `DefaultLoadPlanner(allow_partial_load=True)` keeps its values.
+    and with `DefaultLoadPlanner(allow_partial_load=True)` it keeps its values.
     """
 
     def __init__(
@@ -122,15 +124,17 @@ class HuggingFaceReader(_PathReader):
 
         Args:
             source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
-            model: the model of the state dict, on meta or not, sharded as it will be; the installed
-                transformers' conversions apply. None: names and shapes as stored.
-            recipe: the conversions, instead of a model's: from `modicum.recipes`, or a recipe.json.
+            model: the model of the state dict, already sharded, on meta or not; the conversions of
+                the installed transformers apply. None: names and shapes as stored.
+            recipe: the conversions in place of a model's: from `modicum.recipes`, or the path of a
+                recipe.json.
             missing, unexpected: as for `modicum.torch.load`; only with a model.
             staging: host memory per rank for bytes in flight; None: 8 MiB.
-            ledger: memory that is held while reading is charged to it; None: a new one.
+            ledger: the account to which memory is charged while reading; None: a new one.
 
         Raises:
-            UsageError: model and checkpoint do not match; FormatError, IoError.
+            UsageError: model and checkpoint do not match.
+            FormatError, IoError: as for `modicum.torch.load`.
         """
         if model is not None and recipe is not None:
             raise refusal("USAGE", "expected a model or a recipe, got both")
@@ -184,7 +188,7 @@ class HuggingFaceReader(_PathReader):
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
 
     def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
-        """By every name that a state dict may use, wrapped ones too."""
+        """The targets by every name in a state dict, including names with wrappers' prefixes."""
         nodes, targets = recipe.targets, {}
         for made in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
             node = nodes[made["alias_of"] or made["name"]]
@@ -196,7 +200,7 @@ class HuggingFaceReader(_PathReader):
 
     def _boxes(self, resolved: list[tuple[ReadItem, torch.Tensor]]) -> Iterator[_Place]:
         """The places of the plan's items."""
-        seen = set()  # tied names have one memory
+        seen = set()  # tied names share memory
         for item, tensor in resolved:
             target = self._targets[item.storage_index.fqn]
             _check_place(item.dest_index.fqn, target, tensor)
@@ -207,8 +211,8 @@ class HuggingFaceReader(_PathReader):
                 yield _Place(item.dest_index.fqn, node, tensor, None)
 
     def _strided(self, state: Mapping[str, Any]) -> Iterator[_Place]:
-        """The places of DTensors with strided shards. They may consist of several boxes, of which
-        a plan has one, a wrong one or none."""
+        """The places of DTensors with strided shards. Such a shard may consist of several boxes,
+        but DCP's plan has one of them, a wrong one or none."""
         shardings, parameters = Shardings(), self._parameters()
         for fqn, held in state.items():
             if fqn not in self._targets or not isinstance(held, DTensor):
@@ -223,7 +227,8 @@ class HuggingFaceReader(_PathReader):
             yield _Place(fqn, node, tensor, found.unpadded())
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
-        """The model's parameters by name: a state dict has other tensor objects."""
+        """The model's parameters by name: FSDP2's shards are known for them, but not for the tensor
+        objects in a state dict."""
         named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
         return {canonical(name): parameter for name, parameter in named}
 
@@ -261,12 +266,12 @@ class HuggingFaceReader(_PathReader):
 
 
 class _Part(HuggingFaceReader):
-    """A part of a step: its tensors under the keys of the state dict."""
+    """A reader of one part of a step, with tensors under the keys of the state dict."""
 
     def __init__(
         self, source: Path, model: nn.Module | None, keys: Callable[[str], str], **how: Any
     ) -> None:
-        """`keys`: the key for the name of a tensor."""
+        """`keys`: returns the key of a tensor's name."""
         self._key = keys
         super().__init__(source, model, **how)
 
@@ -278,7 +283,7 @@ class _Part(HuggingFaceReader):
 
 
 class _State(_Part):
-    """The tensors of an optimizer's state: NAME.KEY of the parameter NAME."""
+    """A reader of an optimizer's state: the tensor NAME.KEY belongs to the parameter NAME."""
 
     parameters: Mapping[str, nn.Parameter]
 
@@ -289,11 +294,11 @@ class _State(_Part):
 
 
 class Reader(_PathReader):
-    """For `torch.distributed.checkpoint.load(state_dict, storage_reader=...)`: reads a step that
-    `Writer` has written, into any world and layout.
+    """The `storage_reader` of `torch.distributed.checkpoint.load` for a step that `Writer` has
+    written. World size and sharding may differ from those of the save.
 
-    The state dict has the keys of the saved one, or some of them. Each rank reads its own bytes, as
-    `HuggingFaceReader` does.
+    The state dict has all keys of the saved one, or some of them. Each rank reads only its own
+    bytes, as with `HuggingFaceReader`.
     """
 
     def __init__(
@@ -307,12 +312,13 @@ class Reader(_PathReader):
         """Opens headers and index; reads no tensor.
 
         Args:
-            root: a step, or the directory of all steps, of which the newest whole one is read.
-            model: of the state dict, if `Writer` had one.
+            root: a step, or the directory of all steps, whose newest complete step is read.
+            model: the model of the state dict, if `Writer` was given it.
             staging, ledger: as for `HuggingFaceReader`.
 
         Raises:
-            IntegrityError: the step is not whole, or was not written by `Writer`.
+            IntegrityError: the step is incomplete.
+            UsageError: the step was not written by `Writer`.
         """
         self._model = model
         self._how: dict[str, Any] = {"staging": staging, "ledger": ledger}
@@ -363,8 +369,8 @@ class Reader(_PathReader):
         return Metadata(found)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads all items of this rank's plan: a pass over the model's files, and one over the
-        state's."""
+        """Reads all items of this rank's plan, in one pass over the model's files and one over the
+        state's files."""
         left = {(item.dest_index, item.storage_index): item for item in plan.items}
         for item in plan.items:
             if item.storage_index.fqn in self._values:
@@ -392,7 +398,7 @@ class Reader(_PathReader):
 
 
 def _facts_of(step: Path) -> Any:
-    """What `Writer` tells of the state dict."""
+    """The facts about the state dict that `Writer` has saved (`Split.facts`)."""
     path = step / "extra/extra.json"
     extra = json.loads(path.read_text()) if path.exists() else {}
     if KEY not in extra:
@@ -430,14 +436,14 @@ def _check_place(fqn: str, target: _Target, tensor: torch.Tensor) -> None:
 
 
 def _as(node: Node, dtype: str) -> Node:
-    """The node with a cast to `dtype`, if it is one that a recipe can cast to."""
+    """The node, with a cast to `dtype` if recipes can cast to it."""
     if node["op"] != "init":
         node = {key: value for key, value in node.items() if key != "dtype"}
     return node | ({"dtype": dtype} if dtype in FLOATS else {})
 
 
 def _boxed(node: Node, shape: tuple[int, ...], item: ReadItem) -> Node:
-    """A box of the node's result; a cast stays at the root."""
+    """The node of a box of `node`'s result. A cast stays at the root."""
     dtype = {} if node["op"] == "init" else {k: v for k, v in node.items() if k == "dtype"}
     inner = {k: v for k, v in node.items() if k not in dtype}
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -1,4 +1,4 @@
-"""`convert`: a directory of torch.distributed.checkpoint as a step."""
+"""`convert`: writes a directory of torch.distributed.checkpoint as a step (a saved checkpoint)."""
 
 import json
 import os
@@ -28,30 +28,30 @@ def convert(
     dtype: torch.dtype | None = None, shard_size: Size | None = None,
     ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
 ) -> Saved:  # fmt: skip
-    """Writes a directory of torch.distributed.checkpoint's FileSystemWriter as a step: the model as
-    Hugging Face files under the names of the state dict, and the state of its optimizer.
+    """Converts a directory of torch.distributed.checkpoint's FileSystemWriter to a step: the model
+    as Hugging Face files under the names of the state dict, and the state of its optimizer.
 
-    In one process, through staging: no tensor is held as a whole. No pickle is executed: names,
-    shapes and places in `.metadata` and in the archives are read as data, and a name that torch
-    does not write there is refused. Values that are no tensors, such as the options of parameter
-    groups, are pickles of any kind; they are left out and reported.
+    Runs in one process and streams through staging: no complete tensor is in memory. No pickle is
+    executed: names, shapes and places in `.metadata` and in the archives are read as data, and a
+    name that torch does not write there is refused. Values other than tensors, such as the options
+    of parameter groups, are arbitrary pickles: they are left out and reported.
 
     Args:
-        directory: with `.metadata`, as accelerate's `pytorch_model_fsdp_0` or a directory of
-            `torch.distributed.checkpoint.save`.
+        directory: a directory with `.metadata`, written by `torch.distributed.checkpoint.save` or
+            by accelerate (`pytorch_model_fsdp_0`).
         root: the directory of all steps.
         step: the new step's number.
         source: a checkpoint of the model, whose config and tokenizer the step gets.
-        optimizer: the class of torch.optim whose state it is, such as "AdamW", so that
-            `modicum.torch.resume` accepts it.
+        optimizer: the name of the optimizer's class in torch.optim, such as "AdamW"; without it
+            `modicum.torch.resume` does not accept the state.
         dtype, shard_size, ledger, budget, staging: as for `save`.
 
     Returns:
-        As `save`. `left_out` has the keys that were left out.
+        The report, as from `save`. Its `left_out` has the keys of values that were left out.
 
     Raises:
-        FormatError: the directory is not one that torch writes, or is damaged.
-        UsageError: it has the tensors of several models or of none.
+        FormatError: the directory was not written by torch, or is damaged.
+        UsageError: the directory has the tensors of several models, or of none.
         BudgetError, IoError: as for `save`.
     """
     opened = Directory.open(Path(directory))
@@ -71,16 +71,17 @@ def convert(
 
 
 def _parts_of(opened: Directory) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
-    """The keys of the model's tensors by name, and those of the optimizer's by parameter and
-    key."""
+    """The directory's keys of the model's tensors, by name; and of the optimizer's tensors, by
+    (parameter, key)."""
     places: dict[str, Place] = {key: opened.places.get(key, (key,)) for key in opened.tensors}
     state = {key: place for key, place in places.items() if "state" in place[:-2]}
     model = {key: place for key, place in places.items() if key not in state}
     for what, of, ending in (("model", model, 1), ("optimizer", state, 2)):
         prefixes = sorted({".".join(map(str, place[:-ending])) for place in of.values()})
         if len(prefixes) > 1 or (not prefixes and what == "model"):
-            got = ", ".join(prefix or "no prefix" for prefix in prefixes) or "none"
-            raise refusal("UNSUPPORTED", f"a step has the tensors of one {what}", got=got)
+            got = ", ".join(prefix or "the top level" for prefix in prefixes) or "no tensor"
+            fault = f"the tensors of one {what} are not under one key"
+            raise refusal("UNSUPPORTED", fault, expected="one key", got=got)
     named = {str(place[-1]): key for key, place in model.items()}
     return named, {(str(p[-2]), str(p[-1])): key for key, p in state.items()}
 

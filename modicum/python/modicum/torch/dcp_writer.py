@@ -1,4 +1,4 @@
-"""`Writer`: a distributed checkpoint's writer of steps."""
+"""`Writer`: writes steps (saved checkpoint directories) for torch.distributed.checkpoint (DCP)."""
 
 import os
 import threading
@@ -44,19 +44,21 @@ Source = str | os.PathLike[str]
 
 
 class Writer(StorageWriter, AsyncStager):
-    """For `torch.distributed.checkpoint.save(state_dict, storage_writer=...)` (torch 2.13).
+    """The `storage_writer` of `torch.distributed.checkpoint.save` for steps (torch 2.13).
 
-    Writes a step, as `modicum.torch.save` does, from the state dict's tensors: the model as final
-    Hugging Face files, in which each rank writes its own elements; nothing is consolidated
-    afterwards. The state dict has the tensors of one model, under one key or at its top, and may
-    have the state of one optimizer, as `get_state_dict` and `get_optimizer_state_dict` return it,
-    flattened or not, and JSON values and bytes, some of them under keys that only one rank has. The
-    step is visible, as `root/step-N`, once all ranks have written. It is read by `Reader`, and by
-    `modicum.torch.resume`.
+    Writes the same step as `modicum.torch.save`, from the state dict's tensors: the model as final
+    Hugging Face files, into which each rank writes its own elements, without a consolidation
+    afterwards. The step becomes visible as `root/step-N` once all ranks have written. `Reader` and
+    `modicum.torch.resume` read it.
+
+    The state dict must have the tensors of one model, under one key or at the top level. It may
+    have one optimizer's state dict, as `get_state_dict` or `get_optimizer_state_dict` returns it,
+    flattened or not. It may have JSON values, tuples and bytes; a rank may have keys for these that
+    other ranks lack.
 
     All ranks of the default process group take part, with rank 0 as the coordinator. A writer saves
-    one step; `reset` with another `checkpoint_id` begins the next. `async_save` is refused: it
-    would copy the whole state.
+    one step; `reset` with another `checkpoint_id` begins the next. `async_save` is refused, since
+    it would copy the complete state.
     """
 
     def __init__(
@@ -74,21 +76,23 @@ class Writer(StorageWriter, AsyncStager):
         budget: Size | None = None,
         staging: Size | None = None,
     ) -> None:
-        """Opens nothing.
+        """Sets the arguments; opens no file.
 
         Args:
             root: the directory of all steps, on a file system that all ranks share.
             step: the step's number.
-            model: of the state dict: the files get the names and shapes of its checkpoint, the one
-                that `modicum.torch.load` has loaded into it, or `source`. None: those of the state
-                dict.
-            optimizer: of the state dict. Its class is recorded, so that `modicum.torch.resume`
-                accepts the state. Not a `modicum.torch.AdamW`, whose planes a state dict lacks.
-            source: a checkpoint of the model, whose files, config and tokenizer the step gets.
+            model: the model of the state dict. The files get the names and shapes of `source` or
+                of the checkpoint that `modicum.torch.load` has loaded. None: the names and shapes
+                of the state dict.
+            optimizer: the optimizer of the state dict. Its class is recorded; without it
+                `modicum.torch.resume` does not accept the state. A `modicum.torch.AdamW` is
+                refused: a state dict lacks its planes.
+            source: a checkpoint of the model, whose division into files, config and tokenizer the
+                step gets.
             dtype, keep, shard_size, ledger, budget, staging: as for `modicum.torch.save`.
 
         Raises:
-            UsageError: an optimizer that `modicum.torch.save` has to save.
+            UsageError: `optimizer` is a `modicum.torch.AdamW`; use `modicum.torch.save`.
         """
         if isinstance(optimizer, AdamW):
             what = "a state dict lacks the planes of modicum.torch.AdamW"
@@ -104,17 +108,17 @@ class Writer(StorageWriter, AsyncStager):
         self._flight = Flight()
         self._kept: tuple[Planned, int] | None = None
         self.path: str | None = None
-        """Of the committed step, on rank 0."""
+        """The directory of the committed step, on rank 0; else None."""
 
     # ---- the interface of StorageWriter
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
-        """Whether it is a path."""
+        """Whether `checkpoint_id` is a path."""
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: Source | None = None) -> None:
-        """Begins a save. `checkpoint_id`: ROOT/step-N, instead of the arguments."""
+        """Begins a save. `checkpoint_id`: ROOT/step-N, in place of `root` and `step`."""
         self._flight.end()
         self._flight, self._kept, self.path = Flight(), None, None
         if checkpoint_id is not None:
@@ -126,7 +130,7 @@ class Writer(StorageWriter, AsyncStager):
             self._at = (path.parent, int(number))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuses a save in a thread of `async_save`, and another coordinator than rank 0."""
+        """Raises `UsageError` on a thread of `async_save`, or if rank 0 is not the coordinator."""
         if threading.current_thread() is not threading.main_thread():
             _refuse_async()
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -144,8 +148,8 @@ class Writer(StorageWriter, AsyncStager):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's elements, whatever items DCP's plan gives to it: its boxes do not
-        describe strided shards. On failure every rank raises, and the files are removed."""
+        """Writes this rank's elements. DCP's plan is ignored: its boxes can't describe strided
+        shards. On failure every rank raises, and the files are removed."""
         try:
             with Ranks.of_world().together() as ranks:
                 parts = with_values_of_all(split(_state_of(planner)), ranks)
@@ -158,7 +162,7 @@ class Writer(StorageWriter, AsyncStager):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits the step; on rank 0, after all ranks have written."""
+        """Commits the step. DCP calls it on rank 0, after all ranks have written."""
         assert self._kept is not None
         try:
             published = publish(*self._kept, self._flight)
@@ -171,7 +175,7 @@ class Writer(StorageWriter, AsyncStager):
     # ---- the interface of AsyncStager, by which async_save asks for its copy
 
     def stage(self, state_dict: Any) -> NoReturn:
-        """`UsageError`: `async_save` is refused before it copies."""
+        """Raises `UsageError`: `async_save` is refused before it copies."""
         _refuse_async()
 
     # ---- the save

@@ -1,5 +1,5 @@
-"""DeepSpeed under transformers' Trainer, and DeepSpeed's checkpoints. Imports transformers, but not
-DeepSpeed.
+"""For DeepSpeed under transformers' Trainer, and for DeepSpeed's checkpoints. Imports transformers,
+but not DeepSpeed.
 
 from modicum.torch.deepspeed import ProtectCallback
 
@@ -21,14 +21,14 @@ class ProtectCallback(TrainerCallback):
     """Calls `modicum.torch.protect` when training begins: after DeepSpeed's initialisation, and
     before the data loader forks its workers.
 
-    Works with DeepSpeed's ZeRO with `offload_optimizer`, and with torch's optimizers;
+    Works for DeepSpeed's ZeRO with `offload_optimizer` and for torch's optimizers.
     `modicum.torch.AdamW` needs no protection and is ignored. State that does not exist yet is
-    protected at the end of the first step. When training ends, children inherit the memory again.
+    protected at the end of the first step. After training, children inherit the memory again.
     """
 
     def __init__(self) -> None:
         self.protection: Protection | None = None
-        """Of the present training; None before and after it."""
+        """The protection during training; None before and after."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.protection = protect(_unwrapped(kwargs["optimizer"]))
@@ -40,14 +40,14 @@ class ProtectCallback(TrainerCallback):
 
 
 def config_of(arguments: Any) -> dict[str, Any]:
-    """The ds_config of `TrainingArguments(deepspeed=...)` with numbers in place of "auto", as
-    transformers has resolved them, for `modicum plan --deepspeed`:
+    """The ds_config of `TrainingArguments(deepspeed=...)`, in which transformers has replaced
+    "auto" by numbers, for `modicum plan --deepspeed`:
 
         Path("resolved.json").write_text(json.dumps(config_of(arguments)))
         modicum.plan("DIRECTORY", ranks=8, deepspeed="resolved.json")
 
-    Numbers that JSON lacks are left out. Bucket sizes that depend on the model stay "auto": they
-    do not change host memory.
+    Infinities and NaN, which JSON lacks, are left out. Bucket sizes that depend on the model stay
+    "auto": they do not change host memory.
 
     Raises:
         UsageError: the arguments have no DeepSpeed configuration.

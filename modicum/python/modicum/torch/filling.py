@@ -1,5 +1,5 @@
-"""Fills a model of a script: shards it by accelerate's own function and loads it, with the values
-that accelerate would have."""
+"""Fills a script's model: accelerate's own function shards it, then it is loaded with the values
+that accelerate would load."""
 
 import hashlib
 import re
@@ -30,8 +30,9 @@ _CHUNK = 1 << 20  # elements
 
 @contextmanager
 def _bound(bindings: Bindings | None) -> Iterator[list[AdamW]]:
-    """Within it the groups hold the sharded parameters, for the optimizers that a load allocates;
-    afterwards what accelerate has put there, which it replaces itself."""
+    """Within this context the optimizers' groups hold the sharded parameters, so that a load can
+    allocate their state. Afterwards they hold accelerate's placeholders again, which accelerate
+    replaces."""
     optimizers = bindings.optimizers if bindings else []
     given = [[list(group["params"]) for group in one.param_groups] for one in optimizers]
     if bindings:
@@ -51,7 +52,8 @@ def shard_and_load(
     model: nn.Module,
     found: tuple[nn.Module, Built],
 ) -> Any:
-    """`found`: the model in `model` that was built without values, and the facts about it."""
+    """Shards a model by accelerate's function `shard`, and loads it; returns the sharded model.
+    `found`: the module in `model` that was built without values, and facts about it."""
     root, built = found
     structure = structure_of(model)
     keys = keys_of(structure, model, root)
@@ -65,7 +67,7 @@ def shard_and_load(
         pattern = re.compile(ignored)
         ignored = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
     with ExitStack() as stack:
-        # Its parameters are on meta already, buffers must stay real, and nothing is to be sent.
+        # With the flag accelerate would move buffers to meta and broadcast values of rank 0.
         replace(stack, plugin, "cpu_ram_efficient_loading", False)
         replace(stack, plugin, "ignored_modules", ignored)
         model = shard(accelerator, model)
@@ -73,7 +75,7 @@ def shard_and_load(
         raise refusal("UNSUPPORTED", "fsdp2_prepare_model of this accelerate shards nothing")
     load_rounded(model, built, passed, bindings)
     for module in ignored if pattern else ():
-        module.to(accelerator.device)  # as accelerate does if it is given names
+        module.to(accelerator.device)  # as accelerate does for a pattern of names
     return model
 
 
@@ -83,7 +85,7 @@ def load_rounded(
     passed: Mapping[str, list[torch.dtype]],
     bindings: Bindings | None,
 ) -> None:
-    """Loads the values that accelerate would have after casting them to the dtypes `passed`."""
+    """Loads the values that accelerate would have after its casts to the dtypes `passed`."""
     narrow = [] if built.source is None else _narrowings(model, passed, built.source)
     before = _values(model)
     with _bound(bindings) as optimizers:
@@ -95,7 +97,7 @@ def load_rounded(
 
 
 def keys_of(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, str]:
-    """By name in the model: the name of the parameter when `root` was built."""
+    """For each name in the model the name of the same parameter when `root` was built."""
     path = next(canonical(path) for path, module in model.named_modules() if module is root)
     prefix = f"{path}." if path else ""
     keys = {}
@@ -139,7 +141,7 @@ def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes])
 def dtypes_passed(
     structure: Structure, built: Built, keys: Mapping[str, str]
 ) -> dict[str, list[torch.dtype]]:
-    """By name: the dtypes that accelerate would cast a value to, in order."""
+    """For each name the dtypes to which accelerate would cast the value, in order."""
     passed = {}
     for name, member in structure.members.items():
         now = member.tensor.dtype
@@ -151,8 +153,8 @@ def dtypes_passed(
 def _narrowings(
     model: nn.Module, passed: Mapping[str, list[torch.dtype]], source: Path
 ) -> list[tuple[nn.Parameter, list[torch.dtype]]]:
-    """Parameters whose stored dtype is wider than one that accelerate would cast to on the way: a
-    load keeps bits that accelerate rounds off.
+    """Parameters that accelerate would cast to a narrower dtype than the stored one and then back:
+    a load alone would keep bits that accelerate rounds off.
 
         stored float32 -> built as bfloat16 -> upcast to float32    accelerate: 8 bits of mantissa
         stored float32 -> float32                                   load: 24 bits, then `_round`

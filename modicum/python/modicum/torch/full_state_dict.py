@@ -1,4 +1,4 @@
-"""`fsdp2_load_full_state_dict`, with the signatures that frameworks call it by."""
+"""`fsdp2_load_full_state_dict`, with the signatures under which frameworks call it."""
 
 import os
 from collections.abc import Mapping, MutableMapping
@@ -20,7 +20,7 @@ from modicum.torch.ranks.group import Ranks
 
 Full = State | str | Path | None
 
-# Those of `load` but `buffers`, with its defaults, and `on_report`.
+# The keyword arguments of `load` except `buffers`, with their defaults; and `on_report`.
 _OPTIONS: dict[str, Any] = {"on_report": None} | {
     name: of.default
     for name, of in signature(load).parameters.items()
@@ -56,25 +56,25 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
     axolotl). Every rank of torch's default process group calls it, after `fully_shard` and before
     the first forward.
 
-    Given a **path**, each rank reads its own bytes as `modicum.torch.load` does, with the model's
-    conversions, and holds no more than its shards and the staging. A **dict** is rank 0's full
-    state dict, with the names of `model.state_dict()`; the argument of other ranks (`{}`, None,
-    tensors on meta) is ignored. Rank 0 reads its dict chunk by chunk and sends each rank its part:
-    other ranks hold their shards and the staging. The dict itself counts in rank 0's baseline and
-    in the budget. With `consume=True` each tensor is taken out of the dict when it has been sent,
-    which frees its memory unless something else refers to it.
+    Given a **path**, each rank reads its own bytes as in `modicum.torch.load`, with the model's
+    conversions, and holds only its shards and the staging. A **dict** is rank 0's full state dict,
+    with the names of `model.state_dict()`; the argument of other ranks (`{}`, None, tensors on
+    meta) is ignored. Rank 0 reads its dict in chunks and sends each rank its part: other ranks hold
+    only their shards and the staging. The dict itself is part of rank 0's baseline, which counts
+    towards the budget. With `consume=True` each tensor is removed from the dict after it has been
+    sent, which frees its memory unless something else refers to it.
 
     Ranks may have built the model on meta, under `empty_parameters()`, with values (commonly rank
-    0), or with unwritten memory of `to_empty`. A tensor that is on meta on one rank is emptied on
-    all ranks and filled. Parameter objects stay the same, so optimizers remain valid; ties remain
-    one storage, whether the dict has one of the names or all.
+    0), or with unwritten memory of `to_empty`. A tensor that is on meta on one rank is moved to
+    meta on all ranks and then filled. Parameter objects stay the same, so optimizers remain valid.
+    Tied tensors keep one storage, whether the dict has one of their names or all.
 
-    - **dtypes** are the model's; floating-point values are rounded to them as torch rounds. Other
-      dtypes and FP8 must be equal.
+    - **dtypes** are the model's. Floating-point values are rounded to them as by torch; for other
+      dtypes and FP8 the source must have the same dtype.
     - **Persistent buffers** come from the dict or the checkpoint, on every rank.
-    - **Other buffers** become rank 0's on every rank in the form without an accelerator; they are
-      compared first, and sent only if they differ. With an accelerator they are not touched:
-      accelerate restores its own afterwards.
+    - **Non-persistent buffers**: without an accelerator, every rank gets rank 0's values; they are
+      compared first, and sent only if they differ. With an accelerator they are unchanged:
+      accelerate restores them itself afterwards.
     - **Devices of parameters** are those of `fully_shard`: the CPU with CPUOffloadPolicy.
 
     Args:
@@ -83,29 +83,30 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
         full_sd, full_state: a dict on rank 0; or the directory, file or `org/name` of a checkpoint,
             the same on every rank.
         device_mesh: ignored: parameters have their mesh. AReaL passes `cpu_offload` here.
-        cpu_offload: True, or any policy: USAGE for parameters that `fully_shard` does not offload.
+        cpu_offload: True, or any policy: USAGE if `fully_shard` does not offload a parameter.
             False and None, the defaults: not checked.
         tie_word_embeddings: ignored.
-        strict: False: names of the dict that are not in the model are dropped, and tensors that the
-            dict lacks keep their values. None, the default, is True; with an accelerator such names
-            are always dropped. Of dicts only.
-        consume: True: the dict is emptied; rank 0's tensor by tensor, as they are sent, those of
-            other ranks after the load. After an error rank 0's has those that had not been sent
-            whole. Of dicts only; False by default.
-        **options: with a path, those of `modicum.torch.load` (dtype, missing, unexpected, budget,
-            strategy, seed, fork and so on) with its defaults. With a dict: ledger, budget, staging,
-            progress, fork. With both: `on_report`, called with the report of each load on every
-            rank; a checkpoint is preceded by a load of rank 0's buffers if ranks' buffers differ.
+        strict: only for dicts. True or None (default): names of the dict must be in the model, and
+            the dict must have all persistent tensors. False: other names are dropped, and tensors
+            with values that the dict lacks keep them. With an accelerator, other names are always
+            dropped.
+        consume: only for dicts. True: the dict is emptied: rank 0's tensor by tensor as they are
+            sent, other ranks' after the load. After an error rank 0's dict has the tensors that
+            were not sent completely. False by default.
+        **options: with a path, the keyword arguments of `modicum.torch.load` except `buffers`. With
+            a dict: ledger, budget, staging, progress, fork. With both: `on_report`, called on every
+            rank with the report of each load. If buffers differ between ranks, a load of rank 0's
+            buffers precedes that of a checkpoint.
 
     Returns:
         The model.
 
     Raises:
-        BudgetError: the load exceeds the budget; before anything is read.
-        UsageError: MISMATCH if dict and model differ, naming the tensor; CONFLICT if the models or
-            arguments of the ranks differ.
-        The errors of `modicum.torch.load`. On every rank alike; the model's parameters are then on
-        meta, except those that had values on every rank.
+        BudgetError: the load exceeds the budget; no tensor has been read.
+        UsageError: dict and model do not match (MISMATCH, naming the tensor).
+        IoError: the models or the arguments of the ranks differ (CONFLICT).
+        The errors of `modicum.torch.load`. Every error is raised on all ranks; parameters are then
+        on meta, except those that had values on every rank.
     """
     is_accelerates = bool(arguments) and not isinstance(arguments[0], nn.Module)
     if is_accelerates or "accelerator" in named:
@@ -119,7 +120,7 @@ def _of_accelerate(
     full_sd: Full,
     cpu_offload: bool = False,
     *,
-    offload_to_cpu: bool = False,  # axolotl's name of it
+    offload_to_cpu: bool = False,  # axolotl's name for cpu_offload
     **options: Any,
 ) -> nn.Module:
     offload = cpu_offload or offload_to_cpu
@@ -142,7 +143,7 @@ def _of_engines(
 
 
 def _is_policy(given: Any) -> bool:
-    """AReaL passes a policy in place of the mesh."""
+    """Whether the argument `device_mesh` is a policy, which AReaL passes there."""
     from torch.distributed.fsdp import OffloadPolicy
 
     return isinstance(given, OffloadPolicy)
@@ -151,7 +152,7 @@ def _is_policy(given: Any) -> bool:
 def _fill(
     module: nn.Module, full: Full, offload: bool, rules: dict[str, bool], options: dict[str, Any]
 ) -> nn.Module:
-    """Loads, for both signatures."""
+    """Loads, for both signatures. `full`: a dict or a path."""
     is_path = isinstance(full, (str, os.PathLike))
     known = _OPTIONS.keys() if is_path else _WITH_DICT
     if unknown := sorted(options.keys() - known):

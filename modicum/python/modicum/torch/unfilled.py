@@ -1,6 +1,6 @@
-"""Models that were built within `modicum.torch.accelerate.loading` and have no values yet: facts
-about them, guards against uses that would silently compute without values or lose them, and the
-errors of such uses."""
+"""Models that were built in `modicum.torch.accelerate.loading` and have no values yet: facts about
+them, guards against uses that would silently compute without values or lose values, and the errors
+of such uses."""
 
 import copy
 import re
@@ -18,11 +18,11 @@ from modicum.errors import Error, refusal
 from modicum.recipes.structure import Structure
 from modicum.upstream.torch_core import drop_hooks, parameters_of, version_of
 
-# Packages whose frames say nothing to a user about an error of Modicum's.
+# Packages whose frames are removed from the traceback of an error of Modicum.
 _FRAMEWORKS = re.compile(
     r"[/\\](modicum|accelerate|transformers|trl|torch|contextlib\.py|functools\.py)([/\\]|$)"
 )
-# Errors of torch about tensors that have no values.
+# Messages of torch's errors about tensors without values.
 _WITHOUT_VALUES = re.compile(
     r"(?i)meta tensor|on meta|meta device|device meta|device='meta'|'Meta'|no data"
     r"|incompatible tensor type|invalid python storage|no storage"
@@ -36,23 +36,23 @@ class Built:
     loading: Any
     """The `Loading` that loads it."""
     source: Path | None
-    """None: everything is initialised by the model's own rules."""
+    """The checkpoint; None: all tensors are initialised by the model's own rules."""
     parameters: dict[str, tuple[torch.dtype, int | None]]
-    """By name: the dtype that `from_pretrained` would have loaded, and the tensor's version
-    counter; None: it may be written to."""
+    """For each name the dtype in which `from_pretrained` would have loaded the parameter, and its
+    version counter when it was built; None: writes to it are allowed."""
     resized: str | None = None
-    """How rows are made that the source lacks: "mean" or "model"; None: none was added."""
+    """How new rows are made, "mean" or "model"; None: no tensor was resized."""
     filled: bool = False
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the load."""
+        """Keyword arguments of the load."""
         return self.loading._arguments | {"resized": self.resized}
 
 
 def note(model: nn.Module, built: Built, register: Callable[[nn.Module, Built], None]) -> None:
-    """Calls `register(model, built)`, and guards the model, and deep copies of it, which are
-    registered as well."""
+    """Calls `register(model, built)` and guards the model. A deep copy of it is registered and
+    guarded as well."""
     named = model.named_parameters(remove_duplicate=False)
     built.parameters = {name: (p.dtype, version_of(p)) for name, p in named}
     register(model, built)
@@ -73,8 +73,7 @@ def note(model: nn.Module, built: Built, register: Callable[[nn.Module, Built], 
 
 
 def note_resized(model: nn.Module, built: Built, modules: Collection[nn.Module], how: str) -> None:
-    """Notes that `modules` of the model have other rows than the source. `how`: "mean" or
-    "model"."""
+    """Notes that `modules` of the model were resized. `how`: "mean" or "model"."""
     if built.resized not in (None, how):
         what = "resize_token_embeddings with and without mean_resizing in one model"
         raise refusal("UNSUPPORTED", what)
@@ -88,19 +87,20 @@ def note_resized(model: nn.Module, built: Built, modules: Collection[nn.Module],
 
 
 def guard(module: nn.Module) -> None:
-    drop_hooks(module, _refuse_forward, _refuse_state)  # those that a copy has
+    """Registers hooks that refuse a forward and load_state_dict."""
+    drop_hooks(module, _refuse_forward, _refuse_state)  # a deep copy has them already
     module.register_forward_pre_hook(_refuse_forward)
     module.register_load_state_dict_pre_hook(_refuse_state)
 
 
 def release(module: nn.Module) -> None:
-    """Ends the guards of a module of a model that has its values."""
+    """Removes the guards of a module whose model has its values."""
     drop_hooks(module, _refuse_forward, _refuse_state)
     vars(module).pop("__deepcopy__", None)
 
 
 def _refuse_forward(module: nn.Module, args: Any) -> None:
-    """A hook: without it a forward on meta tensors would return meta tensors, without an error."""
+    """A hook. Without it a forward on meta tensors would silently return meta tensors."""
     for name, parameter in parameters_of(module).items():
         if parameter is not None and parameter.is_meta:
             what = "a forward without values: pass the model to prepare within loading()"
@@ -110,7 +110,7 @@ def _refuse_forward(module: nn.Module, args: Any) -> None:
 def _refuse_state(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
-    """A hook: without it values copied to meta would be lost, without an error."""
+    """A hook. Without it values that are copied to meta tensors would silently be lost."""
     if local_metadata.get("assign_to_params_buffers", False):
         return
     for name, parameter in parameters_of(module).items():
@@ -120,8 +120,8 @@ def _refuse_state(
 
 
 def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) -> None:
-    """Refuses parameters that were written to, or copied, while they had no values. `keys`: by name
-    in the model, the name when it was built."""
+    """Raises `UsageError` if a parameter was written to, or an adapter computed from it, while it
+    had no values. `keys`: from `keys_of`."""
     for name, member in structure.members.items():
         if not isinstance(member.tensor, nn.Parameter) or not member.tensor.is_meta:
             continue
@@ -146,9 +146,8 @@ def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) 
 
 @contextmanager
 def told_to_users(has_unfilled: Callable[[], bool]) -> Iterator[None]:
-    """Within it an error of torch about tensors without values, while there are models without
-    them, is raised in Modicum's words; and the traceback of an `Error` shows the frames of the
-    script only, so that its one line is what a user reads."""
+    """A context that makes errors readable. If a model has no values, torch's errors about tensors
+    without values become a `UsageError`. Tracebacks of an `Error` show only the script's frames."""
     try:
         yield
     except Error as error:
@@ -176,7 +175,7 @@ def _last_frame(error: BaseException) -> str:
 
 
 def _shorten(error: Error) -> None:
-    """Drops the frames of frameworks, and what the error was raised while handling."""
+    """Removes frames of frameworks from the traceback, and hides the error's context."""
     error.__suppress_context__ = error.__cause__ is None
     at = error.__traceback__
     while at is not None:

@@ -1,4 +1,4 @@
-"""`convert`: a checkpoint directory of DeepSpeed's ZeRO as a step."""
+"""`convert`: writes a checkpoint directory of DeepSpeed's ZeRO as a step (a saved checkpoint)."""
 
 import json
 import os
@@ -27,9 +27,9 @@ Source = str | os.PathLike[str]
 _FORMATS = ("fp32", "fp32-split")
 _SPLIT = {row["name"] for row in _modicum.state_formats() if row["master_low"] is not None}
 _WINDOW = 1 << 20
-"""Elements that are converted at once."""
+"""How many elements are converted at once."""
 _SEED = 0
-"""AdamW's default; these formats draw no random bits."""
+"""The default seed of AdamW. These formats draw no random bits."""
 
 
 def convert(
@@ -38,35 +38,39 @@ def convert(
     dtype: torch.dtype | None = None, shard_size: Size | None = None,
     ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
 ) -> Saved:  # fmt: skip
-    """Writes a checkpoint directory of DeepSpeed's ZeRO-1, -2 or -3 as a step: the model as Hugging
-    Face files under the names of its state dict, and the optimizer's state as that of
+    """Converts a checkpoint directory of DeepSpeed's ZeRO-1, -2 or -3 to a step: the model as
+    Hugging Face files under the names of its state dict, and the optimizer's state in the form of
     `modicum.torch.AdamW`.
 
-    In one process, through staging: no tensor is held as a whole, and DeepSpeed is not needed. The
-    trained weights come from DeepSpeed's float32 masters, bit by bit. No pickle is executed: they
-    are read as data, and a name that neither torch nor DeepSpeed writes there is refused. What a
-    program has added, and the state of schedulers and loss scalers, is left out and reported.
+    Runs in one process and streams through staging: no complete tensor is in memory, and DeepSpeed
+    need not be installed. Trained weights are made from DeepSpeed's float32 masters. No pickle is
+    executed: pickles are read as data, and a name that neither torch nor DeepSpeed writes there is
+    refused. A program's own entries, and the state of schedulers and loss scalers, are left out and
+    reported.
 
     Args:
-        directory: of `save_checkpoint`, whose `latest` names the step, or one step in it.
+        directory: a directory of `save_checkpoint`, whose file `latest` names the newest
+            global_step directory; or one global_step directory.
         root: the directory of all steps.
         step: the new step's number; None: DeepSpeed's `global_steps`.
-        source: a checkpoint of the model, whose files, config and tokenizer the step gets.
-        state_format: of the AdamW that will resume the step, "fp32" or "fp32-split", with the
-            seed 0; `modicum reshard` writes others. None: the weights alone.
-        dtype: of all tensors that can be cast; None: as trained. The masters of a bfloat16 or
-            float16 weight are in the state.
+        source: a checkpoint of the model, whose division into files, config and tokenizer the step
+            gets.
+        state_format: "fp32" or "fp32-split": the format of the `modicum.torch.AdamW`, with seed 0,
+            that will resume the step; `modicum reshard` converts to others. None: only weights.
+        dtype: the dtype of all tensors that can be cast; None: as trained. The state has the
+            masters of bfloat16 and float16 weights.
         shard_size, ledger, budget, staging: as for `save`.
 
     Returns:
-        As `save`. `left_out` has also the names of what DeepSpeed's files hold besides.
+        The report, as from `save`. Its `left_out` also has the keys of DeepSpeed's files that were
+        not converted.
 
     Raises:
-        IntegrityError: the file of a rank is missing, or is of another step.
-        FormatError: DeepSpeed has not written it, has written it in another form than its version
-            0.19 does, or it is damaged.
-        UsageError: experts that DeepSpeed distributes, tensor-parallel ranks, the state of another
-            optimizer than Adam, masters that are not float32.
+        IntegrityError: a rank's file is missing or does not belong to the others.
+        FormatError: a file was not written by DeepSpeed, is damaged, or differs in form from those
+            of version 0.19.
+        UsageError: the checkpoint has experts or tensor-parallel ranks, another optimizer than
+            Adam, or masters that are not float32.
         BudgetError, IoError: as for `save`.
     """
     if state_format not in (None, *_FORMATS):
@@ -98,8 +102,8 @@ def convert(
 
 
 def _weight(name: str, of: ZeroTensor, form: Form) -> str:
-    """The dtype that a tensor is read as. Others than trained ones are cast when they are
-    written."""
+    """The dtype in which a tensor is read. Trained ones are read in the dtype of the step; the save
+    casts all others."""
     dtype = of.dtype if form.dtype is None or not of.is_trained else dtype_name(form.dtype)
     if of.is_trained and dtype not in FLOATS:
         expected = ", ".join(sorted(FLOATS))
@@ -110,7 +114,7 @@ def _weight(name: str, of: ZeroTensor, form: Form) -> str:
 # ---- elements
 
 Make = Callable[[torch.Tensor], torch.Tensor]
-"""Elements of float32 in another form."""
+"""Converts float32 elements."""
 
 
 def _upper(values: torch.Tensor) -> torch.Tensor:
@@ -119,21 +123,21 @@ def _upper(values: torch.Tensor) -> torch.Tensor:
 
 
 def _lower(values: torch.Tensor) -> torch.Tensor:
-    """The lower halves: int16."""
+    """The lower halves of split masters: int16."""
     return values.view(torch.int32).to(torch.int16)
 
 
 @dataclass(frozen=True)
 class _Plane:
-    """A tensor to be written."""
+    """A tensor to write."""
 
     cut: Cut
     dtype: str
     make: Make | None = None
-    """None: the bytes of the cut."""
+    """None: the elements of the cut are written unchanged."""
 
     def read(self, first: int, view: memoryview) -> None:
-        """Fills `view` with the elements from `first` on."""
+        """Fills `view` with elements, beginning at `first`."""
         if self.make is None:
             return self.cut.read(first, view)
         into = torch.frombuffer(view, dtype=getattr(torch, self.dtype))
@@ -152,7 +156,7 @@ def _reader(planes: Mapping[str, _Plane]) -> Read:
 def _weights_of(
     opened: ZeroDirectory, dtypes: Mapping[str, str], formats: Mapping[str, str]
 ) -> Read:
-    """The model's tensors. A weight is its master, rounded, or the upper half of it."""
+    """Reads the model's tensors. A trained weight is the rounded master, or its upper half."""
     planes = {}
     for name, of in opened.tensors.items():
         dtype = dtypes[name]
@@ -181,7 +185,7 @@ def _state_of(
     asked: str,
     form: Form,
 ) -> TensorsWriting:
-    """The planes of AdamW. `formats`: of each trained parameter."""
+    """The planes of AdamW to write. `formats`: the state format of each trained parameter."""
     planes: dict[str, _Plane] = {}
     for name, of_format in formats.items():
         cuts = opened.tensors[name].planes
@@ -203,6 +207,6 @@ def _state_of(
 
 
 def _groups_of(opened: ZeroDirectory) -> str:
-    """optimizer/groups.json."""
+    """The text of optimizer/groups.json."""
     groups = [{"params": of.names, "options": of.options} for of in opened.groups]
     return json.dumps({"optimizer": "AdamW", "groups": groups})

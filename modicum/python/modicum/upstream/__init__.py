@@ -1,1 +1,1 @@
-"""The private names of other packages that Modicum uses, with checks of their behaviour."""
+"""Private names of other packages that Modicum uses, with checks of their behaviour."""

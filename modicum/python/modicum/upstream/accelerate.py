@@ -1,5 +1,4 @@
-"""accelerate: how `Accelerator.prepare` shards a model by FSDP2. Imported only where a function
-needs it."""
+"""accelerate: how `Accelerator.prepare` shards a model by FSDP2. Only functions here import it."""
 
 import dataclasses
 import inspect
@@ -15,8 +14,8 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def replace_prepare(stack: ExitStack, prepare: Wrapper, shard: Wrapper, place: Wrapper) -> None:
-    """Until `stack` ends, wraps `Accelerator.prepare` by `prepare`, `prepare_model` by `place`, and
-    the function that shards a model, called with (accelerator, model), by `shard`."""
+    """Until `stack` ends, wraps `Accelerator.prepare` by `prepare`, `Accelerator.prepare_model` by
+    `place`, and `fsdp2_prepare_model(accelerator, model)`, which shards a model, by `shard`."""
     from accelerate import accelerator
 
     cls = accelerator.Accelerator
@@ -26,7 +25,7 @@ def replace_prepare(stack: ExitStack, prepare: Wrapper, shard: Wrapper, place: W
 
 
 def require_fsdp2_if_set() -> None:
-    """As `require_fsdp2`, if accelerate is configured already."""
+    """Calls `require_fsdp2` if accelerate is configured already."""
     from accelerate.state import AcceleratorState
 
     if AcceleratorState._shared_state:
@@ -34,7 +33,7 @@ def require_fsdp2_if_set() -> None:
 
 
 def require_fsdp2(state: Any) -> None:
-    """`UsageError` unless accelerate runs FSDP2: nothing else would fill an empty model."""
+    """Raises `UsageError` unless accelerate runs FSDP2: only then an empty model is filled."""
     if state.is_fsdp2:
         return
     kind = getattr(state.distributed_type, "value", str(state.distributed_type))
@@ -47,7 +46,7 @@ def require_fsdp2(state: Any) -> None:
     raise refusal("UNSUPPORTED", what, expected=expected, got=f"distributed_type {kind}")
 
 
-# ---- known facts (that prepare calls fsdp2_prepare_model can be checked only during the call)
+# ---- known facts (whether prepare calls fsdp2_prepare_model is checked only during the call)
 
 
 def _shards_by_function() -> bool:

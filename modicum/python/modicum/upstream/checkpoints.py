@@ -1,5 +1,5 @@
-"""accelerate and Trainer: how a script saves its checkpoints and finds them again. Neither is
-imported before a function needs it, and Trainer not at all."""
+"""accelerate and Trainer: how a script saves its checkpoints and finds them again. Only functions
+import accelerate; Trainer is never imported here."""
 
 import functools
 import inspect
@@ -24,7 +24,7 @@ _DUMMY = "model.safetensors"
 
 def replace_functions(stack: ExitStack, wraps: Mapping[str, Wrapper]) -> None:
     """Until `stack` ends, wraps functions of accelerate's FSDP checkpoints by name, in accelerate
-    and wherever they were imported to, as in transformers' trainer."""
+    and in every module that has imported them, such as transformers' trainer."""
     from accelerate.utils import fsdp_utils
 
     for name, wrap in wraps.items():
@@ -48,8 +48,8 @@ def has_trainer() -> bool:
 def replace_trainer(
     stack: ExitStack, methods: Mapping[str, Wrapper], functions: Mapping[str, Wrapper]
 ) -> None:
-    """Until `stack` ends, wraps methods of Trainer by name, and functions that it finds and removes
-    checkpoints by. Trainer must have been imported."""
+    """Until `stack` ends, wraps methods of Trainer by name, and the functions with which it finds
+    and removes checkpoints. Trainer must have been imported."""
     KNOWN_TRAINER.require()
     trainer = sys.modules[_TRAINER]
     for name, wrap in methods.items():
@@ -60,7 +60,7 @@ def replace_trainer(
 
 
 def replace_reading_of_state(stack: ExitStack, check: Callable[[Path], None]) -> None:
-    """Until `stack` ends, calls `check` with a checkpoint's directory before Trainer reads its own
+    """Until `stack` ends, calls `check` with a checkpoint's directory before Trainer reads its
     state there."""
     cls = sys.modules[_TRAINER].TrainerState
     load = cls.load_from_json.__func__
@@ -74,7 +74,7 @@ def replace_reading_of_state(stack: ExitStack, check: Callable[[Path], None]) ->
 
 
 def arguments(function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-    """Those of a call, by name, with the function's defaults."""
+    """The arguments of a call by name, including the function's defaults."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments
@@ -89,24 +89,24 @@ def models_of(accelerator: Any) -> list[Any]:
 
 
 def folder_of(model_index: int) -> str:
-    """The subdirectory of a further model: a name that Trainer and accelerate would give it."""
+    """The subdirectory of a model after the first one, as Trainer and accelerate name it."""
     return f"pytorch_model_fsdp_{model_index}"
 
 
 def bare(model: Any) -> Any:
-    """The module in `torch.compile`'s wrapper."""
+    """The module without `torch.compile`'s wrapper."""
     while hasattr(model, "_orig_mod"):
         model = model._orig_mod
     return model
 
 
 def wrapped(optimizer: Any) -> Any:
-    """The optimizer in accelerate's wrapper."""
+    """The optimizer without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether PEFT's adapters are in the model, in its wrapper or in the model itself."""
+    """Whether the model has adapters of PEFT, with or without PEFT's wrapper."""
     modules = sys.modules.get("peft.tuners.tuners_utils")
     if modules is None:
         return False
@@ -114,7 +114,7 @@ def has_adapters(model: Any) -> bool:
 
 
 def next_directory(accelerator: Any) -> Path | None:
-    """The directory that `save_state` would choose itself; None if it is told by the caller."""
+    """The directory that `save_state` would choose itself; None if the caller passes one."""
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None
     return Path(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
@@ -122,7 +122,8 @@ def next_directory(accelerator: Any) -> Path | None:
 
 @contextmanager
 def named_by_caller(accelerator: Any) -> Iterator[None]:
-    """Within it `save_state` writes to the directory that it is given, and removes none."""
+    """A context in which `save_state` writes to the directory that is passed to it, and removes no
+    checkpoints."""
     project = accelerator.project_configuration
     with ExitStack() as stack:
         replace(stack, project, "automatic_checkpoint_naming", False)
@@ -147,7 +148,7 @@ def nothing_amiss() -> Any:
 
 
 def save_config(model: Any, directory: Path) -> None:
-    """What `save_pretrained` writes besides weights: config, generation config, custom code."""
+    """Writes config, generation config and custom code as `save_pretrained` does; no weights."""
     with _without_bars():
         model.save_pretrained(directory, state_dict={}, is_main_process=True)
     _remove_dummy(directory)
@@ -155,7 +156,7 @@ def save_config(model: Any, directory: Path) -> None:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """transformers would draw one for no weights."""
+    """A context without the progress bars that transformers draws even for no weights."""
     from transformers.utils import logging
 
     before = logging.set_tqdm_hook(lambda bar, args, how: bar(*args, **how | {"disable": True}))
@@ -166,7 +167,7 @@ def _without_bars() -> Iterator[None]:
 
 
 def _remove_dummy(directory: Path) -> None:
-    """Of no tensors: transformers writes one if it is given none."""
+    """Removes the file without tensors that transformers writes for an empty state dict."""
     (directory / _DUMMY).unlink(missing_ok=True)
 
 
@@ -174,18 +175,18 @@ def _remove_dummy(directory: Path) -> None:
 
 
 def checkpoint_of(trainer: Any, trial: Any) -> Path:
-    """The directory of the checkpoint that it saves now."""
+    """The directory of the checkpoint that the trainer would save now."""
     prefix = sys.modules[_TRAINER].PREFIX_CHECKPOINT_DIR
     return Path(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")
 
 
 def saves_as_usual(trainer: Any) -> bool:
-    """Whether the trainer's class does not redefine how a model is saved."""
+    """Whether the trainer's class saves models by Trainer's own method."""
     return type(trainer)._save is sys.modules[_TRAINER].Trainer._save
 
 
 def save_companions(trainer: Any, directory: Path) -> None:
-    """Config, tokenizer and arguments of the training, without weights; on ranks that save."""
+    """Writes config, tokenizer and training arguments, without weights, on ranks that save."""
     with _without_bars():
         trainer._save(str(directory), state_dict={})
     if trainer.args.should_save:
@@ -195,13 +196,13 @@ def save_companions(trainer: Any, directory: Path) -> None:
 def replace_push(
     stack: ExitStack, trainer: Any, defer: Callable[[Callable[[], Any]], None]
 ) -> None:
-    """Until `stack` ends, the upload of a checkpoint is passed to `defer` instead."""
+    """Until `stack` ends, an upload of a checkpoint is not run, but passed to `defer`."""
     push = trainer._push_from_checkpoint
     replace(stack, trainer, "_push_from_checkpoint", lambda folder: defer(lambda: push(folder)))
 
 
 def push_model(trainer: Any) -> None:
-    """As `save_model` does if the user calls it."""
+    """Uploads the model, as `save_model` does if the user calls it."""
     trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
 
@@ -277,7 +278,8 @@ def _trainer_finds_by_number() -> bool:
 
 
 def last_of(paths: Sequence[Path], accepts: Callable[[Path], bool]) -> str | None:
-    """As `get_last_checkpoint`: the newest of Trainer's checkpoints that `accepts` is true of."""
+    """The newest of Trainer's checkpoints for which `accepts` is true, in the form of
+    `get_last_checkpoint`."""
     own = (path for path in reversed(paths) if _NUMBERED.fullmatch(path.name))
     return next((str(path) for path in own if accepts(path)), None)
 

@@ -1,5 +1,5 @@
-"""The checkpoint directories of DeepSpeed's ZeRO, as of 0.19.8: names of files, and the names that
-their pickles may hold."""
+"""Checkpoint directories of DeepSpeed's ZeRO, version 0.19.8: names of files, and the names that
+their pickles may contain."""
 
 import re
 
@@ -12,7 +12,7 @@ EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_.*\.pt|expp_rank_\d+_.*\.pt
 
 STAGE = "deepspeed.runtime.zero.config ZeroStageEnum"
 STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
-"""By the names of its members."""
+"""The stages by the names of the enum's members."""
 PICKLED = frozenset(
     (
         STAGE,
@@ -28,10 +28,10 @@ MASTERS = {
     1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups",
     3: "fp32_flat_groups",
 }  # fmt: skip
-"""By stage: the key of a rank's masters."""
+"""The key of a rank's masters, by stage."""
 
 BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
-"""By stage: the key of the state that the optimizer itself has."""
+"""The key of the inner optimizer's own state, by stage."""
 
 MODEL_KEYS = frozenset(
     (
@@ -40,4 +40,4 @@ MODEL_KEYS = frozenset(
         "ds_version", "optimizer",
     )
 )  # fmt: skip
-"""What DeepSpeed writes into the model's file to restore the model."""
+"""The keys that DeepSpeed itself writes into the model's file."""

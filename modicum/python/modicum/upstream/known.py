@@ -1,4 +1,4 @@
-"""Facts about another package that Modicum relies on, each with a check of its behaviour."""
+"""Facts about other packages on which Modicum relies, each with a check of the behaviour."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from importlib import import_module
 from modicum.errors import refusal
 
 TORCH_TESTED = ("2.13.0", "2.15.0")
-"""The versions of torch that the tests have run with; the files about torch share it."""
+"""The versions of torch with which the tests have run, for all files about torch."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """The facts about one package that a file of this room relies on."""
+    """The facts about one package on which a file of this room relies."""
 
     package: str
     tested: tuple[str, ...]
-    """The versions that the tests have run with. Others are accepted if every fact holds."""
+    """The versions with which the tests have run. Others are accepted if every fact holds."""
     facts: Mapping[str, Callable[[], bool]]
-    """By statement: a check whether the installed package behaves so, which may raise anything."""
+    """For each statement a check whether it is true for the installed package; it may raise."""
 
     def mismatch(self) -> str:
-        """The first fact that does not hold, in one line with the installed version; else ''."""
+        """The first fact that does not hold, in one line with the installed version; or empty."""
         for fact, holds in self.facts.items():
             try:
                 why = "" if holds() else "it does not"
@@ -33,7 +33,7 @@ class Known:
         return ""
 
     def require(self) -> None:
-        """UNSUPPORTED if a fact does not hold."""
+        """Raises UNSUPPORTED if a fact does not hold."""
         if reason := self.mismatch():
             expected = f"{self.package} {' or '.join(self.tested)}"
             what = "this version behaves differently from those that are supported"

@@ -17,8 +17,8 @@ def replace(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 
 def replace_everywhere(stack: ExitStack, name: str, original: Any, value: Any) -> None:
-    """Until `stack` ends, every module that has `original` under this name has `value`; afterwards
-    also the modules that were imported meanwhile have `original`."""
+    """Until `stack` ends, every module that has `original` under this name has `value`. Afterwards
+    all have `original`, including modules that have imported `value` in between."""
     for module in _modules_with(name, original):
         setattr(module, name, value)
 

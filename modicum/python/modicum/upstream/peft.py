@@ -1,4 +1,4 @@
-"""PEFT: how it puts adapters around the layers of a model."""
+"""PEFT: how it wraps the layers of a model in adapters."""
 
 import functools
 import sys
@@ -15,13 +15,13 @@ from modicum.upstream.patching import replace
 from modicum.upstream.torch_core import parameters_of
 
 _FROM_BASE = ("pissa", "olora", "corda", "loftq", "mica", "lora_ga")
-"""Values of `init_lora_weights`, or how they begin, that need the base's values."""
+"""Prefixes of the values of `init_lora_weights` that need the base model's values."""
 
 
 def with_real_adapters(stack: ExitStack) -> bool:
-    """Until `stack` ends, adapters that PEFT puts around a layer on meta keep their values; PEFT
-    would move them to meta. False if PEFT was not imported by the program; it is not imported here.
-    `UsageError` if PEFT behaves differently."""
+    """Until `stack` ends, adapters of layers on meta keep their values, which PEFT would move to
+    meta. Returns False, and changes nothing, if the program has not imported PEFT. Raises
+    `UsageError` if PEFT differs from the tested versions."""
     if "peft.tuners.tuners_utils" not in sys.modules:
         return False
     KNOWN.require()
@@ -44,7 +44,8 @@ def _replace(stack: ExitStack) -> None:
     @functools.wraps(move)
     def _move_adapter_to_device_of_base_layer(self: Any, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as meanwhile:
-            if any(buffer.is_meta for buffer in self.buffers()):  # stay: rows of the embedding
+            # The buffers on meta are original rows of the embedding: they stay there.
+            if any(buffer.is_meta for buffer in self.buffers()):
                 replace(meanwhile, self, "other_param_names", ())
             move(self, *args, **kwargs)
 
@@ -70,7 +71,7 @@ def _replace(stack: ExitStack) -> None:
 
     @functools.wraps(update)
     def update_layer(self: Any, *, base_layer: Any, lora_A: Any, lora_B: Any, **how: Any) -> None:
-        """The magnitude is on meta if the weight is: it is computed when the weight is loaded."""
+        """Puts the magnitude on meta if the weight is: the load computes it from the weight."""
         if base_layer.weight.is_meta:
             lora_A, lora_B = lora_A.to("meta"), lora_B.to("meta")
         update(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, **how)
@@ -83,7 +84,7 @@ def _replace(stack: ExitStack) -> None:
 
 
 def _refuse_from_base(model: nn.Module, config: Any) -> None:
-    """Refuses initialisations that need values of the base, if it has none yet."""
+    """Raises `UsageError` if the initialisation needs the base's values, which are on meta."""
     how = getattr(config, "init_lora_weights", None)
     if not (isinstance(how, str) and how.lower().startswith(_FROM_BASE)):
         return
@@ -96,7 +97,7 @@ def _refuse_from_base(model: nn.Module, config: Any) -> None:
 def _take_values(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
-    """A hook: gives memory to adapters on meta that a state dict holds."""
+    """A hook: gives memory to adapters on meta for which a state dict has values."""
     if local_metadata.get("assign_to_params_buffers", False):
         return
     own = parameters_of(module)
@@ -112,7 +113,7 @@ def _is_meta(device: Any) -> bool:
 
 @contextmanager
 def _staying(module: nn.Module) -> Iterator[None]:
-    """Within the context, `to` does not move `module` and the modules in it to meta."""
+    """A context in which `to` does not move `module` and its submodules to meta."""
     with ExitStack() as stack:
         for one in module.modules():
             replace(stack, one, "to", _never_to_meta(one))
@@ -134,7 +135,7 @@ def _never_to_meta(module: nn.Module) -> Any:
 
 
 def _adapters_stay_real() -> bool:
-    """Checked on a model of one layer on meta, which gets an adapter."""
+    """Adds an adapter to a model of one layer on meta."""
     import peft
 
     model = nn.Sequential(nn.Linear(1, 1, device="meta"))

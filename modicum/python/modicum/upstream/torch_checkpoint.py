@@ -1,14 +1,14 @@
-"""torch.distributed.checkpoint's files, as of torch 2.13: the names that their pickles may hold."""
+"""Files of torch.distributed.checkpoint, torch 2.13: the names that their pickles may contain."""
 
 METADATA = "torch.distributed.checkpoint.metadata"
 STORAGE_INFO = "torch.distributed.checkpoint.filesystem _StorageInfo"
 REBUILD_TENSOR = "torch._utils _rebuild_tensor_v2"
 REBUILD_TYPED = "torch._tensor _rebuild_from_type_v2"
-"""Of a tensor with attributes: its function, class, arguments and attributes."""
+"""Rebuilds a tensor with attributes from (function, class, arguments, attributes)."""
 ORDERED_DICT = "collections OrderedDict"
 LAYOUT = "torch.serialization _get_layout"
 GETATTR = frozenset(("builtins getattr", "__builtin__ getattr"))
-"""From Python 3.11.0 to 3.11.2 a member of an enumeration is pickled as `getattr` of its class."""
+"""Python 3.11.0 to 3.11.2 pickles an enum member as `getattr(class, name)`."""
 MEMORY_FORMAT = f"{METADATA} _MEM_FORMAT_ENCODING"
 
 PICKLED = frozenset(
@@ -32,4 +32,4 @@ STORAGES = {
     "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
     "BoolStorage": "bool",
 }  # fmt: skip
-"""The classes of torch's typed storages, by the dtype of their elements."""
+"""The dtype of the elements, by the class of torch's typed storages."""

@@ -1,7 +1,7 @@
 """torch's tensors, modules and optimizers: their private attributes, and accessors for them.
 
-Only the checks import torch: `modicum.memory` and `modicum.recipes` use the accessors on objects of
-their callers, and need no torch.
+Only the checks import torch: `modicum.memory` and `modicum.recipes` apply the accessors to objects
+of their callers, and need no torch.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 from modicum.upstream.known import TORCH_TESTED, Known
 
 RESETS = ("reset_parameters", "_reset_parameters")
-"""The methods that initialise torch's own modules; MultiheadAttention and Transformer have the
+"""The methods that initialise torch's own modules. MultiheadAttention and Transformer have the
 second one."""
 
 
@@ -24,18 +24,18 @@ def local_of(tensor: Any) -> Any:
 
 
 def version_of(tensor: Any) -> int:
-    """A counter that grows with each write in place through torch. `RuntimeError` for an inference
-    tensor."""
+    """A counter that grows with each in-place write through torch. Raises RuntimeError for an
+    inference tensor."""
     return tensor._version
 
 
 def use_count(tensor: Any) -> int:
-    """The number of references to the tensor: one from Python, and those from autograd graphs."""
+    """The number of references to the tensor: 1 for Python, plus one per autograd graph."""
     return tensor._use_count()
 
 
 def storage_id(tensor: Any) -> int:
-    """Identifies the storage of a tensor as long as it is alive."""
+    """A number that identifies a tensor's storage as long as the storage exists."""
     return tensor.untyped_storage()._cdata
 
 
@@ -50,19 +50,19 @@ def carry_hooks(source: Any, target: Any) -> None:
 
 
 def parameters_of(module: Any) -> dict[str, Any]:
-    """A module's own parameters by attribute; None for one registered without a tensor. It is the
-    module's dictionary: entries set here bypass torch's registration hooks. Empty before the
+    """A module's own parameters by attribute; None for one registered without a tensor. Returns the
+    module's own dictionary: setting entries bypasses torch's registration hooks. Empty before the
     module's constructor has run."""
     return vars(module).get("_parameters", {})
 
 
 def buffers_of(module: Any) -> dict[str, Any]:
-    """As `parameters_of`, for buffers."""
+    """The same for buffers."""
     return module._buffers
 
 
 def children_of(module: Any) -> dict[str, Any]:
-    """As `parameters_of`, for modules; a shared one under each of its names."""
+    """The same for submodules; a shared one has an entry for each name."""
     return vars(module).get("_modules", {})
 
 
@@ -72,7 +72,7 @@ def is_persistent(module: Any, attribute: str) -> bool:
 
 
 def clone_of(module: Any, kind: type, **registered: dict[str, Any]) -> Any:
-    """A module of class `kind` with the attributes of `module`, except these `parameters`,
+    """A module of class `kind` with the attributes of `module`, but with the given `parameters`,
     `buffers` and `modules`. Attributes set on the clone are not set on the module."""
     clone: Any = object.__new__(kind)
     vars(clone).update(vars(module))
@@ -81,8 +81,8 @@ def clone_of(module: Any, kind: type, **registered: dict[str, Any]) -> Any:
 
 
 def drop_hooks(module: Any, *hooks: Callable[..., Any]) -> None:
-    """Removes forward pre-hooks and load_state_dict pre-hooks by function, since a deep copy of a
-    module has the original's hooks but no handles to them."""
+    """Removes forward pre-hooks and load_state_dict pre-hooks by their functions: a deep copy of a
+    module has the original's hooks, but there are no handles to them."""
     for of_module in (module._forward_pre_hooks, module._load_state_dict_pre_hooks):
         for key, one in list(of_module.items()):
             if getattr(one, "hook", one) in hooks:
@@ -101,8 +101,7 @@ def not_compiled(function: Any) -> Any:
 
 
 def load_hooks(optimizer: Any) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """The hooks of `register_load_state_dict_pre_hook` and `register_load_state_dict_post_hook`,
-    each in the order of registration."""
+    """(load_state_dict pre-hooks, load_state_dict post-hooks), in the order of registration."""
     before = optimizer._optimizer_load_state_dict_pre_hooks
     after = optimizer._optimizer_load_state_dict_post_hooks
     return [*before.values()], [*after.values()]
@@ -223,8 +222,8 @@ KNOWN = Known(
 
 @functools.cache
 def require_known() -> None:
-    """`UsageError` if the installed torch contradicts `KNOWN`, here or in torch_dispatch. Checked
-    once per process, which takes milliseconds."""
+    """Raises `UsageError` if the installed torch contradicts `KNOWN`, here or in torch_dispatch.
+    Checks it once per process, in milliseconds."""
     from modicum.upstream import torch_dispatch
 
     KNOWN.require()

@@ -1,6 +1,6 @@
 """torch's dispatcher: modes, schemas of operators, and tensors without memory.
 
-A name that another torch lacks fails the import.
+With a torch that lacks one of these names the import fails.
 """
 
 import threading
@@ -34,8 +34,7 @@ TO_COPY = torch.ops.aten._to_copy
 LOCAL_SCALAR = torch.ops.aten._local_scalar_dense.default
 """The operator behind `Tensor.item`."""
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
-"""As `__torch_function__` it disables torch functions, for a subclass with
-`__torch_dispatch__` only."""
+"""The `__torch_function__` of a subclass that has only `__torch_dispatch__`."""
 
 # fmt: off
 METADATA = frozenset([
@@ -53,7 +52,7 @@ METADATA = frozenset([
 
 
 def arguments_of(operator: Any) -> Any:
-    """The arguments in an operator's schema: `name`, `alias_info`, `is_out`."""
+    """The arguments in an operator's schema, with attributes `name`, `alias_info` and `is_out`."""
     return operator._schema.arguments
 
 
@@ -89,8 +88,8 @@ def is_dispatching(kind: type[TorchDispatchMode]) -> bool:
 
 
 def push_lowest(mode: TorchFunctionMode) -> None:
-    """Activates a function mode on this thread below the active ones, whose contexts pop them; no
-    effect if one of its class is active."""
+    """Activates a function mode on this thread below the active ones, so that their contexts can
+    still pop them. No effect if a mode of its class is active."""
     if any(isinstance(one, type(mode)) for one in _get_current_function_mode_stack()):
         return
     modes = [_pop_mode() for _ in range(_len_torch_function_stack())]

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from modicum.errors import refusal
 
-# Gloo chooses the connection of a message by tag modulo their number. This tag has the connection
-# of tag 0 for up to ten network interfaces (5040 is divisible by 1 to 10), and no message uses it.
-# Tested with the Gloo of torch 2.13.0 and 2.15.0.
+# A tag that no message uses. Gloo sends a message on connection (tag modulo number of connections):
+# for up to ten network interfaces this is the connection of tag 0, since 5040 is divisible by 1 to
+# 10. Tested with the Gloo of torch 2.13.0 and 2.15.0.
 _UNSENT_TAG = 5040
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -20,7 +20,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 def default_store() -> Any:
-    """The store of the default process group; UNSUPPORTED if it has none that can be cloned."""
+    """The store of the default process group. Raises UNSUPPORTED if it can't be cloned."""
     find = getattr(dist.distributed_c10d, "_get_default_store", None)
     store = find() if find is not None else None
     if store is None or not hasattr(store, "clone"):
@@ -29,25 +29,25 @@ def default_store() -> Any:
     return store
 
 
-# ---- DTensor, imported only for a caller that has one
+# ---- DTensor, imported only if a caller has one
 
 
 def strided_shard() -> type:
-    """The placement class of a dim that FSDP2 shards after another mesh axis has sharded it."""
+    """The placement class of a tensor dim that FSDP2 shards after another mesh axis has."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
 
 
 def shard_order(tensor: Any) -> tuple[Any, ...]:
-    """Entries of a `tensor_dim` and the `mesh_dims` that cut it, in the order of the cuts. Empty
-    before torch 2.15, and if a placement is strided."""
+    """For each tensor dim an entry with `tensor_dim` and the `mesh_dims` that cut it, in the order
+    of the cuts. Empty before torch 2.15, or if a placement is strided."""
     return getattr(tensor._spec, "shard_order", None) or ()
 
 
 def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
-    """A DTensor with the mesh, placements and global shape of `tensor`, whose local tensor is
-    `local`, of any dtype. Returns `local` itself if `tensor` is plain."""
+    """A DTensor with the mesh, placements and global shape of `tensor` and with the local tensor
+    `local`, which may have any dtype. Returns `local` itself if `tensor` is no DTensor."""
     spec = getattr(tensor, "_spec", None)
     if spec is None:
         return local
@@ -63,14 +63,14 @@ def dtensor_like(tensor: Any, local: torch.Tensor) -> Any:
 
 
 def require_gloo() -> None:
-    """UNSUPPORTED if torch was built without Gloo."""
+    """Raises UNSUPPORTED if torch was built without Gloo."""
     if not dist.is_gloo_available():
         raise refusal("UNSUPPORTED", f"PyTorch {torch.__version__} was built without Gloo")
 
 
 def break_connections(group: Any) -> None:
-    """Ends a group's connections, which its peers see as an error. Gloo has no call for it, but
-    ends all connections when a wait exceeds its limit."""
+    """Ends a group's connections; its peers get an error. Gloo has no call for this, but ends all
+    connections when a wait exceeds its time limit."""
     peer = 1 if group.rank() == 0 else 0
     never = torch.empty(1, dtype=torch.uint8)
     try:

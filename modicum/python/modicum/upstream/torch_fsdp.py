@@ -1,8 +1,8 @@
-"""FSDP2's parameters: its private fields, and the hand-over of loaded storage to them.
+"""FSDP2's parameters: their private fields, and the hand-over of loaded storage to them.
 
 FSDP2 refers to a parameter's shard twice: by the local tensor of a DTensor Parameter, and by the
-flat, padded buffer that it all-gathers from. The hand-over makes both of them views of the loaded
-storage, so that the first forward pads, copies and pins nothing.
+flat, padded buffer that is its all-gather input. The hand-over makes both of them views of the
+loaded storage, so that the first forward does not pad, copy or pin.
 
     storage          | 0 1 2 3 4 5 | pad |
     local tensor     | 0 1 2 3 4 5 |
@@ -34,11 +34,11 @@ class Managed:
 
     fsdp_param: Any
     unit: int
-    """Index of its parameter group, which is gathered as a whole, in the model."""
+    """Index of its parameter group, which FSDP2 gathers together, in the model."""
     padded_numel: int
-    """Elements of each rank's padded buffer."""
+    """Number of elements of each rank's padded buffer."""
     device: torch.device
-    """The device of its storage; the CPU if it is offloaded."""
+    """The device of its storage: the CPU if it is offloaded."""
     pins: bool
     """Whether the storage must be pinned."""
 
@@ -47,18 +47,18 @@ class Managed:
 
 
 def _groups(modules: Iterable[nn.Module]) -> list[Any]:
-    """FSDP2's parameter groups; each is gathered as a whole."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used
+    """FSDP2's parameter groups, each of which is gathered together."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if it is not imported, it is not used
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return []
     sharded = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
-    # Modules that were sharded together have one state.
+    # Modules that were sharded together share a state.
     states = dict.fromkeys(module._get_fsdp_state() for module in sharded)
     return [group for state in states for group in state._fsdp_param_groups]
 
 
 def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:
-    """As `_groups`. `UsageError` if this torch's FSDP2 behaves differently from the tested ones."""
+    """The result of `_groups`. Raises `UsageError` if FSDP2 differs from the tested versions."""
     try:
         groups = _groups(modules)
         meshes = [group.fsdp_params[0].mesh_info.mesh for group in groups[:1]]
@@ -78,10 +78,10 @@ def _not_known(error: Exception) -> UsageError:
 
 
 def cut_by_fsdp() -> dict[torch.Tensor, Any]:
-    """Every parameter of any model in this process that FSDP2 manages, by identity, with the
-    argument for `shard_ranks`. `UsageError` if this torch does not show them."""
+    """All parameters that FSDP2 manages in this process, of any model, with the argument for
+    `shard_ranks`. Raises `UsageError` if this torch does not expose them."""
     try:
-        # Every live module that `fully_shard` was called on.
+        # All live modules on which `fully_shard` was called.
         from torch.distributed._composable_state import _module_state_mapping
 
         groups = _groups(list(_module_state_mapping))
@@ -91,8 +91,8 @@ def cut_by_fsdp() -> dict[torch.Tensor, Any]:
 
 
 def shard_ranks(fsdp_param: Any) -> tuple[int, ...]:
-    """The ranks that FSDP2 cuts a parameter among, in their order; () if it only replicates it.
-    `UsageError` if this torch does not show them."""
+    """The ranks among which FSDP2 divides a parameter, in their order; () if it only replicates it.
+    Raises `UsageError` if this torch does not expose them."""
     try:
         if fsdp_param.mesh_info.shard_mesh_dim is None:
             return ()
@@ -108,7 +108,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what FSDP2 has gathered, as a forward without a backward leaves it."""
+    """Frees gathered parameters, which a forward without a backward leaves."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -117,10 +117,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
-    """Every parameter of the model that FSDP2 manages, by identity.
+    """All parameters of the model that FSDP2 manages.
 
-    `UsageError` if this torch's FSDP2 behaves differently from the tested ones, for FSDP1, and for
-    parameters that are gathered now or were replaced since `fully_shard`.
+    Raises `UsageError` for FSDP1, if FSDP2 differs from the tested versions, or if a parameter is
+    gathered now or was replaced since `fully_shard`.
     """
     fsdp1 = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
     for name, module in model.named_modules():
@@ -156,8 +156,8 @@ def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, M
 def check_unit_dtypes(
     managed: Mapping[str, Managed], dtype_of: Callable[[str], torch.dtype]
 ) -> None:
-    """Refuses trainable parameters of one unit with several dtypes, which FSDP2 refuses at the
-    first forward. `dtype_of`: from an FQN to the parameter's future dtype."""
+    """Raises `UsageError` if the trainable parameters of a unit have several dtypes, which FSDP2
+    refuses at the first forward. `dtype_of`: returns the future dtype of an FQN."""
     first: dict[int, tuple[str, torch.dtype]] = {}
     for name, of in managed.items():
         if of.fsdp_param.sharded_param.requires_grad:
@@ -174,7 +174,8 @@ def check_unit_dtypes(
 
 
 def check_replaceable(name: str, parameter: nn.Parameter) -> None:
-    """Refuses a parameter whose memory can't be replaced without other references noticing."""
+    """Raises `UsageError` if a parameter's memory can't be replaced: it is lazy, has a gradient, or
+    something else refers to it."""
     local = local_of(parameter)
     if isinstance(parameter, UninitializedTensorMixin):
         raise refusal("UNSUPPORTED", "a lazy parameter has no shape yet", tensor=name)
@@ -201,11 +202,11 @@ def hand_over(
     Args:
         name: its name in errors.
         parameter: on meta; plain or a DTensor.
-        storage: its local elements, row-major: one-dimensional, contiguous, on its future device
-            and of its future dtype. FSDP2's are padded to `managed.padded_numel`.
-        managed: its entry of `fsdp_params`, if it has one.
+        storage: its local elements, row-major, as a one-dimensional contiguous tensor with its
+            future device and dtype; for FSDP2 padded to `managed.padded_numel`.
+        managed: its entry in `fsdp_params`, if there is one.
 
-    `UsageError` as from `check_replaceable`, and for a storage of another size.
+    Raises `UsageError` as `check_replaceable`, or if the storage has another size.
     """
     check_replaceable(name, parameter)
     shape = local_of(parameter).shape
@@ -214,7 +215,7 @@ def hand_over(
         got = str(list(storage.shape))
         raise refusal("MISMATCH", "storage", tensor=name, expected=f"[{numel}]", got=got)
     with torch.no_grad():
-        # FSDP2 pads along dim 0 only, so that the padding is at the end.
+        # FSDP2 pads only along dim 0, so the padding is at the end.
         local = storage[: shape.numel()].view(shape)
         made = dtensor_like(parameter, local)
         made = nn.Parameter(local, requires_grad=False) if made is local else made
@@ -232,7 +233,7 @@ def hand_over(
 
 
 def known(mesh: Any) -> Known:
-    """Facts about FSDP2, checked on a tiny unit over `mesh`, which FSDP2 has sharded a model over.
+    """Facts about FSDP2, checked on a tiny unit over `mesh`, over which FSDP2 has sharded a model.
     Takes about a millisecond, without communication."""
     facts = {
         "FSDPParam takes a storage that is padded, without a copy": partial(_takes_storage, mesh),
@@ -270,7 +271,7 @@ def _takes_storage(mesh: Any) -> bool:
 
 
 def check_pinning(managed: Mapping[str, Managed]) -> None:
-    """Refuses `CPUOffloadPolicy(pin_memory=True)` without CUDA."""
+    """Raises `UsageError` for `CPUOffloadPolicy(pin_memory=True)` without CUDA."""
     if torch.cuda.is_available():
         return
     for name, of in managed.items():
@@ -280,19 +281,19 @@ def check_pinning(managed: Mapping[str, Managed]) -> None:
 
 
 def register(cudart: Any, address: int, nbytes: int) -> None:
-    """Pins memory in place, until `cudaHostUnregister`. `BudgetError` if CUDA refuses."""
+    """Pins memory in place, until `cudaHostUnregister`. Raises `BudgetError` if CUDA refuses."""
     status = int(cudart.cudaHostRegister(address, nbytes, 0))
     if status != 0:
         error = BudgetError(f"NOMEM: {nbytes} bytes were not pinned (CUDA error {status})")
-        error.category, error.code = "NOMEM", 16
+        error.category, error.code = "NOMEM", 16  # the exit code of NOMEM
         raise error
 
 
 def pin(storage: torch.Tensor, cudart: Any = None) -> None:
-    """Pins exactly the memory of `storage`, which it owns alone, until it is freed.
+    """Pins exactly the memory of `storage` until it is freed. No other storage may share it.
 
     torch's own pinned allocator would make a copy, and round each size up to a power of two.
-    `cudart`: CUDA's runtime by default. `BudgetError` if it refuses.
+    `cudart`: by default CUDA's runtime. Raises `BudgetError` if it refuses.
     """
     memory = storage.untyped_storage()
     address, nbytes = memory.data_ptr(), memory.nbytes()
@@ -300,5 +301,5 @@ def pin(storage: torch.Tensor, cudart: Any = None) -> None:
         return
     cudart = cudart or torch.cuda.cudart()
     register(cudart, address, nbytes)
-    # Runs before the memory is freed. At exit the driver unpins.
+    # Runs before the memory is freed. At the process's exit the driver unpins it.
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False

@@ -1,7 +1,7 @@
 """transformers: private names of its models, and how `from_pretrained` builds one.
 
-Neither transformers nor torch is imported before a function needs it: `is_pretrained` is also
-called for models without transformers.
+Only functions import transformers and torch: `is_pretrained` is also called if transformers is not
+installed.
 """
 
 import functools
@@ -25,24 +25,24 @@ IDENTITY = "_IdentityOp"
 
 
 def is_pretrained(module: Any) -> bool:
-    """Whether a module is a model of transformers. Checks its class, since wrappers forward unknown
-    attributes."""
+    """Whether a module is a model of transformers. Checks the class, since instances of wrappers
+    forward unknown attributes."""
     return hasattr(type(module), "base_model_prefix") and hasattr(type(module), "_init_weights")
 
 
 def initialise(model: Any, module: Any) -> None:
-    """Initialises the parameters of `module`, a part of `model` or the model itself."""
+    """Initialises the parameters of `module`, which is `model` or a submodule."""
     model._init_weights(module)
 
 
 def embeddings_of(model: Any) -> list[Any]:
-    """The modules that hold a row for each token: the embedding, and the head if there is one."""
+    """The modules with a row for each token: the embedding, and the head if there is one."""
     found = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [module for module in found if module is not None]
 
 
 def forget_initialised(module: Any) -> None:
-    """Lets `initialize_weights` initialise the module again."""
+    """Removes a mark, so that `initialize_weights` initialises the module again."""
     vars(module).pop("_is_hf_initialized", None)
 
 
@@ -52,7 +52,7 @@ def has_dtype_plan(module: Any) -> bool:
 
 
 def dtype_plan(model: Any, dtype: Any) -> dict[str, Any]:
-    """Patterns of names, each with the dtype of such tensors in a model of `dtype`."""
+    """The dtypes of tensors in a model of `dtype`, by pattern of their names."""
     return model._get_dtype_plan(dtype)
 
 
@@ -62,7 +62,7 @@ def may_be_missing(model: Any) -> list[str]:
 
 
 def may_be_unexpected(model: Any) -> list[str]:
-    """Patterns of names that a checkpoint may have beyond the model's."""
+    """Patterns of names that a checkpoint may have and the model lacks."""
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
@@ -75,20 +75,21 @@ def renames_stored(model: Any) -> bool:
 
 
 class Builder(Protocol):
-    """Replaces the parts of `from_pretrained` and `from_config` that make values."""
+    """What `replace_loading` calls in place of the parts of transformers that make values."""
 
     @property
     def is_exempt(self) -> bool:
-        """Whether models are built without this builder."""
+        """Whether models are now built without this builder."""
 
     is_building: bool
-    """Whether a model is under construction, which may build others as its parts."""
+    """Whether a model is under construction; it may build other models as parts."""
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """The contexts to enter before those in which transformers builds a model."""
 
     def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
-        """Called with a model without values. `given`: the arguments for `check_arguments`."""
+        """Called with a model without values and the files to read. `given`: the arguments of
+        `check_arguments`."""
 
     def made(self, model: Any) -> None:
         """Called with a model without values that `from_config` has built."""
@@ -97,12 +98,13 @@ class Builder(Protocol):
         """Called with a model that was built without this builder."""
 
     def resized(self, model: Any, how: str) -> None:
-        """Called when `resize_token_embeddings` has changed rows of a model without values. `how`:
-        new rows are the "mean" of the others, or made by the "model"."""
+        """Called when `resize_token_embeddings` has resized a model without values. `how`: new rows
+        become the "mean" of the others, or are made by the "model"."""
 
 
 def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
-    """Until `stack` ends, `from_pretrained` of `cls`, a model class, reads no tensor."""
+    """Until `stack` ends, `from_pretrained` of `cls`, a model class, reads no tensor but calls
+    `by`."""
     contexts, from_config = cls.get_init_context.__func__, cls._from_config.__func__
     read, finish = cls._load_pretrained_model, cls._finalize_model_loading
 
@@ -139,7 +141,7 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
         return _nothing_loaded(), None
 
     def _finalize_model_loading(model: Any, load_config: Any, loading_info: Any) -> Any:
-        """Leaves tensors on meta, and reports none as missing yet."""
+        """Leaves tensors on meta, and does not report them as missing."""
         return finish(model, load_config, loading_info) if by.is_exempt else loading_info
 
     _load_pretrained_model.__dict__["builder"] = by
@@ -151,8 +153,8 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
 
 
 def _replace_resizing(stack: ExitStack, cls: Any, by: Builder) -> None:
-    """Replaces `resize_token_embeddings` for tensors on meta, which have no values yet to compute
-    new rows from."""
+    """Replaces `resize_token_embeddings` for tensors on meta: new rows can't be computed yet from
+    their values."""
     resize = cls.resize_token_embeddings
 
     @functools.wraps(resize)
@@ -181,7 +183,7 @@ def _replace_resizing(stack: ExitStack, cls: Any, by: Builder) -> None:
 
 
 def builder(cls: Any) -> Any:
-    """The builder that `replace_loading` has set for `cls`; None outside of it."""
+    """The builder that `replace_loading` has set for `cls`, or None."""
     return getattr(getattr(cls, "_load_pretrained_model", None), "builder", None)
 
 
@@ -200,7 +202,7 @@ def _nothing_loaded() -> Any:
 
 
 def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any) -> None:
-    """Refuses arguments of `from_pretrained` that a load by Modicum would ignore."""
+    """Raises `UsageError` for arguments of `from_pretrained` that Modicum's load would ignore."""
     if expected_keys is not None:
         what = "a directory of adapters: build the base model, then PeftModel.from_pretrained(base)"
         raise refusal("UNSUPPORTED", what)
@@ -229,7 +231,7 @@ def _has_key_mapping(model: Any, config: Any) -> bool:
 
 
 def source_of(files: Sequence[str] | None) -> Path:
-    """The source for `modicum.torch.load` in place of these files of transformers."""
+    """The source for `modicum.torch.load` that has exactly these files of transformers."""
     paths = [Path(file) for file in files or ()]
     odd = next((path.name for path in paths if path.suffix != ".safetensors"), None)
     if odd or not paths:
@@ -279,7 +281,7 @@ class _Noting:
 
 
 def _builds_without_values() -> bool:
-    """Checked on a model of one parameter without files, in some milliseconds."""
+    """Builds a model of one parameter without files, in some milliseconds."""
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel
 

@@ -1,4 +1,4 @@
-"""TRL: the function by which its trainers shard a reference model. TRL is not imported here."""
+"""TRL: the function with which its trainers shard a reference model. TRL is not imported here."""
 
 import importlib
 import sys
@@ -14,13 +14,13 @@ _NAME = "prepare_fsdp"
 def replace_sharding(
     stack: ExitStack, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
-    """Until `stack` ends, wraps `prepare_fsdp(model, accelerator)` in the modules of TRL, also in
-    those that it imports later. Nothing happens before the program has imported TRL; may be called
-    again."""
+    """Until `stack` ends, wraps `prepare_fsdp(model, accelerator)` in all modules of TRL, including
+    those that are imported later. Does nothing if the program has not imported TRL. May be called
+    repeatedly."""
     if "trl" not in sys.modules:
         return
     try:
-        # TRL imports its modules when they are first used: the trainer's may be yet to come.
+        # TRL imports its modules at their first use: the trainer's module may come later.
         utils = importlib.import_module("trl.models.utils")
     except ImportError:
         return

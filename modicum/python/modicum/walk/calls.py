@@ -39,16 +39,17 @@ def make_plan(
         layout: from `make_layout`.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
         ranks_per_node: None: all ranks are on one node.
-        given: names of the targets that `load(into=...)` writes to the caller's memory.
-        staging: bytes per rank, committed up front; None: 8 MiB, less if the budget requires it.
+        given: names of the targets that `load(into=...)` reads into the caller's memory.
+        staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires
+            it.
         baseline: bytes that a rank process holds before the load; None: 2 MiB.
         budget: host memory per node, bytes or "1.5GiB"; None: not checked.
-        fork: how forked children see the shards: "excluded" (not mapped: an access is SIGSEGV),
-            "shared" (live values) or "inherited" (copies, which the promise includes).
+        fork: how forked children see the shards: "excluded" (not mapped: an access raises SIGSEGV),
+            "shared" (the same memory) or "inherited" (copies, which the promise includes).
 
     Raises:
-        BudgetError: the plan exceeds the budget; has the shortfall and the bytes by purpose.
-        UsageError: `given` names no target.
+        BudgetError: the plan exceeds the budget; it has the shortfall and the bytes by purpose.
+        UsageError: a name in `given` is not a target.
     """
     wanted = set(given)
     return _modicum.make_plan(
@@ -65,7 +66,7 @@ def make_plan(
 
 
 def _numbers(recipe: Recipe, named: Iterable[str] = ()) -> dict[str, int]:
-    """The index of each target by its name. USAGE if a name in `named` is not a target."""
+    """The index of each target by name. Raises USAGE if a name in `named` is not a target."""
     numbers = {target["name"]: t for t, target in enumerate(recipe.targets)}
     if unknown := set(named) - numbers.keys():
         raise refusal("USAGE", "no such target", tensor=min(unknown))
@@ -73,9 +74,9 @@ def _numbers(recipe: Recipe, named: Iterable[str] = ()) -> dict[str, int]:
 
 
 class Shards(Mapping[str, Any]):
-    """A rank's local buffers by name: one-dimensional arrays of bytes, padding at the end, with
-    DLPack and the buffer protocol. An array owns its memory and the memory's charge in the ledger;
-    a buffer that was never accessed lives as long as this object."""
+    """A rank's local buffers by name: one-dimensional arrays of bytes, padded at the end, which
+    support DLPack and the buffer protocol. An array owns its memory and its charge in the ledger; a
+    buffer that was never accessed lives as long as this object."""
 
     def __init__(self, plan: Plan, rank: int, loaded: Any, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -84,7 +85,7 @@ class Shards(Mapping[str, Any]):
         self._index = _numbers(plan.recipe)
         self._taken: dict[int, Any] = {}
         self.outcome: dict[str, Any] = loaded.outcome
-        """Bytes that this rank read and held, under the keys of a report."""
+        """Bytes that this rank has read and held, under the keys of `Report.ranks`."""
 
     def __getitem__(self, name: str) -> Any:
         holder = self._buffers[self._index[name]]["holder"]
@@ -104,7 +105,7 @@ class Shards(Mapping[str, Any]):
 
 
 def require_check(check: str | None) -> None:
-    """USAGE unless `check` is None or "values"."""
+    """Raises USAGE unless `check` is None or "values"."""
     if check not in (None, "values"):
         raise refusal("USAGE", "unknown check", expected="values", got=str(check))
 
@@ -119,8 +120,8 @@ def load(
     threads: int = 0,
     seed: int = 0,
 ) -> Shards:
-    """Executes one rank's part of a plan. Each rank loads on its own: a strategy that sends bytes
-    between ranks is USAGE.
+    """Executes one rank's part of a plan. Ranks do not communicate here: a strategy that sends
+    bytes between ranks raises USAGE.
 
     All memory is charged to `ledger` and committed before the first data byte is read. The GIL is
     released; Ctrl-C cancels the load.
@@ -131,14 +132,15 @@ def load(
         into: memory for the targets that were planned as `given`: contiguous host arrays of the
             local buffer's size, by DLPack or the buffer protocol. After an error their contents are
             undefined.
-        ledger: None: a new one, whose limit is this rank's promise.
-        check: None, or "values": fill the buffers with poison, load, then compare every value with
-            a second reading.
-        threads: 0: one per usable CPU; fewer if staging has no room for them.
-        seed: of `init` rules.
+        ledger: the account to charge; None: a new one, whose limit is this rank's promise.
+        check: None, or "values": fills the buffers with a pattern before the load, and afterwards
+            reads everything again and compares every value.
+        threads: the number of threads, or fewer if staging has no room for them; 0: one per usable
+            CPU.
+        seed: the seed of `init` rules.
 
     Raises:
-        BudgetError, FormatError, IntegrityError, IoError, UsageError.
+        BudgetError, FormatError, IntegrityError, IoError, UsageError: see `modicum.Error`.
     """
     require_check(check)
     if len(plan.exchange_group(rank)) > 1:
@@ -165,5 +167,5 @@ def load(
 
 
 def report(plan: Plan, outcomes: Iterable[dict[str, Any]], *, checked: bool = False) -> Report:
-    """The report of a load; `outcomes` are those of all ranks (`Shards.outcome`), rank 0 first."""
+    """The report of a load. `outcomes`: `Shards.outcome` of all ranks, rank 0 first."""
     return Report(*_modicum.load_report(plan, list(outcomes), checked))

@@ -1,16 +1,16 @@
-"""The report of a load: the promise, and the measurements."""
+"""The report of a load: promised and measured memory."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 class Report:
-    """Covers all ranks of one load, the same on each rank. `str()` is the table that `modicum load`
-    prints."""
+    """The report of a load on all ranks; the same on each rank. `str()` is the table that `modicum
+    load` prints."""
 
     def __init__(self, document: Mapping[str, Any], text: str) -> None:
         self.document = dict(document)
-        """As `modicum load --json`; bytes are integers, seconds numbers."""
+        """The document of `modicum load --json`. Bytes are integers."""
         self._text = text
 
     def __str__(self) -> str:
@@ -23,24 +23,24 @@ class Report:
 
     @property
     def coverage(self) -> str:
-        """`proven`: every element of every local buffer was written exactly once. The check is a
-        fingerprint of the written places at a random point per load; it misses a fault with a
-        probability of at most elements / 2^61."""
+        """`proven`: every element of every local buffer was written exactly once. The proof is a
+        fingerprint of the written places at a random point, new for each load; it misses a fault
+        with a probability of at most elements / 2^61."""
         return self.document["coverage"]
 
     @property
     def warnings(self) -> list[str]:
-        """Parts of the checkpoint that are optional and broken, unused or unusual."""
+        """Warnings about optional parts of the checkpoint that are broken, unused or unusual."""
         return self.document["warnings"]
 
     @property
     def check(self) -> str:
-        """`ok`: every value equals a second reading; `off`: not requested."""
+        """`ok`: every value was equal in a second reading; `off`: not requested."""
         return self.document["check"]
 
     @property
     def elapsed_s(self) -> float:
-        """From the commit of memory to the last byte in place, on the slowest rank."""
+        """Seconds from the commit of memory to the last byte in place, on the slowest rank."""
         return self.document["elapsed_s"]
 
     @property

@@ -1,9 +1,9 @@
 """Tensors that `to_empty` has allocated and that the checkpoint does not fill.
 
-A model that was built on meta and given memory by `to_empty` is indistinguishable from one with
-values. The load overwrites the tensors that the checkpoint has. The others would stay garbage,
-different on each rank: buffers that no state dict has, such as those of rotary embeddings, and
-tensors that the checkpoint lacks.
+A model that was built on meta and got memory by `to_empty` looks like a model with values. The load
+overwrites the tensors that the checkpoint has. All others would keep garbage that differs between
+ranks: non-persistent buffers, such as those of rotary embeddings, and tensors that the checkpoint
+lacks.
 """
 
 import itertools
@@ -24,16 +24,16 @@ from modicum.upstream.torch_core import version_of
 
 _NAMES_SHOWN = 8
 
-# A buffer, and whether neither it nor any other tensor around it was ever written.
+# A buffer, and whether neither it nor any other tensor of the module around it was ever written.
 _Buffer = tuple[torch.Tensor, bool]
-# Names to the tensors that the model's own rules make for them.
+# Makes the tensors of the given names by the model's own rules.
 _Makes = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
 
 
 def is_unwritten(tensor: torch.Tensor) -> bool:
-    """Whether no in-place write ever went to this tensor, as an initialiser's would: its values are
-    those of `torch.empty`, or the result of one operation. A DTensor's own version counts, not its
-    local tensor's, which FSDP2 writes to when it pads."""
+    """Whether nothing, such as an initialiser, has ever written to this tensor in place: its values
+    are those of `torch.empty`, or the result of one operation. For a DTensor its own version
+    counts, not that of its local tensor, to which FSDP2 writes padding."""
     try:
         return version_of(tensor) == 0
     except RuntimeError:  # an inference tensor has no version
@@ -43,15 +43,15 @@ def is_unwritten(tensor: torch.Tensor) -> bool:
 class Emptied:
     """The tensors of a model that `to_empty` has left without values, found before a load.
 
-    A buffer is compared with the result of the model's own rule. If they differ, and no tensor of
-    the smallest module around it that has parameters was ever written, `to_empty` has allocated it:
-    it is restored after the load, and tensors of the model that were never written count as
-    missing. If a tensor there was written, the buffer may be intended: it is left alone, with a
-    warning.
+    A non-persistent buffer is compared with the result of the model's own rule. If they differ, the
+    smallest module around the buffer that has parameters decides. If no tensor of that module was
+    ever written, `to_empty` has allocated the buffer: it is restored after the load, and all
+    tensors of the model that were never written count as missing. Otherwise the buffer may be
+    intended: it is unchanged, with a warning.
     """
 
     unwritten: set[str]
-    """Names of parameters and persistent buffers that have memory and no values, on any rank."""
+    """Names of parameters and persistent buffers that have memory but no values on some rank."""
 
     def __init__(
         self,
@@ -63,15 +63,15 @@ class Emptied:
     ) -> None:
         """
         Args:
-            structure: of the model.
-            buffers: "restore": restore every buffer that differs; "keep": restore none, and
-                examine none; None: as described above.
-            seed: for rules that draw random numbers.
+            structure: the model's structure.
+            buffers: "restore": restores every buffer that differs; "keep": examines and restores
+                none; None: as described above.
+            seed: the seed of rules that draw random numbers.
         """
         if buffers not in (None, "restore", "keep"):
             raise refusal("USAGE", "buffers is None, 'restore' or 'keep'", got=repr(buffers))
-        self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # the buffer and its values
-        self._differ: list[str] = []  # left alone
+        self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # (buffer, values)
+        self._differ: list[str] = []  # differ, but are not restored
         self._unknown: list[str] = []  # never written, and no rule makes them
         unwritten: list[str] = []
         if buffers != "keep":
@@ -88,8 +88,8 @@ class Emptied:
         self._named = names[1:] if ranks.rank == 0 else [[], [], []]
 
     def _compare(self, makes: _Makes, found: dict[str, _Buffer], *, everything: bool) -> bool:
-        """Notes buffers that differ from their rule. Returns whether one shows that `to_empty` has
-        allocated the model's memory."""
+        """Notes buffers that differ from their rule. Returns whether any of them shows that
+        `to_empty` has allocated the model's memory."""
         is_emptied = False
         made = set()
         for name, value in makes(found):
@@ -107,7 +107,7 @@ class Emptied:
         return is_emptied
 
     def restore(self, loaded: Container[str]) -> None:
-        """Restores the buffers and warns, after a load of the names `loaded`."""
+        """Restores buffers and warns; called after a load of the names `loaded`."""
         with torch.no_grad():
             for buffer, value in self._values.values():
                 buffer.copy_(value)
@@ -143,8 +143,8 @@ def _warn(what: str, names: list[str]) -> None:
 def _examined(
     model: nn.Module, tensors: dict[str, ModelTensor], *, everything: bool
 ) -> dict[str, _Buffer]:
-    """By name, buffers that no state dict has and that may be garbage. A parameter on meta next to
-    them shows that `to_empty` was not called there; a write in place gives values."""
+    """The non-persistent buffers that may be garbage, by name. They are not if a parameter around
+    them is on meta (`to_empty` was not called there), or if they were written in place."""
     around = dict(_smallest_with_parameters(model))
     found = {}
     for name, of in tensors.items():
@@ -159,13 +159,13 @@ def _examined(
 
 
 def _has_no_values(module: nn.Module) -> bool:
-    """Whether no tensor in a module was ever written: `to_empty` allocates all of them."""
+    """Whether all tensors of a module have memory and were never written, as after `to_empty`."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return all(is_unwritten(tensor) and not tensor.is_meta for tensor in tensors)
 
 
 def _smallest_with_parameters(model: nn.Module) -> Iterator[tuple[int, nn.Module | None]]:
-    """By id of a module: the smallest module that contains it, or is it, and has parameters."""
+    """(id of a module, the smallest module with parameters that contains it or is it)."""
 
     def below(module: nn.Module, outer: nn.Module | None) -> Iterator[Any]:
         own = outer if next(module.parameters(), None) is None else module
@@ -179,7 +179,7 @@ def _smallest_with_parameters(model: nn.Module) -> Iterator[tuple[int, nn.Module
 def _made(
     model: nn.Module, structure: Structure, seed: int, names: Iterable[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of `names` that a rule of the model makes, with their values."""
+    """(name, value) for those of `names` that a rule of the model makes."""
     names = [*names]
     if not names:
         return

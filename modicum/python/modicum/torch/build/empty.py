@@ -1,10 +1,10 @@
-"""Models whose parameters are on meta while their buffers are real.
+"""Builds models whose parameters are on meta, while their buffers have values.
 
 Constructors and initialisers run unchanged. Only allocation differs: a parameter moves to meta when
 its module registers it; until then its memory is mapped pages that were never touched, which the
 kernel does not commit. All memory starts as zeros, so no tensor is garbage. A tensor of
-`torch.empty` that was never written is remembered, and refused if it ends as a buffer that no
-checkpoint holds.
+`torch.empty` that was never written is remembered; if it becomes a non-persistent buffer, which no
+checkpoint has, it is refused.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ from modicum.upstream.transformers import dtype_plan, forget_initialised, has_dt
 _aten = torch.ops.aten
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 
-# Tensors of this size or more are mapped rather than cleared, and get no random numbers.
+# Tensors of at least this size are mapped instead of cleared, and get no random numbers.
 _LARGE_BYTES = 1 << 20
 
 _EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_permuted, _aten.empty_strided}
@@ -56,7 +56,7 @@ _FROM_DATA = frozenset({torch.tensor, torch.as_tensor, torch.asarray, torch.Tens
 
 
 def _zeros(like: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
-    """Zeros like `like` on `device`; if large, committed page by page when they are written."""
+    """Zeros with dtype, shape and strides of `like`; large ones are committed when written."""
     nbytes = like.untyped_storage().nbytes()
     if device.type != "cpu" or nbytes < _LARGE_BYTES:
         made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
@@ -81,13 +81,13 @@ def _is_random(func: Any) -> bool:
 
 
 def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `func` draws from the global generator, so that ranks would differ."""
+    """Whether `func` draws from the global generator, whose state differs between ranks."""
     return _is_random(func) and kwargs.get("generator") is None
 
 
 @functools.cache
 def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that `func` writes to: position and name."""
+    """(position, name) of the arguments to which `func` writes elements."""
     if torch.Tag.inplace_view in func.tags:
         return ()
     infos = ((i, a.name, a.alias_info) for i, a in enumerate(arguments_of(func)))
@@ -103,16 +103,17 @@ def _tensors(*arguments: Any) -> Iterator[torch.Tensor]:
 
 
 class _Memory(TorchDispatchMode):
-    """Decides where each tensor's memory comes from, and knows which were never computed."""
+    """Decides where each tensor's memory comes from; tracks which tensors have no values yet."""
 
     def __init__(self) -> None:
         super().__init__()
-        # By id of the storage, which is unique while the reference is held.
+        # By id of the storage, which is unique as long as the weak reference exists.
         self._uncomputed: dict[int, StorageWeakRef] = {}
         self._makers: dict[int, tuple[StorageWeakRef, Callable[[], torch.Tensor]]] = {}
         self._may_use_meta = False
 
     def is_uncomputed(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing has computed the tensor's values."""
         known = tensor.is_meta or storage_id(tensor) in self._uncomputed
         return known and tensor.numel() > 0
 
@@ -125,7 +126,7 @@ class _Memory(TorchDispatchMode):
             self._uncomputed[key] = StorageWeakRef(tensor.untyped_storage())
 
     def real(self, buffer: torch.Tensor) -> torch.Tensor:
-        """A real buffer in place of one on meta; with its values if they are known."""
+        """A buffer on the CPU in place of one on meta, with its values if its maker is known."""
         _, maker = self._makers.get(storage_id(buffer), (None, None))
         if maker is not None:
             made = maker()
@@ -136,7 +137,7 @@ class _Memory(TorchDispatchMode):
         return zeros
 
     def move_to_meta(self, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Moves it in place: it stays the same object, and so do ties and other references."""
+        """Moves a parameter to meta. It stays the same object, so ties and references are kept."""
         self._may_use_meta = True
         try:
             there = torch.nn.Parameter(
@@ -161,7 +162,7 @@ class _Memory(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A subclass has a dispatch of its own.
+        # A subclass of Tensor dispatches itself.
         if self._may_use_meta or any(cls is not torch.Tensor for cls in types):
             return func(*args, **kwargs)
         packet = func.overloadpacket
@@ -174,9 +175,9 @@ class _Memory(TorchDispatchMode):
         return self._compute(func, args, kwargs)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """A factory's tensor: on a real device, even if `device` is that of a parameter or within
-        `torch.device("meta")`. On meta only tensors that can only become parameters (large random
-        ones, or larger than memory), and those modelled on a tensor on meta."""
+        """Makes the tensor of a factory on a real device, even if the default device or the device
+        of an argument is meta. Only three kinds stay on meta: large random tensors and tensors that
+        exceed memory, which can only become parameters; and those made like a tensor on meta."""
         device = kwargs.get("device")
         if device is None:
             device = args[0].device if args and isinstance(args[0], torch.Tensor) else _CPU
@@ -200,8 +201,8 @@ class _Memory(TorchDispatchMode):
         return made
 
     def _make_like_meta(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """On meta, since it will be combined with its model there; its maker is kept in case it
-        becomes a buffer."""
+        """Makes a tensor like one on meta: on meta, since the two will be combined. Keeps a
+        function that makes it on the CPU, in case it becomes a buffer."""
         made = func(*args, **kwargs)
         if func.overloadpacket not in _EMPTY and not _draws(func, kwargs):
             maker = functools.partial(func, *args, **{**kwargs, "device": _CPU})
@@ -219,7 +220,8 @@ class _Memory(TorchDispatchMode):
         return tensor
 
     def _compute(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A result is on meta if an input is, and a copy counts as computed if its source does."""
+        """Runs any other operator. Its result is on meta if an input is; a copy counts as computed
+        if its source does."""
         places = _written(func)
         written = [*_tensors([args[i] if i < len(args) else kwargs[n] for i, n in places])]
         tensors = [*_tensors(args, *kwargs.values())]
@@ -230,7 +232,7 @@ class _Memory(TorchDispatchMode):
         if is_copy and self.is_uncomputed(tensors[-1]):
             computed = False
         if written and written[0].is_meta and _is_random(func):
-            result = written[0]  # The kernel for meta would take a millisecond.
+            result = written[0]  # the kernel for meta would take a millisecond
         else:
             result = func(*args, **kwargs)
         for tensor in [result] if is_copy else written:
@@ -239,7 +241,7 @@ class _Memory(TorchDispatchMode):
 
 
 class _Data(TorchFunctionMode):
-    """Keeps tensors made of Python numbers on a real device: `_Memory` sees no factory for them."""
+    """Keeps tensors of Python numbers on a real device: `_Memory` sees no factory call for them."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -257,7 +259,7 @@ class _Data(TorchFunctionMode):
 
 
 class _Modules:
-    """The modules that are built within the context."""
+    """The modules that are built in the context."""
 
     def __init__(self, memory: _Memory) -> None:
         self._memory = memory
@@ -265,7 +267,7 @@ class _Modules:
         self._born: weakref.WeakKeyDictionary[torch.nn.Module, None] = weakref.WeakKeyDictionary()
 
     def _see(self, module: torch.nn.Module) -> None:
-        """Notes a new module: one that has members at its first registration existed before."""
+        """Notes a new module. One that already has members existed before the context."""
         if not (parameters_of(module) or buffers_of(module) or children_of(module)):
             self._born[module] = None
 
@@ -297,7 +299,7 @@ class _Modules:
             self._refuse_uncomputed(root)
 
     def _pretrained_models(self, module: torch.nn.Module) -> Iterator[Any]:
-        """The outermost models of transformers; their methods handle the inner ones."""
+        """The outermost models of transformers, whose methods also handle inner ones."""
         if has_dtype_plan(module):
             if module in self._born:
                 yield module
@@ -315,15 +317,15 @@ class _Modules:
                 raise refusal("UNSUPPORTED", what, tensor=name)
 
     def _initialise(self, model: Any) -> None:
-        """Initialises again, outside of the model's default dtype as `from_pretrained` does it: the
-        dtype changes the bits of values that are computed in it."""
+        """Initialises the model again, without its dtype as torch's default dtype, as in
+        `from_pretrained`: the default dtype affects the bits of computed values."""
         for module in model.modules():
             if module in self._born:
                 forget_initialised(module)
         model.initialize_weights()
 
     def _keep_dtypes(self, model: Any) -> None:
-        """Gives float32 to the tensors that transformers keeps in it; constructors do not."""
+        """Converts tensors that transformers keeps in float32, which constructors do not do."""
         plan = dtype_plan(model, model.dtype)
 
         def other_dtype(name: str, tensor: torch.Tensor) -> torch.dtype | None:
@@ -349,7 +351,7 @@ class _Modules:
                     continue
                 if not self._memory.is_uncomputed(buffer):
                     continue
-                if path.endswith(f".{TOKENS_BEFORE}"):  # a load fills it with the embedding's rows
+                if path.endswith(f".{TOKENS_BEFORE}"):  # a load fills it with embedding rows
                     buffers_of(module)[leaf] = self._memory.on_meta(buffer)
                 else:
                     what = "neither the constructor nor the initialiser computes this buffer, and "
@@ -359,28 +361,28 @@ class _Modules:
 
 @contextlib.contextmanager
 def empty_parameters() -> Iterator[None]:
-    """Within the context models are built with their parameters on meta and their buffers real.
+    """A context in which models are built with parameters on meta and buffers with values.
 
         with modicum.torch.empty_parameters():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
-    A model is any `torch.nn.Module`, built alike on every rank. Ties, `requires_grad`, strides and
-    attributes of parameters are the constructor's. Buffers, persistent or not, have the values and
-    dtypes of a plain construction, also within `torch.device("meta")`; a persistent one from
-    `torch.empty` is zero until it is loaded.
+    A model is any `torch.nn.Module`, built in the same way on every rank. Ties, and the
+    `requires_grad`, strides and attributes of parameters, are the constructor's. Buffers,
+    persistent or not, have the values and dtypes of a normal construction, even in
+    `torch.device("meta")`; a persistent buffer from `torch.empty` is zero until it is loaded.
 
-    A transformers model has the dtypes of `from_pretrained`, float32 where it keeps that. Its
-    initialiser runs once more on exit, outside of the model's dtype as in `from_pretrained`; change
-    buffers after that.
+    A transformers model gets the dtypes of `from_pretrained`, including float32 for tensors that
+    transformers keeps in it. On exit its initialiser runs again, without the model's dtype as
+    default dtype, as in `from_pretrained`: change buffers after that.
 
     The cost is the memory of the buffers and milliseconds per layer: parameters are neither
     committed nor initialised. A constructor that reads a parameter's values fails with torch's own
-    error. Existing modules are not changed. Nested contexts have no further effect. For one thread
-    at a time.
+    error. Existing modules are not changed. Nested contexts have no effect. Only one thread at a
+    time may use it.
 
     Raises:
-        UsageError: on exit, UNSUPPORTED, naming the `tensor`: a non-persistent buffer that was
-            never computed.
+        UsageError: on exit (UNSUPPORTED, naming the `tensor`): a non-persistent buffer was never
+            computed.
     """
     if is_dispatching(_Memory):
         yield

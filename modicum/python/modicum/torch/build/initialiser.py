@@ -1,4 +1,4 @@
-"""Tensors that the checkpoint lacks, made by the model's own rules."""
+"""Makes tensors that the checkpoint lacks by the model's own rules."""
 
 import hashlib
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ from modicum.torch.build.rules import (
 
 @dataclass
 class _Group:
-    """The tensors of one module that a rule makes; they are made together."""
+    """The tensors of one module that rules make; they are made together."""
 
     module: nn.Module
     label: str  # seeds the random numbers: the module's name without wrappers
@@ -38,19 +38,19 @@ class _Group:
 
 
 class Initialiser:
-    """Makes tensors of a model by the model's own rules, one module's at a time.
+    """Makes tensors of a model by the model's own rules, those of one module at a time.
 
-    The rules are transformers' `_init_weights`, PEFT's for its adapters, and `reset_parameters`.
-    The model may be on meta, sharded and wrapped; it is not changed, nor is the global random
-    state. Every rank makes the same whole tensors, whatever the world size.
+    The rules are transformers' `_init_weights`, PEFT's rules for adapters, and `reset_parameters`.
+    The model may be on meta, sharded and wrapped; neither it nor the global random state is
+    changed. Every rank makes the same complete tensors, whatever the world size.
     """
 
     largest_bytes: int
-    """The most bytes that exist at once from `empty`; temporaries of a rule come on top."""
+    """The most bytes from `empty` that exist at once; a rule's temporaries are not included."""
     most_tensors: int
-    """The most tensors that exist at once."""
+    """The most tensors from `empty` that exist at once."""
     order: list[str]
-    """The names in the model's order, those of one module next to each other."""
+    """The names in the model's order, but with the names of each module together."""
 
     def __init__(
         self,
@@ -66,12 +66,12 @@ class Initialiser:
 
         Args:
             model: any module.
-            names: canonical names of its parameters and buffers.
-            seed: of the random numbers.
+            names: canonical names of the parameters and buffers to make.
+            seed: the seed of the random numbers.
             empty: allocates a tensor, called as `empty(shape, dtype=dtype)`.
-            buffers_only: the names are of buffers; no other tensors of their modules are made, and
-                those without a rule are left out of `order` rather than refused.
-            structure: of the model, if it is known already.
+            buffers_only: the names are buffers: other tensors of their modules are not made, and
+                names without a rule are left out of `order` instead of refused.
+            structure: the model's structure, if already known.
 
         Raises:
             UsageError: UNSUPPORTED, naming the tensor, if no rule of the model makes it.
@@ -87,7 +87,7 @@ class Initialiser:
         sources = {name: names[0] for names in ties_of(structure) for name in names}
         position = {name: i for i, name in enumerate(members)}
         groups: dict[int, _Group] = {}
-        self._made_in: dict[str, tuple[_Group, str]] = {}  # and the attribute, by name
+        self._made_in: dict[str, tuple[_Group, str]] = {}  # by name (group, attribute)
         for name in sorted(names, key=lambda name: position.get(name, -1)):
             if name not in members:
                 raise refusal("USAGE", "the model has no such tensor", tensor=name)
@@ -115,8 +115,8 @@ class Initialiser:
         self._tensors: dict[str, torch.Tensor] = {}
 
     def whole(self, name: str) -> torch.Tensor:
-        """The tensor in its global shape, contiguous, on the CPU. The next call for a tensor of
-        another module frees it."""
+        """The complete tensor, contiguous, on the CPU. It is valid until the next call for a tensor
+        of another module."""
         if name not in self._made_in:
             raise refusal("USAGE", "the Initialiser was not made for this tensor", tensor=name)
         group, attribute = self._made_in[name]
@@ -128,13 +128,13 @@ class Initialiser:
         return self._tensors[attribute]
 
     def _drop_siblings(self) -> None:
-        """Leaves the tensors that were not asked for out of the groups."""
+        """Removes tensors that were not asked for from the groups."""
         asked = {(id(group), attribute) for group, attribute in self._made_in.values()}
         for group in {id(group): group for group, _ in self._made_in.values()}.values():
             group.members = {a: m for a, m in group.members.items() if (id(group), a) in asked}
 
     def _group_of(self, asked: Member, siblings: dict[str, Member], structure: Structure) -> _Group:
-        """The tensors of the module of `asked` that rules make, with these rules."""
+        """The tensors that rules make in the module of `asked`, and these rules."""
         group = _Group(asked.module, _label_of(asked, structure))
         constructors, rules = self._rules.of(asked)
         made = self._made_by(rules, asked)
@@ -143,7 +143,7 @@ class Initialiser:
             return is_whole(siblings[attribute].tensor.numel(), made.get(attribute, []))
 
         if not all(is_made(attribute) for attribute in siblings):
-            # The constructors make the tensors that the other rules leave alone.
+            # The constructors' rules make tensors that the other rules do not.
             rules = [*constructors, *rules]
             made = self._made_by(rules, asked)
         group.rules = [rule for rule in rules if self._made_by([rule], asked)]
@@ -151,7 +151,7 @@ class Initialiser:
         return group
 
     def _made_by(self, rules: Iterable[Rule], asked: Member) -> dict[str, list[Region]]:
-        """By attribute of the module of `asked`, the regions that the rules write."""
+        """The regions that the rules write, by attribute of the module of `asked`."""
         made: dict[str, list[Region]] = {}
         for rule in rules:
             try:
@@ -189,7 +189,7 @@ class Initialiser:
 
 
 def _take_back(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Copies back tensors that a rule has replaced rather than written to."""
+    """Copies the values of tensors that a rule has replaced instead of written."""
     for attribute, tensor in tensors.items():
         made = tensor_of(module, attribute)
         if made is not None and made is not tensor:

@@ -1,8 +1,8 @@
-"""The rules that initialise a model's tensors, and which tensors each of them writes.
+"""Finds the rules that initialise a model's tensors, and which tensors each rule writes.
 
 A rule is code of the model: transformers' `_init_weights` for a module, PEFT's reset of a layer's
 adapter, a module's own `reset_parameters`. Running it on tensors without memory shows which tensors
-it writes. It runs on copies of the modules, so that the model is not changed.
+it writes. Rules run on copies of the modules, so that the model is not changed.
 """
 
 import contextlib
@@ -44,8 +44,8 @@ from modicum.upstream.torch_dispatch import (
 )
 from modicum.upstream.transformers import initialise, is_pretrained
 
-Slot = tuple[int, str]  # a module, by identity, and the name of an attribute of it
-Region = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # size, strides, offset
+Slot = tuple[int, str]  # (id of a module, name of its attribute)
+Region = tuple[Sequence[int], Sequence[int], int | torch.SymInt]  # (size, strides, offset)
 TensorFor = Callable[[nn.Module, str, torch.Tensor], Any]  # for an attribute of a module
 
 # Operators that overwrite every element of their first argument.
@@ -59,10 +59,10 @@ _MAKES = frozenset(
 
 
 class Outline(torch.Tensor):
-    """A tensor without memory that claims to be on the CPU, and records the writes to it.
+    """A tensor without memory that claims to be on the CPU, and records writes to it.
 
-    Code that branches on its values sees zero and False. A meta tensor would not do: torch's own
-    initialisers skip those.
+    Code that branches on its values sees zero and False. A meta tensor does not work here: torch's
+    own initialisers skip it.
     """
 
     inner: torch.Tensor  # type: ignore[assignment]  # on meta
@@ -121,7 +121,7 @@ def _note_writes(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def is_whole(numel: int, made: Sequence[Region]) -> bool:
-    """Whether these regions cover a tensor of `numel` elements."""
+    """Whether the regions cover a tensor of `numel` elements."""
     if numel == 0 or any(math.prod(size) == numel for size, _, _ in made):
         return True
     if not made:
@@ -136,22 +136,22 @@ def is_whole(numel: int, made: Sequence[Region]) -> bool:
 
 
 def tensor_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """The parameter or buffer of this name in a module itself."""
+    """The module's own parameter or buffer of this name, or None."""
     return parameters_of(module).get(name, buffers_of(module).get(name))
 
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Code that initialises tensors of a module and of modules in it."""
+    """Code that initialises tensors of a module and its submodules."""
 
     module: nn.Module
-    run: Callable[[Any], Any]  # with the module or a copy of it
-    is_bare: bool  # it runs on the module without wrappers
+    run: Callable[[Any], Any]  # called with the module or a copy of it
+    is_bare: bool  # whether it runs on the module without wrappers
 
 
 @contextlib.contextmanager
 def running(seed: int) -> Iterator[None]:
-    """The context in which rules run: on the CPU, without gradients, with a generator of `seed`."""
+    """The context in which rules run: on the CPU, without gradients, with seeded random numbers."""
     guard = getattr(
         sys.modules.get("transformers.initialization"),
         "guard_torch_init_functions",
@@ -163,9 +163,9 @@ def running(seed: int) -> Iterator[None]:
 
 
 def stand_ins(rule: Rule, tensor_for: TensorFor) -> dict[int, nn.Module]:
-    """Copies of the rule's module and of the modules in it, by id of the originals: with the
-    tensors of `tensor_for`, in their classes before `fully_shard`, without wrappers if the rule is
-    bare. An attribute that a rule sets on a copy is not set on the original."""
+    """Copies of the rule's module and its submodules, by id of the originals. They have the tensors
+    of `tensor_for`, their classes from before `fully_shard` and, if the rule is bare, no wrappers.
+    An attribute that a rule sets on a copy is not set on the original."""
     copies: dict[int, nn.Module] = {}
     ahead = [rule.module]
     while ahead:
@@ -209,8 +209,8 @@ class Rules:
         self._made: dict[Rule, dict[Slot, list[Region]]] = {}
 
     def of(self, member: Member) -> tuple[list[Rule], list[Rule]]:
-        """The rules that may make a tensor, innermost first, in the order in which upstream runs
-        them: constructors of modules, then initialisers of the whole model or adapter."""
+        """The rules that may make a tensor, innermost first, in the order in which the frameworks
+        run them: (constructors' rules of modules, initialisers of the model or adapter)."""
         later: list[Rule | None]
         if member.adapter is None:
             inner = [module for module in member.chain if unwrapped(module) is module]
@@ -225,7 +225,7 @@ class Rules:
         return [*filter(None, constructors)], [*filter(None, later)]
 
     def made_by(self, rule: Rule) -> dict[Slot, list[Region]]:
-        """The regions that a rule writes, by tensor."""
+        """The regions that a rule writes, by slot."""
         if rule not in self._made:
             seen: dict[Slot, tuple[nn.Module, Any]] = {}
 
@@ -246,7 +246,7 @@ class Rules:
         return self._made[rule]
 
     def outline_for(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
-        """The same one for all rules: some set a marker on a tensor."""
+        """The outline of a tensor; the same for all rules, some of which set a marker on it."""
         slot = id(module), name
         if slot not in self._outlines:
             inner = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -301,14 +301,14 @@ def like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 
 
 def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the class: an attribute of the copy is bound to the original."""
+    """Calls a method through the class: a method set on a copy would be bound to the original."""
     return getattr(type(module), name)(module, *args, **kwargs)
 
 
 def _reset_of(layer: nn.Module, adapter: str, config: Any) -> Callable[[Any], Any] | None:
-    """PEFT's own reset of an adapter in a layer, `reset_..._parameters(adapter_name)`, with its
-    arguments from the adapter's configuration. None if there are no such methods or several, or if
-    the configuration asks for an initialisation that the method does not do."""
+    """PEFT's own reset of an adapter in a layer, `reset_..._parameters(adapter_name)`, with
+    arguments from the adapter's configuration. None if there is no such method or several, or if
+    the configuration selects an initialisation that the method does not do."""
     names = [n for n in dir(type(layer)) if re.fullmatch(r"reset_(\w+_)?parameters", n)]
     if len(names) != 1 or config is None:
         return None

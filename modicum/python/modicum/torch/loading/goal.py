@@ -1,4 +1,4 @@
-"""The goal of a load: the tensors of a model that it fills, and the recipe that makes them."""
+"""The goal of a load: a checkpoint, and the recipe of the model's tensors that are made from it."""
 
 import json
 import warnings
@@ -26,14 +26,14 @@ Source = str | Path | None
 
 @dataclass(frozen=True)
 class Model:
-    """The model to load, walked once."""
+    """A model to load or save, and its tensors, collected once."""
 
     module: nn.Module
     structure: Structure
     tensors: dict[str, ModelTensor]
     """The tensors that a load may fill, by canonical name."""
     buffers_follow_fsdp: bool
-    """Buffers on meta go to FSDP2's device, even if it offloads its parameters."""
+    """Whether buffers on meta go to the device that FSDP2 computes on, even with CPU offloading."""
 
     @classmethod
     def of(
@@ -45,11 +45,13 @@ class Model:
         scratch: bool = False,
         buffers_follow_fsdp: bool = False,
     ) -> "Model":
-        """
+        """Collects the model's tensors.
+
         Args:
-            adapter: the one that an adapter's file belongs to; None: the only one.
-            originals: the load may also fill the rows that PEFT keeps for its trainable tokens.
-            scratch: the load may also fill all buffers that no state dict has.
+            adapter: the adapter into which an adapter's file is loaded; None: the only one.
+            originals: whether the load may also fill the original rows that PEFT keeps for its
+                trainable tokens.
+            scratch: whether the load may also fill non-persistent buffers.
         """
         if not isinstance(module, nn.Module):
             expected, got = "a torch.nn.Module", type(module).__name__
@@ -70,15 +72,14 @@ class Model:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """By id, the name of each tensor in the files of an optimizer's state: of tied names the
-        first one."""
+        """The name of each tensor in files of optimizer state, by id; the first of tied names."""
         names: dict[int, str] = {}
         for name, of in self.tensors.items():
             names.setdefault(id(of.tensor), name)
         return names
 
     def facts(self) -> dict[str, str]:
-        """What ranks must have in common to share a recipe, for `Ranks.agree_on`."""
+        """What must be equal on all ranks that share a recipe, for `Ranks.agree_on`."""
         facts: dict[str, str] = {}
         first: dict[int, str] = {}
         for name, of in self.tensors.items():
@@ -93,25 +94,25 @@ class Model:
 
 @dataclass(frozen=True)
 class Goal:
-    """A checkpoint, and the recipe that makes tensors of the model from it; equal on every rank."""
+    """A checkpoint, and the recipe of the model's tensors from it; equal on every rank."""
 
     checkpoint: _modicum.Checkpoint
     recipe: _modicum.Recipe
     memories: list[Any]
-    """By rank, the result of `memory_before` there."""
+    """The results of `memory_before` of all ranks, by rank."""
     callers: list[str]
     """The names of tensors that the model's own rules make."""
     grown: dict[str, int] = field(default_factory=dict)
-    """By name of a tensor that has another number of rows than is stored: the stored number."""
+    """The stored number of rows, for each tensor that has another number."""
     norms: dict[str, str] = field(default_factory=dict)
-    """By name of a tensor that holds the norms of a weight's rows: the weight."""
+    """For each tensor of row norms (DoRA's magnitude) the name of its weight."""
     only_rank_0: bool = False
     """Whether the source is rank 0's memory."""
     text: str = ""
-    """recipe.json, of a checkpoint in files."""
+    """The text of recipe.json; empty for a goal from rank 0's memory."""
 
     def text_without(self, names: Collection[str]) -> str:
-        """recipe.json without these targets."""
+        """The text of recipe.json without the targets `names`."""
         document = json.loads(self.text)
         kept = {n: node for n, node in document["targets"].items() if n not in names}
         return json.dumps(document | {"targets": kept}, separators=(",", ":"), ensure_ascii=False)
@@ -132,8 +133,8 @@ def goal_of_source(
 
     Args:
         source: None: all tensors are initialised.
-        how: dtype, keep_fp32, missing and unexpected, as for `recipe_for`.
-        unwritten: names of tensors that have memory but no values.
+        how: the arguments of `recipe_for` (dtype, missing, ...), and `recipe`, a given one.
+        unwritten: names of tensors that have memory but no values, as after `to_empty()`.
     """
     checkpoint = _modicum.open_checkpoint(None if source is None else Path(source))
     if ranks.rank == 0:
@@ -163,15 +164,15 @@ def goal_of_source(
         _warn_of_unused(made, stored)
         return [made.text(callers=True), made.callers, made.grown, made.norms]
 
-    # transformers takes seconds of CPU for the recipe, so rank 0 alone makes it, and before its
-    # memory is measured: what transformers leaves there does not count for the load.
+    # transformers needs seconds of CPU to make the recipe, so only rank 0 does. It makes it before
+    # its memory is measured: what transformers keeps in memory counts as baseline.
     (text, callers, grown, norms), memories = ranks.once(make, memory_before)
     recipe = _modicum.make_recipe(checkpoint, text)
     return Goal(checkpoint, recipe, memories, callers, grown, norms, text=text)
 
 
 def _warn_of_unused(made: Recipe, stored: Collection[str]) -> None:
-    """Warns of stored tensors that `missing` replaces, because their shapes differ."""
+    """Warns about stored tensors that `missing` replaces because their shapes differ."""
     made_anew = (name for name, node in made.targets.items() if node["op"] in ("init", "caller"))
     if lost := [name for name in made_anew if name in stored]:
         what = (
@@ -182,23 +183,23 @@ def _warn_of_unused(made: Recipe, stored: Collection[str]) -> None:
 
 
 def said(argument: Any) -> str:
-    """An argument in words: the same on every rank, although each orders a set in its own way."""
+    """The repr of an argument, with sets sorted: their order differs between ranks."""
     return repr(sorted(argument) if isinstance(argument, Set) else argument)
 
 
 def memory_before() -> list[Any]:
-    """The bytes that this process holds before the load, the bytes available to it, and which limit
-    gives them."""
+    """[bytes that this process holds before the load, bytes available to it, the limit from which
+    the latter come]."""
     reset_peak()
     return [_modicum.process_memory()["held_bytes"], *_modicum.available_memory()]
 
 
 def refuse_gaps(model: Model, made: Collection[str], *, buffers: bool = True) -> None:
-    """Refuses the load if a tensor on meta would stay without values.
+    """Raises `UsageError` if a tensor on meta would stay without values.
 
     Args:
         made: names of the tensors that get values.
-        buffers: whether to check buffers that no state dict has, too.
+        buffers: whether to check non-persistent buffers, too.
     """
     for name, of in model.tensors.items():
         if of.tensor.is_meta and name not in made:

@@ -1,4 +1,4 @@
-"""`load`: a checkpoint into a model whose parameters are on meta."""
+"""`load`: loads a checkpoint into a model whose parameters are on meta."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -37,50 +37,50 @@ def load(
 
     Collective: every rank of torch's default process group calls it with the same arguments, after
     `fully_shard` (or `parallelize_module`, or neither) and before the first forward; without a
-    process group there is one rank. Each rank reads its own bytes only (`own-shard`) into memory
-    that becomes FSDP2's own. Parameter objects stay the same, ties stay one storage, and
-    `requires_grad` is not changed. A tensor on meta is loaded or initialised; one with values is
-    overwritten if the source has it, and else left alone.
+    process group there is one rank. With the default strategy each rank reads only its own
+    bytes, into memory that FSDP2 then uses directly. Parameter objects and `requires_grad` are
+    unchanged, and tied tensors share one storage. A tensor on meta is loaded or initialised; one
+    with values is overwritten if the source has it, and otherwise unchanged.
 
     Args:
-        model: any module; a transformers model, or one in a wrapper such as PEFT's, is loaded by
-            its own conversion mapping.
+        model: any module. A transformers model, also in a wrapper such as PEFT's, is loaded with
+            the conversions of the installed transformers.
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None: everything on meta is initialised.
-        ledger: its limit is the node's; charged for every parameter; None: a new one.
-        budget: host memory per node, bytes or text ("200GiB"), the processes themselves included;
-            "none": no limit; None: the ledger's limit, or what the cgroup and the node leave.
+        ledger: the account to which every parameter is charged; None: a new one.
+        budget: host memory per node, bytes or text ("200GiB"), including what processes hold now;
+            "none": no limit; None: the ledger's limit, or what the cgroup and the node have left.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
-        dtype: of the tensors that `from_pretrained` would load in it; None: each parameter's own.
-        keep_fp32: a regular expression (RE2, searched; here and below one without a match is
-            refused): matching names are loaded as float32.
-        missing: for names that the source lacks, beyond those that the model itself lists: "error";
-            "init": made by the model's own rule, the same bits at any world size; patterns of names
-            to initialise so; or rules by pattern ("zeros", "ones", ("normal", std), "model").
-        unexpected: for stored names not in the model: "error", "ignore", or patterns to drop.
-        check: None, or "values": poison first, then compare every value with a second reading.
-        progress, seed: whether rank 0 prints plan and bar on stderr; seed of initialised tensors.
+        dtype: the dtype of tensors that `from_pretrained` would cast; None: each parameter's own.
+        keep_fp32: a regular expression (RE2, matches anywhere in a name): matching names are loaded
+            as float32. Here and in missing and unexpected a pattern must match some name.
+        missing: if names are not in the source, and the model does not allow that: "error"; "init":
+            initialise them by the model's own rule, with the same bits at any world size; patterns
+            of names to initialise; or rules by pattern ("zeros", "ones", ("normal", std), "model").
+        unexpected: if stored names are not in the model: "error", "ignore", or patterns to drop.
+        check: None, or "values": reads everything again after the load and compares every value.
+        progress, seed: whether rank 0 prints plan and progress; the seed of initialised tensors.
         staging: host memory that a rank streams through; None: 8 MiB, less if the budget needs it.
-        buffers: for real buffers that no state dict has, and that differ from the result of the
-            model's rule: "restore", "keep", or None: restore those unwritten since `to_empty()`.
+        buffers: if non-persistent buffers differ from the model's own rule: "restore", "keep", or
+            None: restore those whose modules were never written to, as after `to_empty()`.
         fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
-        optimizer: `modicum.torch.AdamW` of parameters on meta, or several: their state is promised
-            as well, and allocated after the load. With one, so is a save of model and state.
-        resized: for token embeddings and heads with other numbers of rows than is stored: new rows
-            are the "mean" of the stored ones, or made by the "model"; None: an error.
+        optimizer: `modicum.torch.AdamW` of parameters on meta, or several: the promise includes
+            their state, allocated after the load, and with a single one a save of model and state.
+        resized: new rows of token embeddings and heads with other numbers of rows than stored: the
+            "mean" of the stored ones, or made by the "model"; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a
-            model with names of its own; then missing, unexpected, dtype and keep_fp32 do not apply.
+            model with other names. Then missing, unexpected, dtype and keep_fp32 do not apply.
         key_mapping: renamings of stored names by regular expression, as for `from_pretrained`.
-        adapter: the one that an adapter's directory is loaded into, if the model has several.
+        adapter: the adapter into which an adapter's directory is loaded, if the model has several.
 
     Returns:
-        The same report on every rank. Its warnings are UserWarnings on rank 0, too.
+        The same report on every rank; rank 0 also issues its warnings as UserWarnings.
 
     Raises:
-        BudgetError: it does not fit; before anything but headers is read.
+        BudgetError: the load does not fit; only headers have been read.
         UsageError: model, source and arguments do not fit together.
-        FormatError, IntegrityError, IoError, PeerError: on every rank alike, naming the rank that
-            failed first. After an error the model's parameters are on meta, as before.
+        FormatError, IntegrityError, IoError, PeerError: raised on every rank, naming the rank that
+            failed first. Tensors on meta stay there; those with values may be partly overwritten.
     """
     how = {
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
@@ -101,7 +101,7 @@ def _read(recipe: Recipe | str | Path | None) -> Recipe | None:
 def _load(
     model: nn.Module, source: Source, how: dict[str, Any], options: Options, made: dict[str, Any]
 ) -> Report:
-    """`how`: of the recipe; `made`: the rules of `buffers` and `resized`."""
+    """`how`: the arguments that determine the recipe; `made`: `buffers` and `resized`."""
     in_flight.wait()
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model, adapter=how["adapter"], originals=True)
@@ -113,7 +113,7 @@ def _load(
         fill_rows(whole, goal.grown, made["resized"], options.seed)
         fill_norms(whole, goal.norms)
         emptied.restore(loaded=goal.dtypes)
-        # These only begin as the base: a save writes them as tensors of their own.
+        # These get their first values from the base; a save writes them as separate tensors.
         begun = goal.norms.keys() | whole.structure.rows.keys()
         remember(model, Origin(source, goal.text_without(begun)))
         return report

@@ -1,8 +1,8 @@
 """Tensors in rank 0's memory as the source of a load.
 
-To the core they are a checkpoint of one file, whose header every rank has and whose data only rank
-0 can read: from its tensors, piece by piece, cast to the model's dtypes. Rank 0 is the reader for
-all ranks and scatters to each the bytes that it needs, through the staging.
+The C++ library sees them as a checkpoint of one file. Every rank has its header; only rank 0 can
+read its data: piece by piece from the tensors, cast to the model's dtypes. Rank 0 reads for all
+ranks and sends each the bytes that it needs, through the staging.
 """
 
 import ctypes
@@ -28,7 +28,8 @@ State = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 _ON_META = "meta"
-# malloc returns memory to the kernel that lies below other allocations only when it is asked to.
+# After how many freed bytes to call malloc_trim: free() alone keeps memory that lies below other
+# allocations.
 _TRIM_BYTES = 32 << 20
 
 
@@ -36,9 +37,10 @@ _TRIM_BYTES = 32 << 20
 
 
 def level(model: Model, ranks: Ranks) -> Tensors:
-    """Moves a tensor to meta on every rank if it is on meta on one of them, since ranks may build
-    the model in different ways. Returns the buffers outside of state dicts that differ between
-    ranks or are on meta everywhere, to be filled with rank 0's. Collective."""
+    """Makes the model equal on all ranks, which may have built it in different ways: moves a tensor
+    to meta on every rank if it is on meta on one of them, or is a non-persistent buffer whose
+    values differ. Returns the non-persistent buffers that differ or are on meta everywhere, to be
+    filled with rank 0's. Collective."""
     everyone = ranks.gather([_fingerprint(of) for of in model.tensors.values()])
     uneven = {}
     for of, prints in zip(model.tensors.values(), zip(*everyone, strict=True), strict=True):
@@ -51,8 +53,8 @@ def level(model: Model, ranks: Ranks) -> Tensors:
 
 
 def _fingerprint(of: ModelTensor) -> str:
-    """Equal on ranks that have the tensor in the same state; of buffers that no state dict has, the
-    values count too."""
+    """A text that is equal on ranks whose tensors are both on meta or both not; for non-persistent
+    buffers the values must be equal, too."""
     if of.tensor.is_meta:
         return _ON_META
     if of.is_persistent:
@@ -63,7 +65,7 @@ def _fingerprint(of: ModelTensor) -> str:
 
 
 def _empty(of: ModelTensor) -> None:
-    """Frees its memory and leaves it on meta."""
+    """Moves a tensor to meta and so frees its memory."""
     if of.tensor.is_meta:
         return
     if not isinstance(of.tensor, torch.nn.Parameter):
@@ -80,12 +82,13 @@ def _empty(of: ModelTensor) -> None:
 def chosen_from(
     model: Model, state: State, uneven: Tensors, *, strict: bool, drops: bool
 ) -> tuple[Tensors, dict[str, str]]:
-    """The tensors of a full state dict that the model needs, and names tied to one of them.
+    """The tensors of a full state dict that the model needs, and for each name tied to one of them
+    that name.
 
     Args:
         uneven: from `level`.
-        strict: refuse a dict that lacks a tensor, even one that has values in the model.
-        drops: drop names that are not in the model, rather than refuse them.
+        strict: whether to refuse a dict that lacks a tensor which has values in the model.
+        drops: whether to drop names that are not in the model instead of refusing them.
     """
     given = uneven | {canonical(name): tensor for name, tensor in state.items()}
     unknown = [name for name in given if name not in model.tensors]
@@ -109,7 +112,7 @@ def chosen_from(
 
 
 class _Consumed:
-    """A state dict whose tensors are taken out when they have been read, so that they are freed."""
+    """A state dict from which each tensor is removed after it has been read, to free it."""
 
     def __init__(self, state: MutableMapping[str, Any]) -> None:
         self._state = state
@@ -117,13 +120,13 @@ class _Consumed:
         self._freed_bytes = 0
 
     def note(self, alias_of: Mapping[str, str]) -> None:
-        """Notes the names of the dict by those in the model that they are loaded as."""
+        """Notes for each of the model's names the names in the dict that are loaded as it."""
         for name in self._state:
             target = canonical(name)
             self._names.setdefault(alias_of.get(target, target), []).append(name)
 
     def free(self, target: str, nbytes: int) -> None:
-        """The caller holds no reference to the tensor any more."""
+        """Removes a tensor; the caller must not refer to it any more."""
         for name in self._names.get(target, ()):
             self._state.pop(name, None)
         self._freed_bytes += nbytes
@@ -141,10 +144,10 @@ def goal_of_memory(
     """The goal of loading tensors of rank 0 into the model. Collective.
 
     Args:
-        choose: called on rank 0 only; returns the tensors by their names in the model, and names
-            tied to one of them.
-        consumed: on rank 0, the dict that these are from; each is taken out after its last byte is
-            read.
+        choose: called on rank 0 only; returns the tensors by their names in the model, and further
+            names tied to them, as `chosen_from`.
+        consumed: on rank 0 the dict that holds the tensors; each is removed after its last byte is
+            read. None: nothing is removed.
     """
     chosen: list[tuple[str, torch.Tensor, torch.dtype]] = []
     state = None if consumed is None else _Consumed(consumed)
@@ -206,17 +209,17 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether values can be cast; FP8 codes can't without their scales."""
+    """Whether values can be cast: 1-byte floats (FP8) can't be without their scales."""
     wide = [d.is_floating_point and d.itemsize > 1 for d in (source, target)]
     return source == target or all(wide)
 
 
 def _copy_run(tensor: torch.Tensor, first: int, into: torch.Tensor) -> None:
-    """Copies elements [first, first + into.numel()), in row-major order, of a tensor of any
-    strides, device and dtype, without temporaries larger than `into`.
+    """Copies the elements [first, first + into.numel()) in row-major order. The tensor may have any
+    strides, device and dtype; no temporary is larger than `into`.
 
-    Of shape [rows, 4], the elements 2..9 are three copies: the end of row 0, row 1, and the begin
-    of row 2.
+    Example: in shape [3, 4] elements 2 to 9 take three copies: the end of row 0, row 1, and the
+    begin of row 2.
     """
     if tensor.is_contiguous():
         into.copy_(tensor.view(-1)[first : first + into.numel()])

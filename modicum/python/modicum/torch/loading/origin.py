@@ -1,4 +1,4 @@
-"""What a model was loaded from: a save writes the files of the same checkpoint."""
+"""Remembers from which checkpoint a model was loaded: a save writes files with the same names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,30 +11,30 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint that a model's tensors come from."""
+    """The checkpoint from which a model was loaded."""
 
     source: str | Path | None
-    """None: every tensor was initialised."""
+    """None: all tensors were initialised."""
     text: str
-    """recipe.json: how the tensors were made of the stored ones."""
+    """The text of recipe.json: how the model's tensors were made from stored ones."""
 
 
 _origins: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()
 
 
 def remember(model: nn.Module, origin: Origin) -> None:
-    """Notes it as long as the model is alive."""
+    """Sets the model's origin, which is kept as long as the model is alive."""
     _origins[model] = origin
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """None for a model that Modicum has not loaded from files."""
+    """The model's origin; None if `modicum.torch.load` has not loaded it."""
     return _origins.get(model)
 
 
 @contextmanager
 def keeping_origin(model: nn.Module) -> Iterator[None]:
-    """Loads within it do not change what the model is remembered to come from."""
+    """Within this context loads do not change the model's origin."""
     before = origin_of(model)
     try:
         yield

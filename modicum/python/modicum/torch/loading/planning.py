@@ -1,4 +1,4 @@
-"""The plan of a load: where each target goes, and the core's plan within the budget."""
+"""Plans a load: the destination of each target, and the plan of the C++ library in the budget."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class Options:
     progress: bool
     optimizers: Sequence[AdamW] = ()
     later: Mapping[str, int] = field(default_factory=dict)
-    """What the caller allocates on this rank after the load, bytes by purpose."""
+    """What the caller will allocate on this rank after the load, bytes by purpose."""
 
     def __post_init__(self) -> None:
         require_check(self.check)
@@ -52,10 +52,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Later:
-    """What the caller of a load allocates after it; in place of an optimizer, for the promise."""
+    """Memory that the caller of a load will allocate after it; given in place of an optimizer, so
+    that the promise includes it."""
 
     needed: Mapping[str, int]
-    """On this rank, bytes by purpose."""
+    """Bytes by purpose, on this rank."""
 
 
 def later_of(given: Any) -> Counter[str]:
@@ -67,8 +68,8 @@ def later_of(given: Any) -> Counter[str]:
 
 
 def optimizers_of(given: Any) -> list[AdamW]:
-    """The optimizers whose state a load allocates. State of parameters that were replaced, if none
-    would be lost, is freed here."""
+    """The optimizers whose state a load allocates. Frees the state of replaced parameters if no
+    values are lost by that."""
     optimizers: list[Any] = [given] if isinstance(given, torch.optim.Optimizer) else [*given]
     optimizers = [one for one in optimizers if not isinstance(one, Later)]
     for one in optimizers:
@@ -98,11 +99,11 @@ class Planned:
 
     goal: Goal
     places: list[Place]
-    """By target."""
+    """The places of all targets, in their order."""
     initialiser: Initialiser
     plan: _modicum.Plan
     buffers: list[dict[str, Any]]
-    """This rank's local buffers, by target."""
+    """This rank's buffers, by target."""
     options: Options
     budget: int | None
     budget_source: str
@@ -131,7 +132,7 @@ def plan_of(
         before: another load of the same model, which runs first and whose buffers stay.
 
     Raises:
-        BudgetError: it does not fit.
+        BudgetError: the load does not fit.
     """
     strategy = "node-reader" if goal.only_rank_0 else options.strategy
     if ranks.ranks_per_node is None and strategy == "node-reader" and not goal.only_rank_0:
@@ -176,7 +177,7 @@ def plan_of(
 
 
 def _needs_of(options: Options, places: Sequence[Place]) -> list[Needs]:
-    """What each optimizer takes after the load."""
+    """The memory that each optimizer needs after the load."""
     memories = {
         id(place.of.tensor): Memory(place.dtype, place.device)
         for place in places
@@ -186,8 +187,8 @@ def _needs_of(options: Options, places: Sequence[Place]) -> list[Needs]:
 
 
 def _after(options: Options, needs: Sequence[Needs], ranks: Ranks) -> list[dict[str, int]]:
-    """By rank, the bytes by purpose of the optimizers' state, and of what follows the load; empty
-    if no rank has any."""
+    """For each rank the bytes by purpose of the optimizers' state and of `options.later`; an empty
+    list if no rank has any."""
     needed = Counter(options.later)
     for one in needs:
         needed.update(one.needed)
@@ -196,13 +197,13 @@ def _after(options: Options, needs: Sequence[Needs], ranks: Ranks) -> list[dict[
 
 
 def _state_files(needs: Sequence[Needs], model: Model) -> _modicum.StateFiles | None:
-    """The files of a save with the optimizer; None if there is none, or several."""
+    """The files of optimizer state in a save; None unless there is exactly one optimizer."""
     stored = needs[0].stored(model.names) if len(needs) == 1 else []
     return _modicum.StateFiles(stored) if stored else None
 
 
 def kept_bytes(before: Planned | None, rank: int) -> int:
-    """The bytes of host memory that a load has allocated and that stay, in whole pages."""
+    """The bytes of host memory that the load `before` allocates and that stay, in whole pages."""
     if before is None:
         return 0
     buffers = before.plan.buffers(rank)
@@ -211,7 +212,7 @@ def kept_bytes(before: Planned | None, rank: int) -> int:
 
 
 def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor for the model's own rules, charged to the ledger."""
+    """An uninitialised tensor for the model's own rules, charged to the ledger."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -222,8 +223,8 @@ def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) 
 def budget_of(
     options: Options, memories: list[Any], baselines: list[int], per_node: int
 ) -> tuple[int | None, str]:
-    """The budget of a node, in bytes, and its source. It includes the memory that the processes of
-    the node hold before the load."""
+    """The budget of a node in bytes, or None for no limit; and its source. The budget includes the
+    memory that the processes of the node hold before the load."""
     limit = options.ledger.limit_bytes
     if options.budget == "none":
         return None, ""
@@ -242,6 +243,7 @@ def budget_of(
 
 
 def places_of(model: Model, goal: Goal) -> list[Place]:
+    """The destination of each target. Raises `UsageError` if a tensor can't be filled."""
     check_unit_dtypes(
         model.managed, lambda name: goal.dtypes.get(name, model.tensors[name].tensor.dtype)
     )
@@ -272,7 +274,7 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
 
 
 def device_of(model: Model, of: ModelTensor) -> torch.device:
-    """Where a tensor will be that is on meta now."""
+    """The device of a tensor, on meta now, after the load."""
     if of.managed:
         return of.managed.device
     if model.buffers_follow_fsdp and model.managed and not of.is_parameter:

@@ -1,11 +1,11 @@
-"""Values that a load computes from rows of loaded tensors: rows of token embeddings and heads that
-a checkpoint lacks, because the model was resized; and DoRA's magnitudes, the norms of rows.
+"""Values that a load computes from rows of loaded tensors: new rows of token embeddings and heads
+that were resized; and DoRA's magnitudes, which are norms of rows.
 
-A rank holds a run of whole rows. The mean of the stored rows is summed in integers, so that its
-bits do not depend on which rank holds which rows:
+A rank holds a run of complete rows. The mean of the stored rows is summed in integers, so that its
+bits do not depend on the division of rows among ranks:
 
     largest absolute value of each column, over all ranks     max is exact in any order
-    value / 2^exponent -> int64 with 40 bits, summed          integer sums are, too
+    value / 2^exponent -> int64 with 40 bits, summed          so are sums of integers
     sum / rows * 2^exponent -> the tensor's dtype
 
 """
@@ -25,12 +25,12 @@ from modicum.torch.shards.placements import Sharding, Shardings
 from modicum.torch.shards.tensors import ModelTensor
 from modicum.upstream.transformers import initialise, is_pretrained
 
-_BITS = 40  # of a value in the sum; 2^23 rows fit
+_BITS = 40  # bits of a value in the sum: int64 has room for 2^23 rows
 _CHUNK_ROWS = 1024
 
 
 def require_rule(resized: str | None) -> str | None:
-    """`resized`, if it names a rule; else `UsageError`."""
+    """Returns `resized`. Raises `UsageError` if it is no rule."""
     if resized not in (None, "mean", "model"):
         expected = "'mean', 'model' or None"
         raise refusal("USAGE", "resized", expected=expected, got=repr(resized))
@@ -39,12 +39,12 @@ def require_rule(resized: str | None) -> str | None:
 
 @torch.no_grad()
 def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> None:
-    """Makes the rows beyond the stored ones. Collective over the meshes of these tensors.
+    """Fills the rows beyond the stored ones. Collective over the meshes of these tensors.
 
     Args:
         grown: the number of stored rows by tensor, the same on every rank.
-        rule: "mean" of the stored rows, or by the "model"'s own initialisation of a module of
-            the new rows alone.
+        rule: "mean": the mean of the stored rows; "model": the model's own initialisation of a
+            module with only the new rows.
     """
     shardings = Shardings()
     done: set[int] = set()  # tied names have one tensor
@@ -61,7 +61,7 @@ def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> N
 
 
 def require_same_rows(model: Model, norms: Mapping[str, str]) -> None:
-    """Refuses norms of rows that this rank does not hold."""
+    """Raises `UsageError` if this rank holds norms of rows that it does not hold."""
     shardings = Shardings()
     for name, weight in norms.items():
         own, rows = (
@@ -77,8 +77,8 @@ def require_same_rows(model: Model, norms: Mapping[str, str]) -> None:
 
 @torch.no_grad()
 def fill_norms(model: Model, norms: Mapping[str, str]) -> None:
-    """Computes DoRA's magnitudes from the loaded weights by PEFT's own function. An adapter that
-    begins with B = 0 changes no weight, so that the norms are those of the weight alone."""
+    """Computes DoRA's magnitudes from the loaded weights by PEFT's own function. The adapter's part
+    is passed as 0: an adapter begins with B = 0."""
     shardings = Shardings()
     for name, weight in norms.items():
         of, base = model.tensors[name], model.tensors[weight]
@@ -94,7 +94,7 @@ def fill_norms(model: Model, norms: Mapping[str, str]) -> None:
 
 
 def _rows_of(of: ModelTensor, sharding: Sharding, shardings: Shardings) -> tuple[int, int]:
-    """The first of this rank's rows, and their number."""
+    """This rank's first row, and its number of rows."""
     shape = of.tensor.shape
     width = shape[1:].numel()
     runs = _modicum.Shard(sharding, shape, shardings.rank).runs([*range(len(shape))])
@@ -116,11 +116,11 @@ class _Rows:
         self.local = of.local.detach().view(-1)[: count * width].view(count, width)
 
     def _below(self, row: int) -> torch.Tensor:
-        """The local rows before `row` of the whole."""
+        """The local rows before the tensor's row `row`."""
         return self.local[: max(0, row - self._first)]
 
     def mean(self, stored: int) -> torch.Tensor:
-        """Of the first `stored` rows of the whole, in float64."""
+        """The mean of the tensor's first `stored` rows, in float64. Collective."""
         rows = self._below(stored)
         width = self.local.shape[1]
         largest = torch.zeros(width, dtype=torch.float64, device=rows.device)
@@ -135,7 +135,7 @@ class _Rows:
         return torch.ldexp(total.double() / stored, exponent - _BITS)
 
     def fill(self, stored: int, values: torch.Tensor) -> None:
-        """`values`: one row for all, or one for each row from `stored` on."""
+        """Fills the rows from `stored` on. `values`: one row for all of them, or one for each."""
         begin = max(0, stored - self._first)
         mine = self.local[begin:]
         if len(values) > 1 and len(mine) > 0:
@@ -156,8 +156,8 @@ class _Rows:
 
 
 def _made_by_model(module: nn.Module, of: ModelTensor, stored: int, seed: int) -> torch.Tensor:
-    """The new rows, made by the initialisation of the model around the tensor, for a module that
-    has these rows only; the same on every rank."""
+    """The new rows: the transformers model initialises a module that has only these; the same on
+    every rank."""
     root = next((m for m in module.modules() if is_pretrained(m)), None)
     count, width = of.tensor.shape[0] - stored, of.tensor.shape[1:].numel()
     if root is None:

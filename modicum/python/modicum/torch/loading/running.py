@@ -1,5 +1,5 @@
-"""Runs a planned load: on success the model's tensors have their values, on failure they are as
-before."""
+"""Runs a planned load. On failure tensors on meta stay on meta; tensors that had values, which are
+read in place, may be partly overwritten."""
 
 import sys
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ Storages = dict[int, torch.Tensor]
 
 
 def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
-    """Loads, and returns the same report on every rank. Collective. If a rank fails all raise, and
-    no tensor is handed over."""
+    """Loads; returns the same report on every rank. Collective. If a rank fails, all raise, and no
+    tensor on meta gets its memory."""
     if planned.options.progress and ranks.rank == 0:
         print(f"modicum: {planned.headline()}", file=sys.stderr)
     plan, options, rank = planned.plan, planned.options, ranks.rank
@@ -63,7 +63,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
                 check=options.check is not None,
                 seed=options.seed,
             )
-            ranks.barrier()  # all ranks have loaded: from here on nothing is undone
+            ranks.barrier()  # all ranks have loaded: from here on the model changes
     finally:
         ledger.limit_bytes = outside
     _hand_over(planned, model, loaded, storages)
@@ -74,15 +74,15 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
 
 
 def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
-    """The targets and places without aliases."""
+    """(index, place) of each target that is no alias."""
     for t, (target, place) in enumerate(zip(planned.goal.targets, planned.places, strict=True)):
         if target["alias_of"] is None:
             yield t, place
 
 
 def _storages_of(planned: Planned) -> Storages:
-    """Memory that exists before the load, each as a one-dimensional tensor: a tensor's own, or new
-    device memory."""
+    """One-dimensional tensors by target: the memory of tensors that have values, and new device
+    memory. The load itself allocates new host memory."""
     storages = {}
     for t, place in _own_targets(planned):
         if not place.of.tensor.is_meta:
@@ -94,7 +94,7 @@ def _storages_of(planned: Planned) -> Storages:
 
 
 class _Maker:
-    """Makes tensors by the model's own rules when the load asks for them; holds one at a time."""
+    """Makes tensors by the model's own rules when the load asks for them; keeps only the last."""
 
     def __init__(self, planned: Planned) -> None:
         self._goal, self._initialiser = planned.goal, planned.initialiser
@@ -138,6 +138,7 @@ def _report(planned: Planned, ranks: Ranks, loaded: _modicum.Loaded) -> Report:
     if planned.options.optimizers:
         states = sum(map(held_by, planned.options.optimizers))
         held = kept_bytes(planned, ranks.rank) + states
+        # The state is allocated after the load, whose outcome lacks it.
         outcome["ledger_peak_bytes"] = max(outcome["ledger_peak_bytes"], held)
     outcomes = ranks.gather(outcome)
     is_checked, budget = planned.options.check is not None, planned.budget

@@ -1,4 +1,4 @@
-"""`AdamW`: a torch optimizer whose state is in the core's arenas, in a declared format."""
+"""`AdamW`: a torch optimizer whose state is in arenas of the C++ library, in a declared format."""
 
 import math
 import weakref
@@ -42,52 +42,52 @@ from modicum.upstream.torch_core import load_hooks, not_compiled
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW that allocates all of its state, a declared number of bytes, when it is made: the state
-    of the parameters that train then. A frozen one has none until it trains. While a parameter that
-    trains is on meta it has no state: `modicum.torch.load(..., optimizer=)`, `Accelerator.prepare`
-    within `loading()`, `allocate()` or the first step allocate it.
+    """AdamW with its state on the host. The constructor allocates the state of all parameters that
+    train, a declared number of bytes. A frozen parameter has no state until it trains. While any
+    parameter that trains is on meta, no state is allocated: `modicum.torch.load(..., optimizer=)`,
+    `Accelerator.prepare` within `loading()`, `allocate()` or the first step does it later.
 
-    A `torch.optim.Optimizer`: groups, schedulers, hooks, `GradScaler`, `state_dict` with PyTorch's
-    names and shapes. Parameters are plain tensors or DTensors of float32, bfloat16 or float16.
+    It is a `torch.optim.Optimizer`, with groups, schedulers, hooks, `GradScaler`, and a
+    `state_dict` with PyTorch's names and shapes. Parameters are plain tensors or DTensors of
+    float32, bfloat16 or float16.
 
-    On the CPU a float32 parameter is its own master, and the bfloat16 parameter of a split format
-    is the upper half of its master: neither is held twice. When a backward has accumulated
-    `parameter.grad`, it becomes a view of the state's gradient plane. A step skips parameters whose
-    `grad` is None, as in torch.
+    On the CPU a float32 parameter is its own master, and in a split format a bfloat16 parameter is
+    the upper half of its master: neither is held twice. After a backward `parameter.grad` becomes a
+    view of the state's gradient plane. A step skips parameters whose `grad` is None, as in torch.
 
-    For parameters on a device the whole state is on the host. Gradients stay on the device and are
-    copied to the host by a step or a norm; new parameters are copied back while the step runs. Both
-    go through 512 KiB of staging per thread, or the state's own planes.
+    For parameters on a device the complete state is on the host. Gradients stay on the device until
+    a step or a norm copies them to the host; new parameters are copied back while the step runs.
+    Both go through 512 KiB of staging per thread, or the state's own planes.
 
-    Parameters of any dense strides are stepped in memory order. Parameters that were replaced in
-    `param_groups` (accelerate's `prepare`, `fully_shard`) and memory that was moved (`model.to`,
-    `share_memory`) are bound anew while there is no state, that is before the first step or load;
-    afterwards they are refused by name. `state` may be changed as in torch: an entry that was
-    removed starts anew, and new values are taken.
+    Parameters with any dense strides are stepped in memory order. If parameters are replaced in
+    `param_groups` (accelerate's `prepare`, `fully_shard`) or their memory is moved (`model.to`,
+    `share_memory`) before the first step or load, the optimizer adopts the new ones; afterwards it
+    raises an error that names the parameter. A program may change `state` as in torch: a removed
+    entry starts from zero, and new values are used.
 
     The constructor, `step`, `clip_grad_norm_`, `load_state_dict` and `add_param_group` are
-    collectives of all ranks of the parameters' meshes: if one raises on a rank, it raises on all of
-    these ranks. These and `state_dict` allocate the state of parameters that were unfrozen since,
-    or raise `BudgetError` by name.
+    collective over all ranks of the parameters' meshes: if a call raises on one rank, it raises on
+    all. These calls and `state_dict` allocate the state of parameters that were unfrozen since the
+    last call, or raise `BudgetError`.
 
     Args:
         params: parameters, groups, or `model.named_parameters()`. Random bits are keyed by names
-            ("param.N" without names), which must not depend on the rank.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW; by group, too.
-        foreach, fused: ignored: they choose between torch's implementations.
+            ("param.N" without names), which must be the same on all ranks.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as for torch.optim.AdamW, also in groups.
+        foreach, fused: ignored; they select one of torch's implementations.
         capturable, differentiable: must be False.
-        state_format: names the moments: fp32 or fp32-split, bf16-moments, int8-moments or
-            int8-moments-24. Per bfloat16 parameter, itself and its gradient included, they take 14
-            (fp32-split), 10, 8.0625 and 7.0625 bytes; per float32 parameter 16, 12 and 10.0625.
-            Vectors and tensors with rows below 128 elements keep fp32 moments.
-        semantics: torch (the bits of torch.optim.AdamW's default path) or deepspeed.
-        decoupled: False: the decay is added to the gradient (Adam). In a group:
+        state_format: fp32, fp32-split, bf16-moments, int8-moments or int8-moments-24. A bfloat16
+            parameter takes 14 (fp32-split), 10, 8.0625 or 7.0625 bytes per element, including
+            itself and its gradient; a float32 parameter 16 (fp32), 12 or 10.0625 bytes. Vectors,
+            and tensors with rows of fewer than 128 elements, keep fp32 moments.
+        semantics: torch (the same bits as torch.optim.AdamW's default path) or deepspeed.
+        decoupled: False: the decay is added to the gradient (Adam). The key in a group is
             `decoupled_weight_decay`.
         bias_correction: whether to correct the bias of the moments.
-        seed: of the random bits; the same on every rank.
-        ledger: charged for all allocations; None: a new one.
+        seed: the seed of the random bits; the same on every rank.
+        ledger: the account to which all allocations are charged; None: a new one.
         pin: whether to pin the memory that a device reads or writes, at its exact size; or an
-            object with cudaHostRegister and cudaHostUnregister, instead of CUDA's runtime.
+            object with cudaHostRegister and cudaHostUnregister, used in place of CUDA's runtime.
         fork: how forked children see the state: "excluded", "shared" or "inherited" (charged
             twice), as in `modicum.torch.load`.
 
@@ -95,9 +95,9 @@ class AdamW(torch.optim.Optimizer):
         skipped_steps: number of steps skipped because a gradient was not finite.
 
     Raises:
-        BudgetError: the ledger lacks room; before anything is allocated.
-        UsageError: a parameter that can't be stepped in place, that is given twice or shares
-            memory with another; wrong options; another rank raised (names it).
+        BudgetError: the ledger lacks room; nothing has been allocated.
+        UsageError: a parameter can't be stepped in place, is given twice or shares memory with
+            another one; options are wrong; or another rank, which is named, raised.
     """
 
     _step_supports_amp_scaling = True
@@ -161,8 +161,8 @@ class AdamW(torch.optim.Optimizer):
     # ---- binding to parameters
 
     def _release(self) -> None:
-        """Unbinds all parameters; there must be no state to lose. The entries of `state` that are
-        not this optimizer's own stay, for the parameters that it binds next."""
+        """Unbinds all parameters; there must be no state to lose. Keeps the entries of `state` that
+        the program has set: they are the values of the parameters that are bound next."""
         parts = self._bound.parts
         own = {part.parameter for part in parts if self._is_untouched(part)}
         given = {key: entry for key, entry in self.state.items() if entry and key not in own}
@@ -173,7 +173,7 @@ class AdamW(torch.optim.Optimizer):
             if not is_in_place(part, parameter.grad):
                 continue
             if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
-                parameter.grad = part.grad.clone()  # out of the plane, for the next step
+                parameter.grad = part.grad.clone()  # the plane is freed; the next step needs it
         unhook(parts)
         self._bound.drop(0)
         self._has_loaded = False
@@ -181,11 +181,12 @@ class AdamW(torch.optim.Optimizer):
         self.state.update(given)
 
     def _is_untouched(self, part: Part) -> bool:
+        """Whether the part's entry of `state` is the optimizer's own, before the first step."""
         entry = self.state.get(part.parameter)
         return entry is not None and is_noted(part, entry) and entry["step"].item() == 0
 
     def _has_state(self) -> bool:
-        """Whether binding anew would lose state."""
+        """Whether unbinding the parameters would lose state."""
         counts = self._bound.counts.tolist()
         return any(
             (count > 0 or self._has_loaded) and bool(self.state.get(part.parameter))
@@ -193,7 +194,7 @@ class AdamW(torch.optim.Optimizer):
         )
 
     def _unbind_changed(self) -> None:
-        """Frees the state, if there is none to lose, of parameters that were replaced or moved."""
+        """Frees all state if parameters were replaced or moved; raises if values would be lost."""
         changed = changed_since(self._bound.parts, self.param_groups)
         if changed is not None:
             if self._has_state():
@@ -201,9 +202,8 @@ class AdamW(torch.optim.Optimizer):
             self._release()
 
     def _follow(self, *, now: bool = False) -> None:
-        """Follows changes of param_groups and `state` since the last call, or refuses them; and
-        allocates state for parameters that train now, and did not before. While one of these is on
-        meta it allocates nothing or, if the state is needed `now`, refuses."""
+        """Adopts changes of param_groups and `state`, or raises. Then allocates state of parameters
+        that have begun to train. If any is on meta, allocates none or, with `now`, raises."""
         self._unbind_changed()
         self._bound.meshes = meshes_of(self.param_groups)
         self._has_loaded |= self._bound.follow(self.state)
@@ -212,20 +212,20 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def allocate(self) -> None:
-        """Allocates the state of all parameters that train and have none, as the first step does.
-        They must have their memory. Collective."""
+        """Allocates the state of all parameters that train and have none, as the first step would.
+        None of them may be on meta. Collective."""
         self._agreed(lambda: self._follow(now=True))
 
     def _trains(self, parameter: torch.Tensor) -> bool:
-        """Whether a step would need its state, as in torch."""
+        """Whether a step would need the parameter's state, as in torch."""
         has_values = parameter.grad is not None or bool(self.state.get(parameter))
         return parameter.requires_grad or has_values
 
     @torch.no_grad()
     def _take_up(self, wants: Wants, groups: Sequence[dict[str, Any]]) -> None:
-        """Allocates state, with the options of `groups`, for the parameters without one that
-        `wants` is true of: for all of them, or with an error, after which `_all_or_none` drops it,
-        for none. Entries that `state` has of them are their values."""
+        """Allocates state, with the options of `groups`, for all parameters that have none and for
+        which `wants` is true. Entries of `state` become its values. After an error `_all_or_none`
+        frees the new state."""
         bound = self._bound
         parts = new_parts(self.param_groups, wants, bound.parts)
         if not parts:
@@ -245,23 +245,23 @@ class AdamW(torch.optim.Optimizer):
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """Hooks and shows what the block has bound; if it raises, frees it again."""
+        """A context for binding: hooks new parameters and shows their state, or, on an error, frees
+        it."""
         bound = self._bound
         try:
             yield
         except BaseException:
             bound.drop(sum(bool(part.entry) for part in bound.parts))
             raise
-        new = [part for part in bound.parts if not part.entry]  # it has none in `state` yet
+        new = [part for part in bound.parts if not part.entry]  # not shown in `state` yet
         hook(new)
         if new:
             self._bound.show(self.state, new)
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch. The group's state is allocated here, next to the existing one, which is
-        unchanged; the constructor's rules apply. Collective, over the meshes of all groups. A group
-        that is refused is not added on any rank."""
+        """Adds a group, as in torch, and allocates its state by the constructor's rules. Collective
+        over the meshes of all groups: a group that is refused on one rank is added on none."""
         param_group = listed(param_group)
         if "_bound" not in self.__dict__:
             refuse_repeated(param_group, self.param_groups)
@@ -290,9 +290,9 @@ class AdamW(torch.optim.Optimizer):
     @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One collective step with the current gradients: unscale, clip, update, cast in one pass.
+        """Makes a step: unscales, clips, updates and casts in one pass. Collective.
 
-        If a gradient is not finite on any rank of the parameters' meshes, no rank changes a byte
+        If a gradient is not finite on any rank of the parameters' meshes, no rank changes anything
         and `skipped_steps` grows by 1 on all of them.
         """
         loss = None
@@ -328,20 +328,20 @@ class AdamW(torch.optim.Optimizer):
 
     def _skip(self) -> None:
         self.skipped_steps += 1
-        if self._has_warned_of_skip or hasattr(self, "found_inf"):  # GradScaler's skips are usual
+        if self._has_warned_of_skip or hasattr(self, "found_inf"):  # skips by GradScaler are normal
             return
         self._has_warned_of_skip = True
         warn_script(skip_warning(self._bound.not_finite()))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """The norm of the gradients of all ranks; the next step clips it to `max_norm`. Collective.
+        """Computes the norm of all ranks' gradients; the next step clips it. Collective.
 
-        The gradients in `parameter.grad` are not changed: the step applies the factor. It is
-        computed from the unscaled norm, whether a `GradScaler` unscales before or in the step.
+        The gradients in `parameter.grad` are not changed: the step applies the factor. The factor
+        follows from the unscaled norm, whether a `GradScaler` unscales before or in the step.
 
         Returns:
-            The norm of the gradients as they are; NaN if one is not finite.
+            The norm of the present gradients, scaled or not; NaN if one is not finite.
         """
         max_norm = float(max_norm)
         if not max_norm >= 0:
@@ -357,16 +357,17 @@ class AdamW(torch.optim.Optimizer):
         return torch.tensor(math.nan if is_bad else math.sqrt(squares))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. The gradient plane stays allocated. A tensor that was `parameter.grad` and
-        is kept has its values after the next backward, too; views of it do not: clone these."""
+        """Clears gradients, as in torch. The gradient plane stays allocated. If a program keeps a
+        tensor that was `parameter.grad`, its values survive the next backward; those of views of it
+        do not: clone these."""
         super().zero_grad(set_to_none)
         self._forget()
 
     def _agreed(
         self, prepare: Callable[[], Answer | None], groups: Sequence[dict[str, Any]] = ()
     ) -> tuple[float, bool]:
-        """`agreed` by the ranks of the meshes of `groups`, or of the bound parameters. If any rank
-        refuses, no rank keeps the memory that `prepare` has taken."""
+        """Calls `agreed` over the meshes of `groups`, or by default of the bound parameters. If any
+        rank raises, all ranks free the state that `prepare` has allocated."""
         names = names_of(groups or self.param_groups)
 
         def meshes() -> list[Any]:
@@ -376,8 +377,8 @@ class AdamW(torch.optim.Optimizer):
             return agreed(prepare, meshes, names)
 
     def _check_gradients(self) -> None:
-        """In the first step, and the first time that no parameter has a gradient: refuses
-        parameters that lack one because the model has replaced them."""
+        """Raises if parameters lack gradients because the model has replaced them. Checks this in
+        the first step, and the first time that no parameter has a gradient."""
         collected = zip(self._bound.parts, self._bound.collected, strict=True)
         lacking = [part for part, (grad, _) in collected if grad is None]
         has_none = len(lacking) == len(self._bound.parts)
@@ -402,7 +403,7 @@ class AdamW(torch.optim.Optimizer):
         return [options_of(group, self.semantics, self.bias_correction) for group in groups]
 
     def _checked(self, groups: Sequence[dict[str, Any]]) -> list[_modicum.AdamOptions]:
-        """The groups' options; `UsageError` if one is out of range."""
+        """The groups' options. Raises `UsageError` if one is out of range."""
         options = self._options(groups)
         _modicum.adamw_footprint([], options, format=self.state_format)
         return options
@@ -411,10 +412,10 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's, which can load it: step, exp_avg, exp_avg_sq (max_exp_avg_sq) of
-        each parameter's shape in float32; and `master` if the parameter is a rounded copy or the
-        upper half of one. Planes of float32 are views; the others are exported, 4 bytes per element
-        as long as the dict lives."""
+        """A state dict that torch.optim.AdamW can load: step, exp_avg, exp_avg_sq (max_exp_avg_sq)
+        in float32 with each parameter's shape; and `master` if the parameter is its rounded copy or
+        its upper half. float32 planes are views. Others are exported to new memory, 4 bytes per
+        element, which the dict holds."""
         with told_by_fqn(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()
@@ -430,8 +431,8 @@ class AdamW(torch.optim.Optimizer):
             self.state = lies
 
     def state_items(self, codes: bool = False) -> Iterator[StateItem]:
-        """(parameter's name, name, tensor) of the whole state, one tensor at a time. `codes`: views
-        of planes and scales in their own dtypes, to be saved without a copy, or copied into."""
+        """Iterates over the complete state as (parameter's name, name, tensor). `codes`: yields
+        views of planes and scales in their own dtypes, to save or to fill without a copy."""
         with told_by_fqn(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()
@@ -439,11 +440,11 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class, of any state format, or of torch.optim.AdamW.
-        Collective. Load the model before: without `master` the parameters' values are the masters.
+        """Loads a state dict of this class, in any state format, or of torch.optim.AdamW.
+        Collective. Load the model first: without `master` the masters get the parameters' values.
 
-        All values are validated before any is taken: a dict that is refused, with `UsageError`,
-        changes nothing on any rank of the parameters' meshes.
+        All values are validated before any is set: if a dict is refused with `UsageError`, nothing
+        changes on any rank of the parameters' meshes.
         """
         if isinstance(state_dict, Mapping):
             state_dict = dict(state_dict)
@@ -482,18 +483,18 @@ class AdamW(torch.optim.Optimizer):
 
     @property
     def held(self) -> dict[str, dict[str, int]]:
-        """By state format: the number of elements as `parameters`, and the bytes allocated for them
-        by purpose, without the parameters' own memory. Frozen parameters have none."""
+        """For each state format the number of elements (`parameters`), and the bytes allocated by
+        purpose, without the parameters' own memory. Frozen parameters are not included."""
         return self._bound.held()
 
     def _holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """For `memory.attribute`: owner, name and memory of all tensors of a step."""
+        """(owner, name, memory) of all tensors that a step uses, for `memory.attribute`."""
         return self._bound.holdings()
 
     def digest(self) -> dict[str, int]:
-        """Digests of this rank's fp32 values, names and global indices: `state` (parameters and
-        moments) and `master` (parameters). Their sum modulo 2^64 over ranks that hold different
-        shards does not depend on the sharding."""
+        """Digests of this rank's fp32 values with their names and global indices: `state` (masters
+        and moments) and `master` (masters). The sum modulo 2^64 over ranks with different shards
+        does not depend on the sharding."""
         with told_by_fqn(self.param_groups), self._all_or_none():
             self._follow()
         return self._bound.digest()

@@ -1,5 +1,5 @@
-"""What the ranks of an optimizer's meshes decide together: the sum of a norm, and whether one of
-them refuses a call."""
+"""Agreement between the ranks of an optimizer's meshes: the sum of a norm, and whether any of them
+refuses a call."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,21 +9,22 @@ from modicum.torch.optim import in_flight
 from modicum.torch.optim.parts import global_sum, largest
 
 Answer = tuple[list[tuple[Any, float]], bool]
-"""(mesh, value) pairs, and a flag."""
+"""(mesh, value) pairs to sum, and a flag."""
 
 
 def agreed(
     prepare: Callable[[], Answer | None], meshes: Callable[[], Sequence[Any]], names: Sequence[str]
 ) -> tuple[float, bool]:
-    """Calls `prepare` on every rank of the parameters' meshes; collective. Returns the sum of all
-    ranks' values, and whether any rank has set the flag. If `prepare` raises on a rank all raise:
-    that rank its own error, the others `UsageError` with its number and the tensor's name, or the
-    error of a save in the background that has failed.
-    Otherwise they would wait for it in this collective or the next one.
+    """Calls `prepare` on every rank of the parameters' meshes. Collective. Returns the sum of all
+    ranks' values, and whether any rank has set the flag.
+
+    If `prepare` raises on a rank, all ranks raise, since otherwise they would wait for it in this
+    or the next collective. That rank raises its own error; others raise `UsageError` with its
+    number and the tensor's name, or the error of a save in the background that has failed.
 
     Args:
         meshes: called after `prepare`; the same meshes in the same order on every rank.
-        names: of all parameters, the same on every rank.
+        names: the names of all parameters, the same on every rank.
     """
     terms: list[tuple[Any, float]] = []
     flag, problem = False, None
@@ -41,6 +42,7 @@ def agreed(
     named = getattr(problem, "tensor", None)
     at = known.index(named) if named in known else 0
     rank = next((mesh.get_rank() for mesh in over if mesh is not None), 0)
+    # Rank and name as one number, of which all ranks get the largest; 0: no error here.
     code = 0 if problem is None else 1 + rank * len(known) + at
     rank, at = divmod(largest(over, code) - 1, len(known))
     if problem is None:

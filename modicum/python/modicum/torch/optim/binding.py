@@ -30,9 +30,10 @@ def new_parts(
     bound: Sequence[Part],
     memories: Mapping[int, Memory] | None = None,
 ) -> list[Part]:
-    """A part of each parameter in `groups` that is not among `bound` and that `wants` is true of,
-    in their order. `UsageError` for a parameter that can't be stepped in place, for equal names,
-    and for shared memory. `memories`: by id, those of parameters on meta, to count their state."""
+    """A part for each parameter in `groups` that is not among `bound` and for which `wants` is
+    true, in their order. Raises `UsageError` for a parameter that can't be stepped in place, equal
+    names, or shared memory. `memories`: the future memory of parameters on meta, by id, to count
+    their state."""
     own = {id(part.parameter) for part in bound}
     memories = memories or {}
     if not any(id(p) not in own and wants(p) for group in groups for p in group["params"]):
@@ -54,20 +55,20 @@ def new_parts(
 
 
 def on_meta(groups: Sequence[Group], wants: Wants) -> list[nn.Parameter]:
-    """The parameters without memory that `wants` is true of."""
+    """The parameters on meta for which `wants` is true."""
     held = (p for group in groups for p in group["params"])
     return [p for p in held if p.is_meta and wants(p)]
 
 
 def meshes_of(groups: Iterable[Group]) -> list[Any]:
-    """The distinct meshes of all parameters, in their order: the optimizer's collectives run over
-    them, whether a parameter is frozen or not."""
+    """The distinct meshes of all parameters, frozen or not, in their order: the optimizer's
+    collectives run over them."""
     params = (one for group in groups for one in group["params"])
     return [*dict.fromkeys(mesh_of(p[1] if isinstance(p, tuple) else p) for p in params)]
 
 
 def _refuse_overlaps(parts: Iterable[Part]) -> None:
-    """Refuses shared memory, whose elements several threads would step at the same time."""
+    """Raises `UsageError` if parameters share memory, which several threads would then step."""
     end_of: dict[torch.device, tuple[int, str]] = {}
     held = (part for part in parts if part.local.numel() > 0)
     for part in sorted(held, key=lambda part: part.place[0]):
@@ -80,8 +81,8 @@ def _refuse_overlaps(parts: Iterable[Part]) -> None:
 
 
 def listed(group: Any) -> Any:
-    """`group` with its parameters as a list, as torch makes one of them; what torch refuses stays
-    as it is."""
+    """`group` with its parameters as a list, as torch converts them. A group that torch refuses is
+    unchanged."""
     if isinstance(group, dict) and "params" in group:
         given = group["params"]
         if isinstance(given, torch.Tensor):
@@ -92,7 +93,7 @@ def listed(group: Any) -> Any:
 
 
 def refuse_repeated(group: Any, before: Iterable[Group]) -> None:
-    """`UsageError` if a parameter of a `listed` group is in it twice, or in a group of `before`."""
+    """Raises `UsageError` if a parameter of a `listed` group is in it twice or in `before`."""
     if not isinstance(group, dict) or not isinstance(group.get("params"), list):
         return
     seen = {id(parameter) for other in before for parameter in other["params"]}
@@ -109,8 +110,8 @@ def refuse_repeated(group: Any, before: Iterable[Group]) -> None:
 
 
 def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError | None:
-    """The error that names the first parameter that was replaced or moved since `parts` were bound;
-    None if there is none. Parameters without a part may change."""
+    """An error that names the first parameter which was replaced or moved since `parts` were bound,
+    or None. Parameters without a part may change."""
     held = [(index, p) for index, group in enumerate(groups) for p in group["params"]]
     for part in parts:
         index, parameter = held[part.at] if part.at < len(held) else (-1, None)
@@ -132,9 +133,9 @@ def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError 
 
 
 def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
-    """Refuses a parameter without a gradient that is in no module any more, if a module has another
-    one of its shape with a gradient that is not in `parts`: this one has replaced it in the module
-    but not in the groups. Searches all objects of the process."""
+    """Raises `UsageError` if a parameter without a gradient is no longer in any module, while some
+    module has a parameter of the same shape that has a gradient and is not in `parts`: it has
+    replaced the first in the module, but not in the groups. Searches all objects of the process."""
     live = {id(p): p for module in modules_alive() for p in parameters_of(module).values()}
     own = {id(part.parameter) for part in parts}
     strangers = [p for p in live.values() if p is not None and id(p) not in own]
@@ -151,8 +152,8 @@ def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
 
 
 def hook(parts: Iterable[Part]) -> None:
-    """Hooks, until `unhook`, that move each gradient to its plane when autograd has accumulated it,
-    and give its memory back."""
+    """Registers hooks that move each gradient to its plane once autograd has accumulated it, and
+    free the gradient's own memory."""
     for part in parts:
         if part.hook is None and part.grad is not None and part.parameter.requires_grad:
             part.hook = part.parameter.register_post_accumulate_grad_hook(_taking(part))
@@ -173,7 +174,7 @@ def _taking(part: Part) -> Callable[[nn.Parameter], None]:
         if grad.is_sparse or grad.dtype != plane.dtype:
             return
         if grad.shape != part.grad.shape or place_of(part.grad) != part.grad_place:
-            return  # the step compares both, and takes it or refuses it
+            return  # the step compares shape and place, and copies the gradient or raises
         with torch.no_grad():
             leave_kept(part)
             plane.copy_(part.local_like(grad, "gradient"))
@@ -183,7 +184,7 @@ def _taking(part: Part) -> Callable[[nn.Parameter], None]:
 
 
 def is_in_place(part: Part, grad: torch.Tensor) -> bool:
-    """Whether a gradient is in the plane that the state reads."""
+    """Whether the gradient is the view of the state's gradient plane."""
     return grad is part.grad and place_of(grad) == part.grad_place
 
 
@@ -191,13 +192,14 @@ def _references(holder: Any) -> int:
     return sys.getrefcount(holder.grad)
 
 
+# The count for a tensor to which only its holder refers.
 _ALONE = _references(SimpleNamespace(grad=object()))
 
 
 def leave_kept(part: Part) -> None:
-    """Called before the plane is written anew: if the program has kept the tensor that was
-    `parameter.grad`, as `g = p.grad; optimizer.zero_grad()` does, gives it memory of its own with
-    its values. Views of it are not seen."""
+    """Called before the plane is overwritten. If the program has kept the tensor that was
+    `parameter.grad`, as in `g = p.grad; optimizer.zero_grad()`, moves that tensor's values to new
+    memory. Views of it are not detected."""
     if part.grad is None or part.grad is part.parameter.grad or _references(part) <= _ALONE:
         return
     if place_of(part.grad) != part.grad_place:  # moved out of the plane, as by share_memory_

@@ -1,8 +1,8 @@
-"""The parameters of an optimizer with their states: planes, the entries of `state`, and the flow of
-values and gradients.
+"""The parameters of an optimizer bound to their states: planes, the entries of `state`, and the
+transfer of values and gradients.
 
-Per parameter: bind -> [collect gradients -> norms -> step | skip]* -> release. `collect` tells the
-core of every gradient, and the next step, or `forget`, ends the round.
+Per parameter: bind -> [collect gradients -> norms -> step | skip]* -> release. `collect` hands all
+gradients to the C++ states; the next `step` or `forget` ends the round.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from modicum.upstream.torch_core import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-# By plane, its owner in `memory.attribute`.
+# The owner of each plane in `memory.attribute`.
 _OWNERS = {
     "master": "master",
     "master_low": "master",
@@ -33,32 +33,32 @@ _OWNERS = {
 
 class Bound:
     """The parameters of an optimizer that have state, and their states. Parameters that are
-    unfrozen or added later get further states next to the first ones."""
+    unfrozen or added later get additional states."""
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        """In the order of the groups; those of a later `add` follow."""
+        """In the order of the groups; the parts of each later `add` follow."""
         self.states: dict[str, _modicum.AdamW] = {}
         self.lanes: dict[str, Lane] = {}
         self.meshes: list[Any] = []
-        """The meshes that the optimizer's collectives run over."""
+        """The meshes over which the optimizer's collectives run."""
         self.collected: list[tuple[Any, int]] = []
-        """For each part: the gradient that its state has collected, and its version."""
+        """(gradient that the state has collected, its version) of each part."""
         self.counts = torch.zeros(0)
-        """The step counts in force, by part."""
-        self._steps: list[torch.Tensor] = []  # of each `add`: the counts in the optimizer's `state`
+        """The step counts of the states, by part."""
+        self._steps: list[torch.Tensor] = []  # for each `add` the counts shown in `state`
         self._versions: list[int] = []
-        self._groups: dict[str, int] = {}  # by state: the number of groups that it knows
-        self._read: _modicum.Snapshot | None = None  # of a save that reads the states during a step
+        self._groups: dict[str, int] = {}  # the number of groups that each state knows
+        self._read: _modicum.Snapshot | None = None  # from a save that reads during the step
 
     @property
     def steps(self) -> torch.Tensor:
-        """The step counts in `state`, where a program may change them; by part."""
+        """The step counts shown in `state`, which a program may change; by part."""
         return torch.cat([torch.zeros(0), *self._steps])
 
     def add(self, parts: list[Part], groups: Sequence[dict[str, Any]], **how: Any) -> None:
-        """Allocates states for further parts; `how` is for `make_states`. If they do not fit,
-        nothing has changed; after any other error call `drop`."""
+        """Allocates states for more parts. `how`: arguments of `make_states`. If they do not fit,
+        nothing changes; after any other error call `drop`."""
         states = make_states(parts, **how)
         later = f" #{len(self._steps)}" if self._steps else ""
         steps = torch.zeros(len(parts))
@@ -66,7 +66,7 @@ class Bound:
             part.state += later
             part.moments = MOMENTS if groups[part.group]["amsgrad"] else MOMENTS[:2]
             part.steps = steps, index
-        self.parts += parts  # in place: it is the list whose hooks end with the optimizer
+        self.parts += parts  # in place: the optimizer's finalizer unhooks this list
         self._steps.append(steps)
         self.states |= {key + later: state for key, state in states.items()}
         self._groups |= {key + later: len(groups) for key in states}
@@ -75,7 +75,8 @@ class Bound:
         self._versions += [versions_of(part.parameter) for part in parts]
 
     def drop(self, count: int) -> None:
-        """Frees the states of the parts after the first `count`, which were added together."""
+        """Removes all parts after the first `count`, and frees their states. `count` must be a
+        boundary between two calls of `add`."""
         in_flight.settle()
         del self.parts[count:], self.collected[count:], self._versions[count:]
         kept = {part.state for part in self.parts}
@@ -86,7 +87,7 @@ class Bound:
         self.counts = self.counts[:count]
 
     def _lay_out(self, parts: list[Part]) -> None:
-        """Sets views of the planes, and fills masters that are not the parameters' own memory."""
+        """Sets the parts' views of planes, and fills masters that are separate from parameters."""
         of_state: dict[str, list[Part]] = {}
         for part in parts:
             of_state.setdefault(part.state, []).append(part)
@@ -101,19 +102,19 @@ class Bound:
                 self.lanes[key] = Lane(self.states[key], of, self._masters_that_leave(of))
 
     def set_options(self, options: Sequence[_modicum.AdamOptions]) -> None:
-        """Options by group, from the next step on."""
+        """Sets the groups' options for the next steps."""
         for key, state in self.states.items():
             for group, of in enumerate(options[: self._groups[key]]):
                 state.set_options(group, of)
 
     def _masters_that_leave(self, parts: list[Part]) -> dict[int, torch.Tensor] | None:
-        """By shard, the masters that have the parameters' dtype; None if they have another."""
+        """The masters by shard if they have the parameters' dtype; else None."""
         if dtype_of(parts[0], "master") != parts[0].local.dtype:
             return None
         return {part.shard: self.plane(part, "master") for part in parts if part.local.numel()}
 
     def plane(self, part: Part, name: str) -> torch.Tensor:
-        """A view of the part's elements in a plane without scales."""
+        """A view of the part's elements in a plane."""
         dtype = dtype_of(part, "moment" if name in MOMENTS else name)
         if part.local.numel() == 0:
             return torch.empty(0, dtype=dtype)
@@ -123,11 +124,11 @@ class Bound:
     # ---- the optimizer's `state`
 
     def show(self, state: Any, parts: Sequence[Part]) -> None:
-        """Puts the entries of `parts` into `state`: steps, and views of moments in float32."""
+        """Sets the entries of `parts` in `state`: steps, and views of moments that are float32."""
         self.note_steps()
         for part in parts:
             entry = state.get(part.parameter)
-            if not entry:  # a defaultdict makes an empty one
+            if not entry:  # none, or the empty one that torch's defaultdict has made
                 entry = state[part.parameter] = {}
             assert part.steps is not None
             steps, index = part.steps
@@ -140,8 +141,8 @@ class Bound:
             part.entry = {name: (tensor, local_of(tensor).data_ptr()) for name, tensor in shown}
 
     def follow(self, state: Mapping[Any, Any]) -> bool:
-        """Takes the changes of `state` since `show`: all of them or, with `UsageError`, none.
-        Returns whether there were new values."""
+        """Adopts all changes that the program made to `state` since `show`; returns whether they
+        were new values. Raises `UsageError`, and adopts none, if one is invalid."""
         is_counted = (self.steps != self.counts).tolist()
         taken = []
         for part, counted in zip(self.parts, is_counted, strict=True):
@@ -158,6 +159,7 @@ class Bound:
         )
 
     def note_steps(self) -> None:
+        """Copies the states' step counts to `state` and `counts`."""
         steps = {name: state.steps for name, state in self.states.items()}
         made = torch.tensor([float(steps[part.state][part.shard]) for part in self.parts])
         for lies, counts in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
@@ -167,7 +169,7 @@ class Bound:
     # ---- values
 
     def take(self, part: Part, values: Mapping[str, Any]) -> None:
-        """Sets the step and the moments that are in `values`; None: zeros."""
+        """Sets the step and the moments that are in `values`. A moment of None is set to 0."""
         in_flight.settle()
         state = self.states[part.state]
         if "step" in values:
@@ -182,7 +184,8 @@ class Bound:
                     torch.from_dlpack(lies).zero_()
 
     def _has(self, part: Part, name: str, values: torch.Tensor) -> bool:
-        """Whether a moment of a smaller format has these values: rounded again, it would change."""
+        """Whether a moment in a format smaller than float32 exports exactly these values. Then they
+        must not be imported, which would round them again."""
         if dtype_of(part, "moment") == torch.float32:
             return False
         for at, piece in chunks(values):
@@ -193,7 +196,7 @@ class Bound:
         return True
 
     def take_master(self, part: Part, master: torch.Tensor | None) -> None:
-        """And the parameter with it; None: the parameter's own values."""
+        """Sets the master, and the parameter from it. None: sets the master from the parameter."""
         if part.local.numel() == 0 or (part.local.dtype == torch.float32 and is_own_master(part)):
             return
         in_flight.settle()
@@ -206,7 +209,7 @@ class Bound:
                 part.local[at : at + low.numel()].copy_(low.to(part.local.dtype))
 
     def exported(self, part: Part, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """`entry`, and the planes that are not float32, exported."""
+        """`entry`, completed by exported planes: those that are not float32, and the master."""
         exported = dict(entry)
         names = [name for name in part.moments if name not in exported]
         if part.local.dtype != torch.float32:
@@ -214,7 +217,7 @@ class Bound:
         return exported | {name: self.values(part, name) for name in names}
 
     def values(self, part: Part, name: str) -> torch.Tensor:
-        """A plane in float32 and of the parameter's shape: a view, or exported to new memory."""
+        """A plane in float32 with the parameter's shape: a view, or exported to new memory."""
         is_view = name in MOMENTS and dtype_of(part, "moment") == torch.float32
         line = self.plane(part, name) if is_view else torch.empty(part.local.numel())
         if not is_view and line.numel() > 0:
@@ -229,12 +232,12 @@ class Bound:
     # ---- masters that are not the parameter's memory
 
     def note_versions(self) -> None:
-        """Notes that the parameters' current values are this optimizer's."""
+        """Notes that the masters agree with the parameters' present values."""
         self._versions = [versions_of(part.parameter) for part in self.parts]
 
     def refresh_masters(self) -> None:
-        """Copies values that a program has written to a rounded parameter to its master. For
-        parameters on the host a step does this itself."""
+        """Copies values that a program has written to parameters to their masters. For parameters
+        on the host a step does this itself."""
         in_flight.settle()
         for key, state in self.states.items():
             if key not in self.lanes:
@@ -244,7 +247,7 @@ class Bound:
         self.note_versions()
 
     def refresh_on_device(self) -> None:
-        """The same for parameters on a device, whose version shows a write."""
+        """The same for parameters on a device, where a changed version indicates a write."""
         for part, version in zip(self.parts, self._versions, strict=True):
             if part.on_host or versions_of(part.parameter) == version:
                 continue
@@ -261,7 +264,7 @@ class Bound:
 
     def collect(self) -> None:
         """Hands all current gradients to the states. Gradients on the host are read again at each
-        call, since no version shows writes through `.data`."""
+        call, since writes through `.data` do not change a version counter."""
         kept = {key for key in self.lanes if self._is_as_collected(key)}
         for key, state in self.states.items():
             if key not in kept:
@@ -278,7 +281,7 @@ class Bound:
             try:
                 self._collect_one(part, in_place, coming)
             except UsageError as error:
-                # Not raised yet: redistributing the next gradient is a collective.
+                # Raised after the loop: redistributing the next gradients is collective.
                 problem = problem or error
         if problem is not None:
             self.collected = []
@@ -316,8 +319,8 @@ class Bound:
         )
 
     def norms(self) -> tuple[list[tuple[Any, float]], bool]:
-        """By part, its mesh and the sum of squares if this rank counts it, and whether any is not
-        finite."""
+        """(mesh, sum of squares, or 0 if another replica counts it) of each part; and whether any
+        gradient is not finite."""
         sums, is_bad = {}, False
         for name, state in self.states.items():
             sums[name], is_finite = state.norms()
@@ -352,7 +355,7 @@ class Bound:
         self.settle()
 
     def step(self, unscale: float, clip: float) -> None:
-        """All states as one: if it raises before anything is sent, none has been stepped."""
+        """Steps all states. If it raises before anything is sent to a device, none was stepped."""
         steps = [
             self.lanes[key].stepping()
             if key in self.lanes
@@ -373,7 +376,7 @@ class Bound:
     # ---- memory
 
     def held(self) -> dict[str, dict[str, int]]:
-        """By format: elements, and bytes by purpose; see `AdamW.held`."""
+        """Elements and bytes by purpose, for each format; see `AdamW.held`."""
         held: dict[str, dict[str, int]] = {}
         for part in self.parts:
             of = held.setdefault(part.format, {"parameters": 0})
@@ -384,7 +387,7 @@ class Bound:
         return held
 
     def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Owner, name and memory of all tensors of a step."""
+        """(owner, name, memory) of all tensors that a step uses."""
         for part in self.parts:
             state = self.states[part.state]
             yield ("master" if is_own_master(part) else "weights"), part.name, part.local
@@ -393,7 +396,7 @@ class Bound:
                     yield owner, f"{part.name}.{plane}", torch.from_dlpack(lies)
 
     def digest(self) -> dict[str, int]:
-        """Those of all states added up, by name."""
+        """The sums of all states' digests, by name."""
         self.refresh_masters()
         all_of = [state.digest() for state in self.states.values()]
         return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}

@@ -1,5 +1,5 @@
-"""The save in the background that is in flight, if there is one: it reads parameters and optimizer
-state that steps and loads are about to overwrite."""
+"""The save in the background, if one runs: it reads parameters and optimizer state, which optimizer
+steps and loads must not overwrite before."""
 
 import os
 from collections.abc import Iterable
@@ -11,40 +11,40 @@ from modicum import _modicum
 
 
 class Save(Protocol):
-    """All of it is called by the thread that trains."""
+    """A save in the background. All methods are called by the thread that trains."""
 
     def before_step(self) -> _modicum.Snapshot | None:
-        """What a step of Modicum's must ask before it overwrites memory; None: nothing. Raises the
-        save's error, once."""
+        """Called before a step of Modicum's AdamW. Returns the snapshot that the step must ask
+        before it overwrites memory, or None. Raises the save's error, once."""
 
     def after_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A step of Modicum's has overwritten these."""
+        """Called after a step of Modicum's AdamW has overwritten `parameters`."""
 
     def settle(self) -> None:
         """Returns when this rank's memory may be overwritten."""
 
     def wait(self) -> object:
-        """Returns when the step is visible. Collective. Raises the save's error."""
+        """Returns when the saved step is visible. Collective. Raises the save's error."""
 
     def explain(self) -> None:
-        """Another rank has refused a step: raises the save's error if that may be why."""
+        """Called when another rank has refused a step: raises the save's error if it has failed."""
 
     def leave(self) -> None:
-        """The process is about to exit: as `wait`, but prints the error."""
+        """Called when the process is about to exit: waits, and prints an error."""
 
 
 _now: Save | None = None
 
 
 def begin(save: Save) -> None:
-    """`save` is in flight until `end`; there must be no other."""
+    """Sets the running save, until `end`; no other may run."""
     global _now
     assert _now is None
     _now = save
 
 
 def end(save: Save) -> None:
-    """`save` is over."""
+    """Notes that `save` is over."""
     global _now
     if _now is save:
         _now = None
@@ -80,6 +80,7 @@ def leave() -> None:
 
 
 def _forget() -> None:
+    # A forked child lacks the thread of the save.
     global _now
     _now = None
 

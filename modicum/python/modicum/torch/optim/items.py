@@ -1,4 +1,4 @@
-"""The state of an optimizer one tensor at a time: exported to float32, or as it is stored."""
+"""Iterates over an optimizer's state by tensor: exported to float32, or as views of memory."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ StateItem = tuple[str, str, torch.Tensor]
 
 
 def exported_items(bound: Bound) -> Iterator[StateItem]:
-    """The entries of a state dict. Holds no tensor that it has yielded."""
+    """The entries of a state dict. Does not keep a tensor that it has yielded."""
     for part in bound.parts:
         yield part.name, "step", torch.tensor(float(bound.states[part.state].steps[part.shard]))
         for name in part.moments:
@@ -22,8 +22,8 @@ def exported_items(bound: Bound) -> Iterator[StateItem]:
 
 
 def stored_items(bound: Bound) -> Iterator[StateItem]:
-    """Views of this rank's memory, one-dimensional, in memory order. Names are those of the tensors
-    of a saved step."""
+    """One-dimensional views of this rank's memory, in memory order, under the names of the tensors
+    in a saved step (checkpoint directory)."""
     for part in bound.parts:
         assert part.steps is not None
         steps, index = part.steps

@@ -1,5 +1,5 @@
-"""Transfers between a state on the host and the parameters on a device that it steps: gradients to
-the host and new parameters to the device, through the state's own planes and a small staging."""
+"""Transfers between a state on the host and its parameters on a device: gradients to the host, and
+new parameters to the device, through the state's own planes or a small staging."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -11,7 +11,7 @@ from modicum import _modicum
 from modicum.torch.optim.parts import Part
 
 Stepping = tuple[_modicum.AdamW, Any, Any, str, bool]
-"""An argument of `_modicum.step_all`."""
+"""One of the states in the argument of `_modicum.step_all`."""
 SLOTS = 4
 """Staging slots per thread."""
 
@@ -19,8 +19,8 @@ SLOTS = 4
 class Lane:
     """The transfers of one state, whose parameters have one dtype and are on one device.
 
-    Copies go on the device's current stream at the time of the call, in order with the caller's own
-    work. They overlap with other streams' work if the state's memory is pinned.
+    Copies are enqueued on the stream that is current on the device, in order with the caller's own
+    work. They overlap with work on other streams if the state's memory is pinned.
     """
 
     def __init__(
@@ -31,8 +31,9 @@ class Lane:
     ) -> None:
         """
         Args:
-            masters: by shard, if they have the parameters' dtype and are copied directly; None: new
-                parameters are rounded into the staging's slots and copied from there.
+            masters: the masters by shard, if they have the parameters' dtype: they are copied
+                directly. None: new parameters are rounded into slots of the staging and copied from
+                there.
         """
         self._state = state
         self._masters = masters
@@ -42,11 +43,11 @@ class Lane:
         staging = torch.from_dlpack(state.staging)
         self._staging = staging.view(self._dtype)
         self._slots = self._staging.view(-1, _modicum.SLOT_BYTES // self._dtype.itemsize)
-        self._left: Any = None  # an event: the copies of `masters` are done
+        self._left: Any = None  # the event after the copies of `masters`
 
     def bring(self, parts: Sequence[tuple[Part, torch.Tensor]]) -> list[int]:
-        """Copies one-dimensional gradients to the state. Returns the shards whose gradients are in
-        the plane now; those of another dtype went through the staging."""
+        """Copies one-dimensional gradients to the state: into its plane, or through the staging if
+        the dtype differs. Returns the shards whose gradients are in the plane."""
         in_place = []
         for part, grad in parts:
             assert part.plane is not None
@@ -69,14 +70,14 @@ class Lane:
             self._state.arrive(part.shard, staged, at=at)
 
     def stepping(self) -> Stepping:
-        """For `step_all`; then call `stepped`."""
+        """The argument of `step_all`; call `stepped` after it."""
         if self._masters is not None:
             return self._state, None, None, "bfloat16", False
         stream = _stream_of(self._device)
         sent: dict[int, Any] = {}  # an event by slot; a slot belongs to one thread
 
         def send(shard: int, at: int, n: int, slot: int) -> None:
-            # On a worker thread the default stream is the current one.
+            # This runs on a worker thread, whose own current stream is the default one.
             with stream or nullcontext():
                 to = self._parts[shard].local[at : at + n]
                 to.copy_(self._slots[slot, :n], non_blocking=True)
@@ -90,7 +91,7 @@ class Lane:
         return self._state, send, wait, str(self._dtype).removeprefix("torch."), False
 
     def stepped(self) -> None:
-        """Copies new masters to the device; they may still be in flight on return."""
+        """Starts to copy new masters to the device; `settle` waits for the copies."""
         if self._masters is None:
             return
         for shard, master in self._masters.items():
@@ -99,14 +100,14 @@ class Lane:
         self._left = stream.record_event() if stream else None
 
     def settle(self) -> None:
-        """Waits until the copies of masters are done, before a master is written again."""
+        """Waits for the copies of masters. Call it before a master is overwritten."""
         if self._left is not None:
             self._left.synchronize()
         self._left = None
 
 
 def _stream_of(device: torch.device) -> Any:
-    """The device's current stream; None if it has none, so that its copies are synchronous."""
+    """The device's current stream; None if it has no streams: its copies are synchronous."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return None

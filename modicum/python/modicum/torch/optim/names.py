@@ -1,4 +1,4 @@
-"""The names of an optimizer's parameters: the keys of their random bits, and those in messages."""
+"""The names of an optimizer's parameters, in messages and as keys of their random bits."""
 
 import gc
 import inspect
@@ -20,8 +20,8 @@ _UNNAMED = re.compile(r"\bparam\.(\d+)\b")
 
 
 def named(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, nn.Parameter]]:
-    """(name, index of its group, parameter) of all parameters: the groups' names, or "param.N". A
-    group that is not added yet may hold pairs of name and parameter."""
+    """(name, index of its group, parameter) of all parameters. Names are the groups' or "param.N".
+    A group that is not added yet may hold (name, parameter) pairs."""
     count = 0
     for index, group in enumerate(groups):
         names = group.get("param_names", ())
@@ -39,15 +39,15 @@ def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def called(parts: Sequence[Any]) -> str:
-    """The state of `parts` in an error."""
+    """A description of the state of `parts`, for errors."""
     others = f" and {len(parts) - 1} more parameters" if len(parts) > 1 else ""
     return f"AdamW's state of '{parts[0].name}'{others}" if parts else "AdamW's state"
 
 
 @contextmanager
 def told_by_fqn(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """Within the context, an error that names "param.N" names the parameter's FQN instead, if it
-    has one. The search costs a scan of all objects, and only an error pays it."""
+    """A context in which errors that name "param.N" get the parameter's FQN instead, if it has one.
+    An error costs a scan of all objects of the process."""
     try:
         yield
     except Error as error:
@@ -62,7 +62,8 @@ def told_by_fqn(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
 
 
 def fqns_of(parameters: Sequence[nn.Parameter]) -> dict[int, str]:
-    """By id, the FQNs of those parameters that have one: in a single module that is in no other."""
+    """The FQNs of parameters, by id. A parameter has one if it is in only one root module (a module
+    that is in no other), under one name."""
     modules = modules_alive()
     inner = {id(child) for module in modules for child in children_of(module).values()}
     wanted = {id(parameter) for parameter in parameters}
@@ -77,20 +78,20 @@ def fqns_of(parameters: Sequence[nn.Parameter]) -> dict[int, str]:
 
 
 def modules_alive() -> list[nn.Module]:
-    """All modules of the process, also those whose constructor has not run."""
+    """All modules of the process, including those whose constructor has not run."""
     return [one for one in gc.get_objects() if issubclass(type(one), nn.Module)]
 
 
 def skip_warning(name: str | None) -> str:
-    """Of the first skipped step. `name`: the parameter whose gradient is not finite; None: that of
-    another rank."""
+    """The warning about the first skipped step. `name`: the parameter whose gradient is not finite;
+    empty: it is on another rank."""
     what = f"that of '{name}'" if name else "on another rank"
     what = f"AdamW skipped a step, on all ranks: a gradient is not finite ({what}). Further "
     return what + "skips are not reported: `skipped_steps` counts them"
 
 
 def warn_script(what: str) -> None:
-    """A UserWarning at the line of the script that called into torch or Modicum."""
+    """Issues a UserWarning at the line of the script that called torch or Modicum."""
     packages = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[2]))
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith((*packages, "<")):

@@ -1,5 +1,5 @@
-"""This rank's part of each parameter that an optimizer steps: its memory, its elements' places in
-the whole, and its replicas."""
+"""This rank's part of each parameter that an optimizer steps: its memory, the places of its
+elements in the complete tensor, and whether this rank counts it in sums."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,41 +26,41 @@ class Part:
     group: int
     """Index of the parameter's group."""
     local: torch.Tensor
-    """The parameter's own memory, one-dimensional and detached."""
+    """The parameter's own memory as a detached one-dimensional tensor."""
     order: tuple[int, ...]
     """The dims, slowest first, in which the local elements are contiguous in memory."""
     runs: list[tuple[int, int]]
-    """Runs (first, number) of neighbouring elements of the whole, counted in this order."""
+    """Runs (first, number) of contiguous elements of the complete tensor, numbered in `order`."""
     is_counted: bool
-    """Whether this rank counts it in a global norm: one of its replicas does."""
+    """Whether this rank counts the part in a global norm; exactly one of its replicas does."""
     at: int = 0
-    """Index of the parameter among all of the groups, those without state included."""
+    """Index of the parameter among the parameters of all groups, with and without state."""
     place: tuple[Any, ...] = ()
     """`place_of(parameter)` when the state was made."""
     format: str = ""
-    """The format of the state that steps it."""
+    """The format of the part's state."""
     moments: tuple[str, ...] = ()
     """The names of its moments."""
     state: str = ""
-    """The key of that state."""
+    """The key of its state in `Bound.states`."""
     shard: int = 0
     """Its index in that state."""
     plane: torch.Tensor | None = None
-    """Its part of the state's gradient plane, one-dimensional."""
+    """Its elements in the state's gradient plane, one-dimensional."""
     grad: torch.Tensor | None = None
     """A view of `plane` that can be `parameter.grad`; None if gradients are copied to `plane`."""
     grad_place: tuple[Any, ...] = ()
     """`place_of(grad)` when the state was made."""
     hook: Any = None
-    """The handle of the hook that moves its gradients to `plane`."""
+    """The handle of the hook that moves gradients to `plane`."""
     steps: tuple[torch.Tensor, int] | None = None
-    """The tensor of step counts that `state` has views of, and its index there."""
+    """The tensor of step counts, of which the optimizer's `state` has views; the part's index."""
     entry: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """The tensors that the optimizer has put into `state[parameter]`, each with its address."""
 
     @property
     def on_host(self) -> bool:
-        """Whether its memory is on the host and is stepped in place."""
+        """Whether the parameter's memory is on the host, where it is stepped in place."""
         return self.local.device.type == "cpu"
 
     @property
@@ -69,7 +69,7 @@ class Part:
         return mesh_of(self.parameter)
 
     def like_parameter(self, local: torch.Tensor) -> torch.Tensor:
-        """The one-dimensional `local` with the parameter's strides, plain or as a DTensor."""
+        """`local`, one-dimensional, with the parameter's strides; a DTensor if the parameter is."""
         shape = local_of(self.parameter).shape
         if self.is_row_major:
             local = local.view(shape)
@@ -85,11 +85,11 @@ class Part:
         self.grad_place = place_of(self.grad)
 
     def local_like(self, whole: torch.Tensor, what: str) -> torch.Tensor:
-        """This rank's elements of `whole`, in the order of `local`; a DTensor of other placements
-        is redistributed.
+        """This rank's elements of `whole`, in the order of `local`. A DTensor with other placements
+        is redistributed, which is collective.
 
-        `UsageError`, which calls it `what`, if type or shape is not the parameter's, or its
-        storage was freed.
+        Raises `UsageError`, which calls the tensor `what`, if its type or shape differs from the
+        parameter's, or if its storage was freed.
         """
         if whole.is_sparse:
             raise refusal("UNSUPPORTED", f"its {what} is sparse", tensor=self.name)
@@ -117,7 +117,7 @@ class Part:
 
     @property
     def shape(self) -> list[int]:
-        """The whole parameter's shape, in the order of `runs`."""
+        """The complete parameter's shape, with dims in `order`."""
         return [self.parameter.shape[dim] for dim in self.order]
 
 
@@ -127,16 +127,15 @@ def mesh_of(tensor: torch.Tensor) -> Any:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Address, dtype, shape, strides and storage size of this rank's elements: a change shows that
-    the memory behind a tensor was replaced, moved, freed or shortened, which no version counter
-    shows."""
+    """Address, dtype, shape, strides and storage size of this rank's elements. They change if a
+    tensor's memory is replaced, moved, freed or shortened; its version counter does not."""
     local = local_of(tensor)
     stored = local.untyped_storage().nbytes()
     return local.data_ptr(), local.dtype, local.shape, local.stride(), stored
 
 
 def _require_stored(local: torch.Tensor, what: str, name: str) -> None:
-    """Refuses a tensor on the host whose storage is too short, which would crash when read."""
+    """Raises `UsageError` if a tensor's storage on the host is too short: reading would crash."""
     if local.device.type != "cpu" or local.numel() == 0:
         return
     last = sum((n - 1) * stride for n, stride in zip(local.shape, local.stride(), strict=True))
@@ -148,20 +147,20 @@ def _require_stored(local: torch.Tensor, what: str, name: str) -> None:
 
 
 def versions_of(tensor: torch.Tensor) -> int:
-    """Grows with every write through torch."""
+    """A number that grows with every write through torch."""
     return version_of(tensor) + version_of(local_of(tensor))
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory that a parameter on meta is going to have."""
+    """The memory that a parameter on meta will have."""
 
     dtype: torch.dtype
     device: torch.device
 
     def in_place_of(self, local: torch.Tensor) -> torch.Tensor:
-        """A stand-in for `local`, from which footprints are computed. On the host it has pages that
-        are never touched, so that none is committed."""
+        """A placeholder for `local`, from which footprints are computed. On the host its pages are
+        never touched, and so never committed."""
         where = "cpu" if self.device.type == "cpu" else "meta"
         return torch.empty_like(local, dtype=self.dtype, device=where)
 
@@ -173,8 +172,8 @@ def part_of(
     shardings: Shardings,
     memory: Memory | None = None,
 ) -> Part:
-    """`UsageError` for a parameter that can't be stepped in place, and as from `Shardings.of`.
-    `memory`: of a parameter on meta, whose state is counted before it can be made."""
+    """The part of a parameter. Raises `UsageError` if it can't be stepped in place, and as
+    `Shardings.of`. `memory`: the future memory of a parameter on meta, to count its state."""
     local = local_of(parameter)
     if memory is not None:
         local = memory.in_place_of(local)
@@ -202,6 +201,7 @@ def part_of(
 
 
 def _memory_order(local: torch.Tensor) -> tuple[int, ...]:
+    """The dims, slowest first. Those of size 1, whose strides mean nothing, come first."""
     dims, strides = range(local.dim()), local.stride()
     if local.is_contiguous():
         return tuple(dims)
@@ -214,10 +214,10 @@ def _memory_order(local: torch.Tensor) -> tuple[int, ...]:
 def global_sum(
     meshes: Sequence[Any], values: Sequence[float], flags: Sequence[bool]
 ) -> tuple[float, list[bool]]:
-    """Sums `values`, each over the ranks of its mesh, and for each flag whether any of these ranks
-    has it. A value without a mesh (None) is this rank's own and is not summed over ranks.
+    """The sum of `values`, each also summed over the ranks of its mesh; and for each flag whether
+    any rank of the meshes has set it. A value without a mesh (None) is not summed over ranks.
 
-    Collective over all of the meshes, which the ranks must have in the same order."""
+    Collective over all meshes, which must be in the same order on all ranks."""
     of_mesh: dict[Any, list[float]] = {}
     for mesh, value in zip(meshes, values, strict=True):
         of_mesh.setdefault(mesh, []).append(value)
@@ -226,14 +226,14 @@ def global_sum(
     for mesh in of_mesh:
         value, *told = _reduced(mesh, [fsum(of_mesh[mesh]), *told])
         total += value
-    for mesh in list(of_mesh)[:-1]:  # its ranks have not seen the flags of the later meshes
+    for mesh in list(of_mesh)[:-1]:  # its ranks lack the flags of later meshes
         _, *told = _reduced(mesh, [0.0, *told])
     return total, [flag > 0 for flag in told]
 
 
 def largest(meshes: Iterable[Any], value: int) -> int:
-    """The largest value of the ranks of these meshes. Collective as `global_sum`; it reduces over
-    the meshes twice."""
+    """The largest value of all ranks of these meshes. Collective, like `global_sum`. Reduces over
+    the meshes twice, so that the first ones also get values of the later ones."""
     distinct = [mesh for mesh in dict.fromkeys(meshes) if mesh is not None]
     for mesh in distinct * 2:
         (value,) = map(int, _reduced(mesh, [float(value)], "MAX"))

@@ -1,4 +1,5 @@
-"""What an optimizer without memory will take: its part of a load's promise."""
+"""The memory that an optimizer will take once its parameters have memory: its part of a load's
+promise."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,27 +14,25 @@ from modicum.torch.optim.states import Stored, footprint, stored_of
 
 @dataclass(frozen=True)
 class Needs:
-    """What an optimizer takes when its parameters have memory."""
+    """The memory that an optimizer takes once its parameters have memory."""
 
     needed: Mapping[str, int] = field(default_factory=dict)
     """Bytes by purpose."""
     parts: Sequence[Part] = ()
-    """The parameters that it has state of, then; none if that state can't be saved."""
+    """The parameters that have state then; empty if that state can't be saved."""
 
     def stored(self, names: Mapping[int, str]) -> Stored:
-        """Their state in files; none if the model lacks a parameter. `names`: by id of a
-        parameter, its name in files."""
+        """The parts' state in files; empty if `names` lacks a parameter. `names`: the name in files
+        by id of a parameter."""
         if any(id(part.parameter) not in names for part in self.parts):
             return []
         return stored_of(self.parts, lambda part: names[id(part.parameter)])
 
 
 def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
-    """What `optimizer.allocate()` would charge if the parameters on meta had these memories, by id;
-    nothing while another parameter is on meta.
-
-    `BudgetError` if the optimizer's ledger lacks room.
-    """
+    """What `optimizer.allocate()` would charge if the parameters on meta had `memories`, by id;
+    nothing if any other parameter is on meta. Raises `BudgetError` if the optimizer's ledger lacks
+    room."""
     groups, wants, bound = optimizer.param_groups, optimizer._trains, optimizer._bound.parts
     if any(id(one) not in memories for one in on_meta(groups, wants)):
         return Needs()
@@ -47,6 +46,6 @@ def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
 
 
 def held_by(optimizer: AdamW) -> int:
-    """The bytes of its state."""
+    """The bytes of the optimizer's state."""
     held = optimizer.held.values()
     return sum(size for of in held for purpose, size in of.items() if purpose != "parameters")

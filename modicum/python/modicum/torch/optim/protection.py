@@ -1,4 +1,4 @@
-"""`protect`: keeps an optimizer's buffers of other allocators out of forked children."""
+"""`protect`: keeps buffers of optimizers of torch and DeepSpeed out of forked children."""
 
 import mmap
 import weakref
@@ -16,22 +16,23 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Protected:
-    """The protection of one tensor, in bytes."""
+    """How many bytes of a tensor are protected."""
 
     owner: str
     name: str
     bytes: int
-    """In whole pages of its own, which are left out of forks."""
+    """Bytes in pages that hold only this tensor; these pages are left out of forks."""
     left_bytes: int
-    """At its edges, in pages shared with other memory; or all, if the kernel refused."""
+    """Bytes in pages shared with other memory, at the tensor's edges; or all, if the kernel has
+    refused."""
 
 
 class Protection:
-    """The result of `protect`. It lives as long as its optimizer or a reference to it; pages stay
-    protected until `undo`, or until the tensor's memory is freed."""
+    """The result of `protect`. Pages stay protected until `undo`, or until the tensor's memory is
+    freed, even if the program drops this object: the optimizer refers to it."""
 
     def __init__(self) -> None:
-        self._sources: list[Any] = []  # weak references to those that may allocate more
+        self._sources: list[Any] = []  # weak references to sources that may allocate more
         self._done: dict[tuple[int, int], tuple[Protected, Any]] = {}
         self._hooks: list[Any] = []
 
@@ -47,23 +48,23 @@ class Protection:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the same tensors that are still copied."""
+        """Bytes of these tensors that forked children still inherit."""
         return sum(of.left_bytes for of in self.tensors)
 
     def renew(self) -> None:
-        """Protects tensors allocated since; called after every step of an optimizer."""
+        """Protects tensors that were allocated since. Called after every step of an optimizer."""
         for source in self._sources:
             alive = source()
             if alive is not None:
                 self._add(_protectable(alive))
 
     def undo(self) -> None:
-        """Children forked from now on inherit the memory again. A child forked before still lacks
-        it."""
+        """Ends the protection: children forked from now on inherit the memory. Children forked
+        earlier still lack it."""
         for hook in self._hooks:
             hook.remove()
         for (begin, _), (_, undone) in self._done.items():
-            # In a child that lacks the pages, undoing would map zeros.
+            # A child that lacks the pages must not undo: it would map pages of zeros.
             if not _modicum.is_excluded_here(_first_page(begin)):
                 undone()
         self._hooks, self._done, self._sources = [], {}, []
@@ -82,8 +83,8 @@ class Protection:
             exclusion = _exclude(begin, size)
             size = size if exclusion else 0
             left = of.end - of.begin - size
-            # Freed memory may be allocated again: children must inherit it then, and a child that
-            # has only the reservation must get pages again.
+            # Freed memory may be allocated again for something else. Then children must inherit it,
+            # and a child with only the reserved range must get pages.
             storage = of.tensor.untyped_storage()
             undone = weakref.finalize(storage, _inherit, exclusion)
             undone.atexit = False
@@ -101,35 +102,34 @@ class Protection:
 def protect(*sources: Any) -> Protection:
     """Keeps the buffers of an optimizer of torch or DeepSpeed out of forked children.
 
+    Call it before workers are forked: copies in existing children stay.
+
         engine, *_ = deepspeed.initialize(...)
         modicum.torch.protect(engine)
 
-    Otherwise a forked child, such as a data loader's worker, keeps a copy of every page that the
-    parent writes after the fork: 10 bytes per parameter with ZeRO-2 offload, and 18 if workers are
-    forked for every epoch. Applies MADV_DONTFORK to the whole pages of masters, gradients, moments
-    and staging, and of ZeRO-3's offloaded weights, but not of other weights, which a worker may
-    use. Call it before workers are forked: copies in existing children stay. Tensors that are
-    allocated later (DeepSpeed's moments, in the first step) are protected at the end of that step.
-    Calling it twice is harmless.
+    Without it a forked child, such as a data loader's worker, keeps a copy of every page that the
+    parent overwrites after the fork: 10 bytes per parameter with ZeRO-2 offload, and 18 if workers
+    are forked for every epoch. Applies MADV_DONTFORK to pages that hold only masters, gradients,
+    moments, staging or ZeRO-3's offloaded weights; not to other weights, which a worker may use.
+    Tensors that are allocated later (DeepSpeed's moments, in the first step) are protected at the
+    end of that step. Calling it twice is harmless.
 
-    A child that uses a protected tensor gets a `UsageError`; an access that bypasses torch's
-    functions ends the child with SIGSEGV, and never reads other data. Workers of a data loader do
-    neither, nor does a program that the child starts; a child that trains on would.
-    Linux; on Python 3.14 and later, data loaders fork only if asked to
-    (`multiprocessing_context="fork"`).
+    If a child uses a protected tensor, torch's functions raise `UsageError`; an access that
+    bypasses them ends the child with SIGSEGV, and never reads other data. Workers of a data loader
+    and programs that the child starts don't use such tensors; a child that continues training does.
+    Linux only. From Python 3.14 on, data loaders fork only with `multiprocessing_context="fork"`.
 
     Args:
-        sources: an engine of DeepSpeed's (ZeRO with `offload_optimizer`, tested with 0.19.8; a
-            missing private attribute is refused by name), an optimizer of torch's (its
-            state and gradients), tensors, or a mapping of names to tensors. Modicum's own AdamW is
-            ignored: it has `fork=`.
+        sources: DeepSpeed's engine (ZeRO with `offload_optimizer`, tested with 0.19.8; if it lacks
+            a private attribute, the error names it), a torch optimizer (its state and gradients),
+            tensors, or a mapping of names to tensors. Modicum's AdamW is ignored: it has `fork=`.
 
     Returns:
-        The protected tensors and bytes. Only whole pages can be protected, so up to two pages at
-        the edges of each tensor stay, or all of a smaller one.
+        The protected tensors and bytes. Only complete pages can be protected: parts of up to two
+        pages at a tensor's edges are not, nor is a tensor smaller than a page.
 
     Raises:
-        UsageError: an unknown kind of source, or no tensor in host memory to protect.
+        UsageError: a source is of an unknown kind, or there is no tensor in host memory to protect.
     """
     protection = Protection()
     others = [source for source in sources if not isinstance(source, AdamW)]
@@ -150,7 +150,7 @@ def _first_page(begin: int) -> int:
 
 
 def _exclude(begin: int, size: int) -> _modicum.Exclusion | None:
-    """None if there is no whole page, or the kernel refuses, as for a driver's memory."""
+    """Excludes pages from forks; None without pages, or if the kernel refuses (driver memory)."""
     try:
         return _modicum.Exclusion(begin, size) if size > 0 else None
     except BudgetError:

@@ -1,5 +1,5 @@
-"""The values of a parameter in a state dict, or in a changed entry of `state`, validated before any
-is taken."""
+"""Reads and validates a parameter's values in a state dict, or in an entry of `state` that a
+program has changed. The optimizer sets them only after all are valid."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,15 +13,15 @@ from modicum.torch.optim.parts import Part
 from modicum.upstream.torch_core import local_of
 
 IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-"""Options of a group that choose one of torch's implementations, each with torch's default."""
+"""Group options that select one of torch's implementations, with torch's defaults."""
 _CHUNK = 1 << 20  # elements
 
 Values = dict[str, Any]
-"""`step`, and one-dimensional tensors by name. None for a moment: all zeros."""
+"""`step`, and one-dimensional tensors by name. A moment of None is all zeros."""
 
 
 def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first element, elements) of pieces of 1 Mi elements."""
+    """(first element, elements) of consecutive pieces of 2^20 elements."""
     for at in range(0, line.numel(), _CHUNK):
         yield at, line[at : at + _CHUNK]
 
@@ -30,7 +30,7 @@ def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def merged_groups(state_dict: Any, own: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The optimizer's own groups with a deep copy of the options in `state_dict`."""
+    """The optimizer's groups `own`, updated by a deep copy of the options in `state_dict`."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         keys, got = "keys 'state' and 'param_groups'", _keys_of(state_dict)
         raise refusal("USAGE", "the state dict", expected=keys, got=got)
@@ -66,8 +66,8 @@ def saved_entries(state_dict: Mapping[str, Any]) -> list[Any]:
 
 
 def saved_values(part: Part, saved: Any) -> Values:
-    """The values of a parameter in a state dict. An empty entry means no step; one with a step or a
-    moment must have all of them."""
+    """The values of a parameter in a state dict. An empty entry means that no step was made; an
+    entry with a step or a moment must have all of them."""
     if not isinstance(saved, Mapping):
         got = _keys_of(saved)
         raise refusal("USAGE", "its state", tensor=part.name, expected="a dict", got=got)
@@ -83,8 +83,8 @@ def saved_values(part: Part, saved: Any) -> Values:
 
 
 def entry_values(part: Part, entry: Any) -> Values:
-    """The values of an entry of `state` that are not this optimizer's own. An empty entry restarts
-    the parameter's state, as in torch's optimizers."""
+    """The values that a program has set in an entry of `state`. An empty entry restarts the
+    parameter's state from zero, as in torch's optimizers."""
     if not entry:
         return {"step": 0, **dict.fromkeys(part.moments)}
     values: Values = {}
@@ -100,8 +100,8 @@ def entry_values(part: Part, entry: Any) -> Values:
 
 
 def is_noted(part: Part, entry: Any) -> bool:
-    """Whether the tensors of an entry of `state` are those that the optimizer has put there, with
-    unchanged addresses; their values are not compared."""
+    """Whether an entry of `state` has exactly the tensors that the optimizer has put there, with
+    unchanged addresses. Values are not compared."""
     return (
         entry is not None
         and len(entry) == len(part.entry)
@@ -119,7 +119,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def is_begun(values: Values) -> bool:
-    """Whether a parameter's values differ from those before its first step."""
+    """Whether a parameter's values differ from the initial ones, step 0 and zeros."""
     return values["step"] > 0 or any(
         isinstance(of, torch.Tensor) and bool(of.any())
         for name, of in values.items()
@@ -139,7 +139,8 @@ def _step(part: Part, value: Any) -> int:
 
 
 def _checked(part: Part, saved: Mapping[str, Any], name: str) -> torch.Tensor:
-    """This rank's elements of a tensor: finite, and not negative in exp_avg_sq."""
+    """This rank's elements of a tensor. Raises `UsageError` unless they are finite and, in second
+    moments, not negative."""
     value = saved.get(name)
     if not isinstance(value, torch.Tensor):
         what = f"its state lacks '{name}'" if value is None else f"its {name} is not a tensor"
@@ -147,7 +148,7 @@ def _checked(part: Part, saved: Mapping[str, Any], name: str) -> torch.Tensor:
     line = part.local_like(value, name).to("cpu")
     least = -math.inf if name in ("exp_avg", "master") else 0.0
     for at, piece in chunks(line):
-        low, high = (bound.item() for bound in piece.aminmax())  # NaN, where there is one
+        low, high = (bound.item() for bound in piece.aminmax())  # both are NaN if any element is
         if math.isfinite(low) and math.isfinite(high) and low >= least:
             continue
         bad = ~piece.isfinite() | (piece < least)

@@ -1,4 +1,5 @@
-"""The core's states that step an optimizer's parameters: one per format, dtype and device."""
+"""Makes the C++ states that step an optimizer's parameters: one for each format on the host, and
+one for each format, dtype and device."""
 
 import math
 from collections import Counter
@@ -24,7 +25,7 @@ def dtype_of(part: Part, plane: str) -> torch.dtype:
 
 
 def plane_dtype(part: Part, plane: str) -> torch.dtype:
-    """The dtype of any plane, as stored. Codes of second moments have no sign."""
+    """The dtype of any plane in memory. The 8-bit codes of second moments are unsigned."""
     if plane in ("master", "master_low", "grad"):
         return dtype_of(part, plane)
     dtype = dtype_of(part, "moment")
@@ -32,16 +33,17 @@ def plane_dtype(part: Part, plane: str) -> torch.dtype:
 
 
 def is_own_master(part: Part) -> bool:
-    """Whether the parameter's memory is the master, or its upper half."""
+    """Whether the parameter's own memory is the master, or its upper half."""
     return part.on_host and dtype_of(part, "master") == part.local.dtype
 
 
 Stored = list[tuple[str, str, list[int], str, bool]]
-"""Parameters whose state is in files, for `_modicum.StateFiles`."""
+"""(name, dtype, shape, format, whether it is its own master) of each parameter whose state is in
+files: the argument of `_modicum.StateFiles`."""
 
 
 def stored_of(parts: Sequence[Part], name_of: Callable[[Part], str]) -> Stored:
-    """`name_of`: the name in the files. The parts have their formats."""
+    """`name_of`: returns a part's name in files. The parts' `format` must be set."""
     return [
         (
             name_of(part),
@@ -55,7 +57,7 @@ def stored_of(parts: Sequence[Part], name_of: Callable[[Part], str]) -> Stored:
 
 
 def options_of(group: dict[str, Any], semantics: str, bias_correction: bool) -> Any:
-    """The options of a parameter group as numbers; the core checks their ranges."""
+    """The options of a parameter group as numbers; `_modicum` checks their ranges later."""
     for name in ("capturable", "differentiable"):
         if group.get(name):
             what = f"{name}: AdamW steps on the host, outside of any graph"
@@ -97,7 +99,7 @@ def unscale_of(optimizer: Any) -> float:
 
 
 def require_seed(seed: Any) -> int:
-    """`seed`, if it is a 64-bit unsigned integer; else `UsageError`."""
+    """Returns `seed`. Raises `UsageError` unless it is an unsigned 64-bit integer."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 64:
         raise refusal("USAGE", "seed", expected="an integer from 0 to 2**64 - 1", got=repr(seed))
     return seed
@@ -114,10 +116,10 @@ def make_states(
     fork: str,
     what: str,
 ) -> dict[str, _modicum.AdamW]:
-    """Makes the states, by key, and sets `format`, `state` and `shard` of each part. There is one
-    state for each format that `state_format` means for the parameters' dtypes; parameters on a
-    device have states of their own, one for each dtype. Takes all of the memory or none: a
-    `BudgetError` calls it `what`."""
+    """Makes the states, by key, and sets `format`, `state` and `shard` of each part. `state_format`
+    means a format for each dtype and shape; there is one state for each such format, and separate
+    ones for parameters on a device, by dtype. Charges all of the memory or none: a `BudgetError`
+    names it by `what`."""
     shards, made_with = _grouped(parts, options, state_format, fork)
     ledger.require_room(_footprint(shards, made_with, options), what)  # all must fit, or none
     pins, unpins = _registrar(pin)
@@ -156,8 +158,8 @@ def _footprint(
 def _grouped(
     parts: Sequence[Part], options: Sequence[_modicum.AdamOptions], state_format: str, fork: str
 ) -> tuple[Shards, MadeWith]:
-    """By state: its shards, and what it is made with. Sets `format`, `state` and `shard` of each
-    part."""
+    """The shards of each state, and the arguments with which it is made. Sets `format`, `state` and
+    `shard` of each part."""
     _modicum.adamw_footprint([], options, format=state_format)  # refuses an unknown format
     shards: Shards = {}
     made_with: MadeWith = {}
@@ -182,7 +184,7 @@ def _grouped(
 
 
 def _registrar(pin: Any) -> tuple[Any, Any]:
-    """The functions that pin and unpin (address, bytes)."""
+    """The functions that pin and unpin memory, called with (address, bytes); None: no pinning."""
     if pin is False or pin is None:
         return None, None
     if pin is True and not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A thread for calls that may block without bound, so that the caller can wait with a limit."""
+"""A thread for calls that may block forever, so that the caller can wait with a time limit."""
 
 import queue
 import threading
@@ -9,8 +9,8 @@ from typing import Any
 
 
 class Caller:
-    """A thread that makes calls one after the other. It is a daemon: a call that never returns
-    does not delay the process's exit."""
+    """A thread that makes calls one after the other. It is a daemon thread: a call that never
+    returns does not delay the process's exit."""
 
     def __init__(self, name: str) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
@@ -18,14 +18,14 @@ class Caller:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Queues a call and returns at once. The arguments are released before the future is
-        done."""
+        """Queues a call and returns at once. The thread drops its references to the arguments
+        before the future is done."""
         call: Future[Any] = Future()
         self._calls.put((call, partial(function, *arguments)))
         return call
 
     def end(self) -> None:
-        """Ends the thread after the calls that were begun."""
+        """Ends the thread after all queued calls."""
         self._calls.put(None)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Collectives over Gloo that return only when Gloo's threads hold no tensor any more."""
+"""Collectives over Gloo that return only after Gloo's threads have dropped their tensors."""
 
 import sys
 import time
@@ -18,7 +18,7 @@ def settled(
 
     Gloo's worker thread drops its reference only after the collective has ended, and takes the
     GIL to do so. If the interpreter begins to finalize while the thread waits for the GIL, the
-    process aborts (SIGABRT), even after a training that went well. Tensors on a device do not go
+    process aborts (SIGABRT), even after a successful training. Tensors on a device do not go
     through Gloo: the call returns at once.
     """
     before = sys.getrefcount(tensor)

@@ -1,4 +1,4 @@
-"""How many threads a rank may start."""
+"""A rank's share of the CPUs of its node."""
 
 import os
 
@@ -8,10 +8,12 @@ from modicum import _modicum
 
 
 def cpus_of_rank(ranks_per_node: int | None = None) -> int:
-    """The rank's share of the CPUs that its process may use; at least one.
+    """The CPUs that this process may use (affinity, cgroup quota), divided by the node's ranks; at
+    least 1. All ranks of a node are assumed to share one affinity mask and quota: a rank that is
+    bound to CPUs of its own gets too few.
 
     Args:
-        ranks_per_node: None: LOCAL_WORLD_SIZE, which launchers set, else the world size.
+        ranks_per_node: if None: LOCAL_WORLD_SIZE, which launchers set, else the world size.
     """
     if ranks_per_node is None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1

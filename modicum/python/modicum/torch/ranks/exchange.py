@@ -1,7 +1,7 @@
-"""Bytes from one rank of a load to the others, over Gloo.
+"""Sends bytes from one rank of a load to the others, over Gloo.
 
-Point-to-point sends only, no collectives: a rank waits for one peer, for as long as that peer
-reads from storage, and can leave at any time. Two patterns:
+Uses only point-to-point sends, no collectives: a rank waits for one peer, as long as that peer
+reads from storage, and can leave at any time. There are two patterns:
 
 - *whole*: every rank needs all bytes. The ranks form a ring, and each forwards pieces of 2 MiB to
   the next one as they arrive; the last one before the root keeps them. Each rank receives and
@@ -9,7 +9,7 @@ reads from storage, and can leave at any time. Two patterns:
 
       root 1 -> 2 -> 3 -> 0
 
-- in parts (scatter): each rank sends the root the range that it needs, and receives that range.
+- *scatter*: each rank sends the root the range that it needs, and receives that range.
 
 The network interface is the one that PyTorch's own Gloo groups use.
 """
@@ -29,35 +29,35 @@ from modicum.torch.ranks.caller import Caller
 from modicum.upstream.torch_distributed import break_connections, require_gloo
 
 PIECE_BYTES = 2 << 20
-PIECES_AHEAD = 8
+PIECES_AHEAD = 8  # receives posted in advance
 CONNECT_LIMIT = timedelta(minutes=5)
-NO_LIMIT = timedelta(days=365)  # a root may read for long; a failure ends the wait
-BREAK_WAIT_S = 2.0
+NO_LIMIT = timedelta(days=365)  # a root may read for hours; its failure ends the wait
+BREAK_WAIT_S = 2.0  # for the call whose connections close() has broken
 TAG = 0
 
 
 class Exchange:
-    """One rank's end of the exchange. For one thread at a time; every rank makes the same calls in
-    the same order.
+    """One rank's end of the exchange. Used by one thread at a time; every rank makes the same calls
+    in the same order.
 
     Args:
         store: used by this exchange only, to set up connections; it is cloned.
-        place: index of this rank among those that exchange bytes.
-        size: their number.
-        whole: every rank needs all bytes.
+        place: index of this rank among the ranks that exchange bytes.
+        size: the number of these ranks.
+        whole: whether every rank needs all bytes.
     """
 
     def __init__(self, store: Any, place: int, size: int, whole: bool) -> None:
         require_gloo()
         self._store, self._place, self._size, self._whole = store, place, size, whole
         self._groups: list[Any] = []
-        # By place: the group that connects us, and the peer's rank in it.
+        # For each peer's place: the group that connects it to this rank, and its rank there.
         self._links: dict[int, tuple[Any, int]] = {}
         self._caller = Caller("modicum-exchange")
         self._call: Future[None] | None = None
         self._is_connected = self._is_closed = False
         self.peer: int | None = None
-        """The place that the current call waits for, or was waiting for when it failed; None while
+        """The place for which the current call waits, or was waiting when it failed; None while
         connecting."""
 
     def begin(self, root: int, view: memoryview, begin: int, end: int) -> Future[None]:
@@ -70,8 +70,8 @@ class Exchange:
         return self._call
 
     def close(self) -> None:
-        """Ends this rank's connections, also during a call, which its peers see as an error. No
-        memory is touched afterwards."""
+        """Ends this rank's connections, even during a call; peers get an error. No memory is
+        accessed afterwards."""
         self._is_closed = True  # ends a call that is still connecting
         if self._is_connected and self._call is not None and not self._call.done():
             for group in self._groups:
@@ -84,7 +84,7 @@ class Exchange:
     # ---- on the caller's thread
 
     def _connect(self, store: Any, name: str, members: Sequence[int]) -> None:
-        """Connects the places `members`, this one among them."""
+        """Connects the places `members`, which include this one."""
         mine = members.index(self._place)
         store = dist.PrefixStore(name, store)
         group = dist.ProcessGroupGloo(store, mine, len(members), CONNECT_LIMIT)
@@ -98,7 +98,7 @@ class Exchange:
         if not self._whole or self._size == 2:
             self._connect(store, "all", range(self._size))
         else:
-            # Even links first: in another order each rank could wait for the next one in a circle.
+            # Even links first: otherwise all ranks could wait for the next one, in a circle.
             mine = (self._place - 1) % self._size, self._place
             for link in sorted(mine, key=lambda at: (at % 2, at)):
                 self._connect(store, f"link/{link}", (link, (link + 1) % self._size))

@@ -1,18 +1,18 @@
 """Barriers, failure propagation and liveness among the ranks of a load.
 
-Everything but tensor bytes goes through the store of the caller's process group, so that no rank is
-ever inside a collective that another rank does not enter. A load has its own prefix in the store:
+Everything except tensor bytes goes through the store of the caller's process group, so that no rank
+is ever in a collective that another rank does not enter. A load has its own prefix in the store:
 
     failed      the first failure, {"error": {...}}; set once, seen by all ranks within TICK_S
     beat/R      heartbeat of rank R
-    barrier/N   number of ranks that have arrived at the N-th meeting
+    barrier/N   number of ranks that have arrived at meeting N
     gather/N    the same; gather/N/R is the value of rank R, gather/N/all the result
     over        number of ranks that know that the load is over, by success or failure
     exchange/N/R  Gloo's rendezvous of the group whose first rank is R, after N meetings
 
-One thread makes the calls of the store (store.py), another one watches. Traffic per rank and
-second: four reads of `failed`, one heartbeat, one or two reads of neighbours' heartbeats. A meeting
-costs each rank two calls and some polls, which are rarer the larger the world.
+One thread calls the store (store.py), another one watches. Per second each rank makes four reads of
+`failed`, one heartbeat, and one or two reads of neighbours' heartbeats. A meeting (a barrier or a
+gather) costs each rank two calls and some polls; ranks of a larger world poll less often.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from modicum.upstream.torch_distributed import default_store
 
 TICK_S = 0.25
 """Seconds between two reads of `failed`."""
-PART_LIMIT_S = 2.0  # of waiting until all ranks know that the load is over
-POLL_GROWTH = 1.25
+PART_LIMIT_S = 2.0  # the longest wait until all ranks know that the load is over
+POLL_GROWTH = 1.25  # the factor by which the pause between polls grows
 
 
 class Ranks:
-    """One rank of a load. The core calls `barrier`, `agree`, `report` and `broadcast`; they raise
-    the first failure of any rank, the same error on all."""
+    """One rank of a load. The C++ library calls `barrier`, `agree`, `report` and `broadcast`. Its
+    collectives raise the first failure of any rank, the same error on all."""
 
     rank: int
     world_size: int
@@ -52,15 +52,15 @@ class Ranks:
     """None if hosts have different numbers of ranks, or ranks that are not consecutive."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        """A rank without a store: alone, or of a fake process group."""
+        """A rank without a store: the only one, or one in a fake process group."""
         self.rank, self.world_size, self.ranks_per_node = rank, world_size, world_size
         self._store: LoadStore | None = None
-        self._meetings = 0  # so far; every rank takes part in all of them
-        self._longest_pause_s = 0.004 + world_size / 5000  # at most 5000 polls a second in all
+        self._meetings = 0  # the number so far; every rank takes part in every one
+        self._longest_pause_s = 0.004 + world_size / 5000  # all ranks: 5000 polls a second
         self._pids: list[int] = []
         self._exchange: Exchange | None = None
         self._members: Sequence[int] = (rank,)
-        self._lock = threading.Lock()  # of these four
+        self._lock = threading.Lock()  # guards the next four
         self._failure: str | None = None
         self._failed = threading.Event()
         self._board: Board | None = None
@@ -71,13 +71,13 @@ class Ranks:
 
     @classmethod
     def of_world(cls) -> Ranks:
-        """This rank of torch.distributed's default group. Collective. Without a group: rank 0 of
-        a world of 1. The backend "fake" cannot communicate: this rank has its rank and world size,
-        and takes its own values for those of all ranks.
+        """This rank of torch.distributed's default group. Collective. Without a group: rank 0 in a
+        world of size 1. With the backend "fake", which can't communicate, it has its rank and world
+        size, and uses its own values as the values of all ranks.
 
         Raises:
             UsageError: the group has no store that can be cloned.
-            PeerError: a rank did not call this within the group's timeout, or died.
+            PeerError: a rank has died, or has not called this within the group's timeout.
         """
         if not dist.is_available() or not dist.is_initialized():
             return cls(0, 1)
@@ -97,20 +97,20 @@ class Ranks:
     # ---- collectives
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank; JSON values."""
+        """The values of all ranks, by rank. Collective. They must be JSON values."""
         return self._settle(value, list)
 
     def once(self, make: Callable[[], Any], local: Callable[[], Any]) -> tuple[Any, list[Any]]:
-        """Calls `make` on rank 0 and `local` on every rank, on rank 0 after `make`. Returns the
-        result of `make` and, by rank, those of `local`; JSON values. A rank without a store calls
-        `make` itself."""
+        """Calls `make` on rank 0, and then `local` on every rank. Returns the result of `make`, and
+        the results of `local` by rank. Collective. The results must be JSON values. A rank without
+        a store calls `make` itself."""
         made = make() if self.rank == 0 or self._store is None else None
         made, brought = self._settle(local(), lambda brought: [made, brought])
         return made, brought
 
     def agree(self, digest: str, facts: Sequence[Any] = ()) -> None:
-        """CONFLICT, naming the first rank that differs from rank 0, if the digests differ; and the
-        first difference of `facts`, of which they are digests."""
+        """Raises CONFLICT if the digests of ranks differ; names the first rank that differs from
+        rank 0 and, if `facts`, the digested values, are given, the first difference. Collective."""
         verdict = self._settle(digest, _first_other)
         if verdict is None:
             return
@@ -129,23 +129,23 @@ class Ranks:
         raise from_json(conflict)
 
     def agree_on(self, facts: Mapping[str, str]) -> None:
-        """CONFLICT if the ranks' facts, values by name, differ or are in another order. Names the
-        first rank that differs from rank 0, and the first fact in which it does, with both
-        values."""
+        """Raises CONFLICT if ranks have different facts (values by name), or another order of them.
+        Names the first rank that differs from rank 0, and its first difference, with both values.
+        Collective."""
         own = [*facts.items()]
         digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16)
         self.agree(digest.hexdigest(), own)
 
     def barrier(self) -> None:
-        """Returns once every rank has called this as often as this one."""
+        """Returns once every rank has called this as often as this rank. Collective."""
         if self._store is not None:
             key = f"barrier/{self._next_meeting()}"
             self._store.count(key, 1)
             self._until(lambda: self._shared.count(key) == self.world_size)
 
     def broadcast(self, root: int, view: memoryview, begin: int, end: int) -> None:
-        """Sends `view` from the rank at place `root` of the group of `exchange_among` to the
-        others; this rank needs at least the bytes [begin, end)."""
+        """Sends `view` from one rank of the group of `exchange_among`, the one at index `root`, to
+        the others. This rank needs at least the bytes [begin, end)."""
         if self._store is None:
             raise refusal("UNSUPPORTED", "ranks of a fake process group can't exchange bytes")
         self.check()
@@ -158,17 +158,17 @@ class Ranks:
                 self.check()
             self._received(call.result)
         except BaseException as error:
-            # The others must read the reason before they see that connections end.
+            # The others must see the reason before they see that connections end.
             self.report(_document_of(error))
             self._exchange.close()
             raise
 
     def exchange_among(self, members: Sequence[int], *, whole: bool) -> None:
-        """Sets the group of broadcast(): the ranks `members`, each of which calls this, after a
-        barrier if bytes were exchanged before.
+        """Sets the group of broadcast() to the ranks `members`. Each of them calls this; if bytes
+        were exchanged before, after a barrier.
 
         Args:
-            whole: every member needs all bytes that are sent.
+            whole: whether every member needs all bytes that are sent.
         """
         if self._store is None:
             return
@@ -186,7 +186,7 @@ class Ranks:
     # ---- failures
 
     def report(self, document: str) -> str:
-        """Tells all ranks that this one has failed.
+        """Reports to all ranks that this one has failed.
 
         Args:
             document: the error, as the command line prints it with `--json`.
@@ -198,13 +198,13 @@ class Ranks:
             return document
         document = self._naming_this_rank(document)
         if self._failure is None:
-            with suppress(Error):  # the store is lost, which the others notice themselves
+            with suppress(Error):  # the store is lost; other ranks detect that, too
                 document = self._store.set_first("failed", document)
             self._fail(document)
         return self._failure or document
 
     def fail(self, error: BaseException) -> None:
-        """Ends what all ranks do together: each raises this error. Any thread."""
+        """Makes all ranks raise this error in what they do together. On any thread."""
         self.report(_document_of(error))
 
     def check(self) -> None:
@@ -214,10 +214,10 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[Ranks]:
-        """All ranks leave the context without an error, or all raise the first failure of any of
-        them, of the same class with the same message, `culprit_rank` and `culprit_pid`. A foreign
-        exception is raised as it is on its own rank, and as INTERNAL on the others; Ctrl-C is
-        CANCELLED. On exit threads and connections are gone; the fields remain."""
+        """A context that all ranks leave without an error, or in which all raise the first failure
+        of any rank, with the same class, message, `culprit_rank` and `culprit_pid`. An exception
+        that is no `Error` is unchanged on its own rank, and INTERNAL on the others, or CANCELLED
+        for Ctrl-C. On exit, threads and connections end; the fields remain."""
         try:
             yield self
             self.barrier()
@@ -237,12 +237,12 @@ class Ranks:
     def watching(
         self, board: Board, progress: Callable[[int], object] | None = None
     ) -> Iterator[None]:
-        """Within the context another rank's failure cancels the load of `board`.
+        """A context in which another rank's failure cancels the load of `board`.
 
         Args:
-            board: of the load.
-            progress: called with the bytes that this rank has loaded so far, every 0.25 s and at
-                the end, on a thread of its own. An exception in it ends the load.
+            board: the board of the load.
+            progress: called with the number of bytes that this rank has loaded so far, every 0.25 s
+                and at the end, on a separate thread. An exception in it ends the load.
         """
         with self._lock:
             self._board = board
@@ -253,7 +253,7 @@ class Ranks:
             teller.start()
         try:
             yield
-        except Error:  # the core knows only that another rank failed: raise that rank's error
+        except Error:  # C++ knows only that another rank failed: raise that rank's error
             self.check()
             raise
         finally:
@@ -284,7 +284,7 @@ class Ranks:
     def _settle(
         self, value: Any, judge: Callable[[list[Any]], Any], limit_s: float | None = None
     ) -> Any:
-        """Gathers `value` of every rank on rank 0. Returns, on all ranks, `judge` of the list."""
+        """Gathers `value` of every rank on rank 0. Returns `judge(values)` on all ranks."""
         if self._store is None:
             return judge([value] * self.world_size)
         key = f"gather/{self._next_meeting()}"
@@ -304,8 +304,8 @@ class Ranks:
     def _until(
         self, is_so: Callable[[], bool], key: str = "", limit_s: float | None = None
     ) -> None:
-        """Polls until `is_so`; less often in a larger world. PEER if a rank has put no value under
-        `key` after `limit_s`."""
+        """Polls until `is_so()`; less often in a larger world. Raises PEER if a rank has set no
+        value under `key` after `limit_s`."""
         waited_s = 0.0
         for pause_s in self._pauses():
             if is_so():
@@ -317,7 +317,7 @@ class Ranks:
                 self._miss_ranks(key, limit_s)
 
     def _pauses(self) -> Iterator[float]:
-        """Between polls: short at first, since ranks mostly arrive at about the same time."""
+        """Pauses between polls; short at first, since ranks mostly arrive at the same time."""
         pause_s = self._longest_pause_s / 8
         while True:
             yield pause_s
@@ -343,12 +343,12 @@ class Ranks:
                     return
                 if tick * TICK_S % LOOK_S == 0:
                     self._check_neighbours()
-        except BaseException as error:  # must reach the thread that waits for this one
+        except BaseException as error:  # the thread that waits for ranks must see it
             self._fail(self._naming_this_rank(_document_of(error)))
 
     def _check_neighbours(self) -> None:
         self._shared.count(f"beat/{self.rank}", 1)
-        # Ranks leave one by one as soon as one knows that the load is over.
+        # Once one rank knows that the load is over, ranks leave, and their heartbeats end.
         if self._neighbours is None or self._shared.count("over") > 0:
             return
         lost = self._neighbours.check(lambda rank: self._shared.count(f"beat/{rank}"))
@@ -379,7 +379,7 @@ class Ranks:
     # ---- the end
 
     def _part_with(self, error: BaseException) -> BaseException:
-        """Tells the others of `error`. Returns the error that this rank raises."""
+        """Reports `error` to the others. Returns the error that this rank raises."""
         if self._store is None:
             return error
         own = self._naming_this_rank(_document_of(error))
@@ -390,9 +390,9 @@ class Ranks:
         return from_json(counts)
 
     def _part(self) -> None:
-        """Waits until all ranks know that the load is over: the rank whose process hosts the store
-        may end right after it."""
-        # A dead rank does not count itself.
+        """Waits until all ranks know that the load is over, since the process that hosts the store
+        may exit right after it."""
+        # One dead rank never reports that it knows.
         is_dead = self._failure is not None and from_json(self._failure).category == "PEER"
         waited_s = 0.0
         try:
@@ -403,7 +403,7 @@ class Ranks:
                     return
                 self._ended.wait(pause_s)
                 waited_s += pause_s
-        except Error:  # the store is gone: its rank has left
+        except Error:  # the store is lost: its rank has left
             return
 
     def _tell_over(self) -> None:
@@ -436,7 +436,7 @@ class Ranks:
         return _document(category, what, rank=self.rank, culprit_rank=culprit, **pid, **facts)
 
     def _naming_this_rank(self, document: str) -> str:
-        """`document`, with this rank as the culprit if it names none."""
+        """`document`, with this rank as the culprit if none is set."""
         facts = json.loads(document)["error"]
         if "culprit_rank" not in facts:
             if "rank" not in facts:
@@ -463,14 +463,14 @@ class Ranks:
 
 
 def _first_other(digests: list[str]) -> tuple[int, int, str, str] | None:
-    """The first rank whose digest is not rank 0's, how many more there are, and both digests.
-    Rank 0 alone compares them, since every rank takes the result."""
+    """(first rank whose digest differs from rank 0's, number of further ones, both digests), or
+    None. Called on rank 0, whose result all ranks get."""
     others = [rank for rank, of in enumerate(digests) if of != digests[0]]
     return (others[0], len(others) - 1, digests[0], digests[others[0]]) if others else None
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> tuple[str, str, str]:
-    """Of two lists of (name, value) that differ: the name, and what each of them has there."""
+    """The first difference of two lists of (name, value): the name, and both values."""
     known, found = dict(one), dict(other)
     for name in [*known, *found]:
         if known.get(name) != found.get(name):

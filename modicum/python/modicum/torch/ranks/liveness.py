@@ -1,17 +1,17 @@
-"""Liveness: every rank counts a heartbeat up, and a few other ranks check it.
+"""Liveness: every rank increments a heartbeat, and one or two other ranks check it.
 
-Each rank checks the next rank of its host, in a ring, and the first rank of a host checks the
-whole next host:
+Each rank checks the next rank of its host, in a ring, and the first rank of a host checks all ranks
+of the next host:
 
     host A: 0 -> 1 -> 2 -> 0        host B: 3 -> 4 -> 5 -> 3
             0 -> {3, 4, 5}                  3 -> {0, 1, 2}
 
-That is one or two checks per second and rank, whatever the world size. A rank that is found dead
-ends the load for all ranks.
+Each rank makes one or two such checks per second, whatever the world size. If a rank is found dead
+the load ends on all ranks.
 
-A missing heartbeat alone proves little: a process has none while the kernel commits its memory
-(tens of seconds happen), or while an extension holds the GIL. So on the same host /proc decides;
-between hosts, all ranks of the other host must be silent.
+A missing heartbeat alone is no proof: a process makes none while the kernel commits its memory,
+which may take tens of seconds, or while an extension holds the GIL. Therefore /proc decides on the
+same host; between hosts, all ranks of the other host must be silent.
 """
 
 import os
@@ -23,8 +23,8 @@ from pathlib import Path
 LOOK_S = 1.0
 """Seconds between two heartbeats, and between two checks."""
 SILENT_LOOKS = 5
-"""A rank is silent when so many checks in a row saw the same heartbeat. Checks are counted rather
-than seconds: a rank that was itself stopped, or waited for the store, made no checks meanwhile."""
+"""A rank is silent after this number of consecutive checks with the same heartbeat. Checks are
+counted, not seconds: while the checking rank is stopped or waits for the store, it makes none."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Process:
     boot: str
     host: str
     pid_space: int
-    """The pid namespace that `pid` is valid in; 0: not known."""
+    """The pid namespace of `pid`; 0: unknown."""
     pid: int
     started: str
-    """Start time by the kernel's clock: it tells the process from a later one with its pid."""
+    """Start time by the kernel's clock; it differs for a later process with the same pid."""
 
     @classmethod
     def this(cls) -> "Process":
@@ -55,12 +55,12 @@ class Process:
         return self.boot, self.host
 
     def sees(self, other: "Process") -> bool:
-        """Whether this process finds the other one in its own `/proc`."""
+        """Whether the other process is in this process's `/proc`."""
         same = (self.boot, self.pid_space) == (other.boot, other.pid_space)
         return same and self.pid_space != 0 and other.condition() == ""
 
     def condition(self) -> str:
-        """Of a process on the same host: "is gone", "is stopped", or "" if it runs."""
+        """The state of a process on the same host: "is gone", "is stopped", or "" if it runs."""
         state, started = _state_of(self.pid) or ("X", "")
         if state in "ZX" or started != self.started:
             return "is gone"
@@ -89,14 +89,14 @@ def ranks_per_node(processes: Sequence[Process]) -> int | None:
 
 @dataclass
 class _Watched:
-    """Ranks that count as alive if any of them is."""
+    """Ranks that are checked together: they count as alive if any of them is."""
 
     ranks: list[int]
     seen: bool
-    """Whether this process finds them in its own `/proc`."""
+    """Whether they are in this process's `/proc`."""
     beats: list[int] = field(default_factory=list)
     still: int = 0
-    """Checks in a row that saw no heartbeat move."""
+    """The number of consecutive checks in which no heartbeat has changed."""
 
     def is_silent(self, beat_of: Callable[[int], int]) -> bool:
         beats = [beat_of(rank) for rank in self.ranks]
@@ -124,8 +124,8 @@ class Neighbours:
             self._watched.append(_Watched(order[(order.index(here) + 1) % len(order)], False))
 
     def check(self, beat_of: Callable[[int], int]) -> tuple[int, str] | None:
-        """A dead or silent rank, and how it was lost, or None. Called every LOOK_S; `beat_of` reads
-        a rank's heartbeat."""
+        """A dead or silent rank, and how it was lost; or None. Call it every LOOK_S. `beat_of`:
+        returns a rank's heartbeat."""
         for watched in self._watched:
             silent = watched.is_silent(beat_of)
             condition = self._processes[watched.ranks[0]].condition() if watched.seen else ""

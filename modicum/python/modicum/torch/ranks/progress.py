@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """A bar on stderr. Yields a function to call with the bytes read so far; None without a bar.
+    """A context with a progress bar on stderr. Yields a function to call with the bytes read so
+    far, or None without a bar.
 
     Args:
         total: bytes to read.

@@ -1,7 +1,7 @@
 """A load's own prefix in the process group's store.
 
-A call of a store can block without bound, as when its host is stopped. So a thread makes the calls,
-and callers wait for the thread with a limit.
+A call of a store can block forever, for example if its host is stopped. Therefore a thread makes
+the calls, and callers wait for the thread with a time limit.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from modicum.torch.ranks.caller import Caller
 
 SLICE_S = 0.1
 SLICES, CONNECT_SLICES = 60, 600
-"""The limit of waiting for one answer: 6 s; a minute to connect, since all ranks may do so at once.
-Slices are counted rather than seconds, because this process may have been stopped meanwhile."""
+"""Time limits in slices: 6 s for an answer, and a minute to connect, since all ranks may do so at
+once. Slices are counted, not seconds: time in which this process is stopped does not count."""
 PIECE_BYTES = 4 << 20  # a TCPStore closes the connection on a message of more than 8 MiB
 COMPRESSED_BYTES = 1 << 12
-"""Longer texts are compressed: every rank takes what rank 0 has gathered from all, whose parts are
-alike, and a recipe has many similar names."""
+"""Longer texts are compressed: gathered values of all ranks are similar, and a recipe has many
+similar names."""
 KEYS_AT_ONCE = 256
 
-# Equal on all ranks: every rank makes its loads in the same order.
+# Numbers the loads. All ranks make them in the same order, so that their prefixes are equal.
 _loads = itertools.count()
 
 
 class LoadStore:
-    """For any thread; calls are made one after the other.
+    """A client of the store for any thread; it makes one call at a time.
 
     Args:
-        store: the group's. It is cloned, since a client serves one thread at a time, and other
-            users of the group may block it.
-        on_loss: makes the error that every call raises once the store is lost, given how.
+        store: the group's store. It is cloned, since a client serves one thread at a time, and
+            other users of the group may block it.
+        on_loss: makes the error that every call raises once the store is lost; called with how
+            it was lost.
     """
 
     def __init__(self, store: Any, on_loss: Callable[[str], Error]) -> None:
@@ -49,7 +50,7 @@ class LoadStore:
         self._store = dist.PrefixStore(f"modicum/{next(_loads)}", own)
 
     def part(self, name: str) -> Any:
-        """A prefix within this one, to be cloned by the thread that uses it."""
+        """A prefix inside this one. The thread that uses it must clone it."""
         return dist.PrefixStore(name, self._store)
 
     def has(self, key: str) -> bool:
@@ -64,11 +65,11 @@ class LoadStore:
         return self._ask(self._store.compare_set, key, "", text).decode()
 
     def get(self, key: str) -> str:
-        """The value of a key that is set."""
+        """The value of a key, which must be set."""
         return self._ask(self._store.get, key).decode()
 
     def put(self, key: str, text: str) -> None:
-        """Sets `key` to a text of any length, for take()."""
+        """Sets `key` to a text of any length, to be read by take()."""
         data = text.encode()
         how = "plain"
         if len(data) > COMPRESSED_BYTES:
@@ -95,7 +96,7 @@ class LoadStore:
             self._ask(self._store.delete_key, key)
 
     def end(self) -> None:
-        """Ends the thread: no more calls."""
+        """Ends the thread; no calls may follow."""
         self._line.end()
 
     def _set(self, key: str, data: bytes) -> None:

@@ -1,4 +1,5 @@
-"""The state of `modicum.torch.AdamW` in the files of a step: its planes, as they are in memory."""
+"""Saves and loads the state of `modicum.torch.AdamW` in a step (a saved checkpoint directory): its
+planes, with the same bytes as in memory."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,13 +14,14 @@ from modicum.torch.optim.states import Stored, stored_of
 from modicum.torch.shards.placements import Shardings
 
 HeldShards = list[tuple[_modicum.AdamW, int, str]]
+"""The state that holds a shard, the shard's number in it, and the name of the parameter."""
 
 
 class AdamWState:
-    """The state that an optimizer has of the parameters of a model, under the model's names."""
+    """An optimizer's state under the model's names of its parameters."""
 
     def __init__(self, optimizer: AdamW, names: Mapping[int, str]) -> None:
-        """`names`: by id of a parameter, its name in files. The optimizer's state must be there."""
+        """`names`: the name in files by id of a parameter. The state must be allocated."""
         self._optimizer, self._names = optimizer, names
         # Takes in what a program has written to parameters and `state` since the last step.
         optimizer.state_items(codes=True)
@@ -39,11 +41,11 @@ class AdamWState:
 
     @property
     def parameters(self) -> Stored:
-        """Of the whole model, the same on every rank: for `_modicum.StateFiles`."""
+        """The argument of `_modicum.StateFiles`: all parameters, the same on every rank."""
         return stored_of(self._parts, self._name_of)
 
     def held(self, *, to_save: bool) -> HeldShards:
-        """This rank's shards; `to_save`: only those of which it is the first replica."""
+        """This rank's shards. `to_save`: only those of which this rank is the first replica."""
         shardings = Shardings()
         states = self._optimizer._bound.states
         return [
@@ -53,14 +55,14 @@ class AdamWState:
         ]
 
     def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that the optimizer's `state` shows, by name."""
+        """The moments that the optimizer's `state` shows, by name."""
         for part in self._parts:
             for key, (tensor, _) in part.entry.items():
                 if key != "step":
                     yield f"{self._name_of(part)}.{key}", tensor
 
     def bytes_of_first_replicas(self) -> int:
-        """About what this rank saves: of its state the part of which it is the first replica."""
+        """About how many bytes of state this rank saves: its share of elements as first replica."""
         shardings = Shardings()
         first = sum(p.local.numel() for p in self._parts if _is_first(p, shardings))
         held = self._optimizer.held.values()
@@ -68,7 +70,7 @@ class AdamWState:
         return saved * first // max(sum(p.local.numel() for p in self._parts), 1)
 
     def facts(self) -> str:
-        """state.json."""
+        """The text of state.json."""
         made = zip(self._parts, self._optimizer._bound.counts.tolist(), strict=True)
         steps = [(self._name_of(part), int(count)) for part, count in made]
         have = {name for name, _ in steps}

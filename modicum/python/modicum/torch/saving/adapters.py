@@ -1,6 +1,6 @@
-"""A step of PEFT's adapters alone, in the files that PEFT writes:
+"""A step (a saved checkpoint directory) of PEFT's adapters alone, in the files that PEFT writes:
 
-    ROOT/step-100/adapter_model.safetensors     under the names that PEFT gives
+    ROOT/step-100/adapter_model.safetensors     tensors under PEFT's names
     ROOT/step-100/adapter_config.json
 
 `PeftModel.from_pretrained(base, "ROOT/step-100")` reads it. The base model is not saved.
@@ -31,8 +31,8 @@ FILE = "adapter_model.safetensors"
 
 
 def only_adapters(model: Model, asked: bool | None) -> bool:
-    """Whether a save writes only the adapters. `asked`: None: if the model is a PeftModel that
-    trains nothing else."""
+    """Whether a save writes only the adapters. `asked`: the argument `adapters`; None: they are all
+    that is written if the model is a PeftModel that trains nothing else."""
     if asked is None:
         return _is_wrapped(model.module) and not _trained_besides(model, names_of_peft(model))
     if asked and not _is_wrapped(model.module):
@@ -49,7 +49,7 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 
 def _trained_besides(model: Model, names: dict[str, str]) -> Sequence[str]:
-    """Names of the tensors that are trained and not among `names`."""
+    """The model's names of tensors that are trained and not among the values of `names`."""
     saved = {id(model.tensors[name].tensor) for name in names.values()}
     return [
         name
@@ -59,7 +59,7 @@ def _trained_besides(model: Model, names: dict[str, str]) -> Sequence[str]:
 
 
 def names_of_peft(model: Model) -> dict[str, str]:
-    """By name in PEFT's file, the name of the model's tensor."""
+    """The model's name of each tensor, by its name in PEFT's file."""
     from peft import get_peft_model_state_dict
 
     (adapter,) = _adapters_of(model.module)
@@ -90,8 +90,8 @@ def _adapters_of(module: Any) -> list[str]:
 
 
 def _trains_embeddings(module: Any) -> bool:
-    """Whether PEFT's file gets whole embeddings. PEFT itself would ask the hub for
-    the base model's config."""
+    """The `save_embedding_layers` of PEFT, which by default asks the hub for the base model's
+    config: here whether an embedding outside the adapters is trained."""
     getters = ("get_input_embeddings", "get_output_embeddings")
     layers = [getattr(module, name)() for name in getters if hasattr(module, name)]
     return any(
@@ -112,7 +112,7 @@ def config_text(module: Any) -> str:
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = vars(base).get("name_or_path") or None
     for name, value in vars(config).items():
-        if isinstance(value, set):  # of strings, whose order each process has for itself
+        if isinstance(value, set):  # the order of strings in a set differs between processes
             setattr(config, name, sorted(value))
     mapping = None
     if config.task_type is None:
@@ -124,7 +124,7 @@ def config_text(module: Any) -> str:
 
 
 def goal_of_adapters(model: Model, ranks: Ranks) -> Goal:
-    """PEFT's file, from tensors of the model. Collective."""
+    """The goal of PEFT's file, made of tensors of the model. Collective."""
     require_values(model)
     targets: dict[str, Node] = {}
     for name, own in names_of_peft(model).items():
@@ -137,7 +137,7 @@ def goal_of_adapters(model: Model, ranks: Ranks) -> Goal:
 
 
 def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
-    """The adapters' tensors, in PEFT's file."""
+    """Writes the adapters' tensors into PEFT's file."""
     shardings = Shardings()
     held = []
     for own in names_of_peft(model).values():
@@ -149,7 +149,7 @@ def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> W
 
 
 def recipe_of_step(model: nn.Module, step: Path) -> Recipe | None:
-    """How the model's adapters are made of a step of adapters; None for a step of a whole model."""
+    """The recipe that loads the model's adapters from a step of adapters; None for other steps."""
     if not (step / FILE).exists():
         return None
     if not _is_wrapped(model):

@@ -1,4 +1,4 @@
-"""Zip archives of torch.save: their pickle, as bytes, and the places of their tensors' elements."""
+"""Zip archives of torch.save: the bytes of the pickle, and where each tensor's elements lie."""
 
 import io
 import os
@@ -18,6 +18,7 @@ ITEM_BYTES = {
     "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 _NUMBERS = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
+# Limits for sizes from a file, far above real ones, so that no arithmetic on them grows large.
 _MOST_ELEMENTS = 1 << 60
 _MOST_DIMS = 64
 _MOST_PICKLE_BYTES = 1 << 28
@@ -26,7 +27,7 @@ _ZIP_ERRORS = (
     zipfile.BadZipFile, KeyError, ValueError, IndexError, OverflowError, EOFError, RuntimeError,
     struct.error,
 )  # fmt: skip
-"""What zipfile raises for damaged archives. NotImplementedError is a RuntimeError."""
+"""What zipfile raises for damaged archives; RuntimeError includes NotImplementedError."""
 
 Shape = tuple[int, ...]
 
@@ -36,21 +37,22 @@ def is_size(value: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether it is a tuple of sizes whose product can be a number of elements."""
+    """Whether `value` is a tuple of sizes whose product is below the limit."""
     if not isinstance(value, tuple) or len(value) > _MOST_DIMS or not all(map(is_size, value)):
         return False
+    # Zeros count as ones: strides are products of the other sizes.
     return prod(n or 1 for n in value) < _MOST_ELEMENTS
 
 
 @dataclass(frozen=True)
 class Line:
-    """The elements of a row-major tensor, one after the other in a file."""
+    """A row-major tensor whose elements lie contiguously in a file."""
 
     path: Path
     dtype: str
     shape: Shape
     begin: int
-    """The byte of the first element."""
+    """Offset of the first element in the file, in bytes."""
 
     @property
     def item_bytes(self) -> int:
@@ -61,8 +63,8 @@ class Line:
         return prod(self.shape)
 
     def read(self, first: int, into: memoryview) -> None:
-        """Fills `into` with the elements from `first` on. `FormatError` if the file is cut short,
-        OSError if it can't be read."""
+        """Fills `into` with elements, beginning at `first`. Raises `FormatError` if the file is cut
+        short, OSError if it can't be read."""
         file = os.open(self.path, os.O_RDONLY)
         try:
             begin, done = self.begin + first * self.item_bytes, 0
@@ -76,7 +78,7 @@ class Line:
 
 
 def number_of(dtype: str, data: bytes | bytearray) -> float | int:
-    """Of one element. ValueError for a dtype without one."""
+    """The number in the bytes of one element. Raises ValueError for other dtypes."""
     if dtype not in _NUMBERS:
         raise ValueError(f"a number of dtype {dtype}")
     number: float | int = struct.unpack(f"<{_NUMBERS[dtype]}", data)[0]
@@ -85,17 +87,17 @@ def number_of(dtype: str, data: bytes | bytearray) -> float | int:
 
 @dataclass(frozen=True)
 class Archive:
-    """What torch.save has written."""
+    """An archive of torch.save."""
 
     path: Path
     pickle: bytes
     storages: Mapping[str, tuple[int, int]]
-    """By key, its first byte in the file and its bytes."""
+    """The offset in the file and the number of bytes of each storage, by key."""
 
     @classmethod
     def open(cls, path: Path, begin: int = 0, length: int | None = None) -> "Archive":
-        """Reads the directory and the pickle of an archive, which may be a part of a file.
-        `FormatError`, OSError."""
+        """Reads the zip directory and the pickle. `begin`, `length`: the archive's place in the
+        file; None: to the end. Raises `FormatError` or OSError."""
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size - begin if length is None else length
             try:
@@ -104,20 +106,21 @@ class Archive:
                 malformed(f"it is no archive of torch.save: {error}", path.name)
 
     def value(self, names: frozenset[str] = PICKLED) -> Any:
-        """As `read_pickle`."""
+        """The pickle's value, as `read_pickle` returns it."""
         return read_pickle(self.pickle, self.path.name, names)
 
     def line(self, made: Any) -> Line:
-        """The elements of a tensor in the pickle. ValueError for anything else, and for one that is
-        not row-major or not within its storage."""
+        """Where the elements of `made`, a tensor in the pickle, lie. Raises ValueError if it is no
+        tensor, not row-major or not within its storage."""
         if isinstance(made, Made) and made.kind == REBUILD_TYPED and len(made.args) == 4:
-            # A tensor with attributes, such as DeepSpeed's ds_id.
+            # A tensor with attributes, such as DeepSpeed's ds_id: the third argument makes it.
             made = Made(REBUILD_TENSOR, made.args[2])
         args: Any = made.args if isinstance(made, Made) and made.kind == REBUILD_TENSOR else ()
         if not isinstance(args, tuple) or len(args) < 4 or not isinstance(args[0], Stored):
             raise ValueError("it holds no plain tensor")
         stored, offset, sizes, strides = args[:4]
         is_known = isinstance(stored.id, tuple) and len(stored.id) == 5
+        # torch.save's persistent id: "storage", class, key, location, number of elements.
         kind, key = stored.id[1:3] if is_known else (None, None)
         dtype = STORAGES.get(kind.name.partition(" ")[2]) if isinstance(kind, Global) else None
         if dtype is None or not isinstance(key, str) or key not in self.storages:
@@ -142,7 +145,7 @@ def _is_row_major(sizes: Shape, strides: Any) -> bool:
 
 
 def _opened(part: "_Part", begin: int, size: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The pickle, and the storages. One of _ZIP_ERRORS."""
+    """The pickle and the storages. Raises one of _ZIP_ERRORS."""
     archive = zipfile.ZipFile(part)
     infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     head = infos["data.pkl"]
@@ -158,7 +161,7 @@ def _opened(part: "_Part", begin: int, size: int) -> tuple[bytes, dict[str, tupl
             raise ValueError("it is compressed")
         part.seek(info.header_offset)
         local = part.read(_LOCAL_HEADER_BYTES)
-        # After it the file's name, and more: their lengths are its last two numbers.
+        # The name and the extra field follow; the header ends with their lengths.
         at = info.header_offset + len(local) + sum(struct.unpack("<HH", local[-4:]))
         if len(local) != _LOCAL_HEADER_BYTES or at + info.file_size > size:
             raise ValueError("its elements are beyond its end")
@@ -167,7 +170,7 @@ def _opened(part: "_Part", begin: int, size: int) -> tuple[bytes, dict[str, tupl
 
 
 class _Part(io.RawIOBase):
-    """A part of a file as a file."""
+    """A range of a file's bytes as a file, for zipfile."""
 
     def __init__(self, file: Any, begin: int, length: int) -> None:
         self._file, self._begin, self._length, self._at = file, begin, length, 0

@@ -1,26 +1,27 @@
-"""A save while the program goes on.
+"""A save in the background, while the program trains on.
 
     the program's thread              the save's thread              other ranks
     --------------------              -----------------              -----------
     save(background=True)
       agree, plan, budget             -                              the same, together
       make the files, meet            -                              the same, together
-    steps                             write this rank's part         -
-      wait, or have a block copied    ...
+    optimizer steps                   write this rank's part         -
+      wait for a block, or copy it    ...
       .                               synced
     next step, done(), wait(), exit
-      no tensor was written by
-      others: vote                    gather all votes        <->    vote
+      vote, unless a tensor was
+      written in place                gather all votes        <->    vote
       .                               commit, on rank 0
     wait() returns                    the step is visible     <->    the step is visible
 
-While it writes, a save meets no other rank and needs the GIL only for tensors on a device: however
-a step waits for it, no rank waits for another one. It meets the others in the process group's store
-under a prefix of its own (ranks/group.py), never in a collective: collectives keep their order.
+While a save writes, its ranks do not meet, and it needs the GIL only for tensors on a device. An
+optimizer step may wait for this rank's save, but never for another rank's. The ranks meet through a
+prefix of the process group's store (ranks/group.py), not in collectives, whose order on all ranks
+the program alone determines.
 
-The vote is the program's, as only its thread knows that no operation that writes to a tensor is
-under way. If a rank's part fails all ranks drop the step, and each raises the error once: in its
-next step, save or `wait`.
+The program's thread votes, since only there no operation is in progress that writes to a tensor. If
+a rank's part fails all ranks drop the saved step, and each raises the error once: in its next
+optimizer step, save or `wait`.
 """
 
 import multiprocessing.util
@@ -46,19 +47,20 @@ from modicum.torch.saving.running import Begun
 from modicum.torch.saving.sigterm import Sigterm
 
 CRASH_LIMIT_S = 30.0
-"""A program that ends by an exception waits so long for the other ranks: they may wait for it."""
+"""How long a program that ends by an exception waits for other ranks, which may wait for it."""
 _EXPLAIN_S = 2.0
+"""How long the handling of another error waits for the save to end."""
 _POLL_S = 0.1
 
 
 class Watched:
-    """The tensors that only Modicum may write to, and their versions."""
+    """The tensors that only Modicum may write to during a save, and their version counters."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._noted = {id(of): (name, of, versions_of(of)) for name, of in tensors}
 
     def changed(self) -> str | None:
-        """The name of the first that was written to; None without one."""
+        """The name of the first tensor that was written to since it was noted, or None."""
         noted = self._noted.values()
         return next((name for name, of, version in noted if versions_of(of) != version), None)
 
@@ -69,10 +71,10 @@ class Watched:
 
 
 class Saving:
-    """A step that is being saved while the program goes on, from `save(background=True)`.
+    """A save in the background, returned by `save(background=True)`.
 
-    The step becomes visible once every rank has written its part and has then reached a step of an
-    optimizer, `done`, `wait`, another save, or its exit. Use it from the thread that trains.
+    The saved step becomes visible when every rank has written its part and then has called an
+    optimizer's step, `done`, `wait` or another save, or exits. Use it from the training thread.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Saving:
         finish: Callable[[dict[str, Any]], Saved],
         sigterm: Sigterm,
     ) -> None:
-        """`finish`: commits, given this rank's outcome. Call `start`."""
+        """`finish`: commits the step, given this rank's outcome. `start` must follow."""
         assert begun.planned.snapshot is not None
         self._begun, self._finish, self._sigterm = begun, finish, sigterm
         self._is_leader = begun.ranks.rank == 0
@@ -98,8 +100,12 @@ class Saving:
         self._report: Saved | None = None
 
     def start(self, rest: ExitStack, called_s: float) -> "Saving":
-        """`rest`: leaves the ranks, and removes files that are not committed. `called_s`: how long
-        the program has waited so far."""
+        """Starts the save's thread.
+
+        Args:
+            rest: closed at the end: leaves the ranks and removes uncommitted files.
+            called_s: how long the program has been in the call of `save`.
+        """
         self._blocked_s = called_s
         _install()
         in_flight.begin(self)
@@ -110,13 +116,13 @@ class Saving:
             in_flight.end(self)
             with rest:
                 raise
-        self._began.wait()  # threads can't be started once the process is about to exit
+        self._began.wait()  # the thread starts others, which Python refuses at its exit
         return self
 
     # ---- what the program calls
 
     def done(self) -> bool:
-        """Whether the step is visible. Raises as `wait` if the save has failed."""
+        """Whether the saved step is visible. Raises the same errors as `wait`."""
         self._vote()
         self._collect()
         if self._error is not None and self._finished.is_set():
@@ -124,10 +130,11 @@ class Saving:
         return self._finished.is_set()
 
     def wait(self) -> Saved:
-        """Returns the report, the same on every rank, once the step is visible. Collective.
+        """Waits until the saved step is visible; returns the report, the same on every rank.
+        Collective.
 
         Raises:
-            UsageError: a tensor was written in place by the program meanwhile: it is named.
+            UsageError: the program wrote to a tensor in place during the save; names the tensor.
             IoError, IntegrityError, PreemptedError, PeerError: as from `save`. Any error is raised
                 on every rank, and nothing of the step is visible.
         """
@@ -141,7 +148,7 @@ class Saving:
         assert self._report is not None
         return self._report
 
-    # ---- what optimizers and loads call: in_flight.Save
+    # ---- what optimizers and loads call: the methods of in_flight.Save
 
     def before_step(self) -> _modicum.Snapshot | None:
         if self._is_on_device:
@@ -168,9 +175,9 @@ class Saving:
         self._collect()
 
     def leave(self) -> None:
-        """At the process's exit: waits, and prints an error."""
+        """At the process's exit: waits for the save, and prints its error."""
         try:
-            # By an exception, which a child of multiprocessing does not show.
+            # The program ends by an exception. A child of multiprocessing does not set last_value.
             if hasattr(sys, "last_value") or multiprocessing.parent_process() is not None:
                 self.settle()
                 self._vote()
@@ -184,8 +191,8 @@ class Saving:
     # ---- the program's thread
 
     def _vote(self) -> None:
-        """Lets the step be committed if it is written and no tensor was changed; if one was, the
-        save fails."""
+        """Fails the save if a tensor was changed; otherwise, once this rank's part is written, lets
+        it be committed."""
         if self._voted.is_set():
             return
         is_written = self._written.is_set()
@@ -203,13 +210,13 @@ class Saving:
         self._voted.set()
 
     def _collect(self) -> None:
-        """Once the save is over: ends what belongs to it, and raises its error unless it was."""
+        """Once the save is over: frees what it holds, and raises its error if not yet raised."""
         if not self._finished.is_set():
             return
         in_flight.end(self)
         is_first, self._is_collected = not self._is_collected, True
         if is_first:
-            del self._begun, self._watched, self._finish  # which hold the state's memory
+            del self._begun, self._watched, self._finish  # they hold the state's memory
             self._sigterm.restore()
             for warning in self._report.warnings if self._report and self._is_leader else ():
                 warnings.warn(f"modicum: {warning}", stacklevel=4)
@@ -254,12 +261,12 @@ _is_installed = False
 
 
 def _install() -> None:
-    """Once: other optimizers wait, and so does the exit."""
+    """Once per process: makes other optimizers' steps and the exit wait for saves."""
     global _is_installed
     if not _is_installed:
         _is_installed = True
         register_optimizer_step_pre_hook(_before_step)
-        # It runs in children of multiprocessing, too, where atexit does not.
+        # Unlike atexit, a Finalize also runs in children of multiprocessing.
         multiprocessing.util.Finalize(None, in_flight.leave, exitpriority=100)
 
 

@@ -1,10 +1,11 @@
-"""A directory that torch.distributed.checkpoint has written with its FileSystemWriter: tensors in
-boxes, each in a zip archive of torch.save's, one after the other in files.
+"""Reads a directory written by torch.distributed.checkpoint's FileSystemWriter. A tensor is divided
+into boxes (DCP's chunks). Each box is a zip archive of torch.save; a file holds many archives.
 
-    DIR/.metadata        a pickle: dtypes, shapes, boxes, and where each box is
-    DIR/__0_0.distcp     of rank 0; DIR/__1_0.distcp of rank 1
+    DIR/.metadata        a pickle: dtypes, shapes, boxes, and the place of each box
+    DIR/__0_0.distcp     written by rank 0
+    DIR/__1_0.distcp     written by rank 1
 
-Only tensors are read, element by element as they are asked for. Every pickle is read as data.
+Only tensors are read, and of them only the elements asked for. No pickle is executed (pickles.py).
 """
 
 from bisect import bisect_right
@@ -31,14 +32,15 @@ Place = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Elements of a tensor that lie in one archive, row-major."""
+    """A box of a tensor's elements (DCP's chunk); row-major in one archive."""
 
     offsets: Shape
     sizes: Shape
     file: str
     begin: int
-    """Of the archive in its file."""
+    """Offset of the archive in its file, in bytes."""
     length: int
+    """Bytes of the archive."""
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,24 @@ class DirectoryTensor:
 
 @dataclass
 class Directory:
-    """The tensors of a directory by key of the flat state dict."""
+    """The tensors of a directory, by key of the flattened state dict."""
 
     path: Path
     tensors: dict[str, DirectoryTensor] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
-    """Keys of values that are no tensors: pickles of any kind, which are not read."""
+    """Keys of other values: pickles, which are not read."""
     places: dict[str, Place] = field(default_factory=dict)
-    """Of a key in the state dict before it was flattened, where that is known."""
+    """The path of a key in the state dict before it was flattened, if known."""
     _lines: dict[Box, Line] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> "Directory":
-        """Reads .metadata. `FormatError` if torch did not write it; IoError if it can't be read."""
+        """Reads .metadata. Raises `FormatError` if torch did not write it, OSError if it can't be
+        read."""
         return directory_of((path / FILE).read_bytes(), path)
 
     def read(self, key: str, first: int, view: memoryview) -> None:
-        """Fills `view` with the elements from `first` on. `FormatError` if a file lacks them."""
+        """Fills `view` with elements, beginning at `first`. `FormatError` if files lack some."""
         of = self.tensors[key]
         count = len(view) // of.item_bytes
         left = count
@@ -80,7 +83,7 @@ class Directory:
             malformed("the boxes of a tensor do not cover it", FILE, tensor=key)
 
     def _read_box(self, of: DirectoryTensor, box: Box, first: int, view: memoryview) -> int:
-        """Returns the number of elements that were read."""
+        """Reads the elements that the box has of `view`'s range; returns their number."""
         runs = _Runs(of.shape, box)
         end, size, read = first + len(view) // of.item_bytes, of.item_bytes, 0
         run = runs.last_at_or_before(first)
@@ -95,7 +98,7 @@ class Directory:
         return read
 
     def _line(self, of: DirectoryTensor, box: Box) -> Line:
-        """The elements of a box in its file, which must be those of a tensor like it."""
+        """Where the box's elements lie in its file; checks the dtype and shape of its archive."""
         if box not in self._lines:
             archive = Archive.open(self.path / box.file, box.begin, box.length)
             value = archive.value()
@@ -112,9 +115,10 @@ class Directory:
 
 
 class _Runs:
-    """The runs of contiguous elements of a tensor that a box consists of, ascending."""
+    """The runs of elements, contiguous in the tensor, of which a box consists; ascending."""
 
     def __init__(self, shape: Shape, box: Box) -> None:
+        # The innermost dims that the box covers fully, and the next one, make up a run.
         cut = len(shape)
         while cut > 0 and box.sizes[cut - 1] == shape[cut - 1]:
             cut -= 1
@@ -125,7 +129,7 @@ class _Runs:
         self._first = sum(o * s for o, s in zip(box.offsets, self._strides, strict=True))
 
     def begin(self, run: int) -> int:
-        """The index of its first element in the tensor."""
+        """The index in the tensor of the run's first element."""
         begin = self._first
         for dim in reversed(range(len(self._outer))):
             run, at = divmod(run, self._outer[dim])
@@ -133,7 +137,7 @@ class _Runs:
         return begin
 
     def last_at_or_before(self, index: int) -> int:
-        """The last run that begins there; 0 without one."""
+        """The last run that begins at or before `index`; 0 if none does."""
         return max(bisect_right(range(self.count), index, key=self.begin) - 1, 0)
 
 
@@ -141,7 +145,7 @@ class _Runs:
 
 
 def directory_of(data: bytes, path: Path) -> Directory:
-    """From the bytes of .metadata. `FormatError`."""
+    """The directory that .metadata, `data`, describes. Raises `FormatError`."""
     root = read_pickle(data, FILE)
     if not isinstance(root, Made) or root.kind != f"{METADATA} Metadata":
         malformed("it is no Metadata", FILE)
@@ -187,7 +191,7 @@ _Infos = Mapping[tuple[str, Shape | None], tuple[str, int, int]]
 
 
 def _infos_of(value: Any) -> _Infos:
-    """File, begin and length by key and offsets; None for no offsets."""
+    """File, begin and length of each box, by key and offsets (None for values without offsets)."""
     infos: dict[tuple[str, Shape | None], tuple[str, int, int]] = {}
     for index, info in _pairs(value, "storage_data"):
         kinds = [of.kind if isinstance(of, Made) else "" for of in (index, info)]
@@ -232,7 +236,7 @@ def _tensor_of(key: str, value: Made, infos: _Infos) -> DirectoryTensor:
 
 
 def _dtype_of(key: str, properties: Any) -> str:
-    """Its state is a tuple that begins with the dtype."""
+    """The dtype of TensorProperties, whose state is a tuple with it first, or a dict."""
     state = properties.state if isinstance(properties, Made) else None
     first = state[0] if isinstance(state, tuple) and state else None
     if isinstance(state, Pairs):
@@ -246,7 +250,8 @@ def _dtype_of(key: str, properties: Any) -> str:
 
 
 def _require_tiles(key: str, shape: Shape, boxes: list[Box]) -> None:
-    """Boxes of together as many elements as the tensor, of which no two overlap, cover it."""
+    """Raises `FormatError` unless the boxes cover the tensor: they have as many elements as it, and
+    no two overlap."""
     if sum(prod(box.sizes) for box in boxes) != prod(shape):
         malformed("the boxes of a tensor do not cover it", FILE, tensor=key)
     boxes = sorted(boxes, key=lambda box: box.offsets)

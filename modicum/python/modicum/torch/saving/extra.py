@@ -1,5 +1,7 @@
-"""What a program saves with a step: JSON that all ranks have in common, and of each rank JSON with
-small tensors in it, as a safetensors file whose metadata are the JSON."""
+"""A program's own values in a step (a saved checkpoint directory): `extra` is JSON, the same on all
+ranks; `extra_per_rank` is JSON with small tensors in it. The latter is one safetensors file a rank:
+its metadata has the JSON, in which `{"__tensor__": NAME}` refers to a tensor.
+"""
 
 import json
 import os
@@ -17,6 +19,7 @@ from modicum.torch.shards.tensors import as_bytes
 FOLDER = "extra"
 COMMON = f"{FOLDER}/extra.json"
 _TENSOR = "__tensor__"
+# Complex dtypes and 8-bit floats are refused.
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
     "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -26,21 +29,29 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def file_of(rank: int) -> str:
-    """Its name in the step."""
+    """The path of a rank's file in the step."""
     return f"{FOLDER}/rank-{rank:05}.safetensors"
 
 
 def text_of(extra: Any) -> str:
-    """The JSON of `extra=`; `UsageError` unless it is a dict that JSON gives back as it is."""
+    """The JSON of `extra=`, a dict that a JSON round trip keeps; else raises `UsageError`."""
+    expected = "a dict that a JSON round trip keeps"
     try:
         text = json.dumps(extra, sort_keys=True, allow_nan=True)
-        is_same = json.loads(text) == extra
+        again = json.loads(text)
     except (TypeError, ValueError) as error:
-        raise refusal("USAGE", "extra is no JSON", got=str(error)) from None
-    if not isinstance(extra, Mapping) or not is_same:
-        expected = "a dict of JSON values with str keys"
-        raise refusal("USAGE", "extra", expected=expected, got=type(extra).__name__)
+        raise refusal("USAGE", "extra: not JSON", expected=expected, got=str(error)) from None
+    if not isinstance(extra, Mapping) or again != extra:
+        raise refusal("USAGE", "extra", expected=expected, got=_changed(extra, again))
     return text
+
+
+def _changed(extra: Any, again: Any) -> str:
+    """The type of `extra` if it is no dict, else its first item that a JSON round trip changes."""
+    if not isinstance(extra, Mapping):
+        return type(extra).__name__
+    key = next(key for key in extra if key not in again or again[key] != extra[key])
+    return f"{key!r}: {extra[key]!r}"[:200]
 
 
 def bytes_of(own: Any) -> bytes:
@@ -52,15 +63,19 @@ def bytes_of(own: Any) -> bytes:
             tensors.append(_plain(value))
             return {_TENSOR: str(len(tensors) - 1)}
         if isinstance(value, Mapping):
-            if _TENSOR in value or not all(isinstance(key, str) for key in value):
+            if _TENSOR in value:
+                raise refusal("USAGE", f"extra_per_rank: the key {_TENSOR!r} is reserved")
+            if not all(isinstance(key, str) for key in value):
                 raise refusal("USAGE", "extra_per_rank", expected="str keys", got=repr([*value]))
             return {key: told(of) for key, of in value.items()}
         return [told(of) for of in value] if isinstance(value, (list, tuple)) else value
 
+    document = told(own)  # outside of `try`: a refusal is a ValueError, too
     try:
-        text = json.dumps(told(own))
+        text = json.dumps(document)
     except (TypeError, ValueError) as error:
-        raise refusal("USAGE", "extra_per_rank", got=str(error)) from None
+        expected = "JSON values and tensors"
+        raise refusal("USAGE", "extra_per_rank", expected=expected, got=str(error)) from None
     header: dict[str, Any] = {"__metadata__": {"extra": text}}
     at = 0
     for name, tensor in enumerate(tensors):
@@ -76,12 +91,13 @@ def bytes_of(own: Any) -> bytes:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.dtype not in _NAMES:
         got = f"{type(tensor).__name__} of {tensor.dtype}"
-        raise refusal("UNSUPPORTED", "extra_per_rank", expected="plain tensors", got=got)
+        expected = f"a torch.Tensor, no subclass, of {', '.join(_DTYPES)}"
+        raise refusal("UNSUPPORTED", "extra_per_rank", expected=expected, got=got)
     return tensor.detach().cpu().contiguous()
 
 
 def write(path: Path, data: bytes) -> None:
-    """Durable, but for its name in the directory."""
+    """Writes and syncs a new file. Publishing the step syncs its directory entry."""
     with path.open("xb") as file:
         file.write(data)
         file.flush()
@@ -89,7 +105,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> Any:
-    """What `bytes_of` was given; tuples are lists. Errors of `open_checkpoint`."""
+    """The value given to `bytes_of`, with lists for tuples. Raises errors of `open_checkpoint`."""
     _modicum.open_checkpoint(path)  # validates the header
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
@@ -116,8 +132,12 @@ def _tensor_of(entry: dict[str, Any], data: bytes, begin: int) -> torch.Tensor:
 
 
 def read_all(step: Path, saved_by: int, rank: int, ranks: int) -> tuple[Any, Any]:
-    """`extra`, and of `extra_per_rank` this rank's own if `ranks` is the number that saved it, else
-    the list of all; None for a part that was not given."""
+    """`extra` and `extra_per_rank` of a step; None for one that was not saved.
+
+    Args:
+        saved_by: the number of ranks that saved the step. If it equals `ranks`, only this rank's
+            `extra_per_rank` is read, otherwise a list of all ranks' is.
+    """
     common = step / COMMON
     extra = json.loads(common.read_text()) if common.exists() else None
     if not (step / file_of(0)).exists():

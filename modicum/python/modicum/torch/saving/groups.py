@@ -1,4 +1,5 @@
-"""The options of an optimizer's parameter groups in a step: optimizer/groups.json."""
+"""The options of an optimizer's parameter groups in a step (a saved checkpoint directory): its file
+optimizer/groups.json."""
 
 import json
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ Group = dict[str, Any]
 
 
 def text_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> str:
-    """The options that are numbers, texts, truth values, None, or lists of them. `names`: those of
-    parameters, by id."""
+    """The text of groups.json: all options that are numbers, strings, bools, None, or lists of
+    them. `names`: the parameters' names by id."""
     groups = []
     for group in optimizer.param_groups:
         options = {
@@ -31,8 +32,8 @@ def text_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> str:
 def restore(
     optimizer: torch.optim.Optimizer, document: dict[str, Any], names: Mapping[int, str]
 ) -> None:
-    """Sets the options of each group to those that were saved of a group of the same parameters.
-    `UsageError`, which changes nothing, if the groups are others."""
+    """Sets the options of each group to the saved ones of the group with the same parameters.
+    Raises `UsageError`, and changes nothing, if a group was not saved."""
     saved = {frozenset(of["params"]): of["options"] for of in document["groups"]}
     found = []
     for group in optimizer.param_groups:
@@ -74,4 +75,5 @@ def _set(group: Group, key: str, value: Any) -> None:
     if isinstance(own, torch.Tensor):
         own.fill_(value)
     else:
+        # torch's options, such as betas, are tuples.
         group[key] = tuple(value) if isinstance(value, list) else value

@@ -1,13 +1,13 @@
-"""A step inside a directory that others write to as well, as the checkpoints of accelerate and
-Trainer are:
+"""A step (a saved checkpoint directory) inside a directory to which other programs also write, such
+as a checkpoint of accelerate or Trainer:
 
-    DIR/trainer_state.json, scheduler.pt, ...   the others' files
-    DIR/.partial-*/                             in flight, from before the others write
-    DIR/model.safetensors, optimizer/, ...      the step's files, once all are written
-    DIR/COMMIT                                  last
+    DIR/trainer_state.json, scheduler.pt, ...   files of the other programs
+    DIR/.partial-*/                             the step while it is written; made before them
+    DIR/model.safetensors, optimizer/, ...      the step's files, moved here once all are written
+    DIR/COMMIT                                  made last
 
-A directory with a name in flight and without COMMIT is no checkpoint. Others are left to those who
-wrote them.
+A directory with a .partial-* but without COMMIT is an incomplete checkpoint. One with neither is
+not Modicum's, and is left alone.
 """
 
 import json
@@ -41,11 +41,11 @@ _COMMIT = "COMMIT"
 _IN_FLIGHT = ".partial-"
 _TRASH = ".trash-"
 _GROUPS = "optimizer_groups"
-"""In `extra`: the options of an optimizer without tensors."""
+"""The key in `extra` of the group options of an optimizer whose state has no tensors."""
 
 
 class Inside(Flight):
-    """A step in flight inside a directory, until it is published."""
+    """A step inside a directory, from its first file until it is published."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class Inside(Flight):
 
     @property
     def number(self) -> int:
-        """That of the step: the one that ends the directory's name."""
+        """The step's number: the digits at the end of the directory's name, or 0."""
         digits = re.search(r"\d+$", self.directory.name)
         return int(digits.group()) if digits else 0
 
     def open(self, ranks: Ranks) -> None:
-        """Makes the directory and its name in flight: from now on it is not committed.
+        """Makes the directory and its .partial-*: from now on it is an incomplete checkpoint.
         Collective."""
         ranks.agree_on({"argument directory": str(self.directory.absolute())})
         if ranks.rank == 0:
@@ -68,7 +68,7 @@ class Inside(Flight):
         self._place = super().begin(ranks, **how)
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
-        """Called when all ranks save: all files of others are written. Collective."""
+        """Syncs the other programs' files, which are all written by now. Collective."""
         assert self._place is not None
         place = self._place
 
@@ -83,7 +83,7 @@ class Inside(Flight):
 
 
 def _sync(directory: Path) -> None:
-    """Makes the files of others durable, so that COMMIT is not without them."""
+    """Syncs the other programs' files: after a crash COMMIT must not exist without them."""
     for path in directory.iterdir():
         if path.is_file():
             file = os.open(path, os.O_RDONLY)
@@ -100,8 +100,8 @@ def save_inside(
     how: Mapping[str, Any],
     ranks: Ranks,
 ) -> Saved:
-    """Saves into the directory of an open flight, and commits it. Collective. `how`: ledger, budget
-    and staging, as for `save`, and shard_size."""
+    """Saves into the directory of `flight`, which is open, and commits. Collective. `how`: ledger,
+    budget, staging and shard_size, as for `save`."""
     reshard(model)
     extra = None
     if optimizer is not None and not _has_tensors(optimizer):
@@ -116,8 +116,8 @@ def save_inside(
 
 
 def _has_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """False before the first step of a torch optimizer, and of one without tensors, such as SGD
-    without momentum: only the options of its groups are saved."""
+    """False for a torch optimizer before its first step, and for one whose state has no tensors,
+    such as SGD without momentum: only its group options are saved."""
     values = (value for entry in optimizer.state.values() for value in entry.values())
     has_some = any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values)
     return has_some or isinstance(optimizer, AdamW)
@@ -125,8 +125,7 @@ def _has_tensors(optimizer: torch.optim.Optimizer) -> bool:
 
 def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> Resumed:
     """Compares every byte of the step with its digests and loads the model. Collective. `how`: as
-    for `resume`. The model's next save is of the same checkpoint as before, and may remove this
-    one."""
+    for `resume`. The model's origin does not become this step, which a later save may remove."""
     require_whole(directory)
     reshard(model)
     with keeping_origin(model):
@@ -160,7 +159,7 @@ def load_state_inside(
 
 
 def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Of an optimizer that had no tensors."""
+    """Restores an optimizer whose state had no tensors."""
     extra, _ = read_all(directory, 0, 0, 0)
     if extra is None:
         what = "the checkpoint holds no optimizer state to go on from"
@@ -173,7 +172,7 @@ def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, director
 
 
 def is_step(directory: Path) -> bool:
-    """Whether the directory holds a step, or one that was not committed."""
+    """Whether the directory holds a step of Modicum, committed or not."""
     return (directory / _COMMIT).is_file() or _is_in_flight(directory)
 
 
@@ -187,14 +186,14 @@ def _names(directory: Path) -> list[os.DirEntry[str]]:
 
 
 def require_whole(directory: Path) -> None:
-    """UNCOMMITTED or INTEGRITY if the directory holds a step that is not whole."""
+    """Raises UNCOMMITTED or INTEGRITY if the directory holds an incomplete step."""
     if is_step(directory):
         _modicum.open_step(str(directory))
 
 
 def fault_of(directory: Path) -> str:
-    """Why a directory is no checkpoint to go on from; empty if it is one, of Modicum's or of
-    another program's."""
+    """Why a run can't resume from a directory; empty if it can, or if the directory is another
+    program's."""
     if not _names(directory):
         return "it is empty"
     try:
@@ -205,13 +204,14 @@ def fault_of(directory: Path) -> str:
 
 
 def rotate(directories: Sequence[Path], limit: int, best: Path | None, trash: Path) -> None:
-    """Removes checkpoints until `limit` are left: first those that are not whole, then the oldest.
-    Never the newest whole one, the best one, and those that are newer than the newest whole one.
+    """Removes checkpoints until `limit` are left: first incomplete ones, then the oldest. Keeps the
+    newest complete checkpoint, `best`, and all that are newer than the newest complete one, which
+    do not count.
 
     Args:
         directories: oldest first.
-        trash: a directory of the same file system, where a checkpoint is put before its files are
-            removed, so that it is never there in part.
+        trash: a directory on the same file system. A checkpoint is moved there before its files are
+            removed, so that none is ever seen partly removed.
     """
     _empty(trash)
     is_whole = {one: not fault_of(one) for one in directories}

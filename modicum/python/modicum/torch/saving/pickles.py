@@ -1,9 +1,8 @@
-"""The pickles of torch.distributed.checkpoint and torch.save, read as data: nothing that they name
-is imported, and nothing is called. A name that is not written into such a file is refused.
+"""Reads pickles of torch.distributed.checkpoint and torch.save as data: no name in them is
+imported, and nothing is called. A name that torch does not write into such files is refused.
 
-A class or a function is a `Global`; what would be an instance, or the result of a call, is a `Made`
-with the arguments; a dict is a list of pairs, so that no key is hashed or compared while it is
-read.
+A class or function becomes a `Global`. An instance, or the result of a call, becomes a `Made` with
+the arguments. A dict becomes a list of pairs (`Pairs`), so that no key is hashed or compared.
 """
 
 import codecs
@@ -20,13 +19,13 @@ from modicum.upstream.torch_checkpoint import GETATTR, ORDERED_DICT, PICKLED, ST
 DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
 _MOST_BYTES = 1 << 31
 for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape"):
-    codecs.lookup(_name)  # of pickletools; Python would import them at their first use
+    codecs.lookup(_name)  # pickletools uses them: imports the codecs now, not while it reads
 
 
 @dataclass(frozen=True)
 class Global:
     name: str
-    """Module and name, with a space between."""
+    """Module and name, separated by a space."""
 
 
 @dataclass
@@ -34,11 +33,12 @@ class Made:
     kind: str
     """The name of its Global."""
     args: Any
-    """Of a member of an enumeration its value or, from Python 3.11.0 to 3.11.2, its name."""
+    """The arguments of the call. For an enum member: its value or, if Python 3.11.0 to 3.11.2 has
+    written it, its name."""
     state: Any = None
 
     def member(self, name: str) -> Any:
-        """Of its state; None without it."""
+        """The state's value of this name, or None."""
         return self.state.by_name().get(name) if isinstance(self.state, Pairs) else None
 
 
@@ -49,19 +49,19 @@ class Pairs:
     items: list[tuple[Any, Any]] = field(default_factory=list)
 
     def by_name(self) -> dict[str, Any]:
-        """The values of keys that are texts."""
+        """The values of str keys."""
         return {key: value for key, value in self.items if isinstance(key, str)}
 
 
 @dataclass
 class Stored:
-    """A storage by its persistent id."""
+    """A reference to a storage, by its persistent id."""
 
     id: Any
 
 
 def malformed(what: str, file: str, category: str = "FORMAT.PICKLE", **facts: str) -> NoReturn:
-    """An error of `category`."""
+    """Raises an error of `category` that names `file` and `facts`."""
     told = {"category": category, "code": exit_codes()[category], "file": file}
     text = ", ".join(f"{name} {value}" for name, value in ({"file": file} | facts).items())
     message = f"{category}: {what} ({text})"
@@ -69,12 +69,12 @@ def malformed(what: str, file: str, category: str = "FORMAT.PICKLE", **facts: st
 
 
 class _Refused(Exception):
-    """With the reason."""
+    """A pickle that is refused; the argument is the reason."""
 
 
 def read_pickle(data: bytes, file: str, names: frozenset[str] = PICKLED) -> Any:
-    """The value of a pickle. `FormatError`, naming `file`, for anything else, and for a pickle with
-    another name than `names` and those of torch's dtypes and storages."""
+    """The value of a pickle. Raises `FormatError`, naming `file`, if `data` is no pickle, or names
+    anything but `names` and torch's dtypes and storages."""
     if len(data) > _MOST_BYTES:
         malformed("the file is larger than any that torch writes", file, got=f"{len(data)} bytes")
     try:
@@ -210,7 +210,7 @@ class _Stack:
 
 
 def _member(args: tuple[Any, ...]) -> Made:
-    """Of an enumeration, as `getattr` of its class would give it."""
+    """The enum member that `getattr(*args)` would return."""
     of, name = args if len(args) == 2 else (None, None)
     if not isinstance(of, Global) or not isinstance(name, str):
         raise _Refused("the pickle calls getattr for something else than a class")

@@ -1,4 +1,4 @@
-"""The plan of a save, within the budget; the same on every rank."""
+"""Plans the save of a step (a saved checkpoint directory) in a budget; the same on every rank."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ from modicum.torch.saving.weights import Form, Writing, writing_of_model
 from modicum.torch.saving.writing import AdamWWriting, StateWriting, TensorsWriting, reads_of
 
 WINDOW_BYTES = 256 << 20
-"""Of a node: blocks that steps overwrite before a save in the background has read them."""
+"""Per node: memory for copies of blocks that an optimizer step is about to overwrite before a save
+in the background has read them."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ class Ask:
 
     @property
     def options(self) -> Options:
-        """As those of a load, for the budget."""
+        """The same as options of a load, for `budget_of`."""
         staging = self.form.staging
         return Options(
             self.ledger, self.budget, "own-shard", staging, "excluded", 0, None, progress=False
         )
 
     def facts(self) -> dict[str, str]:
-        """What ranks must have in common, for `Ranks.agree_on`."""
+        """What must be equal on all ranks, for `Ranks.agree_on`."""
         facts = {
             "argument root": str(self.root.absolute()),
             "argument extra_per_rank": "none" if self.per_rank is None else "given",
@@ -68,12 +69,12 @@ class Ask:
 
     @property
     def common(self) -> str | None:
-        """extra.json."""
+        """The text of extra.json."""
         return None if self.extra is None else text_of(self.extra)
 
     @property
     def own(self) -> bytes | None:
-        """This rank's file."""
+        """This rank's file of `extra_per_rank`."""
         return None if self.per_rank is None else bytes_of(self.per_rank)
 
 
@@ -85,26 +86,26 @@ class Planned:
     model: Writing
     state: StateWriting | None
     texts: list[tuple[str, str]]
-    """Files that the leader writes: names in the step, and texts."""
+    """Files that rank 0 writes: (path in the step, text)."""
     own: bytes | None
-    """This rank's file of extras."""
+    """This rank's file of `extra_per_rank`."""
     promised: list[tuple[int, int]]
-    """By rank: bytes of the process at its peak, and the limit of the ledger."""
+    """By rank: (bytes of the process at its peak, limit of the ledger)."""
     snapshot: _modicum.Snapshot | None
-    """In the background."""
+    """For a save in the background; else None."""
     own_bytes: int
-    """That this rank writes, about."""
+    """About how many bytes this rank writes."""
     gather_bytes: int
-    """Of each rank, to write divided rows together with the others of its node; 0: by itself."""
+    """Per rank: memory with which the ranks of a node write divided rows together; 0: none does."""
 
 
 def plan_of(
     ask: Ask, model: Model, goal: Goal, optimizer: torch.optim.Optimizer | None, ranks: Ranks
 ) -> Planned:
-    """Collective.
+    """The plan of a save. Collective.
 
     Raises:
-        BudgetError: it does not fit.
+        BudgetError: the save does not fit.
     """
     names = model.names
     texts = [] if ask.common is None else [(COMMON, ask.common)]
@@ -133,7 +134,7 @@ class Parts:
 
 
 def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
-    """`parts` within the budget. Collective. `BudgetError` if they do not fit."""
+    """The plan to save `parts`. Collective. Raises `BudgetError` if it does not fit."""
     writing, state, texts = parts.model, parts.state, parts.texts
     facts = {"the plan": writing.plan.digest, "the state": state.told if state else "none"}
     ranks.agree_on(facts | dict(texts))
@@ -159,7 +160,8 @@ def _snapshot_of(parts: Parts, ranks: Ranks) -> _modicum.Snapshot:
 
 
 def _together(model: Mapping[str, int], state: Mapping[str, int], extra: int) -> Counter[str]:
-    """Of two saves, one after the other, whose plans are both held."""
+    """Bytes by purpose of two saves that run one after the other: plans are held together, staging
+    is not. `extra`: bytes of this rank's extra file, held twice while it is made."""
     held = Counter(model)
     held.update(state)
     held["staging"] = max(model.get("staging", 0), state.get("staging", 0))
@@ -178,6 +180,6 @@ def _promised(ask: Ask, goal: Goal, held: Mapping[str, int], ranks: Ranks) -> li
 
 
 def _of_ranks(held: Mapping[str, int], ranks: Ranks) -> dict[str, list[int]]:
-    """By purpose, the bytes of each rank: those of extras differ."""
+    """The bytes of each rank, by purpose. Ranks differ by their extra files."""
     gathered = ranks.gather(dict(held))
     return {purpose: [of.get(purpose, 0) for of in gathered] for purpose in held}

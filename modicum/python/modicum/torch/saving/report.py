@@ -1,4 +1,4 @@
-"""What a save and a resume tell of themselves."""
+"""The reports of `save` and `resume`. A step is a saved checkpoint directory."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,36 +10,37 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Saved:
-    """A step that is saved; the same on every rank."""
+    """The report of a save; the same on every rank."""
 
     step: int
     path: str
     """The step's directory."""
     written_bytes: int
-    """By all ranks, headers and records included."""
+    """Bytes written by all ranks, including headers and records."""
     read_bytes: int
-    """Of tensors that were copied from the source: 0 unless the model leaves some unused."""
+    """Bytes of `copied` tensors, read from the source."""
     gathered_bytes: int
-    """Of the written ones: short runs of divided rows, which the ranks of a node wrote together."""
+    """Part of `written_bytes`: short runs of divided rows, written by a node's ranks together."""
     elapsed_s: float
     """From the agreement of all ranks until all data are written and synced."""
     durable_s: float
     """From the agreement until the step is visible."""
     promised_bytes: int
-    """The most that a rank's process was to hold during the save."""
+    """The promised peak of host memory of a rank's process; the largest of all ranks."""
     held_bytes: int
-    """The most that one has held, by the kernel's count: with Python's own objects."""
+    """The peak of a rank's process by the kernel's count, Python objects included; the largest."""
     blocked_s: float
-    """How long the program has waited, on the rank where it did longest: for the call and, in the
-    background, for `wait` and in steps."""
+    """How long the program has waited, on the rank that waited longest: in the call of `save` and,
+    for a save in the background, in `wait` and in optimizer steps."""
     kept_bytes: int
-    """In the background: what a rank has copied at most, since a step was about to overwrite it."""
+    """In the background: bytes copied before an optimizer step overwrote them, on the rank with the
+    most."""
     copied: list[str] = field(default_factory=list)
-    """Names of stored tensors that no tensor of the model is made of, copied from the source."""
+    """Names of stored tensors that the model does not use, copied from the source."""
     left_out: list[str] = field(default_factory=list)
-    """Names of stored tensors that are not saved."""
+    """Names in the source that are not saved, such as unused tensors with `unused="drop"`."""
     warnings: list[str] = field(default_factory=list)
-    """As what other saves have left over; UserWarnings on rank 0, too."""
+    """Such as files that other saves have left; also issued as UserWarnings on rank 0."""
 
     def __str__(self) -> str:
         return (
@@ -51,19 +52,20 @@ class Saved:
 
 @dataclass(frozen=True)
 class Resumed:
-    """A step that is loaded; the same on every rank."""
+    """The report of a resume; the same on every rank, except `extra_per_rank`."""
 
     step: int
     path: str
     skipped: list[dict[str, Any]]
-    """The newer steps that are not whole: `step` and `reason` each."""
+    """Newer steps that are incomplete or damaged: a dict with `step` and `reason` for each."""
     load: Report
-    """Of the weights, with the promise of the optimizer's state."""
+    """The report of loading the weights; its promise includes the optimizer's state."""
     read_bytes: int
-    """By all ranks: weights and state."""
+    """Bytes of weights and state, read by all ranks."""
     elapsed_s: float
     """From the call until the slowest rank has all of its state."""
     extra: dict[str, Any] | None
-    """As given to the save; None if nothing was."""
+    """The `extra` given to the save, or None."""
     extra_per_rank: Any
-    """This rank's own if as many ranks saved it, else the list of all by rank; None without any."""
+    """This rank's value if the step was saved by as many ranks, else the list of all ranks' values;
+    None if none was saved."""

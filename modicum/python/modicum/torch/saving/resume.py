@@ -1,4 +1,4 @@
-"""`resume`: the newest whole step into a model and its optimizer."""
+"""`resume`: loads the newest complete step (a saved checkpoint directory)."""
 
 import json
 import time
@@ -48,35 +48,35 @@ def resume(
     recipe: Recipe | str | Path | None = None, key_mapping: Mapping[str, str] | None = None,
     verify: bool = True,
 ) -> Resumed:  # fmt: skip
-    """Loads the newest whole step of `root` into a model, and its state into the optimizer.
+    """Loads the newest complete step (saved checkpoint) of `root` into a model and its optimizer.
 
-    Collective, as `load`. The world and the layout may be others than those of the save; the next
-    steps have the bits of a run that was never interrupted. Weights and state go straight to their
-    places: a model on meta gets its memory, a `modicum.torch.AdamW` that was made before allocates
-    its state, and no second copy is built.
+    Collective, like `load`. World size and sharding may differ from those of the save. Training
+    continues with the same bits as without the interruption. Weights and state are read directly
+    into their final memory, without a second copy: a model on meta gets memory, and a
+    `modicum.torch.AdamW` of its parameters allocates its state.
 
     Args:
-        model: as for `load`: on meta, sharded or not, or with values, which are overwritten.
+        model: as for `load`; sharded or not; on meta, or with values, which are overwritten.
         root: the directory of all steps, or one step.
-        optimizer: of the model's parameters. `modicum.torch.AdamW` with the `state_format` and the
-            `seed` that were saved, or an optimizer of the class that was saved, whose `state` gets
-            new tensors. The options of its groups become the saved ones. None: only the model is
-            loaded.
+        optimizer: an optimizer of the model's parameters: `modicum.torch.AdamW` with the saved
+            `state_format` and `seed`, or one of the saved class, whose `state` is replaced. Its
+            groups get the saved options. None: only the model is loaded.
         verify: first compares every byte of the step with its digests, a part on each rank, and
-            skips a damaged step. This reads the step twice. False: compares names and lengths.
+            skips a damaged step; this reads the step twice. False: compares only file names and
+            lengths.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
-        buffers, fork, recipe, key_mapping: as for `load`. The promise holds the optimizer's
-            state, too.
+        buffers, fork, recipe, key_mapping: as for `load`. The promise includes the
+            optimizer's state.
 
     Returns:
-        The same report on every rank but for `extra_per_rank`. Why newer steps were skipped is a
-        UserWarning on rank 0, too.
+        The same report on every rank, except `extra_per_rank`. For each skipped step rank 0 issues
+        a UserWarning with the reason.
 
     Raises:
-        IntegrityError: `UNCOMMITTED` if there is no whole step; a file is damaged.
-        BudgetError: it does not fit; before anything but headers is read.
-        UsageError: model, optimizer and step do not fit together. If only the state is refused the
-            weights are loaded.
+        IntegrityError: there is no complete step (`UNCOMMITTED`), or a file is damaged.
+        BudgetError: the load does not fit; nothing has been loaded.
+        UsageError: model, optimizer and step do not fit together. The weights may be loaded
+            already if only the optimizer's state does not fit.
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
     """
     begin = time.monotonic()
@@ -111,8 +111,8 @@ def resume(
 
 @contextmanager
 def _reading(model: nn.Module, step: Path, how: dict[str, Any]) -> Iterator[Path]:
-    """The files of the model in a step. Of adapters alone: sets their recipe, and keeps what the
-    base model is remembered to come from."""
+    """The path to load the model from. For a step of adapters alone it sets their recipe in `how`
+    and keeps the origin of the base model."""
     adapters = recipe_of_step(model, step)
     if adapters is None:
         yield step
@@ -128,17 +128,17 @@ class Found:
 
     path: Path
     facts: dict[str, Any]
-    """As `_modicum.newest_step` tells them."""
+    """The dict that `_modicum.newest_step` returns."""
     state: str | None
     """The text of state.json, if the optimizer needs it."""
     staging: Size | None = None
-    """For reading the state of an optimizer of torch."""
+    """Host memory to stream a torch optimizer's state through; None: the default."""
 
 
 def _declared(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Found
 ) -> list[AdamW | Later]:
-    """What the load of the model promises besides: the state. Collective."""
+    """The optimizer's state, which the promise of the model's load includes. Collective."""
     if optimizer is None or isinstance(optimizer, AdamW):
         return [] if optimizer is None else [optimizer]
     with Ranks.of_world().together() as ranks:
@@ -155,7 +155,7 @@ def _saved_state(found: Found) -> SavedState:
 
 
 def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
-    """The newest step without a fault, as `_modicum.newest_step`. Collective."""
+    """The newest step without a fault, as the dict of `_modicum.newest_step`. Collective."""
     skipped: list[dict[str, Any]] = []
 
     def find() -> dict[str, Any]:
@@ -189,8 +189,8 @@ def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
 
 
 def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:
-    """Finds the step, on rank 0, and checks that it has what the optimizer needs. Waits for a save
-    in the background before. Collective."""
+    """Waits for a save in the background. Then rank 0 finds the step, and all ranks check that it
+    has what the optimizer needs. Collective."""
     in_flight.wait()
     with Ranks.of_world().together() as ranks:
         ranks.agree_on({"argument root": str(root.absolute()), "argument verify": str(verify)})
@@ -211,7 +211,7 @@ def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -
 
 
 def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
-    """Refuses an optimizer of another kind, format or seed than the saved one."""
+    """Raises `UsageError` if the optimizer differs in class, format or seed from the saved one."""
     if not isinstance(optimizer, AdamW):
         return require_kind(optimizer, state)
     facts = _modicum.state_facts(state)
@@ -231,8 +231,8 @@ def load_state(
     ledger: _modicum.Ledger,
     ranks: Ranks,
 ) -> int:
-    """Reads this rank's part of the state that was found with `optimizer`; returns the bytes read.
-    Collective."""
+    """Reads this rank's part of the state in `found`, which was found for `optimizer`; returns the
+    bytes read. Collective."""
     whole = Model.of(model)
     names = whole.names
     options = json.loads((found.path / groups.FILE).read_text()) if _has_groups(found) else None
@@ -260,5 +260,5 @@ def load_state(
 
 
 def _has_groups(found: Found) -> bool:
-    """Not if the step was saved by the command line."""
+    """False for a step that the command line has saved."""
     return (found.path / groups.FILE).exists()

@@ -1,4 +1,5 @@
-"""Runs a planned save: on success the step is visible, on failure nothing of it is."""
+"""Runs a planned save: the step (a saved checkpoint directory) becomes visible completely or not at
+all."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,19 +21,19 @@ from modicum.torch.saving.writing import Flight, Where, write_tensors
 
 
 def run(planned: Planned, ranks: Ranks, flight: Flight) -> Saved:
-    """Collective. The same report on every rank."""
+    """Saves in the foreground. Collective. Returns the same report on every rank."""
     begun = Begun(planned, ranks, flight)
     return begun.finish(begun.write())
 
 
 def write(planned: Planned, ranks: Ranks, flight: Flight) -> list[dict[str, Any]]:
-    """Writes all files of the ranks, which stay invisible. Collective. Returns the outcomes by
-    rank."""
+    """Writes the files of all ranks without publishing the step. Collective. Returns the outcomes
+    by rank."""
     return ranks.gather(Begun(planned, ranks, flight).write())
 
 
 class Begun:
-    """A planned save whose directory is there."""
+    """A planned save whose directory exists."""
 
     def __init__(self, planned: Planned, ranks: Ranks, flight: Flight) -> None:
         """Makes the directory and, in the background, the files. Collective."""
@@ -48,7 +49,7 @@ class Begun:
             has_state=planned.state is not None,
             has_extra=ask.extra is not None or ask.per_rank is not None,
         )
-        # In the background no rank waits for another one while it writes.
+        # In the background ranks do not meet while they write: the board is this process's own.
         self.board = _modicum.Board(ranks if snapshot is None else None)
         threads = cpus_of_rank(ranks.ranks_per_node) if snapshot is None else 1
         self._where = Where(ranks, self.board, ask.ledger, directory, point, threads, snapshot)
@@ -59,7 +60,7 @@ class Begun:
             ranks.barrier()
 
     def _create_files(self) -> int:
-        """This rank's share of them; returns the bytes written."""
+        """Creates this rank's share of the files; returns the bytes written."""
         rank_of = self.ranks.rank, self.ranks.world_size
         model, state = self.planned.model.plan, self.planned.state
         folder = str(self._where.directory)
@@ -74,8 +75,9 @@ class Begun:
         return replace(self._where, directory=self._where.directory / "optimizer")
 
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """In the background: the tensors, by name, that only an optimizer of Modicum's may write
-        to meanwhile. Buffers, which a forward may write to, are copied if there is room."""
+        """For a save in the background: (name, tensor) for all tensors that only an optimizer of
+        Modicum may write to during the save. Buffers, to which a forward may write, are copied now
+        as long as the window has room, and left out."""
         assert self.planned.snapshot is not None
         for name, tensor, line in self.planned.model.tensors():
             is_buffer = not isinstance(tensor, nn.Parameter) and line is not None
@@ -85,8 +87,8 @@ class Begun:
             yield from self.planned.state.watched()
 
     def write(self, on_begin: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        """Writes this rank's part. Collective, but for the background: there any thread may call
-        it. `on_begin`: called once the save can be cancelled."""
+        """Writes this rank's part. In the foreground collective; in the background not, and on any
+        thread. `on_begin`: called once the save can be cancelled."""
         planned, where = self.planned, self._where
         ledger, outside = where.ledger, where.ledger.limit_bytes
         if where.snapshot is None:
@@ -112,15 +114,15 @@ class Begun:
         return outcome | {"written_s": written_s, "held_bytes": held}
 
     def _gather(self) -> _modicum.Gather | None:
-        """This rank's end, if it writes together with others."""
+        """This rank's end of the shared memory, if ranks write together; else None."""
         if self._shared is None:
             return None
         rank, per_node = self.ranks.rank, self.ranks.ranks_per_node or 1
         return _modicum.Gather(self._shared, self.board, rank, rank % per_node, self._where.ledger)
 
     def finish(self, outcome: dict[str, Any]) -> Saved:
-        """Publishes what all ranks have written. Collective. `outcome`: this rank's. The same
-        report on every rank."""
+        """Publishes what all ranks have written. Collective. `outcome`: this rank's, from `write`.
+        Returns the same report on every rank."""
         ask = self.planned.ask
         outcomes = self.ranks.gather(outcome)
 
@@ -148,9 +150,9 @@ class Begun:
 
 
 def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | None, list[str]]:
-    """The memory of this rank's node, which its first rank makes and the others map by its path;
-    None if the save needs none. Collective. Where a rank can't map it, all ranks of the node do
-    without, and a warning tells so; the same warnings on every rank."""
+    """Memory shared by this rank's node: its first rank makes it, and the others map it by path.
+    Collective. Returns it, and warnings, which are the same on every rank. None if the save needs
+    none, or if a rank of the node can't map it; the latter gives a warning."""
     if part_bytes == 0:
         return None, []
     per_node = ranks.ranks_per_node or 1
@@ -160,7 +162,7 @@ def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | No
         with suppress(IoError):
             made = _modicum.SharedGather(count, part_bytes)
     told = ranks.gather([ranks.rank, made.path if made else ""])
-    if [rank for rank, _ in told] != [*range(ranks.world_size)]:  # a fake process group
+    if [rank for rank, _ in told] != [*range(ranks.world_size)]:  # torch's fake process group
         return None, []
     shared = made or _modicum.SharedGather.open(told[first][1], count, part_bytes)
     mapped = ranks.gather(shared is not None)
@@ -176,7 +178,7 @@ def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | No
 
 
 def publish(planned: Planned, world_size: int, flight: Flight) -> dict[str, Any]:
-    """Publishes what all ranks have written; on rank 0."""
+    """Publishes what all ranks have written. Called on rank 0."""
     assert flight.step is not None
     more: list[tuple[str, str | None]] = [*planned.texts]
     if planned.own is not None:

@@ -1,4 +1,4 @@
-"""`save`: a model and its optimizer into the files of a step."""
+"""`save`: writes a model and its optimizer into a step (a saved checkpoint directory)."""
 
 import time
 import warnings
@@ -30,7 +30,7 @@ from modicum.torch.saving.writing import Flight
 
 @dataclass(frozen=True)
 class Given:
-    """What is saved with the model, and where its form comes from."""
+    """The arguments `optimizer` and `source` of `save`."""
 
     optimizer: torch.optim.Optimizer | None
     source: Source
@@ -66,54 +66,55 @@ def save(
     ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
     grace: float | None = None, adapters: bool | None = None, background: bool = False,
 ) -> Saved | Saving:  # fmt: skip
-    """Saves a step: the model as a Hugging Face checkpoint, and its optimizer's state next to it.
+    """Saves a step (a checkpoint directory): the model as a Hugging Face checkpoint, and next to it
+    the optimizer's state.
 
     Collective: every rank of torch's default process group calls it with the same arguments;
     without a process group there is one rank. Each rank writes its own elements at their final
-    offsets, from its own memory through staging of a fixed size: nothing is gathered. The names,
-    shapes and dtypes of the files are those of the checkpoint that was loaded. The step is visible,
-    as `root/step-N`, only once all of it is durable.
+    offsets, streamed through staging of a fixed size: tensors are not gathered. Names, shapes and
+    dtypes in the files are those of the checkpoint that was loaded. The step becomes visible as
+    `root/step-N` once all of it is durable.
 
     Args:
-        model: loaded by `modicum.torch.load`, sharded or not; every tensor has its values.
-        root: the directory of all steps, on a file system that all ranks share; made if its
+        model: loaded by `modicum.torch.load`, or `source` is given; sharded or not; without tensors
+            on meta.
+        root: the directory of all steps, on a file system that all ranks share; created if its
             parent exists.
         step: the step's number, 0 or more.
-        optimizer: `modicum.torch.AdamW`, whose state is saved as it is in memory; or any optimizer
-            whose state is tensors of the parameters' shapes, and numbers. The options of its groups
-            are saved, too. None: no state.
-        source: a checkpoint of the model's architecture, whose names, files, config and tokenizer
-            the step gets; None: the one that `modicum.torch.load` has loaded into the model.
-        dtype: of all tensors that can be cast; None: as in the model.
-        keep: the number of whole steps to keep, this one included; None: all.
-        shard_size: the most bytes of a file; None: the files of the source.
+        optimizer: `modicum.torch.AdamW`, or any optimizer whose state consists of numbers and of
+            tensors with the parameters' shapes. Its group options are saved, too. None: no state.
+        source: a checkpoint of the model's architecture, whose names, division into files, config
+            and tokenizer the step gets; None: the one that `modicum.torch.load` has loaded.
+        dtype: the dtype of all tensors that can be cast; None: as in the model.
+        keep: the number of complete steps to keep, including this one; None: all.
+        shard_size: the largest size of a file, bytes or text ("5GB"); None: the source's division.
         extra: a dict of JSON values, the same on every rank.
         extra_per_rank: this rank's own JSON values and small tensors, such as states of random
             number generators; on all ranks or on none.
-        unused: for tensors of the source that the model has no use for: "copy" or "drop".
-        adapters: True: only PEFT's adapters and what it saves with them, as `PeftModel` reads them;
-            the base model is left out. False: all tensors. None: only adapters if the model is a
-            `PeftModel` that trains nothing else.
-        ledger, budget: as for `load`; what the processes hold already is part of the promise.
+        unused: "copy" or "drop" tensors of the source that the model does not use.
+        adapters: True: only PEFT's adapters and what PEFT saves with them, in the files that
+            `PeftModel` reads. False: all tensors. None: as True if the model is a `PeftModel` that
+            trains nothing else.
+        ledger, budget: as for `load`; the promise includes what the processes hold already.
         staging: host memory that a rank streams through; None: 8 MiB.
-        grace: seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held until
-            the step is committed, and then ends the process; if a rank needs longer, judged by the
-            rate of its writes, or at a second SIGTERM, all ranks raise `PreemptedError`. The
-            program must not have a handler of SIGTERM. None: SIGTERM is left alone.
-        background: writes while the program goes on, from the same memory: a step waits where it
-            would overwrite bytes that are not written yet (docs/guide/save.md).
+        grace: seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held back
+            until the step is committed, and then ends the process. All ranks raise `PreemptedError`
+            at a second SIGTERM, or if a rank would need longer at its rate of writing. The program
+            must not have its own handler of SIGTERM. None: SIGTERM is not handled.
+        background: returns while files are still written, from the same memory: an optimizer step
+            waits where it would overwrite bytes that are not written yet (docs/guide/save.md).
 
     Returns:
-        The same report on every rank. Its warnings are UserWarnings on rank 0, too. In the
-        background a `Saving`, whose `wait` returns the report.
+        The same report on every rank; rank 0 also issues its warnings as UserWarnings. With
+        `background` a `Saving`, whose `wait` returns the report.
 
     Raises:
-        BudgetError: it does not fit; before anything is written.
-        IoError: a file can't be written (`NOSPACE`, `IO`), or the step is there (`CONFLICT`).
+        BudgetError: the save does not fit; nothing has been written.
+        IoError: a file can't be written (`NOSPACE`, `IO`), or the step exists (`CONFLICT`).
         UsageError: model, optimizer, source and arguments do not fit together.
-        PreemptedError: SIGTERM, and the save does not fit into `grace`.
-        PeerError: another rank failed. Any error is raised on every rank, and nothing of the step
-            is visible.
+        PreemptedError: after SIGTERM the rest of the save does not fit into `grace`.
+        PeerError: another rank failed. Every error is raised on all ranks, and the step is not
+            visible.
     """
 
     def ask(sigterm: Sigterm) -> Ask:
@@ -149,7 +150,7 @@ def _save(
 
 
 def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Saved:
-    """`save`, within a context of `Ranks.together`, but not in the background."""
+    """The same as `save` in the foreground, inside a context of `Ranks.together`."""
     begun = _begun(model, given, ask, ranks, flight)
     saved = _finished(model, begun, begun.write())
     _warn(saved, ranks)
@@ -157,7 +158,7 @@ def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight
 
 
 def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Begun:
-    """The save up to its first byte. Collective."""
+    """Plans the save and makes its directory, before tensors are written. Collective."""
     whole = Model.of(model)
     told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
     ranks.agree_on(ask.facts() | told | whole.facts())
@@ -171,7 +172,7 @@ def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Fligh
 
 
 def _finished(model: nn.Module, begun: Begun, outcome: dict[str, Any]) -> Saved:
-    """The save from its last byte on. Collective. Any thread."""
+    """Publishes the save after its last byte. Collective. On any thread."""
     report = begun.finish(outcome)
     _follow(model, begun.planned, report)
     return report
@@ -191,7 +192,7 @@ def _kind(optimizer: Any) -> str:
 
 
 def _follow(model: nn.Module, planned: Planned, report: Saved) -> None:
-    """A model that was resumed from a step of this root is from now on one of the new step: `keep`
+    """If the model's origin is a step of this root, the new step becomes its origin: a later `keep`
     may remove the old one."""
     origin = origin_of(model)
     if origin is None or origin.source is None or planned.ask.form.adapters:

@@ -9,13 +9,13 @@ from modicum.errors import Error, from_json
 from modicum.torch.ranks.group import Ranks
 
 SEEN_S = 10.0
-"""A network file system may tell of a new directory so much later: nodes cache what they know."""
+"""How much later a node may see a new directory of a network file system, due to its cache."""
 _POLL_S = 0.05
 
 
 def require_seen(directory: Path, ranks: Ranks) -> None:
-    """`IoError` unless this rank sees the directory of rank 0 within SEEN_S. Its name is new or has
-    a UUID, so another one is not mistaken for it."""
+    """Raises `IoError` unless this rank sees the directory of rank 0 within SEEN_S. The name is new
+    or has a UUID, so that no other directory is mistaken for it."""
     deadline = time.monotonic() + SEEN_S
     while not directory.is_dir():
         ranks.check()

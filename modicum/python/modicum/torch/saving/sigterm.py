@@ -1,12 +1,13 @@
-"""SIGTERM during a save: held back as long as the rest of the save fits into the grace.
+"""SIGTERM during a save: held back as long as the rest of the save fits into the grace time.
 
     first write              SIGTERM                                committed      end of grace
     |--- bytes, time: rate --|--- rest / rate + a quarter, 1 s ------|              |
                              |------------------- grace ----------------------------|
 
-Each rank estimates the time that its own writes will take, again and again. The first rank that
-would need longer than its grace fails, and with it all ranks: nothing of the step is visible. A
-rank that has written its part decides no more, so no rank fails once rank 0 has begun to commit.
+Each rank repeatedly estimates how long the rest of its writes will take. The first rank that would
+exceed its grace fails, and with it all ranks: the step (a saved checkpoint directory) does not
+become visible. A rank that has written its part no longer estimates: after rank 0 has begun to
+commit, no rank fails for this reason.
 """
 
 import json
@@ -21,11 +22,12 @@ from modicum._modicum import exit_codes
 from modicum.errors import from_json, refusal
 
 COMMIT_S = 1.0
-"""For the record, COMMIT and the directories: a handful of syncs."""
+"""Time for the commit: a handful of syncs of the record, COMMIT and directories."""
 MARGIN = 1.25
-"""A disk is not equally fast all the time."""
+"""Factor on the estimated time, since the rate of a disk varies."""
 MEASURED_S = 2.0
-"""Of writing, for a rate: the first pieces may be small. Not in the second half of the grace."""
+"""How long a rank must have written before its rate counts, since its first pieces may be small. In
+the second half of the grace the rate counts at once."""
 
 
 class Sigterm:
@@ -42,8 +44,8 @@ class Sigterm:
         self._arrived: list[float] = []
 
     def hold(self) -> None:
-        """From now on SIGTERM only leaves a note. `UsageError` if the program has a handler of its
-        own, or if this is not the main thread."""
+        """From now on SIGTERM is only noted. Raises `UsageError` if the program has a handler or if
+        this is not the main thread."""
         if self.grace_s is None:
             return
         is_number = isinstance(self.grace_s, (int, float)) and not isinstance(self.grace_s, bool)
@@ -59,26 +61,26 @@ class Sigterm:
         self._holds = True
 
     def release(self) -> None:
-        """SIGTERM acts again as before. Any thread."""
+        """SIGTERM acts again as before. On any thread."""
         self._is_over = True
         if threading.current_thread() is threading.main_thread():
             self.restore()
 
     def restore(self) -> None:
-        """Takes the handler away that `release` on another thread has left. The main thread; on
-        others it stays, without effect."""
+        """Removes the handler, which `release` on another thread has left installed but without
+        effect. Does nothing except on the main thread."""
         if self._holds and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._holds = False
 
     def deliver(self) -> None:
-        """After a save: the process ends now if SIGTERM was held. Any thread."""
+        """After a save: sends SIGTERM again if one was held back. On any thread."""
         if self._arrived:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def during(self, own_bytes: int) -> Callable[[int], None]:
-        """Begins to measure this rank's writes, `own_bytes` in all. The result is called with the
-        bytes that are written so far; it raises PREEMPTED if the rest does not fit."""
+        """Begins to measure this rank's writes, `own_bytes` in total. Returns a function that takes
+        the bytes written so far and raises PREEMPTED if the rest does not fit into the grace."""
         begin = time.monotonic()
 
         def check(written: int) -> None:
@@ -96,14 +98,14 @@ class Sigterm:
         return check
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._is_over or os.getpid() != self._pid:  # or in a forked child
+        if self._is_over or os.getpid() != self._pid:  # the latter in a forked child
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         self._arrived.append(time.monotonic())
 
 
 def _rest_s(left_bytes: int, written: int, passed_s: float) -> float:
-    """Of the save; infinite as long as nothing is written, since there is no rate."""
+    """Estimated seconds of the rest of the save; infinite before the first write."""
     if left_bytes <= 0:
         return COMMIT_S
     return COMMIT_S + MARGIN * left_bytes * passed_s / written if written else float("inf")

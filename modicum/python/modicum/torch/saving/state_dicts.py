@@ -1,5 +1,6 @@
-"""State dicts of torch.distributed.checkpoint as the parts of a step: the model's tensors, the
-state of an optimizer as get_optimizer_state_dict returns it, and values.
+"""Splits a state dict of torch.distributed.checkpoint into the parts of a step (a saved checkpoint
+directory): the model's tensors, one optimizer's state dict as get_optimizer_state_dict returns it,
+and other values.
 
     {"model": {"embed.weight": DTensor}}                         the model's files
     {"optim": {"state": {"embed.weight": {"exp_avg": DTensor,    optimizer/*.safetensors
@@ -7,8 +8,11 @@ state of an optimizer as get_optimizer_state_dict returns it, and values.
                "param_groups": [{"params": [...], "lr": 1e-3}]}} optimizer/groups.json
     {"epoch": 3}                                                 extra/extra.json
 
-A model's or an optimizer's state dict may also be the whole state dict, or lie deeper in it. An
-optimizer's may be flattened: `state.NAME.KEY` and `param_groups.NAME.OPTION`.
+The model's tensors may also be at the top level, or under one deeper key. The optimizer's state
+dict may lie deeper, too, and may be flattened: `state.NAME.KEY` and `param_groups.NAME.OPTION`. A
+state dict without a model's tensors is refused.
+
+Names: a *told* value is the JSON form of a value (`told_value`), `made_value` decodes it.
 """
 
 import base64
@@ -34,30 +38,31 @@ from modicum.upstream.torch_core import local_of
 from modicum.upstream.wrappers import canonical
 
 Place = tuple[str | int, ...]
-"""Keys and indices, from the outermost on."""
+"""The path of a value: keys and indices, the outermost first."""
 
 KEY = "dcp"
-"""In `extra`: what the state dict was like."""
+"""The key in `extra` under which `Split.facts` is saved."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """A state dict by parts."""
+    """The parts of a state dict."""
 
     model: dict[str, torch.Tensor]
-    """By name, without `model_at`."""
+    """The model's tensors by name; the names lack `model_at`."""
     model_at: Place
+    """The path of the dict that holds the model's tensors."""
     optim: Mapping[str, Any] | None
-    """With `state` and `param_groups`."""
+    """A dict with the keys `state` and `param_groups`; never flattened."""
     optim_at: Place
     values: dict[str, Any]
-    """By key of the flat state dict, as `told_value` gives them."""
+    """All other values: by `flat_key`, in the JSON form of `told_value`."""
     is_flat: bool = False
     """Whether the optimizer's state dict was flattened."""
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For `extra`, from which `dcp.load` restores the state dict."""
+        """The entry of `extra` from which `dcp.load` restores the state dict."""
         facts: dict[str, Any] = {"model": [*self.model_at], "values": self.values}
         if self.optim is not None:
             groups = told_value(self.optim["param_groups"])
@@ -66,12 +71,13 @@ class Split:
 
 
 def flat_key(place: Place) -> str:
-    """As torch.distributed.checkpoint flattens it."""
+    """The key that torch.distributed.checkpoint gives a value at `place`."""
     return ".".join(map(str, place))
 
 
 def nested(flat: Mapping[str, Any], mappings: Mapping[str, Place]) -> dict[str, Any]:
-    """The state dict before it was flattened; lists are dicts with int keys."""
+    """The state dict before torch.distributed.checkpoint flattened it, but a list is a dict with
+    int keys. `mappings`: the path of each key; a key without one stays at the top."""
     whole: dict[Any, Any] = {}
     for key, value in flat.items():
         place = mappings.get(key, (key,))
@@ -83,12 +89,12 @@ def nested(flat: Mapping[str, Any], mappings: Mapping[str, Place]) -> dict[str, 
 
 
 def split(state: Mapping[str, Any]) -> Split:
-    """`UsageError`, naming the value, for what a step has no place for."""
+    """Raises `UsageError` if the parts do not fit into a step."""
     found = list(_leaves(state, ()))
     optims = [place for place, value in _mappings(state, ()) if _is_optimizer(value)]
     if len(optims) > 1:
-        what = "a step has the state of one optimizer"
-        raise refusal("UNSUPPORTED", what, got=", ".join(map(flat_key, optims)))
+        what, got = "the state dict has several optimizers", ", ".join(map(flat_key, optims))
+        raise refusal("UNSUPPORTED", what, expected="the state dict of one optimizer", got=got)
     at = optims[0] if optims else None
     given = {} if at is None else _at(state, at)
     is_flat = at is not None and {"state", "param_groups"} != given.keys()
@@ -97,9 +103,9 @@ def split(state: Mapping[str, Any]) -> Split:
     tensors = {place: value for place, value in rest if isinstance(value, torch.Tensor)}
     prefixes = {place[:-1] for place in tensors}
     if len(prefixes) != 1:
-        what = "a step has the tensors of one model"
-        got = ", ".join(sorted(flat_key(prefix) or "no prefix" for prefix in prefixes)) or "none"
-        raise refusal("UNSUPPORTED", what, expected="tensors under one key", got=got)
+        what = "the tensors of one model are not under one key"
+        got = ", ".join(sorted(flat_key(prefix) or "the top level" for prefix in prefixes))
+        raise refusal("UNSUPPORTED", what, expected="one key", got=got or "no tensor")
     values = {
         flat_key(place): _json(value, flat_key(place))
         for place, value in rest
@@ -110,14 +116,17 @@ def split(state: Mapping[str, Any]) -> Split:
 
 
 def with_values_of_all(split_: Split, ranks: Ranks) -> Split:
-    """With the values of all ranks: each may have keys of its own, as that of its data loader.
-    Collective. `UsageError` for a key of which ranks have different values."""
+    """`split_` with the values of all ranks: a rank may have keys that others lack, such as the
+    state of its data loader. Collective. Raises `UsageError` if ranks have different values for a
+    key."""
     values: dict[str, Any] = {}
     for rank, own in enumerate(ranks.gather(split_.values)):
         for key, value in own.items():
-            if repr(values.setdefault(key, value)) != repr(value):  # NaN is NaN
-                what = f"rank {rank} has another value than the ranks before it"
-                raise refusal("MISMATCH", what, tensor=key)
+            # Not ==, which takes 1, 1.0 and True for equal.
+            if repr(values.setdefault(key, value)) != repr(value):
+                expected, got = (repr(made_value(of))[:200] for of in (values[key], value))
+                what = f"value of {key} differs on rank {rank}"
+                raise refusal("MISMATCH", what, expected=expected, got=got)
     return replace(split_, values=values)
 
 
@@ -143,14 +152,15 @@ def _at(value: Any, place: Place) -> Any:
 
 
 def _is_optimizer(value: Mapping[str, Any]) -> bool:
+    # Flattened ones by prefix: a model whose names all begin with "state." would count as one.
     return {"state", "param_groups"} == value.keys() or (
         bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
     )
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A flattened state dict as it was before, but for groups with the same options: they are
-    one."""
+    """An optimizer's state dict before it was flattened, except that parameter groups with the same
+    options become one group."""
     parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for key, value in flat.items():
         part, _, rest = key.partition(".")
@@ -166,7 +176,7 @@ def _optimizer_of(value: Mapping[str, Any], at: Place) -> dict[str, Any]:
     groups = value["param_groups"]
     listed = [*groups.values()] if isinstance(groups, Mapping) else groups
     made = [{**group, "params": _listed(group["params"])} for group in listed]
-    _json(made, flat_key((*at, "param_groups")))
+    _json(made, flat_key((*at, "param_groups")))  # only checks; `Split.facts` encodes them
     state: dict[str, Any] = value["state"]
     return {"state": state, "param_groups": made}
 
@@ -176,15 +186,17 @@ def _listed(value: Any) -> list[str]:
 
 
 def _json(value: Any, key: str) -> Any:
+    """`told_value(value)`. Raises `UsageError` if it does not decode to an equal value: NaN and
+    dicts with other keys than str are refused."""
     try:
         told = told_value(value)
         is_same = made_value(json.loads(json.dumps(told))) == value
     except (TypeError, ValueError):
         is_same = False
     if not is_same:
-        expected = "the tensors of one model, one optimizer's state, or JSON values"
-        what, got = "a step has no place for this value", type(value).__name__
-        raise refusal("UNSUPPORTED", what, tensor=key, expected=expected, got=got)
+        expected = "JSON values, tuples and bytes that a JSON round trip keeps"
+        what, got = f"value of {key} can't be saved as JSON", type(value).__name__
+        raise refusal("UNSUPPORTED", what, expected=expected, got=got)
     return told
 
 
@@ -192,7 +204,7 @@ _TUPLE, _BYTES = "__tuple__", "__bytes__"
 
 
 def told_value(value: Any) -> Any:
-    """A value of a state dict as JSON, in which tuples and bytes are marked."""
+    """The JSON form of a value. Tuples and bytes become dicts with one marker key."""
     if isinstance(value, bytes):
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, Mapping):
@@ -203,7 +215,7 @@ def told_value(value: Any) -> Any:
 
 
 def made_value(told: Any) -> Any:
-    """The value that `told_value` was given."""
+    """The value whose JSON form is `told`."""
     if isinstance(told, dict):
         if told.keys() == {_TUPLE}:
             return tuple(made_value(of) for of in told[_TUPLE])
@@ -214,11 +226,12 @@ def made_value(told: Any) -> Any:
 
 
 def groups_text(split_: Split, kind: str) -> str:
-    """optimizer/groups.json."""
+    """The text of optimizer/groups.json. `kind`: as state.json names the optimizer's class."""
     assert split_.optim is not None
     groups = [
         {
             "params": group["params"],
+            # "param_names" repeats "params", which are names here.
             "options": {
                 key: of for key, of in group.items() if key not in ("params", "param_names")
             },
@@ -233,13 +246,13 @@ def groups_text(split_: Split, kind: str) -> str:
 
 @dataclass(frozen=True)
 class Named:
-    """The tensors of a state dict, with the model that they are of, if it is known."""
+    """The model's tensors of a state dict, and the model itself if it is known."""
 
     tensors: Mapping[str, torch.Tensor]
     model: Model | None
 
     def parameter(self, name: str) -> torch.Tensor | None:
-        """The model's own, which knows how FSDP2 cuts it."""
+        """The tensor in the model, from which FSDP2's sharding is known; None without it."""
         of = None if self.model is None else self.model.tensors.get(name)
         return None if of is None else of.tensor
 
@@ -249,20 +262,23 @@ class Named:
             raise refusal("MISMATCH", "the state dict lacks a tensor of the model", tensor=name)
         local = local_of(tensor).detach()
         if not local.is_contiguous():
-            raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name)
+            what, got = "strides that are not row-major", str([*local.stride()])
+            raise refusal("UNSUPPORTED", what, tensor=name, got=got)
+        # A tensor of a state dict is no Parameter: FSDP2's sharding is looked up by the model's.
         own = self.parameter(name)
         alias = own if isinstance(own, nn.Parameter) else None
         return Held(local, shardings.of(tensor, name, alias_of=alias).unpadded(), tensor)
 
     def entries(self, state: Mapping[str, Any]) -> list[Entry]:
-        """Those of an optimizer's state dict."""
+        """The state of each parameter in an optimizer's state dict."""
         entries: list[Entry] = []
         for fqn, entry in state.items():
             name = canonical(fqn)
             parameter = self.parameter(name)
             parameter = self.tensors.get(name) if parameter is None else parameter
             if parameter is None and self.model is None:
-                # A state dict may have parts of it, as of torchtitan's fused projections.
+                # The state dict may have the parameter in parts, as torchtitan's fused
+                # projections. A moment is used instead: it has the same shape and sharding.
                 parameter = next(filter(_is_moment, entry.values()), None)
             if parameter is None:
                 what = "the optimizer has a parameter that the model lacks"
@@ -276,8 +292,9 @@ def _is_moment(value: Any) -> bool:
 
 
 def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Ranks) -> Goal:
-    """Files with the names and shapes of a state dict. `source`: a checkpoint of the same names,
-    whose files and companions the step gets, or None. Collective."""
+    """The goal of files with the names and shapes of a state dict. `source`: a checkpoint with the
+    same names, whose division into files, config and tokenizer the step gets, or None.
+    Collective."""
     checkpoint = _modicum.open_checkpoint(source)
     stored = checkpoint.stored
 
@@ -298,7 +315,7 @@ def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Rank
 
 
 def writing_of_named(named: Named, goal: Goal, ranks: Ranks, form: Form) -> Writing:
-    """The state dict's tensors, in the files of the goal's checkpoint."""
+    """Writes the state dict's tensors into files like those of the goal's checkpoint."""
     shardings = Shardings()
     names = [target["name"] for target in goal.recipe.targets]
     held = [named.held(name, shardings) for name in names]
@@ -310,7 +327,7 @@ def writing_of_named(named: Named, goal: Goal, ranks: Ranks, form: Form) -> Writ
 
 
 def told(split_: Split) -> dict[str, str]:
-    """What ranks must have in common, for `Ranks.agree_on`."""
+    """What must be equal on all ranks, for `Ranks.agree_on`."""
     facts = {f"tensor {n}": f"{t.dtype} {[*t.shape]}" for n, t in split_.model.items()}
     kinds: Sequence[str] = ()
     if split_.optim is not None:

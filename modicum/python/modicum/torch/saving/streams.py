@@ -1,5 +1,5 @@
-"""A step of tensors that are in no rank's memory: one process reads their elements as they are
-written."""
+"""Saves a step (a saved checkpoint directory) of tensors that are in no memory: one process reads
+their elements while it writes them."""
 
 import json
 import os
@@ -20,17 +20,18 @@ from modicum.torch.shards.placements import Sharding, layout_of
 
 Source = str | os.PathLike[str] | None
 Read = Callable[[str, int, memoryview], None]
-"""Of a tensor by name, from an element on, fills a view with elements."""
+"""Called with a tensor's name, its first element to read, and a view to fill with elements."""
 
 
 def goal_of_tensors(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], ties: Mapping[str, str], source: Source
 ) -> Goal:
-    """Files with tensors of these names, dtypes and shapes.
+    """The goal of files with tensors of these names, dtypes and shapes.
 
     Args:
-        ties: further names of tensors, which get no bytes.
-        source: a checkpoint of the same model, whose files and companions the step gets.
+        ties: for each further name of a tensor its name in `tensors`; it gets no bytes in files.
+        source: a checkpoint of the same model, whose division into files, config and tokenizer the
+            step gets.
     """
     checkpoint = _modicum.open_checkpoint(source)
     stored = checkpoint.stored
@@ -52,7 +53,7 @@ def goal_of_tensors(
 
 
 def streamed(recipe: _modicum.Recipe, form: Form, read: Read) -> Writing:
-    """The targets of a recipe, whose elements `read` brings. On any thread."""
+    """Writes the targets of a recipe, whose elements `read` provides. On any thread."""
     names = [target["name"] for target in recipe.targets]
     loaded = _modicum.make_plan(
         recipe,
@@ -65,7 +66,7 @@ def streamed(recipe: _modicum.Recipe, form: Form, read: Read) -> Writing:
 
 
 def save_streams(ask: Ask, goal: Goal, parts: Parts) -> Saved:
-    """Writes the parts as a step, in this process alone. BudgetError, IoError."""
+    """Saves the parts as a step from this process alone. Raises `BudgetError` or `IoError`."""
     flight, ranks = Flight(), Ranks(0, 1)
     try:
         report = run(planned_of(ask, goal, parts, ranks), ranks, flight)

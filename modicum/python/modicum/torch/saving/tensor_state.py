@@ -1,5 +1,5 @@
-"""The state of any torch optimizer in the files of a step: its tensors of the parameters' shapes,
-and, in state.json, its numbers."""
+"""Saves and loads the state of any torch optimizer in a step (a checkpoint directory): tensors
+of the parameters' shapes in safetensors files, numbers in state.json."""
 
 import json
 from collections import Counter
@@ -29,17 +29,17 @@ from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_core import local_of
 
 _PAGE_BYTES = 4096
-_MMAP_BYTES = 128 << 10  # from here on glibc maps pages
-_ALIGNMENT = 64
+_MMAP_BYTES = 128 << 10  # glibc's default M_MMAP_THRESHOLD: larger blocks are mapped
+_ALIGNMENT = 64  # torch's, for tensors on the CPU
 
 Numbers = dict[str, dict[str, Any]]
-"""By parameter: its numbers by name. A tensor of one element is [dtype, value]."""
+"""For each parameter its numbers by name. A tensor of one element is [dtype, value, shape]."""
 
 
 def writing_of_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], ranks: Ranks, form: Form
 ) -> tuple[Writing, str]:
-    """The tensors to write, and state.json. `UsageError` for a value of another kind."""
+    """The tensors to write, and the text of state.json. Raises `UsageError` for other values."""
     entries: list[Entry] = []
     for parameter, entry in optimizer.state.items():
         fqn = names.get(id(parameter))
@@ -57,7 +57,7 @@ Entry = tuple[str, torch.Tensor, Mapping[str, Any]]
 def writing_of_entries(
     entries: Sequence[Entry], kind: str, ranks: Ranks, form: Form
 ) -> tuple[Writing, str]:
-    """The same for the state of an optimizer of this kind."""
+    """The same as `writing_of_state`, from entries. `kind`: the optimizer's class."""
     shardings = Shardings()
     targets: dict[str, Node] = {}
     held: list[Held] = []
@@ -84,7 +84,7 @@ def writing_of_entries(
 
 
 def _is_like(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a value of the state has the parameter's shape, cut as the parameter is."""
+    """Whether a value of the state has the parameter's shape and sharding."""
     if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
         return False
     if value.dim() == 0:
@@ -108,7 +108,7 @@ def _number(value: Any, name: str) -> Any:
 
 
 def require_kind(optimizer: torch.optim.Optimizer, text: str) -> None:
-    """`UsageError` unless a state.json is of an optimizer of this class."""
+    """Raises `UsageError` unless state.json, `text`, names the optimizer's class."""
     saved, own = json.loads(text)["optimizer"], _kind(optimizer)
     if saved != own:
         what = "the state was saved of another optimizer"
@@ -120,12 +120,13 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 
 class SavedState(NamedTuple):
-    """What `writing_of_state` has told to write."""
+    """A state written by `writing_of_state`."""
 
     tensors: _modicum.Checkpoint
     facts: str
+    """The text of state.json."""
     staging: Size | None = None
-    """For reading it."""
+    """Host memory to stream it through; None: the default."""
 
 
 def needed_by_tensors(
@@ -135,9 +136,9 @@ def needed_by_tensors(
     saved: SavedState,
     ranks: Ranks,
 ) -> dict[str, int]:
-    """What `load_tensors` will take on this rank, bytes by purpose: the tensors that it makes in
-    host memory, and what it reads them with. `UsageError` as from `load_tensors`. Parameters may be
-    on meta."""
+    """Host memory that `load_tensors` will take on this rank, bytes by purpose: new tensors, and
+    staging to read them. Raises the same `UsageError` as `load_tensors`. Parameters may be on
+    meta."""
     own = {id(of.tensor): of for of in model.tensors.values()}
     parameters = _parameters_of(optimizer, names, saved)
     shardings = Shardings()
@@ -157,7 +158,7 @@ def needed_by_tensors(
 
 
 def _allocated(nbytes: int) -> int:
-    """What malloc takes for a tensor: large ones have pages of their own."""
+    """The bytes that malloc takes for a tensor: with its header, in pages if it is large."""
     unit = _PAGE_BYTES if nbytes >= _MMAP_BYTES else _ALIGNMENT
     return -(-nbytes // unit) * unit + unit
 
@@ -165,7 +166,8 @@ def _allocated(nbytes: int) -> int:
 def _parameters_of(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: SavedState
 ) -> dict[str, torch.Tensor]:
-    """The optimizer's parameters by name. `UsageError` unless the saved state is of them."""
+    """The optimizer's parameters by name. Raises `UsageError` unless they have the saved names and
+    shapes."""
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     for fqn in json.loads(saved.facts)["numbers"]:
         if fqn not in parameters:
@@ -184,14 +186,14 @@ def _parameters_of(
 def _value_here(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, key: str, dtype: str
 ) -> torch.Tensor | None:
-    """The tensor that the state has in this place already, of this dtype; None without one."""
+    """The tensor that the optimizer's state has already for this key and dtype, or None."""
     value = optimizer.state.get(parameter, {}).get(key)
     is_same = _is_like(value, parameter) and value.dtype == getattr(torch, dtype)
     return value if is_same and not value.is_meta else None
 
 
 def _recipe_of(saved: SavedState) -> _modicum.Recipe:
-    """Every tensor of the state, as it is stored."""
+    """The recipe for every tensor of the state, unchanged."""
     targets = {name: {"op": "stored", "name": name} for name in saved.tensors.stored}
     return _modicum.make_recipe(saved.tensors, json.dumps({"targets": targets, "unused": []}))
 
@@ -202,7 +204,7 @@ def _plan_of(
     ranks: Ranks,
     staging: Size | None,
 ) -> _modicum.Plan:
-    """`to`: by target, its sharding and destination."""
+    """`to`: (sharding, destination) of each target."""
     return _modicum.make_plan(
         recipe,
         layout_of(recipe, [sharding for sharding, _ in to], ranks.world_size),
@@ -219,8 +221,8 @@ def load_tensors(
     ledger: _modicum.Ledger,
     ranks: Ranks,
 ) -> int:
-    """Fills new tensors, or those that the state has, with a saved state, and puts them and the
-    numbers into `optimizer.state`. Returns the bytes that this rank has read. Collective."""
+    """Reads a saved state into the tensors of `optimizer.state`, or into new ones where they do not
+    fit, and sets the numbers. Returns the bytes that this rank has read. Collective."""
     parameters = _parameters_of(optimizer, names, saved)
     numbers: Numbers = json.loads(saved.facts)["numbers"]
     shardings = Shardings()
@@ -259,7 +261,7 @@ def _filled(
     ranks: Ranks,
     staging: Size | None,
 ) -> int:
-    """Reads this rank's part of the recipe's targets into `held`."""
+    """Reads this rank's part of the recipe's targets into `held`; returns the bytes read."""
     to = [(of.sharding, destination_of(of.local)) for of in held]
     plan = _plan_of(recipe, to, ranks, staging)
     given, lines = memory_of(recipe, held)

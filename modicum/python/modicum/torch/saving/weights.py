@@ -1,4 +1,4 @@
-"""The model's part of a save: the load that would fill these tensors, turned."""
+"""The model's part of a save. It is planned as a load of the same tensors, and run in reverse."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,34 +22,34 @@ from modicum.torch.shards.placements import Sharding, layout_of
 from modicum.torch.shards.tensors import as_bytes
 
 Fetch = Callable[[int, int, memoryview], None]
-"""Of a target, from an element on, fills a view with elements."""
+"""Called with a target's index, its first element, and a view to fill with elements."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in a rank's memory, and how it is cut over all ranks."""
+    """A tensor in a rank's memory, and its sharding over all ranks."""
 
     local: torch.Tensor
-    """Contiguous."""
+    """This rank's part; contiguous."""
     sharding: Sharding
     tensor: torch.Tensor
-    """The one in the model or the state that it is of."""
+    """The tensor of the model or the optimizer's state to which `local` belongs."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """Tensors that are to be written into files, in the order of the plan's targets."""
+    """Tensors to write into files, in the order of the plan's targets."""
 
     plan: _modicum.SavePlan
     recipe: _modicum.Recipe
     held: Sequence[Held]
     fetch: Fetch | None = None
-    """Brings elements of any target, where nothing is `held`; of one rank."""
+    """Provides elements of all targets if `held` is empty (streams.py, one rank); else None."""
 
     @cached_property
     def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:
-        """By target the bytes of tensors on the host, and the function for the elements of
-        others."""
+        """The bytes of tensors on the host, by target, and the function that provides elements of
+        all other tensors (None: there are none)."""
         if self.fetch is not None:
             return {}, self.fetch
         given, lines = memory_of(self.recipe, self.held)
@@ -60,13 +60,13 @@ class Writing:
         return self.memory[1] is not None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-        """Names, tensors and their bytes, as in `memory`, if they are on the host."""
+        """(name, tensor, bytes as in `memory` if it is on the host) of each target."""
         for at, (target, of) in enumerate(zip(self.recipe.targets, self.held, strict=True)):
             yield target["name"], of.tensor, self.memory[0].get(at)
 
     def bytes_of(self, ranks: Ranks) -> int:
-        """About what this rank writes: replicas divide what they all hold, and all ranks the copied
-        tensors. With `fetch` unknown, 0: only a save with a grace needs it."""
+        """About how many bytes this rank writes: replicas share their elements, and all ranks share
+        the copied tensors. 0 with `fetch`: only a save with `grace` needs the number."""
         own = 0
         if self.fetch is not None:
             return own
@@ -79,14 +79,14 @@ class Writing:
 
 @dataclass(frozen=True)
 class Form:
-    """The arguments of `save` that say what the files are like."""
+    """The arguments of `save` that determine the files."""
 
     dtype: torch.dtype | None = None
     unused: str = "copy"
     shard_size: int | str | None = None
     staging: int | str | None = None
     adapters: bool | None = None
-    """Whether only PEFT's adapters are saved, in its files; None: not yet decided."""
+    """Whether only PEFT's adapters are saved, in PEFT's files; None: not decided yet."""
     background: bool = False
     """Whether host memory is read through a snapshot."""
 
@@ -99,11 +99,11 @@ class Form:
 
 
 def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -> Goal:
-    """The checkpoint whose files are written, and how the model's tensors are made of it.
+    """The checkpoint whose names and files the save gets, and the recipe of the model's tensors.
     Collective.
 
     Args:
-        source: None: the origin's.
+        source: None: the origin's source.
     """
     require_values(model)
     if source is None and origin is None:
@@ -127,7 +127,7 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
 
 
 def require_values(model: Model) -> None:
-    """`UsageError` for a tensor on meta."""
+    """Raises `UsageError` if a tensor is on meta."""
     for name, of in model.tensors.items():
         if of.tensor.is_meta:
             what = "this tensor is on meta and has no values: load or resume the model first"
@@ -135,7 +135,7 @@ def require_values(model: Model) -> None:
 
 
 def _completed(text: str, model: Model) -> str:
-    """The recipe, with the model's tensors that the load has left alone."""
+    """The recipe `text`, completed by the model's tensors that the load has not written."""
     document = json.loads(text)
     targets: dict[str, Node] = document["targets"]
     first: dict[int, str] = {}
@@ -156,13 +156,13 @@ def _completed(text: str, model: Model) -> str:
 
 
 def writing_of_model(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
-    """The model's tensors, in the files of the goal's checkpoint."""
+    """Writes the model's tensors into files like those of the goal's checkpoint."""
     held = [Held(p.of.local, p.sharding, p.of.tensor) for p in places_of(model, goal)]
     return writing_of(goal.recipe, held, ranks, form)
 
 
 def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form: Form) -> Writing:
-    """`held`: by target of the recipe."""
+    """Writes `held`, a tensor for each target of the recipe."""
     loaded = _modicum.make_plan(
         recipe,
         layout_of(recipe, [of.sharding for of in held], ranks.world_size),
@@ -175,7 +175,7 @@ def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form
 
 
 def save_plan_of(loaded: _modicum.Plan, form: Form, *, gathers: bool = False) -> _modicum.SavePlan:
-    """The save of what the plan loads.
+    """The plan to save the tensors that `loaded` loads.
 
     Args:
         gathers: whether the ranks of a node may write together.
@@ -191,14 +191,14 @@ def save_plan_of(loaded: _modicum.Plan, form: Form, *, gathers: bool = False) ->
 
 
 def destination_of(local: torch.Tensor) -> str:
-    """Of a tensor that has memory."""
+    """The plan's destination for a tensor that has memory: on the host, or on a device."""
     return "given" if local.device.type == "cpu" else "copy"
 
 
 def memory_of(
     recipe: _modicum.Recipe, held: Sequence[Held]
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """By target without aliases: the bytes of tensors on the host, and the elements of others."""
+    """(bytes of tensors on the host, other tensors flattened), each by target without aliases."""
     own = [t for t, target in enumerate(recipe.targets) if target["alias_of"] is None]
     lines = {t: held[t].local.detach().reshape(-1) for t in own}
     here = {t for t in own if destination_of(held[t].local) == "given"}
@@ -207,7 +207,7 @@ def memory_of(
 
 
 def fetching(lines: Mapping[int, torch.Tensor]) -> Fetch | None:
-    """The function that copies elements of tensors on a device to the staging."""
+    """The function that copies elements of `lines`, tensors on a device, to the staging."""
     if not lines:
         return None
 

@@ -1,4 +1,4 @@
-"""Carries out a planned save on one rank."""
+"""Writes one rank's part of a planned save. A step is a saved checkpoint directory."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing
 
 Outcome = dict[str, int]
-"""written_bytes, read_bytes and gathered_bytes."""
+"""With the keys written_bytes, read_bytes and gathered_bytes."""
 
 
 class Reads(NamedTuple):
-    """Arguments of `_modicum.Snapshot`: the host memory that a part of a save reads."""
+    """The host memory that a part of a save reads, as arguments of `_modicum.Snapshot`."""
 
     tensors: list[tuple[_modicum.SavePlan, dict[int, torch.Tensor]]]
     states: list[tuple[_modicum.StateFiles, HeldShards]]
@@ -27,61 +27,61 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True)
 class Where:
-    """What the parts of a save on one rank have in common."""
+    """What all parts of a save on one rank use."""
 
     ranks: Ranks
     board: _modicum.Board
     ledger: _modicum.Ledger
     directory: Path
-    """Of the step in flight."""
+    """Where the step is written before it is published."""
     point: int
-    """Of the digests' proof."""
+    """At which the digests are evaluated (`StepSave.point`)."""
     threads: int
     snapshot: _modicum.Snapshot | None = None
-    """In the background."""
+    """For a save in the background."""
     gather: _modicum.Gather | None = None
-    """Of a save in the foreground with divided rows."""
+    """For a save in the foreground with divided rows, if the node's ranks write together."""
 
 
 class StateWriting(Protocol):
-    """An optimizer's state that is to be written."""
+    """An optimizer's state to write."""
 
     @property
     def held(self) -> Mapping[str, int]:
-        """What its save holds on each rank, bytes by purpose."""
+        """The bytes by purpose that its save holds on each rank."""
 
     @property
     def facts(self) -> str:
-        """state.json, the same on every rank."""
+        """The text of state.json, the same on every rank."""
 
     @property
     def gather_bytes(self) -> int:
-        """Of each rank, to write together with the others of its node."""
+        """Memory of each rank to write together with the others of its node."""
 
     @property
     def told(self) -> str:
-        """All that ranks must have in common."""
+        """A text of all that must be equal on all ranks."""
 
     @property
     def published(self) -> dict[str, Any]:
-        """Arguments of `StepSave.publish`."""
+        """Keyword arguments of `StepSave.publish`."""
 
     @property
     def files(self) -> _modicum.SavePlan | _modicum.StateFiles:
-        """What it is written into."""
+        """The files that it is written into."""
 
     @property
     def reads(self) -> Reads:
-        """What a save in the background reads."""
+        """The memory that a save in the background reads."""
 
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors, by name, that a program may write to in place."""
+        """(name, tensor) for all tensors that a program could write to in place."""
 
     def bytes_of(self, ranks: Ranks) -> int:
-        """About what this rank writes."""
+        """About how many bytes this rank writes."""
 
     def write(self, where: Where) -> Outcome:
-        """Writes this rank's part. Collective, but for the background."""
+        """Writes this rank's part. Collective, except in the background."""
 
 
 class AdamWWriting:
@@ -101,7 +101,7 @@ class AdamWWriting:
 
     @property
     def gather_bytes(self) -> int:
-        return 0  # it takes that of the model, whose rows are divided alike
+        return 0  # uses the model's memory, whose rows are divided in the same way
 
     @property
     def told(self) -> str:
@@ -180,7 +180,7 @@ def reads_of(writing: Writing) -> Reads:
 
 
 def write_tensors(writing: Writing, where: Where) -> Outcome:
-    """Writes this rank's part of them. Collective, but for the background."""
+    """Writes this rank's part of the tensors. Collective, except in the background."""
     given, fetch = writing.memory
     return _modicum.save_tensors(
         writing.plan,
@@ -197,14 +197,14 @@ def write_tensors(writing: Writing, where: Where) -> Outcome:
 
 
 class Flight:
-    """The step in flight of rank 0, until it is published; on other ranks nothing."""
+    """On rank 0 the step that is being written, until it is published; empty on other ranks."""
 
     def __init__(self) -> None:
         self.step: _modicum.StepSave | None = None
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
-        """Makes the step's directory, after a save in the background that is in flight. Collective.
-        Returns it, and the point of the proof. `IoError` if a rank does not see it."""
+        """Waits for a save in the background, then makes the step's directory. Collective. Returns
+        the directory and `Where.point`. Raises `IoError` if a rank does not see the directory."""
         in_flight.wait()
 
         def make() -> list[Any]:
@@ -216,6 +216,6 @@ class Flight:
         return Path(directory), int(point)
 
     def end(self) -> None:
-        """Removes the files unless the step was published. Called on every rank, at last."""
+        """Removes the files unless the step was published. Called last, on every rank."""
         if self.step is not None:
             self.step.discard()

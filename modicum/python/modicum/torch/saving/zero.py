@@ -1,16 +1,18 @@
-"""A checkpoint directory of DeepSpeed's ZeRO, stages 1 to 3, of one tensor-parallel rank:
+"""Reads a checkpoint directory of DeepSpeed's ZeRO, stages 1 to 3, without tensor parallelism:
 
     DIR/latest                                  the name of the newest step's folder
-    DIR/global_step8/mp_rank_00_model_states.pt shapes, buffers, frozen parameters; of ZeRO-3:
-                     zero_pp_rank_R_mp_rank_00_model_states.pt, with rank R's part of the frozen
+    DIR/global_step8/mp_rank_00_model_states.pt
+                                                shapes, buffers, frozen parameters (stages 1, 2)
+    DIR/global_step8/zero_pp_rank_R_mp_rank_00_model_states.pt
+                                                the same with rank R's pieces (stage 3)
     DIR/global_step8/bf16_zero_pp_rank_R_mp_rank_00_optim_states.pt
                                                 rank R's part of masters and moments
 
-In stages 1 and 2 the parameters of a group follow one another in a flat vector, which the ranks cut
-in pieces. In stage 3 each parameter is cut in equal pieces, the last of them padded, and the pieces
-of a rank follow one another, in one flat vector per sub-group.
+In stages 1 and 2 the parameters of a group are concatenated into a flat vector, which is divided
+among the ranks. In stage 3 each parameter is divided into equal pieces, the last one padded; the
+pieces of a rank are concatenated, in one flat vector per sub-group.
 
-Only elements that are asked for are read. Every pickle is read as data.
+Only the elements asked for are read. No pickle is executed (pickles.py).
 """
 
 from bisect import bisect_right
@@ -43,18 +45,18 @@ from modicum.upstream.deepspeed_checkpoint import (
 
 @dataclass(frozen=True)
 class Cut:
-    """A tensor in pieces, whose order is that of `lines`."""
+    """A tensor divided into pieces, one in each line."""
 
     lines: Sequence[Line]
     begins: Sequence[int]
-    """Of each piece, ascending, and the end of the last."""
+    """The first element of each piece, ascending, and the end of the last one."""
     at: int
-    """The tensor's first element, counted as `begins` are."""
+    """The tensor's first element, in the numbering of `begins`."""
     base: int
-    """The first element of the tensor's piece in each line."""
+    """The element of each line at which the piece begins."""
 
     def read(self, first: int, view: memoryview) -> None:
-        """Fills `view` with the elements from `first` on."""
+        """Fills `view` with elements, beginning at `first`."""
         size = self.lines[0].item_bytes
         begin, end = self.at + first, self.at + first + len(view) // size
         at = begin
@@ -69,13 +71,13 @@ class Cut:
 @dataclass(frozen=True)
 class ZeroTensor:
     dtype: str
-    """Of the model that was trained."""
+    """The dtype in the model."""
     shape: Shape
     planes: Mapping[str, Cut]
-    """Of a trained parameter, in float32: MASTER and, if the optimizer has them, MOMENTS; of
-    others one plane in `dtype`, under an empty name."""
+    """For a trained parameter in float32: MASTER and, if the optimizer has them, MOMENTS. For other
+    tensors: one plane in `dtype` under an empty name."""
     steps: int = 0
-    """That the optimizer has made with it."""
+    """How many steps the optimizer has made with it."""
 
     @property
     def is_trained(self) -> bool:
@@ -92,27 +94,27 @@ class Group:
 
 @dataclass
 class ZeroDirectory:
-    """A step that DeepSpeed has saved."""
+    """A checkpoint of one training step, saved by DeepSpeed."""
 
     global_steps: int
     tensors: dict[str, ZeroTensor] = field(default_factory=dict)
-    """By name, as in the model's state dict."""
+    """The tensors by their names in the model's state dict."""
     ties: dict[str, str] = field(default_factory=dict)
-    """Further names of parameters."""
+    """For each further name of a parameter the name that has the values."""
     groups: list[Group] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
-    """Keys that no step has a place for, such as the state of a scheduler."""
+    """Keys that are not converted, such as the state of a scheduler."""
     foreign: str = ""
-    """The names of state that is not AdamW's, if there is any: no tensor then has moments."""
+    """Names of optimizer state that AdamW lacks, if any; then no tensor has moments."""
 
     @classmethod
     def open(cls, path: Path) -> "ZeroDirectory":
-        """Reads the pickles of a directory with `latest`, or of one step's.
+        """Reads the pickles of a directory with a file `latest`, or of one global_step directory.
 
         Raises:
-            IntegrityError: a rank's file is missing, or is of another step.
-            FormatError: DeepSpeed did not write it, or it is damaged.
-            UsageError: it has experts or tensor-parallel ranks.
+            IntegrityError: a rank's file is missing or does not belong to the others.
+            FormatError: a file was not written by DeepSpeed, or is damaged.
+            UsageError: the model has experts or tensor-parallel ranks.
         """
         models, optimizers = _files_of(_step_of(path))
         first = Rank.of(Archive.open(optimizers[0]))
@@ -138,7 +140,7 @@ _Files = dict[int, Path]
 
 
 def _files_of(step: Path) -> tuple[_Files, _Files]:
-    """Files of models and of optimizers, by rank. `UsageError` if there are none, or others."""
+    """The files of models and of optimizers, by rank. Raises `UsageError` for other files."""
     models: _Files = {}
     optimizers: _Files = {}
     for path in sorted(step.iterdir()):
@@ -177,8 +179,8 @@ def _name_like(files: _Files, rank: int) -> str:
 
 
 def directory_of(of_models: Sequence[Archive], optimizers: Sequence[Archive]) -> ZeroDirectory:
-    """From the files of models and optimizers, by rank; of stages 1 and 2 with the first model
-    alone. As `ZeroDirectory.open`."""
+    """The directory with these files of models and optimizers, by rank; `of_models` has only rank
+    0's in stages 1 and 2. Raises the errors of `ZeroDirectory.open`."""
     ranks = [Rank.of(archive) for archive in optimizers]
     first, world = ranks[0], len(ranks)
     for rank in ranks:
@@ -234,7 +236,7 @@ def _ties_of(shared: Table) -> dict[str, str]:
 
 
 def _require_complete(model: Table, found: ZeroDirectory, left: Mapping[str, Any]) -> None:
-    """Refuses a model without values of a name that it has."""
+    """Raises `FormatError` or `IntegrityError` if values of a name are missing."""
     for name, of in found.ties.items():
         if of not in found.tensors:
             malformed("a tie has no tensor", model.file, tensor=name)
@@ -256,7 +258,7 @@ _Trained = tuple[str, tuple[Shape, dict[str, Cut], int]]
 
 
 def _trained(model: Table, ranks: Sequence[Rank], into: list[Group]) -> Iterator[_Trained]:
-    """Shape, planes and steps of each trained parameter, and `into` the groups."""
+    """(shape, planes, steps) by name of each trained parameter; appends the groups to `into`."""
     first = ranks[0]
     shapes = model.tables("param_shapes")
     if len(shapes) != len(first.flats):
@@ -284,7 +286,7 @@ _Cuts = Iterator[tuple[str, Sequence[int], int, int]]
 def _flat_cuts(
     sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
 ) -> _Cuts:
-    """Of stages 1 and 2: (name, begins, at, base) as of `Cut`."""
+    """For stages 1 and 2: each name, with `begins`, `at` and `base` of its `Cut`."""
     begins = [0, *accumulate(flat.planes[MASTER].numel for flat in own)]
     at = 0
     for (name, shape), more in zip(sizes.items(), padding, strict=True):
@@ -296,7 +298,7 @@ def _flat_cuts(
 def _equal_cuts(
     sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
 ) -> _Cuts:
-    """Of stage 3."""
+    """The same for stage 3."""
     base, world = 0, len(own)
     for name, shape in sizes.items():
         piece = -(-prod(shape) // world)
@@ -317,7 +319,7 @@ def _require_filled(model: Table, expected: int, got: int) -> None:
 
 
 def _frozen(models: Sequence[Table]) -> Iterator[tuple[str, ZeroTensor]]:
-    """The frozen parameters of stage 3, of which each rank has a piece."""
+    """The frozen parameters of stage 3, each divided among all ranks."""
     shapes = models[0].maybe_table("frozen_param_shapes")
     if shapes is None:
         return

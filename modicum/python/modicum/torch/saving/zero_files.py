@@ -1,4 +1,4 @@
-"""One file of a checkpoint directory of DeepSpeed's ZeRO: what its pickle says."""
+"""Reads the pickle of one file in a checkpoint directory of DeepSpeed's ZeRO."""
 
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -25,7 +25,7 @@ def unsupported(what: str, file: str, **facts: str) -> NoReturn:
 
 
 class Table:
-    """A dict in a pickle. A lookup is a `FormatError` unless it finds the kind that is expected."""
+    """A dict in a pickle. Lookups raise `FormatError` if the value is not of the expected kind."""
 
     def __init__(self, value: Any, archive: Archive, version: Any = None) -> None:
         self._archive, self.file = archive, archive.path.name
@@ -41,7 +41,7 @@ class Table:
         return found
 
     def unknown(self, key: str) -> NoReturn:
-        """Refuses what DeepSpeed has in another form."""
+        """Raises `FormatError`: the value is missing or not in the form of the known DeepSpeed."""
         got = f"DeepSpeed {self.version}" if isinstance(self.version, str) else "no version"
         expected = "the form of DeepSpeed 0.19"
         malformed(f"{key!r} is missing or has an unknown form", self.file,
@@ -90,7 +90,7 @@ class Table:
 
 
 def _options_of(group: Table) -> dict[str, Any]:
-    """Numbers, texts, truth values, None, and lists of them."""
+    """The options that are numbers, strings, bools, None, or lists of them."""
     names = [name for name in group.values if name not in ("params", "param_names", "step")]
     return {name: group.values[name] for name in names if _is_option(group.values[name])}
 
@@ -102,17 +102,17 @@ def _is_option(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Flat:
-    """A rank's part of a flat vector."""
+    """A rank's part of a flat vector, for master and moments."""
 
     planes: dict[str, Line]
     steps: int
     foreign: str = ""
-    """State that is not AdamW's."""
+    """Names of state that AdamW lacks."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """The file of an optimizer."""
+    """A rank's file of the optimizer."""
 
     file: str
     stage: int
@@ -122,7 +122,7 @@ class Rank:
     groups: list[tuple[int, dict[str, Any]]]
     """The number of flat vectors of each parameter group, and its options."""
     paddings: list[list[int]]
-    """Of stages 1 and 2: behind each parameter of each group; empty: none."""
+    """Stages 1 and 2: the padding after each parameter of each group; empty: none."""
     others: list[str]
 
     @classmethod
@@ -174,9 +174,9 @@ _State = dict[str, Any]
 
 
 def _base_state(of: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], list[_State]]:
-    """The groups, and the state of each flat vector, with the step of its group where the vector
-    has none."""
-    if isinstance(of.values.get(key), list):  # elastic: a state per group
+    """The groups, and the state of each flat vector. A vector without its own step gets that of its
+    group."""
+    if isinstance(of.values.get(key), list):  # elastic checkpoint: one state per group
         states = [state.values for state in of.tables(key)]
         step = of.values.get("base_optimizer_state_step")
         return [(1, {}) for _ in states], [{"step": step} | state for state in states]
@@ -195,7 +195,7 @@ def _base_state(of: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], 
 
 
 def _flat_of(of: Table, master: Any, state: _State) -> Flat:
-    """`state` has nothing but a step if the optimizer has made none."""
+    """The flat vector with this state, which has only a step if the optimizer has made no step."""
     planes = {MASTER: of.line(MASTER, master)}
     numel = planes[MASTER].numel
     foreign = ", ".join(sorted(state.keys() - {"step", *MOMENTS}))
@@ -211,6 +211,7 @@ def _flat_of(of: Table, master: Any, state: _State) -> Flat:
 
 
 def _steps_of(of: Table, step: Any) -> int:
+    """The step count, a number or a tensor of one element; exact in float64 (below 2^53)."""
     if isinstance(step, Made):
         line = of.line("step", step)
         data = bytearray(line.item_bytes)

@@ -1,14 +1,13 @@
-"""The guard in forked children: using memory that was left out of the fork raises.
+"""The guard in forked children: it raises if memory is used that was left out of the fork.
 
-Memory allocated with `fork="excluded"` is not mapped in forked children; its address range stays
-reserved there, without access. Tensors, views, `.data` and state dicts that were made before the
-fork still point to it. So a child that lacks such memory runs under a torch function mode that
-checks the address of every tensor argument. The parent, and children that lack nothing, have no
-such mode.
+Memory allocated with `fork="excluded"` is not mapped in forked children: there its address range is
+reserved without access. Tensors, views, `.data` and state dicts from before the fork still point to
+it. A child that lacks such memory therefore runs under a torch function mode that checks the
+address of every tensor argument. The parent, and children that lack nothing, run without the mode.
 
-The mode covers the thread that was forked. Accesses that bypass torch's functions (NumPy views made
-before the fork, compiled code, threads that the child starts) end the child with SIGSEGV; they
-never read other data.
+The mode applies to the thread that called fork. Accesses that bypass it (NumPy views from before
+the fork, compiled code, threads that the child starts) end the child with SIGSEGV; they never read
+other data.
 """
 
 import mmap
@@ -29,12 +28,12 @@ _ACCESSORS = ("__get__", "__set__", "__delete__")
 
 
 def require_fork(fork: str) -> None:
-    """Refuses a `fork=` that is not "excluded", "shared" or "inherited"."""
+    """Raises `UsageError` unless `fork` is "excluded", "shared" or "inherited"."""
     _modicum.require_fork(str(fork))
 
 
 class _Guard(TorchFunctionMode):
-    """Refuses torch functions on memory that this process was forked without."""
+    """Raises `UsageError` if a torch function gets memory that was left out of this process."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -51,12 +50,13 @@ class _Guard(TorchFunctionMode):
 
 
 def _name_of(func: Callable[..., Any]) -> str:
+    # The accessor of an attribute has its name in __self__.
     name = getattr(func, "__name__", "")
     return getattr(getattr(func, "__self__", None), "__name__", "") if name in _ACCESSORS else name
 
 
 def _lacking(values: Iterable[Any]) -> list[torch.Tensor]:
-    """A list of the first tensor among them that lacks its memory here, or an empty list."""
+    """A list with the first tensor in `values` whose memory is missing here; else an empty list."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if _is_lacking(value):
@@ -70,16 +70,16 @@ def _lacking(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _is_lacking(tensor: torch.Tensor) -> bool:
-    """Whether its storage was left out of the fork, or only the whole pages in its middle, as with
-    memory of other allocators."""
+    """Whether the tensor's storage was left out of the fork, completely or except for its edges:
+    `protect` leaves out only complete pages."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        tensor = local_of(tensor)  # a DTensor's
+        tensor = local_of(tensor)  # the local tensor of a DTensor
     if tensor.device.type != "cpu":
         return False
     try:
         storage = tensor.untyped_storage()
         begin, size = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # fake, sparse, or a wrapper of other tensors
+    except (RuntimeError, NotImplementedError):  # a fake or sparse tensor, or a wrapper of others
         return False
     page = -(-begin // _PAGE_BYTES) * _PAGE_BYTES
     is_excluded = _modicum.is_excluded_here
@@ -87,10 +87,10 @@ def _is_lacking(tensor: torch.Tensor) -> bool:
 
 
 def _guard_child() -> None:
-    """Runs in the child after a fork. A child's own child has the guard already."""
+    """Runs in the child after a fork."""
     if not _modicum.has_exclusions_here():
         return
-    push_lowest(_Guard())  # below the active modes, whose contexts will pop them
+    push_lowest(_Guard())  # below the active modes, which their contexts will pop
 
 
 os.register_at_fork(after_in_child=_guard_child)

@@ -1,9 +1,10 @@
-"""The sharding of a tensor, plain or a DTensor, in the core's terms: a mesh and an order of cuts.
+"""The sharding of a plain tensor or a DTensor in the terms of the C++ library: a mesh and a
+sequence of cuts.
 
-A DTensor has a mesh and a placement per mesh axis. It lacks two facts: how its mesh lies in the
-world, if it covers only a part of it; and in which order the cuts were made, if FSDP2 cut the local
-tensor that tensor parallelism had left. `Shardings` finds both. The core then decides which
-elements a rank holds.
+A DTensor has a mesh and a placement per mesh axis. Two facts are missing: where its mesh lies in
+the world, if it covers only a part of it; and the order of the cuts, if FSDP2 has cut the local
+tensor of a DTensor of tensor parallelism. `Shardings` finds both. From them the C++ library
+computes which elements a rank holds.
 
 For example 8 rows on a mesh (dp 2, tp 2) with placements [_StridedShard(0, 2), Shard(0)]: tp cuts
 first, then FSDP2 cuts each half:
@@ -33,25 +34,25 @@ class Cut(NamedTuple):
     """One tensor dim, cut along mesh axes as torch.chunk cuts."""
 
     axes: tuple[int, ...]
-    """Indices into the mesh; several are one flattened axis, outermost first."""
+    """Indices of mesh axes; several ones make up one flattened axis, outermost first."""
     dim: int
     """The tensor dim."""
     packed: int = 1
-    """The number of equal parts along the dim that are cut separately: 2 for gate_up."""
+    """The number of equal parts along the dim that are each cut separately: 2 for gate_up."""
     pads: bool = False
-    """Whether every rank's buffer is padded to the longest one's length."""
+    """Whether the buffers of all ranks are padded to the longest one."""
 
 
 class Sharding(NamedTuple):
-    """How a tensor is cut over all ranks of the world; the argument of `_modicum`'s functions."""
+    """How a tensor is divided among all ranks of the world; an argument of `_modicum` functions."""
 
     mesh: tuple[int, ...]
-    """Sizes of the axes, outermost first, over the whole world; rank = row-major coordinate."""
+    """Sizes of the axes, outermost first. They cover the world: ranks are numbered row-major."""
     cuts: tuple[Cut, ...]
-    """In the order in which they were made: each cuts the shards of the one before."""
+    """The cuts in order: each divides the shards of the previous one."""
 
     def unpadded(self) -> "Sharding":
-        """The same elements, in buffers without padding."""
+        """The same sharding with buffers without padding."""
         return self._replace(cuts=tuple(cut._replace(pads=False) for cut in self.cuts))
 
 
@@ -69,7 +70,7 @@ def layout_of(
 class Shardings:
     """Finds the shardings of tensors; the same on every rank of the world.
 
-    It remembers meshes, and FSDP2's parameters, from one tensor to the next.
+    An object caches meshes and FSDP2's parameters, for many tensors.
     """
 
     def __init__(self) -> None:
@@ -77,8 +78,8 @@ class Shardings:
         self.world_size = 1 if is_alone else torch.distributed.get_world_size()
         self.rank = 0 if is_alone else torch.distributed.get_rank()
         self._by_fsdp: dict[torch.Tensor, Any] | None = None
-        # By identity: torch computes ranks and shape anew on every access, and flattened meshes of
-        # different ranks compare equal.
+        # Ranks and shapes of meshes by id: torch recomputes them on every access, and flattened
+        # meshes of different ranks compare equal.
         self._meshes: dict[int, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {}
 
     def of(
@@ -87,17 +88,19 @@ class Shardings:
         """The sharding of a tensor, plain (whole on every rank) or a DTensor, on meta or not.
 
         Args:
-            tensor: of a model, an optimizer or a state dict.
+            tensor: a tensor of a model, an optimizer or a state dict.
             name: its name in errors.
-            alias_of: the parameter whose memory it views, if it is another object.
+            alias_of: the parameter for which FSDP2's shards are known, if `tensor` is another
+                object for the same memory.
 
-        `UsageError` where no sharding describes it: a mesh that is no regular grid of the world or
-        lacks this rank; placements other than Replicate, Shard and the strided ones of FSDP2 and
-        packed projections; strided ones in an unknown order; a local tensor of a shape other than
-        the one that follows.
+        Raises:
+            UsageError: no sharding describes the tensor: the mesh is no regular grid of the world
+                or lacks this rank; a placement is not Replicate, Shard or a strided one of FSDP2 or
+                packed projections; the order of strided placements is unknown; or the local shape
+                contradicts the placements.
         """
         whole = Sharding((self.world_size,), ())
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # DTensor need not be imported
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # avoids the import of DTensor
             return whole
         from torch.distributed.tensor import DTensor
 
@@ -117,8 +120,8 @@ class Shardings:
         return sharding
 
     def counts(self, tensor: torch.Tensor, sharding: Sharding) -> bool:
-        """Whether this rank counts its elements in a sum over the tensor's mesh: it is the first
-        rank of the mesh among its replicas. Always true for a tensor without a mesh."""
+        """Whether this rank counts its elements in a sum over the tensor's mesh: the first of its
+        replicas in the mesh does. Always true for a tensor without a mesh."""
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is None:
             return True
@@ -127,14 +130,15 @@ class Shardings:
         return self.rank == next(rank for rank in replicas if rank in ranks)
 
     def _mesh(self, mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The ranks of a mesh, row-major, and its shape."""
+        """The ranks of a mesh in row-major order, and its shape."""
         if id(mesh) not in self._meshes:
-            ranks = mesh.mesh  # the mesh is kept alive, so that its id stays unique
+            ranks = mesh.mesh  # the cache holds the mesh, so that its id stays unique
             self._meshes[id(mesh)] = mesh, tuple(ranks.flatten().tolist()), tuple(ranks.shape)
         return self._meshes[id(mesh)][1:]
 
     def _read(self, tensor: Any, fsdp_ranks: tuple[int, ...], name: str) -> Sharding:
-        """From mesh and placements. `fsdp_ranks`: those that FSDP2 cuts it among, or ()."""
+        """The sharding from mesh and placements. `fsdp_ranks`: the ranks among which FSDP2 divides
+        the tensor, or ()."""
         mesh = tensor.device_mesh
         ranks, shape = self._mesh(mesh)
         if self.rank not in ranks:
@@ -155,7 +159,7 @@ class Shardings:
             raise refusal("UNSUPPORTED", what, tensor=name, got=str(mesh))
         others = _as_made(tensor, [shard for shard in shards if shard not in by_fsdp], name)
         cuts = [Cut(axes[shard.mesh_dim], shard.dim, packed) for shard, packed in others]
-        # FSDP2 cuts the local tensor, last, however its placement describes that.
+        # FSDP2 cuts last, whatever its placement says: it cuts the local tensor.
         cuts += [Cut(axes[s.mesh_dim], s.dim, pads=s.dim == 0) for s in by_fsdp]
         return Sharding(world, tuple(cuts))
 
@@ -165,7 +169,7 @@ class Shardings:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A mesh axis along which a DTensor is cut."""
+    """A mesh axis along which a DTensor is cut: its number of ranks, and the placement's facts."""
 
     mesh_dim: int
     parts: int
@@ -174,7 +178,7 @@ class _Shard:
 
 
 def _shards(placements: Iterable[Any], shape: Sequence[int], name: str) -> Iterator[_Shard]:
-    """The mesh axes that cut, in the mesh's order; axes of one rank cut nothing."""
+    """The mesh axes that cut the tensor, in the mesh's order, without axes of size 1."""
     from torch.distributed.tensor import Replicate, Shard
 
     kinds: Any = (Shard, strided_shard())
@@ -190,8 +194,9 @@ def _shards(placements: Iterable[Any], shape: Sequence[int], name: str) -> Itera
 def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard, int]]:
     """The cuts in the order in which they were made, each with its number of packed parts.
 
-    Mesh axes cut from left to right. A split factor is the number of parts that existed before the
-    cut: made by later mesh axes that cut the same tensor dim or, if there are none, packed.
+    Mesh axes cut from left to right, except for split factors. A split factor is the number of
+    parts that existed before the cut: later mesh axes have made them by cutting the same tensor dim
+    or, if there are no such axes, they are packed parts.
     """
     told = shard_order(tensor)
     made: dict[int, list[tuple[_Shard, int]]] = {}
@@ -202,7 +207,7 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
             continue
         parts = [prod(s.parts for s, _ in same_dim[:i]) for i in range(len(same_dim) + 1)]
         place = parts.index(shard.split_factor) if shard.split_factor in parts else -1
-        # DTensor describes a strided cut as the first one: equal to ours only for even parts.
+        # DTensor describes a strided cut as if it were made first: equal only for even parts.
         is_uneven = tensor.shape[shard.dim] % shard.split_factor != 0
         is_packed = any(packed > 1 for _, packed in same_dim[:place])
         if place < 0 or (place > 0 and (is_uneven or is_packed)):
@@ -218,15 +223,15 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
 # ---- meshes
 
 
-@lru_cache(maxsize=256)  # a model has thousands of tensors and few meshes
+@lru_cache(maxsize=256)  # a model has thousands of tensors, but few meshes
 def _grid(
     ranks: tuple[int, ...], shape: tuple[int, ...], dims: tuple[int, ...], world_size: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
-    """The world as a grid that has the `dims` of a mesh as axes: its sizes, and for each dim its
-    axes (several, if it is flattened); None if there is no such grid.
+    """The world as a grid whose axes include the `dims` of a mesh: the grid's sizes, and for each
+    dim its axes in the grid (several if the dim is flattened); None if there is no such grid.
 
-    `ranks` are the mesh's, row-major over `shape`. The rest of the world is taken to repeat the
-    mesh: ranks (0, 2) of a world of 4 are axis 0 of the grid 2 x 2.
+    `ranks`: the mesh's ranks, row-major over `shape`. The rest of the world is assumed to repeat
+    the mesh: ranks (0, 2) of a world of 4 are axis 0 of the grid 2 x 2.
     """
     steps = {dim: prod(shape[dim + 1 :]) for dim in dims}
     strides = {dim: _strides(ranks[: shape[dim] * steps[dim] : steps[dim]]) for dim in dims}
@@ -235,7 +240,7 @@ def _grid(
             if _part(rank, strides[dim]) != position // steps[dim] % shape[dim]:
                 return None
     mesh: list[int] = []
-    axis_at: dict[int, int] = {}  # by stride, counted from the innermost
+    axis_at: dict[int, int] = {}  # the axis of each stride, counted from the innermost
     inner = 1
     for stride, size in sorted(pair for pairs in strides.values() for pair in pairs):
         if stride % inner != 0:
@@ -255,8 +260,8 @@ def _grid(
 
 
 def _strides(line: Sequence[int]) -> list[tuple[int, int]]:
-    """(stride, size) of the axes, outermost first, that enumerate the ranks of `line`; empty if
-    none do. [0, 1, 4, 5] is [(4, 2), (1, 2)]."""
+    """(stride, size) of axes, outermost first, that enumerate the ranks of `line`; empty if there
+    are none. [0, 1, 4, 5] gives [(4, 2), (1, 2)]."""
     axes: list[tuple[int, int]] = []
     while len(line) > 1:
         stride = line[1] - line[0]
@@ -270,6 +275,7 @@ def _strides(line: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _part(rank: int, strides: Sequence[tuple[int, int]]) -> int:
+    """The row-major coordinate of a rank on the axes `strides`."""
     part = 0
     for stride, size in strides:
         part = part * size + rank // stride % size

@@ -1,8 +1,8 @@
-"""An optimizer follows its parameters, by FQN, when they are replaced.
+"""Gives an optimizer the new parameters, by FQN, when a model's parameters are replaced.
 
 `fully_shard` and tensor parallelism replace the parameters that an optimizer was made with.
-Addresses do not match old and new ones, since on meta all are 0; nor does the order, since an
-optimizer's groups have their own.
+Old and new ones can't be matched by address, which is 0 on meta, or by order, which differs between
+the model and an optimizer's groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,24 +23,25 @@ Names = dict[nn.Parameter, list[str]]
 def rebinding(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, resuming: bool = False
 ) -> Iterator[None]:
-    """Within the context parameters of `model` may be replaced; on exit `optimizer` gets the new
+    """A context in which parameters of `model` may be replaced; on exit `optimizer` gets the new
     ones.
 
         with modicum.torch.rebinding(model, optimizer):
             fully_shard(model)
 
-    On success each parameter in each group is replaced by the one that now has its FQN; wrapper
+    On success each parameter in each group is replaced by the one that now has its FQN; wrappers'
     names of `torch.compile` and activation checkpointing are ignored. On failure the optimizer is
-    unchanged. Within the context it keeps the old parameters alive: on meta they take no memory.
+    unchanged. In the context it keeps the old parameters alive, which take no memory on meta.
 
     Args:
         model: the model that the block changes in place.
-        optimizer: one, or several.
-        resuming: whether optimizers may have state. It moves to the new parameters, whose shape
-            and placements it must have. False by default.
+        optimizer: one optimizer, or several.
+        resuming: whether optimizers may have state. The state moves to the new parameters, whose
+            shape and placements it must have. False by default.
 
-    `UsageError`: an optimizer has state and `resuming` is False; one of its parameters is not in
-    the model; an FQN is gone; tied parameters are no longer tied; state does not fit.
+    Raises:
+        UsageError: an optimizer has state and `resuming` is False; a parameter of it is not in the
+            model; an FQN no longer exists; tied parameters are no longer tied; state does not fit.
     """
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     bindings = Bindings(model, optimizers, resuming=resuming)
@@ -54,7 +55,7 @@ class Bindings:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], *, resuming: bool = False
     ) -> None:
-        """`UsageError` as from `rebinding`."""
+        """Raises the `UsageError` of `rebinding`."""
         self.optimizers = optimizers
         self._model = model
         self._names = parameter_names(model)
@@ -64,8 +65,9 @@ class Bindings:
         self._before = [[list(each) for each in of] for of in self._lists]
 
     def exchange(self) -> None:
-        """Gives the groups the parameters that now have these names, in the lists that they had:
-        some optimizers keep them. State moves along; that of no step is dropped."""
+        """Gives the groups the parameters that now have these names. The lists stay the same
+        objects, to which some optimizers refer. State moves to the new parameters; state from
+        before the first step is dropped."""
         after = {name: p for p, fqns in parameter_names(self._model).items() for name in fqns}
         self.restore()
         exchanged = [_exchanged(one, self._names, after) for one in self.optimizers]
@@ -82,7 +84,7 @@ class Bindings:
             one.state.update(moved)
 
     def restore(self) -> None:
-        """Gives the groups the parameters that they had at first, whatever they have now."""
+        """Gives the groups their original parameters again."""
         for one, lists, before in zip(self.optimizers, self._lists, self._before, strict=True):
             for group, each, were in zip(one.param_groups, lists, before, strict=True):
                 each[:] = were
@@ -90,7 +92,7 @@ class Bindings:
 
 
 def _is_fresh(state: Any) -> bool:
-    """Whether an entry of `state` is that of no step: none, or zeros."""
+    """Whether an entry of `state` is from before the first step: empty, or all zeros."""
     if not state or "step" not in state:
         return not state
     values = (value for value in state.values() if isinstance(value, Tensor))
@@ -111,7 +113,7 @@ def _check_before(optimizer: Optimizer, names: Names, resuming: bool) -> None:
 def _exchanged(
     optimizer: Optimizer, names: Names, after: dict[str, nn.Parameter]
 ) -> dict[nn.Parameter, nn.Parameter]:
-    """For each parameter of the optimizer, the one that has its names now."""
+    """For each parameter of the optimizer the one that has its names now."""
     new_of: dict[nn.Parameter, nn.Parameter] = {}
     old_of: dict[nn.Parameter, nn.Parameter] = {}
     for old in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -143,8 +145,8 @@ def _fits(value: Any, old: nn.Parameter, new: nn.Parameter) -> bool:
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Every parameter, by identity, with its canonical FQNs, in the model's order; a tied one has
-    several. `UsageError` if two parameters have one name."""
+    """The canonical FQNs of every parameter, in the model's order; a tied one has several. Raises
+    `UsageError` if two parameters have one name."""
     owner_of: dict[str, nn.Parameter] = {}
     names: dict[nn.Parameter, list[str]] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):

@@ -19,15 +19,16 @@ from modicum.upstream.torch_fsdp import Managed, fsdp_params
 
 @dataclass
 class ModelTensor:
-    """A tensor of a model."""
+    """A parameter or buffer of a model."""
 
     name: str
-    """Canonical, in the model."""
+    """The canonical name in the model."""
     tensor: torch.Tensor
     module: nn.Module
     """The module that has it as `attribute`."""
     attribute: str
     managed: Managed | None
+    """FSDP2's object for the parameter; None if FSDP2 does not shard it."""
 
     @property
     def is_parameter(self) -> bool:
@@ -35,11 +36,11 @@ class ModelTensor:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether a state dict has it."""
+        """Whether a state dict has the tensor."""
         return is_persistent(self.module, self.attribute)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Replaces it in its module."""
+        """Replaces the tensor in its module."""
         (parameters_of if self.is_parameter else buffers_of)(self.module)[self.attribute] = tensor
         self.tensor = tensor
 
@@ -54,8 +55,8 @@ def tensors_of(
     """The entries of a state dict, by canonical name; tied tensors under each of their names.
 
     Args:
-        structure: of the model, if it is known already.
-        scratch: include buffers that a state dict lacks.
+        structure: the model's structure, if already known.
+        scratch: whether to include non-persistent buffers.
     """
     require_known()
     structure = structure or structure_of(model)
@@ -74,8 +75,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def copying_into(
     lines: Mapping[int, tuple[torch.Tensor, int]],
 ) -> Callable[[int, int, memoryview], None]:
-    """The function that copies elements out of the staging to tensors on a device. `lines`: by
-    target, its bytes as from `as_bytes`, and the size of an element."""
+    """The function that copies elements from the staging to tensors on a device. `lines`: for each
+    target (its bytes from `as_bytes`, size of an element)."""
 
     def copy(target: int, at: int, elements: memoryview) -> None:
         line, itemsize = lines[target]
