@@ -1,5 +1,5 @@
-// Reads small files completely (/proc, /sys/fs/cgroup, recipes), checks that a file has not
-// changed, and queries the space of a file system.
+// Reads small files completely (/proc, /sys/fs/cgroup, recipes), checks that a file is unchanged,
+// and queries the space of a file system.
 #pragma once
 
 #include <cstdint>
