@@ -19,7 +19,7 @@ struct RankContext;
 
 struct SaveForm {
   bool copies_unused = true;   // copies stored tensors that no target reads from the source
-  std::optional<DType> dtype;  // dtype of the saved tensors; default: as loaded
+  std::optional<DType> dtype;  // dtype of saved floats; default: as loaded
   std::optional<uint64_t> shard_bytes;  // size of a file; default: the source's division into files
   std::vector<bool> is_computed;        // see SavedOptions
   std::string_view stem = kModelStem;   // first part of the files' names

@@ -78,8 +78,8 @@ uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoP
 
 // The rank's part of the digest of stored tensors, computed from the elements that the load has put
 // into the sink's host memory. Over all ranks it adds up to the sum of the chunk digests in the
-// record of the step (a saved checkpoint directory). of[s]: whether to include stored tensor s; the
-// recipe must use every element of it (held_whole).
+// record of the step (a saved checkpoint directory). of[s]: whether to include stored tensor s, for
+// which held_whole must be true.
 uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink, const std::vector<bool>& of,
                                Poll poll = kNoPoll);
 
