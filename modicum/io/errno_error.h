@@ -1,4 +1,4 @@
-// Turns an errno into an Error: the only place that does.
+// Turns an errno into an Error.
 #pragma once
 
 #include <string_view>
@@ -7,8 +7,9 @@
 
 namespace modicum {
 
-// ENOSPC and EDQUOT are NOSPACE, all others IO: "cannot open: ENOENT (No such file ...)". Callers
-// that need another category, such as CONFLICT for EEXIST, check errno first.
+// Throws NOSPACE for ENOSPC and EDQUOT, and IO for all others, with a message such as "cannot open:
+// ENOENT (No such file ...)". Callers that need another category, such as CONFLICT for EEXIST,
+// check errno first.
 [[noreturn]] void fail_errno(int error, std::string_view what_failed, Facts facts = {});
 
 }  // namespace modicum

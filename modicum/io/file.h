@@ -1,10 +1,10 @@
-// The seam for files. All file system calls go through it (and io/read_text.h for /proc), so that
-// tests can fail the n-th call, lose unsynced writes, or record the reads.
+// The interface to files. Checkpoints are read and written only through it, so that tests can fail
+// the n-th call, lose unsynced writes, or record the reads.
 //
 // Ownership: a FileSystem outlives the Files it opened. Threads: several threads may read one File
-// at once, but only one may write or close it. Several processes may write disjoint parts of a
-// file, each through a File of its own. Inputs are never mapped: a file that shrinks during a read
-// must be an error, not a SIGBUS.
+// at once, but only one may write or close it. Several processes may write disjoint parts of one
+// file if each opens it separately. Inputs are never mapped: a file that shrinks during a read must
+// be an error, not a SIGBUS.
 #pragma once
 
 #include <cstddef>
@@ -23,31 +23,32 @@ class File {
   virtual ~File() = default;
 
   virtual const std::string& name() const noexcept = 0;  // base name, for messages
-  virtual FileIdentity identity() = 0;                   // by fstat of the open file; IO
+  virtual FileIdentity identity() = 0;                   // fstat of the open file. Throws IO.
 
-  // Fills `into` from byte `offset` on; interrupted and short reads are continued. FORMAT.TRUNC if
-  // the file ends inside the range (expected and got are bytes of the range); IO, with errno's name
-  // and the offset, for any other failure.
+  // Fills `into` with the file's bytes from `offset` on; continues interrupted and short reads.
+  // Throws FORMAT.TRUNC if the file ends inside the range (the facts `expected` and `got` are the
+  // bytes asked for and read), and IO, with errno's name and the offset, on any other failure.
   virtual void read(std::span<std::byte> into, uint64_t offset) = 0;
 
-  // Writes `from` at byte `offset`. NOSPACE or IO.
+  // Writes `from` at byte `offset`. Throws NOSPACE or IO.
   virtual void write(std::span<const std::byte> from, uint64_t offset) = 0;
   virtual void truncate(uint64_t size_bytes) = 0;
-  // Sets the file's size and, where the file system can, reserves space for all of it, so that
-  // later writes can't run out of space. NOSPACE or IO.
+  // Extends a shorter file to `size_bytes` and, where the file system can, reserves space for all
+  // of it, so that later writes can't run out of space. Throws NOSPACE or IO.
   virtual void allocate(uint64_t size_bytes) = 0;
   // On success all writes are durable. On failure (NOSPACE, IO) the file must be discarded, since a
   // second sync may report success for lost pages.
   virtual void sync() = 0;
-  // Closes the file and reports errors. Even then it can't be used afterwards. The destructor
-  // closes without reporting.
+  // Closes the file. Throws IO if that fails; the file is closed nevertheless. The destructor
+  // closes without an error.
   virtual void close() = 0;
 
-  // Hints about the page cache; never an error.
-  virtual bool is_cached(uint64_t begin, uint64_t end) noexcept = 0;  // every page of the range
+  // Hints about the page cache; they never fail.
+  // Whether every page of the range is cached; false if that can't be determined.
+  virtual bool is_cached(uint64_t begin, uint64_t end) noexcept = 0;
   virtual void drop_cached(uint64_t begin, uint64_t end) noexcept = 0;
-  // start_writeback begins to write the dirty pages of the range back; the next call waits until
-  // they are written. `sync` reports the errors.
+  // start_writeback begins to write the dirty pages of the range to the disk; finish_writeback
+  // waits until they are written. `sync` reports the errors of both.
   virtual void start_writeback(uint64_t begin, uint64_t end) noexcept = 0;
   virtual void finish_writeback(uint64_t begin, uint64_t end) noexcept = 0;
 };
@@ -56,27 +57,31 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
 
-  // Opens a regular file for reading; symbolic links are followed. IO for anything else (directory,
-  // FIFO, device), and for files that are absent or not permitted.
+  // Every function throws IO for errors without a category below.
+
+  // Opens a regular file for reading; follows symbolic links. Throws IO for any other kind of file
+  // (directory, FIFO, device), and for files that are absent or not readable.
   virtual std::unique_ptr<File> open(const std::string& path) = 0;
-  // Creates a file for writing. CONFLICT if it exists.
+  // Creates a file for writing. Throws CONFLICT if the path exists.
   virtual std::unique_ptr<File> create(const std::string& path) = 0;
 
-  // Opens a regular file that exists for writing. IO as `open`.
+  // Opens an existing regular file for writing. Throws IO in the cases of `open`.
   virtual std::unique_ptr<File> open_to_write(const std::string& path) = 0;
 
-  // Symbolic links are followed, so a dangling one does not exist. IO if the path is not permitted.
+  // Both follow symbolic links: a dangling link does not exist. They throw IO if a directory on the
+  // path may not be searched.
   virtual bool exists(const std::string& path) = 0;
   virtual bool is_directory(const std::string& path) = 0;
-  // The text of a symbolic link; empty for other files. IO.
+  // The path that a symbolic link holds; empty for other files.
   virtual std::string link_target(const std::string& path) = 0;
   virtual std::vector<std::string> list(const std::string& directory) = 0;  // base names, sorted
-  // The parent must exist. CONFLICT if the directory exists.
+  // The parent must exist. Throws CONFLICT if the path exists.
   virtual void make_directory(const std::string& path) = 0;
-  // Replaces a file or an empty directory at `to`. CONFLICT for a non-empty directory.
+  // Replaces a file or an empty directory at `to`. Throws CONFLICT if `to` is a non-empty
+  // directory.
   virtual void rename(const std::string& from, const std::string& to) = 0;
   virtual void remove(const std::string& path) = 0;          // a file or an empty directory
-  virtual void sync_directory(const std::string& path) = 0;  // makes its names durable
+  virtual void sync_directory(const std::string& path) = 0;  // makes its entries durable
 };
 
 // The files of the operating system. Stateless.

@@ -1,4 +1,4 @@
-// The test doubles of the file seam: a file system in memory, and one that records and fails calls.
+// Test doubles of FileSystem: one in memory, and one that records calls and makes them fail.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,9 @@
 
 namespace modicum {
 
-// Files in memory, without symbolic links. `lose_unsynced()` simulates a power cut: it drops writes
-// since the last `sync` of a file, and names (created, renamed, removed) since the last
-// `sync_directory` of their directory. Several threads may use it.
+// Files in memory, without symbolic links. `lose_unsynced()` simulates a power cut: it undoes the
+// writes since each file's last `sync`, and the creations, renames and removals since each
+// directory's last `sync_directory`. Several threads may use it.
 class MemoryFileSystem final : public FileSystem {
  public:
   MemoryFileSystem();
@@ -31,12 +31,12 @@ class MemoryFileSystem final : public FileSystem {
   void sync_directory(const std::string& path) override;
 
   void lose_unsynced();
-  // Writes a whole file, synced, and makes its directories. An existing file keeps its inode: it is
-  // changed in place, and readers that have it open see the change.
+  // Sets the content of a file, durably, and makes its missing directories. An existing file keeps
+  // its inode, so readers that have it open see the change.
   void put(const std::string& path, std::string bytes);
-  std::string get(const std::string& path) const;  // as written
+  std::string get(const std::string& path) const;  // the current content, synced or not
 
-  struct State;  // for the files it opened
+  struct State;  // public for the File class in the .cc
 
  private:
   std::unique_ptr<State> state_;
@@ -51,8 +51,8 @@ struct IoCall {
 };
 
 // Records every call and passes it on to `under`. The `fail_at`-th call, counted from 1, is
-// recorded and throws IO (EIO) instead; 0 never fails. Hints are not counted; ranges written back
-// and dropped from the page cache are recorded separately. Several threads may use it.
+// recorded but throws IO (EIO); 0: no call fails. Page cache hints are not counted: write-backs and
+// drops are recorded separately. Several threads may use it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
@@ -70,21 +70,21 @@ class RecordingFileSystem final : public FileSystem {
   void sync_directory(const std::string& path) override;
 
   std::vector<IoCall> calls() const;
-  uint64_t bytes_read() const;  // of all "read" calls
+  uint64_t bytes_read() const;  // sum over all "read" calls
   std::vector<IoCall> drops() const;
-  std::vector<IoCall> writebacks() const;  // "start", "finish"
+  std::vector<IoCall> writebacks() const;  // `what` is "start" or "finish"
   // From now on `is_cached` is false for a file until it is first read and true afterwards, as with
   // a kernel that reads ahead.
   void be_cold();
   // Calls `act` once, before the `number`-th call (counted from 1) is passed on, to simulate
-  // another process. To be set before the first call.
+  // another process. Call this before the first recorded call.
   void before_call(int64_t number, std::function<void()> act);
   // The `fail_at`-th call fails with this errno instead of EIO.
   void fail_with(int error);
-  // From the `number`-th call on, none is passed on and all fail, as after a power cut.
+  // The `number`-th call and all later ones fail and are not passed on, as after a power cut.
   void cut_power_at(int64_t number);
 
-  struct State;  // for the files it opened
+  struct State;  // public for the File class in the .cc
 
  private:
   FileSystem& under_;

@@ -115,7 +115,7 @@ TEST_P(FileSystemTest, CreateNeverReplaces) {
   EXPECT_EQ(read_text(*files().open(at("a")), 0, 5), "first");
 }
 
-// Several writers of one file, each through its own File.
+// Several writers write to one file, each through its own File.
 TEST_P(FileSystemTest, SeveralWritersFillOneFile) {
   const std::unique_ptr<File> made = files().create(at("a"));
   made->allocate(6);
@@ -297,7 +297,7 @@ TEST(PosixFile, AFailedWriteReportsItsOffset) {
   EXPECT_STREQ(met->what(), "IO: write failed: EFBIG (File too large) (file a, offset 100)");
 }
 
-// Catches: File::allocate without reserved space, and one that fills the disk before it fails.
+// Catches: File::allocate reserves no space, or fills the disk before it fails.
 TEST(PosixFile, AllocatedSpaceIsReserved) {
   const TempDir temp;
   PosixFileSystem files;
@@ -479,7 +479,7 @@ TEST(RecordingFileSystem, FailsExactlyTheNthCall) {
     EXPECT_NE(met->what_happened().find("EIO"), std::string::npos) << met->what();
     EXPECT_EQ(files.calls().size(), static_cast<size_t>(n));
     EXPECT_EQ(memory.exists("a"), n == 6);
-    files.exists("a");  // the calls after it are passed on again
+    files.exists("a");  // does not throw: calls after the failed one are passed on again
   }
   MemoryFileSystem memory;
   RecordingFileSystem files(memory, 7);
@@ -496,14 +496,14 @@ TEST(ReadText, ReadsFilesWhoseSizeIsUnknown) {
   EXPECT_FALSE(read_kernel_text("/dev/zero"));
 }
 
-// Catches blocks that only root may write counted as free, and a count of blocks given as bytes.
+// Catches: blocks reserved for root count as free; a number of blocks is returned as bytes.
 TEST(SpaceOf, IsWhatTheFileSystemReports) {
   struct statvfs reported {};
   ASSERT_EQ(statvfs("/", &reported), 0);
   const std::optional<FileSystemSpace> space = space_of("/");
   ASSERT_TRUE(space);
   EXPECT_EQ(space->size_bytes, reported.f_blocks * reported.f_frsize);
-  // Other programs write meanwhile.
+  // The tolerance is for files that other programs write between the two calls.
   EXPECT_NEAR(static_cast<double>(space->free_bytes),
               static_cast<double>(reported.f_bavail * reported.f_frsize), 1e9);
   EXPECT_LT(space->free_bytes, space->size_bytes);

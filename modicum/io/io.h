@@ -1,4 +1,4 @@
-// The door of `io`: files and /proc. The only room that makes file system calls.
+// The public header of `io`: files and /proc. Model and checkpoint files are accessed only here.
 #pragma once
 
 #include "modicum/io/file.h"           // IWYU pragma: export

@@ -16,8 +16,8 @@ namespace {
 // A file or a directory: its current state, and the durable one, which survives a power cut.
 struct Inode {
   struct Side {
-    std::string bytes;
-    std::map<std::string, size_t> entries;  // of a directory: name to number
+    std::string bytes;                      // content of a file
+    std::map<std::string, size_t> entries;  // directory: name to index in State::inodes
   };
   bool is_directory = false;
   int64_t mtime_ns = 0;
@@ -25,7 +25,7 @@ struct Inode {
   Side durable;
 };
 
-// Path components, without empty ones and ".".
+// The components of a path, except empty ones and ".".
 std::vector<std::string> split(const std::string& path) {
   std::vector<std::string> parts;
   size_t begin = 0;
@@ -43,13 +43,13 @@ Facts about(const std::string& path) { return {.file = base_name(path)}; }
 }  // namespace
 
 // Inodes are never freed: a file that is removed while it is open stays readable, as in POSIX.
-// Number 0 is the root directory. `mutex` guards everything.
+// Inode 0 is the root directory. `mutex` guards everything.
 struct MemoryFileSystem::State {
-  // A resolved path: the directory of its last component, and the inode if it exists.
+  // A resolved path.
   struct Place {
-    size_t directory = 0;
-    std::string name;
-    std::optional<size_t> number;
+    size_t directory = 0;          // inode of the directory of the last component
+    std::string name;              // last component
+    std::optional<size_t> number;  // inode of the path, if the path exists
   };
 
   State() { add_inode(true); }
@@ -123,8 +123,8 @@ struct MemoryFileSystem::State {
   }
 
   std::mutex mutex;
-  std::deque<Inode> inodes;  // references stay valid
-  int64_t ticks = 0;
+  std::deque<Inode> inodes;  // a deque, so that references stay valid when one is added
+  int64_t ticks = 0;         // clock of mtime_ns, advanced by each change
 };
 
 namespace {

@@ -14,7 +14,7 @@
 namespace modicum {
 namespace {
 
-// The number of the descriptor that a path names.
+// The number N of the descriptor that the path names.
 std::optional<int> descriptor_in(std::string_view path) {
   if (path == "/dev/stdout") return STDOUT_FILENO;
   if (path == "/dev/stderr") return STDERR_FILENO;
@@ -28,11 +28,14 @@ std::optional<int> descriptor_in(std::string_view path) {
   return std::nullopt;
 }
 
-// Without waiting for the reader of a FIFO.
+// Duplicates a descriptor, since opening its path anew would start at offset 0 of a redirected
+// file. On failure the result is not valid and errno is set.
 Descriptor opened(const std::string& path) {
   if (const auto fd = descriptor_in(path)) {
+    // Above 2: as a standard stream the duplicate would receive other code's output.
     return Descriptor(fcntl(*fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   }
+  // O_NONBLOCK: a FIFO without a reader fails at once. O_NOCTTY: a terminal does not become ours.
   return Descriptor::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY);
 }
 
@@ -48,9 +51,12 @@ std::optional<OutputStream> OutputStream::open(const std::string& path) {
   if (!is_at(path)) return std::nullopt;
   std::string name = base_name(path);
   Descriptor descriptor = opened(path);
+  if (!descriptor.is_valid()) fail_errno(errno, "cannot open", {.file = name});
   const int mode = fcntl(descriptor.get(), F_GETFL);
   if (mode < 0) fail_errno(errno, "cannot open", {.file = name});
-  if ((mode & O_ACCMODE) == O_RDONLY) fail_errno(EBADF, "cannot write", {.file = name});
+  if ((mode & O_ACCMODE) == O_RDONLY) {
+    fail(Category::io, "the descriptor is not open for writing", {.file = name});
+  }
   return OutputStream(std::move(descriptor), std::move(name));
 }
 
@@ -59,6 +65,7 @@ void OutputStream::write(std::string_view text) {
     const ssize_t written =
         uninterrupted([&] { return ::write(descriptor_.get(), text.data(), text.size()); });
     if (written < 0 && errno == EAGAIN) {
+      // The result is ignored, since the next write reports any error.
       pollfd writable{descriptor_.get(), POLLOUT, 0};
       poll(&writable, 1, -1);
     } else if (written < 0) {

@@ -1,5 +1,5 @@
-// Output that can only be written from begin to end: a pipe, a terminal, an open descriptor. Part
-// of the door of `io`.
+// Output that can only be appended to: a pipe, a terminal, an open descriptor. Part of the public
+// header of `io`.
 #pragma once
 
 #include <optional>
@@ -13,13 +13,13 @@ namespace modicum {
 class OutputStream {
  public:
   // Whether the path names a descriptor of this process (/dev/stdout, /dev/stderr, /dev/fd/N or
-  // /proc/self/fd/N), or else a FIFO or character device; links are followed.
+  // /proc/self/fd/N), a FIFO or a character device. Symbolic links are followed.
   static bool is_at(const std::string& path);
-  // nullopt for any other path. IO if it can't be written, or is a FIFO without a reader, which is
-  // not waited for.
+  // nullopt unless is_at(path). Throws IO if the path can't be opened or a descriptor is not open
+  // for writing. Never waits: a FIFO without a reader throws IO (ENXIO).
   static std::optional<OutputStream> open(const std::string& path);
 
-  // Waits for the reader. IO, NOSPACE.
+  // Writes all of `text`; waits while the pipe is full. Throws NOSPACE or IO.
   void write(std::string_view text);
 
  private:

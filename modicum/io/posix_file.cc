@@ -19,7 +19,7 @@
 namespace modicum {
 namespace {
 
-// The kernel moves at most 2 GiB less a page per call; whole GiB keep the calls aligned.
+// Linux transfers at most 2 GiB minus a page per call; calls of 1 GiB keep the offsets aligned.
 constexpr size_t kMostPerCall = kGiB;
 
 Facts about(const std::string& path) { return {.file = base_name(path)}; }
@@ -88,7 +88,7 @@ class PosixFile final : public File {
     if (result != 0) fail_errno(errno, "truncate failed", {.file = name_, .offset = size_bytes});
   }
 
-  // posix_fallocate would write zeros where the file system can't reserve.
+  // Not posix_fallocate, which writes to every block where the file system can't reserve space.
   void allocate(uint64_t size_bytes) override {
     require_free(size_bytes);
     const int result =
@@ -98,15 +98,18 @@ class PosixFile final : public File {
     fail_errno(errno, "cannot reserve space", {.file = name_, .offset = size_bytes});
   }
 
-  // Before it fails, fallocate takes all that is free, and other processes then meet a full disk.
+  // fallocate that fails has first taken all free space, so other processes meet a full disk:
+  // throws NOSPACE before that. Counts blocks reserved for root as free, as root may use them.
   void require_free(uint64_t size_bytes) {
     struct stat status {};
     struct statvfs system {};
     if (::fstat(fd(), &status) != 0 || ::fstatvfs(fd(), &system) != 0) return;
+    // st_blocks counts units of 512 bytes on every file system.
     const uint64_t held = saturating_mul(static_cast<uint64_t>(status.st_blocks), 512);
     const uint64_t needed = size_bytes - std::min(size_bytes, held);
     const uint64_t free = saturating_mul(system.f_bfree, system.f_frsize);
-    if (system.f_blocks == 0 || needed <= free) return;  // 0 where the file system has no count
+    // Some file systems (FUSE) report 0 blocks in total: their free space is not known.
+    if (system.f_blocks == 0 || needed <= free) return;
     fail_errno(ENOSPC, "cannot reserve space",
                {.file = name_,
                 .expected = fmt::format("{} bytes free", needed),
@@ -122,15 +125,15 @@ class PosixFile final : public File {
   void close() override {
     const int open_fd = fd();
     descriptor_.release();
-    // Linux releases the descriptor even if close fails, so EINTR must not be retried. Errors of
-    // the data were reported by `sync`.
+    // Linux releases the descriptor even if close fails, so EINTR must not be retried. `sync` has
+    // reported the errors of writes.
     if (::close(open_fd) != 0 && errno != EINTR) fail_errno(errno, "close failed", {.file = name_});
   }
 
   bool is_cached(uint64_t begin, uint64_t end) noexcept override;
 
   void drop_cached(uint64_t begin, uint64_t end) noexcept override {
-    // A length of 0 would mean: to the end of the file.
+    // For the kernel a length of 0 means up to the end of the file.
     if (begin >= end) return;
     static_cast<void>(::posix_fadvise(descriptor_.get(), static_cast<off_t>(begin),
                                       static_cast<off_t>(end - begin), POSIX_FADV_DONTNEED));
@@ -152,7 +155,7 @@ class PosixFile final : public File {
   }
 
   void sync_range(uint64_t begin, uint64_t end, unsigned int flags) noexcept {
-    // A length of 0 would mean: to the end of the file.
+    // For the kernel a length of 0 means up to the end of the file.
     if (begin >= end) return;
     static_cast<void>(::sync_file_range(descriptor_.get(), static_cast<off_t>(begin),
                                         static_cast<off_t>(end - begin), flags));
@@ -162,7 +165,7 @@ class PosixFile final : public File {
   std::string name_;
 };
 
-// cachestat(2), Linux 6.5; older C libraries lack its number.
+// Uses cachestat(2), new in Linux 6.5; older C libraries lack its number.
 bool PosixFile::is_cached(uint64_t begin, uint64_t end) noexcept {
   constexpr long kCachestatCall = 451;
   struct Range {

@@ -14,7 +14,7 @@ std::optional<std::string> read_kernel_text(const std::string& path) {
   const Descriptor file = Descriptor::open(path.c_str(), O_RDONLY);
   if (!file.is_valid()) return std::nullopt;
   std::string text;
-  // The kernel fills a page per call; larger blocks save calls for long files such as smaps.
+  // Long files such as smaps need fewer calls with a block of several pages.
   std::array<char, 16384> block;
   while (true) {
     const ssize_t got =

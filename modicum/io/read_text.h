@@ -1,5 +1,5 @@
-// Reads small files whole (/proc, /sys/fs/cgroup, recipes), checks that a file has not changed, and
-// asks for the space on a file system.
+// Reads small files completely (/proc, /sys/fs/cgroup, recipes), checks that a file is unchanged,
+// and queries the space of a file system.
 #pragma once
 
 #include <cstdint>
@@ -12,24 +12,25 @@ namespace modicum {
 
 constexpr uint64_t kLongestKernelText = 16 * 1024 * 1024;
 
-// The content of a kernel file, whose size fstat does not report; nullopt if it can't be read
-// (absent, not permitted, longer than the constant above).
+// The content of a file of /proc or /sys, whose size fstat does not report. nullopt if it can't be
+// read (absent, not permitted, longer than kLongestKernelText).
 std::optional<std::string> read_kernel_text(const std::string& path);
 // Writes `text` to a kernel file with one write(2). Returns whether that succeeded.
 bool write_kernel_text(const std::string& path, const std::string& text);
 
-// Bytes of the file system that `path` is on: its size, and what an unprivileged process may still
-// write. nullopt if that can't be read.
+// The size of the file system that holds `path`, and its free space without the blocks reserved for
+// root. nullopt if statvfs fails.
 struct FileSystemSpace {
   uint64_t size_bytes = 0;
   uint64_t free_bytes = 0;
 };
 std::optional<FileSystemSpace> space_of(const std::string& path);
 
-// The content of a small file. CONFLICT if it changed while it was read; errors of File::read.
+// The content of a small file. Throws CONFLICT if it changed during the read, and the errors of
+// File::read.
 std::string read_text(File& file);
 
-// Throws CONFLICT, naming the file, unless its identity still equals `proven`.
+// Throws CONFLICT, naming the file, unless its identity still equals `proven`, the earlier one.
 void require_unchanged(File& file, const FileIdentity& proven);
 
 }  // namespace modicum

@@ -10,7 +10,8 @@
 namespace modicum {
 
 struct RecordingFileSystem::State {
-  // Called before each call is passed on, and never while another lock is held.
+  // Records a call before it is passed on, and throws if it is to fail. Call without a lock held,
+  // since `act` may make calls.
   void note(std::string what, std::string file, uint64_t begin = 0, uint64_t end = 0) {
     const IoCall call{std::move(what), std::move(file), begin, end};
     int64_t number = 0;
@@ -26,7 +27,7 @@ struct RecordingFileSystem::State {
   }
 
   int64_t fail_at = 0;
-  int error = EIO;  // of that call
+  int error = EIO;  // errno of that failure
   int64_t cut_at = 0;
   int64_t act_at = 0;
   std::function<void()> act;
@@ -35,7 +36,7 @@ struct RecordingFileSystem::State {
   std::vector<IoCall> drops;
   std::vector<IoCall> writebacks;
   bool is_cold = false;
-  std::set<std::string> read_since;  // files, by name
+  std::set<std::string> read_since;  // base names of files read since be_cold
 };
 
 namespace {

@@ -12,15 +12,15 @@
 namespace modicum {
 namespace {
 
-// Empty on failure.
+// The mapping; empty on failure.
 std::span<std::byte> mapped(int fd, uint64_t bytes) noexcept {
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (at == MAP_FAILED) return {};
   return {static_cast<std::byte*>(at), bytes};
 }
 
-// A record lock of the byte at the number of a process. It belongs to the process alone, and the
-// kernel releases it with the descriptor, which exec closes.
+// A POSIX record lock on the byte whose offset is the process id. It belongs to the process that
+// sets it, and the kernel releases it when that process closes the descriptor, as exec does.
 struct flock byte_of(pid_t pid) noexcept {
   struct flock lock {};
   lock.l_type = F_WRLCK;
@@ -49,7 +49,7 @@ SharedPages SharedPages::make(uint64_t bytes) {
 
 std::optional<SharedPages> SharedPages::open(const std::string& path, uint64_t bytes) noexcept {
   struct stat status {};
-  // Before it is opened, which could wait for a FIFO, or start a device.
+  // Checked before open, which could act on a device.
   if (stat(path.c_str(), &status) != 0 || !has_size(status, bytes)) return std::nullopt;
   Descriptor file = Descriptor::open(path.c_str(), O_RDWR | O_NONBLOCK);
   if (!file.is_valid() || fstat(file.get(), &status) != 0 || !has_size(status, bytes)) {

@@ -1,5 +1,4 @@
-// Zeroed memory that processes without a common ancestor can map, by a path. Part of the door of
-// `io`.
+// Zeroed memory that unrelated processes can map by a path. Part of the public header of `io`.
 #pragma once
 
 #include <cstddef>
@@ -10,27 +9,29 @@
 
 namespace modicum {
 
-// The path is /proc/PID/fd/N of the maker: the memory has no name in a file system that a killed
-// maker would leave behind. It is sealed, so that it can't be truncated and no store into it fails.
-// It lives until the last process unmaps it. Move-only.
+// The path is /proc/PID/fd/N of the process that made the memory, so no file is left behind if this
+// process is killed. The memory is sealed against truncation, so no store into it raises SIGBUS.
+// The kernel frees it once no process maps it or holds its descriptor. Move-only.
 class SharedPages {
  public:
-  // IO if the kernel refuses.
+  // Throws IO or NOSPACE if the kernel refuses.
   static SharedPages make(uint64_t bytes);
-  // Memory of this size that another process of this user has made. nullopt for any other path or
-  // file, which is neither written nor waited for.
+  // Maps memory of this size that SharedPages::make has made, in any process. nullopt for any other
+  // file; `open` does not write to it and does not block on it.
   static std::optional<SharedPages> open(const std::string& path, uint64_t bytes) noexcept;
   SharedPages(SharedPages&& other) noexcept;
   SharedPages& operator=(SharedPages&&) = delete;
   ~SharedPages();
 
   std::span<std::byte> bytes() const noexcept { return memory_; }
-  std::string path() const;  // to be opened while this object lives; of the maker only
+  // For `open`, while this object lives and only in the process that constructed it.
+  std::string path() const;
 
-  // Marks the memory as used by this process, until it ends, starts another program (exec) or
-  // closes the memory's descriptor. False if the kernel refuses. Forked children are not marked.
+  // Marks the memory as used by this process, until the process ends, starts another program (exec)
+  // or closes any descriptor of the memory. Returns false if the kernel refuses. A forked child
+  // does not inherit the mark.
   bool mark() const noexcept;
-  // Whether another process has marked it. False as well if that can't be known.
+  // Whether another process, `pid`, has marked the memory. Also false if fcntl fails.
   bool is_marked_by(int pid) const noexcept;
 
  private:

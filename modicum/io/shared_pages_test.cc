@@ -15,8 +15,8 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: a file of the user's that is accepted; memory that can be
-// truncated under its writers; a mark that outlasts the program that has set it.
+// Must fail for these mutants: `open` accepts an ordinary file of the right size; mapped memory can
+// be truncated; a mark outlasts the program that has set it.
 
 constexpr uint64_t kBytes = 4 * kPageBytes;
 
@@ -52,7 +52,7 @@ TEST(SharedPages, AreMarkedUntilAnotherProgramIsStarted) {
   if (child == 0) {
     const auto opened = SharedPages::open(made.path(), kBytes);
     if (!opened || !opened->mark()) _exit(1);
-    if (fork() == 0) _exit(0);  // its descriptors are closed with it
+    if (fork() == 0) _exit(0);  // closes inherited descriptors, which must not release the mark
     wait(nullptr);
     static_cast<void>(!write(told[1], "m", 1));
     char byte = 0;

@@ -11,8 +11,8 @@
 
 namespace modicum {
 
-// A new, empty directory, removed with all that it holds. The constructor throws if it cannot be
-// made, for example on a full disk.
+// A new, empty directory; the destructor removes it with its content. The constructor throws if the
+// directory can't be made, for example on a full disk.
 class TempDir {
  public:
   TempDir() : path_(testing::TempDir() + "modicum-XXXXXX") {

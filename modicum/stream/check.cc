@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-constexpr int64_t kCheckElements = 8 * 1024;
+constexpr int64_t kCheckElements = 8 * 1024;  // compared at a time
 
 std::string hex(std::span<const std::byte> bytes) {
   std::string text = "0x";
@@ -25,7 +25,7 @@ class ValueCheck {
   ValueCheck(const Plan& plan, int rank, ExpectedElements expected, const LoadOptions& options)
       : plan_(plan), rank_(rank), expected_(expected), options_(options), fp8_(plan, expected) {}
 
-  // Elements [at, at + n) of a local buffer.
+  // Checks elements [at, at + n) of a local buffer.
   void local(uint32_t buffer, int64_t at, std::span<const std::byte> held) {
     const LocalBuffer local = buffer_of(plan_, buffer, rank_);
     const auto n = static_cast<int64_t>(held.size()) * 8 / bits_per_element(local.dtype);
@@ -45,7 +45,7 @@ class ValueCheck {
   }
 
  private:
-  // `n` contiguous elements of target `t` from element `global` on.
+  // Checks `n` contiguous elements of target `t` from element `global` on.
   void run(uint32_t t, int64_t global, int64_t n, std::span<const std::byte> held) {
     const Target& target = plan_.recipe->targets[t];
     const DType dtype = target.spec.dtype;
@@ -70,6 +70,7 @@ class ValueCheck {
     }
   }
 
+  // Puts `count` elements of the source into made_, in the source's dtype.
   void make(uint32_t t, const ElementSource& source, int64_t count) {
     const Node& leaf = *source.leaf;
     switch (leaf.op) {
@@ -88,14 +89,16 @@ class ValueCheck {
     }
   }
 
+  // `got` are the held bytes from element `first` on.
   [[noreturn]] void differ(const Target& target, int64_t first, std::span<const std::byte> got) {
-    const auto size = static_cast<size_t>(std::max(1, bits_per_element(target.spec.dtype) / 8));
+    const int bits = bits_per_element(target.spec.dtype);
+    const auto size = static_cast<size_t>(std::max(1, bits / 8));
     size_t at = 0;
     while (got[at] == expected_bytes_[at]) ++at;
     at = at / size * size;
     fail(Category::integrity,
          fmt::format("the loaded value of element {} differs from the stored one",
-                     first + static_cast<int64_t>(at / size)),
+                     first + static_cast<int64_t>(at) * 8 / bits),
          {.tensor = target.spec.fqn,
           .rank = rank_,
           .expected = hex(std::span(expected_bytes_).subspan(at, size)),
@@ -110,7 +113,7 @@ class ValueCheck {
   std::vector<std::byte> made_, expected_bytes_;
 };
 
-// Local buffers of targets in file order, then flat groups; aliases have none.
+// Local buffers of targets in file order, then of flat groups; aliases have no buffer.
 void for_each_own_buffer(const Plan& plan, FunctionRef<void(uint32_t buffer)> fn) {
   for (const uint32_t t : plan.order) {
     if (!plan.recipe->is_alias(t) && !plan.layout.is_flat(t)) fn(t);

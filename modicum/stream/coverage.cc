@@ -8,7 +8,8 @@
 namespace modicum {
 namespace {
 
-// Whether all places of `runs` are in [begin, end). The extremes are at the first or last run.
+// Whether all places of `runs` are in [begin, end). The lowest and the highest are at ends of the
+// first or last run. 128 bits, since a defective transfer could overflow 64.
 bool lies_within(const Runs& runs, uint64_t begin, uint64_t end) noexcept {
   __extension__ typedef __int128 Signed;
   const Signed outer = Signed{runs.at_stride} * (runs.count - 1);
@@ -54,11 +55,12 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
   return count == 0 ? Places{} : Places{places.begin, places.begin + count};
 }
 
-// The closed forms make the cost independent of the transfer's size.
+// Powers::sum is a closed form, so the cost does not depend on the transfer's size. Relaxed atomics
+// suffice, since `prove` runs after the workers are joined.
 void Coverage::tick(const Transfer& done) noexcept {
   const Runs& r = done.runs;
   if (r.count <= 0 || r.length <= 0) return;
-  // A compared alias has no buffer, and is counted under its own number.
+  // A compared alias has no buffer: its target's number serves as a buffer number.
   const uint32_t number = done.compared ? done.target : done.buffer;
   Written& written = written_[number];
   const Places& places = expected_[number];

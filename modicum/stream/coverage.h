@@ -10,25 +10,26 @@
 
 namespace modicum {
 
-// Counts finished transfers in a fingerprint per buffer. Writing place i adds x^i, modulo the prime
-// of Powers, at one random point x per load. For a buffer of 6 elements:
+// Adds finished transfers to a fingerprint per buffer: a write to place i adds x^i modulo
+// Powers::kPrime, for one random point x per load. For a buffer of 6 elements:
 //
 //   transfers     places [0, 2)     [2, 5)              [5, 6)
 //   fingerprint   x^0 + x^1    +    x^2 + x^3 + x^4  +  x^5      = 1 + x + ... + x^5: proven
-//   a defect      x^0 + x^1    +    x^1 + x^2 + x^3  +  x^5      differs at nearly every x
+//   a defect      x^0 + x^1    +    x^1 + x^2 + x^3  +  x^5      differs for nearly every x
 //
-// If the places are not exactly 0, 1, ..., n - 1, each once, the two sides are different
-// polynomials of a degree below n. They agree at n - 1 points at most, so any defect goes unnoticed
-// with a probability of at most n / 2^61 (2e-9 for 4 billion elements). Places outside the buffer
-// are an error of their own. A compared alias is counted over the places of its target. `tick` may
-// be called by any thread.
+// If the places are not exactly 0, 1, ..., n - 1, each once, the two sums are different polynomials
+// of a degree below n. These agree at n - 1 points at most, so a defect goes unnoticed with a
+// probability of at most n / 2^61 (2e-9 for 4 billion elements). A place outside the buffer is
+// always an error. An alias that is compared with its target has no buffer: its fingerprint is over
+// the places of the target. `tick` may be called by any thread.
 class Coverage {
  public:
   // `point`: above 1 and below Powers::kPrime, independent of the plan.
   Coverage(const Plan& plan, int rank, uint64_t point = random_point());
   Coverage(const Plan&&, int, uint64_t = 0) = delete;
   void tick(const Transfer& done) noexcept;
-  // INTEGRITY, naming the first buffer of which some place was not written exactly once.
+  // Call after all transfers. Throws INTEGRITY, naming the first buffer with a place that was not
+  // written exactly once.
   void prove() const;
 
   static uint64_t random_point();

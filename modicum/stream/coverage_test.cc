@@ -50,7 +50,7 @@ class Buffer1 {
   Plan plan_;
 };
 
-// Contiguous transfers of 1 to 9 elements, neighbours of different lengths.
+// Contiguous transfers of 1 to 9 elements; neighbours have different lengths.
 Places stretches(int64_t numel) {
   Places places;
   uint64_t state = 7;
@@ -140,8 +140,8 @@ TEST(Coverage, SwappedLengthsAndPlacesAreDetected) {
   }
 }
 
-// Sets of places with the count, the sum and the sum of squares of a tiling (the last one also of
-// cubes): power sums would accept them.
+// Sets of places that equal a correct set in their count, sum and sum of squares (the last set also
+// in the sum of cubes). A proof by such sums would accept them.
 TEST(Coverage, WrongPlacesWithEqualPowerSumsAreDetected) {
   const auto singles = [](std::vector<int64_t> of) {
     Places places;
@@ -153,7 +153,7 @@ TEST(Coverage, WrongPlacesWithEqualPowerSumsAreDetected) {
   EXPECT_FALSE(Buffer1(16).proves(singles({0, 0, 3, 3, 5, 5, 6, 6, 9, 9, 10, 10, 12, 12, 15, 15})));
 }
 
-// x^(p - 1) = 1, so an exponent alone can't tell place p - 1, outside the buffer, from place 0.
+// x^(p - 1) = 1, so place p - 1, outside the buffer, has the same power as place 0.
 TEST(Coverage, PlacesOutsideOfTheBufferAreDetected) {
   const auto far = static_cast<int64_t>(Powers::kPrime - 1);
   EXPECT_FALSE(Buffer1(2).proves({{.length = 1, .at = far}, {.length = 1, .at = 1}}));
@@ -193,9 +193,9 @@ TEST(Coverage, ClosedFormsEqualElementwiseSums) {
   }
 }
 
-// Buffers up to the limit of 1 EiB. At 2^60 places the bound of n / 2^61 excludes little, and the
-// lengths divide p - 1, so that a random point would accept the wrong tilings now and then. 37
-// generates the field's multiplicative group: none of its powers below the (p - 1)th is 1.
+// Buffers up to the limit of 1 EiB. At 2^60 places the error bound of n / 2^61 is large, and the
+// lengths divide p - 1, so some random points accept the wrong transfers. The point 37 generates
+// the field's multiplicative group: none of its powers below the (p - 1)th is 1.
 TEST(Coverage, WideBuffersDoNotOverflow) {
   for (const int64_t numel :
        {(int64_t{1} << 32) - 1, int64_t{1} << 32, (int64_t{1} << 33) + 1, int64_t{6'000'000'007},

@@ -1,5 +1,5 @@
-// Writes data files in order, and has the kernel write them back behind the writer. Part of the
-// door of `stream`.
+// Writes data files one after the other, and starts their write-back early. Part of the public
+// header of `stream`.
 #pragma once
 
 #include <cstddef>
@@ -12,42 +12,46 @@
 
 namespace modicum {
 
-// Writes the files of a save for one worker; at most one is open. Dirty pages that are left to the
-// kernel make a save 3 to 6 times slower, and are charged to the cgroup. So after each kWindowBytes
-// the writer starts to write the window back, waits for the one before, and drops it from the page
-// cache:
+// Writes the files of a save for one worker; at most one file is open. A save is 3 to 6 times
+// slower if the kernel decides when to write dirty pages back, and the memory cgroup is charged for
+// them. So the writer ends a window after kWindowBytes, starts the write-back of its pages, waits
+// for the write-back of the window before it, and drops that window from the page cache:
 //
 //   window     0         1         2         3
-//              dropped   dropped   started   being written
+//              dropped   dropped   started   filling
 //
-// Writes below kSmallBytes are runs of rows whose other columns belong to other ranks, which write
-// to the same pages at about the same time. A page that was written back too early is written back
-// again, and if it was dropped, it is read first: together 5 to 14 times slower. Windows of such
-// writes are half as large, start one window later, and stay cached for two more:
+// Writes below kSmallBytes are parts of rows whose other columns belong to other ranks, which write
+// to the same pages at about the same time. A page that is written back too early must be written
+// back twice, and if it was dropped also read again: together 5 to 14 times slower. So if at least
+// half of a window's bytes are in small writes, the window ends after kWindowBytes / 2, its
+// write-back starts one window later ("pending"), and its pages stay cached for two more windows
+// after they are on the disk ("written"):
 //
 //   window     0         1         2         3         4         5
-//              dropped   cached    cached    started   full      being written
+//              dropped   written   written   started   pending   filling
 class DataWriter {
  public:
   static constexpr uint64_t kWindowBytes = 8 * kMiB;
   static constexpr uint64_t kSmallBytes = 64 * kKiB;
+  // Both arguments must outlive the writer.
   DataWriter(FileSystem& files, const std::string& directory)
       : files_(files), directory_(directory) {}
 
-  // The file must exist. NOSPACE, IO.
+  // Writes to existing file `name` of the directory, from file offset `begin` on. Calls `finish`
+  // first if another file is open. Throws NOSPACE or IO.
   void write(const std::string& name, uint64_t begin, std::span<const std::byte> bytes);
-  // Call after the last write: makes the open file durable. NOSPACE, IO. `write` does the same when
-  // it leaves a file.
+  // Call after the last write: makes the open file durable and closes it. Throws NOSPACE or IO.
   void finish();
 
   uint64_t bytes_written() const noexcept { return bytes_written_; }
 
  private:
   struct Window {
-    uint64_t begin = UINT64_MAX, end = 0;
-    uint64_t bytes = 0;  // written
-    uint64_t small = 0;  // of these, in writes below kSmallBytes
+    uint64_t begin = UINT64_MAX, end = 0;  // smallest file range that contains its writes
+    uint64_t bytes = 0;                    // sum over its writes
+    uint64_t small = 0;                    // sum over its writes below kSmallBytes
 
+    // Whether other ranks probably write to the same pages.
     bool is_shared() const noexcept { return 2 * small >= bytes; }
   };
   void write_back();
@@ -55,8 +59,8 @@ class DataWriter {
   FileSystem& files_;
   const std::string& directory_;
   std::unique_ptr<File> file_;
-  Window window_;               // being written
-  std::deque<Window> written_;  // earlier ones that are not dropped, the latest first
+  Window window_;               // filling
+  std::deque<Window> written_;  // earlier windows that are still cached, the latest first
   uint64_t bytes_written_ = 0;
 };
 

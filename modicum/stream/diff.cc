@@ -44,7 +44,7 @@ class Comparison {
     DType dtype;
     uint64_t begin;  // byte of the tensor
   };
-  // Elements smaller than a byte are counted by the byte.
+  // If one 4-bit element of a byte differs, both count.
   static void count(std::span<const std::byte> a, std::span<const std::byte> b, const Place& at,
                     Difference& found) {
     const auto bits = static_cast<uint64_t>(bits_per_element(at.dtype));
@@ -76,11 +76,11 @@ std::string_view kind_name(Difference::Kind kind) noexcept {
 
 Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
                  FunctionRef<void(uint64_t)> poll) {
-  std::map<std::string_view, const Stored*> left;  // of B
+  std::map<std::string_view, const Stored*> left;  // tensors of B that A did not name so far
   for (const Stored& stored : b.manifest.tensors) left[stored.spec.fqn] = &stored;
   const auto& tensors = a.manifest.tensors;
   std::vector<std::optional<Difference>> of(tensors.size());
-  std::vector<const Stored*> same(tensors.size());  // in B: to be compared
+  std::vector<const Stored*> same(tensors.size());  // by tensor of A: B's, if values are compared
   Differences all;
   for (size_t t = 0; t < tensors.size(); ++t) {
     const TensorSpec& spec = tensors[t].spec;

@@ -43,6 +43,8 @@ const Values& values_of(DType dtype) {
   return dtype == DType::f8_e4m3 ? kE4m3 : kE5m2;
 }
 
+// Scales of the dtypes E8M0 and uint8 are exponents with bias 127; 255 is NaN in E8M0, infinity in
+// uint8.
 double scale_of(DType dtype, const std::byte* stored) {
   if (!is_castable(dtype)) {
     const int power = static_cast<int>(*stored) - 127;
@@ -92,7 +94,7 @@ std::span<const std::byte> ExpectedFp8::numbers(uint32_t stored, int64_t first,
               scale_columns);
     for (int64_t column = element % columns; column < columns && i < codes.size(); ++column, ++i) {
       const double scale = row_[static_cast<size_t>(one_for_all ? 0 : column / block_columns)];
-      // Exact in double, so rounded once, to fp32.
+      // 4 bits times 24 bits are exact in double, so the product is rounded once, to fp32.
       const auto product = static_cast<float>(values[static_cast<size_t>(codes[i])] * scale);
       numbers_[i] = std::isnan(product) ? std::bit_cast<float>(0x7fc00000U) : product;
     }

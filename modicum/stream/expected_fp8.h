@@ -1,4 +1,4 @@
-// FP8 dequantisation for checks. Shares no code with the dequantisation of a load.
+// FP8 dequantisation for checks. Shares no dequantisation code with a load.
 #pragma once
 
 #include <array>
@@ -8,13 +8,14 @@
 
 namespace modicum {
 
-// Computes the values of FP8 codes one by one, from the definition of the format. Fetches scales as
-// needed. One thread.
+// Computes the values of FP8 codes one by one, from the definition of the format. Gets the scales
+// from `expected`, one row at a time. Not thread-safe.
 class ExpectedFp8 {
  public:
   ExpectedFp8(const Plan& plan, ExpectedElements expected) : plan_(plan), expected_(expected) {}
 
-  // The values, in fp32, of `codes`: elements [first, first + codes.size()) of tensor `stored`.
+  // The fp32 values of `codes`, elements [first, first + codes.size()) of tensor `stored`. Valid
+  // until the next call.
   std::span<const std::byte> numbers(uint32_t stored, int64_t first,
                                      std::span<const std::byte> codes);
 
@@ -23,10 +24,10 @@ class ExpectedFp8 {
 
   const Plan& plan_;
   const ExpectedElements expected_;
-  uint32_t row_of_ = UINT32_MAX;  // the scale tensor of `row_`
-  int64_t row_index_ = -1;
-  std::vector<std::byte> stored_row_;
-  std::vector<double> row_;
+  uint32_t row_of_ = UINT32_MAX;       // the scale tensor that holds `row_`
+  int64_t row_index_ = -1;             // the index of `row_` in this tensor
+  std::vector<std::byte> stored_row_;  // `row_` in the dtype of the scales
+  std::vector<double> row_;            // a row of scales
   std::vector<float> numbers_;
 };
 

@@ -7,11 +7,12 @@
 
 namespace modicum {
 
+// Takes copies, as a device does, into its own host memory.
 class FakeDeviceSink final : public Sink {
  public:
   FakeDeviceSink(const Plan& plan, int rank);
   std::span<std::byte> host(uint32_t) noexcept override { return {}; }
-  // INTERNAL if the copy exceeds the buffer.
+  // Throws INTERNAL if the copy exceeds the buffer.
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
   void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override;
   const std::vector<std::byte>& buffer(uint32_t index) const { return buffers_[index]; }
@@ -29,7 +30,7 @@ class DiscardSink final : public Sink {
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override {
     sum_.add(buffer, at, elements);
   }
-  // The elements were dropped.
+  // Throws INTERNAL: the elements were dropped.
   void fetch(uint32_t, int64_t, std::span<std::byte>) override { MODICUM_ASSERT(false); }
   uint64_t digest() const noexcept { return sum_.value(); }
 

@@ -6,14 +6,14 @@
 namespace modicum {
 namespace {
 
-// The first byte is zero, and each other one equals the one before. memcmp compares whole vectors.
+// Whether all bytes are zero: the first is, and each equals the next. memcmp is vectorised.
 bool is_zero(std::span<const std::byte> bytes) noexcept {
   return bytes[0] == std::byte{0} &&
          std::memcmp(bytes.data(), bytes.data() + 1, bytes.size() - 1) == 0;
 }
 
-// Calls `fn(begin, end)` for the stretches of `bytes` that are not zero, in whole pages of the
-// file; bytes[0] is byte `at` of the file. Pages that are not written read as zero.
+// Calls `fn(begin, end)` for the ranges of `bytes` that remain without the file pages of zeros;
+// bytes[0] is byte `at` of the file. Pages that are not written read as zero.
 template <typename Fn>
 void for_each_written(std::span<const std::byte> bytes, uint64_t at, const Fn& fn) {
   uint64_t begin = 0;

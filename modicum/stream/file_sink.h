@@ -1,5 +1,5 @@
-// The sink of a conversion: a load whose elements go straight into the files of a checkpoint. Part
-// of the door of `stream`.
+// The sink of a conversion, which is a load that writes its elements into the files of a new
+// checkpoint. Part of the public header of `stream`.
 #pragma once
 
 #include <mutex>
@@ -12,31 +12,31 @@
 
 namespace modicum {
 
-// Writes targets to their extents in the existing files of `saved`. For plans of one rank that
-// holds every target unsharded (whole_layout), with Destination::copy.
+// Writes targets to their extents in the existing files of `saved`. The plan must have one rank,
+// which holds every target unsharded (whole_layout), and Destination::copy.
 class FileSink final : public Sink {
  public:
   struct Options {
     bool keeps_holes = false;   // pages of zeros are not written and take no space
-    ChunkSums* sums = nullptr;  // of `saved`: every write is added
+    ChunkSums* sums = nullptr;  // if set, sums for `saved`, which receive every write
   };
   // places[t] is the tensor of `saved` that target t is written to; UINT32_MAX for aliases, which
-  // take no elements. All arguments must outlive the sink.
+  // have no elements. All arguments must outlive the sink.
   FileSink(const Plan& plan, const Manifest& saved, std::span<const uint32_t> places,
            const SaveFiles& to, Options options);
   FileSink(const Plan&&, const Manifest&, std::span<const uint32_t>, const SaveFiles&,
            Options) = delete;
 
   std::span<std::byte> host(uint32_t) noexcept override { return {}; }
-  // NOSPACE, IO. One thread writes at a time.
+  // Throws NOSPACE or IO. Any thread; a lock lets one write at a time.
   void copy(uint32_t target, int64_t at, std::span<const std::byte> elements) override;
-  // UNSUPPORTED: a conversion does not read back.
+  // Always throws UNSUPPORTED: a conversion does not read back.
   void fetch(uint32_t target, int64_t at, std::span<std::byte> elements) override;
 
-  // After the load: makes the written bytes durable. NOSPACE, IO.
+  // Call after the load: makes the written bytes durable. Throws NOSPACE or IO.
   void finish() { writer_.finish(); }
   uint64_t bytes_written() const noexcept { return writer_.bytes_written(); }
-  uint64_t digest() const noexcept { return digested_.value(); }  // of all targets, as DigestSum's
+  uint64_t digest() const noexcept { return digested_.value(); }  // the model's digest (DigestSum)
 
  private:
   const Plan& plan_;

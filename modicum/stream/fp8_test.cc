@@ -1,5 +1,5 @@
-// House tests of dequantised FP8 codes: exact, value and fault, with ranks as threads and files in
-// memory. The reference computes block sizes itself, without the manifest's.
+// Tests of loads that dequantise FP8 codes: exact, value and fault, with ranks as threads and files
+// in memory. The reference does not use the manifest's block sizes, but computes them itself.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -38,7 +38,7 @@ Tensor scales_of(std::string name, DType dtype, std::vector<int64_t> shape) {
   const int64_t n = numel_of(tensor.spec.shape);
   tensor.bytes.resize(bytes_of(dtype, n));
   synth_fill(name_hash(tensor.spec.fqn), dtype, 0, n, tensor.bytes.data());
-  if (!is_castable(dtype)) {  // exponents near 127, and one far from it
+  if (!is_castable(dtype)) {  // E8M0 and uint8: exponents near the bias 127, and one far from it
     for (std::byte& b : tensor.bytes) b = static_cast<std::byte>(120 + static_cast<int>(b) % 14);
     tensor.bytes[0] = std::byte{0};
   }
@@ -109,8 +109,8 @@ float code_of(DType dtype, std::byte code) {
   return value;
 }
 
-// Element `element` of stored tensor `name`, dequantised to `to`, with blocks of ceil(size /
-// count), or of 128 if those make the same grid.
+// Element `element` of stored tensor `name`, dequantised to `to`. Blocks have ceil(size / count)
+// elements, or 128 if that gives the same number of blocks.
 std::vector<std::byte> number(const Model& model, const std::string& name, int64_t element,
                               DType to) {
   const Tensor& codes = model.tensors.at(name);
@@ -272,10 +272,9 @@ void expect_grid(const Model& model, const Recipe& recipe) {
 }
 
 // exact and value: shards that end inside blocks, incomplete blocks, every strategy, both
-// destinations. The
-// ledger's peak equals the promise, reads and sends equal the plan's counts. Catches: a scale block
-// shifted by one, rows of scales that were not read, a code rounded before it is scaled, a window
-// without room for the scales.
+// destinations. The ledger's peak equals the promise; reads and sends equal the plan's counts.
+// Catches: a scale block shifted by one, rows of scales that were not read, a code rounded before
+// it is scaled, a window without room for the scales.
 TEST(LoadFp8, EveryKindOfScaleIsDequantised) {
   const Model model = all_kinds();
   for (const DType to : {DType::bf16, DType::f32, DType::f16}) {
@@ -344,7 +343,7 @@ TEST(LoadFp8, AWrongScaleFailsTheCheck) {
   HostSink sink(plan, 0, ledger);
   load(model.checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
   check_values(plan, 0, sink, expected_of(model));
-  model.tensors.at("e.1.up.weight_scale_inv").bytes[15] ^= std::byte{2};  // of the last block
+  model.tensors.at("e.1.up.weight_scale_inv").bytes[15] ^= std::byte{2};  // the last block's scale
   try {
     check_values(plan, 0, sink, expected_of(model));
     FAIL() << "a wrong scale passed";
@@ -386,7 +385,7 @@ TEST(LoadFp8, AFileOverwrittenAtAnyMomentIsAConflict) {
   }
 }
 
-// fault: each call fails once. The error is IO; that of a read names the codes or the scales.
+// fault: each call fails once. The error is IO; for a read it names the codes or the scales.
 TEST(LoadFp8, EveryFailingCallIsNamed) {
   const Model model = experts();
   const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});

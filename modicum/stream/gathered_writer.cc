@@ -10,7 +10,7 @@ GatheredWriter::GatheredWriter(const Manifest& manifest, const RankContext& at, 
   uint64_t end = 0;
   for (const DataFile& file : manifest.files) {
     begins_.push_back(end);
-    // Slots begin and end with pages of a file, so that no two ranks write to one.
+    // Each file begins with a new slot, so that no page of a file is written by two ranks.
     end += round_up(file.identity.size_bytes, at.gather->slot_bytes());
   }
 }

@@ -1,4 +1,4 @@
-// Writes short runs of files together with the other ranks of the node.
+// Writes short parts of files, collected with the other ranks of the node. Internal to `stream`.
 #pragma once
 
 #include <cstdint>
@@ -13,17 +13,19 @@
 
 namespace modicum {
 
-// All ranks of the node construct it at the same time, put in about the same order, and finish. The
-// address space of the Gather is that of the files, one after the other.
+// Each rank of the node constructs one at the same time, calls `put` in about the same order of
+// files and offsets as the others, and then `finish`. The address space of the Gather holds all
+// files one after the other.
 class GatheredWriter {
  public:
-  // `at.gather` is set. `sums` receives what this rank writes, from itself and from others.
+  // `at.gather` must be set. `sums` receives the bytes that this rank writes, whoever put them.
   GatheredWriter(const Manifest& manifest, const RankContext& at, const SaveFiles& to,
                  ChunkSums& sums);
 
-  // Less than a slot of the Gather. NOSPACE, IO, PEER.
+  // `bytes` must be smaller than a slot of the Gather. Throws NOSPACE, IO or PEER.
   void put(const Extent& at, std::span<const std::byte> bytes);
-  // Makes the written bytes durable, and adds the counters to `outcome`.
+  // Writes the rest, makes the written bytes durable, and adds the counters to `outcome`. Throws as
+  // `put`.
   void finish(SaveOutcome& outcome);
 
  private:
@@ -33,7 +35,7 @@ class GatheredWriter {
   const RankContext& at_;
   ChunkSums& sums_;
   DataWriter writer_;
-  std::vector<uint64_t> begins_;  // of the files, by number
+  std::vector<uint64_t> begins_;  // by file: its first address in the Gather
   uint64_t gathered_bytes_ = 0;
 };
 

@@ -68,8 +68,8 @@ class Load {
                                     staging_.empty() ? 0 : share);
   }
 
-  // One thread of the load. Workers share the reads without a queue: each generates all of them
-  // and carries out every count-th one.
+  // One thread of the load. Workers share the reads without a queue: each worker generates all
+  // reads and carries out every count-th one.
   struct Worker {
     Worker(Load& load, int index_of, int workers)
         : index(index_of),
@@ -82,6 +82,7 @@ class Load {
 
     bool is_my_turn() noexcept { return next++ % count == index; }
     bool is_last() const noexcept { return index == count - 1; }
+    // The transfers of one read, in the staging.
     std::span<Transfer> table() const {
       auto* const rows = reinterpret_cast<Transfer*>(share.data());
       std::uninitialized_default_construct_n(rows, kReadTableRows);
@@ -91,8 +92,8 @@ class Load {
     const int index, count;
     int64_t next = 0;
     const std::span<std::byte> share, slot;
-    // Scales are elsewhere in the files. A reader of their own leaves the codes' page cache windows
-    // undisturbed.
+    // Scales are in other places of the files: with one reader for both, they would push windows of
+    // the codes out of the page cache too early.
     DataReader codes, scales;
     Writer writer;
   };
@@ -131,8 +132,8 @@ class Load {
     make(worker);
   }
 
-  // Carries out transfers that read no file. Caller-provided tensors are produced on the calling
-  // thread, which is the last worker.
+  // Carries out transfers that read no file. LoadOptions::caller must be called on the calling
+  // thread, where run_workers runs the last worker.
   void make(Worker& worker) {
     for_each_made_transfer(plan_, at_.rank, [&](const Transfer& made) {
       const bool is_callers = made.source == Transfer::Source::caller;
@@ -142,7 +143,8 @@ class Load {
     });
   }
 
-  // replica-striped: replicas have equal reads and take turns; each read is broadcast to the group.
+  // Strategy replica-striped: replicas have equal reads and take turns; each read is broadcast to
+  // the group.
   void stream_in_turn(Worker& worker) {
     const std::vector<int> group = exchange_group(plan_, at_.rank);
     size_t turn = 0;
@@ -157,8 +159,8 @@ class Load {
     make(worker);
   }
 
-  // node-reader: the leader reads every byte that a rank of its node needs and broadcasts it; each
-  // rank copies its part.
+  // Strategy node-reader: the leader reads every byte that any rank of its node needs and
+  // broadcasts it; each rank copies its part.
   void stream_on_node(Worker& worker) {
     const std::vector<int> group = exchange_group(plan_, at_.rank);
     const auto place = static_cast<size_t>(at_.rank - group.front());
@@ -194,7 +196,7 @@ class Load {
     at_.board->beat(at_.rank, at.bytes());
   }
 
-  // Reads stored bytes to the front of the worker's slot, their scales right after them.
+  // Reads stored bytes to the front of the worker's slot, and their scales right after them.
   void fetch(Worker& worker, uint32_t stored, const Extent& at, const Extent& scale) {
     fetch_into(worker.slot.first(at.bytes()), stored, at, worker.codes);
     if (scale.bytes() == 0) return;
@@ -202,7 +204,7 @@ class Load {
                plan_.manifest->tensors[stored].scale->tensor, scale, worker.scales);
   }
 
-  // The address of a transfer's first element in a slot that was read from byte `begin` of the
+  // The address of a transfer's first element in a slot whose first byte is byte `begin` of the
   // file.
   const std::byte* place_in(std::span<std::byte> slot, uint64_t begin,
                             const Transfer& transfer) const {
@@ -216,7 +218,7 @@ class Load {
     at_.board->beat(at_.rank, bytes);
   }
 
-  // Puts the elements of a finished read, in the slot, into the sink.
+  // Puts the elements of a finished read from the slot into the sink.
   void put(Worker& worker, const Read& read) {
     const ScalesAtHand scales = scales_read(plan_, read.transfers.front().from, read.scale,
                                             worker.slot.data() + read.at.bytes());
@@ -225,7 +227,7 @@ class Load {
     }
   }
 
-  // Reads this rank's window; no reads if another rank reads.
+  // Reads this rank's window. A rank that receives its tensors by broadcast has no reads.
   void fill_window(Worker& worker) {
     window_.for_each_read([&](const RankWindow::Read& read) {
       if (!worker.is_my_turn()) return;
@@ -262,7 +264,7 @@ class Load {
     received(reads_storage(plan_, at_.rank) ? 0 : tensor.size());
   }
 
-  // rank0-broadcast: rank 0 has the model in its window, the others one tensor at a time.
+  // Strategy rank0-broadcast: rank 0 has the model in its window, the others one tensor at a time.
   void broadcast_tensors(Worker& worker) {
     window_.for_each_tensor([&](const RankWindow::Tensor& tensor) {
       broadcast(tensor.elements);

@@ -1,4 +1,4 @@
-// House tests of a load: exact, fault and value, with ranks as threads and files in memory.
+// Tests of a load: exact, fault and value, with ranks as threads and files in memory.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -81,7 +81,7 @@ Recipe moe_recipe(const Manifest& manifest) {
 // The outcome of one rank: its ledger and its local buffers.
 struct RankResult {
   Footprint at_peak;
-  Footprint after;  // after the sink was destroyed
+  Footprint after;  // held after the sink was destroyed
   LoadOutcome outcome;
   std::vector<IoCall> reads;                    // recorded by its files
   std::vector<std::vector<std::byte>> buffers;  // by target, padding included
@@ -233,7 +233,7 @@ std::vector<std::byte> element(const Specs& stored, const Recipe& recipe, const 
 void expect_values(const Plan& plan, const Specs& stored, int rank, const RankResult& result) {
   for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
     const Target& target = plan.recipe->targets[t];
-    if (target.spec.fqn == "large" && rank != 0) continue;  // slow, and alike on all ranks
+    if (target.spec.fqn == "large" && rank != 0) continue;  // slow; one rank's part suffices
     const auto size = static_cast<size_t>(bytes_per_element(target.spec.dtype));
     std::vector<std::byte> due(local_buffer(plan.layout.kinds[0], target.spec, rank).bytes());
     size_t at = 0;
@@ -269,7 +269,7 @@ struct Model {
     files.make_directory("/model");
     put_model(files, "/model/model.safetensors", specs);
     checkpoint = open_checkpoint(files, "/model");
-    // By manifest order, since an empty tensor begins where its neighbour does.
+    // In the order of the manifest, since an empty tensor has the offset of the next one.
     for (size_t i = 0; i < specs.size(); ++i) specs[i] = checkpoint.manifest.tensors[i].spec;
   }
 };
@@ -407,8 +407,8 @@ TEST(LoadExact, DiscardingElementsGivesTheSameDigest) {
   EXPECT_EQ(kept, dropped);
 }
 
-// fault: the n-th I/O call fails, for every n. The error is IO and named; the ledger is back at its
-// opening balance.
+// fault: the n-th I/O call fails, for every n. The error is IO and names the call; afterwards the
+// ledger holds as many bytes as before the load.
 TEST(LoadFault, EveryFailingCallIsANamedErrorAndLeavesNothingCharged) {
   Model model(tiny_moe(DType::bf16));
   const Recipe recipe = moe_recipe(model.checkpoint.manifest);
@@ -525,7 +525,7 @@ TEST(LoadFault, AFileReplacedAfterItWasOpenedIsAConflict) {
 }
 
 // Catches: identities compared only at open, or not before a reader opens its next file. A file
-// overwritten between two reads would be loaded partly old, partly new.
+// overwritten between two reads would then be loaded partly old, partly new.
 TEST(LoadFault, AFileOverwrittenAtAnyMomentIsAConflict) {
   MemoryFileSystem files;
   files.make_directory("/model");
@@ -566,7 +566,7 @@ TEST(LoadFault, AFileOverwrittenAtAnyMomentIsAConflict) {
   }
 }
 
-// own-shard over-reads little; rank0-broadcast reads on rank 0 only.
+// own-shard reads few bytes more than once; rank0-broadcast reads on rank 0 only.
 TEST(LoadReads, OwnShardReadsTheCheckpointOnceOverAllRanks) {
   Model model(odd_sizes(DType::bf16));
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -582,8 +582,7 @@ TEST(LoadReads, OwnShardReadsTheCheckpointOnceOverAllRanks) {
   EXPECT_EQ(recorded.bytes_read(), traffic(plan).storage_read_bytes);
 }
 
-// A tensor of 9 MB, longer than any read. Catches: a plan that counts other reads than the load
-// makes.
+// A tensor of 9 MB, longer than any read. Catches: the plan counts other reads than the load makes.
 TEST(LoadReads, EqualThePlansCountsAndAre8MiBAtMost) {
   Specs specs = tiny_moe(DType::bf16);
   specs.push_back(spec("wide", DType::bf16, {3, 1'500'000}));

@@ -162,7 +162,7 @@ TEST(LoadAmongPeers, APeersFailureBeforeTheNthPollEndsTheLoad) {
   }
 }
 
-// Another rank fails with the n-th heartbeat; after the last ones nothing is left to cancel.
+// Another rank fails at the n-th heartbeat. After the last heartbeats nothing is left to cancel.
 TEST(LoadAmongPeers, APeersFailureAtTheNthHeartbeatEndsTheLoad) {
   const Model model;
   const Plan plan = model.plan("own-shard", 1);
@@ -189,7 +189,7 @@ TEST(LoadAmongPeers, ARankWaitingForAFailedPeerStops) {
     const Plan plan = model.plan("rank0-broadcast", 2);
     ScriptedBoard board(2, {.fail_at_beat = n});
     const auto loaded = load_scripted(model, plan, board);
-    // Rank 0 may have sent everything by then; rank 1 needs more heartbeats than these.
+    // Rank 0 may have sent everything before this heartbeat; rank 1 always has more to do.
     for (const Loaded& rank : loaded) {
       EXPECT_EQ(rank.after, Footprint{});
       if (!rank.failure) continue;

@@ -100,7 +100,7 @@ std::vector<float> floats(std::span<const std::byte> bytes) {
 }
 
 // Catches: host memory for a target that is copied to a device or whose memory the caller provides;
-// a caller-provided tensor that is requested on another thread than the caller's.
+// a call of LoadOptions::caller on another thread than the one that called load().
 TEST(Places, EachTargetGoesToItsOwnDestination) {
   for (const char* strategy : {"own-shard", "full-per-rank"}) {
     for (int rank = 0; rank < 2; ++rank) {
@@ -175,8 +175,8 @@ Plan plan_alone(const World& world, const Recipe& recipe) {
                    {.strategy = &strategy_named("own-shard"), .staging_bytes = kMiB});
 }
 
-// Catches: pages faulted in long before they are filled, whose zeros have left the CPU's cache when
-// the data arrives.
+// Catches: pages that are committed long before they are filled. Their zeros have then left the
+// CPU's cache when the data arrives.
 TEST(HostSink, TouchesPagesOnlyAsTheyAreFilled) {
   World world;
   const Recipe recipe = recipe_of_zeros(world, kMiB);

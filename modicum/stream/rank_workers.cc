@@ -20,7 +20,7 @@ void run_rank_workers(Board& board, int rank, int count, FunctionRef<void(int wo
       work(worker);
     } catch (const Error& error) {
       fail_with(error);
-    } catch (const std::exception& error) {  // from a callback of the caller
+    } catch (const std::exception& error) {  // thrown by a callback of the caller
       fail_with(Error(Category::internal, error.what()));
     }
   });

@@ -6,9 +6,9 @@
 
 namespace modicum {
 
-// run_workers that reports the first failure to the board at once, which cancels this rank's other
-// workers and the other ranks. Throws this first failure, not one that the report has caused: it is
-// stored before it is reported.
+// Calls run_workers, and reports a failure to the board at once, which cancels this rank's other
+// workers and the other ranks. Throws the first failure. That is never a failure that the report
+// has caused, since the first is stored before it is reported.
 void run_rank_workers(Board& board, int rank, int count, FunctionRef<void(int worker)> work);
 
 }  // namespace modicum

@@ -1,5 +1,5 @@
-// Reads data files in order and drops their page cache behind the reader. Part of the door of
-// `stream`.
+// Reads data files and drops their pages from the page cache soon after. Part of the public header
+// of `stream`.
 #pragma once
 
 #include <cstddef>
@@ -12,16 +12,16 @@
 
 namespace modicum {
 
-// The data of a checkpoint for one worker; at most one file is open. The page cache that its reads
-// fill is dropped in aligned windows of 8 MiB (smaller or unaligned ranges leave large folios
-// cached). Several ranks read neighbouring parts of a window at about the same time, and a window
-// dropped too early is read twice, so kWindowsBehind windows are kept:
+// Reads a checkpoint's data for one worker; at most one file is open. Drops the page cache that its
+// reads fill, in aligned windows of 8 MiB (the kernel keeps large folios that a range covers only
+// in part). Several ranks read neighbouring parts of a window at about the same time, and a window
+// dropped too early is read twice, so the last kWindowsBehind windows are kept:
 //
 //   window    0        1        2       ...      8        9
 //             dropped  kept     kept    ...      kept     being read
 //
-// Windows that were wholly cached when the file was opened stay cached. That is probed at open,
-// since later they can't be told from the kernel's read-ahead.
+// A window that was completely cached when the file was opened stays cached. This is probed at
+// open, since later the kernel's read-ahead may have cached it.
 class DataReader {
  public:
   static constexpr size_t kWindowsBehind = 8;
@@ -31,11 +31,11 @@ class DataReader {
   DataReader(const DataReader&) = delete;
   DataReader& operator=(const DataReader&) = delete;
 
-  // IO, FORMAT.TRUNC. If `file` is not the open file, the open one is closed; CONFLICT if it has
-  // changed.
+  // Fills `into` from file offset `begin` on. Calls `finish` first if another file is open. Throws
+  // IO, FORMAT.TRUNC or CONFLICT.
   void read(uint32_t file, uint64_t begin, std::span<std::byte> into);
-  // Call after the last read: CONFLICT if the open file has changed since its header was validated.
-  // Nothing that was read may be used until it returns.
+  // Call after the last read: closes the open file. Throws CONFLICT if it has changed since its
+  // header was validated. Data of earlier reads are valid only once this has returned.
   void finish();
 
   uint64_t bytes_read() const noexcept { return bytes_read_; }
@@ -44,7 +44,7 @@ class DataReader {
  private:
   struct Behind {  // a window that this reader has entered
     uint64_t index = 0;
-    uint64_t bytes = 0;  // that its reads brought into the page cache
+    uint64_t bytes = 0;  // bytes read from it, unless it was cached at open
   };
 
   void open(uint32_t file);
@@ -56,10 +56,10 @@ class DataReader {
   std::unique_ptr<File> file_;
   uint32_t file_index_ = 0;
   uint64_t window_ = UINT64_MAX;  // the current window
-  std::vector<bool> was_cached_;  // by window
+  std::vector<bool> was_cached_;  // by window: completely cached at open
   std::deque<Behind> behind_;     // the current window last
   uint64_t bytes_read_ = 0;
-  uint64_t cached_ = 0;
+  uint64_t cached_ = 0;  // sum of behind_[i].bytes
   uint64_t cached_peak_ = 0;
 };
 

@@ -52,7 +52,8 @@ struct Files {
     return right;
   }
 
-  // The dropped windows, in order, as {first letter of the file, index}; each must be whole.
+  // The dropped windows, in order, as {first letter of the file, index}. Fails if one was dropped
+  // only in part.
   std::vector<std::pair<char, uint64_t>> dropped() const {
     std::vector<std::pair<char, uint64_t>> windows;
     for (const IoCall& call : recorded.drops()) {
@@ -132,7 +133,7 @@ TEST(DataReader, SeekingBackCountsEachReadOnce) {
   EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}, {'a', 0}, {'a', 2}, {'a', 0}}));
 }
 
-// A plan counts each read as one call, also if it crosses a window.
+// A plan counts each read as one call, even if the read crosses windows.
 TEST(DataReader, MakesOneCallPerRead) {
   Files files(20 << 20);
   files.recorded.be_cold();

@@ -1,4 +1,4 @@
-// The exchanges of ranks on one machine, one per exchange group of a plan.
+// The shared memory through which ranks on one machine exchange bytes, for a load and for a save.
 #pragma once
 
 #include <map>
@@ -9,8 +9,8 @@
 
 namespace modicum {
 
-// One ring in shared memory for each exchange group. Construct before the ranks are forked; must
-// outlive every Exchange from end_of.
+// One ring in shared memory for each exchange group of a plan. Construct it before the ranks are
+// forked. It must outlive every Exchange from end_of.
 class Rings {
  public:
   explicit Rings(const Plan& plan);
@@ -23,17 +23,18 @@ class Rings {
   std::map<int, SharedRing> rings_;  // by the first rank of the group
 };
 
-// The same for the short runs of a save: a SharedGather for each node.
+// One SharedGather for each node, through which a save collects short runs. Construct it before the
+// ranks are forked. It must outlive every Gather from end_of.
 class Gathers {
  public:
   explicit Gathers(const Plan& saved);
   explicit Gathers(const Plan&&) = delete;
-  // The end of `rank`; null if the save does not gather.
+  // The Gather of `rank`; null if the save does not gather.
   std::unique_ptr<Gather> end_of(int rank, Board& board);
 
  private:
   const Plan& plan_;
-  std::map<int, SharedGather> nodes_;  // by first rank
+  std::map<int, SharedGather> nodes_;  // by the first rank of the node
 };
 
 }  // namespace modicum

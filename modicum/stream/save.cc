@@ -20,7 +20,7 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
   std::vector<uint32_t> file_of;
   for (const SavedTensor& tensor : form.tensors) {
     specs.push_back(tensor.spec);
-    // Tensors that were not stored go into the last file.
+    // Tensors that the source does not store go into its last file.
     file_of.push_back(tensor.stored ? source.manifest.tensors[*tensor.stored].at.file
                                     : static_cast<uint32_t>(source.manifest.files.size()) - 1);
   }
@@ -29,7 +29,7 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
                          as.stem);
 }
 
-// The buffers exist already: in host memory, or behind Sink::fetch.
+// The save's plan allocates no buffer: each is in host memory or read with Sink::fetch.
 PlanOptions options_of(const Plan& loaded, bool gathers) {
   const auto at_hand = [](Destination to) {
     return to == Destination::copy ? Destination::copy : Destination::given;
@@ -62,9 +62,10 @@ std::vector<SavePlan::Copied> copied_of(const SavedForm& form, const Manifest& s
   return copied;
 }
 
+// Whether a run's elements are contiguous in the buffer.
 bool is_along(const Transfer& t) noexcept { return t.runs.at_step == 1 || t.runs.length == 1; }
 
-// The elements of a run in host memory.
+// The elements of a transfer's first run in host memory.
 Snapshot::Pieces pieces_of(const Transfer& t, std::span<const std::byte> host) {
   const uint64_t size = bytes_of(t.to_dtype, 1);
   return {host.data() + bytes_of(t.to_dtype, t.runs.at), size,
@@ -103,7 +104,7 @@ class Save {
       copy_unread(worker);
       finish(worker);
     });
-    // Divided rows: all ranks begin at the same time.
+    // Ranks that write parts of the same rows begin at the same time: see DataWriter.
     if (run_.snapshot == nullptr) at_.board->barrier(at_.rank);
     if (at_.gather != nullptr) workers_ = 1;
     run_rank_workers(*at_.board, at_.rank, workers_, [this](int index) {
@@ -119,7 +120,7 @@ class Save {
   }
 
  private:
-  // One thread. All generate the same writes; each carries out every workers_-th one.
+  // One thread. All threads generate the same writes; each carries out every workers_-th one.
   struct Worker {
     Worker(Save& save, int index_of)
         : index(index_of),
@@ -136,8 +137,8 @@ class Save {
     }
 
     const int index;
-    int64_t next = 0;
-    const std::span<std::byte> share, tile, room;
+    int64_t next = 0;                              // number of the next write
+    const std::span<std::byte> share, tile, room;  // staging: all, for the saved dtype, for casts
     DataWriter writer;
     DataReader source;
   };
@@ -183,6 +184,7 @@ class Save {
                                             bytes_of(t.to_dtype, t.runs.length));
   }
 
+  // The bytes of a write, collected in the worker's tile.
   std::span<const std::byte> staged(Worker& worker, const Write& write) const {
     std::byte* to = worker.tile.data();
     for (const Transfer& t : write.transfers) {
@@ -192,7 +194,8 @@ class Save {
     return worker.tile.first(write.at.bytes());
   }
 
-  // Casts one run of a buffer to the saved dtype.
+  // Casts one run of a buffer to the saved dtype. The plan loads the saved files, so a save goes
+  // from a transfer's to_dtype to its from_dtype.
   void take(Worker& worker, const Transfer& t, std::byte* to) const {
     const std::span<const std::byte> host = run_.from.host(t.buffer);
     const bool along = is_along(t);
@@ -200,7 +203,9 @@ class Save {
       return cast(bytes_at(t).data(), t.to_dtype, to, t.from_dtype, t.runs.length);
     }
     if (along && !t.casts()) return fetch(t, 0, {to, bytes_of(t.to_dtype, t.runs.length)});
-    // Gathered first, from a device, or one element at a time where the buffer has another order.
+    // Otherwise copied to `room` before the cast: in one piece from a device or a snapshot, or
+    // element by element if the buffer has another order. `most` is a multiple of 8, so that parts
+    // of elements smaller than a byte end on a byte.
     std::array<std::byte, 4096> gathered;
     const std::span<std::byte> room = along ? worker.room : std::span(gathered);
     const auto most = static_cast<int64_t>(room.size() * 8) / bits_per_element(t.to_dtype) / 8 * 8;
@@ -216,7 +221,7 @@ class Save {
     }
   }
 
-  // Elements of a run, contiguous in the buffer, from the i-th on.
+  // Copies elements of a run that is contiguous in the buffer, from the i-th on.
   void fetch(const Transfer& t, int64_t i, std::span<std::byte> elements) const {
     const std::span<const std::byte> host = run_.from.host(t.buffer);
     if (run_.snapshot == nullptr || host.empty()) {
@@ -226,6 +231,7 @@ class Save {
     run_.snapshot->read({first, elements.size()}, elements.data());
   }
 
+  // Copies the elements of a run that is not contiguous in the buffer.
   void gather(const Transfer& t, std::span<const std::byte> host,
               std::span<std::byte> elements) const {
     if (run_.snapshot != nullptr && !host.empty()) {

@@ -1,4 +1,4 @@
-// Saving local buffers into the files of a checkpoint. Part of the door of `stream`.
+// Saves local buffers into the files of a checkpoint. Part of the public header of `stream`.
 #pragma once
 
 #include <memory>
@@ -18,34 +18,34 @@ namespace modicum {
 struct RankContext;
 
 struct SaveForm {
-  bool copies_unused = true;   // stored tensors that no target reads are copied from the source
-  std::optional<DType> dtype;  // default: as loaded
-  std::optional<uint64_t> shard_bytes;  // of a file; default: the files of the source
+  bool copies_unused = true;   // copies stored tensors that no target reads from the source
+  std::optional<DType> dtype;  // dtype of saved floats; default: as loaded
+  std::optional<uint64_t> shard_bytes;  // size of a file; default: the source's division into files
   std::vector<bool> is_computed;        // see SavedOptions
-  std::string_view stem = kModelStem;   // of the files' names
-  bool gathers = true;                  // see PlanOptions; not in the background
+  std::string_view stem = kModelStem;   // first part of the files' names
+  bool gathers = true;                  // see PlanOptions; must be false for a background save
 };
 
-// A save carries out, in reverse, the plan that would load the saved files. Not movable, as the
-// plan borrows.
+// A save carries out, in reverse, the plan that would load the saved files. Not movable, as plan_
+// refers to the other members.
 class SavePlan {
  public:
-  // Saves the buffers that the plan `loaded` has filled from the checkpoint `source`.
-  // MISMATCH if two tensors would have one name; USAGE without a tensor.
+  // For the buffers that the plan `loaded` has filled from the checkpoint `source`. Throws MISMATCH
+  // if two tensors would have one name; USAGE if there is no tensor to save.
   SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm& form = {});
   SavePlan(const SavePlan&) = delete;
   SavePlan& operator=(const SavePlan&) = delete;
 
   const SavedForm& form() const noexcept { return form_; }
-  const Manifest& manifest() const noexcept { return manifest_; }  // of the saved files
-  const Plan& plan() const noexcept { return plan_; }              // that would load them
+  const Manifest& manifest() const noexcept { return manifest_; }  // lists the saved files
+  const Plan& plan() const noexcept { return plan_; }              // would load the saved files
   // A tensor that no target reads: its index in the source's manifest and in the saved one.
   struct Copied {
     uint32_t from = 0;
     uint32_t to = 0;
   };
   std::span<const Copied> copied() const noexcept { return copied_; }
-  // The memory of a save on each rank, besides the buffers and plan().staging.
+  // The memory of a save on each rank in addition to the buffers and plan().staging.
   Footprint footprint() const;
 
  private:
@@ -62,34 +62,36 @@ struct SaveFiles {
   const std::string& directory;
 };
 
-// Creates file `file` of `manifest` in its full size, with its header. Reserved space cannot run
-// out later; a sparse file takes space for written pages. Returns the bytes written. CONFLICT if
-// the file exists; NOSPACE, IO.
+// Creates file `file` of `manifest` in its full size, with its header. Space::reserved: later
+// writes can't run out of space. Space::sparse: only written pages take space. Returns the bytes
+// written. Throws CONFLICT if the file exists, NOSPACE or IO.
 enum class Space : uint8_t { reserved, sparse };
 uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& to,
                      Space space = Space::reserved);
 
 // The counters of one rank's save.
 struct SaveOutcome {
-  uint64_t written_bytes = 0;   // headers included
-  uint64_t read_bytes = 0;      // of tensors copied from the source
-  uint64_t gathered_bytes = 0;  // that this rank gave to the ranks of its node to write
+  uint64_t written_bytes = 0;   // bytes that this rank wrote, headers included
+  uint64_t read_bytes = 0;      // bytes read from the source to copy its unread tensors
+  uint64_t gathered_bytes = 0;  // bytes that this rank put into the node's Gather
 };
 
 // Saves rank `at.rank`'s part of the plan from `from`, the buffers that were loaded. All ranks call
-// it at the same time; `sums` receives the sums of this rank's writes. Memory besides the
-// buffers is charged to `at.ledger` and committed before the first byte is written.
+// it at the same time; `sums` receives the sums of this rank's writes. All memory but the buffers
+// is charged to `at.ledger` and committed before the first byte is written.
 //
 // On success this rank's writes are synced, but not the directory. The files are complete once all
 // ranks have returned and the merged sums are proven. On failure the caller must discard the
-// directory. Errors: NOSPACE, IO, CONFLICT if a file exists; UNSUPPORTED if a buffer can't be read;
+// directory. Throws NOSPACE, IO; CONFLICT if a file exists; UNSUPPORTED if a buffer can't be read;
 // BUDGET, NOMEM; PEER if another rank failed.
 //
-// With `at.gather`, which is required if the plan's staging has a part of it and which has been
-// committed, the ranks of the node write the short runs of divided rows together.
+// If the plan's staging has a gather part, `at.gather` is required and must be committed: the ranks
+// of a node then collect the short runs of rows that are divided among ranks, and write them
+// together.
 //
-// In the background the host memory is read through `snapshot`, which `expect_writes` was called
-// for. All ranks have called create_files before, and then met; the save meets no other rank.
+// A background save has a `snapshot`, for which expect_writes was called, and reads host memory
+// through it. Before, all ranks must call create_files and pass a barrier. The save itself has no
+// barrier then.
 struct SaveRun {
   const Checkpoint& source;
   const SavePlan& plan;
@@ -99,12 +101,13 @@ struct SaveRun {
   Snapshot* snapshot = nullptr;
 };
 SaveOutcome save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums);
-// Expects what rank `rank` will read from host memory in a save of this plan. All of it is covered.
+// Calls snapshot.expect for all host memory that rank `rank` reads in a save of this plan. The
+// snapshot must cover this memory.
 void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& from);
 
-// Creates this rank's share of the files of `manifest`, with their headers, and reserves their
-// space, so that a full disk fails here. Returns the bytes written. CONFLICT if a file exists;
-// NOSPACE, IO.
+// Creates every which.ranks-th file of `manifest` from number which.rank on, with its header and
+// reserved space, so that a full disk fails here. Returns the bytes written. Throws CONFLICT if a
+// file exists, NOSPACE or IO; PEER if another rank failed.
 struct RankOfMany {
   int rank = 0;
   int ranks = 1;

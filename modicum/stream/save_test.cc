@@ -1,5 +1,5 @@
-// House tests of a save: load, save, and compare the saved files with the loaded ones, with ranks
-// as threads and files in memory.
+// Tests of a save: load, save, and compare the saved files with the loaded ones, with ranks as
+// threads and files in memory.
 #include "modicum/stream/save.h"
 
 #include <gtest/gtest.h>
@@ -76,7 +76,7 @@ struct Saved {
   std::map<std::string, uint64_t> digests;  // by tensor
 };
 
-// Loads with all ranks, then saves to /out. The digests are those of the merged, proven sums.
+// Loads with all ranks, then saves to /out. The digests come from the merged, proven sums.
 Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePlan& saved,
                     FileSystem& files, int threads = 1) {
   SteadyClock clock;
@@ -182,8 +182,8 @@ TEST(Save, SavedFilesEqualTheLoadedOnes) {
       for (const DataFile& file : saved.manifest().files) size += file.identity.size_bytes;
       EXPECT_EQ(written, size);
       EXPECT_EQ(read, 77U);
-      // Always the rows of "conv", which is transposed, but rank 0 has none of it in this flat
-      // group.
+      // Rows of "conv", which is transposed, are gathered in every layout but "zero2": in its flat
+      // group rank 0 has no element of "conv".
       EXPECT_EQ(gathered > 0, plan.ranks() > 1 && layout.name != "zero2");
       Footprint promised = saved.footprint();
       EXPECT_EQ(saved.plan().staging.total_bytes, plan.options.staging_bytes);
@@ -195,9 +195,9 @@ TEST(Save, SavedFilesEqualTheLoadedOnes) {
   }
 }
 
-// In the background, while all memory is overwritten: the files and the digests are the same.
-// Catches: memory that is read behind the snapshot's back, or not expected; ranks that wait for
-// each other; a digest of other bytes than the written ones.
+// A background save while all memory is overwritten has the same files and digests. Catches: memory
+// that is read directly instead of through the snapshot, or that was not expected; ranks that wait
+// for each other; a digest of other bytes than the written ones.
 TEST(Save, InTheBackgroundTheValuesAreThoseOfTheBeginning) {
   MemoryFileSystem source;
   source.make_directory("/m");
@@ -311,7 +311,7 @@ void expect_ends(const Checkpoint& checkpoint, const Plan& plan) {
       const auto gather = gathers.end_of(rank, board);
       const RankContext at{rank, &board, nullptr, &ledger, gather.get()};
       ChunkSums sums(saved.manifest(), kPoint);
-      try {  // one rank may still load when the other one fails
+      try {  // a rank that still loads when the other fails throws PEER
         load(checkpoint, plan, at, shards);
         save({checkpoint, saved, at, shards}, {files, out}, sums);
       } catch (const Error& error) {
@@ -343,7 +343,7 @@ TEST(SaveFault, AFailingCallEndsAllRanks) {
   }
 }
 
-// The end of the furthest of these ranges.
+// The highest end of the ranges recorded as `what`.
 uint64_t end_of(const std::vector<IoCall>& ranges, const std::string& what) {
   uint64_t end = 0;
   for (const IoCall& range : ranges) {
@@ -371,9 +371,9 @@ TEST(Save, DirtyPagesAreBounded) {
   EXPECT_EQ(files.calls().back().what, "close");
 }
 
-// Every second 16 KiB of a file belong to another rank, which is nearly as far. Its pages are
-// written back when it has passed them, too, and dropped later still; the dirty pages are bounded
-// all the same. Catches: pages that are written back, or dropped, while the other rank writes them.
+// Every second 16 KiB of a file belong to another rank, which writes at nearly the same offset.
+// Pages are written back once that rank has also passed them, and dropped later; dirty pages stay
+// bounded. Catches: pages that are written back, or dropped, while the other rank writes to them.
 TEST(Save, SharedPagesAreWrittenBackLater) {
   MemoryFileSystem under;
   under.make_directory("/out");
@@ -382,7 +382,7 @@ TEST(Save, SharedPagesAreWrittenBackLater) {
   const std::string out = "/out";
   DataWriter writer(files, out);
   const std::vector<std::byte> bytes(16 * kKiB);
-  const uint64_t window = DataWriter::kWindowBytes;  // of the file; half of it is own bytes
+  const uint64_t window = DataWriter::kWindowBytes;  // file range; this rank writes half of it
   for (uint64_t at = 0; at < 64 * kMiB; at += 32 * kKiB) {
     writer.write("a", at, bytes);
     const uint64_t end = at + bytes.size();

@@ -40,7 +40,8 @@ void Conversion::run(const std::byte* from, int64_t first, std::byte* to, int64_
   cast_strided(from, from_dtype_, to, to_dtype_, n, to_step);
 }
 
-// Row by row of the codes, since each row of codes has one row of scales.
+// Goes row by row, since each row of codes has its own row of scales, and in a row by kScalesAtOnce
+// blocks at a time.
 void Conversion::dequantise(const std::byte* from, int64_t first, std::byte* to, int64_t n,
                             int64_t to_step) const noexcept {
   const int64_t to_bytes = to_step * bytes_per_element(to_dtype_);
@@ -49,9 +50,10 @@ void Conversion::dequantise(const std::byte* from, int64_t first, std::byte* to,
   std::array<float, kScalesAtOnce> wide;
   while (n > 0) {
     const int64_t column = first % grid_.codes[1];
-    const int64_t into = column % block;
+    const int64_t into = column % block;  // codes of the first block that are before `first`
     const int64_t in_row = std::min(n, grid_.codes[1] - column);
     const int64_t blocks = std::min(kScalesAtOnce, (into + in_row - 1) / block + 1);
+    // Fewer blocks than the limit reach the end of the row.
     const int64_t codes = blocks < kScalesAtOnce ? in_row : std::min(in_row, blocks * block - into);
     const int64_t scale = grid_.index_of(first) - scales_.first;
     widen_scales(scales_.bytes + scale * scale_bytes, scale_dtype_, blocks, wide.data());

@@ -1,28 +1,30 @@
-// Converts stored elements to those of a target: casts, and FP8 codes times their scales.
+// Converts stored elements to a target's dtype: casts them, or multiplies FP8 codes by scales.
+// Internal to `stream`.
 #pragma once
 
 #include "modicum/plan/plan.h"
 
 namespace modicum {
 
-// Stored scales in host memory: elements of a scale tensor from `first` on.
+// Stored scales in host memory: `bytes` points to element `first` of a scale tensor.
 struct ScalesAtHand {
   const std::byte* bytes = nullptr;
   int64_t first = 0;
 };
 
-// The scales of the tensor of codes `stored`. Their extent `read` has been read to `at_hand`.
+// The scales of `stored`, a tensor of codes: extent `read` of its scale tensor, which has been read
+// to `at_hand`. None if `read` is empty.
 ScalesAtHand scales_read(const Plan& plan, uint32_t stored, const Extent& read,
                          const std::byte* at_hand);
 
-// The conversion of one transfer's elements. Any thread.
+// The conversion of one transfer's elements. Thread-safe.
 class Conversion {
  public:
   // If the transfer dequantises, `scales` must cover scale_extent(plan, transfer).
   Conversion(const Plan& plan, const Transfer& transfer, const ScalesAtHand& scales) noexcept;
 
-  // Converts `n` contiguous stored elements at `from`, the first being element `first` of its
-  // tensor, and writes them to `to`, `to_step` elements apart.
+  // Converts `n` contiguous stored elements at `from`, of which the first is element `first` of its
+  // tensor, and writes them to `to`. There neighbours are `to_step` elements apart.
   void run(const std::byte* from, int64_t first, std::byte* to, int64_t n,
            int64_t to_step = 1) const noexcept;
 

@@ -10,7 +10,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kPoisonStepBytes = 16 * kMiB;
+constexpr size_t kPoisonStepBytes = 16 * kMiB;  // between calls of `poll`
 
 }  // namespace
 
@@ -83,7 +83,7 @@ void DigestSum::add(uint32_t buffer, int64_t at, std::span<const std::byte> elem
   // Elements smaller than a byte are digested byte by byte.
   const auto scaled = [&](int64_t count) { return bits < 8 ? count * bits / 8 : count; };
   const bool is_target = buffer < plan_.recipe->targets.size();
-  // Flat groups have no replicas.
+  // Flat groups have no replicas, so each rank digests its part of them.
   if (is_target && !is_primary(*plan_.recipe, plan_.layout, buffer, rank_)) return;
   uint64_t sum = 0;
   for_each_held_run(plan_, buffer, rank_, {at, at + n},

@@ -1,4 +1,4 @@
-// The seam to the memory of a rank's local buffers.
+// The interface to the memory of a rank's local buffers.
 #pragma once
 
 #include <atomic>
@@ -13,34 +13,34 @@
 
 namespace modicum {
 
-// Called by several threads, but during a load never for the same element.
+// Several threads may call it at once, but during a load never for the same element.
 class Sink {
  public:
   virtual ~Sink() = default;
-  // Host memory of local buffer `buffer`, padding included, to write into; empty if the buffer
-  // takes only copies.
+  // Host memory of local buffer `buffer`, padding included; empty if the buffer must be accessed by
+  // `copy` and `fetch`.
   virtual std::span<std::byte> host(uint32_t buffer) noexcept = 0;
-  // Copies contiguous elements from staging to local buffer `buffer`, from place `at` on.
+  // Copies contiguous elements from staging to local buffer `buffer`, from its element `at` on.
   virtual void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) = 0;
   // The reverse, for a save: copies elements out of a buffer that has no host memory.
   virtual void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) = 0;
 };
 
 // Shards in host memory. Buffers with Destination::cpu are in one arena, charged as `shards` and
-// mapped at construction; its pages are first touched as the load fills them. Buffers with
+// mapped at construction; the load is the first to write to its pages. Buffers with
 // Destination::given are the caller's memory.
 class HostSink final : public Sink {
  public:
   using Given = std::vector<std::span<std::byte>>;
   using Copy = std::function<void(uint32_t buffer, int64_t at, std::span<const std::byte>)>;
-  // `given`: for each target with Destination::given its memory; USAGE, naming the tensor, if a
-  // size differs. `copy` receives the elements of targets with Destination::copy, on any thread.
-  // Errors: BUDGET, NOMEM.
+  // given[b] is the memory of buffer b, used if its destination is Destination::given. `copy`
+  // receives the elements of buffers with Destination::copy, on any thread. Throws USAGE, naming
+  // the tensor, if given memory has another size than its buffer; BUDGET, NOMEM.
   HostSink(const Plan& plan, int rank, Ledger& ledger, Given given = {}, Copy copy = {});
   HostSink(const Plan&&, int, Ledger&, Given = {}, Copy = {}) = delete;
   std::span<std::byte> host(uint32_t buffer) noexcept override;
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
-  // Always UNSUPPORTED: elements that were passed to a callback can't be read back.
+  // Always throws UNSUPPORTED: elements that were passed to a callback can't be read back.
   void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override;
   // Fills all memory with a pattern, so that a check notices elements that were never written.
   void poison(Poll poll = kNoPoll);
@@ -51,27 +51,27 @@ class HostSink final : public Sink {
   const Plan& plan_;
   int rank_ = 0;
   Buffer arena_;
-  std::vector<uint64_t> begins_;  // of each buffer, and the end
+  std::vector<uint64_t> begins_;  // by buffer: offset in arena_; the last is the arena's size
   const Given given_;
   const Copy copy_;
 };
 
-// One rank's part of the model's digest: over the elements of which it is the primary replica. The
-// sum over all ranks, modulo 2^64, is the digest, independent of the layout.
+// One rank's part of the model's digest: covers the elements for which the rank is the primary
+// replica. The sum over all ranks, modulo 2^64, is the digest, which does not depend on the layout.
 class DigestSum {
  public:
   DigestSum(const Plan& plan, int rank);
   DigestSum(const Plan&&, int) = delete;
-  // Adds elements [at, at + n) of a local buffer, in the target's dtype. Any thread; each element
-  // once.
+  // Adds elements [at, at + n) of a local buffer, in the target's dtype. Thread-safe. Each element
+  // must be added once.
   void add(uint32_t buffer, int64_t at, std::span<const std::byte> elements) noexcept;
   uint64_t value() const noexcept { return sum_.load(std::memory_order_relaxed); }
 
  private:
   const Plan& plan_;
   const int rank_;
-  std::vector<uint64_t> seeds_;                             // of each target
-  std::vector<std::pair<uint32_t, uint64_t>> alias_seeds_;  // target, seed of its alias
+  std::vector<uint64_t> seeds_;                             // by target
+  std::vector<std::pair<uint32_t, uint64_t>> alias_seeds_;  // for each alias: its target, its seed
   std::atomic<uint64_t> sum_{0};
 };
 

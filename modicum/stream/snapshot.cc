@@ -12,7 +12,7 @@ const std::byte* memory_at(uintptr_t at) noexcept {
   return reinterpret_cast<const std::byte*>(at);  // NOLINT(performance-no-int-to-ptr)
 }
 
-// Whole blocks that a region touches: blocks are aligned, so that no element is divided.
+// The number of blocks that a region touches. Blocks begin at multiples of kBlockBytes.
 size_t blocks_between(uintptr_t begin, uintptr_t end) noexcept {
   return (end - 1) / Snapshot::kBlockBytes - begin / Snapshot::kBlockBytes + 1;
 }
@@ -83,7 +83,7 @@ void Snapshot::for_each_piece(const Pieces& pieces,
   }
 }
 
-// Where the copied values of a part are.
+// The address of the part's copy in the window.
 std::byte* Snapshot::place_of(const Found& of) noexcept {
   return window_.bytes().data() + static_cast<uint64_t>(of.block.place) * kBlockBytes +
          (of.part.data() - of.whole.data());
@@ -93,7 +93,8 @@ void Snapshot::read(const Pieces& pieces, std::byte* to) {
   for_each_piece(pieces, [&](const Found& of, int64_t piece) {
     const std::byte* const begin = pieces.first + piece * pieces.step;
     std::byte* const place = to + static_cast<uint64_t>(piece) * pieces.size;
-    const std::lock_guard lock(mutex_);  // nothing is overwritten meanwhile
+    // Under the lock no step passes before_overwrite for a block that is still being read.
+    const std::lock_guard lock(mutex_);
     const std::byte* const from = of.block.place < 0 ? of.part.data() : place_of(of);
     std::memcpy(place + (of.part.data() - begin), from, of.part.size());
     MODICUM_ASSERT(of.block.left >= of.part.size());
@@ -102,14 +103,15 @@ void Snapshot::read(const Pieces& pieces, std::byte* to) {
   });
 }
 
-// The block needs no place any more. With the lock.
+// Frees the place of a block that was read completely. Call with the lock.
 void Snapshot::release(Block& block) {
   if (block.place >= 0) free_.push_back(block.place);
   block.place = -1;
   if (waiting_ > 0) changed_.notify_all();
 }
 
-// Whether the block may be overwritten now. With the lock.
+// Copies the block if the save has yet to read it. Returns whether the block may be overwritten
+// now. Call with the lock.
 bool Snapshot::keep(const Found& of) {
   if (of.block.left == 0 || of.block.place >= 0) return true;
   if (free_.empty()) return false;

@@ -1,5 +1,5 @@
-// The host memory that a save in the background has yet to read, while steps overwrite it. Part of
-// the door of `stream`.
+// Keeps the values of host memory for a background save while training steps overwrite the memory.
+// Part of the public header of `stream`.
 #pragma once
 
 #include <atomic>
@@ -15,55 +15,56 @@
 
 namespace modicum {
 
-// The values of memory at one time. It is no copy: a block is copied only if it would be
-// overwritten before the save has read it, and there are never more copies than the window has
-// places for.
+// The values that memory had at `charge`. Copies a block of it only if a step is about to overwrite
+// the block before the save has read it. The window has room for a fixed number of copies, in
+// places of one block.
 //
 //   block    read by the save    before_overwrite
 //   0        yes                 returns
-//   1        no                  copies it to a free place of the window, and returns
-//   2        no, no place left   waits until the save has read it, or a block that has a place
+//   1        no                  copies the block to a free place of the window, and returns
+//   2        no, no place free   waits until the save has read this block or freed a place
 //
-// The save reads a copied block from the window, whose place is then free again. So the save never
-// waits for a step, and a step waits for no longer than the save reads.
+// The save reads a copied block from the window and then frees its place. So the save never waits
+// for a step, and a step waits at most until the save has read everything.
 //
-// Life: cover; lay_out; expect; charge; then read by the save, on any thread, and before_overwrite,
-// on any thread; then end. The memory must stay mapped until `end`.
+// Call order: cover, lay_out, expect, charge; then `read` by the save while steps call `keep` and
+// before_overwrite, all on any thread; then end. The memory must stay mapped until `end`.
 class Snapshot {
  public:
   static constexpr uint64_t kBlockBytes = 256 * kKiB;
 
-  // `window_bytes`: the most that the window takes.
+  // `window_bytes`: the largest size of the window.
   explicit Snapshot(uint64_t window_bytes) : window_bytes_(window_bytes) {}
   Snapshot(const Snapshot&) = delete;
   Snapshot& operator=(const Snapshot&) = delete;
 
-  // The save will read from `memory`.
+  // Adds memory that the save will read from.
   void cover(std::span<const std::byte> memory);
-  // After the last `cover`.
+  // Divides the covered memory into blocks. Call after the last `cover`.
   void lay_out();
-  // What `charge` charges.
+  // The bytes that `charge` will charge.
   uint64_t bytes() const noexcept { return places_ * kBlockBytes + table_bytes(); }
-  // `count` pieces of `size` bytes, `step` bytes apart, each aligned to its size or `size` apart.
+  // `count` pieces of `size` bytes each; the next piece begins `step` bytes after the one before.
   struct Pieces {
     const std::byte* first = nullptr;
     uint64_t size = 0;
     int64_t step = 0;
     int64_t count = 1;
   };
-  // The save will read these covered bytes, once for each call.
+  // The save will read these covered bytes, as many times as this is called for them.
   void expect(const Pieces& pieces);
-  // Charges the window and the tables, as Purpose::snapshot. Copies commit the window's pages: if
-  // no step meets a block that is not read, it takes no memory and no time. BUDGET, NOMEM.
+  // Charges the window and the tables, as Purpose::snapshot. A page of the window is committed only
+  // when a copy needs it. Throws BUDGET or NOMEM.
   void charge(Ledger& ledger);
 
-  // Copies expected bytes, with the values that they had at `charge`, to `to`, one after the other.
+  // Copies the values that expected bytes had at `charge` to `to`, without gaps between the pieces.
   void read(const Pieces& pieces, std::byte* to);
-  // Copies the expected part of `memory`; false if the window has no room for all. Never waits.
+  // Copies the blocks of `memory` that the save has yet to read to the window. False if the window
+  // has no room for some; does not wait for room.
   bool keep(std::span<const std::byte> memory);
-  // Call before these bytes are overwritten; others may be among them.
+  // Call before these bytes are overwritten. They need not be covered.
   void before_overwrite(std::span<const std::byte> memory);
-  // Nothing more is read: waits end. Gives the window back.
+  // Call when the save reads no more: ends all waits and releases the window.
   void end() noexcept;
 
   // The time during which at least one thread has waited in before_overwrite.
@@ -71,15 +72,15 @@ class Snapshot {
   uint64_t copied_bytes() const;
 
  private:
-  struct Region {
+  struct Region {  // contiguous covered memory
     uintptr_t begin = 0, end = 0;
-    size_t first_block = 0;
+    size_t first_block = 0;  // index in blocks_
   };
   struct Block {
-    uint64_t left = 0;   // bytes to be read
-    int32_t place = -1;  // in the window; -1: the values are in the memory itself
+    uint64_t left = 0;   // bytes that the save has yet to read
+    int32_t place = -1;  // of its copy in the window; -1: not copied
   };
-  // A block, and a part of it.
+  // A block, its memory, and the part of this memory that a caller named.
   struct Found {
     Block& block;
     std::span<const std::byte> whole, part;
@@ -97,15 +98,15 @@ class Snapshot {
   std::vector<std::span<const std::byte>> covered_;
   std::vector<Region> regions_;  // disjoint, ascending
   std::vector<Block> blocks_;
-  size_t places_ = 0;
+  size_t places_ = 0;  // in the window
   Charge tables_;
   Buffer window_;
   SteadyClock clock_;
   std::atomic<bool> is_over_ = false;
-  mutable std::mutex mutex_;  // of the blocks, and of what follows
-  std::condition_variable changed_;
-  std::vector<int32_t> free_;  // places
-  int waiting_ = 0;
+  mutable std::mutex mutex_;         // guards blocks_, window_ and the members below
+  std::condition_variable changed_;  // a block was read completely, or `end` was called
+  std::vector<int32_t> free_;        // free places of the window
+  int waiting_ = 0;                  // threads that wait
   int64_t waiting_since_ns_ = 0, waited_ns_ = 0;
   uint64_t copied_bytes_ = 0;
 };

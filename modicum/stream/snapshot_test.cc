@@ -1,7 +1,7 @@
-// House test of a snapshot: whatever the order of reads and overwrites, the save reads the values
-// of the beginning. It catches: a block that is overwritten before it is read; a copy that is read
-// for another block, or freed while bytes of it are to be read; memory beyond the charge, or of a
-// window that nothing is copied to; a step that waits forever, or for a save that has ended.
+// In any order of reads and overwrites, the save must read the values of the beginning. Must fail
+// for these mutants: a block is overwritten before it is read; a copy is read for another block, or
+// freed before all of its bytes are read; more memory is used than charged; the window's pages are
+// committed without a copy; a step waits forever, or for a save that has ended.
 #include "modicum/stream/snapshot.h"
 
 #include <gtest/gtest.h>
@@ -105,7 +105,7 @@ TEST(Snapshot, IsReadAsItWasAtTheBeginning) {
   }
 }
 
-// With room for all a step never waits, and all that it overwrites is copied once.
+// If the window has room for all blocks, a step never waits, and copies each unread block once.
 TEST(Snapshot, CopiesWhatIsOverwrittenFirst) {
   Bytes memory = random_bytes(3 * kBlock, 1);
   const Bytes before = memory;
@@ -134,7 +134,7 @@ uint64_t resident_bytes() {
   return resident * kPageBytes;
 }
 
-// Zeroing a window of 256 MiB takes as long as writing as many bytes.
+// Catches: a window that is zeroed at `charge`, which takes as long as a write of its size.
 TEST(Snapshot, TakesNoMemoryBeforeTheFirstCopy) {
   constexpr uint64_t kWindow = 64 * kMiB;
   Bytes memory = random_bytes(kWindow, 1);
@@ -147,12 +147,12 @@ TEST(Snapshot, TakesNoMemoryBeforeTheFirstCopy) {
   snapshot.charge(ledger);
   EXPECT_GE(ledger.held()[Purpose::snapshot], kWindow);
   EXPECT_LT(resident_bytes(), before + kWindow / 2);
-  // All of it would not fit next to the tables, and wait for a reader.
+  // Not all of the memory: the window has no room for that, so the call would wait for a reader.
   snapshot.before_overwrite(std::span(memory).first(kWindow / 4 * 3));
   EXPECT_GE(resident_bytes(), before + kWindow / 2);
 }
 
-// What the save does not read, or has read, is overwritten at once, even without a window.
+// Memory that the save does not read, or has read, is overwritten at once, even without a window.
 TEST(Snapshot, NobodyWaitsForWhatIsNotRead) {
   Bytes memory = random_bytes(4 * kBlock, 1), elsewhere(kBlock);
   Ledger ledger;

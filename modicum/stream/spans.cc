@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kMostBytes = 8 * kMiB;  // at a time, so that progress is reported often
+constexpr uint64_t kMostBytes = 8 * kMiB;  // per read or write, so that heartbeats are frequent
 
 // Calls `fn` for each part of at most `most` bytes.
 template <typename Fn>
@@ -37,6 +37,7 @@ SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, 
   } else {
     staging = at.ledger->charge(Purpose::staging, kSnapshotStagingBytes);
   }
+  // The bytes to save for a part of the memory: with a snapshot, the values at its time.
   const auto values_of = [&](std::span<const std::byte> bytes) {
     if (what.snapshot == nullptr) return bytes;
     what.snapshot->read({bytes.data(), bytes.size()}, staging.bytes().data());

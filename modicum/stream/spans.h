@@ -1,5 +1,5 @@
-// Saves and loads stored tensors from and to contiguous host memory, without conversion. Part of
-// the door of `stream`.
+// Saves tensors from contiguous host memory, and loads them into it, without conversion. Part of
+// the public header of `stream`.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +16,19 @@ struct SaveFiles;
 struct SaveOutcome;
 class Snapshot;
 
-// Host memory for bytes [at, at + bytes.size()) of stored tensor `stored`. No element is divided.
+// Host memory for bytes [at, at + bytes.size()) of stored tensor `stored`. Both ends must be at
+// element boundaries.
 struct StoredSpan {
   uint32_t stored = 0;
   uint64_t at = 0;
   std::span<std::byte> bytes;
 };
+// Calls its argument for each span of this rank.
 using Spans = FunctionRef<void(FunctionRef<void(const StoredSpan&)>)>;
 
-// Writes this rank's spans to files, without staging or conversion. All ranks call it at the same
-// time, and their spans together must cover each byte of each tensor once. Otherwise as `save`. In
-// the background it charges staging of kSnapshotStagingBytes.
+// Writes this rank's spans to new files. All ranks call it at the same time, and their spans
+// together must cover each byte of each tensor once. A background save (with a snapshot) charges
+// kSnapshotStagingBytes; otherwise no staging is needed. In all other respects like `save`.
 struct SpansSave {
   const Manifest& manifest;
   const RankContext& at;
@@ -35,7 +37,8 @@ struct SpansSave {
 };
 constexpr uint64_t kSnapshotStagingBytes = 1 * kMiB;
 SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, ChunkSums& sums);
-// Reads into this rank's spans. Returns the bytes read. Errors as those of `load`.
+// Reads into this rank's spans. Returns the bytes read. Throws FORMAT.TRUNC, IO; CONFLICT if a file
+// changed; PEER if another rank failed.
 uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext& at);
 
 }  // namespace modicum

@@ -1,4 +1,4 @@
-// The digests of a step's tensors, from the buffers that were loaded from it.
+// Digests a step's tensors from the buffers into which the step was loaded.
 #include <algorithm>
 #include <array>
 
@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// Copies elements that are at_step apart in a buffer.
+// Copies the elements of a run, which are at_step apart in a buffer.
 void gather(const Runs& run, size_t size, std::span<const std::byte> from, std::byte* to) {
   for (int64_t i = 0; i < run.length; ++i) {
     const auto at = static_cast<size_t>(run.at + i * run.at_step) * size;
@@ -18,7 +18,7 @@ void gather(const Runs& run, size_t size, std::span<const std::byte> from, std::
   }
 }
 
-// The digest of one run. Elements smaller than a byte are digested byte by byte, as by ChunkSums.
+// The digest of one run. Elements smaller than a byte are digested byte by byte, as in ChunkSums.
 uint64_t digest_of_run(const TensorSpec& stored, uint64_t seed, const Runs& run,
                        std::span<const std::byte> from) {
   const int unit = std::max(8, bits_per_element(stored.dtype)) / 8;

@@ -1,4 +1,4 @@
-// The door of `stream`: carries out a plan within its staging.
+// The public header of `stream`: carries out a plan within its staging.
 #pragma once
 
 #include <functional>
@@ -27,15 +27,15 @@ struct RankContext {
   Board* board = nullptr;
   Exchange* exchange = nullptr;  // required if the plan exchanges
   Ledger* ledger = nullptr;      // charged for everything that the load holds
-  Gather* gather = nullptr;      // with which ranks of a node write short runs together
+  Gather* gather = nullptr;      // saves: collects the short runs of the node's ranks
 };
 
 struct LoadOptions {
-  int threads = 1;  // upper limit; the staging may hold fewer workers
-  // Returns caller-provided tensor `ordinal`, unsharded; valid until the next call. Called on the
-  // thread that calls load(), in the order of the targets.
+  int threads = 1;  // upper limit; the staging may have room for fewer workers
+  // Returns caller-provided tensor `ordinal`, unsharded; the memory must stay valid until the next
+  // call. Called on the thread that calls load(), in the order of the targets.
   std::function<std::span<const std::byte>(uint32_t ordinal)> caller;
-  uint64_t init_seed = 0;  // of `init` rules, whose values depend only on this seed and the FQN
+  uint64_t init_seed = 0;  // values of `init` rules depend only on this seed, the FQN and the index
 };
 
 // Loads rank `at.rank`'s part of the plan into `sink`. Memory other than the sink's own is charged
@@ -44,17 +44,18 @@ struct LoadOptions {
 //
 // On success every element of every local buffer, padding included, was written exactly once
 // (Coverage), and stored aliases equal their targets. On failure the contents of the sink are
-// undefined. Errors: FORMAT.TRUNC, IO; CONFLICT if a file changed; INTEGRITY if coverage is not
-// proven; MISMATCH, naming both, if a tied tensor is stored twice with different values; BUDGET,
-// NOMEM; PEER if another rank failed.
+// undefined. Throws FORMAT.TRUNC, IO; CONFLICT if a file changed; INTEGRITY if coverage is not
+// proven; MISMATCH, naming both tensors, if tied tensors are both stored and their values differ;
+// BUDGET, NOMEM; PEER if another rank failed.
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  const LoadOptions& options = {});
 
-// Supplies the expected stored elements [first, first + n) of a tensor. Must not use a load.
+// Puts the expected elements [first, first + n) of a stored tensor into `into`. Must not get them
+// by a load.
 using ExpectedElements =
     FunctionRef<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
 
-// Contiguous elements of a rank's local buffer, from place `at` on.
+// Contiguous elements of a rank's local buffer, beginning with element `at` of the buffer.
 struct HeldElements {
   int rank = 0;
   uint32_t buffer = 0;
@@ -62,27 +63,28 @@ struct HeldElements {
   std::span<const std::byte> bytes;
 };
 
-// Compares the elements of a rank, padding included, with `expected` after the recipe. The recipe
-// is evaluated by element_source, which is independent of the load's pull_back. The first
-// difference throws INTEGRITY with the tensor, the element and both values.
+// Compares a rank's elements with those that the recipe makes from `expected`, and padding with
+// zero. Evaluates the recipe with element_source, which is independent of the load's pull_back.
+// Throws INTEGRITY at the first difference, with the tensor, the element and both values.
 void check_elements(const Plan& plan, const HeldElements& held, ExpectedElements expected,
                     const LoadOptions& options = {});
 // The same for all local buffers of `sink`, which must be in host memory.
 void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
                   const LoadOptions& options = {});
 
-// The rank's part of the digest, read from the sink's host memory. Here and in dump_rank `poll` is
-// called before each tensor; an exception from it ends the call.
+// The rank's part of the digest, computed from the sink's host memory. This function and the next
+// two call `poll` before each tensor; an exception from it ends the call.
 uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll);
 
-// The rank's part of the digests of stored tensors, taken from the elements that the load has put
-// into the sink's host memory. The sum over all ranks is that of the chunks in a step's record.
-// `of`: by stored tensor, which to add. The recipe must hold these whole (held_whole).
+// The rank's part of the digest of stored tensors, computed from the elements that the load has put
+// into the sink's host memory. Over all ranks it adds up to the sum of the chunk digests in the
+// record of the step (a saved checkpoint directory). of[s]: whether to include stored tensor s, for
+// which held_whole must be true.
 uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink, const std::vector<bool>& of,
                                Poll poll = kNoPoll);
 
 // Writes `rank`'s local tensors without padding, under their own names, aliases included, to one
-// safetensors file. CONFLICT if it exists; IO, NOSPACE.
+// safetensors file. Throws CONFLICT if the file exists, IO or NOSPACE.
 struct DumpFile {
   FileSystem& files;
   const std::string& path;

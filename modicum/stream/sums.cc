@@ -14,7 +14,7 @@ namespace {
 
 // One chunk in the bytes that ranks exchange.
 struct Entry {
-  uint64_t chunk;  // in the order of the manifest
+  uint64_t chunk;  // index in ChunkSums::chunks_
   ChunkSum sum;
 };
 static_assert(sizeof(Entry) == 32);
@@ -81,6 +81,7 @@ void ChunkSums::add(uint32_t stored, uint64_t at, std::span<const std::byte> byt
 
 void ChunkSums::add(const Extent& at, std::span<const std::byte> bytes) {
   const auto& tensors = manifest_.tensors;
+  // The first tensor that ends after the begin of the extent.
   auto of =
       std::upper_bound(tensors.begin(), tensors.end(), at, [](const Extent& e, const Stored& s) {
         return std::pair(e.file, e.begin) < std::pair(s.at.file, s.at.end);

@@ -10,22 +10,22 @@
 
 namespace modicum {
 
-// The seed of a tensor's elements in digests: over its name, dtype and shape.
+// The seed with which a tensor's elements are digested: a hash of its name, dtype and shape.
 uint64_t digest_seed(const TensorSpec& spec);
-// The part of a model's digest that a tensor without elements has, so that these count, too. The
-// chunks' digests are the rest.
+// A value for each tensor, derived from its seed. A model's digest is the sum of these values and
+// of the chunks' digests, so that a tensor without elements also counts.
 uint64_t digest_of_empty(const TensorSpec& spec);
 
-// The writes to one chunk: a stretch of kChunkBytes of a tensor (the last chunk may be shorter).
-// All three members are sums over parts, threads and ranks.
+// Sums over the writes to one chunk, which is kChunkBytes of a tensor (its last chunk may be
+// shorter). The sums of several writes, threads or ranks are added member by member.
 struct ChunkSum {
-  uint64_t count = 0;        // elements
-  uint64_t fingerprint = 0;  // of their places (Powers), modulo Powers::kPrime
-  uint64_t digest = 0;       // of their values (digest_run), modulo 2^64
+  uint64_t count = 0;        // number of elements written
+  uint64_t fingerprint = 0;  // sum of point^i (Powers) over written elements i, as in Coverage
+  uint64_t digest = 0;       // sum of the hashes of their values (digest_run), modulo 2^64
 };
 
-// The sums of all chunks of a manifest's tensors. Elements smaller than a byte are counted byte by
-// byte. Any thread may add.
+// The sums of all chunks of a manifest's tensors. For dtypes below 8 bits a byte counts as one
+// element. `add` is thread-safe.
 //
 //   tensor of 9 MiB    chunk 0: 4 MiB    chunk 1: 4 MiB    chunk 2: 1 MiB
 //   rank 0 wrote       all               the first 2 MiB   -
@@ -35,23 +35,24 @@ class ChunkSums {
  public:
   static constexpr uint64_t kChunkBytes = 4 * kMiB;
 
-  // `point`: the same on all ranks of a save and unknown to the plan; above 1, below
-  // Powers::kPrime.
+  // `point`: above 1 and below Powers::kPrime, the same on all ranks of a save, independent of the
+  // plan.
   ChunkSums(const Manifest& manifest, uint64_t point);
   ChunkSums(const Manifest&&, uint64_t) = delete;
   static uint64_t held_bytes(const Manifest& manifest) noexcept;
 
-  // Counts bytes [at, at + bytes.size()) of a stored tensor as written. No element may be divided.
+  // Adds a write of `bytes` to bytes [at, at + bytes.size()) of a stored tensor. Both ends must be
+  // at element boundaries.
   void add(uint32_t stored, uint64_t at, std::span<const std::byte> bytes);
-  // The same for an extent of a file, which may contain several tensors.
+  // Adds a write to an extent of a file, which may contain several tensors.
   void add(const Extent& at, std::span<const std::byte> bytes);
 
-  // Serialises the sums of the chunks that were written to. `merge` adds those of another rank;
-  // INTEGRITY if they can't be sums of this manifest.
+  // bytes() serialises the sums of the chunks that were written to. `merge` adds the sums that
+  // another rank has serialised; throws INTEGRITY if they can't belong to this manifest.
   std::vector<std::byte> bytes() const;
   void merge(std::span<const std::byte> sums);
 
-  // INTEGRITY, naming the first tensor of which an element was not written exactly once.
+  // Throws INTEGRITY, naming the first tensor with an element that was not written exactly once.
   void prove() const;
   std::span<const ChunkSum> of_tensor(uint32_t stored) const noexcept;
   uint64_t digest_of_tensor(uint32_t stored) const noexcept;
@@ -61,7 +62,7 @@ class ChunkSums {
 
   const Manifest& manifest_;
   const Powers powers_;
-  std::vector<uint64_t> begins_;  // of each tensor in chunks_, and the end
+  std::vector<uint64_t> begins_;  // by tensor: its first chunk; the last is the number of chunks
   std::vector<uint64_t> seeds_;   // by tensor
   std::mutex mutex_;
   std::vector<ChunkSum> chunks_;

@@ -1,4 +1,4 @@
-// Compares tied tensors that are stored under both names, while both are read.
+// Compares two tied tensors that are both stored, while a load reads them. Internal to `stream`.
 #pragma once
 
 #include <atomic>
@@ -11,18 +11,19 @@
 
 namespace modicum {
 
-// For each tie of the plan, a hash sum over (place in the local buffer, bits as loaded) of either
-// side. Equal elements give equal sums, different ones practically never. Any thread may add.
+// For each tie of the plan, two sums of hashes of (place in the local buffer, loaded bits): one
+// over the alias, one over its target. Equal elements have equal sums; different ones have equal
+// sums only by a 64-bit hash collision. `add` is thread-safe.
 class Ties {
  public:
   explicit Ties(const Plan& plan);
   explicit Ties(const Plan&&) = delete;
-  // Adds loaded elements of a transfer, for places `at` and following. Ignores padding and targets
-  // without a tie.
+  // Adds loaded elements of a transfer, of which the first is element `at` of the local buffer.
+  // Ignores padding and targets without a tie.
   void add(const Transfer& of, int64_t at, std::span<const std::byte> elements) noexcept;
   // Adds the elements that a finished transfer has written to `host`, its whole local buffer.
   void add(const Transfer& done, std::span<const std::byte> host) noexcept;
-  // MISMATCH, naming the first alias whose elements differ from its target's.
+  // Throws MISMATCH, naming the first alias whose elements differ from its target's.
   void prove(int rank) const;
 
  private:

@@ -1,4 +1,4 @@
-// Ties that are stored under both names: both tensors are read and compared, and one is held.
+// Ties of which both tensors are stored: both are read and compared, and one is held.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -21,7 +21,7 @@ using Values = std::map<std::string, std::vector<std::byte>>;
 struct Model {
   MemoryFileSystem files;
   Checkpoint checkpoint;
-  uint64_t tensor_bytes = 0;  // of the embedding, as stored
+  uint64_t tensor_bytes = 0;  // stored size of the embedding
 
   explicit Model(DType dtype, const std::function<void(std::vector<std::byte>&)>& change = {},
                  bool with_head = true) {
@@ -92,7 +92,7 @@ Recipe tied(const Model& model, std::optional<DType> dtype = std::nullopt, bool 
                      {.tie_word_embeddings = true, .untie = untie, .dtype = dtype});
 }
 
-// Every strategy, destination and a few cuts.
+// Calls back for plans with every strategy, every destination and a few cuts.
 void for_each_plan(const Model& model, const Recipe& recipe,
                    const std::function<void(const Plan&)>& act) {
   std::vector<const TensorSpec*> targets;
@@ -116,7 +116,7 @@ void for_each_plan(const Model& model, const Recipe& recipe,
   }
 }
 
-// exact: both tensors are read, one is held, and the digest equals that of a file with one of them.
+// exact: both tensors are read, one is held, and the digest is the same as for a file with one.
 TEST(Ties, EqualTiedTensorsAreReadTwiceAndHeldOnce) {
   for (const auto& [from, to] : {std::pair{DType::bf16, DType::bf16}, {DType::f32, DType::bf16}}) {
     const Model model(from);

@@ -55,7 +55,7 @@ class Verify {
     check_digest(files_, step_.path, file);
   }
 
-  // The headers have been verified, so the tensors are where they were written.
+  // check_digested has verified the headers, so tensor offsets are right.
   void check_tensors(const std::string& directory, const std::string& prefix,
                      const std::vector<StepTensor>& tensors) {
     std::map<std::string_view, const StepTensor*> recorded;

@@ -1,5 +1,5 @@
-// The walk: one parameter from its place in a file to its place in a rank's shards, with the
-// numbers of every room computed by hand.
+// The walk: follows parameters from their place in a file to a rank's shards, and compares the
+// numbers of every room with numbers computed by hand.
 //
 //   a  bf16 [8]        w  bf16 [10, 6]         4 ranks, FSDP2: chunks of 2 elements and of 3 rows
 //   | 16 bytes |  36  |  36  |  36  | 12 |

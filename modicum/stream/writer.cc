@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// On the stack, since a sink in host memory has no cast room.
+// Size of a buffer on the stack, since a plan for host memory has no cast room in its staging.
 constexpr size_t kCompareRoomBytes = 4096;
 
 int64_t bytes_at(DType dtype, int64_t elements) noexcept {
@@ -65,14 +65,16 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
   for (int64_t k = 0; k < t.runs.count; ++k) {
     const std::byte* run = from + bytes_at(t.from_dtype, k * t.runs.stride);
     std::byte* to = host.data() + bytes_at(t.to_dtype, t.runs.at + k * t.runs.at_stride);
+    // A run of one element takes the contiguous path.
     const int64_t step = t.runs.length == 1 ? 1 : t.runs.at_step;
     how.run(run, t.runs.first + k * t.runs.stride, to, t.runs.length, step);
   }
 }
 
-// Sink::copy takes elements that are contiguous in the destination. If runs are contiguous there,
-// each run is a line; otherwise (a transpose) a line takes one element of each run, gathered in
-// `room`:
+// Sink::copy takes a line: elements that are contiguous in the destination. If a run is contiguous
+// there, it is a line; otherwise (a transpose) a line has one element of each run, collected in
+// `room`. Lines longer than the room are copied in parts; if a line's elements are not neighbours
+// either, one by one. A part has a multiple of 8 elements, so that it ends on a byte.
 //
 //   source, 2 runs of 3        destination, transposed: at_step 2, at_stride 1
 //     a b c                      a d b e c f
@@ -113,7 +115,7 @@ void Writer::make(const Transfer& transfer) {
     const std::byte* whole = options_.caller(transfer.from).data();
     return put(transfer, whole + bytes_at(transfer.from_dtype, transfer.runs.first));
   }
-  // Generated in small pieces on the stack.
+  // Zeros and initial values are generated on the stack, in parts.
   std::array<std::byte, 4096> made{};
   const int64_t most =
       static_cast<int64_t>(made.size()) * 8 / bits_per_element(transfer.from_dtype);

@@ -1,4 +1,5 @@
-// Puts elements from host memory into a sink: casts them, writes or compares them, counts them.
+// Puts elements from host memory into a sink: casts them, writes or compares them, and counts them.
+// Internal to `stream`.
 #pragma once
 
 #include <span>
@@ -12,8 +13,8 @@
 
 namespace modicum {
 
-// Belongs to one worker. `slot` is its staging. Elements for a sink that takes copies are cast into
-// the part of the slot after the tile (see Staging).
+// Belongs to one worker, whose staging is `slot`. Elements for Sink::copy are cast into the part of
+// the slot after the tile (see Staging).
 class Writer {
  public:
   struct Proofs {
@@ -23,14 +24,14 @@ class Writer {
   Writer(const Plan& plan, Sink& sink, const Proofs& proofs, const LoadOptions& options,
          std::span<std::byte> slot) noexcept;
 
-  // `from` points to element `transfer.runs.first` of the source. `scales` are required if the
-  // transfer dequantises.
+  // Carries out a transfer. `from` points to element `transfer.runs.first` of its source. `scales`
+  // are required if it dequantises.
   void put(const Transfer& transfer, const std::byte* from, const ScalesAtHand& scales = {});
   // Carries out a transfer that reads no file: zero, init or caller.
   void make(const Transfer& transfer);
   // Counts a transfer whose bytes were read straight into the sink's host memory.
   void placed(const Transfer& transfer) noexcept;
-  // The destination of a direct read of `transfer`.
+  // The host memory into which a direct read of `transfer` puts its bytes.
   std::span<std::byte> place_of(const Transfer& transfer) noexcept;
 
   uint64_t bytes_loaded() const noexcept { return bytes_loaded_; }
@@ -38,7 +39,7 @@ class Writer {
  private:
   void put_into_host(const Transfer& transfer, const std::byte* from, const Conversion& how,
                      std::span<std::byte> host) noexcept;
-  // Casts through `room`, then copies to the sink; compared transfers are not copied.
+  // Casts into `room`, then copies to the sink. A compared transfer is not copied, only hashed.
   void put_by_copies(const Transfer& transfer, const std::byte* from, const Conversion& how,
                      std::span<std::byte> room);
   void done(const Transfer& transfer) noexcept;

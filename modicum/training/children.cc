@@ -13,7 +13,7 @@ namespace {
 [[noreturn]] void idle(pid_t parent) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   prctl(PR_SET_NAME, "modicum-child");
-  if (getppid() != parent) _exit(0);
+  if (getppid() != parent) _exit(0);  // the parent ended before prctl
   while (true) pause();
 }
 

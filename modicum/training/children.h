@@ -1,4 +1,4 @@
-// Idle forked children, like a data loader's workers between batches. Internal to `training`.
+// Idle forked children, as a data loader's workers are between batches. Internal to `training`.
 #pragma once
 
 #include <sys/types.h>
@@ -10,17 +10,17 @@
 
 namespace modicum {
 
-// The private memory of an idle child.
+// Upper limit of an idle child's private memory.
 constexpr uint64_t kChildBytes = 256 * kKiB;
 
 class Children {
  public:
-  explicit Children(int count);  // NOMEM
+  explicit Children(int count);  // Throws NOMEM.
   ~Children();
   Children(const Children&) = delete;
   Children& operator=(const Children&) = delete;
 
-  uint64_t held_bytes() const;
+  uint64_t held_bytes() const;  // current memory of all children
 
  private:
   std::vector<pid_t> pids_;

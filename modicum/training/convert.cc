@@ -10,8 +10,8 @@
 namespace modicum {
 namespace {
 
-// A digest of everything that determines the bytes of the output. The times of the source's files
-// are a proxy for their values.
+// A digest of everything that determines the bytes of the output. Inodes and modification times of
+// the source's files are used instead of their values.
 Digest inputs_of(const ConvertTask& task) {
   Hasher hasher;
   const Plan& plan = task.load.plan;
@@ -22,6 +22,7 @@ Digest inputs_of(const ConvertTask& task) {
   return hasher.digest();
 }
 
+// The change that companion files such as config.json must record, if any.
 std::optional<NewForm> new_form_of(const Checkpoint& source, const Recipe& recipe) {
   FormTally tally;
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {

@@ -1,5 +1,5 @@
-// Converts a checkpoint without holding it: a load whose elements go straight into files. Part of
-// the door of `training`.
+// Converts a checkpoint without holding it in memory: a load that writes its elements into files.
+// Part of the public header of `training`.
 #pragma once
 
 #include <functional>
@@ -17,22 +17,23 @@ namespace modicum {
 class ConvertedForm {
  public:
   struct Options {
-    // Without it, files are divided as in the source: a target goes into the file of its first
-    // stored tensor.
+    // Size of a file. If empty, the source's division into files is kept: a target goes into the
+    // file of its first stored tensor.
     std::optional<uint64_t> shard_bytes;
-    std::string_view stem = kModelStem;  // of the files' names
-    // Names whose tensors are in the files, but are not written from the recipe's targets.
+    std::string_view stem = kModelStem;  // first part of the files' names
+    // Names of tensors that get a place in the files, but are not written from a target.
     std::set<std::string, std::less<>> without;
   };
   ConvertedForm(const Checkpoint& source, const Recipe& recipe, const Options& of);
-  // Files of any tensors: a tensor whose name, dtype and shape are a target's is written from it.
+  // The files of `manifest`, which may have any tensors. A tensor is written from the target with
+  // the same name, dtype and shape, if there is one.
   ConvertedForm(Manifest manifest, const Recipe& recipe);
 
   const Manifest& manifest() const noexcept { return manifest_; }
-  // Host memory of a conversion besides that of its loads.
+  // Host memory of a conversion in addition to that of its loads.
   Footprint footprint(const Plan& plan) const;
-  // For each target the index of its tensor in the manifest; UINT32_MAX for aliases, and for
-  // targets that no tensor is written from.
+  // For each target the index of its tensor in the manifest; UINT32_MAX for aliases and for targets
+  // from which no tensor is written.
   std::span<const uint32_t> places() const noexcept { return places_; }
   // The targets of file `file`, each followed by its aliases.
   std::span<const uint32_t> targets_of(uint32_t file) const noexcept { return targets_[file]; }
@@ -46,14 +47,14 @@ class ConvertedForm {
 };
 
 struct ConvertTask {
-  LoadTask load;  // of one rank that holds every target unsharded, with Destination::copy
+  LoadTask load;  // one rank, which holds every target unsharded; Destination::copy
   const ConvertedForm& form;
   std::string out;
-  bool keeps_holes = false;
+  bool keeps_holes = false;  // see FileSink::Options
 };
-// Converts in a rank process, one file after the other. On failure `out` does not exist; a later
-// call with the same inputs keeps the finished files. Errors as those of run_ranks and
-// ConversionJournal.
+// Converts in a rank process, one file after the other. After a failure `out` does not exist, but a
+// later call with the same inputs continues after the finished files. Throws the errors of
+// run_ranks and ConversionJournal.
 ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show);
 
 }  // namespace modicum

@@ -10,7 +10,7 @@
 namespace modicum {
 namespace {
 
-// Of the proof of ChunkSums, which is not used here: the load proves its coverage.
+// Any valid point for ChunkSums, whose proof is not used here: the load proves its coverage.
 constexpr uint64_t kPoint = 2;
 
 ConvertedFile finished_file(const ConvertPart& part, uint32_t file, uint64_t digest,

@@ -12,17 +12,17 @@
 
 namespace modicum {
 
-// The process that converts, as the owner of a journal.
+// This process, as the owner of a journal.
 StepOwner owner_of_conversion();
 bool is_owner_dead(const StepOwner& owner);
 
-// Where the tensors of a file that are no target's come from, as the planes of a state that change
-// their format.
+// A file of which tensors without a target have yet to be written, such as planes of an optimizer's
+// state in a new format.
 struct FileToComplete {
   const Manifest& manifest;
   uint32_t file = 0;
   const SaveFiles& to;
-  ChunkSums& sums;  // of `manifest`
+  ChunkSums& sums;  // for `manifest`; must receive the writes
   Ledger& ledger;
   FunctionRef<void(uint64_t bytes)> beat;
 };
@@ -31,29 +31,31 @@ struct FileOutcome {
   uint64_t written_bytes = 0;
 };
 
-// A part of the output: the files of one form. All members outlive the conversion.
+// A part of the output: the files of one form. What the members refer to must outlive the
+// conversion.
 struct ConvertPart {
   const Checkpoint& source;
   const Recipe& recipe;
   const ConvertedForm& form;
-  std::string folder;  // of the output: "", or "optimizer/"
+  std::string folder;  // in the output: "", or "optimizer/"
   bool keeps_holes = false;
-  // Of a step: `checks(sums, tensor)` is called for each written tensor and throws if its values
-  // are not the expected ones; the journal gets the digests.
+  // Set if the output is a step (a saved checkpoint directory). Called for each written tensor,
+  // throws if its values are not the expected ones. The journal then records the chunks' digests.
   std::function<void(const ChunkSums& sums, uint32_t tensor)> checks;
-  // Writes the tensors that are no target's; empty if there are none.
+  // Writes the tensors that have no target; empty if there are none. Requires `checks`.
   std::function<FileOutcome(const FileToComplete& of)> completes;
 };
 
 // The outcome of the rank. Plain data, since it is sent from the rank's process.
 struct Converted {
-  RankOutcome load;  // the peaks are the highest over all files
+  RankOutcome load;  // sums over all files; peaks are the highest
   uint64_t written_bytes = 0;
-  uint64_t kept_files = 0;
+  uint64_t kept_files = 0;  // finished by an earlier call
 };
 
 struct ConvertWorld : LoadWorld {
-  // `besides`: what the parts hold besides their loads, which have the options of `load`'s plan.
+  // `besides`: the memory of the parts in addition to that of their loads. Each load has the
+  // options of `load`'s plan.
   ConvertWorld(const LoadTask& load, std::vector<ConvertPart> of, const Footprint& besides,
                ConversionJournal& to)
       : LoadWorld(load), parts(std::move(of)), held(besides), conversion(to) {}
@@ -70,7 +72,7 @@ class ConvertRank {
 
  private:
   void convert(const ConvertPart& part);
-  // Returns the digest of the file's targets.
+  // These two return the digest of the file's targets.
   uint64_t convert(const ConvertPart& part, uint32_t file, ChunkSums* sums);
   uint64_t load_targets(const ConvertPart& part, uint32_t file, const SaveFiles& to,
                         ChunkSums* sums);

@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// Visits the shards of a state in order, split at the ends of buckets.
+// Visits the runs of a state's shards in order, divided at the ends of buckets.
 template <typename Fn>
 void for_each_part(const AdamW& state, const Fn& fn) {
   for (size_t shard = 0; shard < state.shards(); ++shard) {

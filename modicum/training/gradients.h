@@ -1,4 +1,4 @@
-// Synthetic gradients for rehearsed training. Part of the door of `training`.
+// Synthetic gradients for rehearsed training. Part of the public header of `training`.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace modicum {
 
-// The elements that a thread generates at a time, and their memory: fp32 values, followed by a
-// 16-bit copy.
+// The most elements that a thread generates at a time, and the memory for them: fp32 values,
+// followed by a 16-bit copy.
 constexpr int64_t kGradientChunk = 16384;
 constexpr uint64_t kGradientChunkBytes = kGradientChunk * (sizeof(float) + 2);
 
@@ -26,24 +26,26 @@ struct ChunkOfShard {
   int64_t global = 0;
   int64_t n = 0;
 };
-// Visits all elements of a state. Each thread gets a contiguous share of whole buckets.
+// Visits all elements of a state. The ends of buckets divide the runs of the shards into parts;
+// each thread visits a contiguous share of the parts.
 void for_each_chunk(const AdamW& state, int threads,
                     FunctionRef<void(int thread, const ChunkOfShard&)> fn);
 
-// Gradients that are a hash of (seed, step, FQN, global index), and so independent of the sharding.
+// Gradients that are a hash of (seed, step, FQN, global index), so they do not depend on the
+// sharding.
 class MadeGradients {
  public:
-  // Charges kGradientStagingBytes, which limits the number of threads. Errors: BUDGET, NOMEM.
+  // Charges kGradientStagingBytes, which limits the number of threads. Throws BUDGET or NOMEM.
   MadeGradients(uint64_t seed, int threads, Ledger& ledger);
 
   struct Step {
     int64_t number = 1;
-    std::span<const DType> dtypes;  // of the arriving gradients, by shard
+    std::span<const DType> dtypes;  // by shard: dtype in which its gradients arrive
     float loss_scale = 1;
   };
   // Generates the gradients of a step and has `state` accumulate them (AdamW::arrive).
   void deliver(AdamW& state, const Step& step, Heartbeat heartbeat) const;
-  // Initial parameters, if no checkpoint is loaded.
+  // Sets the masters to a hash of (seed, global index), for runs without a checkpoint.
   void make_masters(AdamW& state) const;
 
   uint64_t seed() const noexcept { return seed_; }

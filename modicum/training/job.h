@@ -1,5 +1,5 @@
-// The promises of a job before any of it has run: load, steps, a save and a resume. Part of the
-// door of `training`.
+// Promises the memory of a training job in advance: load, steps, a save and a resume. Part of the
+// public header of `training`.
 #pragma once
 
 #include <string>
@@ -10,13 +10,14 @@
 
 namespace modicum {
 
-// The run of `flags` that resumes what `plan` and `state` save of `saving`. The step need not exist
-// yet. Errors as those of run_of and StateFiles::require_of.
+// The run of `flags` that resumes from the step (a saved checkpoint directory) that run `saving`
+// writes with `plan` and `state`. The step need not exist yet. Throws the errors of run_of and
+// StateFiles::require_of.
 Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
                  const StateFiles& state);
 
-// The report of verb `plan`: plan_report, and with an optimizer each strategy's job, if it can be
-// saved and resumed in this layout. Otherwise a warning gives the reason.
+// The report of verb `plan`: plan_report, and with an optimizer also the promises of each
+// strategy's job. A warning gives the reason if this layout can't be saved and resumed.
 PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan);
 
 }  // namespace modicum

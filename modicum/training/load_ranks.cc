@@ -29,7 +29,7 @@ class DumpDirectory {
       }
       files().remove(task_.dump);
     } catch (const Error&) {
-      // The original failure is the one to report.
+      // Ignored, since the failure that ended the load is reported.
     }
   }
   DumpDirectory(const DumpDirectory&) = delete;
@@ -42,8 +42,8 @@ class DumpDirectory {
   bool is_finished_ = false;
 };
 
-// Digests elements and drops them. With --check it first compares them with the file, one thread at
-// a time, since the threads share the reader.
+// Digests elements and drops them. With --check first compares them with the file, one thread at a
+// time, since the threads share a reader.
 class Dropped {
  public:
   Dropped(const LoadTask& task, int rank, const RankLoad& load)
@@ -96,7 +96,7 @@ class LoadRank {
   }
 
  private:
-  // Check, digest and dump come after the peaks were read, so they don't count.
+  // Called after the peaks were read, so that they don't include the check, digest and dump.
   void finish() {
     RankLoad& load = of_.load;
     const auto heartbeat = [&load] { load.beat(); };

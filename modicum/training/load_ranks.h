@@ -1,4 +1,4 @@
-// Loading in rank processes of this machine. Part of the door of `training`.
+// Loads in rank processes of this machine. Part of the public header of `training`.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// A load of `run` in all ranks. The plan fits the budget.
+// A load of `run` in all ranks. The plan must fit the budget.
 struct LoadTask {
   const Run& run;
   const Plan& plan;
@@ -20,8 +20,8 @@ struct LoadTask {
   std::string dump;           // a new directory for the shards of each rank; empty: no dump
   uint64_t budget_bytes = 0;  // per node, for `modicum watch`; 0: none
 };
-// If the run has an optimizer, its state is allocated but takes no step. On failure the directory
-// `dump` is removed. Errors as those of run_ranks.
+// If the run has an optimizer, allocates its state, but makes no step. On failure removes the
+// directory `dump`. Throws the errors of run_ranks.
 LoadReport load_in_ranks(const LoadTask& task, ShowBytes show);
 
 }  // namespace modicum

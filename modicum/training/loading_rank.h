@@ -35,8 +35,8 @@ struct LoadingRank {
     load.outcome().baseline_bytes = baseline_bytes;
   }
 
-  // Returns `of` with the peaks since the last call. All ranks call it at the same time and wait
-  // idle.
+  // Returns `of` with the peaks since the last call. All ranks call it at the same time, and none
+  // goes on until all have read their peaks.
   RankOutcome phase_of(RankOutcome of, Board& board) {
     board.barrier(of.rank);
     of.ledger_peak_bytes = ledger.peak_since_mark();
@@ -46,7 +46,7 @@ struct LoadingRank {
     reset_peak_rss();
     return of;
   }
-  // The outcome of a phase in which nothing is loaded.
+  // The outcome of a phase without a load.
   RankOutcome later_phase(Board& board) {
     const RankOutcome& loaded = load.outcome();
     return phase_of(

@@ -36,6 +36,7 @@ double NormPage::slowest_s(int64_t step) const noexcept {
 }
 
 void NormPage::line_up(const Board& board) const {
+  // Each round takes one ticket per rank; wait until this round has taken all of its tickets.
   const auto ranks = static_cast<uint64_t>(ranks_);
   const uint64_t ticket = arrived().fetch_add(1);
   const uint64_t all = (ticket / ranks + 1) * ranks;
@@ -84,7 +85,7 @@ void LockStep::step_timed() {
   last_step_s_ = static_cast<double>(at_.clock->now_ns() - begin) / kNsPerSecond;
 }
 
-// The lanes of step `step` hold the durations of step `step` - 1.
+// The lanes of a step hold the durations of the step before it.
 void LockStep::note_time(int64_t step) {
   const double slowest_s = at_.page->slowest_s(step);
   if (slowest_s > 0) seconds_[static_cast<size_t>(timed_++) % seconds_.size()] = slowest_s;

@@ -1,4 +1,4 @@
-// Optimizer steps of all ranks in lock step. Part of the door of `training`.
+// Optimizer steps of all ranks in lock step. Part of the public header of `training`.
 #pragma once
 
 #include <array>
@@ -13,8 +13,9 @@
 
 namespace modicum {
 
-// Shared memory in which ranks exchange their parts of the gradient norm. Construct before the
-// fork. A rank writes its lane, waits at line_up, then may read all lanes until its next line_up.
+// Shared memory in which ranks exchange their parts of the gradient norm. Construct it before the
+// fork. A rank writes its lane and calls line_up, and may then read all lanes until its next
+// line_up.
 class NormPage {
  public:
   explicit NormPage(int ranks);
@@ -28,8 +29,8 @@ class NormPage {
   Lane& lane(int64_t step, int rank) const noexcept;
   // The norm over all ranks, summed in rank order, so that every rank gets the same bits.
   GradNorm norm(int64_t step) const noexcept;
-  double slowest_s(int64_t step) const noexcept;  // the longest last step of all ranks
-  // A barrier that spins, so that all ranks leave it at nearly the same time. PEER.
+  double slowest_s(int64_t step) const noexcept;  // maximum of last_step_s over all ranks
+  // A barrier that spins, so that all ranks leave it at nearly the same time. Throws PEER.
   void line_up(const Board& board) const;
 
  private:
@@ -44,20 +45,20 @@ struct StepContext {
   Board* board = nullptr;
   const NormPage* page = nullptr;
   Clock* clock = nullptr;
-  Reporter reporter;  // of the steps, as phases
+  Reporter reporter;  // receives the steps as phases
 };
 
 struct LockStepOptions {
   std::optional<double> max_norm;
   std::optional<float> loss_scale;  // initial, as in torch.amp.GradScaler; empty: no scaling
   std::span<std::byte> ring;        // for low-precision copies of an fp32 master; empty: no copies
-  uint64_t bytes_of_step = 0;       // progress per step
+  uint64_t bytes_of_step = 0;       // bytes that each step adds to the board's progress
 };
 
 // The outcome of the steps. Plain data, since it is sent from the rank's process.
 struct StepsTaken {
-  GradNorm norm;      // of the last step, over all ranks
-  float unscale = 1;  // of the last step
+  GradNorm norm;      // norm of the last step's gradients, over all ranks
+  float unscale = 1;  // factor that undoes the last step's loss scale
   LossScale loss_scale;
   int32_t skipped = 0;  // steps with a gradient that was not finite
   double step_s = 0;    // median of the slowest rank's time per step; 0: all steps were skipped
@@ -69,7 +70,7 @@ class LockStep {
  public:
   LockStep(RankOptimizer& optimizer, const StepContext& at, const LockStepOptions& options);
 
-  // Steps are numbered from 1. PEER if another rank failed.
+  // Steps are numbered from 1. Throws PEER if another rank failed.
   void step(int64_t number);
   // Call once after the last step, with its number.
   StepsTaken finish(int64_t last);

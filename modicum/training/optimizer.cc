@@ -18,8 +18,8 @@ uint64_t table_bytes(const std::vector<Trained>& trained) {
 }  // namespace
 
 std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded) {
-  // Sets a fixed threshold. A dynamic one would grow when the large lists of runs are freed here,
-  // and the allocator would then keep later ones of that size.
+  // A fixed threshold: glibc's dynamic one grows when the large lists of runs are freed here, and
+  // then memory of later large lists is not returned to the kernel when they are freed.
   mallopt(M_MMAP_THRESHOLD, static_cast<int>(128 * kKiB));
   std::vector<Trained> trained;
   for (const StateFormatRow& row : all_state_formats()) {

@@ -1,5 +1,5 @@
-// The optimizer of a rank: an AdamW per state format, fed with synthetic gradients. Part of the
-// door of `training`.
+// The optimizer of a rank: an AdamW per state format, with synthetic gradients. Part of the public
+// header of `training`.
 #pragma once
 
 #include <memory>
@@ -14,26 +14,27 @@ namespace modicum {
 // The parameters of one AdamW. The lists have one element per shard.
 struct Trained {
   AdamWSpec spec;
-  std::vector<DType> grad_dtypes;  // of arriving gradients
+  std::vector<DType> grad_dtypes;  // in which gradients arrive
   // The loaded elements from which a separate master is cast before the first step; null if the
   // loaded elements are the master.
   std::vector<const std::byte*> cast_from;
 };
 
-// The parameters that `rank` has loaded, by state format (state_format_of). Loaded memory is used
-// as the master, or receives the new parameter after each step.
+// The parameters that `rank` has loaded, one element per state format (state_format_of). The loaded
+// memory becomes the master, or receives the low-precision parameter after each step.
 std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded);
 
 // Allocates all memory of the steps at construction; together with the gradients' staging it is
-// exactly training_footprint. One thread.
+// exactly training_footprint. Not thread-safe.
 class RankOptimizer {
  public:
-  // Uses `threads` threads. The memory in `trained` and `gradients` must outlive this. BUDGET,
-  // NOMEM.
+  // Steps use `threads` threads. `gradients` and the memory to which `trained` points must outlive
+  // this. Throws BUDGET or NOMEM.
   RankOptimizer(std::vector<Trained> trained, const MadeGradients& gradients, Ledger& ledger,
                 int threads);
 
-  // Initialise the masters: cast_masters from the loaded elements, make_masters from a hash.
+  // Initialise the masters: cast_masters from the loaded elements, make_masters from a hash
+  // (MadeGradients::make_masters).
   void cast_masters(Heartbeat heartbeat);
   void make_masters();
   // Delivers all gradients of a step. Returns this rank's part of the norm.

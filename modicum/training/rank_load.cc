@@ -11,7 +11,8 @@
 namespace modicum {
 namespace {
 
-// Returns the plan after all ranks agreed on its inputs.
+// Returns the plan after all ranks have agreed on its inputs. Called before the sink's memory is
+// charged.
 const Plan& agreed(const RankLoadTask& task) {
   task.at.ledger->mark();
   task.at.board->agree(task.at.rank, task.plan.inputs);

@@ -1,4 +1,5 @@
-// The load of one rank, shared by the command line and Python. Part of the door of `training`.
+// The load of one rank, shared by the command line and Python. Part of the public header of
+// `training`.
 #pragma once
 
 #include <cstdint>
@@ -18,23 +19,23 @@ struct RankLoadTask {
   bool check = false;  // poison the destination first, so that `check_values` finds gaps
 };
 
-// Construct, then call load(), then any of the others. One thread.
+// Construct, then call load(), then any other function. Not thread-safe.
 class RankLoad {
  public:
-  // Agrees with the other ranks on the plan's inputs, then constructs the sink (`given` and `copy`
-  // as HostSink). CONFLICT if the ranks' plans differ; BUDGET, NOMEM, USAGE.
+  // Agrees with the other ranks on the plan's inputs, then constructs the sink (for `given` and
+  // `copy` see HostSink). Throws CONFLICT if the ranks' plans differ; BUDGET, NOMEM, USAGE.
   explicit RankLoad(const RankLoadTask& task, HostSink::Given given = {}, HostSink::Copy copy = {});
 
-  // Errors as those of modicum::load.
+  // Throws the errors of modicum::load.
   void load();
-  // Compares every loaded value in host memory with the checkpoint (check_values). INTEGRITY.
+  // Compares every loaded value in host memory with the checkpoint. Throws INTEGRITY.
   void check_values();
-  // Charges the ledger for the memory that outlives the load besides shards: manifest, plan, and
+  // Charges the ledger for the memory other than shards that outlives the load: manifest, plan, and
   // this rank's part of the ring.
   void book_what_stays();
-  // Stores the peaks since construction in the outcome: the ledger's and the kernel's.
+  // Stores the ledger's and the kernel's peaks since construction in the outcome.
   void note_peaks();
-  // A heartbeat. PEER if another rank failed.
+  // A heartbeat. Throws PEER if another rank failed.
   void beat() const;
 
   HostSink& shards() noexcept { return shards_; }
@@ -42,9 +43,9 @@ class RankLoad {
 
  private:
   const RankLoadTask task_;
-  ReportedPhase phase_;  // until the end of load()
+  ReportedPhase phase_;  // "load", which ends with load()
   RankOutcome outcome_;
-  const uint64_t held_before_;
+  const uint64_t held_before_;  // by the ledger, before construction
   HostSink shards_;
   Charge header_, plan_, ring_;
 };

@@ -1,4 +1,4 @@
-// The common parts of all verbs that start rank processes. Part of the door of `training`.
+// The common parts of all verbs that start rank processes. Part of the public header of `training`.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace modicum {
 // Called about every 100 ms with the progress of all ranks together, in bytes.
 using ShowBytes = FunctionRef<void(uint64_t bytes)>;
 
-// Shared by the rank processes of a verb. Construct before the fork.
+// Shared by the rank processes of a verb. Construct it before the fork.
 struct World {
   explicit World(int ranks) : board(ranks, clock) {}
 
@@ -24,19 +24,20 @@ struct World {
 
   SteadyClock clock;
   SharedBoard board;
-  int64_t begin_ns = 0;               // just before the first fork
-  std::function<int64_t()> grace_ns;  // after SIGTERM: see SuperviseOptions
-  uint64_t budget_bytes = 0;          // of the node, to be reported; 0: none
-  OwnReport own_report;               // of a rank, in its process
-  CgroupPeak cgroup_peak;             // from here on
+  int64_t begin_ns = 0;               // time just before the first fork
+  std::function<int64_t()> grace_ns;  // see SuperviseOptions
+  uint64_t budget_bytes = 0;          // budget of the node, for the report; 0: none
+  OwnReport own_report;               // each rank's process has its copy
+  CgroupPeak cgroup_peak;             // since construction
 };
 
-// run_ranks with progress; a kill by the kernel's OOM killer is reported as such.
+// Calls run_ranks, and `show` with the progress. If the kernel's OOM killer has killed a rank, the
+// error names the memory limit.
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show);
 
-// Runs Rank(world, rank).live(), which returns plain data, in a process per rank. Every Rank lives
-// until all ranks have returned from live(). Returns the results by rank. Errors as those of
-// run_ranks.
+// Runs Rank(world, rank).live() in a process per rank, and returns the results, which must be plain
+// data, by rank. Every Rank object lives until all ranks have returned from live(). Throws the
+// errors of run_ranks.
 template <typename Rank, typename OfWorld>
 auto outcomes_of(OfWorld& world, ShowBytes show) {
   using Outcome = decltype(std::declval<Rank&>().live());

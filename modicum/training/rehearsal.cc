@@ -10,7 +10,7 @@
 namespace modicum {
 namespace {
 
-// Load; first step; later steps; save.
+// The phases are the load, the first step, the later steps, and the save.
 constexpr size_t kPhases = 4;
 
 // The outcome of a rank. Plain data, since it is sent from the rank's process.
@@ -18,7 +18,8 @@ struct Rehearsed {
   std::array<RankOutcome, kPhases> phases;
   SaveOutcome save;
   StepsTaken taken;
-  uint64_t saved_digest = 0;  // this rank's part, as are those below
+  // This rank's parts of the digests.
+  uint64_t saved_digest = 0;
   uint64_t state_digest = 0;
   uint64_t model_digest = 0;
 };

@@ -21,7 +21,7 @@ bool is_in(const FoundStep& step, const std::string& name) {
                      [&](const StepFile& file) { return file.name == name; });
 }
 
-// The parameters with state of a step whose state has this format.
+// The parameters that have state in the step, as if its state had format `format`.
 std::vector<StateOf> parameters_of(const FoundStep& step, const StateFacts& facts,
                                    StateFormat format, FileSystem& files) {
   RunFlags flags{.directory = step.path, .layout = "none"};
@@ -55,7 +55,8 @@ Digest inputs_of(const ReshardTask& task) {
   return hasher.digest();
 }
 
-// Compares the digests of copied tensors with those that were recorded when they were saved.
+// Compares the digests of copied tensors with the digests in the record of the source step. Ignores
+// tensors whose values or dtype change.
 class Recorded {
  public:
   Recorded(std::span<const StepTensor> tensors, const Manifest& written,
@@ -116,7 +117,7 @@ std::vector<ConvertPart> parts_of(const ReshardTask& task) {
   return parts;
 }
 
-// Writes what goes with the tensors, and the step's record.
+// Writes the files other than tensors, and the step's record.
 class Publication {
  public:
   Publication(const ReshardTask& task, ConversionJournal& conversion, const Digest& inputs)
@@ -189,8 +190,8 @@ class Publication {
   FileSystem& files_;
   ConversionJournal& conversion_;
   StepRecord record_;
-  std::map<std::string, std::vector<uint64_t>> digests_;  // of the journal
-  std::set<std::string> written_;  // files of tensors, by the names of the source
+  std::map<std::string, std::vector<uint64_t>> digests_;  // by file: chunk digests in the journal
+  std::set<std::string> written_;  // the source's data files and indexes, which are not copied
   uint64_t written_bytes_ = 0;
 };
 
@@ -203,8 +204,8 @@ uint64_t digest_of(const std::vector<StepTensor>& tensors) {
   return digest;
 }
 
-// What the checks of the ranks don't see: headers, and files without tensors. Before a state is
-// converted also its values.
+// Checks the parts of the source that the rank does not check: headers and files without tensors.
+// If the state changes its format also all values, since these can't be compared after the write.
 void check_source(const ReshardTask& task) {
   FileSystem& files = *task.load.run.files;
   for (const StepFile& file : task.step.record.files) check_digest(files, task.step.path, file);
@@ -272,7 +273,7 @@ Footprint ReshardForm::footprint(const Plan& plan) const {
   const Plan state = plan_run(*state_run_, *state_run_->options.strategy, std::nullopt);
   held += state_->footprint(state);
   held[Purpose::header] += state_run_->checkpoint.manifest.held_bytes();
-  // The loads of the state may need more than those of the weights, which are promised.
+  // The promise covers the loads of the weights; those of the state may need more.
   const uint64_t of_state = state.promise.ledger_limit_bytes(0);
   const uint64_t of_weights = plan.promise.ledger_limit_bytes(0);
   held[Purpose::plan] += of_state - std::min(of_state, of_weights);

@@ -1,5 +1,6 @@
-// Writes a step with its tensors in other files, or its optimizer's state in another format,
-// without holding either. Part of the door of `training`.
+// Copies a step (a saved checkpoint directory) with another division into files, or with its
+// optimizer's state in another format, without holding all of it in memory. Part of the public
+// header of `training`.
 #pragma once
 
 #include <memory>
@@ -14,19 +15,19 @@ class Restate;
 struct StateFacts;
 
 struct ReshardOptions {
-  std::optional<uint64_t> shard_bytes;  // of a file; empty: files as in the step
-  std::optional<StateFormat> format;    // of the optimizer's state; empty: as saved
-  std::string staging;                  // as RunFlags::staging
+  std::optional<uint64_t> shard_bytes;  // size of a file; empty: the step's division into files
+  std::optional<StateFormat> format;    // format of the optimizer's state; empty: as saved
+  std::string staging;                  // see RunFlags::staging
 };
 
 // The files of a resharded step: every tensor under its own name. Not movable, as its members
-// borrow from each other.
+// refer to each other.
 class ReshardForm {
  public:
-  // `weights`: the step's model, every stored tensor as a target, unsharded. MISMATCH if a format
-  // is given and the step has no state; UNSUPPORTED for the state of another optimizer
-  // than AdamW, and for a parameter that is not stored under its own name if its
-  // master changes; errors as those of open_run.
+  // `weights`: the run of the step's model, in which every stored tensor is a target, unsharded.
+  // Throws MISMATCH if a format is given and the step has no state; UNSUPPORTED if the state is of
+  // another optimizer than AdamW, or if a parameter's master changes and the parameter is not
+  // stored under its own name; and the errors of open_run.
   ReshardForm(const FoundStep& step, const Run& weights, const ReshardOptions& options);
   ~ReshardForm();
   ReshardForm(const ReshardForm&) = delete;
@@ -36,9 +37,9 @@ class ReshardForm {
   const ConvertedForm* state() const noexcept { return state_ ? &*state_ : nullptr; }
   const Run& state_run() const noexcept { return *state_run_; }
   const Restate* restate() const noexcept { return restate_.get(); }
-  // state.json of the new format, if it is another one.
+  // The text of state.json in the new format; empty if the format stays the same.
   std::optional<std::string> new_facts() const;
-  // Host memory besides that of the loads. `plan`: of `weights`.
+  // Host memory in addition to that of the loads. `plan` is the plan of run `weights`.
   Footprint footprint(const Plan& plan) const;
 
  private:
@@ -51,15 +52,15 @@ class ReshardForm {
 };
 
 struct ReshardTask {
-  LoadTask load;  // of the weights: one rank that holds every target unsharded, Destination::copy
+  LoadTask load;  // load of the weights: one rank, every target unsharded, Destination::copy
   const FoundStep& step;
   const ReshardForm& form;
   std::string out;
 };
-// Writes the step to `out`, file by file, in a rank process. `out` is visible once it is a complete
-// and durable step; a later call with the same inputs keeps the files that a killed one has
-// finished. INTEGRITY, naming the tensor, if a value is not the saved one. Errors otherwise as
-// those of convert_in_rank.
+// Writes the step to `out`, file by file, in a rank process. `out` exists only once it is a
+// complete and durable step. After a kill, a later call with the same inputs continues after the
+// finished files. Throws INTEGRITY, naming the tensor, if a value is not the saved one; and the
+// errors of convert_in_rank.
 ConvertReport reshard_in_rank(const ReshardTask& task, ShowBytes show);
 
 }  // namespace modicum

@@ -14,7 +14,8 @@ namespace {
 constexpr std::array<StatePlane, 3> kPlanesOf = {StatePlane::master, StatePlane::exp_avg,
                                                  StatePlane::exp_avg_sq};
 
-// Where the bytes of a tensor lie in one side of a window.
+// The parts of one side of a window: values of a plane, lower halves of a split master, scales of
+// 8-bit moments, and the bf16 weight that is cast from a master.
 enum Slot : uint8_t { kValues, kLow, kScales, kOut, kSlots };
 
 std::map<std::string_view, uint32_t> by_name(const Manifest& manifest) {
@@ -31,7 +32,7 @@ bool is_of(Plane stored, StatePlane plane) noexcept {
   }
 }
 
-// The planes of one format in a window: memory for each slot.
+// One side of a window: memory for a plane in one format, by slot.
 struct Side {
   std::array<std::span<std::byte>, kSlots> slots;
 
@@ -76,7 +77,8 @@ struct Restate::Window {
     for (Side* const side : {&from, &to}) {
       side->slots[kValues] = take(kN * 4);
       side->slots[kLow] = take(kN * 2);
-      // Rows of kScaleBlock elements and more have at most two blocks for kScaleBlock elements.
+      // A row of r >= kScaleBlock elements has at most 2 * r / kScaleBlock blocks; the incomplete
+      // rows at both ends of the window add at most two.
       side->slots[kScales] = take((2 * kN / kScaleBlock + 2) * sizeof(float));
     }
     to.slots[kOut] = take(kN * 2);
@@ -170,7 +172,7 @@ void Restate::convert(const Parameter& of, StatePlane plane, const std::vector<T
   const int64_t numel = numel_of(of.spec.shape);
   const ScaleBlocks blocks(moment_row(of.spec.shape));
   Window& window = places.window;
-  // The bytes of a tensor that belong to elements [first, first + n).
+  // Begin and size in bytes of the part of a tensor that belongs to elements [first, first + n).
   const auto stretch = [&](const Tensor& tensor, int64_t first, int64_t n) {
     if (tensor.slot != kScales) {
       return std::pair(bytes_of(tensor.dtype, first), bytes_of(tensor.dtype, n));
@@ -180,12 +182,12 @@ void Restate::convert(const Parameter& of, StatePlane plane, const std::vector<T
                      bytes_of(DType::f32, blocks.block_of(first + n - 1) + 1 - block));
   };
   AdamNumbers numbers = adam_numbers(AdamOptions{}, 1, seed_);
-  numbers.step = of.steps;  // the random bits of its last step, as AdamW::import_from
+  numbers.step = of.steps;  // random bits of the last step, as in AdamW::import_from
   for (int64_t first = 0; first < numel;) {
     const int64_t end = first + kElements >= numel ? numel : blocks.begin_of(first + kElements);
     const int64_t n = end - first;
     const auto at = [&](AdamSpan span) {
-      // As in the shards of AdamW: random bits depend on it.
+      // The same row as in a shard of AdamW, since random bits depend on it.
       span.row = row_of(span.format).has_scales() ? moment_row(of.spec.shape) : 0;
       span.parameter = name_hash(of.spec.fqn);
       span.first = first;

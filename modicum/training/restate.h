@@ -1,4 +1,4 @@
-// An optimizer's state in another format, from file to file. Internal to `training`.
+// Converts an optimizer's state to another format, from file to file. Internal to `training`.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@
 
 namespace modicum {
 
-// The planes of a step that change their format. Values are exported to fp32 and imported as by
-// AdamW::export_to and import_from: with the saved seed and step counts, so the bits are those of
-// loading the state into an AdamW of the new format.
+// The planes of a step that change their format. Their values are converted to fp32 and from there
+// to the new format, as by AdamW::export_to and import_from with the saved seed and step counts. So
+// the bits are the same as if an AdamW of the new format had loaded the state.
 //
 // bf16 w, fp32 -> fp32-split            fp32 -> bf16-moments
 //
@@ -26,12 +26,12 @@ namespace modicum {
 //   exp_avg    =  exp_avg                 exp_avg    -> exp_avg
 //   exp_avg_sq =  exp_avg_sq              exp_avg_sq -> exp_avg_sq
 //
-// `->` is converted here, in windows of kElements; `=` is copied as any other tensor. All arguments
-// must outlive it. One thread.
+// Planes with `->` are converted here, in windows of kElements; planes with `=` are copied as any
+// other tensor. `weights` and `state` must outlive the object. Not thread-safe.
 class Restate {
  public:
-  // `from`, `to`: the state of the same parameters, in the same order. UNSUPPORTED, naming the
-  // parameter, if its master changes, and `weights` has no tensor of its name and shape.
+  // `from`, `to`: the state of the same parameters, in the same order. Throws UNSUPPORTED, naming
+  // the parameter, if its master changes and `weights` has no tensor of its name, dtype and shape.
   Restate(const Checkpoint& weights, const Checkpoint& state, const StateFacts& facts,
           std::span<const StateOf> from, std::span<const StateOf> to);
 
@@ -41,8 +41,8 @@ class Restate {
 
   // The names of weights whose bits may change.
   const std::set<std::string, std::less<>>& weights() const noexcept { return changed_weights_; }
-  // Writes those tensors of a file that change. IO, NOSPACE, BUDGET; CONFLICT if a source has
-  // changed.
+  // Writes the tensors of a file that change. Throws IO, NOSPACE, BUDGET; CONFLICT if a source file
+  // has changed.
   FileOutcome write(const FileToComplete& of) const;
 
  private:
@@ -52,13 +52,15 @@ class Restate {
     bool is_master_from, is_master_to;
     int64_t steps;
   };
-  struct Tensor;  // a stored plane, or its scales, and where they lie in a window
+  struct Tensor;  // a stored plane, or its scales, and its slot in a window
   struct Window;
-  struct Places;
+  struct Places;  // window, readers and writer of one call of `write`
 
   static bool changes(const Parameter& of, StatePlane plane) noexcept;
+  // The tensors in which `format` stores the plane, and for a master also the weight.
   static std::vector<Tensor> tensors_of(const Parameter& of, StateFormat format, bool is_master,
                                         StatePlane plane);
+  // Converts a plane of a parameter, and writes the tensors `into`.
   void convert(const Parameter& of, StatePlane plane, const std::vector<Tensor>& into,
                Places& places) const;
 

@@ -6,16 +6,16 @@
 namespace modicum {
 namespace {
 
-// For the record, COMMIT and the directories: a handful of syncs.
+// Time to write and sync the record, COMMIT and the directories.
 constexpr int64_t kCommitNs = 1 * kNsPerSecond;
-// A disk is not equally fast all the time.
+// Safety factor, since the speed of a disk varies.
 constexpr double kMargin = 1.25;
 
 }  // namespace
 
-// Shared memory begins as zeros.
+// What a rank stores in begin(). Shared memory is zero at first.
 struct SaveGrace::Begin {
-  std::atomic<uint64_t> progress;  // of the rank on the board
+  std::atomic<uint64_t> progress;  // of the rank on the board at that time
   std::atomic<int64_t> at_ns;
   std::atomic<uint32_t> has_begun;
 };
@@ -51,6 +51,7 @@ std::optional<int64_t> SaveGrace::rest_ns() const {
   const auto left = static_cast<double>(bytes_ - std::min(bytes_, written));
   const auto passed_ns = static_cast<double>(clock_.now_ns() - began_ns);
   const double rest_ns = kMargin * left * passed_ns / static_cast<double>(written);
+  // 1e18 ns (30 years) keeps the sum within int64_t.
   return static_cast<int64_t>(std::min(rest_ns, 1e18)) + kCommitNs;
 }
 

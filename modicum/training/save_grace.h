@@ -8,32 +8,34 @@
 
 namespace modicum {
 
-// Estimates the rest of a save from the rate at which all ranks together have written so far. The
-// launcher decides once, for all ranks: if the rest fits, they may use all of the grace.
+// Estimates the remaining time of a save from the rate at which all ranks together have written so
+// far. The launcher decides once, for all ranks: if the save can probably finish within the grace,
+// the ranks may use all of the grace.
 //
 //   first write                 SIGTERM                              durable        end of grace
 //   |---- bytes, seconds: rate -|---- rest / rate + a quarter, 1 s --|               |
 //                               |------------------- grace --------------------------|
 //
-// Construct before the fork, by the launcher. A rank calls begin(), the launcher the others.
+// The launcher constructs it before the fork. Ranks call begin(); the launcher calls the other
+// functions.
 class SaveGrace {
  public:
-  // `bytes`: progress of all ranks on the board from begin() to the end of the save.
+  // `bytes`: progress that all ranks together add to the board from begin() to the end of the save.
   SaveGrace(int64_t grace_ns, uint64_t bytes, const SharedBoard& board, Clock& clock);
 
-  // Just before the rank's first write.
+  // Call just before the rank's first write.
   void begin(int rank) const noexcept;
 
-  // The first call, after SIGTERM, decides: all of the grace, or 0 if the rest does not fit. It
-  // does not fit as long as a rank has not begun or no byte is written: then there is no rate.
+  // Call after SIGTERM. The first call decides: the grace, or 0 if the remaining time is longer. It
+  // is also 0 if a rank did not call begin() before or no byte is written: then there is no rate.
   int64_t granted_ns();
-  // Whether the granted time has passed. Decides as granted_ns.
+  // Whether the granted time has passed since the decision. Decides if granted_ns did not.
   bool is_over();
 
  private:
   struct Begin;
   Begin& begin_of(int rank) const noexcept;
-  std::optional<int64_t> rest_ns() const;
+  std::optional<int64_t> rest_ns() const;  // remaining time; empty if there is no rate
 
   const int64_t grace_ns_;
   const uint64_t bytes_;

@@ -15,7 +15,7 @@ namespace {
 
 // The outcome of a rank. Plain data, since it is sent from the rank's process.
 struct Saved {
-  RankOutcome load;  // with the higher peaks of load and save
+  RankOutcome load;  // its peaks cover both load and save
   SaveOutcome save;
   StepsTaken taken;
   uint64_t state_digest = 0;  // this rank's part
@@ -94,14 +94,15 @@ class SaveRank {
 
 // The outcome of a resuming rank. Plain data.
 struct Resumed {
-  RankOutcome resume, step;  // peaks: until the state is in place; after it
-  // Digests, this rank's parts: as loaded, of the compared tensors and the state; after the steps.
+  RankOutcome resume, step;  // peaks until the state is read; peaks after that
+  // This rank's parts of digests: of the compared tensors and the state, as loaded.
   uint64_t loaded_tensors = 0, loaded_state = 0;
+  // And of the model and the state, after the steps.
   uint64_t model = 0, state = 0;
 };
 
-// The stored tensors of a step whose digests are compared with its record: those that are loaded
-// whole and in their stored dtype.
+// The stored tensors of a step whose digests are compared with its record: each must be loaded
+// completely, once, and in its stored dtype.
 class Compared {
  public:
   Compared(const Run& run, const StepRecord& record)
@@ -122,7 +123,7 @@ class Compared {
   }
 
   const std::vector<bool>& by_stored() const noexcept { return is_compared_; }
-  uint64_t digest() const noexcept { return digest_; }  // recorded
+  uint64_t digest() const noexcept { return digest_; }  // sum of their recorded digests
   // Names of tensors that are loaded in part, more than once, or in another dtype.
   const std::vector<std::string>& left_out() const noexcept { return left_out_; }
 
@@ -196,7 +197,7 @@ class ResumeRank {
   Resumed outcome_;
 };
 
-// The higher peaks of both phases.
+// The outcome of a rank with the higher peak of both phases.
 RankOutcome of_both(const Resumed& of) {
   RankOutcome both = of.resume;
   both.ledger_peak_bytes = std::max(both.ledger_peak_bytes, of.step.ledger_peak_bytes);
@@ -214,7 +215,7 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
   return phases;
 }
 
-// The digests do not tell which file has changed, so the step is read again.
+// Reads the step again, since the digests of ranks do not show which file has changed.
 [[noreturn]] void fail_values(const ResumeTask& task) {
   const Verified verified = verify_step(*task.load.run.files, task.step.path, [] {});
   if (const Error* const fault = verified.first_fault()) throw *fault;

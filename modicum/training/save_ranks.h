@@ -1,4 +1,4 @@
-// Training, saving and resuming in rank processes of this machine. Part of the door of
+// Trains, saves and resumes in rank processes of this machine. Part of the public header of
 // `training`.
 #pragma once
 
@@ -11,27 +11,29 @@
 namespace modicum {
 
 struct SaveTask {
-  LoadTask load;  // of a plan with phase `save`
+  LoadTask load;  // its plan must have phase `save`
   const SavePlan& plan;
-  std::string root;
-  int64_t step = 0;
-  std::optional<size_t> keep;  // intact steps; empty: all are kept
-  // With an optimizer: the files of its state, and the number of steps before the save.
+  std::string root;            // the directory of the steps (saved checkpoint directories)
+  int64_t step = 0;            // number of the step to save
+  std::optional<size_t> keep;  // number of newest intact steps to keep; empty: all
+  // With an optimizer: the files of its state, and the number of training steps before the save.
   const StateFiles* state = nullptr;
   int steps = 0;
-  uint64_t seed = 0;  // of gradients and random bits
-  // After SIGTERM the save goes on for at most this long, if it can finish in that time.
+  uint64_t seed = 0;  // for gradients and random bits
+  // After SIGTERM the save goes on for at most this time, and only if SaveGrace expects that it
+  // finishes within it.
   int64_t grace_ns = 0;
 };
 // The memory that saving the buffers of `run` adds to a promise (PlanOptions::save). `state` is
 // null without an optimizer.
 Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state);
-// Errors as those of run_ranks and StepSave. On failure no step is visible. PREEMPTED after
-// SIGTERM, unless the save may finish (SaveTask::grace_ns) or is being published.
+// Loads, trains and saves. On failure no new step is visible. Throws the errors of run_ranks and
+// StepSave; PREEMPTED after SIGTERM, unless the save may finish (SaveTask::grace_ns) or is already
+// being published.
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show);
 
-// The optimizer's state of a step. The step must have one. Errors as those of open_checkpoint;
-// INTEGRITY.
+// The optimizer's state of a step, which must have one. The constructor throws the errors of
+// open_checkpoint; INTEGRITY.
 struct ResumeState {
   ResumeState(FileSystem& opened, const FoundStep& step);
 
@@ -40,31 +42,31 @@ struct ResumeState {
   const StateFacts facts;
 };
 struct ResumeTask {
-  LoadTask load;          // of a plan with phase `resume`, if there is a state
+  LoadTask load;          // its plan must have phase `resume` if there is a state
   const FoundStep& step;  // the step to load
   // Must fit the run (StateFiles::require_of); null: no state is read.
   const ResumeState* state = nullptr;
-  int steps = 0;
+  int steps = 0;  // number of training steps after the load
   std::optional<double> max_norm;
 };
-// Loads, reads the state, and makes `steps` more steps, with the gradients of an uninterrupted run.
-// Errors as those of load_in_ranks; INTEGRITY, naming the file and the tensor, if a value differs
-// from the saved one. Stored tensors that are loaded in part, more than once, or in another dtype
-// are not compared, and a warning is given.
+// Loads, reads the state, and makes `steps` training steps with the gradients that an uninterrupted
+// run would have. Throws the errors of load_in_ranks; INTEGRITY, naming the file and the tensor, if
+// a value differs from the saved one. Stored tensors that are loaded in part, more than once, or in
+// another dtype are not compared; the report then has a warning.
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show);
 // The memory that reading the state from these files adds to a promise (PlanOptions::resume).
 Footprint resume_footprint_of(const StateFiles& state);
 
 struct RehearsalTask {
-  LoadTask load;  // of a run with an optimizer
+  LoadTask load;  // its run must have an optimizer
   int steps = 1;
-  uint64_t seed = 0;  // of gradients and random bits
+  uint64_t seed = 0;  // for gradients and random bits
   std::optional<double> max_norm;
   // If given, must have the same load, steps and seed. The ranks then save after the steps, and
-  // make one more step, whose state a resumed run must equal.
+  // make one more step. A run that resumes must have the same state after that step.
   const SaveTask* save = nullptr;
 };
-// Errors as those of save_in_ranks.
+// Throws the errors of save_in_ranks.
 RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show);
 
 }  // namespace modicum

@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// The directory that the ranks of a save write into. Construct before the fork.
+// The directory that the ranks of a save write into. Construct it before the fork.
 struct SavePlace {
   SavePlace(const StepSave& step, const SavePlan& plan)
       : point(step.point()),
@@ -18,20 +18,20 @@ struct SavePlace {
         state_directory(step.state_directory()),
         gathers(plan.plan()) {}
 
-  const uint64_t point;
+  const uint64_t point;  // for ChunkSums
   const std::string directory, state_directory;
-  Gathers gathers;  // whose pages stay until the launcher ends
+  Gathers gathers;  // the launcher keeps their pages as long as it runs
 };
 
 // Saves the buffers of rank `at.rank` and, if `task.state` is set, the optimizer's state. All ranks
-// call it at the same time. Errors as those of save.
+// call it at the same time. Throws the errors of save.
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
                       HostSink& shards, const RankOptimizer* optimizer);
 
 // The optimizer's part of a save, over all ranks.
 struct TrainedSteps {
-  int skipped = 0;      // of the steps that the task made
-  uint64_t digest = 0;  // of the state that was saved
+  int skipped = 0;      // number of training steps that were skipped
+  uint64_t digest = 0;  // digest of the saved state
 };
 // Publishes what all ranks have saved.
 SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained);

@@ -21,7 +21,7 @@ constexpr std::array<PlaneName, 4> kPlaneNames = {{{Plane::master, "master"},
                                                    {Plane::exp_avg_sq, "exp_avg_sq"}}};
 
 // The dtype of a stored plane; empty if it is not stored. `has_master`: the parameter itself is the
-// master.
+// master, or its upper half.
 std::optional<DType> stored_dtype(const StateFormatRow& row, Plane plane, bool has_master) {
   switch (plane) {
     case Plane::master: return has_master ? std::nullopt : std::optional(row.master);
@@ -94,7 +94,7 @@ std::vector<StateOf> state_of(const Run& run) {
   return parameters;
 }
 
-// A rank whose run begins or ends within a block has a scale of its own for that block.
+// A run that begins or ends within a block holds a part of the block.
 void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
   const ScaleBlocks blocks(shard.row);
   const auto is_edge = [&](int64_t at) { return at == numel || blocks.edge_after(at) == at; };
@@ -150,7 +150,7 @@ void StateFiles::sort_names() {
 Footprint StateFiles::footprint() const {
   Footprint held;
   held[Purpose::header] = manifest_.held_bytes();
-  held[Purpose::header] += manifest_.held_bytes();  // the names
+  held[Purpose::header] += manifest_.held_bytes();  // upper limit of by_name_
   held[Purpose::plan] = ChunkSums::held_bytes(manifest_);
   return held;
 }
@@ -176,15 +176,16 @@ void StateFiles::for_each_span(const RankOptimizer& optimizer, bool to_save,
   for_each_span(shards, fn);
 }
 
-// One tensor of the state, and the shard that has elements of it.
+// A tensor of the state, and a shard that has elements of it.
 struct StateFiles::Part {
   uint32_t stored = 0;
   const HeldShard* of = nullptr;
   Plane plane = Plane::exp_avg;
-  bool is_scale = false;  // the scales of the plane
+  bool is_scale = false;  // whether `stored` has the scales of the plane
 };
 
-// In the order of the files: ranks that share pages reach them at about the same time.
+// Goes in the order of the files, so that ranks which write to the same pages do so at about the
+// same time.
 void StateFiles::for_each_span(HeldShards shards, FunctionRef<void(const StoredSpan&)> fn) const {
   std::vector<HeldShard> held;
   shards([&](const HeldShard& of) {

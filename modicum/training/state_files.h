@@ -1,7 +1,8 @@
-// The optimizer's state in the files of a step. Part of the door of `training`.
+// The optimizer's state in the files of a step (a saved checkpoint directory). Part of the public
+// header of `training`.
 //
 // Every plane of the state is a tensor with the parameter's shape and the same dtype as in memory.
-// 8-bit moments have one scale for each block, in the parameter's order:
+// 8-bit moments have one scale for each block of elements, in row-major order:
 //
 //   w [300, 256] bf16, int8-moments
 //
@@ -31,14 +32,14 @@ namespace modicum {
 struct StateOf {
   TensorSpec parameter;
   StateFormat format = StateFormat::fp32;
-  bool is_master = false;  // its memory is the master, or the upper half of one
+  bool is_master = false;  // the parameter's memory is the master, or its upper half
 };
-// The parameters of `run` that have state; it must have an optimizer. UNSUPPORTED as from
-// StateFiles.
+// The parameters of `run` that have state. The run must have an optimizer. Throws UNSUPPORTED as
+// the constructor of StateFiles does.
 std::vector<StateOf> state_of(const Run& run);
-// The tensors of their state, by name.
+// The tensors of their state, sorted by name.
 std::vector<TensorSpec> state_specs(std::span<const StateOf> parameters);
-// Whether the format stores this plane: as `suffix`, and with it the scales of its blocks.
+// A plane in a step's files: tensor FQN.suffix, and with `has_scales` also FQN.suffix_scale.
 struct StoredPlane {
   Plane plane;
   std::string_view suffix;
@@ -49,41 +50,41 @@ struct StoredPlane {
 std::vector<StoredPlane> stored_planes(StateFormat format, bool is_master);
 constexpr std::string_view kScaleSuffix = "_scale";
 
-// A rank's shard of an AdamW, and the parameter's name in the files.
+// Shard number `shard` of an AdamW, and the parameter's name in the files.
 struct HeldShard {
   AdamW& adamw;
   size_t shard = 0;
   const std::string& fqn;
 };
-// The names must stay valid during the whole call.
+// Calls its argument for each shard. The names must stay valid during the whole call.
 using HeldShards = FunctionRef<void(FunctionRef<void(const HeldShard&)>)>;
 
-// UNSUPPORTED, naming the parameter, if a shard with 8-bit moments holds a part of a block, whose
-// scale no other rank knows. `numel`: of the whole parameter.
+// For a shard with 8-bit moments of a parameter with `numel` elements. Throws UNSUPPORTED, naming
+// the parameter, if the shard has a part of a block: each rank then has its own scale for its part.
 void require_whole_blocks(const ShardSpec& shard, int64_t numel);
 
-constexpr uint64_t kStateFileBytes = 5 * kGiB;  // as transformers splits models
+constexpr uint64_t kStateFileBytes = 5 * kGiB;  // largest file: as transformers divides models
 
 // The tensors of a state, and their files.
 class StateFiles {
  public:
-  // The files for saving the state of `run`, which must have an optimizer. UNSUPPORTED, naming the
-  // parameter, if the layout divides a block of 8-bit moments between ranks.
+  // The files for saving the state of `run`, which must have an optimizer. Throws UNSUPPORTED,
+  // naming the parameter, if the layout divides a block of 8-bit moments between ranks.
   explicit StateFiles(const Run& run);
   explicit StateFiles(std::span<const StateOf> parameters);
   // The files of a saved step. `saved` is the manifest of its kStateDirectory.
   explicit StateFiles(Manifest saved);
 
-  // MISMATCH, naming a tensor, unless the state of `run`, or of these parameters, consists of
-  // exactly these tensors; UNSUPPORTED as for the constructor.
+  // Throws MISMATCH, naming a tensor, unless the state of `run`, or of `parameters`, consists of
+  // exactly the tensors of these files; UNSUPPORTED as the first constructor does.
   void require_of(const Run& run) const;
   void require_of(std::span<const StateOf> parameters) const;
 
   const Manifest& manifest() const noexcept { return manifest_; }
   // The host memory of the files on each rank, including the sums of a save.
   Footprint footprint() const;
-  // Calls back with the spans of one rank's state. `to_save`: only those whose primary replica it
-  // is.
+  // Calls `fn` for the spans of one rank's state, in the order of the files. `to_save`: only for
+  // shards of which the rank holds the primary replica.
   void for_each_span(const RankOptimizer& optimizer, bool to_save,
                      FunctionRef<void(const StoredSpan&)> fn) const;
   void for_each_span(HeldShards shards, FunctionRef<void(const StoredSpan&)> fn) const;
@@ -96,7 +97,7 @@ class StateFiles {
   uint32_t stored(const std::string& fqn, std::string_view suffix) const;
 
   Manifest manifest_;
-  std::vector<std::pair<std::string, uint32_t>> by_name_;
+  std::vector<std::pair<std::string, uint32_t>> by_name_;  // sorted; index in manifest_.tensors
 };
 
 }  // namespace modicum

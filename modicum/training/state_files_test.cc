@@ -7,8 +7,8 @@
 namespace modicum {
 namespace {
 
-// Parameters whose order is not that of their names. Catches: spans in the order of the parameters
-// or of the planes, so that ranks which share pages reach them at different times.
+// The parameters are not sorted by name. Must fail for this mutant: spans are in the order of the
+// parameters or planes, so that ranks write to shared pages at different times.
 TEST(StateFiles, SpansAreInTheOrderOfTheFiles) {
   const std::vector<std::string> names = {"layers.2.w", "embed", "layers.10.w"};
   for (const StateFormatRow& row : state_formats()) {

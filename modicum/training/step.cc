@@ -17,7 +17,7 @@
 namespace modicum {
 namespace {
 
-constexpr int kSlotsPerThread = 2;  // of the ring
+constexpr int kSlotsPerThread = 2;  // slots of the ring for low-precision copies
 
 struct StepWorld : World {
   StepWorld(const StepTask& of, const Promise& promised, uint64_t copied)
@@ -25,21 +25,23 @@ struct StepWorld : World {
 
   const StepTask& task;
   const Promise& promise;
-  const uint64_t copy_bytes;  // of a rank
+  const uint64_t copy_bytes;  // per rank: see copy_bytes_of
   const NormPage page;
 };
 
 // The outcome of a rank. Plain data, since it is sent from the rank's process.
 struct StepOutcome {
-  uint64_t fixed_bytes = 0;  // of this rank, before the state; rank 0 adds the launcher
-  std::array<uint64_t, 2> kernel_bytes{};  // with children: peak of step 1, peak since then
-  std::array<uint64_t, 2> ledger_bytes{};  // of the state
+  // Memory of this rank before its state is allocated; rank 0 adds the launcher's.
+  uint64_t fixed_bytes = 0;
+  // Peaks in step 1 and in the later steps: of this rank with its children; of the state's charges.
+  std::array<uint64_t, 2> kernel_bytes{};
+  std::array<uint64_t, 2> ledger_bytes{};
   Baselines baselines;
   StepsTaken taken;
   StateDigest digest;  // this rank's part
 };
 
-// A rank's shard of the parameter, whose ends are ends of buckets.
+// A rank's shard of the only parameter. Shards begin and end with buckets.
 AdamWSpec spec_of(const StepTask& task, int rank) {
   const int64_t buckets = ceil_div(task.params, kBucketElements);
   const auto cut = [&](int64_t r) {
@@ -117,7 +119,8 @@ class StepRank {
                                                 static_cast<double>(spec.shards[0].numel()))});
     const Children children(task_.children);
     for (int step = 1; step <= task_.steps; ++step) {
-      // In the middle step, the workers of the next epoch coexist with those of the first.
+      // In the middle step there are two sets of children, as if a data loader started the workers
+      // of the next epoch before it ended those of the last one.
       std::optional<Children> more;
       if (step > 1 && step == task_.steps / 2 + 1) more.emplace(task_.children);
       steps.step(step);
@@ -127,8 +130,9 @@ class StepRank {
     outcome_.taken = steps.finish(task_.steps);
   }
 
-  // The memory of this rank and its children; rank 0 adds the launcher's. With children it is the
-  // peak since the last note_held, else the current value.
+  // The memory of this rank and its children; rank 0 adds the launcher's. If `children` is given
+  // and the kernel can reset peaks, the rank's own part is its peak since the last note_held. All
+  // other parts are current values.
   uint64_t tree_bytes(const Children* children) const {
     const ProcessMemory own = read_process_memory();
     uint64_t sum = children != nullptr && can_reset_ ? own.peak_held() : own.held();
@@ -137,7 +141,8 @@ class StepRank {
     return sum;
   }
 
-  // Stores the peaks since the last call. All ranks call it at the same time and wait idle.
+  // Stores the peaks since the last call. All ranks call it at the same time, and none goes on
+  // until all have read their peaks.
   void note_held(size_t which, const Children& children) {
     world_.board.barrier(rank_);
     outcome_.kernel_bytes[which] = tree_bytes(&children);
@@ -159,7 +164,7 @@ class StepRank {
 // Phases of the promise: the comparison before the steps, then the steps.
 Promise promise_of(const StepTask& task, uint64_t copy_bytes) {
   std::vector<Phase> phases = {{"copy", {}}, {"compare", {}}, {"step", {}}};
-  // Workers of two epochs may coexist.
+  // Two sets of children coexist: see take_steps.
   const uint64_t children_bytes = static_cast<uint64_t>(task.children) * 2 * kChildBytes;
   for (int rank = 0; rank < task.ranks; ++rank) {
     const AdamWSpec spec = spec_of(task, rank);
@@ -174,14 +179,15 @@ Promise promise_of(const StepTask& task, uint64_t copy_bytes) {
   return make_promise(std::move(phases));
 }
 
-// The memory of each rank's buffers for the copy to compare with: the full size, or as much as the
-// budget leaves, but at least half of the memory that the steps need.
+// The memory of each rank's buffers for the memcpy that steps are compared with: the full size, or
+// as much as the budget leaves, but at least half of the memory that the compared steps need.
 uint64_t copy_bytes_of(const StepTask& task, const std::optional<Budget>& budget) {
   const uint64_t wanted = 2 * kCopyPieceBytes * static_cast<uint64_t>(task.threads);
   if (!budget) return wanted;
   const uint64_t peak = promise_of(task, wanted).node_peak_bytes(0);
   if (peak <= budget->bytes) return wanted;
   const auto ranks = static_cast<uint64_t>(task.ranks);
+  // Two pages, since both buffers are rounded up.
   const uint64_t over = ceil_div(peak - budget->bytes, ranks) + 2 * kPageBytes;
   const uint64_t least = baseline_footprint(baseline_of(task, 0, 0)).total() / 2;
   return std::max(wanted - std::min(wanted, over), least);

@@ -1,4 +1,5 @@
-// The optimizer on its own, in rank processes of this machine. Part of the door of `training`.
+// Optimizer steps without a model, in rank processes of this machine. Part of the public header of
+// `training`.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +10,10 @@
 
 namespace modicum {
 
-// The bytes that all steps together read and write.
+// The bytes that all ranks read and write in all steps.
 uint64_t bytes_to_move(const StepTask& task) noexcept;
 
-// Errors as those of run_ranks; BUDGET before a rank is started.
+// Throws BUDGET, before a rank is started, if the steps do not fit; and the errors of run_ranks.
 StepReport step_in_ranks(const StepTask& task, const std::optional<Budget>& budget, ShowBytes show);
 
 }  // namespace modicum

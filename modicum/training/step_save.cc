@@ -19,7 +19,8 @@ StepOwner this_process() {
   return {of.host, of.pid, of.started};
 }
 
-// The text of kStateRecipeFile. Values that the model computes are not in the step.
+// The text of kStateRecipeFile; empty if every target is loaded as stored, under its own name.
+// Leaves out caller-provided targets, since a step does not have them.
 std::optional<std::string> recipe_of_state(const Plan& plan) {
   const Recipe& recipe = *plan.recipe;
   const Manifest& manifest = *plan.manifest;
@@ -60,8 +61,8 @@ StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, boo
   if (has_state) files_.make_directory(state_directory());
 }
 
-// The name in flight comes first: without one, a directory whose COMMIT is gone would look like one
-// of another program.
+// Begins the step before it removes leftovers: a directory without COMMIT and without a step in
+// flight would look like the directory of another program.
 StepSave::StepSave(FileSystem& files, const Inside& inside, int64_t step)
     : files_(files), step_(begin_step_in(files, inside.directory, step, this_process())) {
   left_ = collect(files, inside.directory);
@@ -123,7 +124,7 @@ void StepSave::copy_companions(const Checkpoint& source, const SavePlan& plan, S
       });
 }
 
-// The caller's file: written here, or by a rank before.
+// Adds a file of the caller to the record; writes it unless a rank has done so.
 void StepSave::add_written(SavedStep& saved, const NewFile& file) {
   if (file.text) return add_file(saved, file.name, *file.text);
   const std::string text = read_text(*files_.open(join_path(step_.directory, file.name)));

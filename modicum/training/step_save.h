@@ -1,5 +1,5 @@
-// The leader's part of saving a step: the directory, the record and the commit. Part of the door of
-// `training`.
+// The leader's part of saving a step (a saved checkpoint directory): makes the directory, writes
+// the record and commits. Part of the public header of `training`.
 #pragma once
 
 #include <optional>
@@ -17,27 +17,27 @@ struct SavedStep {
   int64_t step = 0;
   std::string path;
   StepRecord record;
-  uint64_t written_bytes = 0;  // by the leader: companions, index, manifest
+  uint64_t written_bytes = 0;  // by the leader: files other than the ranks' data files
   std::vector<std::string> warnings;
 };
 
-// A file of a step, maybe in kExtraDirectory or kStateDirectory, which must exist. `name` includes
-// the directory. Without `text` a rank has already written the file, durably.
+// A further file of a step. `name` may begin with kExtraDirectory or kStateDirectory, which must
+// exist. Without `text` a rank must have written the file, durably.
 struct NewFile {
   std::string name;
   std::optional<std::string> text;
 };
 
-// Construct before the ranks save. Each rank writes into `directory()`, with ChunkSums at
+// Construct it before the ranks save. Each rank writes into `directory()`, with ChunkSums at
 // `point()`, and then calls hand_over_sums. After all ranks the leader calls `publish`. The
-// destructor removes the written files unless the step was published. One thread.
+// destructor removes the written files unless the step was published. Not thread-safe.
 class StepSave {
  public:
-  // Also removes the files of dead processes of this host from the root. `has_state`: makes the
-  // directory of an optimizer's state. Errors as those of begin_step.
+  // Also removes files that dead processes of this host have left in the root. `has_state`: makes
+  // the directory of an optimizer's state. Throws the errors of begin_step.
   StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false);
-  // The step becomes `inside.directory` itself; see begin_step_in. Files that it has are not
-  // replaced by those that go with the source's tensors, such as its tokenizer.
+  // The step becomes `inside.directory` itself; see begin_step_in. The source's files that are not
+  // tensors, such as its tokenizer, are copied only if the directory has no file of that name.
   struct Inside {
     std::string directory;
   };
@@ -48,15 +48,15 @@ class StepSave {
 
   const std::string& directory() const noexcept { return step_.directory; }
   std::string state_directory() const { return join_path(step_.directory, kStateDirectory); }
-  uint64_t point() const;  // of ChunkSums
-  // INTEGRITY, naming the tensor, if an element was not written exactly once; CONFLICT if another
-  // process has published the step; errors as those of publish_step. `state`: the optimizer's state
-  // that the ranks have saved, if any.
+  uint64_t point() const;  // for ChunkSums
+  // The optimizer's state that the ranks have saved.
   struct SavedState {
     const Manifest& manifest;
     std::string facts;  // the text of kStateFile
   };
-  // `more`: files of the caller's.
+  // Proves the sums, writes the other files and the record, and commits. `more`: files of the
+  // caller. Throws INTEGRITY, naming the tensor, if an element was not written exactly once;
+  // CONFLICT if another process has published the step; and the errors of publish_step.
   SavedStep publish(const Checkpoint& source, const SavePlan& plan,
                     const std::optional<SavedState>& state = {},
                     const std::vector<NewFile>& more = {});
@@ -70,7 +70,7 @@ class StepSave {
   void add_written(SavedStep& saved, const NewFile& file);
 
   FileSystem& files_;
-  std::vector<std::string> left_;
+  std::vector<std::string> left_;  // names in the root that remain of other saves
   const StepInFlight step_;
   bool is_published_ = false;
 };

@@ -14,7 +14,7 @@ class TrainedRank {
     uint64_t seed = 0;
     std::optional<double> max_norm;
   };
-  // After the load. BUDGET, NOMEM.
+  // Construct after the load. Throws BUDGET or NOMEM.
   TrainedRank(LoadWorld& world, const NormPage& page, int rank, LoadingRank& of,
               const Options& options)
       : world_(world),
