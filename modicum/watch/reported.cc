@@ -112,8 +112,7 @@ bool ReportedProcesses::has_ended(size_t place, int64_t begin_ns) const noexcept
   });
 }
 
-// The report of process `pid` at `place`, which becomes known if it is new; null if it has not
-// begun.
+// The report of process `pid` at `place`; null before it has begun. Adds it to known_ if it is new.
 ReportedProcesses::Known* ReportedProcesses::known_at(size_t place, int pid, bool is_alive,
                                                       int64_t now_ns) {
   const int64_t began_ns = table_.reports[place].begin_ns.load();

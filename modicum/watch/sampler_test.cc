@@ -130,7 +130,7 @@ TEST(Sampler, WhatCameAndWentBetweenTwoSamplesIsInThePeakAtMost) {
   tree.put(11, {.anon_kib = 12'000, .file_kib = 500, .highest_kib = 18'500});
   tree.put(12, {.anon_kib = 15'000, .highest_kib = 21'000});
   tree.sample_after();
-  // VmHWM has not grown: no sample was exceeded since.
+  // VmHWM is unchanged: no sample was exceeded since.
   tree.put(11, {.anon_kib = 13'000, .file_kib = 500, .highest_kib = 18'500});
   tree.put(12, {.anon_kib = 18'000, .highest_kib = 21'000});
   tree.sample_after();
