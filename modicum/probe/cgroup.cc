@@ -71,9 +71,9 @@ std::optional<std::string> own_path(std::string_view cgroup_text, int version,
   return std::nullopt;
 }
 
-// The components of `path` below `root`; nullopt if it is not below. In a cgroup namespace the
-// kernel writes both relative to the namespace's root, so they compare even if they begin with
-// "..". A ".." in the rest leads out of the mount.
+// The components of `path` below `root`; nullopt if `path` is not below it. In a cgroup namespace
+// the kernel writes both relative to the namespace's root, so they can be compared even if they
+// begin with "..". A later ".." leads out of the mount.
 std::optional<std::vector<std::string_view>> below(std::string_view path, std::string_view root) {
   std::vector<std::string_view> parts = split_kernel_text(path, '/');
   const std::vector<std::string_view> prefix = split_kernel_text(root, '/');
@@ -85,7 +85,7 @@ std::optional<std::vector<std::string_view>> below(std::string_view path, std::s
   return parts;
 }
 
-// The cgroups from the mount point down along `parts`, the lowest first.
+// The cgroups from the mount point down along `parts`, the innermost first.
 std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_view>& parts,
                              const std::string& test_root) {
   Level level{.version = mount.version,
@@ -102,8 +102,8 @@ std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_v
   return levels;
 }
 
-// Takes the mount of a hierarchy that shows most levels. If none shows the process's own cgroup (a
-// container with a foreign namespace), only the cgroup at the mount point is known.
+// The levels in the mount of a hierarchy that shows most of them. If no mount shows the process's
+// cgroup (a container with a foreign namespace), only the cgroup at the mount point.
 std::vector<Level> levels_below(int version, const std::string& path, std::string_view controller,
                                 std::string_view mount_text, const std::string& test_root) {
   std::vector<Level> most;
@@ -127,7 +127,8 @@ std::vector<Level> levels_with(std::string_view controller, int pid, const std::
   const std::string process = pid == 0 ? "self" : fmt::format("{}", pid);
   const std::string cgroup_text =
       read_kernel_text(fmt::format("{}/proc/{}/cgroup", root, process)).value_or("");
-  // Of the caller, although a process in a container has another: its path is the one seen here.
+  // The caller's mounts, also for a process in a container: the kernel writes /proc/PID/cgroup as
+  // the caller sees it.
   const std::string mount_text = read_kernel_text(root + "/proc/self/mountinfo").value_or("");
   std::vector<Level> levels;
   for (const int version : {1, 2}) {
@@ -157,8 +158,8 @@ std::optional<uint64_t> limit_of(const Level& level) {
   return max && high ? std::min(*max, *high) : max ? max : high;
 }
 
-// The page cache is reclaimed before the kernel refuses memory or kills. In v1 the names without
-// "total_" exclude the children.
+// Sets the page cache, which the kernel reclaims before it refuses memory or kills, and the shared
+// memory. In v1 the names without "total_" exclude the children.
 void add_usage(const Level& level, MemoryLimit& to) {
   const auto stat = read_kernel_text(level.directory + "/memory.stat");
   if (!stat) return;

@@ -10,7 +10,7 @@
 
 namespace modicum {
 
-// Another machine's /proc and /sys, below a temporary directory.
+// The /proc and /sys of an imaginary machine, in a temporary directory.
 class Machine {
  public:
   const std::string& root() const { return root_.path(); }

@@ -129,7 +129,7 @@ TEST(MemoryLimits, MalformedTextsAreIgnored) {
   EXPECT_EQ(oom_kill_count(machine.root()), 0U);
 }
 
-// Catches the caller's cgroup in place of the process's, and shared memory counted as page cache.
+// Must fail if the caller's cgroup is read, or shared memory counts as page cache.
 TEST(MemoryLimits, OfAnotherProcessAreThoseOfItsCgroup) {
   Machine machine;
   machine.put("/proc/self/cgroup", "0::/mine\n");
@@ -180,7 +180,7 @@ TEST(OomKillCount, SumsOverTheLevels) {
   EXPECT_EQ(oom_kill_count(machine.root()), 113U);
 }
 
-// Catches a quota that is ignored, read only at the process's own level, or rounded down to 0.
+// Must fail if a quota is ignored, read only at the innermost level, or rounded down to 0.
 TEST(GrantedCpus, IsTheSmallestQuotaOfTheChainOrTheAffinity) {
   const int own = usable_cpus();
   Machine machine;
@@ -242,7 +242,7 @@ TEST(ProcessMemory, AMissingOrEndedProcessIsAnIoError) {
   }
 }
 
-// Catches: a dead process that counts as living; a process of another host that counts as dead.
+// Must fail if a dead process counts as living, or a process of another host as dead.
 TEST(ProcessIdentity, DistinguishesProcessesWithTheSamePid) {
   Machine machine;
   machine.put("/proc/sys/kernel/hostname", "h-1/é\n");

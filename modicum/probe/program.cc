@@ -54,7 +54,7 @@ StartMethod method_of(const Process& process, const Processes& all) {
   return runs("multiprocessing.spawn import spawn_main") ? StartMethod::spawn : StartMethod::exec;
 }
 
-// Counts the pages of each process that has forked, with those of its forked descendants.
+// Counts the shared and copied pages of each chain of forks, once per first process of a chain.
 void count_shared(Program& program, const Processes& all, const std::string& root) {
   for (const auto& [pid, process] : all) {
     if (pid != program.pid && is_forked(process, all)) continue;
@@ -116,9 +116,9 @@ std::vector<Mapping> mappings_in(std::string_view smaps) {
   return mappings;
 }
 
-// A heap that is not full is followed by the rest of its addresses, without access. The kernel
-// merges a full heap with an adjacent one, so the part in use may be of several; and the rest with
-// the addresses of the heap behind it, if that one is empty.
+// Whether `rest` holds the unused addresses of the heap that ends `used`, mapped without access.
+// The kernel merges adjacent mappings: `used` may consist of several heaps, the earlier ones full,
+// and `rest` may continue into an adjacent reservation.
 bool is_rest_of(const Mapping& used, const Mapping& rest) {
   return rest.access == "---p" && rest.name.empty() && rest.at.begin == used.at.end &&
          rest.at.end % kHeapAddresses == 0;

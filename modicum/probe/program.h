@@ -1,5 +1,5 @@
-// What can be seen of a running program from outside: the memory that its forked children share
-// with it, how its children were started, the heaps of malloc. `root` is put before every path.
+// Reads a running program from outside: how its children were started, the memory that forked
+// children share with it, the heaps of malloc. `root` is a prefix of every path.
 #pragma once
 
 #include <cstdint>
@@ -24,18 +24,17 @@ struct ChildProcess {
   int pid = 0;
   int parent = 0;
   StartMethod method = StartMethod::exec;
-  // Private pages that it and the process it was forked from, or that one's own origin of forks,
-  // both map: the next write by either side copies them. 0 for other methods than fork and
-  // forkserver.
+  // Private bytes that it shares with the first process of its chain of forks, the one that ran
+  // exec: the next write by either copies a page. 0 for other methods than fork and forkserver.
   uint64_t shared_bytes = 0;
 };
 
 // Heaps of glibc's malloc. Their resident bytes are in use or retained: free(3) returns a block to
-// its heap, and the kernel gets back the end of a heap at most.
+// its heap, and only the free end of a heap goes back to the kernel.
 struct MallocHeaps {
   // The heap that brk(2) grows ("[heap]").
   uint64_t main_resident_bytes = 0;
-  // Arenas of other threads: heaps of 64 MiB of addresses. An arena that is larger has several.
+  // Arenas of other threads consist of heaps, each of 64 MiB of addresses.
   uint64_t arena_heaps = 0;
   uint64_t arena_resident_bytes = 0;
 };
@@ -44,8 +43,8 @@ struct Program {
   int pid = 0;
   std::string name;
   std::vector<ChildProcess> children;  // all descendants, ascending by pid
-  // Over all processes of the tree that have forked: own pages that forked descendants map, too,
-  // and copies that exist already, since one side has written.
+  // Sums of RangeMemory::shared_bytes and copied_bytes over all processes of the tree that have
+  // forked: pages that a write would copy, and pages that were copied already.
   uint64_t exposed_bytes = 0;
   uint64_t copied_bytes = 0;
   MallocHeaps heaps;
@@ -60,8 +59,8 @@ struct Program {
   uint64_t open_files = 0;
 };
 
-// IO with the pid if there is no such process, it has ended, or its /proc can't be read (another
-// user's process). Takes about 0.1 s per GiB of the processes that have forked.
+// Throws IO with the pid if there is no such process, it has ended, or its /proc can't be read
+// (another user's process). Takes about 0.1 s per GiB of the processes that have forked.
 Program read_program(int pid, const std::string& root = "");
 
 }  // namespace modicum

@@ -1,4 +1,4 @@
-// What is seen of another program: its children, the pages that it shares with them, its heaps.
+// Tests of read_program: children and how they were started, shared pages, heaps of malloc.
 #include "modicum/probe/program.h"
 
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ struct Shown {
   int parent = 1;
   std::string_view auxv = "of the trainer";
   std::string_view command = kPython;
-  std::map<uint64_t, uint64_t> entries;  // of the pagemap, by page
+  std::map<uint64_t, uint64_t> entries;  // of /proc/PID/pagemap, by page number
   std::string_view smaps = kSmaps;
   std::string_view environment;
   std::string_view status;
@@ -64,8 +64,8 @@ std::string text_of(const Program& program) {
   return text;
 }
 
-// Catches a fork server's children counted as forks of the trainer, and children of its other
-// children counted as its own.
+// Must fail if a child of the fork server counts as a fork of the trainer, or a grandchild as a
+// child.
 TEST(Program, StartMethodsAreThoseOfMultiprocessing) {
   Machine machine;
   put(machine, {.pid = 100});
@@ -80,10 +80,9 @@ TEST(Program, StartMethodsAreThoseOfMultiprocessing) {
             "101 fork 0; 102 helper 0; 103 forkserver 0; 104 spawn 0; 105 fork 0; 106 exec 0; ");
 }
 
-// Catches a page that has been copied counted as exposed, and one that two children share counted
-// twice.
+// Must fail if a copied page counts as exposed, or a page that two children share counts twice.
 TEST(Program, ExposedPagesAreTheOwnOnesThatForkedChildrenMap) {
-  for (const uint64_t seen : {0, 1}) {  // 0: without the privilege to read frame numbers
+  for (const uint64_t seen : {0, 1}) {  // 0: frame numbers can't be read
     const auto shared = [&](uint64_t frame) { return kShared | frame * seen; };
     const auto alone = [&](uint64_t frame) { return kAlone | frame * seen; };
     Machine machine;
@@ -98,7 +97,7 @@ TEST(Program, ExposedPagesAreTheOwnOnesThatForkedChildrenMap) {
   }
 }
 
-// Catches a launcher whose ranks' data-loader workers are not seen.
+// Must fail if the data-loader workers of a launcher's ranks are not found.
 TEST(Program, ForksOfALaunchersRanksCount) {
   Machine machine;
   put(machine, {.pid = 10, .auxv = "of the launcher"});
@@ -114,8 +113,8 @@ TEST(Program, ForksOfALaunchersRanksCount) {
   EXPECT_EQ(program.exposed_bytes, 2 * kPageBytes);
 }
 
-// The first heap is in use to a part, the second is full, the third is full and merged with a part
-// of the fourth. Catches a large block counted as a heap.
+// The first heap is partly used, the second is full, the third is full and merged with the used
+// part of the fourth. Must fail if a large block counts as a heap.
 TEST(Program, HeapsOfThreadsHave64MiBOfAddresses) {
   Machine machine;
   put(machine, {.pid = 100, .smaps = R"(00010000-00020000 rw-p 00000000 00:00 0    [heap]
@@ -158,7 +157,7 @@ TEST(Program, LibrariesTellAllocatorAndDevice) {
   EXPECT_TRUE(program.uses_cuda);
 }
 
-// Catches a variable whose name only begins or ends alike.
+// Must fail if a variable whose name only begins or ends with the wanted name counts.
 TEST(Program, TheEnvironmentBoundsArenas) {
   const auto program_with = [](std::string_view environment) {
     Machine machine;

@@ -88,7 +88,7 @@ Settings read_settings(int pid, const std::string& root) {
       .max_map_count = number_in(root + "/proc/sys/vm/max_map_count"),
   };
   read_meminfo(settings, root);
-  // A process in a container has a /dev/shm of its own.
+  // A process in a container has another /dev/shm than the caller.
   auto shm = space_of(process + "/root/dev/shm");
   if (!shm) shm = space_of(root + "/dev/shm");
   if (shm) {

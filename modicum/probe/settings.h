@@ -1,5 +1,5 @@
-// The kernel's settings, and a process's resource limits, that training with much host memory
-// meets. What can't be read is absent. `root` is put before every path.
+// Settings of the kernel and resource limits of a process that matter to training with much host
+// memory. A setting that can't be read is nullopt, 0 or empty. `root` is a prefix of every path.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace modicum {
 
-// A resource limit of setrlimit(2), in its own unit; UINT64_MAX is "unlimited".
+// A resource limit as in setrlimit(2), which defines its unit; UINT64_MAX is "unlimited".
 struct ResourceLimit {
   uint64_t soft = 0;
   uint64_t hard = 0;
@@ -26,8 +26,8 @@ struct Settings {
   std::string shmem_huge_pages;  // "always", "within_size", "advise", "never", "deny", "force"
   std::optional<uint64_t> swap_bytes;
   uint64_t swap_free_bytes = 0;
-  // vm.overcommit_memory. Under 2 the kernel refuses allocations, also untouched ones, above
-  // `commit_limit_bytes` of all processes together.
+  // vm.overcommit_memory. If it is 2, the kernel refuses allocations beyond `commit_limit_bytes` of
+  // all processes together, untouched memory included.
   std::optional<uint64_t> overcommit;
   uint64_t commit_limit_bytes = 0;
   uint64_t committed_bytes = 0;
@@ -36,7 +36,7 @@ struct Settings {
   std::optional<uint64_t> max_map_count;  // memory mappings of one process
 };
 
-// Of process `pid` (0: the caller) and its machine. /dev/shm is the one of that process.
+// Reads the limits of process `pid` (0: the caller), its /dev/shm and the kernel's settings.
 Settings read_settings(int pid = 0, const std::string& root = "");
 
 }  // namespace modicum

@@ -1,4 +1,4 @@
-// The kernel's settings and resource limits, as other machines show them.
+// Tests of read_settings on the files of imaginary machines.
 #include "modicum/probe/settings.h"
 
 #include <gtest/gtest.h>
@@ -16,7 +16,7 @@ constexpr std::string_view kLimits =
     "Max address space         unlimited            unlimited            bytes     \n"
     "Max nice priority         0                    0                    \n";
 
-// Catches soft and hard limits exchanged, and "unlimited" read as no limit at all.
+// Must fail if soft and hard limits are exchanged, or "unlimited" is read as an unknown limit.
 TEST(Settings, OfAProcessAreItsOwnLimits) {
   Machine machine;
   machine.put("/proc/self/limits", "Max locked memory  1 1 bytes\n");
@@ -67,7 +67,7 @@ TEST(Settings, ThatCannotBeReadAreAbsent) {
                settings.max_map_count);
 }
 
-// Catches root of a rootless container that counts as the machine's root.
+// Must fail if root in a rootless container counts as the machine's root.
 TEST(Settings, LockingAllNeedsTheCapabilityOfTheInitialNamespace) {
   constexpr std::string_view kRoot = "CapEff:\t000001ffffffffff\n";
   constexpr std::string_view kNobody = "CapPrm:\t000001ffffffffff\nCapEff:\t000001ffffffbfff\n";

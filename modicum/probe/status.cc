@@ -34,12 +34,12 @@ uint64_t bytes_in(std::string_view text, std::string_view label) {
 std::optional<uint64_t> stat_number(const std::optional<std::string>& text, size_t number) {
   if (!text || text->rfind(')') == text->npos) return std::nullopt;
   const auto fields = split_kernel_text(std::string_view(*text).substr(text->rfind(')') + 1), ' ');
-  constexpr size_t kFirst = 3;
+  constexpr size_t kFirst = 3;  // the first field behind the name
   if (fields.size() <= number - kFirst) return std::nullopt;
   return parse_kernel_number(fields[number - kFirst]);
 }
 
-// A variable of a list "NAME=value\0NAME=value\0".
+// The value of a variable in a list "NAME=value\0NAME=value\0", if it is a number.
 std::optional<int> number_of(std::string_view variables, std::string_view name) {
   for (const std::string_view one : split_kernel_text(variables, '\0')) {
     if (!one.starts_with(name) || one.size() <= name.size() || one[name.size()] != '=') continue;

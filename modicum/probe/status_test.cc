@@ -10,7 +10,7 @@ namespace {
 
 using std::string_literals::operator""s;
 
-// Catches a name that is taken from another line, and a zombie that counts as alive.
+// Must fail if the name is read from another line, or a zombie counts as alive.
 TEST(Status, HasTheMemoryOfOneProcess) {
   Machine machine;
   machine.put("/proc/7/status",
@@ -42,7 +42,7 @@ TEST(Status, PssIsOfPrivateAndSharedMemoryWithoutFiles) {
   EXPECT_EQ(read_pss(8, machine.root()), std::nullopt);
 }
 
-// Catches LOCAL_RANK that is preferred, and a variable whose name only begins alike.
+// Must fail if LOCAL_RANK is preferred, or a variable counts whose name only begins with RANK.
 TEST(Status, RanksComeFromTheLaunchersVariables) {
   Machine machine;
   machine.put("/proc/1/environ", "LOCAL_RANK=1\0RANK_=9\0RANK=5\0"s);
@@ -55,7 +55,7 @@ TEST(Status, RanksComeFromTheLaunchersVariables) {
   EXPECT_EQ(rank_of(4, machine.root()), (GivenRank{2, "LOCAL_RANK"}));
 }
 
-// Catches children that only the main thread's list has.
+// Must fail if only the main thread's list of children is read.
 TEST(Status, ChildrenAreThoseOfAllThreads) {
   Machine machine;
   machine.put("/proc/7/task/7/children", "12 11 ");
@@ -79,7 +79,7 @@ TEST(Status, FaultsAreCountedAfterTheName) {
   EXPECT_EQ(read_wait_status(9, machine.root()), std::nullopt);
 }
 
-// Catches the chain of v2 that follows the one of v1, and the counters of another version.
+// Must fail if the v2 chain follows the v1 chain, or counters of the other version are read.
 TEST(MemoryCgroups, AreTheChainThatHasTheController) {
   Machine machine;
   machine.put("/proc/self/cgroup", "3:memory:/a/b\n0::/u\n");
@@ -97,7 +97,7 @@ TEST(MemoryCgroups, AreTheChainThatHasTheController) {
   EXPECT_EQ(oom_kills_in(groups[0]), 3U);
 }
 
-// Catches: the maximum of the time before, which another run may have reached.
+// Must fail if a maximum from before construction is returned: another run may have reached it.
 TEST(CgroupPeak, IsOfTheTimeSinceItWasMade) {
   for (const int version : {1, 2}) {
     Machine machine;

@@ -1,4 +1,4 @@
-// A process and its descendants: their pids, and their resident private pages.
+// The pids and the resident private pages of a process and its descendants.
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr uint64_t kPresent = uint64_t{1} << 63;
 constexpr uint64_t kOfFile = uint64_t{1} << 61;       // a file page or shared memory
 constexpr uint64_t kExclusive = uint64_t{1} << 56;    // mapped by one process only
 constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // 0 without CAP_SYS_ADMIN
-constexpr uint64_t kBlockPages = 65536;
+constexpr uint64_t kBlockPages = 65536;               // pages read at once
 
 std::string directory_of(int pid, const std::string& root) {
   return root + "/proc/" + std::to_string(pid);
@@ -70,7 +70,7 @@ std::vector<Area> areas_in(std::string_view smaps) {
     } else if (text.starts_with("Rss:")) {
       is_resident = kernel_number_after(text, "Rss:").value_or(0) > 0;
     } else if (text.starts_with("VmFlags:") && line && line->is_private && is_resident) {
-      // The last line of an area.
+      // The last line of an area. "dc": do not copy at fork (MADV_DONTFORK).
       const bool is_left_out = text.find(" dc") != std::string_view::npos;
       areas.push_back({line->at, !is_left_out});
     }
@@ -107,9 +107,9 @@ class Pages {
       : file_(PosixFileSystem().open(directory_of(pid, root) + "/pagemap")),
         mapped_(mapped_in(read_kernel_text(directory_of(pid, root) + "/maps").value_or(""))) {}
 
-  // Whether this process's pages in the area can be inherited from the root process. If the root
-  // process has excluded the area (MADV_DONTFORK), a child forked earlier maps all of it; one
-  // forked later may have mapped memory of its own into part of the gap.
+  // Whether this process can have inherited the root process's area. If the area is excluded from
+  // forks (MADV_DONTFORK), only a child forked earlier can; it maps the whole area, while a later
+  // child may have mapped other memory into a part of the gap.
   bool may_show(const Area& area) const { return area.is_inherited || covers(mapped_, area.at); }
 
   void read(uint64_t address, std::span<uint64_t> entries) {
@@ -121,10 +121,11 @@ class Pages {
   std::vector<AddressRange> mapped_;
 };
 
+// The pages of all processes at one address.
 struct Distinct {
   uint64_t own = 0;
   uint64_t copied = 0;
-  uint64_t shared = 0;  // of own
+  uint64_t shared = 0;  // part of own
 };
 
 bool is_private_memory(uint64_t entry) noexcept {
@@ -132,7 +133,7 @@ bool is_private_memory(uint64_t entry) noexcept {
 }
 
 // Whether two processes map one private page, so that a write by either copies it. Without access
-// to frame numbers, two pages that are both shared with some process count as one.
+// to frame numbers, which are then 0, two pages count as one if both are shared with some process.
 bool is_same_page(uint64_t one, uint64_t other) {
   const auto is_shared = [](uint64_t entry) {
     return is_private_memory(entry) && (entry & kExclusive) == 0;
@@ -140,17 +141,17 @@ bool is_same_page(uint64_t one, uint64_t other) {
   return is_shared(one) && is_shared(other) && ((one ^ other) & kFrame) == 0;
 }
 
-// The pages at one address that several processes may map, by frame.
+// The pages at one address that are not exclusive to a process, by frame.
 class SharedPages {
  public:
   struct Row {
     uint64_t frame = 0;
-    int shown_by = 0;
-    bool by_first = false;
+    int shown_by = 0;       // how many processes map it
+    bool by_first = false;  // whether the root process does
   };
 
-  // Adds a process's entry, those of the root process first. Returns the index of its row; further
-  // frames share the last one.
+  // Adds the entry of a process; the root process comes first. Returns the index of its row. Frames
+  // beyond the last row count there.
   size_t add(uint64_t entry, bool is_first) noexcept {
     const uint64_t frame = entry & kFrame;
     size_t at = 0;
@@ -188,7 +189,7 @@ Distinct distinct(std::span<const uint64_t> entries) {
   return pages;
 }
 
-// Adds to `bytes` of each process, the root process excepted, its part of the copied pages.
+// Adds to `bytes` of each process, except the root process, its part of the copied pages.
 void add_copies(std::span<const uint64_t> entries, std::span<uint64_t> bytes) {
   SharedPages shared;
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -249,8 +250,8 @@ class Account {
   size_t next_ = 0;
 };
 
-// Calls `page` with the address of each page of an area and the entries of all processes, 0 of
-// those that can't have inherited it. Reads kBlockPages at a time.
+// Calls `page` with the address of each page of an area and the entries of all processes, 0 for
+// processes that can't have inherited it.
 void for_each_page(const Area& area, std::vector<Pages>& processes,
                    FunctionRef<void(uint64_t address, std::span<const uint64_t> entries)> page) {
   const uint64_t all = (area.at.end - area.at.begin) / kPageBytes;
@@ -347,14 +348,14 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
 
 namespace {
 
-// A process of a tree, and the process that it was forked from.
+// A process of a tree and its parent, if it was forked.
 struct Forked {
   int pid = 0;
-  std::optional<size_t> from;  // none: the root, or a process that has started a program since
+  std::optional<size_t> from;  // index of its parent; none: the root, or it has run exec since
   std::vector<Area> areas;
 };
 
-// The processes of the tree, each after the one that it was forked from.
+// The processes of the tree, each after its parent.
 std::vector<Forked> forks_of(int pid, const std::string& root) {
   std::vector<Forked> found;
   std::vector<std::string> auxvs;
@@ -404,7 +405,7 @@ std::vector<Area> without(const std::vector<Area>& areas, const std::vector<Area
   return left;
 }
 
-// Adds the copies of the areas of process `parent` that its forked descendants keep.
+// Adds to `bytes` the copies of pages of process `parent` that its forked descendants hold.
 void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64_t>& bytes,
                    const std::string& root) {
   std::vector<size_t> members = {parent};
@@ -417,7 +418,7 @@ void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64
   if (members.size() < 2) return;
   const std::string smaps = directory_of(forks[parent].pid, root) + "/smaps";
   const std::vector<Area> areas = areas_in(read_kernel_text(smaps).value_or(""));
-  std::vector<Area> own = areas;  // what it has inherited is counted for its own parent
+  std::vector<Area> own = areas;  // without areas of its ancestors, which count there
   forks[parent].areas = areas;
   for (auto from = forks[parent].from; from; from = forks[*from].from) {
     own = without(own, forks[*from].areas);

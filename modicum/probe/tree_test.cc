@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint64_t kPresent = uint64_t{1} << 63;
 constexpr uint64_t kOfFile = uint64_t{1} << 61;
-constexpr uint64_t kAlone = kPresent | uint64_t{1} << 56;  // and no other process shows it
+constexpr uint64_t kAlone = kPresent | uint64_t{1} << 56;  // and no other process maps it
 constexpr std::string_view kAuxv = "the same until a program is started";
 
 // A process of 64 pages, whose private memory is pages 16 to 31 in the default `smaps`.
@@ -65,7 +65,7 @@ constexpr AddressRange page(uint64_t at, uint64_t n = 1) {
   return {at * kPageBytes, (at + n) * kPageBytes};
 }
 
-// Catches a process name that is truncated at its first bracket, and omitted grandchildren.
+// Must fail if a process name ends at its first bracket, or grandchildren are omitted.
 TEST(Descendants, AreFoundThroughTheirParents) {
   Machine machine;
   put(machine, {.pid = 100, .parent = 1});
@@ -88,10 +88,10 @@ TEST(Tree, PagesOfOneProcessAreCountedAsItsOwn) {
   EXPECT_EQ(tree.processes[0].memory.held(), 12 * kKiB);
 }
 
-// Catches a page that two children kept from before the parent's write and that counts twice or not
-// at all, and a page shared by all that counts as a copy.
+// Two children keep a page that the parent has written since. Must fail if it counts twice or not
+// at all, or if a page that all share counts as a copy.
 TEST(Tree, PagesKeptByChildrenCountOnceAsCopies) {
-  for (const uint64_t frame : {0, 7}) {  // 0: without the privilege to read frame numbers
+  for (const uint64_t frame : {0, 7}) {  // 0: frame numbers can't be read
     Machine machine;
     put(machine,
         {.pid = 100, .entries = {{16, kAlone | 1}, {17, kPresent | frame}, {18, kAlone | 2}}});
@@ -118,7 +118,7 @@ TEST(Tree, FramesDistinguishForksOfDifferentTimes) {
   EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "1.00+1.00 ");
 }
 
-// Catches the zero page, which all processes map, counted as memory.
+// Must fail if the zero page, which all processes map, counts as memory.
 TEST(Tree, PagesSharedWithForeignProcessesAreNotCounted) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kPresent}, {17, kPresent | 9}}});
@@ -148,8 +148,8 @@ TEST(Tree, RangesSplitAPageByBytes) {
             "0.25+0.25 0.50+0.50 0.75+0.25 0.50+0.00 ");
 }
 
-// Catches a child's own mapping at the address of an excluded buffer that is counted as a copy of
-// it, and omitted copies of a child that was forked before the exclusion.
+// Must fail if a child's own mapping at the address of an excluded buffer counts as a copy, or if
+// copies in a child that was forked before the exclusion are omitted.
 TEST(Tree, AnExcludedAreaHasCopiesOnlyInEarlierForks) {
   constexpr std::string_view kLeftOut =
       "00010000-00020000 rw-p 00000000 00:00 0\nRss:   64 kB\nVmFlags: rd wr mr dc ac \n";
@@ -199,8 +199,8 @@ std::string text_of(const std::vector<ForkCopies>& copies) {
   return text;
 }
 
-// Catches a copy that two children share and that counts in full for each, a page that all share
-// and that counts as a copy, and a new page of the child that counts for no process.
+// Must fail if a copy that two children share counts in full for each, a page that all share counts
+// as a copy, or a new page of a child is omitted.
 TEST(ForkCopies, AreDividedAmongTheChildrenThatShareThem) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kAlone | 1}, {17, kPresent | 7}, {18, kPresent | 8}}});
@@ -214,7 +214,7 @@ TEST(ForkCopies, AreDividedAmongTheChildrenThatShareThem) {
   EXPECT_EQ(text_of(read_fork_copies(100, machine.root())), "101<100:1.50 102<100:0.50 ");
 }
 
-// Catches copies of a grandchild that count twice: with the root's areas and with its parent's.
+// Must fail if copies in a grandchild count twice: with the root's areas and with its parent's.
 TEST(ForkCopies, OfGrandchildrenCountOnce) {
   constexpr std::string_view kMore =
       "00010000-00012000 rw-p 00000000 00:00 0\nRss:   8 kB\nVmFlags: rd wr \n"

@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// Whether `word` is one of the words in the only line of a kernel file.
+// Whether a kernel file of one line contains `word` between spaces.
 bool has_word(const std::string& file, std::string_view word) {
   std::string text = read_kernel_text(file).value_or("");
   if (text.ends_with('\n')) text.pop_back();
@@ -28,7 +28,7 @@ std::optional<uint64_t> number_of(const std::string& file) {
        fmt::format("cannot make a memory cgroup in {} for --limit: {}", where.directory, why));
 }
 
-// The cgroup of v2 in which a limited one may be made.
+// The cgroup of v2 in which a cgroup with a limit can be made. `chain`: from memory_cgroups.
 const MemoryCgroup& parent_in_v2(const std::vector<MemoryCgroup>& chain) {
   const MemoryCgroup& own = chain.front();
   const std::string control = own.directory + "/cgroup.subtree_control";
@@ -75,7 +75,7 @@ void MemoryCage::write_limit(uint64_t limit_bytes) {
   const std::string file = group_.directory + (group_.version == 1 ? "/memory.limit_in_bytes"  //
                                                                    : "/memory.max");
   if (!write_kernel_text(file, text)) refuse(group_, "its limit can't be set");
-  // Without swap these files are missing, or have no effect.
+  // Without swap accounting these files are missing; that does no harm.
   if (group_.version == 1) {
     write_kernel_text(group_.directory + "/memory.memsw.limit_in_bytes", text);
   } else {
@@ -84,7 +84,7 @@ void MemoryCage::write_limit(uint64_t limit_bytes) {
 }
 
 MemoryCage::~MemoryCage() {
-  // A process that is being killed leaves its cgroup a little later than it can be waited for.
+  // A killed process leaves its cgroup a little after it can be waited for: retries for a second.
   for (int attempt = 0; attempt < 200; ++attempt) {
     std::string left = read_kernel_text(entry()).value_or("");
     while (!left.empty()) {

@@ -1,4 +1,4 @@
-// A memory cgroup of its own for the watched command. Internal to `watch`.
+// The memory cgroup that gives a watched command its limit. Internal to `watch`.
 #pragma once
 
 #include <string>
@@ -8,22 +8,22 @@
 
 namespace modicum {
 
-// A cgroup below this process's own one. In v2 a cgroup with processes can't have children with a
-// limit; then it is made next to the own one, if that has no limit that would be lost. Swap is not
-// allowed in addition to the limit. The destructor moves processes that are left to the cgroup that
-// this process is in, and removes the cgroup.
+// Makes a cgroup with a limit below this process's cgroup. In v2 a cgroup that has processes can't
+// have children with a limit; the new cgroup is then made next to this process's cgroup, but only
+// if that has no limit, which the command would escape. Swap does not extend the limit. The
+// destructor moves remaining processes to this process's cgroup and removes the new one.
 class MemoryCage {
  public:
-  // IO, naming the cgroup and the reason, if it can't be made. `root` as in probe.
+  // Throws IO with the reason if the cgroup can't be made. `root`: as in probe/probe.h.
   MemoryCage(FileSystem& files, uint64_t limit_bytes, std::string root = "");
   ~MemoryCage();
   MemoryCage(const MemoryCage&) = delete;
   MemoryCage& operator=(const MemoryCage&) = delete;
 
   const MemoryCgroup& group() const noexcept { return group_; }
-  // The last part of its path, with the slash.
+  // The last part of the cgroup's path, with the slash.
   std::string name() const { return group_.directory.substr(group_.directory.rfind('/')); }
-  // The file that takes the pids of processes that enter.
+  // The file to which a process writes a pid to move it into the cgroup.
   std::string entry() const { return group_.directory + "/cgroup.procs"; }
 
  private:

@@ -12,8 +12,8 @@
 namespace modicum {
 namespace {
 
-// The files of cgroup-v2.rst (Linux 6.1). In a directory of the test no memory controller appears,
-// so that a group can be made there and its limit can't be set.
+// The files of cgroup-v2.rst (Linux 6.1) in a temporary directory. No kernel adds control files to
+// a new group there, so a group can be made, but its limit can't be set.
 class MachineInV2 {
  public:
   MachineInV2(std::string_view max, std::string_view high) {
@@ -57,7 +57,7 @@ TEST(MemoryCage, InV2ItIsMadeNextToTheOwnGroupWhichHasProcesses) {
   const std::string told = machine.refusal();
   EXPECT_NE(told.find("/jobs/modicum-watch-"), std::string::npos) << told;
   EXPECT_NE(told.find("its limit can't be set"), std::string::npos) << told;
-  EXPECT_EQ(machine.groups_in("/sys/fs/cgroup/jobs"), 1U) << "and removed";
+  EXPECT_EQ(machine.groups_in("/sys/fs/cgroup/jobs"), 1U) << "the new group is removed";
 }
 
 }  // namespace

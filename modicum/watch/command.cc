@@ -66,14 +66,15 @@ class Signals {
   int fd_ = -1;
 };
 
-// What the command's process is started with.
+// The parts of the watcher that the forked process needs.
 struct Surroundings {
   const Signals& signals;
   const MemoryCage* cage = nullptr;
-  std::string reports;  // the path of the table
+  std::string reports;  // the path of the table of reports
 };
 
-// In the command's process. Reports errno through `told`, which exec closes.
+// Runs in the forked process: becomes the command. Writes errno to `told` if that fails; a
+// successful exec closes it.
 [[noreturn]] void become(const WatchTask& task, const Surroundings& in, int told) {
   std::vector<char*> words;
   for (const std::string& word : task.command) words.push_back(const_cast<char*>(word.c_str()));
@@ -89,7 +90,7 @@ struct Surroundings {
   _exit(127);
 }
 
-// Returns the pid of the command, which has been started.
+// Starts the command. Returns its pid after its exec has succeeded.
 int start(const WatchTask& task, const Surroundings& in) {
   int told[2];
   if (pipe2(told, O_CLOEXEC) != 0) fail(Category::io, "cannot make a pipe");
@@ -134,7 +135,7 @@ class Watcher {
       while (!status_ && wait_until(due_ns)) {
       }
     }
-    wait_until(0);  // processes that ended together with the command
+    wait_until(0);  // handles processes that ended together with the command
     sampler_->sample();
     note_kill({});
     return finish();
@@ -144,18 +145,18 @@ class Watcher {
   void take_sample() {
     sampler_->sample();
     deaths_->follow(sampler_->alive());
-    note_kill({});  // of a process that has come and gone between two samples
+    note_kill({});  // the killed process may have begun and ended between two samples
     if (limits_.empty() || clock_.now_ns() - limits_ns_ > kNsPerSecond) {
       limits_ = memory_limits();
       limits_ns_ = clock_.now_ns();
     }
   }
 
-  // Whether the program that has marked the table still runs, or was the last of its process.
+  // Whether process `pid` still runs the program that has marked the table, or is ending.
   bool is_same_program(int pid) const {
     if (reports_.is_marked_by(pid)) return true;
     const auto status = read_status(pid);
-    // An ending process returns its memory before it loses the mark.
+    // An ending process frees its memory before it loses the mark; one with memory has run exec.
     return !status || !status->is_alive || status->peak_rss == 0;
   }
 
@@ -189,7 +190,7 @@ class Watcher {
       if (info->ssi_code != SI_KERNEL && !is_of_tree) kill(command_, signal);
     }
     int status = 0;
-    while (true) {  // this process also inherits the children of processes that have ended
+    while (true) {  // as a subreaper, this process also waits for orphaned descendants
       rusage usage{};
       const pid_t pid = wait4(-1, &status, WNOHANG, &usage);
       if (pid <= 0) return;
@@ -199,19 +200,19 @@ class Watcher {
     }
   }
 
-  // The kill as the kernel logs it, right after it has counted it and sent the signal.
+  // The kill in the kernel's log, which the kernel writes right after it has counted the kill.
   std::optional<OomKill> logged_kill() {
     std::vector<OomKill> without_group;
     for (int attempt = 0; log_.is_readable() && attempt < 10; ++attempt) {
       for (const OomKill& kill : log_.next()) {
-        // One that was never sampled is known by the command's own cgroup.
+        // The killed process may never have been sampled; then its cgroup identifies it.
         const bool is_in_cage = cage_ && kill.group.ends_with(cage_->name());
         if (is_in_cage || sampler_->find(kill.pid) != nullptr) return kill;
         if (kill.group.empty()) without_group.push_back(kill);
       }
       clock_.sleep_ns(2 * kNsPerMs);
     }
-    // The kernel does not name the cgroup of each kill of a quick series.
+    // The kernel's rate limit may have dropped the message that names the cgroup.
     if (cage_ && without_group.size() == 1) return without_group.front();
     return std::nullopt;
   }
@@ -253,7 +254,7 @@ class Watcher {
       killed_->limit_source = limits_.front().source;
     }
     TreeSampler::Growth growth = sampler_->growth(kNsPerSecond, kill.pid);
-    // Since the last sample that saw it alive it may have grown by more than any other before.
+    // `more`: the growth of the killed process since it was last sampled.
     if (more > growth.bytes) growth = sampler_->growth_to(kill.pid, kill.held_bytes);
     if (growth.bytes == 0) return;
     const WatchedProcess* const grew = sampler_->find(growth.pid);
@@ -266,7 +267,7 @@ class Watcher {
     }
   }
 
-  // What all processes need together by their promises, if process `pid` has made one; else 0.
+  // WatchedKill::promised_bytes, if process `pid` is killed.
   uint64_t promised_with(int pid) {
     if (!sampler_->phase_of(pid).promised_bytes) return 0;
     uint64_t sum = 0;
@@ -304,9 +305,9 @@ class Watcher {
   std::optional<TreeSampler> sampler_;
   int64_t begin_ns_ = 0;
   int command_ = 0;
-  std::optional<int> status_;        // of the command, when it has ended
-  std::map<int, int> statuses_;      // of ended processes
-  std::vector<MemoryLimit> limits_;  // around the command
+  std::optional<int> status_;        // of wait(2), when the command has ended
+  std::map<int, int> statuses_;      // of wait(2), by pid, of processes that have just ended
+  std::vector<MemoryLimit> limits_;  // of this process, read once per second
   int64_t limits_ns_ = 0;
   std::optional<WatchedKill> killed_;
 };

@@ -1,4 +1,4 @@
-// Runs a command and watches its process tree. Part of the door of `watch`.
+// Runs a command and watches its process tree. Part of the public header of `watch`.
 #pragma once
 
 #include <functional>
@@ -12,20 +12,20 @@
 namespace modicum {
 
 struct WatchTask {
-  std::vector<std::string> command;  // looked up in PATH
-  bool is_stdout_for_us = false;     // then the command writes to stderr instead
-  std::optional<uint64_t> limit_bytes;
-  // Called in the command's process before it starts: restores what this process has changed of its
-  // signals.
+  std::vector<std::string> command;     // looked up in PATH
+  bool is_stdout_for_us = false;        // the command's stdout then goes to stderr
+  std::optional<uint64_t> limit_bytes;  // of a memory cgroup that is made for the command
+  // Called in the forked process before exec. Restores the signal settings that the caller changed.
   std::function<void()> restore_signals = [] {};
 };
 
-// Runs the command to its end and samples its descendants, also those whose parents have ended.
-// SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 are forwarded to the command, unless a
-// terminal sends them, which reaches the command too. Their mask is as before afterwards.
+// Runs the command to its end and samples it and its descendants, also those whose parents have
+// ended: this process becomes, and stays, a child subreaper (prctl(2)). SIGINT, SIGTERM, SIGHUP,
+// SIGQUIT, SIGUSR1 and SIGUSR2 are forwarded to the command, unless a terminal sent them (it
+// signals the command too) or a watched process did. The signal mask is restored at the end.
 //
-// IO if the command can't be started, or the cgroup for a limit can't be made; NOMEM if no process
-// can be forked. Threads: this process must have no other.
+// Throws IO if the command can't be started or the cgroup of its limit can't be made, NOMEM if
+// fork(2) fails. This process must have one thread, and no other children: they would be reaped.
 WatchRecord watch_command(const WatchTask& task, FileSystem& files);
 
 }  // namespace modicum

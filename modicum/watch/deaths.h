@@ -1,4 +1,4 @@
-// The ends of watched processes, in order, and which of them was an OOM kill. Internal to `watch`.
+// Notices the ends of watched processes, and which of them was an OOM kill. Internal to `watch`.
 #pragma once
 
 #include <poll.h>
@@ -13,11 +13,11 @@
 namespace modicum {
 
 // The kernel counts an OOM kill in the cgroup before it sends the signal. A pidfd reports the end
-// of a process at once, so the first process to end after the count has grown is the one that was
-// killed; others, ended by their launcher because of it, come later.
+// of a process at once, so the killed process is the first to end after the count has grown. Other
+// processes, which a launcher ends because of the kill, end later.
 class Deaths {
  public:
-  static constexpr size_t kMostFollowed = 512;
+  static constexpr size_t kMostFollowed = 512;  // one descriptor each
 
   // `groups`: the cgroups whose kills count.
   explicit Deaths(std::vector<MemoryCgroup> groups);
@@ -25,17 +25,17 @@ class Deaths {
   Deaths(const Deaths&) = delete;
   Deaths& operator=(const Deaths&) = delete;
 
-  // Opens a pidfd for each of the processes that has none, as far as descriptors allow.
+  // Opens a pidfd for each process that has none, as far as the limit on open files allows.
   void follow(const std::vector<int>& pids);
   void add_to(std::vector<pollfd>& waited) const;
-  // The processes that have ended, by what poll has found in `waited`.
+  // The processes whose descriptors poll reports as ready in `waited`. They are followed no more.
   std::vector<int> ended(const std::vector<pollfd>& waited);
 
-  // Whether the kernel has counted a kill since the last one that killed_of has found.
+  // Whether the kernel has counted a kill since construction, or since killed_of last found one.
   bool has_new_kill() const { return kills() != kills_; }
-  // The process of `dead` that the OOM killer has ended: none unless the count has grown since the
-  // last one. `statuses` are those of wait(2), as far as they are known; among several the sampler
-  // knows the largest, which the kernel prefers.
+  // The process of `dead` that the OOM killer has ended; nullopt without a new kill. `statuses`:
+  // the statuses of wait(2) that are known, by pid; they rule out processes not ended by SIGKILL.
+  // Of several candidates, the one that held most by `sampler`: the kernel prefers the largest.
   std::optional<int> killed_of(const std::vector<int>& dead, const std::map<int, int>& statuses,
                                const TreeSampler& sampler);
 

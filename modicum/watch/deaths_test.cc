@@ -18,7 +18,7 @@ namespace {
 constexpr int kExited = 0;
 constexpr int kKilled = SIGKILL;
 
-// A kill that the kernel's log does not name.
+// Without the kernel's log, only the count of kills is known.
 TEST(Deaths, TheKilledProcessIsTheFirstToEndAfterTheCountHasGrown) {
   const TempDir directory;
   const auto count = [&](int kills) {

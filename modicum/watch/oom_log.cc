@@ -30,7 +30,7 @@ std::optional<OomKill> oom_kill_in(std::string_view message) {
   const auto pid = number_after(message, kLabel);
   const auto anon = number_after(message, " anon-rss:");
   if (!pid || !anon) return std::nullopt;
-  // A name may contain anything but its end: the last ") " before the figures.
+  // The name may contain parentheses: it ends at the last ") total-vm:".
   const size_t begin = message.find('(', message.find(kLabel));
   const size_t end = message.rfind(") total-vm:");
   if (end == std::string_view::npos || begin >= end) return std::nullopt;
@@ -58,10 +58,10 @@ OomLog::~OomLog() {
 
 std::vector<OomKill> OomLog::next() {
   std::vector<OomKill> kills;
-  std::array<char, 8192> message;  // the longest that the kernel keeps
+  std::array<char, 8192> message;  // one read returns one message, at most so long
   while (fd_ >= 0) {
     const ssize_t got = read(fd_, message.data(), message.size());
-    if (got < 0 && (errno == EINTR || errno == EPIPE)) continue;  // EPIPE: some were overwritten
+    if (got < 0 && (errno == EINTR || errno == EPIPE)) continue;  // EPIPE: overwritten
     if (got <= 0) break;
     const std::string_view text(message.data(), static_cast<size_t>(got));
     if (auto group = oom_group_in(text)) group_ = *std::move(group);

@@ -12,23 +12,24 @@ namespace modicum {
 struct OomKill {
   int pid = 0;  // in the kernel's own pid namespace
   std::string name;
-  uint64_t held_bytes = 0;  // anonymous and shared memory when it was chosen
-  // The cgroup whose limit was reached, as the kernel sees it. Empty: the limit of the machine, or
-  // the message before, which is rate-limited, was left out.
+  uint64_t held_bytes = 0;  // anonymous and shared memory at the kill
+  // The path of the cgroup whose limit was reached, in the kernel's own cgroup namespace. Empty if
+  // the machine had no memory left, or if the message that names the cgroup was rate-limited away.
   std::string group;
 };
 
-// The kill in a message of the kernel's log; nullopt if it reports another thing:
+// Parses a message of the kernel's log that reports a kill; nullopt for any other message:
 //
 //   Memory cgroup out of memory: Killed process 5331 (python3) total-vm:630968kB,
 //   anon-rss:196352kB, file-rss:6676kB, shmem-rss:0kB, UID:0 ...
 std::optional<OomKill> oom_kill_in(std::string_view message);
-// The cgroup in the message before it; nullopt in any other message:
+// Parses the message before a kill, which names the cgroup; nullopt for any other message, and for
+// a kill because the whole machine had no memory left:
 //
 //   oom-kill:constraint=CONSTRAINT_MEMCG,...,oom_memcg=/a/b,task_memcg=/a/b/c,task=python3,...
 std::optional<std::string> oom_group_in(std::string_view message);
 
-// Reads /dev/kmsg from the time of construction on. It needs a privilege, or a kernel with
+// Reads the messages that /dev/kmsg receives after construction. Needs CAP_SYSLOG, or a kernel with
 // dmesg_restrict=0.
 class OomLog {
  public:
@@ -38,12 +39,12 @@ class OomLog {
   OomLog& operator=(const OomLog&) = delete;
 
   bool is_readable() const noexcept { return fd_ >= 0; }
-  // The kills that have been logged since the last call, on the whole machine.
+  // The kills on the whole machine that were logged since the last call.
   std::vector<OomKill> next();
 
  private:
   int fd_ = -1;
-  std::string group_;  // of the last message that named one
+  std::string group_;  // named by a message whose kill was not read yet
 };
 
 }  // namespace modicum

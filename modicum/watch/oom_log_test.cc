@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-// Recorded from Linux 6.18 and 6.1.
+// The messages are recorded from Linux 6.18 and 6.1.
 TEST(OomLog, NamesTheKilledProcess) {
   const auto kill = oom_kill_in(
       "3,1830,8459183112,-;Memory cgroup out of memory: Killed process 5331 (python3) "

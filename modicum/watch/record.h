@@ -1,5 +1,5 @@
-// What is known about a watched command after it has ended. Values; bytes, and seconds since the
-// command was started. Part of the door of `watch`.
+// The record of a watched command after it has ended. Plain values, in bytes and in seconds since
+// the command was started. Part of the public header of `watch`.
 #pragma once
 
 #include <array>
@@ -13,13 +13,13 @@
 
 namespace modicum {
 
-// The owners of a process's memory: the purposes of its ledgers, if it reports any, in their order;
-// then these.
+// The owners of a process's memory. The values below `copies_since_fork` are those of Purpose, for
+// processes that report their ledgers.
 enum class WatchOwner : uint8_t {
   copies_since_fork = static_cast<uint8_t>(Purpose::count),
-  retained_heap,  // of freed blocks, by malloc; in a process with a ledger
-  unexplained,    // in a process with a ledger: all the rest
-  held,           // by a process that reports no ledger
+  retained_heap,  // freed blocks that malloc keeps; in a process that reports ledgers
+  unexplained,    // the rest, in a process that reports ledgers
+  held,           // the rest, in a process that reports none
   count
 };
 constexpr size_t kWatchOwners = static_cast<size_t>(WatchOwner::count);
@@ -31,7 +31,7 @@ struct OwnedMemory {
 
   uint64_t bytes(size_t owner) const noexcept { return kib[owner] * kKiB; }
   uint64_t total_bytes() const noexcept;
-  // The owner of which there is most more than in `before`; the first if there is none.
+  // The owner that has grown most since `before`, or has shrunk least; the first of equal ones.
   size_t grown_since(const OwnedMemory& before) const noexcept;
   OwnedMemory& operator+=(const OwnedMemory& other) noexcept;
   bool operator==(const OwnedMemory&) const = default;
@@ -40,17 +40,16 @@ struct OwnedMemory {
 struct WatchedProcess {
   int pid = 0;
   int parent = 0;
-  std::string name;                 // the last one that it had
-  std::optional<int> rank;          // from its environment, or its own report
-  std::string_view rank_variable;   // that its environment has; empty: none
+  std::string name;                 // its last one: exec changes it
+  std::optional<int> rank;          // from its own report, else from its environment
+  std::string_view rank_variable;   // the variable that has the rank, as "RANK"; empty: none
   double begin_s = 0;               // when it was first seen
   double end_s = 0;                 // when it was last seen
-  uint64_t peak_bytes = 0;          // Pss_Anon + Pss_Shmem at its own highest
+  uint64_t peak_bytes = 0;          // its own highest Pss_Anon + Pss_Shmem
   uint64_t held_at_peak_bytes = 0;  // when the tree held most
-  // Pages kept or written since a fork next to those of the process it was forked from, when the
-  // tree had most of them (ForkCopies).
+  // Pages copied since it was forked (ForkCopies), when the whole tree had most of them.
   uint64_t cow_duplicate_bytes = 0;
-  int forked_from = 0;          // its pid, if it had copies; else 0
+  int forked_from = 0;          // a pid; 0 if `cow_duplicate_bytes` is 0
   uint64_t peak_rss_bytes = 0;  // VmHWM: misses no peak, and counts mapped files
 };
 
@@ -62,21 +61,21 @@ struct WatchSample {
     OwnedMemory owned;
   };
   double at_s = 0;
-  uint64_t held_bytes = 0;        // by the tree: the sum of the shares and of `others`
-  uint64_t page_cache_bytes = 0;  // mapped by the tree, or all that its own cgroup is charged for
-  uint64_t charged_bytes = 0;     // to the command's cgroup, where it has one of its own
+  uint64_t held_bytes = 0;        // by the tree: the sum of `shares` and `others`
+  uint64_t page_cache_bytes = 0;  // mapped by the tree; with --limit, charged to its cgroup
+  uint64_t charged_bytes = 0;     // with --limit: to the command's cgroup, page cache included
   std::vector<Share> shares;      // the largest first
-  OwnedMemory others;             // smaller processes
+  OwnedMemory others;             // sum of the processes without a share, which hold less
 };
 
 // A phase that a process has reported.
 struct WatchedPhase {
   int pid = 0;
-  std::optional<int> rank;  // that it has reported, else of its process
+  std::optional<int> rank;  // in the process's report, else that of its WatchedProcess
   std::string name;
   double begin_s = 0;
   double end_s = 0;
-  std::optional<uint64_t> promised_bytes;  // of the process, without page tables
+  std::optional<uint64_t> promised_bytes;  // without page tables and copies after a fork
 
   bool has(double at_s) const noexcept { return begin_s <= at_s && at_s <= end_s; }
 };
@@ -88,49 +87,50 @@ struct WatchedKill {
   std::optional<int> rank;
   int signal = 9;
   double at_s = 0;
-  uint64_t limit_bytes = 0;
+  uint64_t limit_bytes = 0;       // --limit, else the limit that had least memory left
   std::string limit_source;       // "--limit", or as MemoryLimit::source
-  uint64_t held_bytes = 0;        // by the killed process, at the last reading before
-  uint64_t tree_held_bytes = 0;   // by all processes together, then
-  uint64_t page_cache_bytes = 0;  // charged to the same limit, then
+  uint64_t held_bytes = 0;        // by the killed process: from the kernel's log, or last sampled
+  uint64_t tree_held_bytes = 0;   // by the tree: last sampled, corrected for the killed process
+  uint64_t page_cache_bytes = 0;  // as in the last sample
   std::string phase;              // of the killed process; empty: it has reported none
-  int grew_pid = 0;               // the process that grew most before
+  int grew_pid = 0;               // the process that grew most before the kill; 0: none grew
   std::string grew_name;
-  std::string grew_owner;  // which of its memory grew most; empty: it has reported no ledger
+  std::string grew_owner;  // which of its memory grew most; empty: it reports no ledgers
   uint64_t grew_bytes = 0;
-  double grew_s = 0;  // within this time
-  // What the processes had promised for their phases; 0 unless the killed one had.
+  double grew_s = 0;  // the time in which it grew by grew_bytes
+  // The sum of the processes' promises for their phases, with page tables. A process without a
+  // promise counts with the memory that it held. 0 if the killed process had none.
   uint64_t promised_bytes = 0;
 };
 
 struct WatchRecord {
   std::vector<std::string> command;
-  int exit_code = 0;  // 128 + signal, if it died of one
+  int exit_code = 0;  // 128 + signal, if a signal has ended the command
   double elapsed_s = 0;
   uint64_t peak_bytes = 0;  // highest sum over the tree of Pss_Anon + Pss_Shmem
   double peak_at_s = 0;
-  // What the tree may have held between two samples: VmHWM counts memory that came and went there.
+  // The most that the tree may have held between two samples, by the processes' VmHWM.
   uint64_t peak_at_most_bytes = 0;
   uint64_t cow_duplicate_bytes = 0;           // highest sum over the tree
   std::vector<WatchedProcess> processes;      // in the order in which they were first seen
-  uint64_t processes_left_out = 0;            // small ones of which there were too many
-  std::vector<WatchSample> samples;           // thinned; one of them is that of the peak
-  std::vector<WatchedPhase> phases;           // in the order of their begins
+  uint64_t processes_left_out = 0;            // how many small ones are not in `processes`
+  std::vector<WatchSample> samples;           // thinned; the sample of the peak is kept
+  std::vector<WatchedPhase> phases;           // sorted by begin
   std::optional<uint64_t> limit_bytes;        // --limit
-  std::optional<uint64_t> group_limit_bytes;  // the lowest of the cgroups around the command
-  std::optional<uint64_t> budget_bytes;       // that a process has reported
+  std::optional<uint64_t> group_limit_bytes;  // the lowest limit of the watcher's cgroups
+  std::optional<uint64_t> budget_bytes;       // the largest that a process has reported
   std::optional<WatchedKill> killed;
   int left_running = 0;             // processes that had not ended with the command
-  double cpu_s = 0;                 // what watching has cost
-  uint64_t watcher_peak_bytes = 0;  // held by the watching process itself
+  double cpu_s = 0;                 // CPU time of the watching process
+  uint64_t watcher_peak_bytes = 0;  // the most memory that the watching process held
 
-  // Whether the peak may have been higher than any sample by more than 1/32 and 4 MiB.
+  // Whether the peak may exceed `peak_bytes` by more than 4 MiB and more than 1/32 of it.
   bool may_have_missed_peak() const noexcept;
-  // The sample in which the tree held most; null without one.
+  // The sample in which the tree held most; null without samples.
   const WatchSample* peak() const noexcept;
-  // The innermost phase of a process at a time: the one that began last. Null without one.
+  // The innermost phase of a process at `at_s`: the one that began last. Null without one.
   const WatchedPhase* phase_at(int pid, double at_s) const noexcept;
-  // The one that ended last before that time. Null without one.
+  // The phase of a process that ended last before `at_s`. Null without one.
   const WatchedPhase* phase_before(int pid, double at_s) const noexcept;
 };
 

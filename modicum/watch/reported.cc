@@ -15,8 +15,8 @@ Footprint footprint_of(std::span<const std::atomic<uint64_t>, kPurposes> from) n
   return of;
 }
 
-// What a process holds for its ledgers, in KiB: the other purposes are no memory of its own, or no
-// part of the kernel's figure.
+// The purposes of the ledgers that Pss of the process contains, in KiB: without page tables and the
+// copies of forked children, which it lacks, and the baseline, which is divided separately.
 Footprint ledger_kib(Footprint held) noexcept {
   held[Purpose::process] = held[Purpose::page_tables] = held[Purpose::fork] = 0;
   for (uint64_t& bytes : held.bytes) bytes /= kKiB;
@@ -31,7 +31,7 @@ ReportedMemory memory_in(const SelfReport& report) {
   return memory;
 }
 
-// Of the process alone, without page tables, as its memory is measured here.
+// WatchedPhase::promised_bytes of a phase.
 std::optional<uint64_t> promised_in(const SelfReport& report, const std::string& phase) {
   const size_t count = std::min<size_t>(report.promised_phases.load(), SelfReport::kMostPromised);
   for (size_t i = 0; i < count; ++i) {
@@ -60,7 +60,7 @@ OwnedMemory Division::operator()(uint64_t held_bytes, uint64_t copied_bytes,
     take(static_cast<size_t>(rest), left);
   };
   if (reported == nullptr) {
-    *this = {};  // what it may report later is of another program
+    *this = {};  // a later report comes from another program
     take_rest(WatchOwner::held);
     return owned;
   }
@@ -99,7 +99,7 @@ ReportedProcesses::Known* ReportedProcesses::find(size_t place) noexcept {
   return at == known_.end() ? nullptr : &*at;
 }
 
-// The last one, since pids are reused.
+// The latest report, since pids are reused.
 const ReportedProcesses::Known* ReportedProcesses::find_pid(int pid) const noexcept {
   const auto at = std::find_if(known_.rbegin(), known_.rend(),
                                [pid](const Known& one) { return one.pid == pid; });
@@ -112,7 +112,7 @@ bool ReportedProcesses::has_ended(size_t place, int64_t begin_ns) const noexcept
   });
 }
 
-// The report that process `pid` has at a place now; null if it has not begun.
+// The report of process `pid` at `place`; null before it has begun. Adds it to known_ if it is new.
 ReportedProcesses::Known* ReportedProcesses::known_at(size_t place, int pid, bool is_alive,
                                                       int64_t now_ns) {
   const int64_t began_ns = table_.reports[place].begin_ns.load();
@@ -122,7 +122,7 @@ ReportedProcesses::Known* ReportedProcesses::known_at(size_t place, int pid, boo
   if (known != nullptr && known->pid == pid && known->begin_ns == began_ns && is_of_program) {
     return known;
   }
-  if (known != nullptr) {  // of another process, or of this one before an exec
+  if (known != nullptr) {  // the report of another process, or of this one before an exec
     end(*known, now_ns);
     if (known->pid == pid) known->pid = 0;
   }
@@ -161,7 +161,7 @@ void ReportedProcesses::read_report(Known& known, int64_t now_ns) {
 void ReportedProcesses::read_phases(Known& known, int64_t now_ns) {
   const SelfReport& report = table_.reports[known.place];
   std::erase_if(known.open, [&](Open& one) {
-    // Once its place has been taken over it ended before the new one began.
+    // If a later phase has taken its place in the table, it ended before the later one began.
     const bool is_here = one.from->number.load() == one.number;
     const int64_t end_ns = is_here ? one.from->end_ns.load() : one.from->begin_ns.load();
     const bool is_over = !is_here || end_ns != 0;
@@ -185,6 +185,7 @@ void ReportedProcesses::read_phases(Known& known, int64_t now_ns) {
                        .end_s = seconds(end_ns == 0 ? now_ns : end_ns, now_ns),
                        .promised_bytes = promised_in(report, name)}};
     one.phase.end_s = std::max(one.phase.begin_s, one.phase.end_s);
+    // Unchanged: no later phase has overwritten the fields meanwhile.
     if (from.number.load() == number) begun.push_back(std::move(one));
   }
   std::sort(begun.begin(), begun.end(), [](auto& a, auto& b) { return a.number < b.number; });
@@ -203,8 +204,8 @@ void ReportedProcesses::close(const WatchedPhase& phase) {
   if (phases_.size() > kMostPhases) join_phases();
 }
 
-// A phase and the next one of its name, in one process, become one. If that does not help, the
-// first half is dropped.
+// Joins successive phases of one name in one process. If more than half of kMostPhases remain,
+// drops the oldest.
 void ReportedProcesses::join_phases() {
   std::map<int, size_t> last;  // by pid
   std::vector<WatchedPhase> joined;

@@ -1,4 +1,4 @@
-// Reads the reports of watched processes about themselves. Internal to `watch`.
+// Reads the reports that watched processes write about themselves. Internal to `watch`.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace modicum {
 
-// What one process last reported. The bytes are as it wrote them: any number.
+// The last report of one process, as it wrote it: the bytes may be any number.
 struct ReportedMemory {
   std::optional<int> rank;
   uint64_t baseline_bytes = 0;
@@ -22,67 +22,68 @@ struct ReportedMemory {
   Footprint held;
 };
 
-// Divides the memory that the kernel counts for a process among its owners: `copied_bytes` of it
-// are copies since a fork. The sum is `held_bytes` in whole KiB, whatever was reported. Memory that
-// is booked and not written yet is not held, and is left out of the largest purpose:
+// Divides the memory that the kernel counts for a process among its owners. The sum is always
+// `held_bytes` in whole KiB, whatever the process reports. The ledger also counts memory that is
+// booked but not written yet, which the kernel does not count: the largest purpose is cut by it.
 //
 //   held 100 MiB, baseline 2, ledger: shards 500, staging 8
 //     process 2 | shards 90 | staging 8 | unexplained 0
 //
-// Once all of the ledger has been written, it comes first: a smaller rest is then of the baseline,
-// whose pages are divided among forked children.
+// Once the whole ledger has been written it is never cut. If the kernel then counts less, the
+// baseline is cut instead: forked children share its pages, and each process counts a part of them.
 class Division {
  public:
-  // Of successive readings of one process. `reported` is null without a report.
+  // To be called with successive readings of one process. `copied_bytes`: the part of `held_bytes`
+  // that was copied since a fork. `reported`: null if the process has no report.
   OwnedMemory operator()(uint64_t held_bytes, uint64_t copied_bytes,
                          const ReportedMemory* reported);
 
  private:
-  uint64_t written_kib_ = 0;  // the ledger's total, when all of it was
-  uint64_t baseline_kib_ = UINT64_MAX;
+  uint64_t written_kib_ = 0;            // the ledger's total when last known as all written
+  uint64_t baseline_kib_ = UINT64_MAX;  // the part left for the baseline then
 };
 
-// The reports are input from other processes: any bytes may be in them. One thread.
+// The phases and memory in all reports. Reports are untrusted: they may hold any bytes. One thread.
 class ReportedProcesses {
  public:
-  static constexpr size_t kMostPhases = 2048;
-  static constexpr size_t kMostEnded = 256;
+  static constexpr size_t kMostPhases = 2048;  // ended ones; beyond, they are joined or dropped
+  static constexpr size_t kMostEnded = 256;    // reports kept, once twice as many have ended
 
-  // Whether a living process still runs the program that has made its report.
+  // Whether a living process still runs the program that began its report.
   using IsSameProgram = std::function<bool(int pid)>;
 
-  // `begin_ns`: when the command began.
+  // `begin_ns`: the start of the command. Without `is_same_program`, no process ever execs.
   ReportedProcesses(SelfReports& table, int64_t begin_ns, IsSameProgram is_same_program = {})
       : table_(table), begin_ns_(begin_ns), is_same_program_(std::move(is_same_program)) {}
 
-  // Reads all reports. Those of processes that are not `alive`, in ascending order, are read for
-  // the last time, and their places are free again. Those of a program that its process has
-  // replaced by another (exec) end, and are no more known.
+  // Reads all reports. `alive`: the pids of the living processes, ascending; the reports of others
+  // are read for the last time, and their places in the table become free. If a process has
+  // replaced its program (exec), the report of the earlier program ends and is forgotten.
   void read(int64_t now_ns, std::span<const int> alive);
-  // As of now, or as of its end. nullopt if this process has reported nothing.
+  // The report of a process now, or the last one before it ended. nullopt if it made none.
   std::optional<ReportedMemory> memory_of(int pid) const;
-  // The innermost phase now, or when it ended; empty: none. With its promise.
+  // The innermost phase of a process now, or when the process ended; no name: none.
   WatchedPhase phase_of(int pid) const;
 
   std::optional<uint64_t> budget_bytes() const noexcept { return budget_bytes_; }
-  // All phases so far, in the order of their begins; those that last end now.
+  // All phases so far, sorted by begin. Phases that have not ended get `now_ns` as their end.
   std::vector<WatchedPhase> phases(int64_t now_ns) const;
 
  private:
   struct Open {
-    uint64_t number = 0;
-    const SelfReport::Phase* from = nullptr;
+    uint64_t number = 0;                      // SelfReport::Phase::number
+    const SelfReport::Phase* from = nullptr;  // in the table
     WatchedPhase phase;
   };
   struct Known {
-    size_t place = 0;  // in the table
-    int pid = 0;       // 0: of a program before an exec
+    size_t place = 0;  // index in the table
+    int pid = 0;       // 0: the process has replaced the program by exec
     int64_t begin_ns = 0;
     bool has_ended = false;
     ReportedMemory memory;
-    uint64_t last_number = 0;  // of its phases
-    std::vector<Open> open;    // in the order of their begins
-    WatchedPhase last;         // the innermost one when it ended
+    uint64_t last_number = 0;  // the highest number of a phase that was read
+    std::vector<Open> open;    // phases that have not ended, in the order of their begins
+    WatchedPhase last;         // the innermost phase when the process ended
   };
 
   Known* find(size_t place) noexcept;
@@ -98,9 +99,9 @@ class ReportedProcesses {
 
   SelfReports& table_;
   const int64_t begin_ns_;
-  const IsSameProgram is_same_program_;  // none: always
+  const IsSameProgram is_same_program_;
   std::vector<Known> known_;
-  std::vector<WatchedPhase> phases_;  // ended
+  std::vector<WatchedPhase> phases_;  // those that have ended
   std::optional<uint64_t> budget_bytes_;
 };
 

@@ -11,9 +11,9 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: owners whose sum is not the memory held; a phase without
-// its end; numbers of a report that are believed; places of ended processes that stay taken; a
-// report of the program before an exec; a retained heap that is unexplained.
+// Must fail for these mutants: owners whose sum is not the memory held; a phase without its end;
+// unchecked numbers of a report; places of ended processes that stay taken; the report of a program
+// that exec has replaced; a retained heap that counts as unexplained.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
@@ -39,7 +39,7 @@ std::string text_of(const std::vector<WatchedPhase>& phases) {
 TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB};
   reported.held[Purpose::shards] = 100 * kMiB;
-  reported.held[Purpose::fork] = 50 * kMiB;  // what children may keep
+  reported.held[Purpose::fork] = 50 * kMiB;  // a bound on the copies of children: not held
   const OwnedMemory owned = Division()(110 * kMiB, 3 * kMiB, &reported);
   EXPECT_EQ(owned.bytes(at(Purpose::process)), 2 * kMiB);
   EXPECT_EQ(owned.bytes(at(Purpose::shards)), 100 * kMiB);
@@ -48,7 +48,7 @@ TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
   EXPECT_EQ(owned.total_bytes(), 110 * kMiB);
 }
 
-// Glibc counts free blocks that are not resident, too.
+// Glibc also counts free blocks that are not resident, so the reported heap may be too large.
 TEST(OwnedMemory, RetainedHeapIsAPartOfTheRest) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB, .retained_heap_bytes = 9 * kMiB};
   reported.held[Purpose::shards] = 100 * kMiB;
@@ -73,8 +73,8 @@ TEST(OwnedMemory, BookedPagesThatAreNotWrittenAreNotHeld) {
   EXPECT_EQ(owned.bytes(at(WatchOwner::unexplained)), 0U);
 }
 
-// Children share the pages of the baseline, so that the kernel counts a part of them here. The
-// ledger's memory is excluded from the fork.
+// Children share the pages of the baseline, so the kernel counts only a part of them for the
+// parent. The ledger's memory is excluded from the fork.
 TEST(OwnedMemory, AForkTakesNothingFromALedgerThatIsWritten) {
   ReportedMemory reported{.baseline_bytes = 30 * kMiB};
   reported.held[Purpose::shards] = 100 * kMiB;
@@ -119,7 +119,7 @@ TEST(ReportedProcesses, HaveTheirPhasesWithBeginAndEnd) {
   EXPECT_EQ(reported.phase_of(7).name, "load");
   EXPECT_EQ(reported.memory_of(7)->rank, 3);
   report.phases[0].end_ns.store(1 * kNsPerSecond + 300 * kNsPerMs);
-  // Begun and ended between two readings.
+  // A phase that begins and ends between two readings.
   begin(report, 1, 2, "step", 1 * kNsPerSecond + 310 * kNsPerMs);
   report.phases[1].end_ns.store(1 * kNsPerSecond + 350 * kNsPerMs);
   begin(report, 2, 3, "save", 1 * kNsPerSecond + 360 * kNsPerMs);
@@ -152,7 +152,7 @@ TEST(ReportedProcesses, ReusedPidsAndPlacesAreOtherProcesses) {
   SelfReport& first = *table.claim(7, 0);
   begin(first, 0, 1, "load", 10 * kNsPerMs);
   reported.read(20 * kNsPerMs, std::vector<int>{7});
-  SelfReport& again = *table.claim(7, 0);  // after an exec, or of a new process
+  SelfReport& again = *table.claim(7, 0);  // after an exec, or for a new process of the same pid
   ASSERT_EQ(&first, &again);
   again.begin_ns.store(25 * kNsPerMs);
   begin(again, 0, 1, "save", 30 * kNsPerMs);
@@ -161,7 +161,7 @@ TEST(ReportedProcesses, ReusedPidsAndPlacesAreOtherProcesses) {
   EXPECT_EQ(text_of(reported.phases(50 * kNsPerMs)), "load 10-40; save 30-50; ");
 }
 
-// The next program of the process need not know of reports, or it may begin its own.
+// After an exec the next program may make no report, or begin its own.
 TEST(ReportedProcesses, AProgramBeforeAnExecHasEnded) {
   const SharedPages pages = SharedPages::make(sizeof(SelfReports));
   SelfReports& table = SelfReports::make_in(pages.bytes());
@@ -179,7 +179,7 @@ TEST(ReportedProcesses, AProgramBeforeAnExecHasEnded) {
   reported.read(40 * kNsPerMs, alive);
   EXPECT_EQ(reported.memory_of(7), std::nullopt);
   EXPECT_EQ(reported.phase_of(7).name, "");
-  is_same = true;  // it has set its mark, and not begun its report yet
+  is_same = true;  // the next program has marked the table, but not begun its report
   reported.read(50 * kNsPerMs, alive);
   EXPECT_EQ(reported.memory_of(7), std::nullopt);
   SelfReport& next = *table.claim(7, 0);
@@ -231,7 +231,7 @@ TEST(ReportedProcesses, WhateverIsWrittenIsBounded) {
   }
 }
 
-// Steps of days: neighbours of one name become one, so that the load at the begin stays.
+// A training of days has many phases `step`: they are joined, so that the first `load` is kept.
 TEST(ReportedProcesses, ManyPhasesOfOneNameAreJoined) {
   const SharedPages pages = SharedPages::make(sizeof(SelfReports));
   SelfReports& table = SelfReports::make_in(pages.bytes());

@@ -6,22 +6,22 @@
 namespace modicum {
 namespace {
 
-// CPU time for exact readings that a command may cost at once, before its share has grown: a short
-// command is measured, too.
+// Credit: the CPU time that sampling may still use. It begins above 0, so that a short command is
+// measured exactly, too.
 constexpr double kFirstCreditNs = 200 * kNsPerMs;
 constexpr double kAmpleCreditNs = 100 * kNsPerMs;
 constexpr double kMostCreditNs = 500 * kNsPerMs;
-constexpr double kEarlyDuty = 0.02;  // of a core, for the other readings while credit is ample
+constexpr double kEarlyDuty = 0.02;            // instead of half of the duty, while credit is ample
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
-constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // between readings of page faults
+constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // the interval of reading page faults
 constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
-constexpr int kRankReads = 3;                       // of a process that may yet exec
+constexpr int kRankReads = 3;  // samples that read a rank again: exec may change the environment
 constexpr int64_t kRecentNs = 5 * kNsPerSecond;
 constexpr size_t kMostRecent = 256;
-// A process that is new and this small is read exactly at once: it costs less than a millisecond.
+// A new process that is this small is read exactly at once, in less than a millisecond.
 constexpr uint64_t kSmallBytes = 32 * kMiB;
 
-// What counts as a change of `bytes`.
+// The smallest change of `bytes` that matters: 1/64, at least 1 MiB.
 uint64_t step_of(uint64_t bytes) noexcept { return std::max(kMiB, bytes / 64); }
 uint64_t distance(uint64_t a, uint64_t b) noexcept { return a > b ? a - b : b - a; }
 
@@ -63,7 +63,7 @@ void TreeSampler::sample() {
   credit_ns_ -= static_cast<double>(options_.cpu_ns() - cpu_before);
   const double share = credit_ns_ > kAmpleCreditNs ? kEarlyDuty : options_.duty / 2;
   pause_ns_ = std::max(kShortestPauseNs, static_cast<int64_t>(static_cast<double>(cost) / share));
-  // A steep rise to the limit is over in a few samples; credit pays for more of them.
+  // A steep rise to the limit takes a few samples only; more are taken while credit lasts.
   const bool is_near = options_.limit_bytes != 0 &&
                        std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
   if (is_near && credit_ns_ > kAmpleCreditNs / 10)
@@ -74,7 +74,7 @@ void TreeSampler::sample() {
 
 void TreeSampler::discover() {
   const uint64_t last = last_pid(options_.root);
-  // A pid is given before its process can be found, so one walk after the last one is not enough.
+  // The kernel assigns a pid before /proc shows the process, so more than one walk is needed.
   walks_ = last == last_pid_ ? walks_ + 1 : 0;
   if (last != 0 && walks_ > 2) return;
   last_pid_ = last;
@@ -146,10 +146,10 @@ void TreeSampler::read_statuses() {
   std::erase_if(tracked_, [](const Tracked& one) { return !one.status.is_alive; });
 }
 
-// VmHWM has grown further than both readings show: memory came and went between them.
+// Memory came and went since the last reading if VmHWM has grown above both readings.
 void TreeSampler::take_status(Tracked& one, ProcessStatus status) {
   const uint64_t before = one.mapped_bytes();
-  // A lower one is that of another program, after an exec.
+  // A lower VmHWM is that of a new program, after an exec.
   const bool has_grown = status.peak_rss != one.status.peak_rss;
   one.status = std::move(status);
   const uint64_t peak = one.status.peak_rss;
@@ -158,8 +158,8 @@ void TreeSampler::take_status(Tracked& one, ProcessStatus status) {
   if (has_grown && peak > seen) unseen_bytes_ += peak - seen;
 }
 
-// The kernel does not say whose maximum it is: that of each child which ended with the process, or
-// its own if it had none.
+// The maximum may be that of any child that ended with the process. As an upper bound each of them
+// is assumed to have reached it; without children, the process itself.
 void TreeSampler::note_end(int pid, uint64_t peak_rss_bytes) noexcept {
   if (peak_rss_bytes <= peak_rss_bytes_) return;
   peak_rss_bytes_ = peak_rss_bytes;
@@ -188,7 +188,7 @@ uint64_t TreeSampler::rss_sum() const noexcept {
 
 // ---- exact figures
 
-// Whether pages have been copied since Pss was last read, and no more are now.
+// Whether pages were copied since Pss was last read, and copying has just stopped.
 bool TreeSampler::has_copied(int64_t now) {
   if (tracked_.size() < 2 || now - faults_at_ns_ < kFaultsEveryNs) return false;
   faults_at_ns_ = now;
@@ -201,12 +201,12 @@ bool TreeSampler::has_copied(int64_t now) {
   faults_since_ += more;
   const bool rise = more >= kFaultsOfCopying / 4;
   const bool is_over = std::exchange(faults_rose_, rise) && !rise;
-  // While it goes on, exact figures are read only from credit that a long command has earned.
+  // While copying goes on, exact figures are read only if credit is ample.
   return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > kAmpleCreditNs);
 }
 
-// Exact figures are worth their cost where the tree may hold more than ever, that is not known
-// already, and something has changed since they were last read.
+// Exact figures are worth their cost if the tree may hold more than its peak so far, the estimates
+// may be too low, and memory has changed since they were last read.
 bool TreeSampler::wants_exact(int64_t now) {
   const uint64_t sum = rss_sum();
   if (distance(sum, rss_before_) > step_of(sum) / 8) steady_since_ns_ = now;
@@ -225,7 +225,7 @@ bool TreeSampler::wants_exact(int64_t now) {
 void TreeSampler::read_exact() {
   for (Tracked& one : tracked_) {
     const auto pss = read_pss(one.pid, options_.root);
-    // On old kernels, and for another user's processes, shared pages count in full.
+    // Where Pss can't be read (old kernels, another user), shared pages count in full.
     one.pss_bytes = pss.value_or(one.rss_bytes());
     if (const auto status = read_status(one.pid, options_.root); status && status->is_alive) {
       take_status(one, *status);
@@ -379,8 +379,8 @@ TreeSampler::Growth TreeSampler::growth(int64_t within_ns, int pid) const {
 }
 
 TreeSampler::Growth TreeSampler::growth_to(int pid, uint64_t held_bytes) const {
-  const WatchSample::Share* const before = last_share(pid);
-  const WatchSample::Share was = before == nullptr ? WatchSample::Share() : *before;
+  const WatchSample* const with = last_with(pid);
+  const WatchSample::Share was = with == nullptr ? WatchSample::Share() : *share_in(*with, pid);
   const auto reported = reported_ ? reported_->memory_of(pid) : std::nullopt;
   const auto of = std::find_if(tracked_.begin(), tracked_.end(),
                                [pid](const Tracked& one) { return one.pid == pid; });
@@ -389,7 +389,7 @@ TreeSampler::Growth TreeSampler::growth_to(int pid, uint64_t held_bytes) const {
   const OwnedMemory owned = division(held_bytes, copied_bytes, reported ? &*reported : nullptr);
   return {.pid = pid,
           .bytes = held_bytes - std::min(held_bytes, was.bytes),
-          .seconds = seconds(clock_.now_ns()) - recent_.back().at_s,
+          .seconds = seconds(clock_.now_ns()) - (with == nullptr ? last() : *with).at_s,
           .owner = owned.grown_since(was.owned)};
 }
 

@@ -1,16 +1,20 @@
-// Samples a process tree within a share of one core. Internal to `watch`.
+// Samples the memory of a process tree at a bounded CPU cost. Internal to `watch`.
 //
-// A sample reads the status of each process (about 20 us), which counts a shared page in full. The
-// exact figures, Pss, cost 10 to 50 ms per GiB, so they are read near new peaks only. In between a
-// process is taken to hold what it held at its last reading, plus the private memory that it has
-// gained since:
+// A sample reads the status of each process (about 20 us), which counts a shared page in full for
+// each of its processes. Pss divides shared pages, but costs 10 to 50 ms per GiB, so it is read
+// near new peaks only. Between these exact readings, the estimate for a process is its last Pss
+// plus the private memory (RssAnon) that it has gained since. With a parent and its forked child:
 //
-//   status      RssAnon 100 --> 160 (a fork: + 160) --> 160, 160 (the parent writes) --> 160, 160
-//   estimate            100     160          160                 160
-//   Pss                                              80, 80                        160, 160
+//                 at first   allocates   forks      the parent writes
+//   RssAnon            100         160   160, 160            160, 160
+//   estimate           100         160   160,   0            160,   0
+//   Pss                100         160    80,  80            160, 160
 //
-// An estimate is never too high, since RssAnon grows by new pages only. A copy-on-write changes no
-// status; it is noticed by the page faults that it costs.
+// The sum of the estimates is rarely too high, since RssAnon grows by new pages only. It is too
+// high where shared memory was freed, which is not subtracted until the next exact reading; after
+// a fork, where a child of at most 32 MiB is read exactly and its parent is not yet; and where Pss
+// can't be read and RSS replaces it. A copy-on-write leaves RssAnon unchanged, so the estimate is
+// too low; the page faults that it costs show that an exact reading is needed.
 #pragma once
 
 #include <algorithm>
@@ -30,57 +34,60 @@
 namespace modicum {
 
 struct SamplerOptions {
-  int root_pid = 0;                  // its descendants are watched, not the process itself
-  std::string root;                  // of /proc, for tests
-  double duty = 0.005;               // of one core
-  std::function<int64_t()> cpu_ns;   // the CPU time of this process so far
-  std::optional<MemoryCgroup> cage;  // of the command alone
-  uint64_t limit_bytes = 0;          // of the cage; 0: none
-  uint64_t forked_rss_bytes = 0;     // of the command before exec, which its ru_maxrss includes
-  SelfReports* reports = nullptr;    // of the processes about themselves
+  int root_pid = 0;                  // its descendants are sampled, not the process itself
+  std::string root;                  // prefix of /proc, for tests
+  double duty = 0.005;               // the share of one core that sampling may use
+  std::function<int64_t()> cpu_ns;   // returns the CPU time of this process so far
+  std::optional<MemoryCgroup> cage;  // the cgroup that holds the command only, if there is one
+  uint64_t limit_bytes = 0;          // limit of `cage`; 0: none
+  uint64_t forked_rss_bytes = 0;     // VmHWM of the command before exec; its ru_maxrss includes it
+  SelfReports* reports = nullptr;    // the table of the processes' own reports; null: none
   ReportedProcesses::IsSameProgram is_same_program;
 };
 
 // One thread.
 class TreeSampler {
  public:
-  static constexpr int64_t kShortestPauseNs = 20 * kNsPerMs;
+  static constexpr int64_t kShortestPauseNs = 20 * kNsPerMs;  // except near the limit
   static constexpr int64_t kPauseNearLimitNs = 4 * kNsPerMs;
-  static constexpr size_t kMostShares = 64;  // of one sample
-  // With a record of their own. Later ones get one if they hold 1/64 of the peak, up to 8 times as
-  // many; the others count in the sums only.
+  static constexpr size_t kMostShares = 64;  // in one sample
+  // So many processes get a WatchedProcess when they are found. Later ones get one when they hold
+  // more than 1/64 of the peak, up to 8 times as many in all; the others count in the sums only.
   static constexpr size_t kMostProcesses = 512;
 
   TreeSampler(Clock& clock, SamplerOptions options);
 
-  // Takes one sample.
   void sample();
-  // Until the next sample, so that samples stay within half of the duty, or within 2 % while
-  // credit is ample, as at the beginning.
+  // The pause before the next sample. It lets samples, without exact readings, use at most half of
+  // the duty, or 2 % of one core while much of the allowed CPU time is unused, as at the beginning.
+  // Above half of the limit the pause is at most kPauseNearLimitNs, whatever a sample costs, until
+  // the allowed CPU time is nearly used up.
   int64_t pause_ns() const noexcept { return pause_ns_; }
 
   // The processes that were alive at the last sample.
   std::vector<int> alive() const;
-  // What a process held at the last sample that saw it with memory, else its VmHWM when it was last
-  // seen; 0 if it is unknown.
+  // The memory of a process in the last recent sample in which it held any, else its VmHWM when it
+  // was last seen; 0 for an unknown process.
   uint64_t last_held(int pid) const;
-  const WatchedProcess* find(int pid) const;  // the last one of that pid
-  // The process that grew most within `within_ns`, and by how much: until the last sample that saw
-  // process `pid` with memory, or the last one if none did.
+  const WatchedProcess* find(int pid) const;  // the latest with this pid; null: none
+  // The process that grew most during the `within_ns` before the last sample in which process `pid`
+  // held memory; before the last sample of all, if it is in no recent one.
   struct Growth {
     int pid = 0;
     uint64_t bytes = 0;
     double seconds = 0;
-    size_t owner = 0;  // of its memory, the one that grew most
+    size_t owner = 0;  // the owner of its memory that grew most
   };
   Growth growth(int64_t within_ns, int pid) const;
-  // The growth of a process from the last sample that saw it to `held_bytes` now.
+  // The growth of a process since the last sample in which it held memory, if it holds `held_bytes`
+  // now.
   Growth growth_to(int pid, uint64_t held_bytes) const;
-  // The phase that a process has reported, as of now or of its end; no name: none.
+  // As ReportedProcesses::phase_of, after reading the reports.
   WatchedPhase phase_of(int pid);
   const WatchSample& last() const noexcept { return recent_.back(); }
 
-  // A process was waited for: the most that it, or one child of its own, ever held (ru_maxrss).
+  // Notes that a process was waited for. `peak_rss_bytes`: its ru_maxrss, the highest VmHWM of it
+  // or of one of its descendants that have ended.
   void note_end(int pid, uint64_t peak_rss_bytes) noexcept;
 
   // Moves the results into `record`: processes and peaks.
@@ -89,18 +96,18 @@ class TreeSampler {
  private:
   struct Tracked {
     int pid = 0;
-    std::optional<size_t> process;  // index in processes_
+    std::optional<size_t> process;  // index in processes_; none: it has no record
     ProcessStatus status;
-    uint64_t pss_bytes = 0;     // at the last exact reading, less the bytes released since
-    uint64_t anon_then = 0;     // RssAnon then
-    uint64_t faults = 0;        // when last read
-    uint64_t copied_bytes = 0;  // since a fork, when last read
-    Division division;
-    int rank_reads = 0;
+    uint64_t pss_bytes = 0;     // at the last exact reading, less the private bytes freed since
+    uint64_t anon_then = 0;     // the lowest RssAnon since that reading
+    uint64_t faults = 0;        // minor page faults, when last read
+    uint64_t copied_bytes = 0;  // copied since a fork (ForkCopies), when last read
+    Division division;          // its state between samples
+    int rank_reads = 0;         // of its environment, since its name last changed
 
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
     uint64_t mapped_bytes() const noexcept { return rss_bytes() + status.rss_file; }
-    uint64_t held_bytes() const noexcept {
+    uint64_t held_bytes() const noexcept {  // the estimate
       return pss_bytes + (status.rss_anon - std::min(status.rss_anon, anon_then));
     }
   };
@@ -130,29 +137,29 @@ class TreeSampler {
   const SamplerOptions options_;
   const int64_t begin_ns_;
   std::vector<WatchedProcess> processes_;
-  std::vector<Tracked> tracked_;  // alive
-  uint64_t last_pid_ = 0;
-  int walks_ = 0;  // through the tree since it has changed
+  std::vector<Tracked> tracked_;  // the processes alive at the last sample
+  uint64_t last_pid_ = 0;         // last_pid() when the tree was last walked
+  int walks_ = 0;                 // samples since last_pid() has changed
 
-  int64_t then_ns_;   // of the last sample
-  double credit_ns_;  // of CPU time for exact readings
+  int64_t then_ns_;   // the time of the last sample
+  double credit_ns_;  // CPU time that is still allowed: duty x time, less the cost of all samples
   int64_t pause_ns_ = kShortestPauseNs;
 
   bool owes_copies_ = false;   // Pss was read, the copies were not
-  uint64_t rss_at_exact_ = 0;  // the sum when Pss was last read
-  uint64_t rss_before_ = 0;    // at the last sample
-  int64_t steady_since_ns_;    // the sum has hardly changed since
-  int64_t faults_at_ns_ = 0;   // page faults were last read
-  uint64_t faults_since_ = 0;  // since Pss was last read
-  bool faults_rose_ = false;   // when last read
+  uint64_t rss_at_exact_ = 0;  // rss_sum() when Pss was last read
+  uint64_t rss_before_ = 0;    // rss_sum() at the last sample
+  int64_t steady_since_ns_;    // rss_sum() has hardly changed since this time
+  int64_t faults_at_ns_ = 0;   // when page faults were last read
+  uint64_t faults_since_ = 0;  // page faults since Pss was last read
+  bool faults_rose_ = false;   // whether processes were copying pages when faults were last read
 
   uint64_t peak_bytes_ = 0;
   double peak_at_s_ = 0;
-  uint64_t unseen_bytes_ = 0;    // that came and went since the last sample, by VmHWM
-  uint64_t peak_rss_bytes_ = 0;  // of any process so far
-  uint64_t peak_at_most_ = 0;
-  uint64_t most_copies_ = 0;
-  std::deque<WatchSample> recent_;
+  uint64_t unseen_bytes_ = 0;       // came and went since the last sample, by VmHWM
+  uint64_t peak_rss_bytes_ = 0;     // the highest VmHWM of any process so far
+  uint64_t peak_at_most_ = 0;       // WatchRecord::peak_at_most_bytes
+  uint64_t most_copies_ = 0;        // WatchRecord::cow_duplicate_bytes
+  std::deque<WatchSample> recent_;  // of the last seconds, the newest at the back
   Timeline timeline_;
   std::optional<ReportedProcesses> reported_;
   uint64_t left_out_ = 0;  // processes without a record

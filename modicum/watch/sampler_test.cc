@@ -18,10 +18,9 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: a peak that thinning loses; a process of a reused pid
-// that counts as the one before; memory of an ended process that is carried on; owners whose sum
-// is not what a process holds; a peak between two samples that is not told; a beginning with few
-// samples.
+// Must fail for these mutants: thinning loses the peak; a process with a reused pid counts as the
+// earlier one; the memory of an ended process still counts; owners whose sum is not the memory of
+// the process; a peak between two samples that is not reported; few samples at the beginning.
 
 constexpr int kWatcher = 10;
 
@@ -34,13 +33,13 @@ struct Process {
   uint64_t anon_kib = 0;
   uint64_t file_kib = 0;
   std::string variables;     // "RANK=1"
-  uint64_t highest_kib = 0;  // VmHWM, if above what it has now
+  uint64_t highest_kib = 0;  // VmHWM, if above the current RSS
 };
 
-// Processes of another machine, and a sampler of them.
+// A sampler and the /proc that it reads.
 class Sampled {
  public:
-  // `reading_ns`: the CPU time between two readings of it.
+  // `reading_ns`: each reading of the CPU time returns so much more.
   explicit Sampled(SamplerOptions options = {}, int64_t reading_ns = kNsPerMs / 20) {
     options.root_pid = kWatcher;
     options.root = machine_.root();
@@ -131,7 +130,7 @@ TEST(Sampler, WhatCameAndWentBetweenTwoSamplesIsInThePeakAtMost) {
   tree.put(11, {.anon_kib = 12'000, .file_kib = 500, .highest_kib = 18'500});
   tree.put(12, {.anon_kib = 15'000, .highest_kib = 21'000});
   tree.sample_after();
-  // The same VmHWM again: no memory beyond the samples since then.
+  // VmHWM is unchanged: no sample was exceeded since.
   tree.put(11, {.anon_kib = 13'000, .file_kib = 500, .highest_kib = 18'500});
   tree.put(12, {.anon_kib = 18'000, .highest_kib = 21'000});
   tree.sample_after();
@@ -154,7 +153,7 @@ TEST(Sampler, APeakThatTheSamplesShowIsTheMost) {
   EXPECT_FALSE(record.may_have_missed_peak());
 }
 
-// What a process reached after its last sample is known by its ru_maxrss.
+// The growth of a process after its last sample shows in its ru_maxrss.
 TEST(Sampler, TheGrowthOfAnEndedProcessIsInThePeakAtMost) {
   Sampled tree({.forked_rss_bytes = 9'000 * kKiB});
   tree.put(11, {.anon_kib = 10'000});
@@ -204,7 +203,7 @@ TEST(Sampler, AProcessOfAReusedPidIsAnotherOne) {
   EXPECT_GT(record.processes[1].begin_s, record.processes[0].end_s);
 }
 
-// A launcher that starts a trainer in its place.
+// A launcher that replaces itself by a trainer (exec).
 TEST(Sampler, AProcessHasTheNameAndRankOfItsLastProgram) {
   Sampled tree;
   tree.put(11, {.name = "sh", .anon_kib = 100});
@@ -287,7 +286,7 @@ TEST(Sampler, AProcessThatHasEndedIsTheOneThatGrewBefore) {
   EXPECT_EQ(growth.bytes, 89'000 * kKiB);
 }
 
-// More processes than a sample lists: the rest is one sum.
+// More processes than a sample lists: the rest become one sum.
 TEST(Sampler, ManySmallProcessesAreOneSum) {
   Sampled tree;
   for (int pid = 100; pid < 200; ++pid) tree.put(pid, {.anon_kib = static_cast<uint64_t>(pid)});

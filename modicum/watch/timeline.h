@@ -1,4 +1,4 @@
-// Samples of a whole run in bounded memory. Internal to `watch`.
+// The samples of a run, thinned to bounded memory. Internal to `watch`.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,12 @@
 
 namespace modicum {
 
-// Keeps one sample per bucket of time, the one in which the tree held most, so that the peak
-// survives. When there are too many, buckets become twice as wide:
+// Keeps one sample per bucket of time: the one in which the tree held most, so the peak is never
+// lost. When there are too many samples, buckets become twice as wide:
 //
-//   held     1 | 3 2 | 5 | 4          buckets of 20 ms
-//   held     1 | 3   | 5              the same run in buckets of 40 ms, had they been too many
+//   added     1 | 3 2 | 5 | 4
+//   kept      1 | 3   | 5 | 4          buckets of 20 ms
+//   kept        3     |   5            buckets of 40 ms
 class Timeline {
  public:
   static constexpr size_t kMostSamples = 600;

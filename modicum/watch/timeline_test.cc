@@ -9,14 +9,14 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: the last sample of a bucket that is kept instead of the
-// largest; a record that grows with the run.
+// Must fail for these mutants: the last sample of a bucket is kept instead of the largest; the
+// timeline grows with the run.
 
 WatchSample sample(double at_s, uint64_t held_bytes) {
   return {.at_s = at_s, .held_bytes = held_bytes};
 }
 
-// A peak that lasts for one sample of a hundred thousand.
+// The peak is one of a hundred thousand samples.
 TEST(Timeline, KeepsThePeakInBoundedMemory) {
   Timeline timeline;
   constexpr int kSamples = 100'000, kPeak = 12'345;
@@ -45,7 +45,7 @@ TEST(Timeline, TheLargestSampleOfABucketIsKept) {
   EXPECT_DOUBLE_EQ(timeline.samples()[0].at_s, 0.005);
 }
 
-// Samples so far apart that doubling the buckets once merges nothing.
+// Samples are so far apart that doubling the buckets once merges none.
 TEST(Timeline, SparseSamplesAreThinnedToo) {
   Timeline timeline;
   for (size_t i = 0; i < 2 * Timeline::kMostSamples; ++i) {

@@ -1,4 +1,4 @@
-// The door of `watch`: a command and its whole process tree, measured from outside.
+// The public header of `watch`: runs a command and measures its whole process tree from outside.
 #pragma once
 
 #include "modicum/watch/command.h"  // IWYU pragma: export
