@@ -19,7 +19,7 @@ std::vector<Plane> pinned_planes(const StateFormatRow& row) {
 
 }  // namespace
 
-// Unpins on destruction.
+// The pinned arenas; unpins them on destruction.
 class AdamW::Pins {
  public:
   explicit Pins(Pinner pinner) : pinner_(std::move(pinner)) {}
@@ -65,7 +65,7 @@ AdamW::AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner, Poll po
 
 AdamW::~AdamW() = default;
 
-// Before the first charge: no arena may be charged if the last one would not fit.
+// Called before the first charge, since no arena may be charged if the last one would not fit.
 void AdamW::check_budget(const Ledger& ledger, const Pinner& pinner) const {
   const Footprint needed = adamw_footprint(spec_);
   ledger.require_room(needed, fmt::format("AdamW's state ({})", row_.name));

@@ -1,13 +1,14 @@
-// AdamW over the shards of a rank. The life of its state, and the calls that change it:
+// AdamW over the shards of a rank. Its states, and the calls that change them:
 //
 //   AdamWSpec          a value; adamw_footprint(spec) is the memory that the state will hold
 //      |  AdamW(spec, ledger, ...)          charges, commits and pins all of it, or throws
 //      v
-//   READY              masters and moments are zero; import_from, set_steps, set_options, expect
+//   READY              moments and our own masters are zero; caller-owned masters are unchanged;
+//      |               import_from, set_steps, set_options, expect
 //      |  arrive | arrived_in_place | leave_out                     <-------------+
 //      v                                                                          |
-//   ARRIVING           until every shard has arrived `expect` times or was left   |
-//      |               out; norm and step throw MISMATCH                          |
+//   ARRIVING           until every shard has arrived as often as `expect` says    |
+//      |               or was left out; norm and step throw MISMATCH              |
 //      v                                                                          |
 //   COMPLETE           norm, norms; all-reduce GradNorm over the ranks            |
 //      |  step         masters, moments and step counts change  ------------------+
@@ -22,18 +23,18 @@
 //   state.step({.clip = clip_factor(norm.norm(), max_norm)});
 //
 // Memory: one arena per plane, charged and committed by the constructor, with huge pages where the
-// kernel allows them, and excluded from forked children unless the spec says otherwise. No later
-// call allocates memory of that size.
+// kernel allows them, and excluded from forked children unless AdamWSpec::fork says otherwise. No
+// later call allocates memory in proportion to the number of elements.
 //
-// Gradients: every element arrives once per step, or as often as `expect` says, and is accumulated
-// in fp32. When the last element of a bucket has arrived for the last time, while the bucket is
-// still in the cache, its squares are summed; `norm` adds the buckets in a fixed order. So the norm
-// has the same bits for any order of arrival, any pieces and any number of threads.
+// Gradients: every element arrives once per step, or as often as `expect` says; repeated arrivals
+// are added in fp32. The thread that completes a bucket sums its squares while the bucket is still
+// in the cache; `norm` adds the buckets in a fixed order. So the norm has the same bits for any
+// order of arrival, any pieces and any number of threads.
 //
 // Threads: arrive, arrived_in_place and leave_out may run concurrently, except that a parameter's
-// next accumulation may begin only when all calls of the previous one have returned. export_to and
-// import_from may run concurrently for disjoint elements. All other calls: one thread, while no
-// gradient arrives. After a fork only the parent may use the state.
+// next pass of accumulation may begin only when all calls of the previous pass have returned.
+// export_to and import_from may run concurrently for disjoint elements. All other calls: one
+// thread, while no gradient arrives. After a fork only the parent may use the state.
 #pragma once
 
 #include <array>
@@ -65,13 +66,13 @@ struct Stretch;
 // Page-locks the arenas that a device accesses: the gradients and, of a split master, the bf16
 // half. Each arena is pinned once, at its exact size.
 struct Pinner {
-  std::function<void(std::span<std::byte>)> pin;    // throws on failure
+  std::function<void(std::span<std::byte>)> pin;    // throws on failure; empty: nothing is pinned
   std::function<void(std::span<std::byte>)> unpin;  // before the memory is unmapped; must not throw
-  // Bytes that the process may still lock, if RLIMIT_MEMLOCK applies to pinning.
+  // Bytes that the process may still lock; set it if RLIMIT_MEMLOCK applies to pinning.
   uint64_t limit_bytes = UINT64_MAX;
 };
 
-// Part of a gradient: local elements [at, at + n) of a shard.
+// Part of an arriving gradient: local elements [at, at + n) of a shard.
 struct Piece {
   size_t shard = 0;
   int64_t at = 0;
@@ -86,38 +87,39 @@ struct ReadyChunk {
   int64_t at = 0;
   int64_t n = 0;
   const std::byte* elements = nullptr;
-  int slot = -1;  // of the ring; -1 if `elements` points into the master
+  int slot = -1;  // slot of the ring; -1 if `elements` points into the master
 };
 
 // Copies updated parameters out (to a device) while the step runs. `send` starts the copy of a
-// chunk on the worker thread that computed it; `wait` blocks until a slot's copy is complete.
+// chunk, on the worker thread that computed it; `wait` blocks until a slot's copy is complete.
 // Neither may throw.
 struct Outlet {
-  DType dtype = DType::bf16;  // or f16; bf16 where the master is split
+  DType dtype = DType::bf16;  // or f16; only bf16 for a split master
   // The caller's staging memory: kRingSlotBytes per slot, at least one slot per thread. Unused for
   // a split master, which is sent in place.
   std::span<std::byte> ring;
   std::function<void(const ReadyChunk&)> send;
   std::function<void(int slot)> wait;  // empty: a slot may be reused at once
 };
-// Called, on the step's threads, with memory of parameters and state that is about to be
-// overwritten. Must not throw.
+// Called on the step's threads with memory of parameters and state that the step is about to
+// overwrite. Must not throw.
 using BeforeOverwrite = std::function<void(std::span<const std::byte>)>;
 
-// For a bucket and the rest of its last block.
+// A slot holds 2-byte elements: a bucket, which may exceed kBucketElements by part of a block.
 constexpr uint64_t kRingSlotBytes = round_up((kBucketElements + kScaleBlock) * 2, kPageBytes);
 
+// Gradients are multiplied by `unscale`, then by `clip`.
 struct StepOptions {
-  float unscale = 1.0F;  // finite, above 0
-  float clip = 1.0F;     // finite, 0 or more
-  const Outlet* outlet = nullptr;
-  // Refreshes the masters (see refresh_masters) in the same pass over memory.
+  float unscale = 1.0F;            // finite, above 0
+  float clip = 1.0F;               // finite, 0 or more
+  const Outlet* outlet = nullptr;  // may be nullptr
+  // Calls refresh_masters for each bucket just before it is stepped.
   bool refresh_masters = false;
   const BeforeOverwrite* before_overwrite = nullptr;  // may be nullptr
 };
 
 // A digest over FQNs, global indices and fp32 values. Its sum over all ranks is the same for every
-// sharding, and for all formats that represent the same values.
+// sharding, and for all formats that hold the same values.
 struct StateDigest {
   uint64_t state = 0;   // parameters and moments
   uint64_t master = 0;  // parameters only
@@ -127,12 +129,12 @@ struct StateDigest {
 
 class AdamW {
  public:
-  // Charges and commits the state with `threads` threads, which `step` and `digest` use too. On
-  // failure nothing stays charged: BUDGET, before a page is touched, if the ledger or the pinner's
-  // limit is exceeded; NOMEM; any exception of `poll` or `pin`; MISMATCH, naming the parameter, for
-  // runs that overlap, a group out of range, or caller-owned memory (`master`, `out`) that two
-  // parameters share; USAGE for options out of range; UNSUPPORTED for options that the chosen
-  // semantics lack.
+  // Charges and commits the state on `threads` threads; `step`, `refresh_masters` and `digest` use
+  // as many. On failure nothing stays charged. Throws BUDGET, before a page is touched, if the
+  // ledger's or the pinner's limit is exceeded; NOMEM; any exception of `poll` or `pin`; MISMATCH,
+  // naming the parameter, for runs that are empty or overlap, a group out of range, or caller-owned
+  // memory (`master`, `out`) that overlaps; USAGE for options out of range; UNSUPPORTED for options
+  // that the chosen semantics lack.
   AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {}, Poll poll = kNoPoll);
   ~AdamW();
   AdamW(const AdamW&) = delete;
@@ -142,57 +144,63 @@ class AdamW {
   size_t shards() const noexcept { return spec_.shards.size(); }
   const ShardSpec& shard(size_t index) const { return spec_.shards.at(index); }
   const AdamOptions& options(int group) const;
-  // Sets the options of later steps. USAGE if `amsgrad` changes, since the constructor allocates
-  // its plane.
+  // Sets the options of later steps. Throws USAGE if `amsgrad` changes, since the constructor
+  // allocates its plane; else as the constructor does for options.
   void set_options(int group, const AdamOptions& options);
 
-  // Sets how often each element arrives per step (gradient accumulation), from this step on. USAGE
-  // once a gradient of the step has arrived; UNSUPPORTED for more than one pass if the format keeps
+  // Sets how often each element arrives per step (passes of gradient accumulation), from this step
+  // on, and takes back every leave_out of this step. Throws USAGE for less than one pass or if a
+  // gradient of this step has arrived; UNSUPPORTED for more than one pass if the format keeps
   // gradients in less than fp32.
   void expect(int passes);
-  // Converts and stores a piece. MISMATCH, naming the parameter, for elements that have arrived as
-  // often as expected or lie outside of the shard.
+  // Converts a piece and stores it, or adds it in later passes. Throws MISMATCH, naming the
+  // parameter, for elements outside of the shard, or that have arrived in this pass or in all
+  // passes, or if the parameter was left out.
   void arrive(const Piece& piece);
-  // The same for elements that the caller has written to plane(shard, Plane::grad) itself.
+  // Like `arrive`, for elements that the caller has already written to plane(shard, Plane::grad).
+  // Throws USAGE if more than one pass is expected.
   void arrived_in_place(size_t shard, int64_t at, int64_t n);
-  // The parameter has no gradient in this step: its values and step count stay unchanged.
+  // The parameter has no gradient in this step: its values and step count stay unchanged. Throws
+  // MISMATCH if some of its elements have arrived.
   void leave_out(size_t shard);
 
-  // This rank's sum of squares, over primary replicas (ShardSpec::counts); `finite` covers all
-  // shards. MISMATCH, naming the parameter, if a gradient is missing.
+  // This rank's sum of squares over its primary replicas (ShardSpec::counts); `finite` covers all
+  // shards. Throws MISMATCH, naming the parameter, if a gradient is missing.
   GradNorm norm() const;
-  // The same per shard, replicas included, for callers that weigh replicas themselves.
+  // The same per shard, secondary replicas included, for callers that weight replicas themselves.
   std::vector<GradNorm> norms() const;
-  // One optimizer step; the norm must be finite. MISMATCH as for `norm`; USAGE for factors out of
-  // range; NOMEM if a thread cannot be started. On failure nothing has been stepped and the
-  // gradients are kept, so the call can be repeated.
+  // One optimizer step. Throws MISMATCH as `norm` does; USAGE if the norm is not finite, `unscale`
+  // or `clip` is out of range, or the outlet's ring has fewer slots than threads; UNSUPPORTED for
+  // an outlet that is not bf16 if the master is split; NOMEM if a thread cannot be started. On
+  // failure nothing has been stepped and the gradients are kept, so the call can be repeated.
   void step(const StepOptions& options = {});
   // One step of several states, all or nothing: on failure none of them has been stepped. Threads
   // are started once.
   static void step_all(std::span<const StateStep> steps);
   // Adopts values that the caller has written to a shard's `out` since the last step: where the
-  // bits of `out` differ from the rounded master, its value becomes the master. `out` must have
-  // held the parameter from the beginning. No effect on split masters.
+  // bits of `out` differ from the rounded master, the master becomes the value of `out`. So `out`
+  // must hold the parameter before the first call too. No effect on split masters.
   void refresh_masters();
   // Drops the gradients, even incomplete ones. Nothing else changes.
   void skip();
 
-  // Steps counted for a parameter. USAGE for a negative count.
+  // Number of steps of a parameter. set_steps throws USAGE for a negative number.
   int64_t steps(size_t shard) const { return steps_.at(shard); }
   void set_steps(size_t shard, int64_t steps);
 
-  // A shard's elements of a plane as stored, possibly in the caller's memory (`master`); empty if
-  // the format or the group lacks the plane. `scales`: those of 8-bit moments.
+  // A shard's elements of a plane as stored (a caller-owned master in the caller's memory); empty
+  // if the format or the group lacks the plane. `scales` returns the scales of 8-bit moments.
   std::span<std::byte> plane(size_t shard, Plane plane) const;
   std::span<float> scales(size_t shard, Plane plane) const;
 
-  // Reads or writes local elements [at, at + n) as fp32. Export is exact; import is exact into fp32
-  // and fp32-split, else rounded as a step rounds. USAGE if an import divides a block of 8-bit
+  // Reads or writes local elements as fp32, from element `at` on. Export is exact; import is exact
+  // into fp32 and fp32-split, else rounded as a step rounds. Throws MISMATCH for elements outside
+  // of the shard and for a plane that the group lacks; USAGE if an import divides a block of 8-bit
   // moments. Neither allocates.
   void export_to(size_t shard, StatePlane plane, int64_t at, std::span<float> to) const;
   void import_from(size_t shard, StatePlane plane, int64_t at, std::span<const float> from);
 
-  StateDigest digest() const;  // this rank's part, over primary replicas
+  StateDigest digest() const;  // this rank's part, over its primary replicas
 
  private:
   class Pins;
@@ -200,9 +208,11 @@ class AdamW {
 
   void check_budget(const Ledger& ledger, const Pinner& pinner) const;
   std::span<Bucket> buckets(size_t shard) const noexcept;
+  // Marks elements as arrived; returns whether this is the first pass.
   bool claim(size_t shard, int64_t at, int64_t n);
+  // Counts `n` stored elements of a bucket; computes the norm if they are its last ones.
   void settle(size_t shard, int64_t bucket, int64_t n);
-  void take_norm(size_t shard, int64_t bucket);
+  void take_norm(size_t shard, int64_t bucket);  // computes a complete bucket's norm
   void require_complete() const;
   template <typename Fn>
   void for_each_norm(const Fn& fn) const;
@@ -216,8 +226,10 @@ class AdamW {
   const AdamOptions& options_of(size_t shard) const { return options(spec_.shards[shard].group); }
   void prepare_step(const StepOptions& options);
   void finish_step();
+  // Computes the step's constants (numbers_).
   void take_numbers(const StepOptions& options);
   void step_of(int worker, const StepOptions& options);
+  // Calls `before` with all memory that a step of the stretch writes, except `Outlet::ring`.
   void announce(size_t shard, const Stretch& stretch, const BeforeOverwrite& before) const;
   void refresh_masters_of(const AdamSpan& span) const noexcept;
 
@@ -230,7 +242,7 @@ class AdamW {
   std::unique_ptr<Pins> pins_;
   std::vector<uint64_t> parameter_;  // name_hash of each shard's FQN
   std::vector<int64_t> steps_;
-  // The numbers of the last step, by group and step count.
+  // The constants of the last step, by group and step count.
   struct StepNumbers {
     AdamNumbers numbers;
     BetaPowers powers;

@@ -1,6 +1,7 @@
-// Arriving gradients, and the norm that is computed as they arrive.
+// Gradients that arrive, and their norm, which is computed meanwhile.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <atomic>
 #include <iterator>
 
@@ -10,6 +11,7 @@
 
 namespace modicum {
 
+// Merges [begin, end) with the intervals that it touches.
 bool Arrived::add(int64_t begin, int64_t end) {
   auto next = end_of_.lower_bound(begin);
   if (next != end_of_.end() && next->first < end) return false;
@@ -64,21 +66,21 @@ void AdamW::forget_gradients() {
   }
 }
 
-// Marks elements as arrived. Returns whether it is their first arrival in the step.
 bool AdamW::claim(size_t shard, int64_t at, int64_t n) {
   MODICUM_ASSERT(shard < shards());
   const int64_t numel = map_->index(shard).numel();
   if (at < 0 || n < 0 || at > numel - n) {
-    fail_about(shard, fmt::format("elements {} to {} arrived, of {}", at, at + n, numel));
+    fail_about(shard, fmt::format("expected gradient elements within [0, {2}), got {0} to {1}", at,
+                                  at + n, numel));
   }
   if (n == 0) return true;
   const std::lock_guard lock(mutex_);
   Arriving& of = arriving_[shard];
   if (of.left_out) fail_about(shard, "its gradient was left out of this step");
   if (of.passes == passes_ || !of.arrived.add(at, at + n)) {
-    fail_about(shard, fmt::format("its gradient arrived more often than expected ({}), from local "
-                                  "element {} on",
-                                  passes_, at));
+    fail_about(shard, fmt::format("expected elements that have not arrived in pass {} of {}, got "
+                                  "local elements {} to {}",
+                                  std::min(of.passes + 1, passes_), passes_, at, at + n));
   }
   const bool is_first = of.passes == 0;
   if (of.arrived.count() == numel) {
@@ -121,7 +123,7 @@ void AdamW::leave_out(size_t shard) {
   of.left_out = true;
 }
 
-// The thread that delivers a bucket's last element sees all others' writes and computes its norm.
+// acq_rel: the thread that delivers a bucket's last element sees the other threads' writes to it.
 void AdamW::settle(size_t shard, int64_t bucket, int64_t n) {
   Bucket& of = buckets(shard)[static_cast<size_t>(bucket)];
   const std::atomic_ref<int64_t> left(of.left);
@@ -143,8 +145,9 @@ void AdamW::require_complete() const {
     const Arriving& of = arriving_[shard];
     const int64_t numel = map_->index(shard).numel();
     if (of.left_out || numel == 0 || of.passes == passes_) continue;
-    fail_about(shard, fmt::format("its gradient has not arrived: {} of {} elements, {} of {} times",
-                                  of.arrived.count(), numel, of.passes, passes_));
+    fail_about(shard,
+               fmt::format("its gradient has not arrived: {} of {} elements in pass {} of {}",
+                           of.arrived.count(), numel, of.passes + 1, passes_));
   }
 }
 

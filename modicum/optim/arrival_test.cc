@@ -1,6 +1,6 @@
-// House test: gradient arrival. It catches a norm that depends on the order or the pieces of
-// arrival, or is computed too early or over other elements; elements that arrive twice or never; an
-// accumulation that overwrites, or that the format cannot hold.
+// House test: gradient arrival. Must fail for these mutants: a norm that depends on the order or
+// the pieces of arrival, or is computed too early or over other elements; elements that arrive
+// twice or never; an accumulation that overwrites, or that the format cannot hold.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -34,7 +34,7 @@ TEST(Arrived, AgreesWithASetOfIndices) {
   }
 }
 
-// The pieces of all shards, shuffled.
+// The gradients of all shards, in pieces of random length and in random order.
 std::vector<Piece> shuffled(const std::vector<std::vector<float>>& gradients, uint32_t seed) {
   std::mt19937 random(seed);
   std::vector<Piece> pieces;
@@ -145,6 +145,7 @@ TEST(Arrival, EveryDTypeIsRoundedToThePlanesDType) {
 
 // ---- duplicate and missing elements
 
+// Expects a MISMATCH error about parameter `fqn`.
 void expect_about(const std::optional<Error>& met, const std::string& fqn) {
   ASSERT_TRUE(met);
   EXPECT_EQ(met->category(), Category::mismatch) << met->what();
@@ -201,7 +202,26 @@ TEST(Accumulation, SumsInFp32AndTakesTheNormOfTheSum) {
     deliver_tiny(state, 1);
     state.step();
   });
-  expect_about(met, "embed.weight");  // one arrival of three
+  expect_about(met, "embed.weight");  // it arrived once, not three times
+}
+
+TEST(Accumulation, ASecondArrivalInOnePassNamesThePass) {
+  Ledger ledger;
+  AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
+  const auto message = [&](int64_t at, size_t n) {
+    const auto met = error_of([&] { state.arrive(piece_of(1, at, std::vector<float>(n, 1.0F))); });
+    expect_about(met, "norm.weight");
+    return met ? met->what_happened() : "";
+  };
+  const std::string expected =
+      "parameter 'norm.weight': expected elements that have not arrived in pass ";
+  state.expect(2);
+  state.arrive(piece_of(1, 5, {1, 2, 3}));
+  EXPECT_EQ(message(7, 2), expected + "1 of 2, got local elements 7 to 9");
+  state.arrive(piece_of(1, 0, std::vector<float>(5, 1.0F)));
+  state.arrive(piece_of(1, 8, std::vector<float>(92, 1.0F)));
+  state.arrive(piece_of(1, 0, std::vector<float>(100, 1.0F)));
+  EXPECT_EQ(message(0, 1), expected + "2 of 2, got local elements 0 to 1");
 }
 
 TEST(Accumulation, IsRefusedByFormatsWhoseGradientsAreBf16) {

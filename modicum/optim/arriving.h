@@ -1,4 +1,4 @@
-// Records the elements of a shard's gradient that have arrived. Internal to `optim`.
+// The record of which elements of a shard's gradient have arrived. Internal to `optim`.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace modicum {
 
-// A set of local indices as disjoint, non-adjacent intervals. There are seldom more than a handful,
-// since gradients arrive in few long pieces.
+// A set of local indices as disjoint, non-adjacent intervals: usually a handful, since gradients
+// arrive in few long pieces.
 class Arrived {
  public:
   // Adds [begin, end). Returns false and adds nothing if it overlaps the set.
@@ -15,14 +15,14 @@ class Arrived {
   int64_t count() const noexcept { return count_; }
 
  private:
-  std::map<int64_t, int64_t> end_of_;  // by begin
+  std::map<int64_t, int64_t> end_of_;  // an interval's begin -> its end
   int64_t count_ = 0;
 };
 
 // The arrival of a shard's gradient in one step.
 struct Arriving {
-  int passes = 0;   // complete accumulations
-  Arrived arrived;  // of the current one
+  int passes = 0;   // complete passes of accumulation
+  Arrived arrived;  // in the current pass
   bool left_out = false;
 };
 

@@ -1,5 +1,6 @@
-// House test: clip factor, norm and loss scale. It catches squares summed in fp32, a non-finite
-// norm that is a number, and a scale that grows while gradients overflow.
+// House test: clip factor, norm and loss scale. Must fail for these mutants: squares summed in
+// fp32, a non-finite norm that is returned as a number, a scale that grows while gradients
+// overflow.
 #include "modicum/optim/norm.h"
 
 #include <gtest/gtest.h>
@@ -31,7 +32,7 @@ TEST(ClipFactor, IsTheFp64ReferenceToOneUlp) {
 }
 
 TEST(GradNorm, SumsInFp64) {
-  // Squares that overflow fp32, and squares that fp32 would lose next to them.
+  // The sum contains squares that overflow fp32, and squares that fp32 would lose in the sum.
   const std::vector<GradNorm> parts = {{1e40}, {3.0}, {1e24 + 1}, {0.25}};
   GradNorm sum;
   for (const GradNorm& part : parts) sum += part;

@@ -1,5 +1,5 @@
-// The door of `optim`: AdamW over the shards of a rank, in a declared state format. adamw.h shows
-// the calls of one iteration.
+// The public header of `optim`: AdamW over the shards of a rank, with a chosen state format.
+// adamw.h shows the calls of one iteration.
 #pragma once
 
 #include "modicum/optim/adamw.h"   // IWYU pragma: export

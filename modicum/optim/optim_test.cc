@@ -1,6 +1,6 @@
-// House test: the memory of the state. It catches scales, buckets or max_exp_avg_sq that are held
-// and not promised, a budget check after the first page, memory that a forked child copies, memory
-// allocated by a step, and a pin that is rounded, repeated or missing.
+// House test: the memory of the state. Must fail for these mutants: scales, buckets or
+// max_exp_avg_sq that are held and not promised; a budget check after the first page; memory that a
+// forked child copies; memory allocated by a step; a pin that is rounded, repeated or missing.
 #include "modicum/optim/optim.h"
 
 #include <gtest/gtest.h>
@@ -22,7 +22,7 @@
 namespace modicum {
 namespace {
 
-// A column shard of TP: many short runs that end inside blocks and buckets.
+// A column shard of tensor parallelism: many short runs that end inside blocks and buckets.
 ShardSpec columns(int64_t rows, int64_t width, int64_t first, int64_t n) {
   ShardSpec shard{.fqn = "columns.weight"};
   for (int64_t row = 0; row < rows; ++row) shard.runs.push_back({row * width + first, n});
@@ -137,6 +137,21 @@ TEST(AdamW, SharedMemoryIsRefusedNamingBothParameters) {
   }
 }
 
+TEST(AdamW, AMasterThatOverlapsItsOwnOutIsRefused) {
+  std::vector<std::byte> memory(1 << 10);
+  AdamWSpec spec{.shards = {{.fqn = "a", .runs = {{0, 100}}}}};
+  spec.shards[0].master = memory.data();
+  spec.shards[0].out = memory.data() + 398;
+  Ledger ledger;
+  const auto met = error_of([&] { AdamW(spec, ledger, 1); });
+  ASSERT_TRUE(met);
+  EXPECT_EQ(met->category(), Category::mismatch);
+  EXPECT_EQ(met->facts().tensor, "a");
+  EXPECT_EQ(met->what_happened(), "master and out of parameter 'a' share memory");
+  spec.shards[0].out = memory.data() + 400;
+  EXPECT_NO_THROW(AdamW(spec, ledger, 1));
+}
+
 TEST(AdamW, OptionsOutOfRangeAreRefusedWithTheirValue) {
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
   struct Wrong {
@@ -147,11 +162,13 @@ TEST(AdamW, OptionsOutOfRangeAreRefusedWithTheirValue) {
   const Wrong kWrong[] = {
       {{.lr = -1e-3}, "lr", "-0.001"},
       {{.lr = kNan}, "lr", "nan"},
-      {{.lr = 1e300}, "lr and beta1", "1e+300"},
+      {{.lr = 1e300}, "lr and beta1", "1e+300 and 0.9"},
       {{.beta1 = 1}, "beta1", "1"},
       {{.beta1 = kNan}, "beta1", "nan"},
       {{.beta2 = -0.5}, "beta2", "-0.5"},
-      {{.semantics = AdamSemantics::deepspeed, .beta1 = 1 - 1e-9}, "lr and beta1", "0.001"},
+      {{.semantics = AdamSemantics::deepspeed, .beta1 = 1 - 1e-9},
+       "lr and beta1",
+       "0.001 and 0.999999999"},
       {{.semantics = AdamSemantics::deepspeed, .beta2 = 1 - 1e-9}, "beta2", "0.999999999"},
       {{.eps = kNan}, "eps", "nan"},
       {{.eps = 1e39}, "eps", "1e+39"},
@@ -208,7 +225,7 @@ uint64_t pss_anon(pid_t pid) {
   return 0;
 }
 
-// A forked child that sleeps until it is killed, like a data loader's worker.
+// A forked child that sleeps until it is killed, as an idle worker of a DataLoader does.
 class Child {
  public:
   Child() : pid_(fork()) {
@@ -291,7 +308,7 @@ TEST(AdamWPinning, PinsEachDeviceArenaOnceAtItsExactSize) {
       const AdamW state(tiny_spec(format), ledger, 1, counting.pinner());
       ASSERT_EQ(counting.pinned.size(), is_split ? 2U : 1U);
       EXPECT_EQ(counting.pinned.back().size(), ledger.held()[Purpose::grad]);
-      // A plane begins within the first page of its arena.
+      // A plane begins within the first page of its arena (bytes_before).
       const auto grad = state.plane(0, Plane::grad).data() - counting.pinned.back().data();
       EXPECT_GE(grad, 0);
       EXPECT_LT(grad, static_cast<int64_t>(kPageBytes));
@@ -350,6 +367,21 @@ TEST(AdamW, RefusesInvalidSpecs) {
             }),
             Category::mismatch);
   EXPECT_EQ(category([](AdamWSpec& s) { s.shards[1].runs = {{5, 0}}; }), Category::mismatch);
+  const auto facts = [&](const auto& change) {
+    AdamWSpec spec = tiny_spec(StateFormat::fp32);
+    change(spec.shards[1]);
+    const auto met = error_of([&] { AdamW(spec, ledger, 1); });
+    return met ? met->facts().expected + ", got " + met->facts().got : "";
+  };
+  EXPECT_EQ(facts([](ShardSpec& s) {
+              s.runs = {{5, 0}};
+            }),
+            "1 element or more within [0, 2^63), got 0 elements from 5");
+  EXPECT_EQ(facts([](ShardSpec& s) {
+              s.runs = {{5, 10}, {14, 2}};
+            }),
+            "1 element or more within [15, 2^63), got 2 elements from 14");
+  EXPECT_EQ(facts([](ShardSpec& s) { s.group = -1; }), "an index within [0, 2), got -1");
   EXPECT_EQ(category([](AdamWSpec& s) {
               s.groups[0].semantics = AdamSemantics::deepspeed;
               s.groups[0].amsgrad = true;

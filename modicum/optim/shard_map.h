@@ -1,17 +1,18 @@
 // The mapping between a shard's local indices, the parameter's global indices, and bytes in the
-// arenas. Internal to `optim`. A shard with the runs {first 60000, n 8000} and {first 200000, n
-// 500}:
+// arenas. Internal to `optim`. Example, a shard with the runs {first 60000, n 8000} and
+// {first 200000, n 500}:
 //
 //   local     0 ........ 5536 ........ 8000 ..... 8500
 //   global    60000 .... 65536 ....... 68000
 //                                      200000 ... 200500
 //   bucket    0        | 1           | 3                   global / kBucketElements (65536)
-//   stretches [0, 5536)  [5536, 8000)  [8000, 8500)        contiguous in both, within one bucket
+//   stretches [0, 5536)  [5536, 8000)  [8000, 8500)        contiguous locally and globally, within
+//                                                          one bucket
 //
 // Buckets and blocks of scales are defined by *global* index, so that norms and 8-bit codes have
-// the same bits for every sharding that divides no block. A bucket ends at the end of a block: with
-// rows of 300 the first bucket has 65,656 elements, since its last block has the elements from
-// 65,528 on.
+// the same bits for every sharding that divides no block. A bucket ends where a block ends: with
+// rows of 300 (blocks of 128, 128 and 44) the first bucket has 65,656 elements, since its last
+// block is [65528, 65656).
 #pragma once
 
 #include <algorithm>
@@ -24,12 +25,12 @@
 
 namespace modicum {
 
-// A contiguous range in both local and global order.
+// Elements that are contiguous in both local and global order.
 struct Stretch {
   int64_t at = 0;     // local
   int64_t first = 0;  // global
   int64_t n = 0;
-  int64_t scale = 0;  // index of its first block of scales in the shard
+  int64_t scale = 0;  // index, within the shard, of its first block's scale
 };
 
 // One shard: its runs, its blocks of scales and its buckets.
@@ -43,11 +44,11 @@ class ShardIndex {
   int64_t bucket_of(int64_t first) const noexcept {
     return blocks_.begin_of(first) / kBucketElements - first_bucket_;
   }
-  // Local elements [begin, end) of a bucket.
+  // Local index where a bucket begins; the end of the shard for bucket_begin(buckets()).
   int64_t bucket_begin(int64_t bucket) const noexcept { return before(global_begin(bucket)); }
   // The local end of the bucket that holds local element `at`.
   int64_t bucket_end_around(int64_t at) const noexcept;
-  // Whether a block of scales begins (or the shard ends) at local index `at`.
+  // Whether a block of scales begins or the shard ends at local index `at`.
   bool is_block_edge(int64_t at) const noexcept;
 
   // Visits the stretches of local elements [begin, end), split at the ends of buckets.
@@ -89,19 +90,20 @@ struct Bucket {
   GradNorm norm;
 };
 
-// Bytes of a shard in a plane, rounded up to cache lines: its codes and their scales.
+// Bytes of a shard in a plane: its codes and their scales, each rounded up to cache lines.
 struct PlaneBytes {
   static constexpr uint64_t kAlignment = 64;
   uint64_t codes = 0;
   uint64_t scales = 0;
 };
 PlaneBytes plane_bytes(const StateFormatRow& row, Plane plane, const ShardIndex& shard);
-// Bytes of a plane's arena before its first shard, different for each plane. All arenas are aligned
-// to huge pages; with equal offsets the planes of an element would share low address bits and evict
-// each other from the cache, and a step takes 1.5 times as long.
+// Bytes of a plane's arena before its first shard. All arenas are aligned to huge pages. With equal
+// offsets the planes of an element would share low address bits and evict each other from the
+// cache: a step would take 1.5 times as long. 640 is ten cache lines.
 constexpr uint64_t bytes_before(Plane plane) noexcept { return static_cast<uint64_t>(plane) * 640; }
 
-// All shards of a rank, and their places in the arenas, one arena per plane:
+// All shards of a rank, and their places in the arenas, one arena per plane (`offset` is
+// bytes_before):
 //
 //   exp_avg   | offset | codes of shard 0, 1, 2 ... | scales of shard 0, 1, 2 ... |
 //   grad      | offset | gradients of shard 0, 1, 2 ... | table of buckets |
@@ -130,11 +132,11 @@ class ShardMap {
   std::vector<std::array<Place, kPlanes>> places_;
   std::array<uint64_t, kPlanes> arena_bytes_{};
   uint64_t buckets_at_ = 0;
-  std::vector<uint64_t> first_bucket_;  // per shard, and the end
+  std::vector<uint64_t> first_bucket_;  // per shard; last: the number of buckets
 };
 
-// Divides the elements among workers: equal shares, rounded to buckets, so that worker i steps
-// nearly the same part of every arena that worker i committed.
+// Divides the elements among threads: equal shares, rounded to buckets, so that thread i steps
+// nearly the same part of every arena that it committed.
 class Partition {
  public:
   Partition(const ShardMap& map, int threads);
@@ -154,18 +156,18 @@ class Partition {
  private:
   struct Cut {
     size_t shard = 0;
-    int64_t at = 0;  // local
+    int64_t at = 0;  // local index
   };
   const ShardMap& map_;
-  std::vector<Cut> cuts_;  // one more than threads
+  std::vector<Cut> cuts_;  // thread i: [cuts_[i], cuts_[i + 1])
 };
 
-// The dtype of a plane's codes; nullopt if the format lacks the plane. (Whether max_exp_avg_sq
-// exists also depends on the group's `amsgrad`.)
+// The dtype of a plane's codes; nullopt if the format lacks the plane. (max_exp_avg_sq exists only
+// for groups with `amsgrad`.)
 std::optional<DType> plane_dtype(const StateFormatRow& row, Plane plane) noexcept;
 Purpose plane_purpose(Plane plane) noexcept;
 
-// Throws USAGE or UNSUPPORTED if no step is possible with these options.
+// Throws USAGE for options out of range, UNSUPPORTED for options that the semantics lack.
 void check_options(const AdamOptions& options);
 
 }  // namespace modicum

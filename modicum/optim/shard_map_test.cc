@@ -7,7 +7,7 @@
 namespace modicum {
 namespace {
 
-// Runs that begin where rows do not, several to a bucket, and one of several buckets.
+// Two runs in one bucket that begin inside rows, and a run that spans several buckets.
 ShardSpec spec_of(int64_t row) {
   return {.fqn = "w",
           .runs = {{100, 600}, {1000, 300}, {kBucketElements - 5, 3 * kBucketElements + 77}},

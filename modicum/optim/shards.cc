@@ -14,8 +14,7 @@
 namespace modicum {
 namespace {
 
-// Bytes per shard in AdamW's vectors: spec, index, places, Arriving, name hash, steps, first
-// bucket.
+// Bytes per shard in AdamW's vectors. The last line: name hash, step count and first bucket.
 constexpr uint64_t kTableBytes = sizeof(ShardSpec) + sizeof(ShardIndex) +
                                  sizeof(std::array<ShardMap::Place, kPlanes>) + sizeof(Arriving) +
                                  3 * sizeof(uint64_t);
@@ -33,7 +32,7 @@ const AdamOptions& group_of(const std::vector<AdamOptions>& groups, const ShardS
   if (shard.group < 0 || static_cast<size_t>(shard.group) >= groups.size()) {
     fail(Category::mismatch, "a parameter's group index is out of range",
          {.tensor = shard.fqn,
-          .expected = fmt::format("below {}", groups.size()),
+          .expected = fmt::format("an index within [0, {})", groups.size()),
           .got = fmt::format("{}", shard.group)});
   }
   return groups[static_cast<size_t>(shard.group)];
@@ -72,7 +71,7 @@ Purpose plane_purpose(Plane plane) noexcept {
 }
 
 void check_options(const AdamOptions& of) {
-  const auto require = [](bool holds, const char* name, const char* range, double got) {
+  const auto require = [](bool holds, const char* name, const char* range, const auto& got) {
     if (holds) return;
     fail(Category::usage, fmt::format("AdamW can't step with this {}", name),
          {.expected = range, .got = fmt::format("{}", got)});
@@ -84,11 +83,14 @@ void check_options(const AdamOptions& of) {
   require(is_non_negative(of.eps), "eps", "a finite number of 0 or more", of.eps);
   require(is_non_negative(of.weight_decay), "weight_decay", "a finite number of 0 or more",
           of.weight_decay);
-  // The kernels compute in fp32, where 1 - beta may round to 0 and a large number to infinity.
+  // The kernels compute in fp32, where 1 - beta may round to 0 and a large value to infinity. The
+  // first step has the most extreme coefficients.
   const AdamNumbers first = adam_numbers(of, 1, 0);
-  const char* const range = "numbers that stay finite in fp32";
-  require(std::isfinite(first.step_size), "lr and beta1", range, of.lr);
-  require(std::isfinite(first.bias2) && first.bias2 > 0, "beta2", range, of.beta2);
+  const char* const range = "a finite coefficient in fp32";
+  require(std::isfinite(first.step_size), "lr and beta1", range,
+          fmt::format("{} and {}", of.lr, of.beta1));
+  require(std::isfinite(first.bias2) && first.bias2 > 0, "beta2",
+          "a finite coefficient other than 0 in fp32", of.beta2);
   require(std::isfinite(first.eps), "eps", range, of.eps);
   require(std::isfinite(first.decay), "weight_decay", range, of.weight_decay);
   if (of.semantics == AdamSemantics::torch) return;
@@ -107,7 +109,7 @@ ShardIndex::ShardIndex(const ShardSpec& spec) : blocks_(spec.row) {
     if (run.n <= 0 || run.first < end || run.first > INT64_MAX - run.n) {
       fail(Category::mismatch, "a shard's runs must be ascending, disjoint and not empty",
            {.tensor = spec.fqn,
-            .expected = fmt::format("a first element of {} or more", end),
+            .expected = fmt::format("1 element or more within [{}, 2^63)", end),
             .got = fmt::format("{} elements from {}", run.n, run.first)});
     }
     end = run.first + run.n;
@@ -149,7 +151,7 @@ bool ShardIndex::is_block_edge(int64_t at) const noexcept {
 
 namespace {
 
-// Caller-owned memory that a step writes.
+// A piece of caller-owned memory that a step writes.
 struct Written {
   std::span<const std::byte> bytes;
   size_t shard = 0;
@@ -170,7 +172,7 @@ std::vector<Written> written_of_caller(const AdamWSpec& spec) {
   return all;
 }
 
-// With shared memory, one parameter's update would overwrite the other's.
+// If any two pieces of memory overlap, so do some two that are neighbours by address.
 void require_memory_apart(const AdamWSpec& spec) {
   std::vector<Written> all = written_of_caller(spec);
   const std::less<const std::byte*> before;
@@ -182,6 +184,11 @@ void require_memory_apart(const AdamWSpec& spec) {
     if (!before(all[i].bytes.data(), last.bytes.data() + last.bytes.size())) continue;
     const auto [one, two] = std::minmax(last.shard, all[i].shard);
     const std::string& fqn = spec.shards[two].fqn;
+    if (one == two) {
+      fail(Category::mismatch,
+           fmt::format("master and out of parameter '{}' share memory", printable(fqn)),
+           {.tensor = fqn});
+    }
     fail(Category::mismatch,
          fmt::format("parameter '{}' shares memory with parameter '{}'", printable(fqn),
                      printable(spec.shards[one].fqn)),
@@ -243,7 +250,7 @@ Partition::Partition(const ShardMap& map, int threads) : map_(map) {
   int64_t total = 0;
   for (size_t shard = 0; shard < map.shards(); ++shard) total += map.index(shard).numel();
   Cut cut;
-  int64_t before = 0;  // elements of the shards before the cut's
+  int64_t before = 0;  // elements of the shards before cut.shard
   for (int thread = 0; thread < threads; ++thread) {
     const auto aim = static_cast<int64_t>(static_cast<double>(total) * thread / threads);
     while (cut.shard < map.shards() && before + map.index(cut.shard).numel() <= aim) {

@@ -1,4 +1,4 @@
-// One step, in one pass over memory.
+// One optimizer step, in one pass over memory.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -45,7 +45,7 @@ void AdamW::step_all(std::span<const StateStep> steps) {
   for (const StateStep& of : steps) of.state->finish_step();
 }
 
-// All that can fail in a step, but for the start of its threads.
+// Everything in a step that can fail, except the start of its threads.
 void AdamW::prepare_step(const StepOptions& options) {
   require_factor("unscale", options.unscale, false);
   require_factor("clip", options.clip, true);
@@ -70,8 +70,8 @@ void AdamW::refresh_masters() {
   });
 }
 
-// In tiles that fit into the L1 cache, so that no parameter-sized buffer is needed; the stretch's
-// master is still in L2 when the kernel reads it again.
+// Works in tiles that fit into the L1 cache, so that no parameter-sized buffer is needed. In a
+// step, the stretch's master is still in the L2 cache when the kernel reads it again.
 void AdamW::refresh_masters_of(const AdamSpan& span) const noexcept {
   if (span.out == nullptr || row_.is_split()) return;
   constexpr int64_t kTile = 2048;
@@ -104,14 +104,14 @@ void AdamW::check_outlet(const Outlet& outlet) const {
   }
 }
 
-// A thread's slots of the ring, used round-robin.
+// One thread's slots of the ring, used round-robin.
 class AdamW::Slots {
  public:
   Slots(const Outlet& outlet, int worker, int threads)
       : outlet_(outlet),
         count_(static_cast<int>(outlet.ring.size() / kRingSlotBytes) / threads),
         first_(worker * count_) {}
-  // Waits for all copies: the ring is unused when the step returns.
+  // Waits for all copies, so that the ring is unused when the step returns.
   ~Slots() {
     for (int64_t slot = 0; slot < std::min<int64_t>(used_, count_); ++slot) wait(slot);
   }
@@ -136,8 +136,9 @@ class AdamW::Slots {
   int64_t used_ = 0;
 };
 
-// Once for each step count of a group. The powers continue from those of the group's next lower
-// count in the last step, usually the count before. Shards that are left out keep theirs.
+// Computes one entry per group and step count. Its powers continue from the group's entry of the
+// last step with the next lower count, usually the count before. Shards that are left out get an
+// entry too, so that their powers are kept.
 void AdamW::take_numbers(const StepOptions& options) {
   decltype(numbers_) taken;
   for (size_t shard = 0; shard < shards(); ++shard) {
@@ -156,7 +157,6 @@ void AdamW::take_numbers(const StepOptions& options) {
   numbers_ = std::move(taken);
 }
 
-// Every byte of the stretch that the step writes: the parameter and all planes but the gradient's.
 void AdamW::announce(size_t shard, const Stretch& stretch, const BeforeOverwrite& before) const {
   const ShardSpec& spec = spec_.shards[shard];
   const ScaleBlocks blocks(spec.row);

@@ -1,7 +1,7 @@
-// House test: a step is bit-equal for every sharding, leaves no trace when skipped, and sends the
-// parameters that it computed. It catches random bits or blocks that depend on the shard or the
-// thread, a resume that loses the step count, a skip that writes, and a ring slot that is
-// overwritten while it is read; states of one step of which some are stepped.
+// House test: a step is bit-equal for every sharding, changes nothing when skipped, and sends the
+// parameters that it computed. Must fail for these mutants: random bits or blocks that depend on
+// the shard or the thread; a resume that loses the step count; a skip that writes; a ring slot that
+// is overwritten while it is read; a failed step_all that has stepped some of its states.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -52,7 +52,7 @@ struct World {
   }
 };
 
-// Catches: memory that a step overwrites before it was announced, in any format.
+// Must fail if a step overwrites memory, in any format, before it is announced.
 TEST(Step, AnnouncesWhatItOverwrites) {
   for (const StateFormat format : kFormats) {
     for (const int threads : {1, 2}) {
@@ -168,7 +168,7 @@ TEST(Step, InvalidFactorsAreRefusedAndNothingIsStepped) {
   EXPECT_NO_THROW(world.ranks[0]->step({.clip = 0}));
 }
 
-// A repeated call is the step that the first one would have been.
+// A repeated call has the result that the failed call would have had.
 TEST(Step, IsAllOrNothingIfAThreadCannotBeStarted) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers replace pthread_create";
   for (const StateFormat format : kFormats) {
@@ -189,7 +189,7 @@ TEST(Step, IsAllOrNothingIfAThreadCannotBeStarted) {
   }
 }
 
-// A model with vectors and matrices has a state for each of their formats.
+// If vectors and matrices have different formats, a model has one state per format.
 TEST(Step, OfSeveralStatesIsAllOrNothing) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers replace pthread_create";
   World straight(StateFormat::int8_moments, 2, 2), hindered(StateFormat::int8_moments, 2, 2);
@@ -220,7 +220,7 @@ TEST(Step, OfSeveralStatesIsAllOrNothing) {
   steps[1].options.unscale = 1;
   AdamW::step_all(steps);
   EXPECT_EQ(bytes(hindered), bytes(straight));
-  // A state of fewer threads after one of more.
+  // A state with fewer threads follows one with more.
   AdamW other(tiny_spec(StateFormat::fp32), hindered.ledger, 5),
       alone(tiny_spec(StateFormat::fp32), hindered.ledger, 1);
   for (AdamW* of : {&other, &alone}) deliver_tiny(*of, 1);
@@ -304,8 +304,8 @@ TEST(Step, ImportsAreCloseInEveryFormatAndRefuseToCutABlock) {
   }
 }
 
-// Shards of a group whose counts differ, jump, and stay while they are left out; betas that change.
-// Each must step as a state that holds it alone and has made no step before.
+// One group's shards have step counts that differ, jump, and pause while a shard is left out; a
+// beta changes. Each shard must step as in a new state that holds nothing else.
 TEST(Step, DeepSpeedsPowersBelongToEachShardsOwnCount) {
   AdamWSpec spec = tiny_spec(StateFormat::fp32);
   for (AdamOptions& group : spec.groups) group.semantics = AdamSemantics::deepspeed;
@@ -350,7 +350,7 @@ TEST(Step, DeepSpeedsPowersBelongToEachShardsOwnCount) {
   EXPECT_EQ(state.steps(2), 5003);
 }
 
-// In CPU time, with betas whose powers keep changing.
+// Measures CPU time, with betas whose powers change in every step.
 TEST(Step, DeepSpeedsPowersAreNotComputedAnewInEachStep) {
   const double beta = std::nextafter(1.0F, 0.0F);
   Ledger ledger;
@@ -410,7 +410,7 @@ TEST(Outlet, SendsEveryNewParameterOnceThroughAFixedRing) {
     for (size_t s = 0; s < state.shards(); ++s) sent.emplace_back(state.shard(s).numel() * 2);
     std::mutex mutex;
     std::vector<ReadyChunk> on_its_way(slots, ReadyChunk{.n = 0});
-    const auto land = [&](int slot) {  // reads as late as an asynchronous copy may
+    const auto land = [&](int slot) {  // reads the slot at the last moment that `wait` allows
       ReadyChunk& chunk = on_its_way[static_cast<size_t>(slot)];
       std::memcpy(sent[chunk.shard].data() + chunk.at * 2, chunk.elements,
                   static_cast<size_t>(chunk.n) * 2);
@@ -482,7 +482,7 @@ TEST(Outlet, TheCallersOwnArrayGetsTheNewParameters) {
   EXPECT_EQ(out, expected);
 }
 
-// Without refresh_masters a step would overwrite the caller's value.
+// Without refresh_masters the second step would overwrite the caller's value.
 TEST(Outlet, AValueWrittenToTheCallersArrayBecomesTheMaster) {
   for (const DType dtype : {DType::bf16, DType::f16}) {
     for (const bool in_step : {false, true}) {

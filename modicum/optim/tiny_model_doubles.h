@@ -1,6 +1,6 @@
-// A model of three parameters for the tests of `optim`: one of several buckets in rows that are no
-// multiple of kScaleBlock, one smaller than a block of scales, one in between; cut for any number
-// of ranks where blocks begin.
+// A model of three parameters for the tests of `optim`: one of several buckets, whose rows are no
+// multiple of kScaleBlock; one smaller than a block of scales; one in between. It can be sharded
+// for any number of ranks; shards begin where blocks begin.
 #pragma once
 
 #include <algorithm>
@@ -86,7 +86,7 @@ inline void deliver_tiny(AdamW& state, uint64_t step) {
   }
 }
 
-// Every byte of the state that a skipped step must not change.
+// Every byte of the state that a skipped step must keep: all planes but the gradients.
 inline std::vector<std::byte> bytes_of_state(const AdamW& state) {
   std::vector<std::byte> bytes;
   for (size_t shard = 0; shard < state.shards(); ++shard) {
