@@ -1,6 +1,6 @@
-// House test: compares the forecast with measurements of DeepSpeed 0.19.8, and tests its refusals.
-// It catches a line that is missing or counted for the wrong workers, rounding of pageable buffers,
-// and a key that changes memory and is ignored.
+// Compares the forecast with measurements of DeepSpeed 0.19.8, and tests its refusals. Must fail
+// for these mutants: a line that is missing or counted for the wrong workers, rounding of pageable
+// buffers, and a key that changes memory and is ignored.
 #include "modicum/baselines/deepspeed.h"
 
 #include <gtest/gtest.h>

@@ -13,8 +13,8 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: a FIFO without a reader that is waited for; a regular
-// file that is written in place; a descriptor that is opened anew, at its begin.
+// Must fail for these mutants: a FIFO without a reader that is waited for; a regular file that is
+// written in place; a descriptor that is opened anew, at its begin.
 
 std::string taken_from(int fd) {
   char text[64];

@@ -15,8 +15,8 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: a file of the user's that is accepted; memory that can be
-// truncated under its writers; a mark that outlasts the program that has set it.
+// Must fail for these mutants: a file of the user's that is accepted; memory that can be truncated
+// under its writers; a mark that outlasts the program that has set it.
 
 constexpr uint64_t kBytes = 4 * kPageBytes;
 

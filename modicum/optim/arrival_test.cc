@@ -1,4 +1,4 @@
-// House test: gradient arrival. It catches a norm that depends on the order or the pieces of
+// Gradient arrival. Must fail for these mutants: a norm that depends on the order or the pieces of
 // arrival, or is computed too early or over other elements; elements that arrive twice or never; an
 // accumulation that overwrites, or that the format cannot hold.
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// House test: clip factor, norm and loss scale. It catches squares summed in fp32, a non-finite
-// norm that is a number, and a scale that grows while gradients overflow.
+// Clip factor, norm and loss scale. Must fail for these mutants: squares summed in fp32, a
+// non-finite norm that is a number, and a scale that grows while gradients overflow.
 #include "modicum/optim/norm.h"
 
 #include <gtest/gtest.h>

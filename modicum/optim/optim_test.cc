@@ -1,6 +1,6 @@
-// House test: the memory of the state. It catches scales, buckets or max_exp_avg_sq that are held
-// and not promised, a budget check after the first page, memory that a forked child copies, memory
-// allocated by a step, and a pin that is rounded, repeated or missing.
+// The memory of the state. Must fail for these mutants: scales, buckets or max_exp_avg_sq that are
+// held and not promised, a budget check after the first page, memory that a forked child copies,
+// memory allocated by a step, and a pin that is rounded, repeated or missing.
 #include "modicum/optim/optim.h"
 
 #include <gtest/gtest.h>

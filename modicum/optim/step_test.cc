@@ -1,6 +1,6 @@
-// House test: a step is bit-equal for every sharding, leaves no trace when skipped, and sends the
-// parameters that it computed. It catches random bits or blocks that depend on the shard or the
-// thread, a resume that loses the step count, a skip that writes, and a ring slot that is
+// A step is bit-equal for every sharding, leaves no trace when skipped, and sends the parameters
+// that it computed. Must fail for these mutants: random bits or blocks that depend on the shard or
+// the thread, a resume that loses the step count, a skip that writes, and a ring slot that is
 // overwritten while it is read; states of one step of which some are stepped.
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
-// House tests of bytes that ranks collect for each other's writes. They catch: a byte that is
-// written to the wrong place, twice or not at all; a slot that is filled while it is written; runs
-// that meet and are not written together; a rank that waits forever.
+// Tests of bytes that ranks collect for each other's writes. Must fail for these mutants: a byte
+// that is written to the wrong place, twice or not at all; a slot that is filled while it is
+// written; runs that meet and are not written together; a rank that waits forever.
 #include "modicum/ranks/gather.h"
 
 #include <gtest/gtest.h>

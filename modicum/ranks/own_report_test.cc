@@ -10,8 +10,8 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: memory of another program that is written to; a baseline
-// that is read without a watcher.
+// Must fail for these mutants: memory of another program that is written to; a baseline that is
+// read without a watcher.
 
 class Variable {
  public:

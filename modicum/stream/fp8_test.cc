@@ -1,4 +1,4 @@
-// House tests of dequantised FP8 codes: exact, value and fault, with ranks as threads and files in
+// Tests of dequantised FP8 codes: exact, value and fault, with ranks as threads and files in
 // memory. The reference computes block sizes itself, without the manifest's.
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-// House tests of a load: exact, fault and value, with ranks as threads and files in memory.
+// Tests of a load: exact, fault and value, with ranks as threads and files in memory.
 #include <gtest/gtest.h>
 
 #include <chrono>

@@ -1,5 +1,5 @@
-// House tests of a save: load, save, and compare the saved files with the loaded ones, with ranks
-// as threads and files in memory.
+// Tests of a save: load, save, and compare the saved files with the loaded ones, with ranks as
+// threads and files in memory.
 #include "modicum/stream/save.h"
 
 #include <gtest/gtest.h>

@@ -1,7 +1,8 @@
-// House test of a snapshot: whatever the order of reads and overwrites, the save reads the values
-// of the beginning. It catches: a block that is overwritten before it is read; a copy that is read
-// for another block, or freed while bytes of it are to be read; memory beyond the charge, or of a
-// window that nothing is copied to; a step that waits forever, or for a save that has ended.
+// Tests of a snapshot: whatever the order of reads and overwrites, the save reads the values of the
+// beginning. Must fail for these mutants: a block that is overwritten before it is read; a copy
+// that is read for another block, or freed while bytes of it are to be read; memory beyond the
+// charge, or of a window that nothing is copied to; a step that waits forever, or for a save that
+// has ended.
 #include "modicum/stream/snapshot.h"
 
 #include <gtest/gtest.h>

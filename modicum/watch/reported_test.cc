@@ -11,9 +11,9 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: owners whose sum is not the memory held; a phase without
-// its end; numbers of a report that are believed; places of ended processes that stay taken; a
-// report of the program before an exec; a retained heap that is unexplained.
+// Must fail for these mutants: owners whose sum is not the memory held; a phase without its end;
+// numbers of a report that are believed; places of ended processes that stay taken; a report of the
+// program before an exec; a retained heap that is unexplained.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }

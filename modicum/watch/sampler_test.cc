@@ -18,10 +18,9 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: a peak that thinning loses; a process of a reused pid
-// that counts as the one before; memory of an ended process that is carried on; owners whose sum
-// is not what a process holds; a peak between two samples that is not told; a beginning with few
-// samples.
+// Must fail for these mutants: a peak that thinning loses; a process of a reused pid that counts as
+// the one before; memory of an ended process that is carried on; owners whose sum is not what a
+// process holds; a peak between two samples that is not told; a beginning with few samples.
 
 constexpr int kWatcher = 10;
 

@@ -9,8 +9,8 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: the last sample of a bucket that is kept instead of the
-// largest; a record that grows with the run.
+// Must fail for these mutants: the last sample of a bucket that is kept instead of the largest; a
+// record that grows with the run.
 
 WatchSample sample(double at_s, uint64_t held_bytes) {
   return {.at_s = at_s, .held_bytes = held_bytes};
