@@ -23,7 +23,7 @@ LINE_COLUMNS = 100
 FUNCTION_LINES, TEST_FUNCTION_LINES = 70, 120
 FILE_LINES, LONG_FILE_LINES = 500, 800
 PARAMETERS = 5
-EVERY_DOOR = "every door"
+EVERY_HEADER = "every public header"
 # Built by cmake/python.cmake, as a module and not as a library.
 NOT_A_LIBRARY = "python"
 
@@ -79,7 +79,7 @@ def read_architecture(page: str) -> Architecture:
     rooms = {}
     for name, cell in cells.items():
         below = frozenset(other for other in floors if floors[other] < floors[name])
-        rooms[name] = Room(floors[name], below if cell == EVERY_DOOR else names_in(cell))
+        rooms[name] = Room(floors[name], below if cell == EVERY_HEADER else names_in(cell))
     libraries = {row[0].strip("`"): names_in(row[1]) for row in table_rows(page, "library header")}
     return Architecture(rooms, libraries)
 
@@ -161,7 +161,7 @@ def include_fault(path: str, header: str, architecture: Architecture) -> str | N
     if re.search(r"_doubles?\.h$", name):
         return None if is_test(path) else f"{header} is for tests"
     if name != f"{room}.h":
-        return f"{header} is behind the door modicum/{room}/{room}.h"
+        return f"{header} is behind the public header modicum/{room}/{room}.h"
     return None
 
 
