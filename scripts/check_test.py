@@ -144,7 +144,9 @@ class Includes(Check):
         self.source("tests/walk.cc", text, "behind the public header")
 
     def test_angle_brackets_do_not_hide_it(self) -> None:
-        self.source("modicum/io/posix.cc", "#include <modicum/base/sizes.h>\n", "behind the public header")
+        self.source(
+            "modicum/io/posix.cc", "#include <modicum/base/sizes.h>\n", "behind the public header"
+        )
 
     def test_doubles_outside_tests(self) -> None:
         text = '#include "modicum/io/file_doubles.h"\n'
