@@ -23,7 +23,7 @@ LINE_COLUMNS = 100
 FUNCTION_LINES, TEST_FUNCTION_LINES = 70, 120
 FILE_LINES, LONG_FILE_LINES = 500, 800
 PARAMETERS = 5
-EVERY_DOOR = "every door"  # in the table: may include all rooms on lower floors
+EVERY_HEADER = "every public header"  # in the table: may include all rooms on lower floors
 # The room that cmake/python.cmake builds, as a module instead of a library.
 NOT_A_LIBRARY = "python"
 
@@ -80,7 +80,7 @@ def read_architecture(page: str) -> Architecture:
     rooms = {}
     for name, cell in cells.items():
         below = frozenset(other for other in floors if floors[other] < floors[name])
-        rooms[name] = Room(floors[name], below if cell == EVERY_DOOR else names_in(cell))
+        rooms[name] = Room(floors[name], below if cell == EVERY_HEADER else names_in(cell))
     libraries = {row[0].strip("`"): names_in(row[1]) for row in table_rows(page, "library header")}
     return Architecture(rooms, libraries)
 

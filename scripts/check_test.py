@@ -16,8 +16,8 @@ PAGE = """\
 | `io` | 2 | `base` | files |
 | `kernels` | 2 | `base` | arithmetic |
 | `stream` | 3 | `base` `io` | runs |
-| `cli` | 4 | every door | verbs |
-| `python` | 4 | every door | bindings |
+| `cli` | 4 | every public header | verbs |
+| `python` | 4 | every public header | bindings |
 
 | library header | only in |
 |---|---|
@@ -138,7 +138,7 @@ class Includes(Check):
         text = '#include "modicum/io/io.h"\n'
         self.source("modicum/base/sizes.cc", text, "`base` may not include `io`")
 
-    def test_behind_the_door_of_another_room(self) -> None:
+    def test_behind_the_public_header_of_another_room(self) -> None:
         text = '\n#  include "modicum/base/sizes.h"\n'
         self.source("modicum/io/posix.cc", text, "is internal: use modicum/base/base.h")
         self.source("tests/walk.cc", text, "is internal")

@@ -12,8 +12,8 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: a forked child that writes its parent's report; a phase
-// that lasts and is overwritten; a report of an ended process that counts as another's.
+// Must fail for these mutants: a forked child that writes its parent's report; a phase that lasts
+// and is overwritten; a report of an ended process that counts as another's.
 
 // A table in memory of this process.
 class Table {

@@ -12,10 +12,10 @@
 namespace modicum {
 namespace {
 
-// House test. It catches these mutations: a process that holds memory before it began; a promise
-// outside of its phase; a peak that is explained by another process; a comparison that names what
-// is equal; a document of another program that is compared; an owner that is named by its key; a
-// data worker that is named as its rank.
+// Must fail for these mutants: a process that holds memory before it began; a promise outside of
+// its phase; a peak that is explained by another process; a comparison that names equal values; a
+// document of another program that is compared; an owner that is named by its key; a data worker
+// that is named as its rank.
 
 using std::string_literals::operator""s;
 

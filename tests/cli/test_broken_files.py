@@ -1,8 +1,8 @@
 """Directories whose optional files are broken, and files that change while they are loaded.
 
-House test. It catches these mutations: an unreadable config.json treated as an empty one; a wait
-for a FIFO of that name; warnings that one verb omits; a load that succeeds although a file was
-overwritten meanwhile.
+Must fail for these mutants: an unreadable config.json treated as an empty one; a wait for a FIFO of
+that name; warnings that one verb omits; a load that succeeds although a file was overwritten
+meanwhile.
 """
 
 import json

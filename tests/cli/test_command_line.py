@@ -1,9 +1,9 @@
 """No flag is accepted without effect, no output is lost, and a refusal names an alternative.
 
-House test. It catches these mutations: an empty value treated as an absent flag; a regular
-expression that matches no tensor; a number parsed as octal; exit code 0 for a plan that does not
-fit; a suggested alternative that does not fit; exit code 0 after lost output; output written into a
-file that reused the number of a closed descriptor; more ranks than the machine can start.
+Must fail for these mutants: an empty value treated as an absent flag; a regular expression that
+matches no tensor; a number parsed as octal; exit code 0 for a plan that does not fit; a suggested
+alternative that does not fit; exit code 0 after lost output; output written into a file that reused
+the number of a closed descriptor; more ranks than the machine can start.
 """
 
 import json

@@ -1,9 +1,9 @@
 """The contract with scripts: help, exit codes, error objects, JSON keys, and that `plan` predicts
 exactly the run that `load` makes.
 
-House test. It catches these mutations: a budget compared with `<` instead of `<=`; a plan with
-another staging size than the load; an error without its file or its shortfall; an existing output
-that is overwritten.
+Must fail for these mutants: a budget compared with `<` instead of `<=`; a plan with another staging
+size than the load; an error without its file or its shortfall; an existing output that is
+overwritten.
 """
 
 import itertools

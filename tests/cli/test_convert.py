@@ -5,9 +5,9 @@ Soak tests do so within 1 GiB for deepseek-v3, and compare the speed with cp's:
 
     pytest tests/cli/test_convert.py -m soak -s [--full-size]
 
-House test. It catches these mutations: a file that is kept although it belongs to other inputs; an
-output that is visible before it is complete; a tie that loses its second name; zeros that are
-written into a sparse file; a difference that is not counted; scales in the promise of a file.
+Must fail for these mutants: a file that is kept although it belongs to other inputs; an output that
+is visible before it is complete; a tie that loses its second name; zeros that are written into a
+sparse file; a difference that is not counted; scales in the promise of a file.
 """
 
 import json

@@ -1,8 +1,8 @@
 """`modicum doctor` on this machine, and on running programs whose memory is known.
 
-House test. It catches these mutations: the limits and the cgroup of `doctor` itself shown for
-another process; a child's pages counted as shared although one side has written them; children of a
-fork server shown as forks; arenas of malloc that are not found.
+Must fail for these mutants: the limits and the cgroup of `doctor` itself shown for another process;
+a child's pages counted as shared although one side has written them; children of a fork server
+shown as forks; arenas of malloc that are not found.
 """
 
 import contextlib

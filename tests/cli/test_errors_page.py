@@ -1,7 +1,7 @@
 """The examples of docs/reference/errors.md are printed by the program.
 
-House test. It catches these mutations: a message that is changed but not its page; a fault of a
-file that gets another category.
+Must fail for these mutants: a message that is changed but not its page; a fault of a file that gets
+another category.
 """
 
 import json

@@ -1,9 +1,9 @@
 """External faults while ranks load: killed, stopped and interrupted processes, failing reads.
 
-House test. It catches these mutations: a supervisor that waits for a dead rank; a stopped rank
-reported as stalled, or not noticed; ranks that outlive their launcher; one rank blamed for a signal
-to the whole process group; a launcher that ignores that signal while it plans, forks or writes;
-EINTR treated as an error, EIO retried, a short read treated as complete.
+Must fail for these mutants: a supervisor that waits for a dead rank; a stopped rank reported as
+stalled, or not noticed; ranks that outlive their launcher; one rank blamed for a signal to the
+whole process group; a launcher that ignores that signal while it plans, forks or writes; EINTR
+treated as an error, EIO retried, a short read treated as complete.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Recipes with dims up to 2^63-1: `plan` predicts the same bytes as Python's integers, or refuses;
 and `load` refuses a model that does not fit before it starts a rank.
 
-House test (attack). It catches these mutations: a product of dims that overflows; a sum over
-targets or ranks that overflows; a plan that iterates over elements that no file holds.
+Attack test. Must fail for these mutants: a product of dims that overflows; a sum over targets or
+ranks that overflows; a plan that iterates over elements that no file holds.
 """
 
 import json

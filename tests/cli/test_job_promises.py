@@ -2,8 +2,8 @@
 figures of `save`, `resume` and `rehearse --save`, and their ranks' ledgers, for layouts, state
 formats and worlds.
 
-House test. It catches these mutations: a save or a resume that is promised without its state; a
-phase with another one's memory; memory that a save promises and its ledger does not hold.
+Must fail for these mutants: a save or a resume that is promised without its state; a phase with
+another one's memory; memory that a save promises and its ledger does not hold.
 """
 
 import shutil

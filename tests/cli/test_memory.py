@@ -1,8 +1,8 @@
 """Compares predicted memory with the kernel's counters, read by the ranks and by another process,
 and tests it as the limit of a cgroup.
 
-House test. It catches these mutations: a rank's prediction one page short; memory that is held and
-not charged; a window that outlives its use; a refusal after the first read of data.
+Must fail for these mutants: a rank's prediction one page short; memory that is held and not
+charged; a window that outlives its use; a refusal after the first read of data.
 """
 
 import json

@@ -1,8 +1,8 @@
 """`plan --from run.json`: the limit that an earlier run had, and the smallest change that fits it.
 
-House test. It catches these mutations: another figure as what the run held, or as its limit; a
-change that does not fit when it is planned; a larger change before a smaller one; a document of
-another kind that is accepted; `--budget` that is ignored.
+Must fail for these mutants: another figure as what the run held, or as its limit; a change that
+does not fit when it is planned; a larger change before a smaller one; a document of another kind
+that is accepted; `--budget` that is ignored.
 """
 
 import json

@@ -2,8 +2,8 @@
 in turn, with 2 and 4 ranks, and with the file system's log kept or lost. After the recovery every
 visible step is intact, and no acknowledged step is lost, nor the one before it.
 
-House test. It catches these mutations: data of the ranks that are acknowledged before they are
-synced; a step that is visible before its files are durable.
+Must fail for these mutants: data of the ranks that are acknowledged before they are synced; a step
+that is visible before its files are durable.
 """
 
 import random

@@ -2,10 +2,10 @@
 phase compared with its prediction, and limited to it by a cgroup; digests that do not depend on
 layout or format.
 
-House test. It catches these mutations: a state that is not predicted, or predicted and not held; a
-budget that is checked too late, also for a resume; replicas that count twice; a parameter that
-training reads and the step does not write; a prediction of `plan` that differs from that of `load`
-or `rehearse`; resumed ranks that continue with other values.
+Must fail for these mutants: a state that is not predicted, or predicted and not held; a budget that
+is checked too late, also for a resume; replicas that count twice; a parameter that training reads
+and the step does not write; a prediction of `plan` that differs from that of `load` or `rehearse`;
+resumed ranks that continue with other values.
 """
 
 import json

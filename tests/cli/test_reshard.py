@@ -3,10 +3,10 @@ result is a step: `verify` passes it and `resume` goes on from it, with the bits
 training where the formats hold the same values. A killed reshard resumes after its finished files,
 and the same inputs give the same bytes.
 
-House test. It catches these mutations: a file that goes with the tensors and is left out; values
-that are not compared with the record; weights that keep the rounding of the old format; moments
-that are rounded with the random bits of another step, or in blocks of other rows; a digest of the
-old values; a finished file that is removed; an output that is visible before it is committed.
+Must fail for these mutants: a file that goes with the tensors and is left out; values that are not
+compared with the record; weights that keep the rounding of the old format; moments that are rounded
+with the random bits of another step, or in blocks of other rows; a digest of the old values; a
+finished file that is removed; an output that is visible before it is committed.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The values that `resume` loads are compared with the record of the step, through any recipe and
 in any layout: a data file with values of an earlier step is named.
 
-House test. It catches these mutations: stale values that are resumed; a comparison of elements in
-the wrong order, of replicas, or of a part; tensors that are not compared and not reported.
+Must fail for these mutants: stale values that are resumed; a comparison of elements in the wrong
+order, of replicas, or of a part; tensors that are not compared and not reported.
 """
 
 import json

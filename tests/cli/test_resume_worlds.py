@@ -6,8 +6,8 @@ The model has all difficult shapes: fewer rows than ranks (empty shards), rows t
 (padding), vectors, a scalar, a tensor without elements, integers, a tie; and fp32 masters next
 to parameters in bf16.
 
-House test. It catches these mutations: runs of a shard that are all read to its beginning; step
-counters that restart at 0; the state of a replica that is written twice.
+Must fail for these mutants: runs of a shard that are all read to its beginning; step counters that
+restart at 0; the state of a replica that is written twice.
 """
 
 import json

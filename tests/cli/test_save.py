@@ -2,10 +2,9 @@
 ranks and layouts that write and read it; it fits the promised memory; it is complete or absent if
 the save is killed at any moment; every changed byte is found, and its file named.
 
-House test. It catches these mutations: a step that is visible before it is complete; files of a
-dead save that are kept, or of a living one that are removed; a byte that no digest covers; a newest
-step that is chosen without a check; a save that the prediction does not include; a SHA-256 that is
-not compared.
+Must fail for these mutants: a step that is visible before it is complete; files of a dead save that
+are kept, or of a living one that are removed; a byte that no digest covers; a newest step that is
+chosen without a check; a save that the prediction does not include; a SHA-256 that is not compared.
 """
 
 import hashlib

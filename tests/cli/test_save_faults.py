@@ -1,9 +1,8 @@
 """Saves in which one system call after the other fails, and saves that are killed.
 
-House test. It catches these mutations: an error that is swallowed, or has another category; EINTR
-that is an error; a short write that counts as complete; a step that is visible before it is
-complete; an old step that is changed; files of dead saves that are kept, or of living ones that are
-removed.
+Must fail for these mutants: an error that is swallowed, or has another category; EINTR that is an
+error; a short write that counts as complete; a step that is visible before it is complete; an old
+step that is changed; files of dead saves that are kept, or of living ones that are removed.
 """
 
 import contextlib

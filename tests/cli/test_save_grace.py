@@ -1,9 +1,9 @@
 """`save --grace`: after SIGTERM a save is finished or given up, as a whole. Writes are held by a
 preloaded library, so that no test depends on the speed of the disk.
 
-House test. It catches these mutations: a rank that dies of a SIGTERM that its launcher has
-accepted; a save that goes on although it cannot finish in time, or before its rate is known; a
-grace that does not end; a later signal that is ignored; files of a save that was given up.
+Must fail for these mutants: a rank that dies of a SIGTERM that its launcher has accepted; a save
+that goes on although it cannot finish in time, or before its rate is known; a grace that does not
+end; a later signal that is ignored; files of a save that was given up.
 """
 
 import os

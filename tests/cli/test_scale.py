@@ -1,7 +1,7 @@
 """Planning a model of 91,991 tensors in 163 files is quick and needs little memory.
 
-House test. It catches these mutations: transfers counted one element at a time; a prediction that
-finds each target by a linear search; own-shard reading a whole tensor.
+Must fail for these mutants: transfers counted one element at a time; a prediction that finds each
+target by a linear search; own-shard reading a whole tensor.
 """
 
 import json

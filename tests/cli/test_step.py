@@ -1,10 +1,9 @@
 """The verb `step`: keys, exit codes, bytes per parameter over the process tree, and digests that do
 not depend on ranks, threads or kernels.
 
-House test. It catches these mutations: state that forked children copy; state that is not
-predicted; a budget that is checked too late; a digest, random bits or a norm that depend on ranks,
-threads or kernels; gradients that are not scaled; a step whose time is lost; children that outlive
-a rank.
+Must fail for these mutants: state that forked children copy; state that is not predicted; a budget
+that is checked too late; a digest, random bits or a norm that depend on ranks, threads or kernels;
+gradients that are not scaled; a step whose time is lost; children that outlive a rank.
 """
 
 import itertools

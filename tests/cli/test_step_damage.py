@@ -2,8 +2,8 @@
 of equal length, one bit flipped. `verify` finds each and names the file; `resume` never takes such
 a step for intact.
 
-House test. It catches these mutations: a byte that no digest covers; a header, a configuration or a
-count of steps that is resumed without a check; a newest step that is chosen by lengths alone.
+Must fail for these mutants: a byte that no digest covers; a header, a configuration or a count of
+steps that is resumed without a check; a newest step that is chosen by lengths alone.
 """
 
 import json

@@ -1,7 +1,7 @@
 """`modicum watch` measures the tree of any command from outside and changes nothing about it.
 
-House test. It catches these mutations: copies that are not found, or are attributed to the parent;
-another process named as killed; an exit code of our own; output of the command that is lost.
+Must fail for these mutants: copies that are not found, or are attributed to the parent; another
+process named as killed; an exit code of our own; output of the command that is lost.
 """
 
 import json

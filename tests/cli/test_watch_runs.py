@@ -1,9 +1,9 @@
 """What `modicum watch` records of a program that uses Modicum: who held what over time, its phases
 and its promise, without a flag; as a trace, and compared with another run.
 
-House test. It catches these mutations: owners that do not add up to the peak; a rank that reports
-nothing, or another rank's promise; a kill without its phase and owner; a trace without counters; a
-comparison that names what both runs have; a watcher that costs the command its time or its memory.
+Must fail for these mutants: owners that do not add up to the peak; a rank that reports nothing, or
+another rank's promise; a kill without its phase and owner; a trace without counters; a comparison
+that names what both runs have; a watcher that costs the command its time or its memory.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A model's digest depends on the model alone, not on layout, strategy or destination.
 
-House test. It catches these mutations: FSDP sharding before TP; a flat partition one element off;
-an expert assigned to the wrong rank; a scale of the adjacent block; a stripe that no rank reads.
+Must fail for these mutants: FSDP sharding before TP; a flat partition one element off; an expert
+assigned to the wrong rank; a scale of the adjacent block; a stripe that no rank reads.
 """
 
 import itertools

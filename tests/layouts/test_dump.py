@@ -1,9 +1,9 @@
 """Each rank's shard equals torch.chunk of the stored tensor, byte for byte, under every strategy;
 and the digest depends on the model alone.
 
-House test. It catches these mutations: a transfer that is omitted, repeated, shifted by one element
-or cast by truncation; a chunk rule of "n // W and the remainder to the first ranks"; a digest that
-does not depend on a name, an index or a bit.
+Must fail for these mutants: a transfer that is omitted, repeated, shifted by one element or cast by
+truncation; a chunk rule of "n // W and the remainder to the first ranks"; a digest that does not
+depend on a name, an index or a bit.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """For every size from 0 to 40 and every world from 1 to 9, each rank's shards equal those of
 torch's DTensor and FSDP2 or DeepSpeed's ZeRO, byte for byte.
 
-House test against outside oracles. It catches these mutations: an off-by-one in any shard, strided
+Tested against outside oracles. Must fail for these mutants: an off-by-one in any shard, strided
 ones included; TP sharding after FSDP; chunks rounded down; swapped mesh axes; a ZeRO partition
 without its alignment or padding, or in another order.
 """

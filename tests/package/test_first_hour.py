@@ -1,8 +1,8 @@
 """Runs every command of docs/guide/first-hour.md as a new user would: in a fresh virtual
 environment with torch, outside the repository.
 
-House test. It catches these mutations: a command or a file of the page that no longer works; a line
-of the page that is not printed (its numbers may differ).
+Must fail for these mutants: a command or a file of the page that no longer works; a line of the
+page that is not printed (its numbers may differ).
 """
 
 import os

@@ -1,10 +1,9 @@
 """`modicum.memory.attribute` finds the owner of each byte of a process tree, and
 `modicum.torch.protect` excludes other libraries' buffers from forks.
 
-Unit and house tests; the oracle is sums of Pss that the tests read themselves. They catch these
-mutations: copies that are omitted or counted once per child; views that are counted twice; a
-protection that outlives its memory, or that omits allocations of the first step; peaks that forget
-ended children.
+The oracle is sums of Pss that the tests read themselves. Must fail for these mutants: copies that
+are omitted or counted once per child; views that are counted twice; a protection that outlives its
+memory, or that omits allocations of the first step; peaks that forget ended children.
 """
 
 import gc

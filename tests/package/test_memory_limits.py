@@ -1,8 +1,8 @@
 """`modicum.memory.track`, the paragraph of a phase, and the pytest marker `limit_memory`.
 
-House test. It catches these mutations: a peak whose holders are those of another sample; a child
-that is not named; memory held before the block counted as added; a limit that no test exceeds; a
-marker that hides the test's own failure.
+Must fail for these mutants: a peak whose holders are those of another sample; a child that is not
+named; memory held before the block counted as added; a limit that no test exceeds; a marker that
+hides the test's own failure.
 """
 
 import asyncio

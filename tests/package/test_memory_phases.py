@@ -1,10 +1,10 @@
 """`modicum.memory.phase`: the memory that a block held, by samples and by the kernel's high-water
 mark; and the picture of phases.
 
-Unit and house tests. They catch these mutations: a mark that is not reset or never read, or that an
-inner phase or a load resets without telling outer phases; children that are not found; a child that
-continues its parent's recording; a device library that is required; ranks on a page that are
-shifted in time, or whose peak is thinned away.
+Must fail for these mutants: a mark that is not reset or never read, or that an inner phase or a
+load resets without telling outer phases; children that are not found; a child that continues its
+parent's recording; a device library that is required; ranks on a page that are shifted in time, or
+whose peak is thinned away.
 """
 
 import json

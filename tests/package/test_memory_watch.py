@@ -2,9 +2,9 @@
 runs it; a forked child reports for itself alone, and a program that it starts in its place for
 itself.
 
-House test. It catches these mutations: a phase that is not reported, or never ends; a child that
-returns its parent's entries; a ledger of the program before an exec; a retained heap that is asked
-at phases only; a data worker or an engine that counts as a rank.
+Must fail for these mutants: a phase that is not reported, or never ends; a child that returns its
+parent's entries; a ledger of the program before an exec; a retained heap that is asked at phases
+only; a data worker or an engine that counts as a rank.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """docs/internals/numerics.md defines AdamW to the bit: compares the kernels with an implementation
 in numpy that was written from that page alone (tests/support/adamw_in_numpy.py).
 
-House test. It catches these mutations: any change of a bit of formats, arithmetic, random bits or
-blocks that is not on the page, on any instruction set of this machine.
+Must fail for these mutants: any change of a bit of formats, arithmetic, random bits or blocks that
+is not on the page, on any instruction set of this machine.
 """
 
 from dataclasses import asdict, replace

@@ -1,7 +1,7 @@
 """The optimizer's state in Python, without torch's optimizer around it: planes, errors, lifetimes.
 
-House test. It catches these mutations: planes that do not keep the state alive; a long call that
-keeps the GIL; arrays freed while a state uses them; an error that names the wrong shard.
+Must fail for these mutants: planes that do not keep the state alive; a long call that keeps the
+GIL; arrays freed while a state uses them; an error that names the wrong shard.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """docs/reference/command-line.md and python.md equal the output of scripts/reference.py; the plans
 that other pages show equal the program's output; each refusal has an error and a test.
 
-House test. It catches these mutations: a flag or a docstring changes without its page; the page
-omits a verb; the output of a plan changes; a refusal without its test.
+Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb;
+the output of a plan changes; a refusal without its test.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The owners' colours differ for people who see red and green, or blue and yellow, alike.
 
-House test. It catches this mutation: two owners that lie next to each other in one colour.
+Must fail for this mutant: two owners that lie next to each other in one colour.
 """
 
 import re

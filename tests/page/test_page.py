@@ -1,11 +1,10 @@
 """The page of `report_page` in Debian's Chromium, as a user sees it: drawn, hovered, zoomed, read
 by keyboard, in the light and in the dark, wide and narrow.
 
-House test. It catches these mutations: an area, a line or a band that is not drawn; a reading of
-another sample, or without the processes' choice; a zoom that does nothing; a name that becomes
-HTML; a page that asks the network; a table with other numbers than the chart; two charts on two
-scales; phases over each other; a page that is too wide for a telephone, or has no names for a
-screen reader.
+Must fail for these mutants: an area, a line or a band that is not drawn; a reading of another
+sample, or without the processes' choice; a zoom that does nothing; a name that becomes HTML; a page
+that asks the network; a table with other numbers than the chart; two charts on two scales; phases
+over each other; a page that is too wide for a telephone, or has no names for a screen reader.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """`plan --report`: the phases of a run, one after another, with the bytes that `--json` promises.
 
-House test. It catches these mutations: a phase with another one's memory; a rank that is left out
-or counted twice; another node or strategy than the promised one; an older page that is lost when
-the plan fails.
+Must fail for these mutants: a phase with another one's memory; a rank that is left out or counted
+twice; another node or strategy than the promised one; an older page that is lost when the plan
+fails.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
 """The page of a run by each strategy, as docs/strategies.png shows them: its phases are named, none
 over another, and the peak has its cause.
 
-House test. It catches these mutations: a strategy that is drawn as another; a phase without its
-name, or over the next; a peak without its cause, or with that of another strategy.
+Must fail for these mutants: a strategy that is drawn as another; a phase without its name, or over
+the next; a peak without its cause, or with that of another strategy.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """`--report` of `watch`, `watch --compare`, `load` and `rehearse`: the page has the record that
 `--json` prints, and nothing else about the run changes.
 
-House test. It catches these mutations: a page of another record; a command that has begun before
-its page turns out to be unwritable; a load whose output, errors or exit code `--report` changes; a
-command that ends before the first sample.
+Must fail for these mutants: a page of another record; a command that has begun before its page
+turns out to be unwritable; a load whose output, errors or exit code `--report` changes; a command
+that ends before the first sample.
 """
 
 import json

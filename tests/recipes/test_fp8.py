@@ -1,9 +1,9 @@
 """FP8 codes with block scales are dequantized as torch does it: code times scale in fp32, then the
 cast, bit for bit; without a dtype the codes are loaded as stored.
 
-House test. It catches these mutations: a scale block shifted by one; a code cast to the target
-dtype before the multiplication; a scale of one rank's rows used for another's; rows and columns of
-the scale grid exchanged.
+Must fail for these mutants: a scale block shifted by one; a code cast to the target dtype before
+the multiplication; a scale of one rank's rows used for another's; rows and columns of the scale
+grid exchanged.
 """
 
 import json

@@ -2,7 +2,7 @@
 the source: the same bits, buffers and ties. The files hold the stored tensors under their names, in
 their shapes and dtypes.
 
-House test against an outside oracle. It catches these mutations: a partly read stored tensor that
+Tested against an outside oracle. Must fail for these mutants: a partly read stored tensor that
 counts as fully read; a tie that loses one name; a `quantization_config` that is kept although the
 codes are dequantised.
 """

@@ -2,8 +2,8 @@
 converts its shard: with Modicum the gathered shards give the outputs of the unsharded model, bit
 for bit.
 
-House test. It catches these mutations: sharding before a conversion; a conversion that depends on a
-shard's shape; rows that each rank initialises from the same random numbers.
+Must fail for these mutants: sharding before a conversion; a conversion that depends on a shard's
+shape; rows that each rank initialises from the same random numbers.
 """
 
 import json

@@ -1,8 +1,8 @@
 """If both names of a tie are stored, their values are compared: equal ones load as one tensor,
 different ones are an error.
 
-House test. It catches these mutations: a stored alias that is dropped without a comparison; values
-of one rank, one strategy or one destination that are not compared.
+Must fail for these mutants: a stored alias that is dropped without a comparison; values of one
+rank, one strategy or one destination that are not compared.
 """
 
 import itertools

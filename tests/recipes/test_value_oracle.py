@@ -1,10 +1,9 @@
 """Each rank's shards equal those that torch cuts from `from_pretrained` in one process: bit for
 bit, every name of the state_dict, for families of every kind.
 
-House test against outside oracles. It catches these mutations: gate and up exchanged; a stack of
+Tested against outside oracles. Must fail for these mutants: gate and up exchanged; a stack of
 experts out of order; a projection sharded before its conversion; a dropped tie; a scale block
-shifted by one; a misplaced row of a rotary permutation; a name cast although it is kept in
-float32.
+shifted by one; a misplaced row of a rotary permutation; a name cast although it is kept in float32.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Models allocated by `to_empty`, as is usual after `fully_shard` on meta: tensors that no file
 holds get the values of `from_pretrained`, or an error names them; buffers set by the caller stay.
 
-House test against an outside oracle. It catches these mutations: a buffer left as `to_empty` made
-it; one that is restored although the caller set it; a tensor missing from the file that counts as
+Tested against an outside oracle. Must fail for these mutants: a buffer left as `to_empty` made it;
+one that is restored although the caller set it; a tensor missing from the file that counts as
 loaded; uninitialised memory without a warning.
 """
 

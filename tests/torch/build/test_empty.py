@@ -1,10 +1,10 @@
 """Under `empty_parameters` a model equals that of `from_pretrained`, except that parameters have no
 memory: every buffer bit for bit, every dtype, every tie.
 
-House test against outside oracles: transformers in one process, and the same module built plainly.
-The two usual ways to an empty model are tried too, and must fail. It catches these mutations:
-buffers left as the constructor made them; an ignored list of names to keep in float32; an
-uninitialised buffer that is accepted.
+Tested against outside oracles: transformers in one process, and the same module built plainly. The
+two usual ways to an empty model are tried too, and must fail. Must fail for these mutants: buffers
+left as the constructor made them; an ignored list of names to keep in float32; an uninitialised
+buffer that is accepted.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """Scripts of accelerate with and without `modicum.torch.accelerate.loading` around them: the same
 units, values, optimizers, losses and trained parameters on four ranks, bit for bit.
 
-House test against an outside oracle, the real `Accelerator` over FSDP2. It catches these mutations:
-a model that is sharded in other units; values that are not rounded where accelerate rounds them; an
+Tested against an outside oracle, the real `Accelerator` over FSDP2. Must fail for these mutants: a
+model that is sharded in other units; values that are not rounded where accelerate rounds them; an
 optimizer that is rebound by address; adapters that lose their values; buffers moved to meta.
 """
 

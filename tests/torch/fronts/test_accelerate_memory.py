@@ -1,8 +1,8 @@
 """The example, an unchanged script of accelerate or Trainer, in a memory cgroup: without Modicum it
 is killed there, with Modicum's one line it passes and trains to the same bits.
 
-House test. It catches these mutations: whole weights on every rank, even briefly; upcasts of a
-whole model; pages of the files that stay in the page cache.
+Must fail for these mutants: whole weights on every rank, even briefly; upcasts of a whole model;
+pages of the files that stay in the page cache.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Attributes that `modicum.torch.accelerate.loading` patches and restores, and its refusals.
 
-House test. It catches these mutations: an attribute or a variable that stays patched; an unknown
-accelerate that is accepted; a path by which empty parameters reach a forward, or values get lost,
-without an error.
+Must fail for these mutants: an attribute or a variable that stays patched; an unknown accelerate
+that is accepted; a path by which empty parameters reach a forward, or values get lost, without an
+error.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 at random instants of their saves: it resumes from a whole checkpoint, and ends with the bits of a
 run that was not killed.
 
-House test. It catches these mutations: a checkpoint that is committed before all of its files have
-their names, or before the script's own files are written; one that is resumed without COMMIT.
+Must fail for these mutants: a checkpoint that is committed before all of its files have their
+names, or before the script's own files are written; one that is resumed without COMMIT.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """An unchanged script of Trainer in a memory cgroup: without Modicum it is killed there in its
 first save; with the one line it saves, and another run resumes, both in the same cgroup.
 
-House test. It catches these mutations: a model, or an optimizer's state, that is gathered by one
-rank for a save; whole tensors of a checkpoint on every rank, even briefly.
+Must fail for these mutants: a model, or an optimizer's state, that is gathered by one rank for a
+save; whole tensors of a checkpoint on every rank, even briefly.
 """
 
 import re

@@ -1,9 +1,9 @@
 """Unchanged scripts of accelerate and Trainer that save checkpoints and resume from them within
 `modicum.torch.accelerate.loading`, on two ranks.
 
-House test against the training that went on: model, optimizer's state and the next losses are the
-same bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. It catches these
-mutations: functions of accelerate that stay replaced after an exception; a checkpoint that is
+Tested against the training that went on: model, optimizer's state and the next losses are the same
+bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must fail for these
+mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
 rotation that takes the newest whole checkpoint; options of an optimizer without tensors that are
 lost; checkpoints of accelerate's own that are no longer read; bars of no weights.

@@ -1,8 +1,8 @@
 """`HuggingFaceReader` under torch.distributed.checkpoint: each rank gets its shards of the
 model that `from_pretrained` loads.
 
-House test against outside oracles, `from_pretrained` sharded by torch.chunk and torch's own reader.
-It catches these mutations: a box in the wrong place; a strided shard read as one box; a conversion
+Tested against outside oracles, `from_pretrained` sharded by torch.chunk and torch's own reader.
+Must fail for these mutants: a box in the wrong place; a strided shard read as one box; a conversion
 of stored names only; a reinterpretation of bits instead of a cast; a tensor that every rank reads
 as a whole.
 """

@@ -2,10 +2,10 @@
 and trains the same shards as if FSDP2 had sharded the whole model, or upstream's function had
 loaded it.
 
-House test. It catches these mutations: a chunk copied to the wrong place; a rank that needs no
-chunk and blocks the others; a rank that keeps tensors it built in another way; buffers that are not
-loaded; a tie that is lost; a second dtype; a consumed dict that keeps its tensors, or whose memory
-stays in malloc's heap.
+Must fail for these mutants: a chunk copied to the wrong place; a rank that needs no chunk and
+blocks the others; a rank that keeps tensors it built in another way; buffers that are not loaded; a
+tie that is lost; a second dtype; a consumed dict that keeps its tensors, or whose memory stays in
+malloc's heap.
 """
 
 import re

@@ -1,8 +1,8 @@
 """The examples' two strategies of FSDP2, each with `memory_efficient_init` and without: the same
 bits, the same training, and one picture of what all ranks held.
 
-House test against an outside oracle, from_pretrained and accelerate's own `prepare`. It catches
-these mutations: an optimizer that has lost its parameters, or has mixed up its groups; a
+Tested against an outside oracle, from_pretrained and accelerate's own `prepare`. Must fail for
+these mutants: an optimizer that has lost its parameters, or has mixed up its groups; a
 non-persistent buffer with another's values; a phase that is not recorded, or a run that is not
 drawn.
 """

@@ -2,8 +2,8 @@
 AReaL's order: `memory_efficient_load` does not change the bits on any rank, and random tensors are
 those that a single process would draw.
 
-House test against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
-model. It catches these mutations: a head, a tower or a base under adapters that stays empty; a
+Tested against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
+model. Must fail for these mutants: a head, a tower or a base under adapters that stays empty; a
 tensor that each rank draws for itself; a whole tensor in memory; a rank that reads another rank's
 shards.
 """

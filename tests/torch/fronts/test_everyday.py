@@ -1,7 +1,7 @@
 """Everyday calls of a script within `modicum.torch.accelerate.loading`: they do what they do
 without it, or a typed error says what to do instead.
 
-House test against transformers. It catches these mutations: stored rows that a resized embedding
+Tested against transformers. Must fail for these mutants: stored rows that a resized embedding
 loses; new rows that depend on the world size; a copy of a model whose values are never loaded; an
 exempted model that is emptied; a reference model that TRL's trainer leaves on meta; errors of torch
 about meta tensors.

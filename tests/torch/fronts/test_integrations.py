@@ -3,9 +3,9 @@ engines build on meta, load by path, step, save and recover, on two CPU ranks wh
 are installed. Where torchtitan is, the block of docs/guide/which-way.md about it does the same
 under its own checkpoint manager.
 
-House test. It catches these mutations: a part of a patch that no longer fits; a model with values
-before its load; buffers of another rank; a checkpoint without the optimizer's state; a step that
-torchtitan's manager does not find.
+Must fail for these mutants: a part of a patch that no longer fits; a model with values before its
+load; buffers of another rank; a checkpoint without the optimizer's state; a step that torchtitan's
+manager does not find.
 """
 
 import ast

@@ -2,8 +2,8 @@
 torch's AdamW: torch's losses, those of a program that loads and shards by hand to the bit, and the
 promised bytes.
 
-House test against torch.optim.AdamW in the real frameworks. It catches these mutations: state that
-is allocated for parameters on meta or for the whole model; state outside of the load's promise; an
+Tested against torch.optim.AdamW in the real frameworks. Must fail for these mutants: state that is
+allocated for parameters on meta or for the whole model; state outside of the load's promise; an
 optimizer that is bound to the parameters before `prepare`; moments that are rounded twice.
 """
 

@@ -1,7 +1,7 @@
 """The blocks of docs/guide/which-way.md, on two real ranks.
 
-House test. It catches these mutations: a line of the page that no longer works, or that trains or
-loads something else than the other ways.
+Must fail for these mutants: a line of the page that no longer works, or that trains or loads
+something else than the other ways.
 """
 
 import re

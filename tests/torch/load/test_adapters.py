@@ -1,9 +1,9 @@
 """Adapters of PEFT whose values depend on the base's, or of which a model has several: the bits
 that PEFT gives them after `from_pretrained`, on any rank.
 
-House test against PEFT in one process. It catches these mutations: magnitudes (DoRA) that are not
-the norms of the loaded weight; tokens that begin as other rows; an adapter's file that is loaded
-into another adapter; an initialisation that needs the base's values and gets other ones.
+Tested against PEFT in one process. Must fail for these mutants: magnitudes (DoRA) that are not the
+norms of the loaded weight; tokens that begin as other rows; an adapter's file that is loaded into
+another adapter; an initialisation that needs the base's values and gets other ones.
 """
 
 from pathlib import Path

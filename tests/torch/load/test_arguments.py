@@ -1,9 +1,9 @@
 """What `modicum.torch.load` is told: what may be missing or left over, dtypes, no source at all;
 and what it refuses, which leaves the model as it was.
 
-House test. It catches these mutations: numbers made up by each rank for itself; a tensor that stays
-on meta without a word; a model that keeps half of a load that failed; a missing name that is made
-although a file holds it.
+Must fail for these mutants: numbers made up by each rank for itself; a tensor that stays on meta
+without a word; a model that keeps half of a load that failed; a missing name that is made although
+a file holds it.
 """
 
 import subprocess

@@ -1,9 +1,9 @@
 """A failure on one rank of a process group ends the load on all ranks within seconds, with the same
 error that names the culprit; the model is unchanged and can be loaded again.
 
-House test. It catches these mutations: ranks that wait for one that has failed or died; a parameter
-that is filled although another rank has failed; ranks that go on with different plans; a slow rank
-treated as dead; Ctrl-C that is ignored, or that the other ranks do not learn of.
+Must fail for these mutants: ranks that wait for one that has failed or died; a parameter that is
+filled although another rank has failed; ranks that go on with different plans; a slow rank treated
+as dead; Ctrl-C that is ignored, or that the other ranks do not learn of.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Parameters and optimizer state in forked children, for each value of `fork=`.
 
-House test. It catches these mutations: a hole in the child that a later mapping fills and that is
-read as the parameter; a child that dies of a signal because it used a parameter; a value of `fork=`
-that has no effect on the memory; copies that the plan does not count.
+Must fail for these mutants: a hole in the child that a later mapping fills and that is read as the
+parameter; a child that dies of a signal because it used a parameter; a value of `fork=` that has no
+effect on the memory; copies that the plan does not count.
 """
 
 import os

@@ -1,9 +1,8 @@
 """The memory of the ranks of a process group while Modicum loads, from the kernel, against the
 prediction for each rank, and against the naive loader, which loads the whole model and shards it.
 
-House test. It catches these mutations: memory that is held and not predicted, or predicted and
-never held; a cast that goes through a copy; staging that grows with the largest tensor; page cache
-that stays.
+Must fail for these mutants: memory that is held and not predicted, or predicted and never held; a
+cast that goes through a copy; staging that grows with the largest tensor; page cache that stays.
 """
 
 import contextlib

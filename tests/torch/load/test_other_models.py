@@ -1,7 +1,7 @@
 """Models that differ from the checkpoint: names of their own, other numbers of rows, other tensors
 on each rank, or a tie that tensor parallelism has cut.
 
-House test against `from_pretrained`, with real ranks. It catches these mutations: an argument of
+Tested against `from_pretrained`, with real ranks. Must fail for these mutants: an argument of
 `load` that has no effect; new rows that depend on the world; ranks whose models differ and that
 wait for each other or load something else; a tie that is lost.
 """

@@ -1,9 +1,9 @@
 """The memory of a loaded model: the load's own, which FSDP2 uses without a copy and which lives as
 long as the last tensor in it; and staging on the host for models on a device.
 
-House test. It catches these mutations: a parameter that is replaced by another object; a shard that
-FSDP2 pads into a copy; an entry of the ledger that is released too early, or never; device memory
-that is written other than by copies, or only in part.
+Must fail for these mutants: a parameter that is replaced by another object; a shard that FSDP2 pads
+into a copy; an entry of the ledger that is released too early, or never; device memory that is
+written other than by copies, or only in part.
 """
 
 import gc

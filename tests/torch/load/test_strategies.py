@@ -1,8 +1,8 @@
 """Every strategy loads the same bits, and reads as many bytes as it reports: its own count against
 the kernel's.
 
-House test. It catches these mutations: a chunk sent to the wrong rank of a group; a rank that reads
-another rank's part; bytes that are read and not counted.
+Must fail for these mutants: a chunk sent to the wrong rank of a group; a rank that reads another
+rank's part; bytes that are read and not counted.
 """
 
 from collections.abc import Iterator

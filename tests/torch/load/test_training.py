@@ -1,8 +1,8 @@
 """Training of models that Modicum has loaded and of models that torch has loaded: the same losses
 and the same parameters after five steps, bit for bit.
 
-House test against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
-model. It catches these mutations: FSDP2 gathers from other memory than the parameter's; an
+Tested against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
+model. Must fail for these mutants: FSDP2 gathers from other memory than the parameter's; an
 optimizer that steps parameters outside the model; ties that are lost; rounding at another place
 than torch's.
 """

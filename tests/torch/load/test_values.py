@@ -2,9 +2,9 @@
 in one process: every rank's shard of every parameter and every buffer, bit for bit; ties are one
 Parameter, and `requires_grad` is the constructor's.
 
-House test against an outside oracle. It catches these mutations: a tie that becomes two
-parameters; a buffer left as it was built; a dtype of the file instead of the model's; a parameter
-that trains because it was loaded.
+Tested against an outside oracle. Must fail for these mutants: a tie that becomes two parameters; a
+buffer left as it was built; a dtype of the file instead of the model's; a parameter that trains
+because it was loaded.
 """
 
 from collections.abc import Iterator

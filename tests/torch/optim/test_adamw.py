@@ -1,6 +1,6 @@
 """`modicum.torch.AdamW` against torch's own: bits, options, the interface of an optimizer.
 
-Oracle test against torch.optim.AdamW and Adam. It catches these mutations: a gradient accumulated
+Oracle test against torch.optim.AdamW and Adam. Must fail for these mutants: a gradient accumulated
 into its plane twice or not at all; a parameter without a gradient that is stepped; options of
 another group; a clip factor that also applies to the next step; a step although a gradient is not
 finite; a state dict of another optimizer.

@@ -1,10 +1,10 @@
 """`modicum.torch.AdamW` when parameters, their memory, their gradients or `state` are replaced
 after construction.
 
-House test against torch.optim.AdamW, which reads all of these at each step. Modicum follows a
-replacement or refuses it by name before it writes anything. It catches these mutations: a step over
-parameters that left the model; a write into freed memory; an entry of `state` without effect; a
-value written through `.data` that is lost.
+Tested against torch.optim.AdamW, which reads all of these at each step. Modicum follows a
+replacement or refuses it by name before it writes anything. Must fail for these mutants: a step
+over parameters that left the model; a write into freed memory; an entry of `state` without effect;
+a value written through `.data` that is lost.
 """
 
 import copy

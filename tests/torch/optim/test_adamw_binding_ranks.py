@@ -1,8 +1,8 @@
 """`modicum.torch.AdamW` under accelerate and `fully_shard`, which replace a model's parameters: it
 trains like torch's, or the first step raises the same error on every rank.
 
-House test against torch.optim.AdamW on real ranks. It catches these mutations: an optimizer that
-keeps stepping the replaced parameters; a rank that raises while the others wait for its norm.
+Tested against torch.optim.AdamW on real ranks. Must fail for these mutants: an optimizer that keeps
+stepping the replaced parameters; a rank that raises while the others wait for its norm.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """`modicum.torch.AdamW` over parameters on a device, whose state is on the host.
 
-House test against the same optimizer over parameters on the CPU, whose bits test_adamw.py compares
-with torch's. It catches these mutations: a gradient that stays on the device; a part of the new
+Tested against the same optimizer over parameters on the CPU, whose bits test_adamw.py compares with
+torch's. Must fail for these mutants: a gradient that stays on the device; a part of the new
 parameters that is not copied to the device, or from a slot that is already overwritten; host memory
 of the parameters' size in addition to the state; a copy that casts on the device; a master that
 misses a write to its parameter.

@@ -1,7 +1,7 @@
 """`modicum.torch.AdamW` holds nothing for a parameter that does not train, and allocates its state
 when it does: unfrozen, added with a group, or loaded.
 
-Oracle test against torch.optim.AdamW. It catches these mutations: a frozen parameter that is
+Oracle test against torch.optim.AdamW. Must fail for these mutants: a frozen parameter that is
 charged; one that is never stepped once it trains; a refused one that stays half taken, or touches
 the state of the others; an entry of a state dict that goes to another parameter.
 """

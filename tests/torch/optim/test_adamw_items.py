@@ -1,8 +1,8 @@
 """`AdamW.state_items`: the state one tensor at a time, as float32 values or as stored.
 
-House test. It catches these mutations: a value that is not the state dict's; exported tensors that
-are kept; codes that are copied, incomplete or of another dtype; a resume from codes that is not
-the uninterrupted run to the bit.
+Must fail for these mutants: a value that is not the state dict's; exported tensors that are kept;
+codes that are copied, incomplete or of another dtype; a resume from codes that is not the
+uninterrupted run to the bit.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """The memory of `modicum.torch.AdamW`, from the kernel: all of it from construction on, in the
 bytes per parameter that the format declares, and no more after forks.
 
-House test. It catches these mutations: state allocated at the first step; a gradient held in
-addition to its plane; a master held in addition to the parameter; planes that children inherit.
+Must fail for these mutants: state allocated at the first step; a gradient held in addition to its
+plane; a master held in addition to the parameter; planes that children inherit.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The elements of a parameter that a rank steps, against torch.chunk.
 
-Oracle test, on shards that torch has made. It catches these mutations: runs that begin at the local
-tensor's offset; a shard of a shard treated as a shard of the whole, or derived from its placements
-alone; replicas that are all counted.
+Oracle test, on shards that torch has made. Must fail for these mutants: runs that begin at the
+local tensor's offset; a shard of a shard treated as a shard of the whole, or derived from its
+placements alone; replicas that are all counted.
 """
 
 import copy

@@ -1,8 +1,8 @@
 """`modicum.torch.AdamW` on real ranks: FSDP2 shards that Modicum has loaded.
 
-House test against torch.optim.AdamW on the same ranks. It catches these mutations: elements that
-are numbered from the start of the shard; a norm that counts replicas, or one rank's shards only; a
-rank that steps while another skips; a gradient of FSDP2 that never reaches the plane.
+Tested against torch.optim.AdamW on the same ranks. Must fail for these mutants: elements that are
+numbered from the start of the shard; a norm that counts replicas, or one rank's shards only; a rank
+that steps while another skips; a gradient of FSDP2 that never reaches the plane.
 """
 
 from collections.abc import Iterator

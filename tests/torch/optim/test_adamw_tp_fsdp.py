@@ -1,9 +1,9 @@
 """`modicum.torch.AdamW` where tensor parallelism and FSDP2 shard one dim unevenly, on real ranks.
 
-House test against one process with the whole model, bit for bit, sharded by torch.chunk alone;
-oracle test against DTensor's `full_tensor`. They catch these mutations: a shard of a shard treated
-as a shard of the whole; elements numbered from the start of the shard (random bits depend on the
-global index); replicas that a norm counts twice.
+Tested against one process with the whole model, bit for bit, sharded by torch.chunk alone; oracle
+test against DTensor's `full_tensor`. Must fail for these mutants: a shard of a shard treated as a
+shard of the whole; elements numbered from the start of the shard (random bits depend on the global
+index); replicas that a norm counts twice.
 """
 
 import copy

@@ -1,10 +1,10 @@
 """The memory of the real DeepSpeed with its optimizer on the host, and of Modicum's optimizer under
 the same training: by owner, forked workers included.
 
-House test against sums of Pss that are read without Modicum, DeepSpeed's own losses, and the
-forecast of `modicum plan`. It catches these mutations: copies in workers that are missed, or
-counted once per worker; a missed buffer of DeepSpeed's; a protection that misses allocations of the
-first step; a step that rounds differently from DeepSpeed's.
+Tested against sums of Pss that are read without Modicum, DeepSpeed's own losses, and the forecast
+of `modicum plan`. Must fail for these mutants: copies in workers that are missed, or counted once
+per worker; a missed buffer of DeepSpeed's; a protection that misses allocations of the first step;
+a step that rounds differently from DeepSpeed's.
 """
 
 import json

@@ -1,7 +1,7 @@
 """DeepSpeed under transformers' Trainer: `ProtectCallback`, and the configuration that Trainer
 resolves.
 
-House test with the real Trainer and DeepSpeed. It catches these mutations: a protection that comes
+Tested with the real Trainer and DeepSpeed. Must fail for these mutants: a protection that comes
 before DeepSpeed's memory or after the fork of the workers; "auto" that reaches the forecast.
 """
 

@@ -2,8 +2,8 @@
 test_optim.py tests.
 
 Oracle test against torch.optim.AdamW, with torch.testing's table. Inputs that AdamW refuses, and
-those that it accepts and torch refuses, are listed below with their reason. It catches these
-mutations: an option that is read once; a hook that is not called; a refusal that becomes silence.
+those that it accepts and torch refuses, are listed below with their reason. Must fail for these
+mutants: an option that is read once; a hook that is not called; a refusal that becomes silence.
 """
 
 import copy

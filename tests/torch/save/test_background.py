@@ -1,12 +1,12 @@
 """`modicum.torch.save(background=True)`: the step that a save in the foreground would have written,
 while the program steps on.
 
-House test against a save in the foreground of the same state: all files are equal, and the training
-is the one without a save, though steps overwrite memory that is not written yet. It catches these
-mutations: a block that a step overwrites before it is read, in any format; a step of another
+Tested against a save in the foreground of the same state: all files are equal, and the training is
+the one without a save, though steps overwrite memory that is not written yet. Must fail for these
+mutants: a block that a step overwrites before it is read, in any format; a step of another
 optimizer that does not wait; a load, another save or an exit that does not; a tensor that the
-program writes to unnoticed; a step that is committed before all ranks have written; a
-window that no promise has, or beyond it; a rank that goes on after another one has failed.
+program writes to unnoticed; a step that is committed before all ranks have written; a window that
+no promise has, or beyond it; a rank that goes on after another one has failed.
 """
 
 import os

@@ -1,10 +1,10 @@
 """`modicum.torch.dcp.convert`: directories of torch.distributed.checkpoint become steps, and no
 pickle in them is executed.
 
-House test against the tensors that were saved, and Python's audit events. It catches these
-mutations: a box in the wrong place; elements of a box that are read from another run; a state that
-is written as the model's; numbers that are lost; a name that is not on the list; a box outside its
-tensor, or two that overlap; a file outside the directory; an archive that holds another tensor.
+Tested against the tensors that were saved, and Python's audit events. Must fail for these mutants:
+a box in the wrong place; elements of a box that are read from another run; a state that is written
+as the model's; numbers that are lost; a name that is not on the list; a box outside its tensor, or
+two that overlap; a file outside the directory; an archive that holds another tensor.
 """
 
 import json

@@ -1,7 +1,7 @@
 """`modicum.torch.dcp.Writer` and `Reader` under torch.distributed.checkpoint: a step that is a
 model of transformers, and comes back bit for bit in any world.
 
-House test against the training that went on, and `from_pretrained`. It catches these mutations: a
+Tested against the training that went on, and `from_pretrained`. Must fail for these mutants: a
 state of other parameters; numbers and groups that are lost; tensors of the state under the model's
 keys; a failed save that leaves its files; a step that is visible before DCP's ranks have all
 written; an optimizer whose class is not recorded; `async_save` that copies the state first; values

@@ -1,6 +1,6 @@
 """The files of a step: which tensors, from which source, under which names.
 
-It catches these mutations: a tensor that the load has left alone and no file has is not saved; a
+Must fail for these mutants: a tensor that the load has left alone and no file has is not saved; a
 model that was resumed forgets the step that it was saved as; unused tensors that are dropped on
 "copy"; a save without a budget; one number of steps for all parameters; elements of a device that
 come from another place; values that are not compared.

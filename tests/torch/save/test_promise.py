@@ -1,8 +1,8 @@
 """`load` with an optimizer promises the whole job, as verb `plan` does: the load, the steps and a
 save of both; a budget that lacks the room for the save is refused before a weight is read.
 
-House test against the program. It catches these mutations: a load whose promise ends with the step;
-a save that is promised with the load's staging, which the budget has shrunk.
+Tested against the program. Must fail for these mutants: a load whose promise ends with the step; a
+save that is promised with the load's staging, which the budget has shrunk.
 """
 
 from pathlib import Path

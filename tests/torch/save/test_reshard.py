@@ -1,9 +1,9 @@
 """`modicum reshard` of steps that Python has saved: adapters, the state of torch's optimizers, and
 a program's own data.
 
-House test against `modicum.torch.resume` of the original. It catches these mutations: adapters
-under a name that PEFT does not read; stacked experts whose recipe is lost; extras of a rank that
-are left out.
+Tested against `modicum.torch.resume` of the original. Must fail for these mutants: adapters under a
+name that PEFT does not read; stacked experts whose recipe is lost; extras of a rank that are left
+out.
 """
 
 import json

@@ -1,6 +1,6 @@
 """SIGTERM during `modicum.torch.save(grace=...)`, as torchrun sends it before it kills.
 
-It catches these mutations: SIGTERM that is forgotten after the step is committed; a save that goes
+Must fail for these mutants: SIGTERM that is forgotten after the step is committed; a save that goes
 on beyond its grace; one rank alone that ends; a second SIGTERM that is ignored; a handler of the
 program that is replaced; a rate of the first, small pieces.
 """

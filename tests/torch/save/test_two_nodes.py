@@ -1,6 +1,6 @@
 """Saves and resumes over two nodes, with two ranks each, under torchrun.
 
-It catches these mutations: a save whose second node writes to a directory of its own; a rank that
+Must fail for these mutants: a save whose second node writes to a directory of its own; a rank that
 waits for a directory without an end.
 """
 

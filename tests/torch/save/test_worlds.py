@@ -1,8 +1,8 @@
 """`modicum.torch.save` in one world, `modicum.torch.resume` in another.
 
-House test against the training that went on: whatever worlds, layouts and state formats the two
-have, the resumed model and state are the saved ones, and so are the next three steps, bit for bit.
-`from_pretrained` and `modicum verify` read the step. It catches these mutations: each replica
+Tested against the training that went on: whatever worlds, layouts and state formats the two have,
+the resumed model and state are the saved ones, and so are the next three steps, bit for bit.
+`from_pretrained` and `modicum verify` read the step. Must fail for these mutants: each replica
 writes the state; step counts, of Modicum's AdamW or of torch's, that begin anew; options of groups
 that stay the new program's; divided rows that each rank writes itself without a word; a state that
 is written and never read; extras of another rank; ranks that do not agree on the step; a state of

@@ -1,8 +1,8 @@
 """`modicum.torch.deepspeed.convert`: checkpoint directories of DeepSpeed's ZeRO become steps, and
 no pickle in them is executed.
 
-House test against the real DeepSpeed's engines on two ranks, its own conversion, and Python's audit
-events. It catches these mutations: an element of another rank's piece, or of the padding; a state
+Tested against the real DeepSpeed's engines on two ranks, its own conversion, and Python's audit
+events. Must fail for these mutants: an element of another rank's piece, or of the padding; a state
 that belongs to another parameter; a lower half of another rounding; steps that are lost; a frozen
 parameter or a tie without values; files of two steps, or of a rank too few; a layout that is not
 known; a name that is not on the list.

@@ -1,9 +1,9 @@
 """FSDP2's private fields, and loaded storage put into them: nothing is padded, copied or pinned
 again, and each parameter stays the same object.
 
-House test. It catches these mutations: a parameter replaced instead of its content (an optimizer
-made before, a tie or a hook would keep the old one); a storage without padding, which FSDP2 pads
-into a copy; memory pinned in powers of two; a torch that behaves differently and is accepted.
+Must fail for these mutants: a parameter replaced instead of its content (an optimizer made before,
+a tie or a hook would keep the old one); a storage without padding, which FSDP2 pads into a copy;
+memory pinned in powers of two; a torch that behaves differently and is accepted.
 """
 
 import gc

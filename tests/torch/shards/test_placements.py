@@ -1,9 +1,9 @@
 """Our sharding gives every rank the same elements as torch's own DTensor and FSDP2, byte for
 byte.
 
-House test against an outside oracle: real `fully_shard`, tensor parallelism and `distribute_tensor`
-under a process group that plays each rank. It catches these mutations: placements applied from left
-to right although FSDP2 shards TP's shard; flattened or omitted mesh axes in the wrong order;
+Tested against an outside oracle: real `fully_shard`, tensor parallelism and `distribute_tensor`
+under a process group that plays each rank. Must fail for these mutants: placements applied from
+left to right although FSDP2 shards TP's shard; flattened or omitted mesh axes in the wrong order;
 padding of another cut than FSDP2's; packed parts treated as an order of cuts; runs of elements that
 are not in the order of a rank's memory; replicas that are all counted, or none.
 """

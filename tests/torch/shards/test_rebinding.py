@@ -1,8 +1,8 @@
 """An optimizer is rebound to its parameters by FQN.
 
-House test. It catches these mutations: parameters matched by address, which is 0 for all on meta,
-or by order, which frozen and shared parameters and custom groups change; an optimizer that is half
-rebound after a failure.
+Must fail for these mutants: parameters matched by address, which is 0 for all on meta, or by order,
+which frozen and shared parameters and custom groups change; an optimizer that is half rebound after
+a failure.
 """
 
 from collections.abc import Iterator
