@@ -16,7 +16,7 @@ namespace {
 
 using Bytes = std::map<std::string, uint64_t>;
 
-// The members of a document that the comparison is made from.
+// The members of a run document that are compared.
 struct Read {
   struct Phase {
     std::string name;
@@ -24,7 +24,7 @@ struct Read {
   };
   std::vector<double> t_s;
   std::map<std::string, std::vector<uint64_t>> owners;  // summed over the tracks, by sample
-  std::set<size_t> lengths;                             // of the lists of all tracks
+  std::set<size_t> lengths;                             // of all owners' lists
   std::vector<Phase> phases;
   std::optional<uint64_t> peak_bytes;
   std::string cause;
@@ -113,7 +113,7 @@ uint64_t amount_in(const Bytes& bytes, const std::string& key) {
   return found == bytes.end() ? 0 : found->second;
 }
 
-// The entry that differs most between the two; "" if none does.
+// The key whose bytes differ most between the two; "" if none differs.
 std::string differs_most(const Bytes& a, const Bytes& b, bool in_both) {
   Bytes all = a;
   all.insert(b.begin(), b.end());
@@ -140,7 +140,7 @@ std::string row(const std::string& what, uint64_t a, uint64_t b) {
                      signed_size(a, b));
 }
 
-// The keys of both, those that differ most first.
+// All keys whose bytes differ, the largest difference first.
 std::vector<std::string> by_difference(Bytes a, Bytes b) {
   std::vector<std::string> keys;
   while (true) {

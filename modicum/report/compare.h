@@ -1,4 +1,4 @@
-// Two run documents of `watch`, compared. Part of the door of `report`.
+// Compares two run documents of `watch`. Part of the public header of `report`.
 #pragma once
 
 #include <cstdint>
@@ -9,24 +9,24 @@
 
 namespace modicum {
 
-// What a comparison needs of a run document. Bytes.
+// The part of a run document that is compared. Bytes.
 struct WatchedRun {
-  std::string name;  // of the file
+  std::string name;  // file name of the document
   uint64_t peak_bytes = 0;
   std::string peak_cause;
-  std::map<std::string, uint64_t> owners;  // over all processes, at the peak
-  std::map<std::string, uint64_t> phases;  // the most that all processes held while one was in it
+  std::map<std::string, uint64_t> owners;  // sums over all processes, at the peak
+  std::map<std::string, uint64_t> phases;  // highest sum while any process was in the phase
 };
-// `text`: a document that `watch --json` prints. FORMAT.JSON, FORMAT.SCHEMA (as for every other
-// JSON document), FORMAT.UTF8 or FORMAT.DUP, naming `name`.
+// `text`: a document that `watch --json` prints. Throws FORMAT.JSON, FORMAT.SCHEMA (for any other
+// JSON document, too), FORMAT.UTF8 or FORMAT.DUP, with `name` as the file.
 WatchedRun parse_run(std::string_view text, const std::string& name);
 
 struct RunComparison {
   WatchedRun a, b;
 
-  // The owner and the phase whose bytes differ most, and that both, or one of them, have. Empty:
-  // none differs. Of the phases only those that both have.
+  // The owner whose bytes differ most; a run without it counts as 0. Empty: none differs.
   std::string owner() const;
+  // The phase whose bytes differ most, among those that both runs have. Empty: none differs.
   std::string phase() const;
   std::string sentence() const;
 };

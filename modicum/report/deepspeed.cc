@@ -1,4 +1,4 @@
-// The forecast of DeepSpeed's memory, next to ours.
+// The forecast of DeepSpeed's memory, next to that of Modicum.
 #include <fmt/format.h>
 
 #include <array>

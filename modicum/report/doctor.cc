@@ -10,7 +10,7 @@
 namespace modicum {
 namespace {
 
-// Children that share pages with the process that they were forked from.
+// The children that were forked: they may share pages.
 std::vector<ChildProcess> sharers_of(const Program& program) {
   std::vector<ChildProcess> sharers;
   std::copy_if(program.children.begin(), program.children.end(), std::back_inserter(sharers),

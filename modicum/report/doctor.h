@@ -1,5 +1,6 @@
-// What `doctor` finds: settings, limits and habits of a program that cost host memory, or end it,
-// each with one line of what to do. The findings follow from facts alone.
+// The findings of `doctor`: settings and limits of the machine, and properties of a program, that
+// cost host memory or may end the program. Findings depend on the facts passed only. Part of the
+// public header of `report`.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,7 @@
 namespace modicum {
 
 struct DoctorFacts {
-  std::vector<MemoryLimit> limits;  // of the process, or of the caller; least available first
+  std::vector<MemoryLimit> limits;  // memory_limits of the process, else of the caller
   uint64_t oom_kills = 0;
   Settings settings;
   std::optional<Program> program;  // with --pid
@@ -28,17 +29,17 @@ struct Finding {
   std::string_view id;
   std::variant<uint64_t, std::string> value;  // bytes, a count, or the name of a setting
   std::optional<uint64_t> limit_bytes;
-  std::optional<uint64_t> limit_count;  // of descriptors or mappings
+  std::optional<uint64_t> limit_count;  // if `value` counts descriptors or mappings
   Severity severity = Severity::info;
   std::string summary;  // one line
   std::string advice;   // one line
 };
 
-// Dangers first, then warnings.
+// Sorted by severity, dangers first.
 std::vector<Finding> findings_of(const DoctorFacts& facts);
 
 std::string doctor_json(const DoctorFacts& facts);
-// Advice for dangers and warnings; with `verbose` for every finding.
+// Advice follows dangers and warnings; with `verbose`, every finding.
 std::string doctor_text(const DoctorFacts& facts, bool verbose);
 
 }  // namespace modicum

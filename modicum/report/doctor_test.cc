@@ -1,4 +1,4 @@
-// The findings of `doctor` from the facts of machines, and how they are shown.
+// Tests of the findings of `doctor` for given facts, and of their text and JSON.
 #include "modicum/report/doctor.h"
 
 #include <gtest/gtest.h>
@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// A machine without anything to do.
+// The facts of a machine without dangers or warnings.
 DoctorFacts healthy() {
   DoctorFacts facts;
   facts.limits = {{"cgroup v2 /job", 100 * kGiB, 60 * kGiB, 10 * kGiB, 0},
@@ -39,7 +39,7 @@ const Finding& find(const std::vector<Finding>& findings, std::string_view id) {
   return *found;
 }
 
-// "severity value" of a finding, with " of limit" where there is one; values of 2^20 on in MiB.
+// A finding as "SEVERITY VALUE" or "SEVERITY VALUE of LIMIT"; values from 2^20 on in MiB.
 std::string text_of(const DoctorFacts& facts, std::string_view id) {
   const std::vector<Finding> findings = findings_of(facts);
   const Finding& of = find(findings, id);
@@ -70,7 +70,8 @@ TEST(Findings, OfAHealthyMachineNeedNothing) {
   }
 }
 
-// Catches a limit that hides another level's, and a limit's own bytes compared instead of the rest.
+// Must fail if one level's limit hides another's, or if the limit itself is judged instead of the
+// bytes left.
 TEST(Findings, EachLevelOfMemoryIsJudgedByWhatItHasLeft) {
   DoctorFacts facts = healthy();
   facts.limits = {{"cgroup v1 /a/b", 400 * kMiB, 10 * kMiB, 0, 0},
@@ -97,7 +98,7 @@ TEST(Findings, WithoutACgroupsLimitTheNodeIsTheLimit) {
   EXPECT_FALSE(has(facts, "page_cache"));
 }
 
-// Catches page cache counted twice, and a full group whose cache is small.
+// Must fail if page cache counts twice, or if a full group with little page cache gets a warning.
 TEST(Findings, PageCacheIsAWarningOnlyInAFullGroup) {
   DoctorFacts facts = healthy();
   const auto with = [&](uint64_t available, uint64_t cache) {
@@ -122,7 +123,7 @@ TEST(Findings, KillsAndSwapAreWarnings) {
   EXPECT_EQ(text_of(facts, "swap"), "warning 50M of 100M");
 }
 
-// Catches a budget that is compared with the limit, of which a part is in use.
+// Must fail if the budget is compared with the whole limit instead of the bytes left.
 TEST(Findings, ABudgetIsComparedWithWhatIsLeft) {
   DoctorFacts facts = healthy();
   EXPECT_FALSE(has(facts, "budget"));
@@ -145,7 +146,7 @@ TEST(Findings, StrictOvercommitLimitsUntouchedMemory) {
   EXPECT_EQ(text_of(facts, "overcommit"), "danger 2 of 102400M");
 }
 
-// Catches a limit that CAP_IPC_LOCK lifts, or that is above the memory there is.
+// Must fail if a limit counts that CAP_IPC_LOCK lifts, or that exceeds the memory limit.
 TEST(Findings, LockedMemoryIsAWarningWhereItBinds) {
   DoctorFacts facts = healthy();
   EXPECT_EQ(text_of(facts, "memlock"), "info unlimited");
@@ -206,7 +207,7 @@ TEST(Findings, ALimitOnAddressesIsAWarning) {
   EXPECT_EQ(text_of(facts, "address_space"), "warning 1024M of 1024M");
 }
 
-// Catches an exposure that is judged by the limit instead of the rest.
+// Must fail if the exposure is compared with the limit instead of the bytes left.
 TEST(Findings, ForkExposureIsADangerWhereItsCopiesDoNotFit) {
   DoctorFacts facts = training();
   const auto with = [&](uint64_t exposed) {
@@ -224,7 +225,7 @@ TEST(Findings, ForkExposureIsADangerWhereItsCopiesDoNotFit) {
   EXPECT_EQ(text_of(facts, "fork_copies"), "warning 1024M");
 }
 
-// Catches multiprocessing's own helpers counted as children of the program.
+// Must fail if the helper processes of multiprocessing count as children.
 TEST(Findings, StartMethodsAreCounted) {
   DoctorFacts facts = training();
   EXPECT_EQ(text_of(facts, "start_method"), "info none");

@@ -1,4 +1,4 @@
-// The rules of `doctor` on a machine: one function per finding, from facts alone.
+// The rules of `doctor` for a machine: each function adds the findings of one subject.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 bool is_of_cgroup(const MemoryLimit& limit) { return limit.source.starts_with("cgroup"); }
 
-// The level with the least memory left; of a cgroup where one has a limit.
+// The tightest limit of a cgroup; if no cgroup has one, the node's.
 const MemoryLimit* tightest(const DoctorFacts& facts) {
   const auto group = std::find_if(facts.limits.begin(), facts.limits.end(), is_of_cgroup);
   if (group != facts.limits.end()) return &*group;
@@ -238,7 +238,8 @@ void add_address_space(const DoctorFacts& facts, Found& found) {
                              "reserves more than the node has: `ulimit -v unlimited`"});
 }
 
-// Of a limit on a number of things, whose count is known with --pid only.
+// The severity of a limit on a count, which is known with --pid only. `usual`: a limit below it is
+// a warning even if the count is unknown.
 Severity severity_of_count(std::optional<uint64_t> count, uint64_t limit, uint64_t usual) {
   if (!count) return limit < usual ? Severity::warning : Severity::info;
   if (*count > limit / 10 * 9) return Severity::danger;

@@ -10,11 +10,11 @@ namespace modicum {
 
 using Found = std::vector<Finding>;
 
-// What the tightest limit has left.
+// The available bytes of the tightest limit.
 uint64_t available_bytes(const DoctorFacts& facts);
-// Whether that is more than a GiB, or than a tenth of the memory left.
+// Whether `bytes` is more than 1 GiB or more than a tenth of available_bytes.
 bool is_large(const DoctorFacts& facts, uint64_t bytes);
-// Expects facts.program.
+// Requires facts.program.
 void add_program_findings(const DoctorFacts& facts, Found& found);
 
 }  // namespace modicum

@@ -11,12 +11,13 @@
 
 namespace modicum {
 
+// Functions with a JsonWriter write members of an open JSON object.
 void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);  // and `warnings`
 void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
 void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest);
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
-std::string budget_text(const std::optional<Budget>& budget);  // a line after an empty one
+std::string budget_text(const std::optional<Budget>& budget);  // an empty line, then one line
 
 // The promise and the measured memory of all ranks, of a whole run or of one phase.
 struct Kept {
@@ -29,17 +30,18 @@ void outcome_members(JsonWriter& out, const Kept& kept);  // `nodes` and `ranks`
 std::string outcome_text(const Kept& kept);               // a table
 void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_t launcher_bytes);
 
-// A part of a job, which `rehearse` reports as a phase.
+// A part of a job: `rehearse` and `plan` report it as one phase.
 struct JobPhase {
   std::string_view name;
   Promise promise;
 };
 std::vector<JobPhase> phases_of(const JobPromise& job);
 
-// Whether the requested run fits the budget, and what would; lines after an empty one.
+// Whether the requested run fits the budget, and the runs that would; an empty line comes first.
+// Requires report.budget.
 std::string verdict_text(const PlanReport& report);
 void alternative_object(JsonWriter& out, const Alternative& of);
-// The key `from`, and its sentence. Both expect report.past, and a budget.
+// The member `from`, and the sentence in it. Both require report.past and report.budget.
 void past_run_member(JsonWriter& out, const PlanReport& report);
 std::string past_run_sentence(const PlanReport& report);
 

@@ -1,4 +1,4 @@
-// The owners of memory in words: one table for the page and for every text. Internal to `report`.
+// Names of the owners of memory for people, on the page and in every text. Internal to `report`.
 #pragma once
 
 #include <span>
@@ -8,12 +8,12 @@
 namespace modicum {
 
 struct OwnerWords {
-  std::string_view owner;  // its key in documents
+  std::string_view owner;  // its key in JSON documents
   std::string_view words;
 };
 // In the order in which the page stacks them.
 std::span<const OwnerWords> owners_in_words() noexcept;
-// "parameters" for "shards". Of an owner that is not in the table: its key, with spaces.
+// "parameters" for "shards". For an owner that is not in the table, its key with spaces.
 std::string owner_words(std::string_view owner);
 
 }  // namespace modicum

@@ -23,7 +23,8 @@ std::string html_text(std::string_view text) {
   return replaced(replaced(replaced(text, '&', "&amp;"), '<', "&lt;"), '"', "&quot;");
 }
 
-// In JSON `<` occurs in strings only, and without it no text ends the script or begins a comment.
+// In JSON `<` occurs in strings only. Without it no string can end the script element or begin a
+// comment.
 std::string document_of(std::span<const PageRun> runs, std::string_view sentence) {
   JsonWriter words;
   words.begin_object();
@@ -41,7 +42,7 @@ std::string document_of(std::span<const PageRun> runs, std::string_view sentence
   return replaced(text + "]}", '<', "\\u003c");
 }
 
-// Without the address of its source map, which would be another file.
+// A file of dygraphs without the address of its source map, which browsers would request.
 std::string_view library_file(std::string_view file_name) {
   const std::string_view text = page_file(file_name);
   const size_t map = text.rfind("# sourceMappingURL=");
@@ -59,7 +60,7 @@ std::string report_page(std::string_view title, std::span<const PageRun> runs,
     if (name.starts_with("dygraph")) return std::string(library_file(name));
     return std::string(page_file(name));
   };
-  // "@name@" on the page is replaced by a text, which is not searched again.
+  // Replaces each "@name@" of page.html by its text, in which no names are replaced.
   std::string page;
   std::string_view rest = page_file("page.html");
   for (size_t at = rest.find('@'); at != std::string_view::npos; at = rest.find('@')) {

@@ -1,6 +1,6 @@
-// A run's memory over time as one HTML file, which needs no network: the files of
-// modicum/report/page, and dygraphs, which the build embeds (cmake/embed.cmake). Part of the door
-// of `report`.
+// Shows a run's memory over time on one HTML page that needs no network. The build embeds its
+// parts, the files of modicum/report/page and dygraphs (cmake/embed.cmake). Part of the public
+// header of `report`.
 #pragma once
 
 #include <span>
@@ -9,19 +9,19 @@
 
 namespace modicum {
 
-// A run of a page. `json` is a document with the keys `timeline` and `peak`, as `watch --json`
-// prints it. Borrowed.
+// A run on a page. `json`: a document with the keys `timeline` and `peak`, as `watch --json`
+// prints. Borrowed.
 struct PageRun {
   std::string_view label;
   std::string_view json;
 };
 // The page of one run, or of several next to each other on one scale. `sentence` is shown above the
-// charts. Names and texts may hold any characters: the page shows them and never interprets them.
+// charts. Names and texts may hold any characters: none is interpreted as HTML.
 std::string report_page(std::string_view title, std::span<const PageRun> runs,
                         std::string_view sentence = "");
 
-// The text of modicum/report/page/FILE_NAME, or of a file of dygraphs; empty if there is no such
-// file. Lives as long as the program.
+// The embedded text of modicum/report/page/FILE_NAME or of a file of dygraphs, with static
+// lifetime; empty if there is no such file.
 std::string_view page_file(std::string_view file_name);
 
 }  // namespace modicum

@@ -51,7 +51,7 @@ class PastRunReader {
     });
   }
 
-  // Of another error than BUDGET nothing is known.
+  // Only the error BUDGET has figures: returns nullopt for any other.
   std::optional<uint64_t> read_refusal(JsonValue& error) {
     std::optional<uint64_t> got, expected;
     error.object([&](std::string_view key, JsonValue& value) {

@@ -1,4 +1,4 @@
-// An earlier run, and what it held against its limit: for `plan --from`. Part of the door of
+// The peak and the limit of an earlier run, for `plan --from`. Part of the public header of
 // `report`.
 #pragma once
 
@@ -11,14 +11,14 @@ namespace modicum {
 
 struct PastRun {
   std::string file;                     // base name of its document
-  uint64_t held_bytes = 0;              // at its peak; if refused, what it would have held
-  std::optional<uint64_t> limit_bytes;  // of the node
-  bool is_refused = false;              // BUDGET, before it began
+  uint64_t held_bytes = 0;              // its peak; the promised one if it was refused
+  std::optional<uint64_t> limit_bytes;  // of its memory on the node
+  bool is_refused = false;              // it failed with BUDGET before it began
   std::string killed;                   // the process that the kernel killed; empty: none
 };
 
-// Reads what `watch --json` printed, or the error of a run that was refused for its budget. USAGE,
-// naming the file, for anything else.
+// Parses a document that `watch --json` printed, or the JSON error BUDGET of a run. Throws USAGE
+// with the file for any other text.
 PastRun read_past_run(std::string_view text, const std::string& file);
 
 }  // namespace modicum

@@ -11,14 +11,16 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMostTracks = 16;
+constexpr size_t kMostTracks = 16;  // without the launcher's
 
-// A phase with its name on the page.
+// A phase as the page shows it: one step along its axis. Not a training step.
 struct Step {
   std::string name;
   Phase phase;
 };
 
+// A job's phases: those of its load by their names, then its step and its save. A resume has phases
+// of the same names, so they get a prefix, except its last one, `resume`.
 std::vector<Step> steps_of(const StrategyReport& of) {
   std::vector<Step> steps;
   if (!of.job) {
@@ -38,10 +40,10 @@ std::vector<Step> steps_of(const StrategyReport& of) {
   return steps;
 }
 
-// Ranks of one node with equal memory in every phase.
+// Ranks of one node with equal memory in every phase, or ranks of several such tracks (tracks_of).
 struct Track {
-  std::vector<int> ranks;
-  std::vector<Footprint> held;  // by all of them, by phase
+  std::vector<int> ranks;       // ascending; empty: the launcher
+  std::vector<Footprint> held;  // sum over the ranks, by phase
 
   uint64_t most() const {
     uint64_t most = 0;
@@ -52,9 +54,9 @@ struct Track {
     if (ranks.empty()) return "launcher";
     if (ranks.size() == 1) return fmt::format("rank {}", ranks.front());
     const bool is_row = ranks.back() - ranks.front() + 1 == static_cast<int>(ranks.size());
-    return is_row ? fmt::format("ranks {} to {}, {} equal ones", ranks.front(), ranks.back(),
-                                ranks.size())
-                  : fmt::format("rank {} and {} more", ranks.front(), ranks.size() - 1);
+    return is_row
+               ? fmt::format("ranks {} to {} ({} ranks)", ranks.front(), ranks.back(), ranks.size())
+               : fmt::format("rank {} and {} more", ranks.front(), ranks.size() - 1);
   }
 };
 
@@ -62,8 +64,10 @@ void add(Track& to, const std::vector<Footprint>& held) {
   for (size_t i = 0; i < held.size(); ++i) to.held[i] += held[i];
 }
 
+// The tracks of a node, the largest first, then the launcher's. Beyond kMostTracks, the smallest
+// ones are merged into one.
 std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& steps, int node) {
-  std::vector<std::pair<std::vector<Footprint>, Track>> distinct;  // by the memory of one rank
+  std::vector<std::pair<std::vector<Footprint>, Track>> distinct;  // one rank's memory, its track
   for (int rank = 0; rank < of.promise.ranks(); ++rank) {
     if (!of.promise.is_on(node, rank)) continue;
     std::vector<Footprint> held;
@@ -85,6 +89,7 @@ std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& 
     Track& last = tracks[tracks.size() - 2];
     add(last, tracks.back().held);
     last.ranks.insert(last.ranks.end(), tracks.back().ranks.begin(), tracks.back().ranks.end());
+    std::sort(last.ranks.begin(), last.ranks.end());
   }
   Footprint launcher;
   launcher[Purpose::process] = of.promise.launcher_bytes;
@@ -92,6 +97,7 @@ std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& 
   return tracks;
 }
 
+// Null keys are those of `watch --json` that a plan has no values for: the page expects them.
 void track_object(JsonWriter& out, const Track& track, int node) {
   out.begin_object().member("label", track.label()).member("pid", 0).member("node", node);
   out.key("rank").null().key("promise_bytes").null().key("owners").begin_object();
@@ -106,8 +112,8 @@ void track_object(JsonWriter& out, const Track& track, int node) {
   out.end_object().end_object();
 }
 
-// The requested run as a document with the keys `timeline`, whose seconds are the numbers of
-// phases, and `peak`.
+// The requested run as a document like that of `watch --json`, with the keys `timeline` and `peak`.
+// Its seconds are indices of phases.
 std::string document_of(const PlanReport& report, const StrategyReport& of, int node) {
   const std::vector<Step> steps = steps_of(of);
   const std::vector<Track> tracks = tracks_of(of, steps, node);
@@ -144,6 +150,7 @@ std::string sentence_of(const PlanReport& report) {
   std::string sentence;
   for (const char c : verdict_text(report))
     sentence += c == '\n' ? std::string("; ") : std::string(1, c);
+  // verdict_text begins and ends with a newline: without the two "; " that came from them.
   return sentence.substr(2, sentence.size() - 4);
 }
 
@@ -158,7 +165,7 @@ std::string plan_page(const PlanReport& report, std::string_view title) {
     if (of->job->node_peak_bytes(other) > of->job->node_peak_bytes(node)) node = other;
   }
   const std::string label =
-      fmt::format("{}, node {} of {}, as promised", of->strategy, node, of->promise.nodes());
+      fmt::format("{}, node {} of {}, predicted", of->strategy, node, of->promise.nodes());
   const std::string document = document_of(report, *of, node);
   const PageRun run{label, document};
   return report_page(title, std::span(&run, 1), sentence_of(report));

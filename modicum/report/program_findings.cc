@@ -1,4 +1,4 @@
-// The rules of `doctor` on a running program.
+// The rules of `doctor` for a running program.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -111,7 +111,7 @@ void add_pinned(const DoctorFacts& facts, Found& found) {
     found.push_back(std::move(finding));
   }
   if (!of.uses_cuda) return;
-  // Blocks above either size are not rounded.
+  // Either option sets a size above which blocks are not rounded.
   const auto has = [&](std::string_view option) {
     return of.torch_allocator_options.find(option) != std::string::npos;
   };

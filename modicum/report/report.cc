@@ -71,7 +71,7 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
   out.end_array().end_object();
 }
 
-// Keys of `plan` for a run that does not fit its budget.
+// Members of `plan` for a run that does not fit its budget.
 void refusal_members(JsonWriter& out, const PlanReport& report) {
   out.member("shortfall_bytes", report.refusal->facts().shortfall_bytes.value_or(0));
   out.key("would_fit").begin_array();
@@ -79,7 +79,7 @@ void refusal_members(JsonWriter& out, const PlanReport& report) {
   out.end_array();
 }
 
-// Each figure is of the node where it is highest.
+// Each figure is that of the fullest node in this phase.
 std::string job_text(const PlanReport& report) {
   if (report.strategies.empty() || !report.strategies.front().job) return "";
   std::string text = fmt::format(

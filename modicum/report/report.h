@@ -1,5 +1,5 @@
-// The door of `report`: promised and measured values side by side, as text and as JSON. The keys
-// are a contract: more may be added, none renamed.
+// The public header of `report`: promised and measured values next to each other, as text and as
+// JSON. The JSON keys are a contract with scripts: keys may be added, but not renamed or removed.
 #pragma once
 
 #include <optional>
@@ -26,14 +26,14 @@ struct CheckpointFacts {
 };
 CheckpointFacts facts_of(const Checkpoint& checkpoint);
 
-// Lists the files, tensors, dtypes and warnings of a checkpoint. `verbose`: a line per tensor.
+// The files, tensors, dtypes and warnings of a checkpoint. `verbose`: a line per tensor.
 std::string inspect_json(const Checkpoint& checkpoint);
 std::string inspect_text(const Checkpoint& checkpoint, bool verbose);
 
-// The promises of a job with an optimizer: load, steps and a save; then a resume by as many ranks.
+// The promises of a job with an optimizer: load, steps and save, then a resume by as many ranks.
 struct JobPromise {
-  Promise save;    // of the run that `save` makes
-  Promise resume;  // of the run that `resume` makes
+  Promise save;    // load, steps and save, as verb `save` runs them
+  Promise resume;  // load and step, as verb `resume` runs them
 
   uint64_t node_peak_bytes(int node) const;
 };
@@ -43,10 +43,10 @@ struct StrategyReport {
   std::string_view strategy;
   Promise promise;
   Traffic traffic;
-  uint64_t needed_bytes = 0;      // of the stored elements in the ranks' buffers
-  std::optional<JobPromise> job;  // with an optimizer
+  uint64_t needed_bytes = 0;      // of stored elements that some rank needs
+  std::optional<JobPromise> job;  // only with an optimizer
 
-  // Bytes read / bytes needed: above 1 if ranks read the shards of others, or gaps between runs.
+  // Bytes read / bytes needed. Above 1 if ranks read each other's elements, or gaps between runs.
   double overread_ratio() const noexcept;
 };
 
@@ -55,35 +55,36 @@ struct DeepSpeedForecast {
   struct Line {
     std::string name;
     std::string_view owner;      // "deepspeed", "fork", "pinned rounding"
-    std::string_view phase;      // of its allocation: "init", "step_1", "epoch_2"
-    double bytes_per_param = 0;  // per parameter of the rank's part
+    std::string_view phase;      // in which it is allocated: "init", "step_1", "epoch_2"
+    double bytes_per_param = 0;  // bytes / params_of_rank
     uint64_t bytes = 0;          // per rank
   };
-  struct Ours {
+  struct Ours {  // the memory of Modicum's optimizer state
     StateFormat format = StateFormat::fp32;
     uint64_t bytes = 0;  // per rank
   };
   std::string_view version;  // of DeepSpeed
   int stage = 0;
   uint64_t params = 0;          // of the model
-  uint64_t params_of_rank = 0;  // with optimizer state on one rank
-  int ranks_of_node = 1;        // of the largest node
+  uint64_t params_of_rank = 0;  // those whose optimizer state one rank holds
+  int ranks_of_node = 1;        // on the largest node
   std::vector<Line> lines;
   std::vector<Ours> ours;
 
-  uint64_t bytes_at(std::string_view phase) const noexcept;  // per rank, phases up to this one
+  // Bytes per rank: allocated up to the end of a phase; of an owner.
+  uint64_t bytes_at(std::string_view phase) const noexcept;
   uint64_t bytes_of(std::string_view owner) const noexcept;
   double per_param(uint64_t bytes) const noexcept;
 };
 
-// The run with some flags changed. Its plan fits the budget.
+// The requested run with some flags changed, so that its plan fits the budget.
 struct Alternative {
   std::string_view strategy;
   uint64_t staging_bytes = 0;
-  std::optional<StateFormat> state_format;  // of the optimizer, where there is one
+  std::optional<StateFormat> state_format;  // none: no optimizer
   int ranks_per_node = 0;
-  uint64_t peak_bytes = 0;  // of the largest node
-  std::string flags;        // the changed ones: "--strategy node-reader"
+  uint64_t peak_bytes = 0;  // of the fullest node
+  std::string flags;        // only those that change: "--strategy node-reader"
 };
 
 struct PlanReport {
@@ -92,26 +93,26 @@ struct PlanReport {
   std::string_view strategy;  // the requested one
   std::vector<StrategyReport> strategies;
   std::optional<Budget> budget;
-  std::optional<bool> fits;               // the requested strategy
-  std::optional<bool> job_fits;           // its job, where it has one
+  std::optional<bool> fits;               // with the requested strategy; none: no budget
+  std::optional<bool> job_fits;           // the same for its job; none: no job
   std::optional<Error> refusal;           // BUDGET with its facts, if it does not fit
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
-  std::optional<PastRun> past;  // whose limit is the budget, unless one was given
+  std::optional<PastRun> past;  // of --from; its limit is the default budget
 };
 std::string plan_json(const PlanReport& report);
 std::string plan_text(const PlanReport& report);
-// The page of the requested run: its phases one after another, on its fullest node.
+// An HTML page: the phases of the requested run one after another, on its fullest node.
 std::string plan_page(const PlanReport& report, std::string_view title);
 
-// One rank's outcome. Plain data, since it is sent from the rank's process.
+// One rank's outcome. Plain data: the rank's process sends its bytes to the launcher.
 struct RankOutcome : LoadOutcome {
   int32_t rank = 0;
   int32_t pid = 0;
   uint64_t ledger_peak_bytes = 0;
   uint64_t kernel_peak_bytes = 0;
   uint64_t baseline_bytes = 0;
-  uint64_t digest = 0;    // this rank's part
+  uint64_t digest = 0;    // this rank's part of the model's digest
   int64_t loaded_ns = 0;  // when the last byte was in place, on the launcher's clock
   int64_t check_ns = 0;   // duration of --check
 
@@ -121,10 +122,10 @@ struct RankOutcome : LoadOutcome {
   }
 };
 
-// The step that a resume has loaded, and the newer ones that it skipped, with the reasons.
+// The step (a saved checkpoint directory) that a resume loaded, and the newer ones that it skipped.
 struct ResumedStep {
   struct Skipped {
-    int64_t step = 0;
+    int64_t step = 0;  // its number
     std::string reason;
   };
   int64_t step = 0;
@@ -144,15 +145,15 @@ struct LoadReport {
   std::string_view strategy;
   Promise promise;
   std::vector<RankOutcome> ranks;             // by rank
-  uint64_t launcher_bytes = 0;                // held by the launcher, measured
-  std::optional<uint64_t> cgroup_peak_bytes;  // of this run, page cache included
+  uint64_t launcher_bytes = 0;                // measured memory of the launcher
+  std::optional<uint64_t> cgroup_peak_bytes;  // during this run, page cache included
   double elapsed_s = 0;
   double check_s = 0;
   bool checked = false;
   std::optional<uint64_t> digest;
   std::optional<ResumedStep> resumed;
-  std::optional<uint64_t> state_digest;  // with `resumed`, of an optimizer
-  std::vector<PhaseReport> phases;       // of a resume with a state: `resume`, `step_resumed`
+  std::optional<uint64_t> state_digest;  // of a resumed optimizer state
+  std::vector<PhaseReport> phases;       // of a resumed state: `resume`, `step_resumed`
   std::optional<Budget> budget;
 };
 std::string digest_text(uint64_t digest);  // 16 hex digits
@@ -171,9 +172,9 @@ struct RehearseReport {
   CheckpointFacts checkpoint;
   std::string_view strategy;
   StateFormat format = StateFormat::fp32;
-  std::vector<uint64_t> promised_bytes;  // the peak of each node over all phases
+  std::vector<uint64_t> promised_bytes;  // by node: the highest promise of all phases
   std::vector<PhaseReport> phases;
-  uint64_t launcher_bytes = 0;  // held by the launcher, measured
+  uint64_t launcher_bytes = 0;  // measured memory of the launcher
   int steps = 0;
   uint64_t seed = 0;
   double load_s = 0;
@@ -182,10 +183,10 @@ struct RehearseReport {
   std::optional<double> max_norm;
   uint64_t state_digest = 0;   // parameters and moments after the last step
   uint64_t model_digest = 0;   // parameters after the last step, as `load --digest`
-  std::optional<Saved> saved;  // then both digests are of the step after the save
+  std::optional<Saved> saved;  // if set, both digests are those after one more step
   std::optional<Budget> budget;
 
-  // Adds the phases and the digest of a resume, and its promise for the nodes where it is higher.
+  // Adds the phases and the digest of a resume. Raises `promised_bytes` where it promises more.
   void add_resumed(const LoadReport& resumed);
 };
 std::string rehearse_json(const RehearseReport& report);
@@ -201,20 +202,20 @@ struct SaveReport {
   std::string_view strategy;
   Promise promise;
   std::vector<RankOutcome> ranks;             // over load and save, by rank
-  uint64_t launcher_bytes = 0;                // held by the launcher, measured
-  std::optional<uint64_t> cgroup_peak_bytes;  // of this run, page cache included
-  int64_t step = 0;
-  bool is_preempted = false;  // a stop signal came, and the save has finished all the same
+  uint64_t launcher_bytes = 0;                // measured memory of the launcher
+  std::optional<uint64_t> cgroup_peak_bytes;  // during this run, page cache included
+  int64_t step = 0;                           // the number of the saved step
+  bool is_preempted = false;  // a stop signal came; the save was finished nevertheless
   std::string path;
   uint64_t written_bytes = 0;
-  uint64_t read_bytes = 0;               // while saving: of copied tensors
-  uint64_t gathered_bytes = 0;           // of the written ones: by ranks of a node together
-  double elapsed_s = 0;                  // until the last byte of the ranks was durable
-  double durable_s = 0;                  // until the step was durable
+  uint64_t read_bytes = 0;               // while saving, to copy tensors
+  uint64_t gathered_bytes = 0;           // part of `written_bytes` that ranks of a node gathered
+  double elapsed_s = 0;                  // until all bytes of the ranks were durable
+  double durable_s = 0;                  // until the step was complete and durable
   uint64_t digest = 0;                   // of the model, as `load --digest`
   std::optional<uint64_t> state_digest;  // of an optimizer's parameters and moments
   std::vector<File> files;
-  std::vector<std::string> copied, left_out;  // stored tensors that no target reads
+  std::vector<std::string> copied, left_out;  // names of stored tensors that no target reads
   std::optional<Budget> budget;
 };
 std::string save_json(const SaveReport& report);
@@ -226,7 +227,7 @@ struct DiffReport {
     std::string tensor;
     std::string_view kind;  // "only_in_a", "only_in_b", "dtype", "shape", "values"
     int64_t first_index = 0;
-    int64_t count = 0;  // of elements
+    int64_t count = 0;  // of differing elements
   };
   uint64_t tensors = 0;  // compared
   uint64_t bytes = 0;    // compared, of each checkpoint
@@ -239,22 +240,22 @@ std::string diff_text(const DiffReport& report);
 struct ConvertReport {
   CheckpointFacts checkpoint;
   Promise promise;
-  std::vector<RankOutcome> ranks;  // the only rank
-  uint64_t launcher_bytes = 0;     // held by the launcher, measured
+  std::vector<RankOutcome> ranks;  // one rank
+  uint64_t launcher_bytes = 0;     // measured memory of the launcher
   std::string path;
   uint64_t written_bytes = 0;
-  uint64_t kept_files = 0;  // finished by an earlier call that was killed
+  uint64_t kept_files = 0;  // written by an earlier, interrupted call, and kept
   double elapsed_s = 0;     // until the output was durable
   uint64_t digest = 0;      // of the output, as `load --digest`
   std::vector<SaveReport::File> files;
   std::vector<std::string> left_out;  // stored tensors that the recipe leaves unused
   std::optional<Budget> budget;
-  std::optional<int64_t> step;  // of a step
+  std::optional<int64_t> step;  // its number, if a step was converted
 };
 std::string convert_json(const ConvertReport& report);
 std::string convert_text(const ConvertReport& report);
 
-// The result of checking a step, a root of steps, or a checkpoint.
+// The result of checking a step, a directory of steps, or a checkpoint.
 struct VerifyReport {
   struct File {
     std::string name;
@@ -269,17 +270,17 @@ struct VerifyReport {
 std::string verify_json(const VerifyReport& report);
 std::string verify_text(const VerifyReport& report);
 
-// A watched command. The text is for stderr: what held how much when the tree held most, and a
+// A watched command. The text, for stderr, has the memory of each process at the peak, and a
 // paragraph about an OOM kill.
 std::string watch_json(const WatchRecord& record);
 std::string watch_page(const WatchRecord& record);
 std::string watch_text(const WatchRecord& record);
-// The paragraph alone, as one line; empty where nothing was killed.
+// That paragraph, as one line; empty without an OOM kill.
 std::string killed_text(const WatchRecord& record);
 // A document in the Trace Event Format: memory by process and owner, and phases.
 std::string watch_trace(const WatchRecord& record);
 
-// The inputs of `step`: one parameter of `params` elements, sharded where buckets end.
+// The inputs of verb `step`: one parameter of `params` elements, sharded at ends of buckets.
 struct StepTask {
   StateFormat format = StateFormat::fp32;
   int64_t params = 0;
@@ -290,12 +291,12 @@ struct StepTask {
   std::optional<double> max_norm;
   std::optional<float> loss_scale;  // initial
   DType grad_dtype = DType::f32;
-  int children = 0;  // forked by each rank
-  bool compares = true;
+  int children = 0;      // forked by each rank
+  bool compares = true;  // with a copy, and with separate passes
 };
 
-// Memory of the optimizer's state in bytes per parameter: by the ledger; and by the kernel, as the
-// memory of the process tree minus `fixed_bytes`.
+// Memory of the optimizer's state in bytes per parameter. `ledger`: as charged. `kernel`: measured
+// memory of the process tree minus StepReport::fixed_bytes.
 struct HeldPerParam {
   double ledger = 0;
   double kernel = 0;
@@ -310,7 +311,7 @@ struct StepReport {
   Promise promise;
   std::optional<Budget> budget;
   HeldPerParam step_1;
-  HeldPerParam last_step;  // the peak since step 1
+  HeldPerParam last_step;  // at the peak since step 1
   uint64_t fixed_bytes = 0;
   double bytes_per_param_moved = 0;
   double step_s = 0;  // median; 0: every step was skipped
@@ -327,7 +328,7 @@ struct StepReport {
 std::string step_json(const StepReport& report);
 std::string step_text(const StepReport& report);
 
-// `{"error": {...}}` with the facts that the error has.
+// The document `{"error": {...}}`, with those facts that the error has.
 std::string error_json(const Error& error);
 
 }  // namespace modicum

@@ -1,4 +1,4 @@
-// Golden tests: keys and columns are a contract with scripts.
+// Golden tests: JSON keys and columns of the texts are a contract with scripts.
 #include "modicum/report/report.h"
 
 #include <fmt/format.h>
@@ -9,7 +9,8 @@
 namespace modicum {
 namespace {
 
-// Two nodes, the first with two ranks; rank 1's peak is in another phase than the others'.
+// Two nodes, the first with two ranks. The peak of rank 1 is in another phase than those of the
+// other ranks.
 Promise small_promise() {
   Promise promise;
   promise.launcher_bytes = 8 * kMiB;
@@ -190,7 +191,8 @@ TEST(LoadReport, TextHasPromiseAndOutcome) {
             "digest 00000000000000ab\n");
 }
 
-// A node's kernel figure adds up peaks of different moments; the cgroup's maximum is of one.
+// The kernel figure of a node sums the ranks' peaks, which may be at different times; the maximum
+// of the cgroup is one moment's sum.
 TEST(LoadReport, HasTheMaximumOfTheRunsCgroup) {
   LoadReport report = small_load();
   report.cgroup_peak_bytes = 117 * kMiB;

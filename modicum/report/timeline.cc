@@ -19,7 +19,7 @@ constexpr size_t kMostTracks = 32;
 
 double rounded(double seconds) noexcept { return std::round(seconds * 1e4) / 1e4; }
 
-// The processes with a track of their own, those that held most; by index in the record.
+// Indices in the record of the processes that get a track: those that held most.
 std::vector<uint32_t> tracked(const WatchRecord& record) {
   std::map<uint32_t, uint64_t> most;
   for (const WatchSample& sample : record.samples) {
@@ -33,7 +33,7 @@ std::vector<uint32_t> tracked(const WatchRecord& record) {
   std::stable_sort(processes.begin(), processes.end(),
                    [&](uint32_t a, uint32_t b) { return most[a] > most[b]; });
   if (processes.size() > kMostTracks) processes.resize(kMostTracks);
-  // Ranks in their order, then the others in that of their begins.
+  // Sorted by rank, then those without a rank by begin.
   std::sort(processes.begin(), processes.end(), [&](uint32_t a, uint32_t b) {
     const auto place = [&](uint32_t of) {
       return std::pair(record.processes[of].rank.value_or(INT32_MAX), of);
@@ -59,7 +59,7 @@ void owners_member(JsonWriter& out, const WatchRecord& record, const TimelineTra
   out.end_object();
 }
 
-// The promise for the innermost phase at each sample that has one.
+// The promise at each sample. A later phase that lasts at the sample is an inner one: it wins.
 void promise_member(JsonWriter& out, const WatchRecord& record, const TimelineTrack& track) {
   std::vector<std::optional<uint64_t>> promised(record.samples.size());
   bool is_any = false;
@@ -144,7 +144,7 @@ std::vector<TimelineTrack> tracks_of(const WatchRecord& record) {
 
 std::string label_of(const WatchRecord& record, const WatchedProcess& process) {
   if (!process.rank) return printable(process.name);
-  // A variable that its parent has, too: it was inherited.
+  // If the parent has the same variable and rank, the process inherited them.
   const auto gave_it = [&](const WatchedProcess& one) {
     return one.pid == process.parent && one.rank == process.rank &&
            one.rank_variable == process.rank_variable && one.end_s >= process.begin_s;

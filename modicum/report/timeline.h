@@ -9,26 +9,26 @@
 
 namespace modicum {
 
-// One process by sample, or all those together that have no track of their own.
+// The memory of one process by sample, or the sum of all processes without a track.
 struct TimelineTrack {
-  const WatchedProcess* process = nullptr;  // of the record; null: the others
+  const WatchedProcess* process = nullptr;  // in the record; null: the others
   std::string label;                        // as label_of, or "others"
   std::vector<OwnedMemory> owned;           // by sample
 
   int pid() const noexcept { return process == nullptr ? 0 : process->pid; }
   bool lives_at(double at_s) const noexcept;
-  std::vector<size_t> owners() const;  // those that ever hold something
+  std::vector<size_t> owners() const;  // those that ever hold memory
 };
 
-// The 32 processes that held most, ranks in their order first; then the others, if they held
-// anything.
+// The tracks of the 32 processes that held most, sorted by rank, those without a rank last; then
+// the track of the others, if they held memory.
 std::vector<TimelineTrack> tracks_of(const WatchRecord& record);
-// The members `timeline` and `peak` of a run document.
+// Writes the members `timeline` and `peak` of a run document.
 void timeline_members(JsonWriter& out, const WatchRecord& record);
 // One sentence: the phase, the process and the owner of the largest part of the peak.
 std::string peak_cause(const WatchRecord& record);
-// "rank 0"; "pt_data_worker of rank 0" for a process below it, whose environment has the same rank;
-// else its name.
+// "rank 0"; for a child that inherited its parent's rank "pt_data_worker of rank 0"; without a rank
+// the process's name.
 std::string label_of(const WatchRecord& record, const WatchedProcess& process);
 
 }  // namespace modicum

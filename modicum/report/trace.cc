@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-constexpr int kAllProcesses = 0;  // the pid of sums
+constexpr int kAllProcesses = 0;  // the pid of events for the whole tree
 
 int64_t microseconds(double seconds) noexcept { return std::llround(seconds * 1e6); }
 
@@ -22,7 +22,7 @@ void name_process(JsonWriter& out, int pid, const std::string& name) {
   out.member("name", name).end_object().end_object();
 }
 
-// `owned`: null for zeros.
+// Writes a counter event of a track; zeros if `owned` is null.
 void counter(JsonWriter& out, const TimelineTrack& track, double at_s, const OwnedMemory* owned) {
   begin_event(out, "C", "memory", track.pid()).member("ts", microseconds(at_s));
   out.key("args").begin_object();
@@ -38,7 +38,7 @@ void counters(JsonWriter& out, const WatchRecord& record, const TimelineTrack& t
     const double at_s = record.samples[s].at_s;
     const bool lives = track.lives_at(at_s);
     if (!lives && !lived) continue;
-    lived = lives;  // after its end one event with zeros
+    lived = lives;  // one event with zeros follows its end
     counter(out, track, at_s, lives ? &track.owned[s] : nullptr);
   }
   if (lived) counter(out, track, record.elapsed_s, nullptr);

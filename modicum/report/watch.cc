@@ -10,7 +10,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMostLines = 12;  // of the text
+constexpr size_t kMostLines = 12;  // in each list of the text
 
 std::string name_of(const std::string& name, int pid, const std::optional<int>& rank) {
   std::string text = fmt::format("{} (pid {}", printable(name), pid);
@@ -66,7 +66,7 @@ void processes_member(JsonWriter& out, const WatchRecord& record) {
   out.end_array().member("processes_left_out", record.processes_left_out);
 }
 
-// By process those that held most when the tree did.
+// The processes, sorted by their memory at the tree's peak, the largest first.
 std::vector<const WatchedProcess*> largest(const WatchRecord& record) {
   std::vector<const WatchedProcess*> found;
   for (const WatchedProcess& of : record.processes) found.push_back(&of);

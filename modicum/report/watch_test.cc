@@ -12,10 +12,9 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: a process that holds memory before it began; a promise outside of
-// its phase; a peak that is explained by another process; a comparison that names equal values; a
-// document of another program that is compared; an owner that is named by its key; a data worker
-// that is named as its rank.
+// Must fail for these mutants: a process holds memory before it began; a promise outside of its
+// phase; another process explains the peak; a comparison names an equal owner or phase; a document
+// of another program is compared; an owner is named by its key; a data worker has its rank's label.
 
 using std::string_literals::operator""s;
 
@@ -33,7 +32,7 @@ void add(WatchSample& sample, uint32_t process, const OwnedMemory& memory) {
   sample.held_bytes += memory.total_bytes();
 }
 
-// A launcher, and a rank that loads from 0.1 to 0.3 s.
+// The record of a launcher and a rank that loads from 0.1 to 0.3 s.
 WatchRecord recorded() {
   WatchRecord record{.command = {"modicum", "load"}, .elapsed_s = 0.4};
   record.processes = {
@@ -97,7 +96,7 @@ TEST(WatchReport, ManyProcessesHaveTracksOfTheLargest) {
   EXPECT_EQ(tracks.back().owned[0].total_bytes(), (1000 + 8 * 9 / 2) * kKiB);
 }
 
-// Under SLURM and torchrun the launcher has a rank of its own.
+// With SLURM and torchrun together, the launcher has a rank, too.
 TEST(WatchReport, AProcessBelowARankIsNamedByItsNameAndThatRank) {
   WatchRecord record;
   record.processes = {
@@ -222,7 +221,7 @@ TEST(Comparison, NamesTheOwnerAndThePhaseThatDifferMost) {
   EXPECT_NE(comparison_text(runs).find("+1.95 KiB"), std::string::npos);
 }
 
-// Another phase can't explain a difference; an owner can.
+// A phase of only one run can't explain the difference; an owner of only one run can.
 TEST(Comparison, OfThePhasesOnlyThoseOfBothCount) {
   const RunComparison runs{{.owners = {{"shards", 10}}, .phases = {{"load", 10}, {"step", 11}}},
                            {.owners = {{"held", 99}}, .phases = {{"load", 12}, {"save", 90}}}};
