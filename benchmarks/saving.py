@@ -114,7 +114,8 @@ def in_a_cage(zygote: Zygote, case: Case, run: dict[str, Any], scratch: Path) ->
     caged = one_run(zygote, case, "modicum, with state", scratch, more)
     limit = f"{more / GIB:.2f} GiB more than the ranks hold before"
     of = f"the promise of {run['promised'] / GIB:.2f} GiB, and {CAGE_MARGIN:.0%} of it"
-    return f"In a cage of {limit}, that is {of}, the save passes in {caged['seconds']:.2f} s."
+    seconds = f"{caged['seconds']:.2f} s"
+    return f"In a memory cgroup of {limit}, that is {of}, the save passes in {seconds}."
 
 
 def judged(runs: dict[str, list[dict[str, Any]]]) -> str:
