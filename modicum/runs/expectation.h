@@ -1,5 +1,5 @@
-// The expected values for a check of a load, obtained independently of it. Part of the door of
-// `runs`.
+// The expected values for the check of a load, read independently of the load. Part of the public
+// header of `runs`.
 #pragma once
 
 #include <functional>
@@ -15,11 +15,11 @@
 
 namespace modicum {
 
-// Supplies the stored elements of a checkpoint to `check_values`: they are computed if `synth` has
-// written the checkpoint, else read again. A transposed tensor is asked for element by element, so
-// requests of less than a page are served from the last pages read, at most 32 MiB. Calls
-// `heartbeat` once per call; an exception from it ends the check. One thread; the checkpoint must
-// outlive it. Errors: IO, CONFLICT.
+// Supplies the stored elements of a checkpoint to `check_values`. They are computed if `synth` has
+// written the checkpoint, else read again. A transposed tensor is requested element by element, so
+// requests of less than a page are answered from a cache of pages, at most 32 MiB. Each call first
+// calls `heartbeat`; an exception from it ends the check. One thread; the checkpoint must outlive
+// this object. Throws IO or CONFLICT.
 class Expectation {
  public:
   Expectation(const Checkpoint& checkpoint, std::function<void()> heartbeat);
@@ -36,7 +36,7 @@ class Expectation {
   const std::optional<SynthMark> mark_;
   std::unique_ptr<File> file_;
   uint32_t file_index_ = 0;
-  std::unordered_map<uint64_t, std::vector<std::byte>> pages_;  // of the open file, by index
+  std::unordered_map<uint64_t, std::vector<std::byte>> pages_;  // of file_, by page index
 };
 
 }  // namespace modicum

@@ -16,7 +16,7 @@ constexpr int64_t kColumns = 300;
 
 std::byte value_at(int64_t element) { return std::byte(element * 7 % 251); }
 
-// A matrix of bytes that `synth` has not written, after a tensor that shifts it from pages.
+// A matrix of bytes that `synth` did not write. A tensor before it makes it begin within a page.
 void put_matrix(FileSystem& files) {
   files.make_directory("/m");
   const std::vector<TensorSpec> specs = {
@@ -47,7 +47,7 @@ struct Matrix {
   size_t opened = 0;
 };
 
-// Catches: a read per element, as a permuted target asks for them.
+// Must fail if each element, as a permuted target requests them, costs a read.
 TEST(Expectation, ATransposedMatrixIsReadByPages) {
   Matrix matrix;
   int64_t beats = 0;
@@ -75,7 +75,7 @@ TEST(Expectation, AnyStretchHasTheFilesBytes) {
   }
 }
 
-// Catches: bytes of before a change that pass as the file's.
+// Must fail if cached bytes from before a change of the file are used.
 TEST(Expectation, AFileThatHasChangedIsAConflict) {
   Matrix matrix;
   Expectation expected(matrix.checkpoint, [] {});

@@ -26,7 +26,7 @@ std::vector<int> mesh_of(std::string_view flag, const std::string& text, size_t 
       break;
     }
     sizes.push_back(size);
-    product *= std::min(size, kMaxRanks + 1);
+    product *= std::min(size, kMaxRanks + 1);  // three such sizes can't overflow
     at = after == end ? end : after + 1;
   }
   if (sizes.size() < 2) {
@@ -53,7 +53,7 @@ Layout meshed_layout(const RunFlags& flags) {
   return tp_fsdp_layout(sizes, tp, flags.shard_dim);
 }
 
-// Flags that apply to some layouts only.
+// Refuses flags that don't apply to the layout.
 void refuse_strangers(const RunFlags& flags) {
   const bool is_meshed = flags.layout == "hsdp" || flags.layout == "tp-fsdp";
   const bool is_flat = flags.layout == "zero1" || flags.layout == "zero2";
@@ -86,7 +86,7 @@ std::string_view known_layout(const std::string& layout) {
   return names[index_named("layout", layout, names)];
 }
 
-// Tensors that are sharded differently from the rest, by their names.
+// A kind of tensors that are sharded differently from the rest, and its pattern of names.
 struct Kind {
   NamePattern names;
   uint8_t kind;
@@ -102,7 +102,7 @@ Layout asked_layout(const RunFlags& flags, Targets targets) {
   if (name == "zero3") return zero3_layout(flags.ranks, targets);
   if (name.starts_with("zero")) return flat_layout(name, flags.ranks, targets, flags.round_robin);
   Layout layout = meshed_layout(flags);
-  std::vector<Kind> kinds;  // the first one whose pattern finds a target's name applies
+  std::vector<Kind> kinds;  // for each target, the first kind whose pattern matches applies
   const auto add = [&](std::string_view flag, const std::string& expression, auto number) {
     if (expression.empty()) return;
     kinds.push_back({NamePattern(flag, expression), static_cast<uint8_t>(number)});

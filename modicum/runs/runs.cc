@@ -40,7 +40,8 @@ std::string text_of(FileSystem& files, const std::string& path) {
   return read_text(*files.open(path));
 }
 
-// Throws the fault of config.json as the reason why `what` can't be determined for `tensor`.
+// Throws `fault`, an error of config.json, as the reason why `what` of `tensor` can't be
+// determined.
 [[noreturn]] void fail_for(const std::string& tensor, const std::string& what, const Error& fault) {
   Facts facts = fault.facts();
   facts.tensor = tensor;
@@ -65,7 +66,7 @@ void require_known_blocks(const Manifest& manifest, const Recipe& recipe, const 
   }
 }
 
-// make_recipe, whose errors name the recipe's file unless they name another one.
+// As make_recipe, but errors without a file name get that of the recipe.
 Recipe named_recipe(const Checkpoint& checkpoint, const RecipeOptions& options,
                     const std::string& path) {
   try {
@@ -138,7 +139,7 @@ Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options) {
 
 namespace {
 
-// The parsed flags. They are parsed before a file is opened.
+// The parsed flags. The comma operators validate other flags first, in the order of the errors.
 struct ParsedFlags {
   explicit ParsedFlags(const RunFlags& flags)
       : dtype((require_sense(flags), dtype_flag(flags.dtype))),
@@ -211,7 +212,7 @@ void require_sense(const DeepSpeedFlags& deepspeed) {
   }
 }
 
-// That of --budget, else the limit of the run of --from.
+// The budget of --budget, else the limit of the run of --from.
 std::optional<Budget> planned_budget(const RunFlags& flags, const PlanFlags& more,
                                      const std::optional<PastRun>& past) {
   std::optional<Budget> budget;
@@ -256,11 +257,11 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
       report.refusal = refusal_of(plan.promise, *report.budget);
       report.fits = !report.refusal;
     }
-    // Without replicas, replica-striped is own-shard.
+    // Without replicas, replica-striped reads as own-shard does: its traffic is not counted again.
     const bool is_own_shard = strategy.reader == Reader::replicas && !plan.staging.exchanges;
     const Traffic sent = is_own_shard && of_own_shards ? *of_own_shards : traffic(plan);
     if (strategy.name == "own-shard") of_own_shards = sent;
-    needed_bytes = std::max(needed_bytes, sent.needed_bytes);  // counted by own-shard only
+    needed_bytes = std::max(needed_bytes, sent.needed_bytes);  // 0 if not counted
     report.strategies.push_back({strategy.name, std::move(plan.promise), sent});
   }
   for (StrategyReport& of : report.strategies) of.needed_bytes = needed_bytes;

@@ -1,8 +1,8 @@
-// The door of `runs`: turns flags into an opened checkpoint, a recipe, a layout and a plan. The
-// command line and Python share it, so that both make the same plans.
+// The public header of `runs`: turns flags into an opened checkpoint, a recipe, a layout and a
+// plan. The command line and Python share it, so that both make the same plans.
 //
-// RunFlags has the user's texts. open_run parses each flag once, before it opens a file; after that
-// everything is typed. Values; any thread.
+// RunFlags has the user's texts. open_run parses each flag once, before it opens a file; later code
+// has typed values only. Any thread.
 #pragma once
 
 #include <optional>
@@ -37,18 +37,18 @@ struct RunFlags {
   std::string layout = "fsdp2";
   std::string mesh;   // "AxB" or "AxBxC": hsdp's replicas x shards, tp-fsdp's dp x tp
   int shard_dim = 0;  // 0 to kMaxShardDim
-  // Regular expressions: tensors that tp-fsdp does not shard along dim 0 as a whole.
+  // Regular expressions of tensors that tp-fsdp shards otherwise than along dim 0 as a whole.
   std::string tp_rowwise, tp_packed, tp_replicate;
   std::string expert_mesh;  // "AxB": FSDP x EP
   std::string experts{kDefaultExperts};
-  bool round_robin = false;  // of zero1 and zero2
+  bool round_robin = false;  // with zero1 and zero2
   std::string dtype;
   std::string keep_fp32;
   std::string recipe;
   bool untie = false;  // a tied tensor that is stored under both names is loaded as two targets
-  std::string optimizer = "none";  // or "adamw:FORMAT": the optimizer's state is held, too
+  std::string optimizer = "none";  // or "adamw:FORMAT": ranks hold the optimizer's state, too
   std::string frozen;              // a regular expression: parameters that the optimizer leaves out
-  std::vector<std::string> without_state;  // FQNs of more of them (from a saved state)
+  std::vector<std::string> without_state;  // FQNs of more frozen parameters (from a saved state)
   std::string destination = "cpu";
   std::string staging;
   std::string baseline;
@@ -64,42 +64,44 @@ struct Run {
   std::optional<StateFormat> optimizer;  // the plan then has a phase `step` for its state
   bool staging_given = false;
 };
-// USAGE for invalid or contradicting flags, before any file is opened. Then errors as those of
-// open_checkpoint, and MISMATCH or UNSUPPORTED if the recipe does not fit the checkpoint.
+// Throws USAGE for invalid or contradicting flags before it opens a file, and for a regular
+// expression that matches no tensor. Else throws as open_checkpoint, and MISMATCH or UNSUPPORTED if
+// the recipe does not fit the checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags);
-// The same for a given checkpoint, opened or yet to be written; `flags.directory` is ignored.
+// As open_run, for a checkpoint that is opened or yet to be written; ignores `flags.directory`.
 Run run_of(FileSystem& files, const RunFlags& flags, Checkpoint checkpoint);
-// The recipe of `options` for a checkpoint, with ties from its config. If a value depends on a key
-// of config.json that can't be read (whether an embedding is tied, the block size of dequantised
-// FP8 codes), throws the config's error, naming the tensor. A recipe in `options.text` has its own
-// ties.
+// The recipe of `options` for a checkpoint, with ties from its config; a recipe in `options.text`
+// has its own ties. If a value depends on a key of config.json that can't be read (whether an
+// embedding is tied, the block size of dequantised FP8 codes), throws the config's error with the
+// tensor.
 Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options);
-// The layout of the flags for these targets. USAGE for flags that contradict each other, and where
-// a regular expression matches none of the targets; without targets, only the flags are validated.
+// The layout of the flags for these targets. Throws USAGE if flags contradict each other or a
+// regular expression matches none of the targets. Without targets, validates the flags only.
 Layout asked_layout(const RunFlags& flags, Targets targets);
-// The targets of a recipe by number, null for aliases.
+// The targets of a recipe by index; null for aliases.
 std::vector<const TensorSpec*> targets_of(const Recipe& recipe);
 
 // The plan of `run` with `strategy`. With a budget, the default staging is shrunk to fit.
 Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget);
 
-// The value of --dtype, empty for an empty text; USAGE unless tensors can be cast to it.
+// Parses --dtype; nullopt for an empty text. Throws USAGE unless tensors can be cast to the dtype.
 std::optional<DType> dtype_flag(const std::string& name);
 
-// Parses "SIZE", "auto" or "none" (no budget). `auto` is divided equally among `nodes`, all on this
-// machine.
+// Parses a budget per node: "SIZE", "none" (no budget) or "auto", the memory available on this
+// machine, divided equally among `nodes`, which all run on it.
 std::optional<Budget> budget_of(const std::string& flag, int nodes);
 int nodes_of(const RunFlags& flags) noexcept;
 
-// The flags of `plan` besides those of the run.
+// The flags of verb `plan` in addition to those of the run.
 struct PlanFlags {
   std::string budget;
   DeepSpeedFlags deepspeed;
   std::string from;  // the document of an earlier run, whose limit is the default budget
 };
-// The report of verb `plan` without its job: every strategy's promise for the run of `flags`; with
-// a budget, whether the requested strategy fits it, and if not, runs that would fit. Reads headers,
-// index and config only. `more` is called at the end, with the opened run.
+// The report of verb `plan` without StrategyReport::job: each strategy's promise for the run of
+// `flags`; with a budget, whether the requested strategy fits it, and if not, runs that would.
+// Reads headers, index and config only. Calls `more` at the end with the opened run, to add to the
+// report.
 using MoreOfPlan = FunctionRef<void(const Run& run, PlanReport& report)>;
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan,
                        MoreOfPlan more);

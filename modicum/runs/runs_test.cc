@@ -86,7 +86,7 @@ TEST(Runs, OnlyTheDefaultStagingShrinksToFit) {
   MemoryFileSystem files;
   put_checkpoint(files);
   const auto peak = [&](const std::string& staging, const std::string& budget) {
-    // The cast needs staging here.
+    // The load casts, so it needs staging.
     const RunFlags flags{.directory = "/model", .dtype = "float32", .staging = staging};
     const modicum::Run run = open_run(files, flags);
     const auto allowed = budget.empty() ? std::nullopt : budget_of(budget, 1);
@@ -96,7 +96,7 @@ TEST(Runs, OnlyTheDefaultStagingShrinksToFit) {
   EXPECT_EQ(peak("8MiB", "14MiB"), peak("8MiB", ""));
 }
 
-// Catches: an empty recipe that is treated like no recipe, which loads every tensor as stored.
+// Must fail if an empty recipe counts as no recipe, which loads each tensor as stored.
 TEST(Runs, AnEmptyRecipeIsRefused) {
   MemoryFileSystem files;
   put_checkpoint(files);
@@ -133,8 +133,8 @@ TensorSpec spec_of(const char* name, DType dtype, std::vector<int64_t> shape) {
   return {.fqn = name, .dtype = dtype, .shape = std::move(shape)};
 }
 
-// Catches: a tie that is guessed although config.json can't be read; a refusal although the names,
-// a recipe or --untie determine the tie.
+// Must fail if a tie is guessed although config.json can't be read, or if the run is refused
+// although the names, a recipe or --untie determine the tie.
 TEST(Runs, IfATieDependsOnABrokenConfigTheConfigsErrorIsThrown) {
   const TensorSpec embedding = spec_of("model.embed_tokens.weight", DType::bf16, {8, 4});
   const TensorSpec head = spec_of("lm_head.weight", DType::bf16, {8, 4});
@@ -159,7 +159,7 @@ TEST(Runs, IfATieDependsOnABrokenConfigTheConfigsErrorIsThrown) {
                                 "name": "model.embed_tokens.weight"}}})"));
 }
 
-// Catches: a block size that is guessed although config.json can't be read.
+// Must fail if the block size is guessed although config.json can't be read.
 TEST(Runs, IfABlockSizeDependsOnABrokenConfigTheConfigsErrorIsThrown) {
   const std::vector<TensorSpec> blocks = {spec_of("w", DType::f8_e4m3, {192, 128}),
                                           spec_of("w_scale_inv", DType::f32, {2, 1})};
@@ -179,8 +179,8 @@ TEST(Runs, IfABlockSizeDependsOnABrokenConfigTheConfigsErrorIsThrown) {
                             numbers));
 }
 
-// Over-read: contiguous shards read almost nothing else; columns of a narrow matrix are read with
-// the gaps between them.
+// The over-read: contiguous shards read almost no other bytes; columns of a narrow matrix are read
+// together with the gaps between them.
 TEST(Runs, ThePlanReportsTheOverread) {
   MemoryFileSystem files;
   files.make_directory("/model");

@@ -12,8 +12,8 @@ namespace modicum {
 namespace {
 
 constexpr std::string_view kAdamW = "adamw:";
-// The limit per rank and parameter: each run takes 48 bytes besides the state, and a microsecond to
-// plan.
+// The limit per rank and parameter: each run takes 48 bytes in addition to the state, and a
+// microsecond to plan.
 constexpr size_t kMostRuns = size_t{1} << 22;
 
 bool is_trained(const Recipe& recipe, uint32_t target) {
@@ -76,7 +76,7 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
         shard.buffer = buffer;
         shard.at = next_at = at;
       }
-      // All layouts keep the elements of a parameter contiguous and in order.
+      // In all layouts a parameter's elements are contiguous and in order in the local buffer.
       MODICUM_ASSERT(at == next_at);
       MODICUM_ASSERT(run.first >= next_first);
       next_at += run.n;
@@ -96,7 +96,7 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
       });
     });
     if (of_shard.empty()) continue;
-    of_shard.shrink_to_fit();  // counted by size, and kept as long as the state
+    of_shard.shrink_to_fit();  // the promise counts its size; it lives as long as the state
     shard.shard.fqn = spec.fqn;
     shard.shard.counts = is_primary(recipe, layout, t, rank);
     fn(std::move(shard));

@@ -16,34 +16,35 @@
 
 namespace modicum {
 
-// Parses "none" (no optimizer) or "adamw:FORMAT"; else USAGE, with the nearest name.
+// Parses "none" (no optimizer) or "adamw:FORMAT". Throws USAGE for any other text.
 std::optional<StateFormat> optimizer_flag(const std::string& flag);
 
-// A rank's committed staging for synthetic gradients and for casting masters.
+// A rank's staging for synthetic gradients and for casting masters. Its pages are committed.
 constexpr uint64_t kGradientStagingBytes = 1 * kMiB;
 
 // A rank's shard of a parameter. Parameters are the castable targets (fp32, bf16, fp16) that are
 // neither buffers nor frozen; an alias is trained as its target.
 struct TrainedShard {
-  ShardSpec shard;  // without its memory
+  ShardSpec shard;  // its pointers are not set
   StateFormat format = StateFormat::fp32;
-  uint32_t target = 0;
-  uint32_t buffer = 0;  // holds its elements contiguously from local element `at` on
+  uint32_t target = 0;  // index in the recipe
+  uint32_t buffer = 0;  // local buffer with its elements, contiguous from element `at`
   int64_t at = 0;
   DType dtype = DType::f32;  // as loaded
 
-  // Whether the loaded elements serve as the master, or as its upper half. Otherwise the master has
-  // its own memory, and each step writes the new parameter to the loaded elements.
+  // Whether the loaded elements serve as the master weights, or as their upper half. Otherwise the
+  // master has separate memory, and each step writes the new parameter to the loaded elements.
   bool is_master() const noexcept { return dtype == row_of(format).master; }
 };
-// The parameters that are not trained: they have no state, and may have any dtype. An alias that
-// matches freezes its target.
+// The parameters that are not trained: they have no optimizer state, and may have any dtype. If an
+// alias matches, its target is frozen.
 class Frozen {
  public:
-  // `expression` is the value of --frozen, "" for none; USAGE if it is invalid. `names`: FQNs of
-  // more frozen parameters.
+  // `expression`: the value of --frozen, "" for none; throws USAGE if it is invalid. `names`: FQNs
+  // of more frozen parameters.
   Frozen(const std::string& expression, std::span<const std::string> names);
-  // Marks the frozen parameters as buffers in the recipe. USAGE if the expression matches none.
+  // Gives the frozen parameters Role::buffer in the recipe. Throws USAGE if the expression matches
+  // none.
   void mark(Recipe& recipe) const;
 
  private:
@@ -52,18 +53,18 @@ class Frozen {
   std::set<std::string, std::less<>> names_;
 };
 
-// UNSUPPORTED, naming the target, for floating-point targets that can't be trained (FP8 codes,
-// fp64).
+// Calls `fn` with each shard of a trained parameter on `rank`. Throws UNSUPPORTED with the target
+// for parameters that can't be trained (FP8 codes, fp64, complex).
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
                       FunctionRef<void(TrainedShard&& shard)> fn);
 
-// The numel of each parameter of the model; errors as for_each_trained.
+// The numel of each trained parameter of the model. Throws as for_each_trained.
 std::vector<int64_t> trained_sizes(const Recipe& recipe);
 
 // The memory that training adds to a rank's shards: optimizer states, their tables (purpose `plan`)
 // and the staging of gradients. A step allocates nothing more.
 Footprint training_footprint(std::span<const AdamWCount> states);
-// The same for each rank of a load, as phase `step` of a plan.
+// training_footprint of each rank, as phase `step` of a plan.
 Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format);
 
 }  // namespace modicum

@@ -1,7 +1,6 @@
-// Exact test: the trained parameters of a load. Must fail for these mutants: optimizer state for
-// padding, aliases, integers or buffers; elements that no rank or two ranks train; a master held
-// twice; fp32 trained in fewer bits; an inputs digest without the optimizer; state for frozen
-// parameters.
+// The trained parameters of a load. Must fail for these mutants: optimizer state for padding,
+// aliases, integers or buffers; elements that no rank or two ranks train; a master held twice; fp32
+// trained in fewer bits; an inputs digest without the optimizer; state for frozen parameters.
 #include "modicum/runs/trained.h"
 
 #include <gtest/gtest.h>
@@ -60,7 +59,7 @@ std::vector<RunFlags> grid() {
   return all;
 }
 
-// Each element of each parameter has one primary rank, and is at its place in the local buffer.
+// Each element of each parameter has one primary rank and lies at its place in the local buffer.
 TEST(Trained, ShardsTileTheParametersInTheLoadedBuffers) {
   MemoryFileSystem files;
   put_model(files);
@@ -125,7 +124,7 @@ TEST(Trained, LoadedMemoryIsTheMasterOrReceivesTheParameter) {
                                                {"scalar", "bf16-moments"}}));
 }
 
-// A million parameters on four ranks: bytes per parameter in addition to the loaded shards.
+// Bytes per parameter in addition to the loaded shards, for a million parameters on four ranks.
 TEST(Trained, TheStepPhaseIsTheFormatsBytesMinusTheLoadedOnes) {
   MemoryFileSystem files;
   files.make_directory("/model");
@@ -141,7 +140,7 @@ TEST(Trained, TheStepPhaseIsTheFormatsBytesMinusTheLoadedOnes) {
     const uint64_t state = sum[Purpose::master] + sum[Purpose::grad] + sum[Purpose::moments];
     return static_cast<double>(state) / (4096.0 * 256);
   };
-  constexpr double kPages = 0.1;  // rounding to pages at the ends of planes
+  constexpr double kPages = 0.1;  // tolerance: planes are rounded up to pages
   EXPECT_NEAR(per_param("adamw:fp32", ""), 16, kPages);
   EXPECT_NEAR(per_param("adamw:fp32", "float32"), 12, kPages);
   EXPECT_NEAR(per_param("adamw:fp32-split", ""), 12, kPages);

@@ -12,9 +12,9 @@
 namespace modicum {
 namespace {
 
-// The inputs of a run that differ from the requested ones.
+// A set of changes to the requested run.
 struct Change {
-  bool staging = false;  // below the given size, or below the least default
+  bool staging = false;  // less than requested, or less than the default may shrink to
   const Strategy* strategy = nullptr;
   std::optional<StateFormat> format;
   bool nodes = false;  // fewer ranks per node
@@ -36,7 +36,7 @@ std::vector<Change> changes_of(const Run& run, const Budget& budget) {
   }
   std::vector<Change> changes;
   for (const bool nodes : {false, true}) {
-    if (nodes && budget.is_shared) continue;  // more nodes don't help
+    if (nodes && budget.is_shared) continue;  // all nodes share this machine
     for (const auto& format : formats) {
       for (const Strategy* strategy : others) {
         for (const bool staging : {false, true}) {
@@ -73,7 +73,7 @@ class Search {
  private:
   int per_node(int ranks) const noexcept { return ranks > 0 ? ranks : run_.layout.world_size(); }
 
-  // The plan with `change`, if it fits.
+  // The plan with `change` and so many ranks per node, if it fits.
   std::optional<Plan> plan_of(const Change& change, int ranks_per_node) {
     PlanOptions options = run_.options;
     options.ranks_per_node = ranks_per_node;
@@ -89,7 +89,7 @@ class Search {
     return plan;
   }
 
-  // The plan with the most ranks per node that fit, below `asked`; a binary search.
+  // The plan with `change` and the most ranks per node below `asked` that fit, by binary search.
   std::optional<Plan> with_fewer_per_node(const Change& change, int asked) {
     if (asked < 2) return std::nullopt;
     int most = 1;

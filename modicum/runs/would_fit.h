@@ -1,4 +1,4 @@
-// Finds runs that fit a budget. Part of the door of `runs`.
+// Finds runs that fit a budget. Part of the public header of `runs`.
 #pragma once
 
 #include <vector>
@@ -10,10 +10,9 @@ namespace modicum {
 
 struct Run;
 
-// For a `run` that does not fit `budget`: the runs that fit with the fewest changes to staging,
-// strategy, state format and ranks per node. Sorted by the number of changes, then in the order
-// just given; each flag is changed only as far as needed. Each run has been planned and fits. Empty
-// if there is none.
+// For a `run` that does not fit `budget`: all runs that fit with the fewest changes among staging,
+// strategy, state format and ranks per node. Staging and ranks per node change only as far as
+// needed. Each run was planned and fits. Empty if no run fits.
 std::vector<Alternative> would_fit(const Run& run, const Budget& budget);
 
 }  // namespace modicum

@@ -1,6 +1,6 @@
-"""The owners' colours differ for people who see red and green, or blue and yellow, alike.
+"""The owners' colours differ for the colour-blind, too.
 
-Must fail for this mutant: two owners that lie next to each other in one colour.
+Must fail for this mutant: two owners that are next to each other have the same colour.
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# Machado, Oliveira and Fernandes 2009, severity 1, over linear RGB.
+# Matrices over linear RGB, of Machado, Oliveira and Fernandes 2009 at severity 1.
 VISIONS = {
     "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "protanopia": (
@@ -28,12 +28,12 @@ VISIONS = {
         (0.004733, 0.691367, 0.303900),
     ),
 }
-# In stacking order, without those that are always thin.
+# In stacking order, without owners whose areas are always thin.
 OWNERS = (
     "process", "shards", "window", "master", "grad", "moments", "staging", "snapshot",
     "copies_since_fork", "retained_heap", "unexplained", "held",
 )  # fmt: skip
-NEXT_TO_EACH_OTHER, ANYWHERE = 20, 11  # in CIELAB, where 2.3 can just be seen
+NEXT_TO_EACH_OTHER, ANYWHERE = 20, 11  # least distances in CIELAB; 2.3 is just visible
 
 Triple = tuple[float, float, float]
 

@@ -1,10 +1,10 @@
-"""The page of `report_page` in Debian's Chromium, as a user sees it: drawn, hovered, zoomed, read
-by keyboard, in the light and in the dark, wide and narrow.
+"""The page of `report_page` in Chromium: drawn, hovered, zoomed, used by keyboard, in the light and
+the dark scheme, on wide and narrow screens.
 
-Must fail for these mutants: an area, a line or a band that is not drawn; a reading of another
-sample, or without the processes' choice; a zoom that does nothing; a name that becomes HTML; a page
-that asks the network; a table with other numbers than the chart; two charts on two scales; phases
-over each other; a page that is too wide for a telephone, or has no names for a screen reader.
+Must fail for these mutants: an area, a line or a band is not drawn; the reading is of another
+sample, or counts hidden processes; zooming has no effect; a name becomes HTML; the page uses the
+network; a table has other numbers than the chart; two charts have different scales; names of phases
+overlap; the page is too wide for a telephone, or lacks names for a screen reader.
 """
 
 from pathlib import Path
@@ -49,7 +49,7 @@ def two(run: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def serious(page: Any) -> list[str]:
-    """What axe finds that keeps people out."""
+    """The serious violations of accessibility that axe finds."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     found = axe.Axe().run(page).response["violations"]
     return [

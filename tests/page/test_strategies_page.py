@@ -1,8 +1,8 @@
-"""The page of a run by each strategy, as docs/strategies.png shows them: its phases are named, none
-over another, and the peak has its cause.
+"""The page of `rehearse --report` with each strategy: phases are named and do not overlap, and the
+peak has its cause. (docs/strategies.png shows pages of `load --report`.)
 
-Must fail for these mutants: a strategy that is drawn as another; a phase without its name, or over
-the next; a peak without its cause, or with that of another strategy.
+Must fail for these mutants: the window is missing, or drawn for a strategy without one; a phase has
+no name, or overlaps the next; the peak has no cause, or another one than the document.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from pages import MIB, NARROW, WIDE, drawn_on, shown, sizes
 from program import STRATEGIES, run
 
 LAYOUT = ("--ranks", 4, "--ranks-per-node", 2, "--layout", "hsdp", "--mesh", "2x2")
-# Two hold whole tensors besides the shards.
+# These strategies hold whole tensors in addition to the shards.
 WITH_WINDOW = {"full-per-rank", "rank0-broadcast"}
 
 
@@ -39,7 +39,7 @@ def test_a_strategy(
                 (span.inner_text(), span.bounding_box())
                 for span in of.page.locator(".phases span:visible").all()
             ]
-            # A band that is too narrow for its name has it in the list.
+            # A narrow band has no name on the chart; the list of phases has all names.
             assert any(name in ("load", "step") for name, _ in boxes)
             assert set(of.page.locator("option").all_inner_texts()) >= {"load", "step"}
             for (_, left), (_, right) in itertools.pairwise(boxes):
@@ -47,6 +47,7 @@ def test_a_strategy(
                 assert is_below or left["x"] + left["width"] <= right["x"] + 0.5
             told = of.page.inner_text(".peak")
             assert told.startswith(f"Peak {sizes(document['peak']['bytes'])} after")
+            assert told.endswith(f": {document['peak']['cause']}")
             assert re.search(r": (during|after) `(load|step)`, rank [0-3] \(pid ", told), told
             assert " held " in told and ", of which " in told
     assert document["peak"]["bytes"] > 100 * MIB

@@ -1,9 +1,9 @@
-"""`--report` of `watch`, `watch --compare`, `load` and `rehearse`: the page has the record that
-`--json` prints, and nothing else about the run changes.
+"""`--report` of `watch`, `watch --compare`, `load` and `rehearse`: the page has the document that
+`--json` prints, and the run is otherwise unchanged.
 
-Must fail for these mutants: a page of another record; a command that has begun before its page
-turns out to be unwritable; a load whose output, errors or exit code `--report` changes; a command
-that ends before the first sample.
+Must fail for these mutants: the page has another document; a command starts although its page can't
+be written; `--report` changes the output, errors or exit code of a load; the page of a command that
+ended before the first sample has a script error.
 """
 
 import json

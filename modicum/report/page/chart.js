@@ -1,5 +1,5 @@
 "use strict";
-// The chart of one run: dygraphs places it, and this file paints it.
+// The chart of one run: dygraphs computes positions and axes, this file paints the areas and lines.
 
 function rows_of(run) {
   const { held, total, promise } = run.sums;
@@ -11,7 +11,7 @@ function rows_of(run) {
     return [at, ...layers, total[i] + (cache?.[i] ?? 0), promise[i], ...curves];
   });
   if (!run.has_steps) return rows;
-  // A phase holds the same from its begin to that of the next one.
+  // Steps: a phase has the same values until the next one begins.
   return rows.flatMap(([at, ...of]) => [[at, ...of], [at + 1 - 1e-6, ...of]]);
 }
 
@@ -100,7 +100,7 @@ function draw_peak(to, area, graph, run) {
   note(to, "peak", x + (is_right ? 9 : -9), y + 16, is_right ? "left" : "right", color("--text"));
 }
 
-// Called by dygraphs for each series; draws all of them at the first.
+// dygraphs calls this for each series; the first call draws all of them.
 function draw(run, { seriesIndex, allSeriesPoints, drawingContext: to, plotArea, dygraph }) {
   if (seriesIndex !== 0) return;
   const floor = dygraph.toDomYCoord(0);

@@ -1,19 +1,19 @@
 "use strict";
-// Draws every run of the document: a chart each, all on one scale and with one table of owners.
-// All names come from processes and files: they are set as text only.
+// Draws one chart per run of the document, all on one scale and with one table of owners. Names come
+// from processes and files, so they are set as text only, never as HTML.
 
 const CACHE = "page cache";
-const FAR = 2;  // a line above this many times the peak is told, not drawn
+const FAR = 2;  // a limit above this many times the peak is written as text, not drawn
 const ZOOM = 0.5;
 
 const page = JSON.parse(document.getElementById("document").textContent);
-const OWNERS = page.owners;  // in words, in stacking order
+const OWNERS = page.owners;  // key -> words, in stacking order
 
 const words = (owner) => OWNERS[owner] ?? owner;
 const paint = (owner) => `--owner-${owner in OWNERS ? owner : "other"}`;
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function size(bytes) {  // as format_size of the program
+function size(bytes) {  // as format_size in C++
   if (bytes < 1024) return `${Math.round(bytes)} B`;
   const units = ["KiB", "MiB", "GiB", "TiB", "PiB"];
   let unit = 0;
@@ -47,10 +47,10 @@ function fill(table, caption, head, rows) {
   table.replaceChildren(element("caption", caption), top, body);
 }
 
-// ---- what a run holds
+// ---- the memory of a run
 
-// The sums over the processes that are shown, by sample. The promise is null while one of those
-// that promise is between two phases.
+// The sums over the processes that are shown, by sample. The promise is null at a sample at which
+// a process with promises is in no phase.
 function sums(run, shown = run.shown) {
   const n = run.line.t_s.length;
   const held = Object.fromEntries(run.owners.map((owner) => [owner, new Array(n).fill(0)]));
@@ -79,8 +79,8 @@ function highest(values) {
   return values.reduce((best, value, at) => (value > values[best] ? at : best), 0);
 }
 
-// The phases of all processes as bands: those of one name that overlap are one. Bands that overlap
-// lie in rows below each other.
+// The phases of all processes as bands: overlapping phases of one name become one band. Overlapping
+// bands are in different rows.
 function bands_of(phases) {
   const bands = [];
   const latest = new Map();  // by name
@@ -93,9 +93,9 @@ function bands_of(phases) {
       latest.set(of.name, bands[bands.length - 1]);
     }
   }
-  const last = [];  // of each row
+  const last = [];  // the last band of each row
   for (const band of bands) {
-    // Ranks begin a phase at different moments: a short overlap is a border.
+    // Ranks begin a phase at different times: a short overlap counts as none.
     const is_free = (before) =>
       before.end_s - band.begin_s <= 0.25 * Math.min(
         before.end_s - before.begin_s, band.end_s - band.begin_s);
@@ -275,7 +275,7 @@ function fill_owners(runs) {
     if (is_one) cells.push(values[0] ? size(Math.max(0, ...values[0])) : "");
     return row([named(mark, text), ...cells]);
   };
-  const rows = owners.reverse().map((owner) =>  // as they are stacked
+  const rows = owners.reverse().map((owner) =>  // the top of the stack first
     line_of(swatch("", owner), words(owner), (run) => run.sums.held[owner]));
   rows.unshift(line_of("", "all of it", (run) => run.sums.total));
   if (runs.some((run) => run.line.page_cache_bytes)) {
@@ -338,7 +338,7 @@ function run_of(document_, label) {
   run.bands = bands_of(line.phases);
   run.sums = sums(run);
   run.at_peak = highest(run.sums.total);
-  run.curves = line.curves ?? [];  // of memory that is not the processes'
+  run.curves = line.curves ?? [];  // of memory that the processes do not hold
   const most = Math.max(...run.sums.total, ...run.sums.promise,
                         ...run.curves.flatMap((curve) => curve.bytes));
   run.levels = [{ name: "limit", bytes: line.limit_bytes, dash: [], paint: "--limit" },
@@ -380,7 +380,7 @@ function start() {
     place.append(document.getElementById("run").content.cloneNode(true));
     run.at = place.lastElementChild;
     tell(run);
-    if (!run.line.t_s.length) {  // it ended before the first
+    if (!run.line.t_s.length) {  // the command ended before the first sample
       run.at.replaceChildren(run.at.querySelector("h2"), element("p", "There is no sample."));
       continue;
     }
