@@ -33,8 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-size",
         action="store_true",
-        help="soak tests in cages take 11 GB of state, not 5; 10 GB of FP8 codes, not 2; and all "
-        "layers of deepseek-v3, not 8",
+        help="soak tests in memory cgroups take 11 GB of state, not 5; 10 GB of FP8 codes, not 2; "
+        "and all layers of deepseek-v3, not 8",
     )
 
 
@@ -101,7 +101,7 @@ def modicum(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def is_full_size(request: pytest.FixtureRequest) -> bool:
-    """Whether soak tests in cages take the sizes of a large model's share of a node."""
+    """Whether soak tests in memory cgroups use sizes like a large model's share of a node."""
     return request.config.getoption("--full-size")
 
 

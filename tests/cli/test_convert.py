@@ -260,7 +260,7 @@ def test_finished_files_of_other_inputs_are_dropped(modicum: Path, tmp_path: Pat
     assert run(modicum, "diff", tmp_path / "whole", out).code == 0
 
 
-# ---- convert in a cage
+# ---- convert in a memory cgroup
 
 
 DEEPSEEK = {"gate": (2048, 7168), "up": (2048, 7168), "down": (7168, 2048)}
@@ -306,7 +306,7 @@ def in_1_gib(words: list[str], kill_after_s: float | None = None) -> dict[str, A
         except subprocess.TimeoutExpired:
             told = None
         kills = inside.oom_kills()
-    stdout, stderr = told or process.communicate()  # leaving the cage has killed it
+    stdout, stderr = told or process.communicate()  # the end of `with cage` has killed it
     if process.returncode == -signal.SIGKILL and kill_after_s is not None and kills == 0:
         return None
     assert process.returncode == 0 and kills == 0, f"{kills} OOM kills\n{stderr}"

@@ -65,13 +65,13 @@ def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_process(ledger_bytes: int) -> int:
-    """A rank's promise for these bytes in its ledger."""
+    """A rank's promise: these bytes of its ledger, the process, and the page tables."""
     pages = -(-(ledger_bytes // 512) // 4096) * 4096
     return ledger_bytes + BASELINE_BYTES + pages + -(-ledger_bytes // (1 << 30)) * 4096
 
 
 def assert_exact(document: dict[str, Any]) -> None:
-    """At its peak each rank's ledger has held the promise of the highest phase."""
+    """Each rank's promise is exactly its ledger's peak plus process and page tables."""
     for rank in document["ranks"]:
         assert rank["promised_bytes"] == with_process(rank["ledger_peak_bytes"]), rank
 
@@ -158,8 +158,7 @@ def test_a_state_that_cannot_be_saved_is_reported(
 
 
 def test_the_load_keeps_its_own_peak(modicum: Path, moe: Path) -> None:
-    """`peak_bytes`, `fits` and `would_fit` are of the run that `load` makes. `job_fits` is of the
-    job."""
+    """`peak_bytes` and `fits` describe the run of `load`; `job_fits` describes the whole job."""
     flags = ("--staging", "1MiB", "--optimizer", "adamw:fp32")
     (node,) = strategy_of(run_json(modicum, "plan", moe, *flags), "own-shard")["nodes"]
     assert (

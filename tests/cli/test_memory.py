@@ -51,7 +51,7 @@ def can_cage() -> None:
 
 
 def load_in(inside: Cage, modicum: Path, directory: Path, *flags: object) -> Ended:
-    """Loads four ranks in a cage with JSON."""
+    """Runs `modicum load --json` with four ranks in a memory cgroup."""
     words = (modicum, "load", directory, "--ranks", 4, "--json", *flags)
     process = inside.start(*words)
     out, err = process.communicate(timeout=120)
@@ -91,7 +91,7 @@ def test_promise_is_kept_and_close(modicum: Path, qwen25: Path, flags: tuple[Any
     assert_kept(run_json(modicum, "load", qwen25, "--ranks", 4, *flags))
 
 
-# ---- the cage
+# ---- in a memory cgroup
 
 
 def test_own_shard_passes_in_a_cage(

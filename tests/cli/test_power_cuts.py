@@ -1,6 +1,7 @@
-"""Power cuts on real ext4 and xfs file systems: the power fails before each system call of a save
-in turn, with 2 and 4 ranks, and with the file system's log kept or lost. After the recovery every
-visible step is intact, and no acknowledged step is lost, nor the one before it.
+"""Power cuts on real ext4 and xfs file systems: the power fails before a system call of a save (a
+sample of the calls, or each in turn), with 2 and 4 ranks, and with the file system's log kept or
+lost. After the recovery every visible step (saved checkpoint directory) is intact, and no step is
+lost that was visible before the save or was acknowledged by it.
 
 Must fail for these mutants: data of the ranks that are acknowledged before they are synced; a step
 that is visible before its files are durable.
@@ -35,7 +36,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> FaultyFiles:
 
 @dataclass
 class Saving:
-    """Saves into a file system, one step after the other."""
+    """Saves steps to one file system, each with the next number."""
 
     modicum: Path
     moe: Path
@@ -49,7 +50,7 @@ class Saving:
         return self.disk.directory / "root"
 
     def begin(self) -> int:
-        """Saves the first step. Returns the number of calls of a save."""
+        """Saves two steps. Returns the number of system calls of the second save."""
         self.disk.mount()
         self.root.mkdir()
         self.save(NEVER, 0)
@@ -60,7 +61,7 @@ class Saving:
         return calls
 
     def save(self, at: int, flags: int) -> tuple[int, int]:
-        """The exit code and the number of calls."""
+        """Saves `step`, with a cut at call `at`. Returns the exit code and the number of calls."""
         words = ("save", self.moe, self.root, "--step", self.step, "--ranks", self.ranks)
         words += ("--optimizer", "adamw:fp32-split", "--steps", 1, "-q")
         done, hit = self.faulty.run(self.root, at, (CUT, flags), self.modicum, *words)
@@ -83,9 +84,9 @@ class Saving:
         self.disk.mount()
         after, told = self.visible(), (self.disk.kind, self.ranks, at, flags, code)
         verified = run(self.modicum, "verify", self.root, "--json")
-        assert verified.code == 0, (told, verified.stdout)  # none is torn
-        assert after >= before, told  # no old one is lost
-        assert code != 0 or self.step in after, told  # nor one that was acknowledged
+        assert verified.code == 0, (told, verified.stdout)  # every visible step is intact
+        assert after >= before, told  # no older step is lost
+        assert code != 0 or self.step in after, told  # nor an acknowledged one
         assert after <= before | {self.step}, told
         self.disk.unmount()
 
@@ -94,7 +95,8 @@ class Saving:
 
 
 def cut_all(saving: Saving, flags: list[int], most: int | None) -> int:
-    """Makes a sample of at most `most` cuts, by default all. Returns their number."""
+    """Cuts the power in a random sample of exactly `most` places, or in all if None. Returns the
+    number of cuts."""
     calls = saving.begin()
     places = [(at, flag) for flag in flags for at in range(1, calls + 2)]
     if most is not None:

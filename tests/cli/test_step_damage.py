@@ -1,6 +1,7 @@
-"""Damage of every file of a step: missing, short, stale (of an older step), exchanged with a file
-of equal length, one bit flipped. `verify` finds each and names the file; `resume` never takes such
-a step for intact.
+"""Damage of every file of a step (a saved checkpoint directory): the file is missing, one byte
+shorter, replaced by that of an older step (stale), exchanged with a file of equal length, or has
+one flipped bit. `verify` finds each damage and names the file. `resume` skips such a step, or fails
+when it compares the loaded values.
 
 Must fail for these mutants: a byte that no digest covers; a header, a configuration or a count of
 steps that is resumed without a check; a newest step that is chosen by lengths alone.
@@ -21,28 +22,28 @@ from modicum.errors import IntegrityError
 
 TRAINED = ("--optimizer", "adamw:int8-moments-24", "--ranks", 2)
 CODES = {("COMMIT", "missing"): 19, ("manifest.json", "missing"): 13}
-SAMPLE = 200  # flipped bits, with a process for each
-MANY, ALL = 2_000, 10_000  # in this process
+SAMPLE = 200  # flipped bits, each with its own process
+MANY, MOST = 2_000, 10_000  # flipped bits that this process checks
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Steps 1 and 2 of one run, with the same files, and a copy of step 2."""
+    """Steps 1 and 2 of one model, with files of the same names, and an intact copy of step 2."""
 
     root: Path
-    whole: Path
+    intact: Path
 
     @property
     def step(self) -> Path:
         return self.root / "step-2"
 
     def names(self) -> list[str]:
-        files = [path for path in self.whole.rglob("*") if path.is_file()]
-        return sorted(str(path.relative_to(self.whole)) for path in files)
+        files = [path for path in self.intact.rglob("*") if path.is_file()]
+        return sorted(str(path.relative_to(self.intact)) for path in files)
 
     def restore(self, *names: str) -> None:
         for name in names:
-            shutil.copyfile(self.whole / name, self.step / name)
+            shutil.copyfile(self.intact / name, self.step / name)
 
 
 @pytest.fixture(scope="module")
@@ -60,30 +61,30 @@ def saved(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     for step in (1, 2):
         words = ("save", model, folder / "root", "--step", step, "--steps", step, *TRAINED)
         run_json(modicum, *words, "--recipe", folder / "r.json")
-    shutil.copytree(folder / "root/step-2", folder / "whole")
-    return Saved(folder / "root", folder / "whole")
+    shutil.copytree(folder / "root/step-2", folder / "intact")
+    return Saved(folder / "root", folder / "intact")
 
 
 def header_end(data: bytes) -> int:
-    """Of a safetensors file."""
+    """The offset of the first byte after a safetensors header."""
     return 8 + int.from_bytes(data[:8], "little")
 
 
 def same_length(saved: Saved, name: str) -> str | None:
-    """Another file of the step, of equal length and other bytes."""
-    data = (saved.whole / name).read_bytes()
+    """Another file of the step with the same length and other bytes; None if there is none."""
+    data = (saved.intact / name).read_bytes()
     for other in saved.names():
-        found = (saved.whole / other).read_bytes()
+        found = (saved.intact / other).read_bytes()
         if len(found) == len(data) and found != data:
             return other
     return None
 
 
 def faults(saved: Saved, dice: random.Random) -> Iterator[tuple[str, str, list[str]]]:
-    """Damages the step: the file, the fault, and the files that have changed."""
+    """Damages step 2 in one way at a time. Yields the file, the fault, and the changed files."""
     older = saved.root / "step-1"
     for name in saved.names():
-        file, data = saved.step / name, (saved.whole / name).read_bytes()
+        file, data = saved.step / name, (saved.intact / name).read_bytes()
         file.unlink()
         yield name, "missing", [name]
         file.write_bytes(data[:-1])
@@ -93,7 +94,7 @@ def faults(saved: Saved, dice: random.Random) -> Iterator[tuple[str, str, list[s
             yield name, "stale", [name]
             saved.restore(name)
         if other := same_length(saved, name):
-            file.write_bytes((saved.whole / other).read_bytes())
+            file.write_bytes((saved.intact / other).read_bytes())
             (saved.step / other).write_bytes(data)
             yield name, "exchanged", [name, other]
             saved.restore(other)
@@ -109,17 +110,17 @@ def flipped(data: bytes, bit: int) -> bytes:
 
 
 def names_one(text: str, changed: list[str]) -> bool:
-    """Whether a message names a damaged file. COMMIT holds the digest of manifest.json, so that
-    either may be the one that does not fit."""
+    """Whether a message names a damaged file. COMMIT has the digest of manifest.json, so if one of
+    them is damaged, the message may name either."""
     pair = {"manifest.json", "COMMIT"}
     allowed = {*changed, *(pair if pair & set(changed) else ())}
     return any(Path(name).name in text for name in allowed)
 
 
 def has_other_values_only(saved: Saved, changed: list[str]) -> bool:
-    """Whether the damaged files have their lengths and headers."""
+    """Whether all damaged files are safetensors files with the right length and header."""
     for name in changed:
-        file, data = saved.step / name, (saved.whole / name).read_bytes()
+        file, data = saved.step / name, (saved.intact / name).read_bytes()
         if not name.endswith(".safetensors") or not file.exists():
             return False
         now, end = file.read_bytes(), header_end(data)
@@ -150,13 +151,13 @@ def test_every_damaged_file_is_found(modicum: Path, saved: Saved) -> None:
     trained = {name for name in saved.names() if name.endswith(".safetensors")}
     assert seen["stale"] >= {*trained, "manifest.json", "COMMIT", "optimizer/state.json"}
     assert {"tokenizer.json", "modeling_tiny.py"} <= seen["exchanged"]
-    assert trained & seen["exchanged"], "no two data files have one length"
+    assert trained & seen["exchanged"], "no two data files have the same length"
     assert run(modicum, "verify", saved.root).code == 0
 
 
 def flips(saved: Saved, count: int) -> Iterator[tuple[str, int, str]]:
-    """Flips one bit at a time: the file, the bit, and its kind. As many in headers, in values, in
-    JSON and other texts, in manifest.json and in COMMIT."""
+    """Flips one bit at a time. Yields the file, the bit, and the kind of bytes: in turn a header,
+    values, JSON and other text files, manifest.json and COMMIT."""
     dice = random.Random(count)
     data = [name for name in saved.names() if name.endswith(".safetensors")]
     records = ["manifest.json", "COMMIT"]
@@ -165,7 +166,7 @@ def flips(saved: Saved, count: int) -> Iterator[tuple[str, int, str]]:
         kind = ("header", "values", "text", *records)[number % 5]
         name = {"header": data, "values": data, "text": texts}.get(kind, [kind])
         file = dice.choice(name)
-        before = (saved.whole / file).read_bytes()
+        before = (saved.intact / file).read_bytes()
         end = header_end(before) if file in data else 0
         begin, after = {"header": (0, end), "values": (end, len(before))}.get(
             kind, (0, len(before))
@@ -185,16 +186,16 @@ def test_flipped_bits_are_found(modicum: Path, saved: Saved) -> None:
 
 
 def fault_of(step: Path) -> str:
-    """What `verify` finds first; empty if nothing. In this process."""
+    """The first fault that `verify` finds, computed in this process; empty if there is none."""
     try:
         return _modicum.step_fault(str(step), 0, 1, _modicum.Board())
     except IntegrityError as error:
         return str(error)
 
 
-@pytest.mark.parametrize("count", (MANY, pytest.param(ALL, marks=pytest.mark.soak)))
+@pytest.mark.parametrize("count", (MANY, pytest.param(MOST, marks=pytest.mark.soak)))
 def test_every_flipped_bit_is_found(saved: Saved, count: int) -> None:
-    """Without a process for each bit."""
+    """Checks the bits in this process, so that many can be checked."""
     seen: dict[str, set[str]] = {}
     assert not fault_of(saved.step)
     for file, bit, kind in flips(saved, count):
@@ -202,5 +203,7 @@ def test_every_flipped_bit_is_found(saved: Saved, count: int) -> None:
         assert names_one(found, [file]), (file, bit, found)
         seen.setdefault(kind, set()).add(file)
     assert set().union(*seen.values()) == set(saved.names())
-    assert seen["header"] == seen["values"], "a data file without a flip of either kind"
+    assert seen["header"] == seen["values"], (
+        "a data file lacks a flip in its header or in its values"
+    )
     assert not fault_of(saved.step)

@@ -15,13 +15,13 @@ ENTER = 'echo $$ > "$0" && exec "$@"'
 
 @dataclass(frozen=True)
 class Cage:
-    """A cgroup with a limit."""
+    """A memory cgroup with a limit."""
 
     directory: Path
     version: int
 
     def start(self, *words: object, **options) -> subprocess.Popen[str]:
-        """Starts a program inside."""
+        """Starts a program in the cgroup."""
         arguments = [str(word) for word in words]
         procs = self.directory / "cgroup.procs"
         return subprocess.Popen(
@@ -30,20 +30,20 @@ class Cage:
         )  # fmt: skip
 
     def peak_bytes(self) -> int:
-        """The peak of memory inside, page cache included."""
+        """The peak of the memory charged to the cgroup, page cache included."""
         name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
         return int((self.directory / name).read_text())
 
     def file_bytes(self) -> int:
-        """The page cache of files inside, which the kernel takes back at the limit: shared memory
-        is not included."""
+        """The page cache charged to the cgroup, which the kernel reclaims at the limit; without
+        shared memory."""
         lists = ("inactive_file", "active_file")
         names = {f"total_{of}" if self.version == 1 else of for of in lists}
         lines = (self.directory / "memory.stat").read_text().splitlines()
         return sum(int(line.split()[1]) for line in lines if line.split()[0] in names)
 
     def oom_kills(self) -> int:
-        """The number of OOM kills inside."""
+        """The number of OOM kills in the cgroup."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         for line in (self.directory / name).read_text().splitlines():
             word, _, count = line.partition(" ")
@@ -63,14 +63,14 @@ def own_cgroup() -> tuple[Path, int] | None:
                     return directory, 1
         elif not controllers and Path("/sys/fs/cgroup/cgroup.controllers").exists():
             directory = Path("/sys/fs/cgroup" + path)
-            # In version 2 a cgroup with controlled children has no processes of its own: use a
-            # sibling.
+            # In version 2 a cgroup whose children have controllers can't have processes. We are in
+            # ours, so the new cgroup becomes a sibling.
             return (directory if path == "/" else directory.parent), 2
     return None
 
 
 def why_no_cage() -> str | None:
-    """Why no cage can be made here, or None."""
+    """Why no memory cgroup can be made here; None if one can."""
     if os.geteuid() != 0:
         return "a memory cgroup needs root"
     try:
@@ -92,7 +92,8 @@ def set_limit(directory: Path, version: int, limit_bytes: int) -> None:
 
 @contextlib.contextmanager
 def cage(limit_bytes: int) -> Iterator[Cage]:
-    """A child of our own cgroup with this limit; removed at the end, its processes killed."""
+    """A new memory cgroup with this limit, next to ours (v2) or in it (v1). At the end its
+    processes are killed, and it is removed."""
     own = own_cgroup()
     if own is None:
         raise OSError("there is no memory controller")
@@ -107,7 +108,7 @@ def cage(limit_bytes: int) -> Iterator[Cage]:
 
 
 def remove(directory: Path) -> None:
-    """Kills the processes inside and removes the cgroup, which the kernel refuses for a moment."""
+    """Kills the processes in the cgroup and removes it, repeatedly: at first the kernel refuses."""
     deadline = time.monotonic() + 10
     while directory.exists():
         for pid in (directory / "cgroup.procs").read_text().split():

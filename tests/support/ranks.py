@@ -177,8 +177,8 @@ def ranks(
         world: number of ranks.
         folder: a new one, for their output and for their rendezvous.
         fresh: new interpreters instead of forked ranks.
-        cages: for each rank the `cgroup.procs` of its cgroup, which it enters before it becomes the
-            interpreter; fresh ranks only.
+        cages: for each rank the `cgroup.procs` of its memory cgroup, which it enters before it
+            executes the interpreter; for fresh ranks only.
     """
     folder.mkdir(parents=True)
     group = Ranks(folder)

@@ -1,11 +1,11 @@
-"""A rank of DeepSpeed's ZeRO that saves, by the real DeepSpeed on its CPU accelerator.
+"""A rank that trains and saves with the real DeepSpeed's ZeRO, on DeepSpeed's CPU accelerator.
 
 torchrun --nproc-per-node 2 zero_rank.py FOLDER CASE...
 
-Of each case FOLDER/CASE has what DeepSpeed saves after STEPS steps and, under another tag, after
-LATER more. FOLDER/CASE-saved.safetensors has what its engine holds, gathered, after the first save:
-master/NAME, exp_avg/NAME, exp_avg_sq/NAME; full/NAME of DeepSpeed's own conversion; and, after the
-last step, later/NAME.
+For each case DeepSpeed saves to FOLDER/CASE after STEPS steps and, under another tag, after LATER
+more. FOLDER/CASE-saved.safetensors has gathered tensors: master/NAME, exp_avg/NAME and
+exp_avg_sq/NAME, which the engine holds at the first save; full/NAME, which DeepSpeed's own
+conversion reads from the first save; and later/NAME, the masters after the last step.
 """
 
 import os
@@ -21,7 +21,7 @@ from torch import nn
 
 STEPS, LATER = 3, 2
 BETAS = (0.9, 0.95)
-# By case: what its configuration has besides.
+# Entries that each case adds to the common configuration, or overrides there.
 CASES: dict[str, dict[str, Any]] = {
     "zero2": {"zero_optimization": {"stage": 2, "parameter_alignment": True,
                                     "round_robin_gradients": True}},
@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Cell(nn.Module):
-    """A parameter whose gradient is the coefficients of a step: numbers that bfloat16 has."""
+    """A parameter whose gradient is the step's coefficients, which are exact in bfloat16."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -50,7 +50,8 @@ def coefficients(shape: Any, step: int) -> torch.Tensor:
 
 
 class Small(nn.Module):
-    """Sizes that no world divides, a tie, a frozen parameter, buffers."""
+    """A model with sizes divisible and not divisible by the 2 ranks, a tie, a frozen parameter and
+    buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ def small() -> Small:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Of the trained parameters, with their names."""
+    """Two groups of the trained parameters, as (name, parameter): matrices and vectors."""
     named = [(name, of) for name, of in model.named_parameters() if of.requires_grad]
     return [
         {"params": [of for of in named if of[1].dim() > 1], "lr": 1e-2, "weight_decay": 0.1},
@@ -102,11 +103,11 @@ def engine_of(case: str, model: nn.Module) -> Any:
 
 
 def held(engine: Any) -> dict[str, torch.Tensor]:
-    """Collective."""
+    """The gathered float32 masters and moments of the trained parameters. Collective."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if hasattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state"):
-        # DeepSpeed 0.19.8 links the state of the first group alone, after its step.
+        # DeepSpeed 0.19.8 links, at the step of the first group, the state of that group only.
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     tensors = {}
@@ -124,7 +125,8 @@ def shape_of(key: str) -> Any:
 
 
 def pickle_stages(by_name: bool) -> None:
-    """As Python 3.11.0 to 3.11.2 pickle a member of an enumeration, or as the others do."""
+    """Makes pickles of `ZeroStageEnum` refer to members by name, as Python 3.11.0 to 3.11.2 do, or
+    by value, as other versions do."""
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     ZeroStageEnum.__reduce_ex__ = lambda self, _: (

@@ -1,5 +1,6 @@
-"""The example, an unchanged script of accelerate or Trainer, in a memory cgroup: without Modicum it
-is killed there, with Modicum's one line it passes and trains to the same bits.
+"""The example script for accelerate and Trainer in a memory cgroup: without Modicum it is killed
+there; with `--modicum`, which adds one context manager, it passes and prints the same losses and
+gradient norms.
 
 Must fail for these mutants: whole weights on every rank, even briefly; upcasts of a whole model;
 pages of the files that stay in the page cache.
@@ -45,7 +46,7 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Ran:
-    """A run in a cage."""
+    """A run in a memory cgroup."""
 
     stdout: str
     peak_bytes: int
@@ -54,12 +55,12 @@ class Ran:
 
     @property
     def numbers(self) -> list[str]:
-        """Losses and norms as Python prints them, which shows all bits."""
+        """The lines with losses and norms, as Python prints them, which distinguishes all bits."""
         return re.findall(r"step \d+: .*", self.stdout)
 
     @property
     def promised(self) -> str:
-        """The node's prediction and the kernel's figure, from the load's report."""
+        """The node's promise and the kernel's peak, from the load's report."""
         (line,) = re.findall(r"node 0 +(\S+ \S+) +(\S+ \S+)", self.stdout)
         return f"promised {line[0]}, counted {line[1]}"
 
@@ -77,13 +78,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> Ran:
-    """The example, in processes that enter the cgroup after their imports, so that these are not
-    counted."""
+    """Runs the example. Its processes enter the cgroup after their imports, so that the memory of
+    the imports is not counted."""
     with cage(limit_bytes) as inside, ranks(world, folder) as started:
         procs = str(inside.directory / "cgroup.procs")
         started.tell("accelerate_script", cage=procs, words=list(map(str, words)))
         deadline = time.monotonic() + PATIENCE_S
-        # A rank may wait long for one that was killed.
+        # A rank may wait long for a killed one, so do not wait for all ranks after a kill.
         while not inside.oom_kills() and not all(line.poll() for line in started.lines):
             assert time.monotonic() < deadline, started.logs()
             time.sleep(0.05)
@@ -97,9 +98,9 @@ def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> R
 @pytest.mark.parametrize(
     ("model", "words", "share"),
     [
-        # Trainer does this with the same model, and more.
+        # The case with Trainer covers this one.
         pytest.param("dense", (), 0.8, id="Accelerator, dense", marks=pytest.mark.soak),
-        # Up to 0.75 of the peak is the step's own, from the CPU kernels for bf16.
+        # Up to 0.75 of the peak is memory of the step, from the CPU kernels for bf16.
         pytest.param("experts", (), 0.85, id="Accelerator, experts"),
         pytest.param("dense", ("--trainer",), 0.8, id="Trainer, dense"),
     ],
@@ -107,26 +108,26 @@ def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> R
 def test_passes_in_a_cgroup_in_which_accelerate_is_killed(
     tmp_path: Path, models: dict[str, Path], model: str, words: tuple[str, ...], share: float
 ) -> None:
-    """The limit is `share` of the memory that the script needs without the line."""
+    """The limit is `share` of the script's peak without Modicum."""
     script = (models[model], "--steps", 2, *words)
     roomy = run(tmp_path / "roomy", 16 << 30, *script)
     assert roomy.passed and len(roomy.numbers) == 2
     limit = int(roomy.peak_bytes * share)
     drop_page_cache(models[model])
     killed = run(tmp_path / "killed", limit, *script)
-    assert killed.kills > 0 and not killed.passed, "the cage holds it"
+    assert killed.kills > 0 and not killed.passed, "the limit suffices without Modicum"
     drop_page_cache(models[model])
     ours = run(tmp_path / "ours", limit, *script, "--modicum")
     assert ours.passed and ours.kills == 0
     print(
-        f"{model}: node peak {roomy.peak_bytes / MIB:.0f} MiB as it is; with the line, in "
+        f"{model}: node peak without Modicum {roomy.peak_bytes / MIB:.0f} MiB; with Modicum, limit "
         f"{limit / MIB:.0f} MiB: {ours.peak_bytes / MIB:.0f} MiB; the load {ours.promised}"
     )
     assert ours.numbers == roomy.numbers
 
 
 def test_the_example_by_torchrun(root: Path, tmp_path: Path, models: dict[str, Path]) -> None:
-    """Starts the example as users do."""
+    """The example started as users start it prints the same losses."""
     (tiny,) = [one for one in FAMILIES_OF_TESTS if one.name == "qwen3"]
     directory = tiny.write(tiny.build(), tmp_path / "tiny")
     expected = run(tmp_path / "ranks", 16 << 30, directory, "--steps", 2, world=2)

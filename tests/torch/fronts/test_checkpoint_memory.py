@@ -38,7 +38,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Ran:
-    """A run in a cage."""
+    """A run in a memory cgroup."""
 
     log: str
     peak_bytes: int  # without the files that the first run on a machine reads

@@ -85,7 +85,7 @@ def test_loading_whole_and_then_sharding_needs_more(four: Ranks, model: Path) ->
         assert answer["grown_bytes"] > 2 * line, f"rank {rank}"
 
 
-# ---- the cage
+# ---- in memory cgroups
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_in_cages_smaller_than_the_checkpoint(
         report = four.ask("measured", by="modicum", **how)[0]["report"]
         for inside, rank in zip(cages, report["ranks"], strict=True):
             limit = rank["promised_bytes"] * 105 // 100
-            assert limit < report["checkpoint"]["bytes"], "the cage is larger than the checkpoint"
+            assert limit < report["checkpoint"]["bytes"], "the limit exceeds the checkpoint"
             set_limit(inside.directory, inside.version, limit)
         drop_page_cache(model)
         answers = four.ask("measured", by="modicum", check="values", **how)

@@ -56,7 +56,7 @@ def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory, layers: int) 
 
 
 def run(act: str, folder: Path, inside: Cage, **said: str) -> dict[str, Any] | None:
-    """Rank 0's answer; None if a rank was killed. The ranks are in the cage from their start."""
+    """Rank 0's answer; None if a rank was killed. The ranks start in the memory cgroup."""
     cages = [inside.directory / "cgroup.procs"] * WORLD
     with ranks(WORLD, folder, fresh=True, cages=cages) as started:
         started.tell(act, **said)
@@ -88,7 +88,7 @@ def test_steps_go_on_within_the_state_and_2_gib(
     durable = median([report["durable_s"] for report in told["reports"]])
     waited, last = told["first"] - median(told["alone"]), told["last"]
     print(
-        f"\nstate {state_bytes / GB:.2f} GB, cage {(state_bytes + ROOM) / GB:.2f} GB, peak "
+        f"\nstate {state_bytes / GB:.2f} GB, limit {(state_bytes + ROOM) / GB:.2f} GB, peak "
         f"{peak / GB:.2f} GB; a save writes {last['written_bytes'] / GB:.2f} GB"
         f"\nin the foreground {blocking:.2f} s; pause {told['pause_s']:.2f} s"
         f"\nwith the pause: steps {plain:.2f} s, during a save {during:.2f} s "
@@ -106,15 +106,15 @@ def test_steps_go_on_within_the_state_and_2_gib(
 def test_async_save_of_dcp_is_killed(
     model: Path, state_bytes: int, tmp_path: Path, is_full_size: bool
 ) -> None:
-    """It passes where there is room for another copy of the state."""
+    """DCP's `async_save` passes only where another copy of the state fits."""
     root = tmp_path / "dcp"
     said = {"directory": str(model), "root": str(root)}
     with cage(state_bytes + ROOM) as inside:
         told = run("background_by_dcp", tmp_path / "killed", inside, **said)
-    assert told is None, "it holds no copy: the cage proves nothing"
+    assert told is None, "DCP fits, so the limit proves nothing"
     assert root.exists(), "killed before the save"
     if not is_full_size:
         with cage(2 * state_bytes + ROOM) as inside:
             told = run("background_by_dcp", tmp_path / "roomy", inside, **said)
             assert told is not None, "killed"
-            print(f"\nDCP in a roomy cage: peak {inside.peak_bytes() / GB:.2f} GB, {told}")
+            print(f"\nDCP under a high limit: peak {inside.peak_bytes() / GB:.2f} GB, {told}")

@@ -1,12 +1,13 @@
 """`modicum.torch.save` in one world, `modicum.torch.resume` in another.
 
-Tested against the training that went on: whatever worlds, layouts and state formats the two have,
-the resumed model and state are the saved ones, and so are the next three steps, bit for bit.
-`from_pretrained` and `modicum verify` read the step. Must fail for these mutants: each replica
-writes the state; step counts, of Modicum's AdamW or of torch's, that begin anew; options of groups
-that stay the new program's; divided rows that each rank writes itself without a word; a state that
-is written and never read; extras of another rank; ranks that do not agree on the step; a state of
-another format; a state that no promise has.
+Tested against the training that went on: for any worlds and layouts of the two programs, which use
+one state format, the resumed model and state equal the saved ones, and the next three steps equal
+those of the first program, bit for bit. `from_pretrained` and `modicum verify` read the step (the
+saved checkpoint directory). Must fail for these mutants: each replica writes the state; step
+counts, of Modicum's AdamW or of torch's, that begin anew; options of groups that stay the new
+program's; divided rows that each rank writes itself without a warning; a state that is written and
+never read; extras of another rank; ranks that do not agree on the step; a state of another format;
+a state that no promise has.
 """
 
 import subprocess
