@@ -1,5 +1,5 @@
-// The door of `base`: errors, size arithmetic without overflow, callback references, clocks, worker
-// threads.
+// The public header of `base`: errors, size arithmetic without overflow, callback references,
+// clocks, worker threads.
 #pragma once
 
 #include "modicum/base/clock.h"         // IWYU pragma: export

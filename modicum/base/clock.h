@@ -1,4 +1,4 @@
-// The seam for time. Code that measures or waits takes a Clock, so that tests control the time
+// The interface to time. Code that measures or waits gets a Clock, so that tests control the time
 // (clock_double.h). Monotonic: jumps of the wall clock have no effect.
 #pragma once
 

@@ -2,7 +2,7 @@
 //
 // Every failure ends the operation and is thrown as an `Error`. The category determines the exit
 // code and the Python class. Facts (file, tensor, expected, got) are fields, so that callers need
-// not parse the message, which is one line. Threads: values without shared state.
+// not parse the message. The message is one line. Threads: values without shared state.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +68,8 @@ struct Owner {
   uint64_t bytes = 0;
 };
 
-// Details of a failure. All are optional; absent ones are not printed.
+// Details of a failure, all optional. The message has those that are set, except the shortfall and
+// the owners.
 struct Facts {
   std::string file;                 // base name, never a path from inside a checkpoint
   std::string tensor;               // FQN as stored in the file
@@ -78,7 +79,7 @@ struct Facts {
   std::optional<int64_t> culprit_pid;
   std::string expected;
   std::string got;
-  std::optional<uint64_t> shortfall_bytes;  // BUDGET only, of the worst node
+  std::optional<uint64_t> shortfall_bytes;  // BUDGET only; of the node that lacks most
   std::vector<Owner> owners;                // BUDGET only, largest first
 };
 
@@ -89,7 +90,8 @@ class Error : public std::exception {
   Category category() const noexcept { return category_; }
   const std::string& what_happened() const noexcept { return what_happened_; }
   const Facts& facts() const noexcept { return facts_; }
-  // "CATEGORY: what happened (file F, tensor T, offset O, rank R, expected X, got Y)"
+  // "CATEGORY: what happened (file F, tensor T, offset O, rank R, culprit rank C, pid P,
+  // expected X, got Y)"
   const char* what() const noexcept override { return line_.c_str(); }
 
  private:
@@ -101,7 +103,7 @@ class Error : public std::exception {
 
 [[noreturn]] void fail(Category category, std::string what_happened, Facts facts = {});
 
-// Calls `act`; an Error that it throws without a tensor's name is rethrown with `fqn`.
+// Calls `act`. Throws an Error of `act` again with `fqn` as its tensor, unless it names one.
 template <typename Act>
 void naming_tensor(const std::string& fqn, Act act) {
   try {
@@ -113,7 +115,8 @@ void naming_tensor(const std::string& fqn, Act act) {
   }
 }
 
-// A name read from a file, made printable: control bytes escaped, truncated to 256 bytes.
+// A name from a file, made printable: control bytes become \xNN, and "..." replaces all after 256
+// bytes.
 std::string printable(std::string_view name);
 
 [[noreturn]] void assertion_failed(const char* condition, const char* file, int line);

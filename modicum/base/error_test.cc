@@ -19,7 +19,7 @@ TEST(Error, EveryCategoryHasANameOfItsOwnAndAnExitCode) {
   }
 }
 
-// The enum and the table are two lists; first, last and the ends of every family must agree.
+// The enum and the table of names are two lists. Checks the first and last category of each family.
 TEST(Error, TheTableIsInTheOrderOfTheEnum) {
   struct Wanted {
     Category category;

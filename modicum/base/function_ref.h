@@ -1,7 +1,7 @@
 // A non-owning reference to a callable, for callback parameters: two words, trivially copyable, no
-// allocation. The callable must outlive every call: don't store a FunctionRef beyond the call that
-// received it, and don't initialise a variable of this type with a temporary lambda. A callback
-// that is stored is a std::function. Threads: those that the callable allows.
+// allocation. The callable must outlive the FunctionRef: don't store one beyond the call that
+// received it, and don't initialise a variable of this type with a temporary lambda. To store a
+// callback, use std::function. Threads: any from which the callable may be called.
 #pragma once
 
 #include <cstddef>
@@ -20,7 +20,7 @@ class FunctionRef;
 template <typename R, typename... Args>
 class FunctionRef<R(Args...)> {
  public:
-  // Never null: nullptr does not compile, and a null function pointer fails an assertion.
+  // Never null: nullptr does not compile, and a null function pointer throws INTERNAL.
   template <typename Callable>
   requires(!std::is_same_v<std::remove_cvref_t<Callable>, FunctionRef> &&
            std::is_invocable_r_v<R, Callable&, Args...>)

@@ -12,12 +12,12 @@ namespace {
 
 using Step = FunctionRef<int(int)>;
 
-// Two words, passed in registers, never null.
+// A FunctionRef is two words, passed in registers, and never null.
 static_assert(sizeof(Step) == 2 * sizeof(void*));
 static_assert(std::is_trivially_copyable_v<Step>);
 static_assert(!std::is_default_constructible_v<Step>);
 static_assert(!std::is_constructible_v<Step, std::nullptr_t>);
-// Convertible from callables with a matching signature; a const object needs a const operator().
+// It converts from callables with a matching signature; a const object needs a const operator().
 static_assert(!std::is_constructible_v<Step, std::string (*)(int)>);
 static_assert(!std::is_constructible_v<Step, int (*)(std::string)>);
 struct CountsCalls {

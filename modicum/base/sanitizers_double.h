@@ -1,4 +1,4 @@
-// For tests of memory: whether they run under a sanitizer, which needs memory itself.
+// Whether the tests run under a sanitizer. Tests of memory ask, since a sanitizer needs memory too.
 #pragma once
 
 namespace modicum {

@@ -68,7 +68,7 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
     refuse(fmt::format("unknown unit '{}'{}", printable(suffix),
                        nearest_hint(suffix, names_of(units))));
   }
-  // Whole numbers are exact up to 2^63-1; a double has only 53 bits.
+  // Integers up to 2^63-1 must be exact, so they are not parsed as doubles.
   uint64_t whole = 0;
   const char* const end = number.data() + number.size();
   if (const auto [at, error] = std::from_chars(number.data(), end, whole);
@@ -81,10 +81,11 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
   const auto [at, error] = std::from_chars(number.data(), end, value);
   if (error != std::errc() || at != end) refuse("not a number");
   const double bytes = std::floor(value * unit->factor);
-  if (!(bytes < 9.2e18)) refuse("too large");
+  if (!(bytes < 9.2e18)) refuse("too large");  // 2^63 is 9.22e18
   return static_cast<uint64_t>(bytes);
 }
 
+// Levenshtein's distance, one row of the table at a time.
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
   for (size_t j = 0; j <= b.size(); ++j) row[j] = j;

@@ -15,13 +15,14 @@ constexpr uint64_t kMiB = 1024 * kKiB;
 constexpr uint64_t kGiB = 1024 * kMiB;
 constexpr uint64_t kPageBytes = 4096;
 
-// `B KB MB GB TB` are powers of 1000, `KiB MiB GiB TiB` and single letters (`16G`) of 1024; without
-// a unit: bytes. Units in any case, with or without a space before them. Fractions ("1.5 GiB") are
-// rounded down to a byte. USAGE for any other text and for values over 2^63-1.
+// Bytes of a size such as "1.5 GiB". `KB MB GB TB` are powers of 1000; `KiB MiB GiB TiB` and the
+// letters `K M G T` are powers of 1024; `B` or no unit means bytes. Units may have any case, and
+// spaces before them. Fractions are rounded down to a byte. Throws USAGE for any other text and for
+// values over 2^63-1.
 uint64_t parse_size(std::string_view text);
-// `K M B` are powers of 1000 ("500M"), in any case; fractions allowed.
+// A count such as "500M": `K M B` are 10^3, 10^6 and 10^9, else as for parse_size.
 uint64_t parse_count(std::string_view text);
-// "1.50 GiB"; below one KiB "17 B".
+// "1.50 GiB", in the largest unit up to PiB; "17 B" below one KiB.
 std::string format_size(uint64_t bytes);
 
 // nullopt if the result overflows.
@@ -38,8 +39,8 @@ constexpr std::optional<T> checked_mul(T a, std::type_identity_t<T> b) noexcept 
   return std::nullopt;
 }
 
-// UINT64_MAX if the result overflows. For bytes times a user-chosen number of ranks: the result is
-// compared with a limit, which an overflow then exceeds.
+// UINT64_MAX if the result overflows. Used for bytes times a user-chosen number of ranks, which are
+// compared with a limit: an overflow then exceeds it.
 constexpr uint64_t saturating_add(uint64_t a, uint64_t b) noexcept {
   return b > UINT64_MAX - a ? UINT64_MAX : a + b;
 }
@@ -47,7 +48,8 @@ constexpr uint64_t saturating_mul(uint64_t a, uint64_t b) noexcept {
   return a != 0 && b > UINT64_MAX / a ? UINT64_MAX : a * b;
 }
 
-// The next multiple of `step`, or the largest multiple that fits if the next one overflows.
+// The smallest multiple of `step` that is not below `value`; the largest one in 64 bits if that
+// overflows.
 constexpr uint64_t round_up(uint64_t value, uint64_t step) noexcept {
   if (value > UINT64_MAX - (step - 1)) return UINT64_MAX / step * step;
   return (value + step - 1) / step * step;
@@ -57,9 +59,10 @@ constexpr int64_t ceil_div(int64_t value, int64_t by) noexcept {
   return value / by + (value % by != 0 ? 1 : 0);
 }
 
-// The candidate with the smallest edit distance, or "" if that exceeds 3 or half the name's length.
+// The candidate with the smallest edit distance; "" if it exceeds 3, or both 1 and half the name's
+// length.
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
-// The end of a message with nearest_name: "; nearest is 'NAME'", or "".
+// "; nearest is 'NAME'", the end of a message, with nearest_name; "" if there is none.
 std::string nearest_hint(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace modicum

@@ -18,7 +18,8 @@ ThreadLimit::~ThreadLimit() { threads_left = INT_MAX; }
 }  // namespace modicum
 
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-// Interposes libc's function. RLIMIT_NPROC would be simpler, but it does not apply to root.
+// Replaces libc's function. RLIMIT_NPROC would be simpler, but it does not apply to root.
+// Sanitizers replace pthread_create themselves.
 extern "C" int pthread_create(pthread_t* thread, const pthread_attr_t* attributes,
                               void* (*start)(void*), void* argument) {
   static const auto next =

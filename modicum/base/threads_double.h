@@ -3,8 +3,8 @@
 
 namespace modicum {
 
-// While it exists, this process can start `more` threads; std::thread throws for the next one. One
-// instance at a time; not under a sanitizer (kIsSanitized), which replaces pthread_create itself.
+// While an instance exists, this process can start `more` threads; starting another one fails. One
+// instance at a time. Has no effect under a sanitizer (kIsSanitized).
 class ThreadLimit {
  public:
   explicit ThreadLimit(int more);

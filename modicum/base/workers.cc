@@ -24,7 +24,7 @@ void run_workers(int workers, FunctionRef<void(int worker)> work) {
       if (!first) first = std::current_exception();
     }
   };
-  // No worker begins before all threads exist, since partly done work could not be undone.
+  // No worker begins before all threads exist, since finished work could not be undone.
   enum Gate { closed, open, abandoned };
   std::atomic<Gate> gate = closed;
   auto behind_the_gate = [&](int worker) noexcept {

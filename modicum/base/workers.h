@@ -8,10 +8,10 @@
 
 namespace modicum {
 
-// Calls `work(worker)` for worker = 0 .. workers-1, each on a thread of its own except the last,
-// which runs on the caller's thread. On success returns when all have returned. On failure throws
-// the first exception (by time) after all workers have ended; it does not cancel the others. NOMEM
-// if a thread can't be started; then no worker has run.
+// Calls `work(worker)` for worker = 0 .. workers-1, the last one on the caller's thread, each other
+// one on a new thread, and waits for all of them. If workers throw, rethrows the exception that was
+// thrown first; the other workers are not cancelled. Throws NOMEM if a thread can't be started;
+// then no worker has run.
 void run_workers(int workers, FunctionRef<void(int worker)> work);
 
 // The number of CPUs in this process's affinity mask, at least 1.

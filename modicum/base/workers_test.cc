@@ -48,7 +48,7 @@ TEST(RunWorkers, AnExceptionReachesTheCallerAfterAllHaveEnded) {
   }
 }
 
-// Fails each thread in turn: no worker runs if one of them can't be started.
+// Each thread in turn can't be started: no worker may run.
 TEST(RunWorkers, RunsEveryWorkerOrNone) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers replace pthread_create";
   for (int can_start = 0; can_start <= 3; ++can_start) {

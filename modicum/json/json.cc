@@ -1,7 +1,7 @@
-// A cursor of our own instead of simdjson's on-demand parser, which needs a padded copy, an index
-// of 4 bytes per token and a string buffer (3 times a header of many small tensors), reports no
-// exact offsets, and is undefined on some malformed input. simdjson validates the UTF-8, where its
-// speed counts, and is the oracle of the tests.
+// Not simdjson's on-demand parser: that needs a padded copy, an index of 4 bytes per token and a
+// string buffer (3 times the size of a header of many small tensors), reports no exact offsets, and
+// has undefined behaviour on some malformed input. simdjson validates the UTF-8, where its speed
+// counts, and is the oracle of the tests.
 #include "modicum/json/json.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ constexpr int kDeepest = 64;
 
 bool is_digit(char c) noexcept { return c >= '0' && c <= '9'; }
 
-// Whether the character needs no escape in a string.
+// Whether a string may contain this character without an escape.
 bool is_plain(char c) noexcept {
   return static_cast<unsigned char>(c) >= 0x20 && c != '"' && c != '\\';
 }
@@ -44,12 +44,12 @@ void append_utf8(std::string& out, uint32_t code) {
   add(0x80 | (code & 0x3f));
 }
 
-// Reads tokens. Each call begins at the token's first byte and ends after its last.
+// Reads tokens. `at` is at the token's first byte before each call, and after its last byte then.
 struct Cursor {
   std::string_view text;
   size_t at = 0;
 
-  // NUL at the end of the text; a NUL in the text is not valid JSON either.
+  // Returns NUL at the end of the text. That is unambiguous, since JSON cannot contain a NUL.
   char peek() const noexcept { return at < text.size() ? text[at] : '\0'; }
   void skip_space() noexcept {
     while (at < text.size() &&
@@ -61,7 +61,7 @@ struct Cursor {
     if (is) ++at;
     return is;
   }
-  // Reports the next byte: "expected WANTED, got 'x'".
+  // Throws `syntax` about the next byte: "expected WANTED, got 'x'".
   [[noreturn]] void refuse_for(const std::string& wanted) const;
   void literal(std::string_view word);
   std::string_view string(std::string& unescaped);
@@ -108,10 +108,10 @@ std::string_view Cursor::number() {
   return text.substr(begin, at - begin);
 }
 
-// A view of the text if it has no escapes, else of `unescaped`.
+// Returns a view of `text` if the string has no escapes, else of `unescaped`.
 std::string_view Cursor::string(std::string& unescaped) {
   const size_t quote = at++;
-  size_t done = at;  // everything before it is in `unescaped`, once there has been an escape
+  size_t done = at;  // after an escape: `unescaped` has everything before this
   bool escaped = false;
   for (;; ++at) {
     while (at < text.size() && is_plain(text[at])) ++at;
@@ -178,7 +178,7 @@ Category JsonError::format_category() const noexcept {
   return Category::format_json;
 }
 
-// Reads objects and arrays; keeps their depth and the keys of the open objects.
+// Reads values; keeps the depth of nesting and the keys of the open objects.
 struct JsonReader : Cursor {
   struct Key {
     uint32_t hash;
@@ -192,7 +192,7 @@ struct JsonReader : Cursor {
     bool taken = false;
   };
 
-  bool seen_before = false;
+  bool seen_before = false;  // reread_json
   int depth = 0;
   std::vector<Key> keys;  // innermost object last
 
@@ -254,7 +254,7 @@ void JsonReader::open() {
   ++at;
 }
 
-// Moves to the next key or element, or past `close`. Returns whether there is one.
+// Moves to the next key or element and returns true, or past `close` and returns false.
 bool JsonReader::more(char close, bool first) {
   skip_space();
   if (skip_if(close)) {
@@ -322,7 +322,7 @@ void JsonReader::refuse_duplicates(size_t first) {
 
 void JsonReader::document(FunctionRef<void(JsonValue& root)> root) {
   if (text.size() > std::numeric_limits<uint32_t>::max()) {
-    refuse(JsonFault::range, 0, "a document over 4 GiB");
+    refuse(JsonFault::range, 0, "a document of 4 GiB or more");
   }
   if (!seen_before && !is_utf8(text)) {
     size_t offset = 0;

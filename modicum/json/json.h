@@ -1,19 +1,18 @@
-// The door of `json`: a strict JSON reader and a writer.
+// The public header of `json`: a strict JSON reader and a writer.
 //
-// The reader is a cursor over a text that the caller owns. Each call takes the next value and
-// passes it to a callback, so that no document tree is built. It needs 8 bytes of memory per key of
-// the objects that are open.
+// The reader is a cursor over a text that the caller owns. It passes each value to a callback, so
+// that no document tree is built. It keeps 8 bytes per key of every object that is still open.
 //
 //   read_json(R"({"a": 1, "b": [2, 3]})", [&](JsonValue& root) {
 //     root.object([&](std::string_view key, JsonValue& value) {
-//       if (key == "a") a = value.integer();      // "b" is not taken: skipped, and still checked
+//       if (key == "a") a = value.integer();      // "b" is not taken: it is checked and skipped
 //     });
 //   });
 //
 // Strict: RFC 8259; UTF-8 without overlong forms or surrogates; no duplicate keys (compared after
-// unescaping); nesting up to 64; only white space after the document; all of it also in skipped
-// values. Errors are JsonErrors with a byte offset; callers convert them to their own category. One
-// thread.
+// unescaping); nesting up to 64; only white space after the document. Skipped values are checked in
+// the same way. Errors are thrown as JsonErrors with a byte offset; callers convert them to their
+// own category. One thread.
 #pragma once
 
 #include <concepts>
@@ -32,35 +31,35 @@ enum class JsonFault : uint8_t {
   utf8,       // not UTF-8
   syntax,     // not JSON (also a lone surrogate, a raw control byte, nesting over 64)
   duplicate,  // a key occurs twice in one object
-  type,       // JSON, but another type than expected (a string instead of a number)
-  range,      // an integer not written as 0|[1-9][0-9]* or over 2^63-1
+  type,       // a value of another type than expected (a string instead of a number)
+  range,      // integer: not 0|[1-9][0-9]* or over 2^63-1; number: no double; text: 4 GiB or more
   trailing,   // text after the document
 };
 
 struct JsonError : std::runtime_error {
   JsonError(JsonFault fault_, uint64_t offset_, const std::string& what);
-  Category format_category() const noexcept;  // the one of FORMAT.*
+  Category format_category() const noexcept;  // FORMAT.UTF8, .DUP, .SCHEMA or .JSON
   JsonFault fault;
   uint64_t offset;  // byte offset in the text
 };
 
-// A value that can be taken once, by one of the calls from `object` on, within the callback that
-// received it. The enclosing object or array skips and checks a value that was not taken. A
-// callback may catch `type` (the value can still be taken) and `range` (it has been taken) and
-// continue.
+// A value, to be taken at most once, by `object` or a call below it, within the callback that
+// received it. A value that was not taken is checked and skipped after the callback. A callback may
+// catch a JsonError and continue if its fault is `type` (the value can still be taken) or `range`
+// (the value has been taken).
 class JsonValue {
  public:
   enum class Kind : uint8_t { object, array, string, number, boolean, null };
   Kind kind();
-  uint64_t offset() const noexcept;  // where it begins in the text
+  uint64_t offset() const noexcept;  // byte offset of the value in the text
 
   // Calls `member` for each member in document order. The key is unescaped and valid during the
   // call.
   void object(FunctionRef<void(std::string_view key, JsonValue& value)> member);
   void array(FunctionRef<void(JsonValue& element)> element);
   std::string string();
-  int64_t integer();  // 0 to 2^63-1, without sign, fraction or exponent; else `range`
-  double number();
+  int64_t integer();  // 0 to 2^63-1, without sign, fraction or exponent; else throws `range`
+  double number();    // throws `range` if it over- or underflows a double
   bool boolean();
   void null();
   void skip();  // still checks the value
@@ -71,15 +70,16 @@ class JsonValue {
   void* state_;
 };
 
-// Reads `text`, one document of less than 4 GiB, and calls `root` with its value. Duplicate keys
-// are found at the end of their object, after its members have been passed to the callbacks.
+// Reads `text`, one document of less than 4 GiB, and calls `root` with its value. Throws
+// `duplicate` at the end of an object, after its members have been passed to the callbacks.
 void read_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
-// For a text that read_json has accepted: checks the syntax again, but neither UTF-8 nor
-// duplicates, and so needs no memory.
+// Reads a text that read_json has accepted. Checks the syntax again, but neither UTF-8 nor
+// duplicates, and so keeps no keys.
 void reread_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 
-// Writes JSON into a string and adds commas and escapes. Misuse (a value instead of a key) is
-// INTERNAL. Doubles are written in the shortest form that reads back, non-finite ones as null.
+// Writes JSON into a string and adds commas and escapes. Throws INTERNAL on misuse, such as a value
+// where a key is expected. Doubles are written in the shortest form that reads back exactly,
+// non-finite ones as null. Bytes that are not UTF-8 become U+FFFD.
 class JsonWriter {
  public:
   JsonWriter& begin_object() { return begin('{'); }
@@ -115,8 +115,8 @@ class JsonWriter {
   JsonWriter& end(char open, char close);
   JsonWriter& literal(std::string_view word);
   std::string text_;
-  std::string open_;  // one of `{` `[` per open level, and `:` after a key
-  bool first_ = true;
+  std::string open_;   // `{` or `[` for each open level, and `:` after a key
+  bool first_ = true;  // no member or element of the innermost level has been written
 };
 
 }  // namespace modicum

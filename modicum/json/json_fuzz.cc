@@ -1,4 +1,4 @@
-// Reads any text. What read_json accepts, reread_json accepts too.
+// Reads any text. If read_json accepts it, reread_json must accept it too.
 #include <cstddef>
 #include <cstdint>
 #include <string_view>

@@ -15,7 +15,7 @@ namespace {
 
 using std::literals::operator""s;
 
-// Takes every value by its kind and writes it again.
+// Reads every value by its kind and writes it again.
 void copy(JsonValue& value, JsonWriter& out) {
   switch (value.kind()) {
     case JsonValue::Kind::object:
@@ -139,11 +139,11 @@ TEST(Json, EveryMalformedTextHasItsFaultAndOffset) {
       {"{\"a\":1,\"\\u0061\":3}", duplicate, 7},
       {"[{\"k\":{\"\":1,\"\":2}}]", duplicate, 12},
       {"[\"\xff\"]", utf8, 2},
-      {"[\"a\xc0\x80\"]", utf8, 3},            // overlong
+      {"[\"a\xc0\x80\"]", utf8, 3},            // overlong form
       {"[\"\xed\xa0\x80\"]", utf8, 2},         // surrogate
       {"[\"\xf4\x90\x80\x80\"]", utf8, 2},     // over U+10FFFF
-      {"[\"\u20ac\xe2\x82\"]", utf8, 5},       // cut
-      {"{\"a\":1,\"a\":\"\x80\"}", utf8, 12},  // before everything else
+      {"[\"\u20ac\xe2\x82\"]", utf8, 5},       // truncated character
+      {"{\"a\":1,\"a\":\"\x80\"}", utf8, 12},  // found before the duplicate key
   };
   for (const Bad& bad : cases) {
     const auto error = fault_of(bad.text);
@@ -238,7 +238,7 @@ TEST(Json, RereadingGivesTheSameValues) {
   EXPECT_THROW(reread_json("[1,", [](JsonValue&) {}), JsonError);
 }
 
-// The oracle: simdjson's parser accepts every text that we accept.
+// The oracle: simdjson's parser must accept every text that we accept.
 bool simdjson_accepts(const std::string& text) {
   simdjson::dom::parser parser;
   return parser.parse(simdjson::padded_string(text)).error() == simdjson::SUCCESS;

@@ -1,5 +1,5 @@
-// JSON values of every type and of unusual sizes: a reader must accept each one at any key, or
-// refuse it with an error of its own.
+// JSON values of every type and of unusual sizes. At any key, a reader must either accept such a
+// value or refuse it with a typed error.
 #pragma once
 
 #include <array>

@@ -6,7 +6,7 @@
 namespace modicum {
 namespace {
 
-// torch counts steps in a float32 tensor, which cannot count beyond 2^24.
+// torch counts steps in a float32 tensor, where adding 1 to 2^24 has no effect.
 constexpr int64_t kTorchSteps = int64_t{1} << 24;
 
 AdamNumbers torch_numbers(const AdamOptions& o, int64_t step, AdamNumbers n) noexcept {

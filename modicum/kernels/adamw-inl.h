@@ -1,5 +1,5 @@
-// One AdamW step over a span, in the state formats without codes. Internal to `kernels`; compiled
-// once per target.
+// One AdamW step over a span, in the state formats without 8-bit codes. Internal to `kernels`;
+// compiled once per target.
 #if defined(MODICUM_KERNELS_ADAMW_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_ADAMW_INL_H_
 #undef MODICUM_KERNELS_ADAMW_INL_H_
@@ -18,12 +18,14 @@ namespace HWY_NAMESPACE {
 
 enum class Rule : uint8_t { torch, torch_amsgrad, deepspeed };
 
-// Constants of a call.
+// Constants of one call of `adamw`.
 struct Constants {
   AdamNumbers numbers;
-  float unscale;       // negated for `maximize`, which is exact
-  float lerp;          // weight of the interpolation, from the nearer end as in torch.lerp
-  bool from_exp_avg;   // whether the nearer end is exp_avg
+  float unscale;  // negated for `maximize`, which is exact
+  // exp_avg is interpolated towards the gradient as by torch.lerp, from the end nearer to the
+  // result.
+  float lerp;          // weight, counted from that end
+  bool from_exp_avg;   // whether that end is exp_avg, not the gradient
   bool adds_decay;     // L2
   bool decays_master;  // decoupled
   float inverse_bias2;
@@ -76,7 +78,8 @@ HWY_INLINE Floats<D> next_exp_avg_sq(D d, const Constants& c, Floats<D> g, Float
   }
 }
 
-// `kOneDivision`: the denominator by fma, for moments in codes, whose own error is far larger.
+// `kOneDivision` computes the denominator by fma instead of a division. It is for moments in codes,
+// whose rounding error is far larger.
 template <Rule kRule, bool kOneDivision, class D>
 HWY_INLINE Floats<D> next_master(D d, const Constants& c, Floats<D> p, Floats<D> m,
                                  Floats<D> root) {
@@ -117,8 +120,8 @@ HWY_INLINE int64_t for_pairs(const Op& op, int64_t begin, int64_t end) {
   for (; i + 2 * lanes <= end; i += 2 * lanes) op.pair(d, i);
   return i;
 }
-// Two vectors at a time if gradient and master have 16 bits per element: packing a single vector
-// costs as much as its arithmetic.
+// Vectors are stepped in pairs if gradient and master have 16 bits per element, since packing a
+// single vector costs as much as its arithmetic. pairs_of is the part known only at run time.
 constexpr bool has_pairs(StateFormat format) {
   return HWY_TARGET != HWY_SCALAR && has_random(format) && is_split(format);
 }
@@ -126,12 +129,13 @@ inline bool pairs_of(const AdamSpan& span) {
   return span.grad_dtype == DType::bf16 && span.out == nullptr;
 }
 
-// Part of a span: all of it, or of one block if the format has random bits or scales.
+// Part of a span: all of it, or, if the format has random bits or scales, its elements of one
+// block.
 struct Piece {
   int64_t begin = 0;
   int64_t end = 0;
   int64_t to_block = 0;  // element i of the span is element i + to_block of the block
-  int64_t scale = 0;     // index of its scales
+  int64_t scale = 0;     // index of the block's scales
   BlockKeys keys = {};
 };
 
@@ -167,10 +171,10 @@ class Pieces {
   const int64_t n_;
   const uint64_t stream_;
   const int64_t row_;
-  int64_t column_;  // of element end_, in its row
+  int64_t column_;  // column of element end_ in its row
   const int64_t first_block_;
-  int64_t blocks_ = 0;  // passed
-  int64_t end_ = 0;     // of the last piece
+  int64_t blocks_ = 0;  // blocks already returned
+  int64_t end_ = 0;     // end of the last piece
 };
 
 template <class D>
@@ -196,7 +200,7 @@ HWY_INLINE Floats<D> load_exp_avg(D d, const std::byte* plane, float scale, int6
   }
 }
 
-// Of exp_avg_sq or max_exp_avg_sq.
+// Loads exp_avg_sq or max_exp_avg_sq.
 template <StateFormat kFormat, class D>
 HWY_INLINE Floats<D> load_exp_avg_sq(D d, const std::byte* plane, float scale, int64_t i) {
   if constexpr (has_codes(kFormat)) {
@@ -218,7 +222,7 @@ HWY_INLINE void store_out(D d, Floats<D> p, const AdamSpan& span, int64_t i) {
 
 // ---- the step
 
-// Loads and stores of a step.
+// A vector of parameters, exp_avg, exp_avg_sq and max_exp_avg_sq.
 template <class D>
 struct Elements {
   Floats<D> p, m, v, most;
@@ -303,7 +307,7 @@ struct Step {
   }
 };
 
-// One step.
+// One step in a format without codes.
 template <StateFormat kFormat, Rule kRule>
 void step_in_floats(const AdamNumbers& numbers, const AdamSpan& span) {
   using StepOf = Step<kFormat, kRule>;

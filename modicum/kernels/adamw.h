@@ -1,8 +1,9 @@
-// AdamW over contiguous elements in every state format, and gradient accumulation and norms. One
-// source for all instruction sets, dispatched at run time. Results are bit-equal on all of them,
-// for any number of threads and any division into calls (except 8-bit moments, see AdamSpan).
+// AdamW over contiguous elements in every state format; accumulation and norms of gradients. One
+// source is compiled for all instruction sets and dispatched at run time. Results are bit-equal on
+// all of them, for any number of threads and any division into calls (for 8-bit moments see
+// AdamSpan).
 //
-// Pure and noexcept: no allocation, no checks. Callers guarantee the shapes.
+// The arithmetic is pure and noexcept: no allocation, no checks. Callers guarantee the shapes.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +15,8 @@
 
 namespace modicum {
 
-// `torch`: every rounding of torch.optim.AdamW's single-tensor and foreach paths. `deepspeed`:
-// DeepSpeedCPUAdam's.
+// Which implementation's roundings are reproduced. `torch`: the single-tensor and foreach paths of
+// torch.optim.AdamW. `deepspeed`: DeepSpeedCPUAdam.
 enum class AdamSemantics : uint8_t { torch, deepspeed };
 
 // The options of one parameter group.
@@ -26,35 +27,37 @@ struct AdamOptions {
   double beta2 = 0.999;
   double eps = 1e-8;
   double weight_decay = 1e-2;
-  bool decoupled = true;  // false: L2, the decay is added to the gradient
+  bool decoupled = true;  // false: L2, weight_decay times the parameter is added to the gradient
   bool amsgrad = false;   // `torch` only
   bool maximize = false;  // `torch` only
   bool bias_correction = true;
   bool operator==(const AdamOptions&) const = default;
 };
 
-// The constants of a group in one step, rounded where the semantics round them.
+// The constants of a group in one step, rounded as the semantics require.
 struct AdamNumbers {
   AdamSemantics semantics = AdamSemantics::torch;
   bool decoupled = true;
   bool amsgrad = false;
   bool maximize = false;
-  float unscale = 1.0F;  // the gradient is multiplied by `unscale`, then by `clip`: two roundings,
-  float clip = 1.0F;     // as in frameworks that use two passes
-  float decay = 1.0F;    // torch, decoupled: 1 - lr * wd; deepspeed, decoupled: -lr * wd; L2: wd
+  // The gradient is multiplied by `unscale`, then by `clip`: two roundings, as in frameworks that
+  // use two passes.
+  float unscale = 1.0F;
+  float clip = 1.0F;
+  float decay = 1.0F;  // torch, decoupled: 1 - lr * wd; deepspeed, decoupled: -lr * wd; L2: wd
   float beta1 = 0.9F;
   float beta2 = 0.999F;
   float one_minus_beta1 = 0.1F;
   float one_minus_beta2 = 0.001F;
-  float bias2 = 1.0F;  // torch: sqrt(1 - beta2^t), a divisor; deepspeed: its inverse, a factor
+  float bias2 = 1.0F;  // torch: sqrt(1 - beta2^t), a divisor; deepspeed: the inverse, a factor
   float eps = 1e-8F;
   float step_size = -1e-3F;  // -lr / (1 - beta1^t)
-  uint64_t seed = 0;         // of stochastic rounding
-  int64_t step = 1;          // t, from 1: for stochastic rounding
+  uint64_t seed = 0;         // for stochastic rounding
+  int64_t step = 1;          // t, from 1; for stochastic rounding
 };
 AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed);
 
-// A power in fp32 as a product of one factor per step, each product rounded. A value.
+// A power in fp32, computed by one multiplication per step, each rounded.
 class RunningPower {
  public:
   RunningPower() = default;
@@ -73,7 +76,7 @@ class RunningPower {
 struct BetaPowers {
   RunningPower beta1, beta2;
 };
-// As above, in constant time for the step that follows that of `powers`.
+// The same constants, in constant time if `powers` come from the step before.
 AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed,
                          BetaPowers& powers);
 
@@ -91,23 +94,23 @@ AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed
 // that is divided between two calls gets two scales, so divide where blocks begin.
 struct AdamSpan {
   StateFormat format = StateFormat::fp32;
-  uint64_t parameter = 0;  // name_hash of its FQN
+  uint64_t parameter = 0;  // name_hash of the parameter's FQN
   int64_t first = 0;       // global row-major index of the first element
   int64_t n = 0;
-  int64_t row = 0;              // elements of a row; 0: all of the parameter's
+  int64_t row = 0;              // elements per row; 0: the parameter is one row
   std::byte* master = nullptr;  // fp32, or the bf16 half of a split master
   std::byte* master_low = nullptr;
   const std::byte* grad = nullptr;
   DType grad_dtype = DType::f32;  // f32, bf16 or f16
   std::byte* exp_avg = nullptr;
   std::byte* exp_avg_sq = nullptr;
-  std::byte* max_exp_avg_sq = nullptr;  // amsgrad only; format of exp_avg_sq
+  std::byte* max_exp_avg_sq = nullptr;  // amsgrad only; dtype of exp_avg_sq
   float* exp_avg_scale = nullptr;
   float* exp_avg_sq_scale = nullptr;
   float* max_exp_avg_sq_scale = nullptr;
-  std::byte* out =
-      nullptr;  // optional copy of the new parameter in `out_dtype`, rounded to nearest even
-  DType out_dtype = DType::bf16;
+  // Optional copy of the new parameter in `out_dtype`, rounded to nearest even.
+  std::byte* out = nullptr;
+  DType out_dtype = DType::bf16;  // or f16
 };
 // One step. Expects a finite gradient (see squares); does not write `grad`.
 void adamw(const AdamNumbers& numbers, const AdamSpan& span) noexcept;
@@ -124,7 +127,7 @@ void add_gradients(const std::byte* from, DType from_dtype, std::byte* to, int64
 
 // A partial gradient norm. If an element is not finite, `finite` is false and the sum is 0.
 struct GradNorm {
-  double sum_of_squares = 0;  // of the gradients as they arrived
+  double sum_of_squares = 0;  // of the gradients before `unscale` and `clip`
   bool finite = true;
 
   GradNorm& operator+=(const GradNorm& other) noexcept;
@@ -134,8 +137,8 @@ struct GradNorm {
 // Sums the squares of `n` elements in fp64, in a fixed order.
 GradNorm squares(const std::byte* grad, DType dtype, int64_t n) noexcept;
 
-// The instruction sets with kernels in this program that this machine runs, best first, as named by
-// `--isa`; and those that it does not run.
+// The instruction sets for which this program has kernels, best first, with the names of `--isa`:
+// those that this machine runs, and those that it does not run.
 std::vector<std::string_view> isas();
 std::vector<std::string_view> isas_not_run();
 std::string_view isa() noexcept;      // the current one

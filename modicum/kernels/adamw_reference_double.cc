@@ -82,7 +82,7 @@ void write_master(const AdamSpan& s, int64_t i, float value, uint32_t random) {
   }
 }
 
-// ---- moments in codes; `scale` is that of the block
+// ---- moments in codes; `scale` is the block's
 
 float codable(float value) {
   if (std::isnan(value)) return 0;
@@ -104,8 +104,8 @@ float root_of(uint8_t q, float scale) { return (offset_of(q, 32) - 2) * (1.0F / 
 float per_value(float scale, float range) {
   return range / std::max(scale, 0x1p-100F) * (1 + 0x1p-22F);
 }
-// The code below z, or the next one: `random` has so many bits, and z's place between the two
-// codes is the probability of the next one.
+// The code below z, or the next one; z's place between the two is the probability of the next one.
+// `random` has `bits` bits.
 uint32_t rounded_code(float z, uint32_t codes_of_segment, uint32_t random, int bits) {
   const int segment = std::ilogb(z) - 1;
   const double steps = std::ldexp(static_cast<double>(z), -segment - 1) *
@@ -192,7 +192,7 @@ void write_element(const AdamNumbers& n, const AdamSpan& s, int64_t i, const Ele
   }
 }
 
-// Elements [begin, end), all elements of one block in the span.
+// Encodes all elements of one block that are in the span, from `begin` on.
 void encode_block(const AdamNumbers& n, const AdamSpan& s, int64_t block, int64_t begin,
                   const std::vector<Element>& elements) {
   float scale = 0;
@@ -262,8 +262,7 @@ void reference_adamw(const AdamNumbers& n, const AdamSpan& s) {
 GradNorm reference_squares(const std::byte* grad, DType dtype, int64_t n) {
   std::vector<double> sums(32);
   bool finite = true;
-  const int64_t of_stream =
-      n / 32 * 8;  // elements of each of the four streams; the remainder follows
+  const int64_t of_stream = n / 32 * 8;  // elements in each of the four streams; a rest follows
   for (int64_t i = 0; i < n; ++i) {
     const double x = as_f32(dtype, grad, i);
     finite = finite && std::isfinite(x);

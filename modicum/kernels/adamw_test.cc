@@ -44,7 +44,7 @@ void expect_torch(const TorchRun& run) {
   }
 }
 
-// Two ulps of the parameter or of its total update, whichever is larger.
+// Tolerates two ulps of the parameter or of its total update, whichever is larger.
 void expect_near_in_one_step(float ours, float torchs, float before) {
   const float size = std::max(std::fabs(torchs), std::fabs(torchs - before));
   const float place = std::nextafter(size, 2 * size) - size;
@@ -185,7 +185,7 @@ TEST(AdamW, EqualsTheReferenceInRows) {
   }
 }
 
-// A cut between rows changes nothing, whatever their length.
+// A division between rows changes no bit, whatever the rows' length.
 TEST(AdamW, IsBitEqualForAnyDivisionIntoRows) {
   for (const StateFormatRow& row : all_state_formats()) {
     constexpr int64_t kRow = 300;
@@ -201,7 +201,7 @@ TEST(AdamW, IsBitEqualForAnyDivisionIntoRows) {
   }
 }
 
-// At multiples of kScaleBlock for 8-bit moments, else anywhere.
+// Divides at multiples of kScaleBlock for 8-bit moments, else anywhere.
 TEST(AdamW, IsBitEqualForAnyDivisionIntoCalls) {
   for (const StateFormatRow& row : all_state_formats()) {
     const int64_t first = 3 * kScaleBlock;
@@ -222,7 +222,7 @@ TEST(AdamW, IsBitEqualForAnyDivisionIntoCalls) {
   }
 }
 
-// With lr 0 `out` is the parameter, rounded as by `cast`.
+// With lr 0 the parameter does not change, and `out` must be its cast.
 TEST(AdamW, OutIsRoundedAsByCast) {
   constexpr int64_t kN = 1 << 17;
   for (const std::string_view isa : isas()) {
@@ -248,7 +248,7 @@ TEST(AdamW, OutIsRoundedAsByCast) {
   use_isa(isas().front());
 }
 
-// Computed with numpy's float32 and a running product.
+// The expected values were computed with numpy's float32 and a running product.
 TEST(AdamNumbers, DeepSpeedsAreRoundedToFp32AtEveryStep) {
   struct Known {
     double beta1, beta2;
@@ -282,7 +282,7 @@ float plain_product(float base, int64_t factors) {
   return product;
 }
 
-// Forward, back, from one base to another, and beyond the step from which on a power is constant.
+// Jumps forward, back, to another base, and beyond the step after which a power stays constant.
 TEST(RunningPower, EqualsThePlainProductAfterAnyJump) {
   constexpr float kBases[] = {0.9F, 0.999F, 0.9999F, 0.0F};
   std::mt19937 random(7);  // NOLINT(cert-msc51-cpp): the same jumps in every run
@@ -296,8 +296,8 @@ TEST(RunningPower, EqualsThePlainProductAfterAnyJump) {
   }
 }
 
-// With a base whose powers keep changing: 1,000 steps from the 2,000,000th on take less CPU time
-// than two powers from the beginning.
+// The powers of this base change in every step. 1,000 steps after the 2,000,000th must take less
+// CPU time than two powers computed from the beginning.
 TEST(RunningPower, ContinuesFromTheLastStep) {
   const float base = std::nextafter(1.0F, 0.0F);
   const int64_t first = 2'000'000;
@@ -349,7 +349,7 @@ TEST(Isa, UseIsaSelectsTheRequestedOne) {
 
 // ---- random bits
 
-// Correlation of two sequences of words, as numbers in [-1/2, 1/2), in standard deviations.
+// Correlation of two sequences of words, read as numbers in [-1/2, 1/2), in standard deviations.
 double correlation(const std::vector<uint32_t>& a, const std::vector<uint32_t>& b) {
   double sum = 0;
   for (size_t i = 0; i < a.size(); ++i) sum += (a[i] * 0x1p-32 - 0.5) * (b[i] * 0x1p-32 - 0.5);

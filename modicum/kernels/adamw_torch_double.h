@@ -10,10 +10,10 @@ namespace modicum {
 
 constexpr int64_t kTorchCount = 1003;
 constexpr std::array<int64_t, 5> kTorchSteps = {1, 2, 10, 100, 1000};
-// With square roots rounded to nearest: digests of the parameter, exp_avg, exp_avg_sq and, with
-// amsgrad, max_exp_avg_sq.
+// Digests of the parameter, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, recorded with
+// square roots rounded to nearest.
 using TorchDigests = std::array<uint64_t, 4>;
-// With torch's own square roots: the first elements.
+// The first elements of the parameter, recorded with torch's own square roots.
 using TorchParams = std::array<float, 8>;
 struct TorchRun {
   AdamOptions options;

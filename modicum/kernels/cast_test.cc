@@ -11,7 +11,7 @@
 namespace modicum {
 namespace {
 
-// The reference: values as long double, rounded here. It shares no code with the kernels.
+// The reference computes with long double and rounds here. It shares no code with the kernels.
 struct Format {
   int exponent_bits;
   int mantissa_bits;
@@ -43,7 +43,7 @@ long double round_half_even(long double value) {
   return rest > 0.5L || (rest == 0.5L && floor_is_odd) ? floor + 1 : floor;
 }
 
-// Expects no NaN.
+// `x` must not be NaN.
 uint32_t encode(long double value, Format f) {
   const uint32_t sign = (std::signbit(value) ? 1U : 0U) << (f.mantissa_bits + f.exponent_bits);
   const uint32_t infinity = ((1U << f.exponent_bits) - 1) << f.mantissa_bits;
@@ -204,7 +204,7 @@ std::vector<std::byte> pattern_bytes(size_t n) {
   return bytes;
 }
 
-// One aligned element at a time: the reference of longer and unaligned runs.
+// Casts one aligned element at a time: the reference for longer and unaligned runs.
 std::vector<std::byte> cast_one_by_one(const std::byte* from, Pair pair, int64_t n) {
   const int64_t from_bytes = bytes_per_element(pair.from);
   const int64_t to_bytes = bytes_per_element(pair.to);

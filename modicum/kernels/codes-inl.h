@@ -1,4 +1,4 @@
-// One AdamW step over a span with moments in codes. Internal to `kernels`; compiled once per
+// One AdamW step over a span with moments in 8-bit codes. Internal to `kernels`; compiled once per
 // target.
 #if defined(MODICUM_KERNELS_CODES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_CODES_INL_H_
@@ -13,9 +13,9 @@ HWY_BEFORE_NAMESPACE();
 namespace modicum {
 namespace HWY_NAMESPACE {
 
-// A run is a few whole blocks, or a part of one. It is stepped in three passes, since the codes of
-// a block depend on its largest moments, and since a processor overlaps more iterations of short
-// chains of operations than of one long chain:
+// A run is up to kRunBlocks complete blocks, or part of one block. It is stepped in three passes:
+// the codes of a block depend on its largest moments, and a processor overlaps more iterations of
+// short loop bodies than of a long one.
 //
 //   moments   gradient, old codes          -> new moments in fp32, staged; then their scales
 //   masters   staged moments, old master   -> new master
@@ -23,14 +23,14 @@ namespace HWY_NAMESPACE {
 constexpr int64_t kRunBlocks = 4;
 constexpr int64_t kRunElements = kRunBlocks * kScaleBlock;
 
-// Of one moment, by block of the run.
+// Factors for encoding one moment, by block of the run.
 struct MomentBlocks {
   float per[kRunBlocks];       // per_value
-  float per_step[kRunBlocks];  // least_per_step, of roots
+  float per_step[kRunBlocks];  // least_per_step; only for roots
 };
 
-// The moments of a run in fp32. Of two vectors that are updated as a pair, the one with even
-// indices comes first.
+// The moments of a run in fp32. If two vectors are updated as a pair, the elements with even
+// indices come first.
 struct Staged {
   alignas(64) float exp_avg[kRunElements];
   alignas(64) float root[kRunElements];      // of exp_avg_sq
@@ -44,10 +44,10 @@ struct Run {
   int64_t begin = 0;
   int64_t n = 0;
   int64_t scale = 0;     // index of the first block's scales
-  int64_t in_block = 0;  // the first element's place in its block
+  int64_t in_block = 0;  // index of the first element within its block
   BlockKeys keys[kRunBlocks] = {};
 
-  // The first element and the length of a block.
+  // Calls op(block, first element, number of elements) for each block.
   template <class Op>
   HWY_INLINE void by_block(const Op& op) const {
     for (int64_t k = 0; k < n; k += kScaleBlock) {
@@ -138,7 +138,7 @@ struct Moments {
   }
 };
 
-// Sets the scales of a run; false if a moment is beyond all codes.
+// Sets the scales of a run; returns false if a moment exceeds kMostCoded or is NaN.
 template <bool kAmsgrad>
 HWY_INLINE bool set_scales(const AdamSpan& span, const Run& run, Staged& staged) {
   bool fits = true;
@@ -209,7 +209,7 @@ struct Codes {
   };
   AdamSpan span;
   const Staged* staged;
-  int64_t begin;  // of the run
+  int64_t begin;  // begin of the run in the span
   float per;      // per_value of exp_avg
   Root exp_avg_sq, max_exp_avg_sq;
 

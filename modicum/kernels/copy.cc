@@ -1,10 +1,10 @@
 #include "modicum/kernels/kernels.h"
 
-// This file is compiled once per instruction set; what follows HWY_ONCE, once.
+// This file is compiled once per instruction set, except the part below HWY_ONCE.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "modicum/kernels/copy.cc"
 #include <hwy/foreach_target.h>
-// foreach_target.h comes first.
+// After foreach_target.h.
 #include <hwy/cache_control.h>
 #include <hwy/highway.h>
 

@@ -18,15 +18,16 @@ namespace {
 constexpr uint32_t kSign = 0x80000000U;
 constexpr uint32_t kInfinity = 0x7f800000U;
 constexpr uint32_t kNan = 0x7fc00000U;
-constexpr int kPlaces = 23;    // of fp32's mantissa
-constexpr int kLowest = -149;  // exponent of fp32's last place, at the least
+constexpr int kPlaces = 23;    // bits of fp32's mantissa
+constexpr int kLowest = -149;  // exponent of the smallest denormal of fp32
 
 // Finite codes have magnitudes from 2^-16 to 2^16: with a scale between these bounds all products
 // are normal.
 constexpr uint32_t kPlainFrom = (127U - 100) << kPlaces;
 constexpr uint32_t kPlainTo = (127U + 100) << kPlaces;
 
-// Of a code's seven magnitude bits: above `largest` is infinity, above `infinity` NaN.
+// A code's lower seven bits are its magnitude. A magnitude above `infinity` is NaN, else one above
+// `largest` is infinity (E4M3 has none).
 struct E4m3 {
   static constexpr int32_t mantissa_bits = 3, bias = 7, largest = 0x7e, infinity = 0x7e;
 };
@@ -34,9 +35,9 @@ struct E5m2 {
   static constexpr int32_t mantissa_bits = 2, bias = 15, largest = 0x7b, infinity = 0x7c;
 };
 
-// The magnitude's bits shifted to fp32's place, with the exponent's bias corrected. A denormal code
-// gets the exponent of the smallest normal, and the implicit bit is subtracted: no operand is
-// denormal.
+// Shifts the magnitude's bits to fp32's fields and corrects the exponent's bias. A denormal code
+// gets the exponent of the smallest normal, whose implicit bit is then subtracted, so that no
+// operand is denormal.
 template <typename Code>
 MODICUM_INLINE float value_of(int32_t magnitude) noexcept {
   constexpr int32_t kExponent = (127 - Code::bias) << kPlaces;
@@ -47,7 +48,7 @@ MODICUM_INLINE float value_of(int32_t magnitude) noexcept {
   return std::bit_cast<float>(bits + (denormal & (1 << kPlaces))) - implicit;
 }
 
-// The result for codes of infinity and NaN.
+// `number` with the product's sign; for codes of infinity and NaN, those instead.
 template <typename Code>
 MODICUM_INLINE uint32_t with_specials(uint8_t code, uint32_t number, uint32_t scale_sign) noexcept {
   const int32_t magnitude = code & 0x7f;
@@ -80,7 +81,7 @@ uint32_t any_product(uint32_t a, uint32_t b) noexcept {
   const auto exponent = [](uint32_t bits) {
     return std::max(static_cast<int>(bits >> kPlaces), 1) + kLowest - 1;
   };
-  const uint64_t product = significand(of_a) * significand(of_b);  // times 2^place
+  const uint64_t product = significand(of_a) * significand(of_b);  // the value: product * 2^place
   const int place = exponent(of_a) + exponent(of_b);
   if (product == 0) return sign;
   const int top = 63 - std::countl_zero(product);
@@ -98,7 +99,7 @@ uint32_t any_product(uint32_t a, uint32_t b) noexcept {
   return sign | static_cast<uint32_t>(std::min(bits, int64_t{kInfinity}));
 }
 
-// The codes of one block, or of a part of its row.
+// Codes that share a scale, which may be outside of [kPlainFrom, kPlainTo].
 template <typename Code, typename To>
 __attribute__((noinline)) void any_run(const std::byte* codes, float scale, std::byte* to,
                                        int64_t n, int64_t to_step) noexcept {

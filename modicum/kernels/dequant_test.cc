@@ -19,7 +19,7 @@ namespace {
 constexpr DType kTargets[] = {DType::f32, DType::bf16, DType::f16};
 constexpr DType kCodes[] = {DType::f8_e4m3, DType::f8_e5m2};
 
-// The reference: a code as docs/reference/formats.md defines it, by ldexp.
+// The reference: the value of a code as docs/reference/formats.md defines it, by ldexp.
 long double value_of(uint8_t code, DType dtype) {
   const int mantissa_bits = dtype == DType::f8_e4m3 ? 3 : 2;
   const int bias = dtype == DType::f8_e4m3 ? 7 : 15;
@@ -56,7 +56,7 @@ std::vector<std::byte> all_codes() {
   return codes;
 }
 
-// Scales of every kind, and on both sides of the bounds between the two ways to multiply.
+// Scales of every kind, and on both sides of kPlainFrom and kPlainTo.
 std::vector<float> scales() {
   std::vector<float> some;
   for (const uint32_t bits :
@@ -90,8 +90,8 @@ TEST(Dequant, ReferenceGivesKnownValues) {
   EXPECT_TRUE(std::isinf(value_of(0xfc, DType::f8_e5m2)));
 }
 
-// Oracle: all codes, many scales, three targets. Catches products that are rounded twice or not to
-// nearest even, flushed denormals, and other NaNs.
+// Oracle: all codes, many scales, three target dtypes. Must fail if products are rounded twice or
+// not to nearest even, denormals are flushed, or NaNs have other bits.
 TEST(Dequant, EveryCodeTimesManyScalesAgreesWithTheReference) {
   for (const DType dtype : kCodes) {
     for (const DType to : kTargets) {
@@ -128,7 +128,7 @@ TEST(Dequant, StridedOutputHasTheSameBits) {
   }
 }
 
-// Catches the scale of an adjacent block.
+// Must fail if a code gets the scale of an adjacent block.
 TEST(Dequant, EachBlockHasItsOwnScale) {
   std::vector<float> grid(400);
   for (size_t i = 0; i < grid.size(); ++i) grid[i] = 1.0F + static_cast<float>(i);

@@ -12,9 +12,9 @@ namespace {
 
 constexpr uint64_t kStep = 0x9e3779b97f4a7c15U;  // odd; spreads adjacent places and seeds
 
-// Mixes the place into a mask, xors the element's bits, and mixes again. Both steps are bijections,
-// so that two different elements at one place never give the same number; the multiplications
-// prevent (place, bits) pairs from cancelling in the sum.
+// Hashes the place to a mask, xors the element's bits, and hashes again. Both hashes are
+// bijections, so two different elements at one place never give the same number. The
+// multiplications keep changes of several (place, bits) pairs from cancelling in the sum.
 MODICUM_INLINE uint64_t mix(uint64_t place, uint64_t bits) noexcept {
   uint64_t x = (place ^ (place >> 32)) * 0xd6e8feb86659fd93U;
   x ^= (x >> 32) ^ bits;
@@ -25,7 +25,7 @@ MODICUM_INLINE uint64_t mix(uint64_t place, uint64_t bits) noexcept {
 
 template <typename Bits>
 struct Sum {
-  uint64_t place;  // of the first element
+  uint64_t place;  // seed + index * kStep of the first element
   const std::byte* elements;
   int64_t n;
   uint64_t* total;

@@ -91,7 +91,7 @@ TEST_P(DigestRun, NeedsNoAlignment) {
 
 INSTANTIATE_TEST_SUITE_P(Sizes, DigestRun, testing::Values(1, 2, 4, 8));
 
-// Any bit of an element changes half of the sum's bits on average.
+// Flipping any bit of an element must change half of the sum's bits on average.
 TEST(DigestRunMixing, SpreadsOneBitOverTheSum) {
   int64_t changed_bits = 0;
   int64_t trials = 0;

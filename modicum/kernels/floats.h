@@ -26,7 +26,7 @@ struct Bf16 {
   }
 
   // Adding 0x7fff, and one more where the kept part is odd, carries into the kept part exactly
-  // when nearest-even goes up. A carry out of the largest finite value gives infinity.
+  // when rounding to nearest even goes up. A carry out of the largest finite value gives infinity.
   static MODICUM_INLINE Bits narrow(uint32_t f32) noexcept {
     const uint32_t rounded = (f32 + 0x7fffU + ((f32 >> 16) & 1U)) >> 16;
     const bool is_nan = (f32 & 0x7fffffffU) > 0x7f800000U;
@@ -45,13 +45,13 @@ MODICUM_INLINE int32_t larger(int32_t a, int32_t b) noexcept {
 
 // Conditions are masks: GCC compiles `?:` and std::min to branches around the float operation
 // (which might trap) and then does not vectorise. No operand and no result that is used is
-// denormal.
+// denormal, so that flush-to-zero modes have no effect.
 struct Fp16 {
   using Bits = uint16_t;
 
   // The value is significand * 2^(exponent - 25), where denormals have the exponent 1 and no
-  // implicit bit; as numbers, both factors and their product are exact. Infinity and NaN come out
-  // as if 31 were an exponent like others and are then moved up to fp32's 255.
+  // implicit bit; both factors and their product are exact. Infinity and NaN, whose exponent is 31,
+  // are first computed as numbers and then moved up to fp32's exponent 255.
   static MODICUM_INLINE uint32_t widen(Bits bits) noexcept {
     const uint32_t sign = static_cast<uint32_t>(bits & 0x8000U) << 16;
     const int32_t magnitude = bits & 0x7fff;
@@ -64,9 +64,9 @@ struct Fp16 {
     return sign | (product + static_cast<uint32_t>(to_special)) | static_cast<uint32_t>(quiet);
   }
 
-  // The anchor is the power of two whose last place is fp16's last place for numbers of this
-  // exponent (the smallest normal's for denormals): adding it rounds, and the sum's low bits count
-  // these places. A carry moves into the exponent. Larger values are capped at 2^16, which gives
+  // The anchor is the power of two whose last place in fp32 equals fp16's last place at this
+  // exponent (the smallest normal's for denormals). Adding it rounds, and the sum's low bits count
+  // fp16's places. A carry moves into the exponent. Larger values are capped at 2^16, which gives
   // infinity.
   static MODICUM_INLINE Bits narrow(uint32_t f32) noexcept {
     const uint32_t sign = (f32 >> 16) & 0x8000U;

@@ -29,8 +29,8 @@ constexpr bool has_random(StateFormat format) { return format >= StateFormat::bf
 // ---- the master parameter
 
 // Joins the two halves to an fp32. If the caller has overwritten the upper half since the last
-// step, the lower half belongs to another value; a sum beyond the range of bf16 (a NaN below an
-// upper half of +-0) shows that, and the result is the upper half alone.
+// step, the lower half belongs to another value. A sum outside of the finite range of bf16 shows
+// that (+-0 with a negative lower half gives a NaN); then the result is the upper half alone.
 template <class D>
 HWY_INLINE Floats<D> joined(D d, Ints<D> upper, Ints<D> lower) {
   const hn::Rebind<int32_t, D> di;
@@ -58,8 +58,8 @@ HWY_INLINE Floats<D> load_master(D d, const std::byte* high, const std::byte* lo
   }
 }
 
-// The upper half is rounded half up in magnitude: with ties to even two values would share their
-// halves. `random` is used only if the lower half has 8 bits.
+// The upper half is rounded to nearest, ties away from zero: with ties to even, two values would
+// have the same halves. `random` is used only if the lower half has 8 bits.
 template <StateFormat kFormat, class D>
 HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
                              const AdamSpan& span, int64_t i) {
@@ -138,15 +138,16 @@ HWY_INLINE void store_bf16_random(D d, Floats<D> v, Words<D> random16, std::byte
 
 // ---- moments in 8 bits, with the scale of their block
 //
-// The codes are mu-law's: 8 segments of equally many codes, each with twice the step of the segment
-// before. The offset z = 2 + x (top - 2) of x = |value| / scale is a float whose leading bits are
-// the code: 3 bits of the exponent, 4 (exp_avg) or 5 (root) of the significand.
+// The codes are spaced as in mu-law coding: 8 segments of equally many codes, each with twice the
+// step of the segment before. A value is stored as x = |value| / scale. Its offset
+// z = 2 + x (top - 2) is a float whose leading bits are the code: 3 bits of the exponent, 4
+// (exp_avg) or 5 (root) of the significand.
 //
 //   z            2      2.125  ...  3.875  4     4.25  ...  7.75  8 ...  480    496
 //   exp_avg      0      1           15     16    17         31    32     126    127
 //   step               1/8                      1/4               1/2        16
 //
-// `kPlaces`: the places of z that a code drops.
+// `kPlaces`: the number of low bits of z that a code drops.
 constexpr int kSignedPlaces = 19;               // exp_avg; the code's highest bit is the sign
 constexpr int kRootPlaces = 18;                 // root of exp_avg_sq
 constexpr uint32_t kLeastOffset = 0x40000000U;  // 2, with zeros where a code has its bits
@@ -155,18 +156,18 @@ constexpr uint32_t kExponent = 0x7f800000U;
 template <int kPlaces>
 constexpr float kTop = std::bit_cast<float>(kLeastOffset +
                                             ((kPlaces == kSignedPlaces ? 127U : 255U) << kPlaces));
-// Scales below it are divided by it: the codes of such a block are smaller, and no quotient
-// overflows.
+// The least divisor of values: in a block with a smaller scale the codes are smaller, and no
+// quotient overflows.
 constexpr float kLeastDivisor = 0x1p-100F;
 
-// (z - 2) / (top - 2), rounded once as that is, since z - 2 is exact.
+// (z - 2) * (1 / (top - 2)) with one rounding.
 template <int kPlaces, class D>
 HWY_INLINE Floats<D> part_of_scale(D d, Floats<D> z) {
   constexpr float kInverse = 1 / (kTop<kPlaces> - 2);
   return fma(d, z, hn::Set(d, kInverse), hn::Set(d, -2 * kInverse));
 }
-// The value of a code that has been shifted by kPlaces, without its sign. The largest code's is the
-// scale, to the bit.
+// The magnitude of a code that has been shifted by kPlaces. The largest code's is exactly the
+// scale.
 template <int kPlaces, class D>
 HWY_INLINE Floats<D> value_of(D d, Words<D> placed, float scale) {
   const hn::Rebind<uint32_t, D> du;
@@ -179,7 +180,7 @@ HWY_INLINE Words<D> load_codes(D, const std::byte* codes, int64_t i) {
   const hn::Rebind<uint8_t, D> d8;
   return hn::PromoteTo(hn::Rebind<uint32_t, D>(), load(d8, codes, i));
 }
-// The values of codes in the lowest bytes.
+// The values of codes, which are the lowest bytes of the words.
 template <class D>
 HWY_INLINE Floats<D> signed_value(D d, Words<D> codes, float scale) {
   const hn::Rebind<uint32_t, D> du;
@@ -191,8 +192,8 @@ HWY_INLINE Floats<D> root_value(D d, Words<D> codes, float scale) {
   return value_of<kRootPlaces>(d, hn::ShiftLeft<kRootPlaces>(codes), scale);
 }
 
-// The same for 2 * Lanes(d) codes. An offset's leading 16 bits hold its code, so both vectors' are
-// made at once.
+// part_of_scale for 2 * Lanes(d) codes. An offset's leading 16 bits hold its code, so 16-bit
+// operations make the offsets of both vectors at once.
 template <int kPlaces, class D>
 HWY_INLINE Pair<Floats<D>> parts_of_scale(D d, hn::Vec<hn::Repartition<uint16_t, D>> codes) {
   const hn::Repartition<uint16_t, D> d16;
@@ -225,8 +226,8 @@ HWY_INLINE Pair<Floats<D>> root_pair(D d, const std::byte* codes, int64_t i, flo
   return {hn::Mul(x.even, s), hn::Mul(x.odd, s)};
 }
 
-// Half of a code's step in the places that it drops, which rounds to the nearest value; random bits
-// of a word there.
+// The summands that round an offset: half of a code's step rounds to nearest; random bits, as many
+// as the code drops, round stochastically.
 template <int kPlaces>
 constexpr uint32_t kNearest = 1U << (kPlaces - 1);
 template <class D>
@@ -239,8 +240,8 @@ HWY_INLINE Words<D> root_random(D, Words<D> random) {
   return hn::And(random, hn::Set(du, (1U << kRootPlaces) - 1));
 }
 
-// The factor of a block from a value to its offset, rounded up, so that the scale's own gets the
-// largest code.
+// The factor that turns a block's values into offsets, rounded up so that the value equal to the
+// scale gets the largest code.
 template <int kPlaces>
 HWY_INLINE float per_value(float scale) {
   return (kTop<kPlaces> - 2) / std::max(scale, kLeastDivisor) * (1 + 0x1p-22F);
@@ -249,14 +250,15 @@ template <class D>
 HWY_INLINE Floats<D> offset_of(D d, Floats<D> magnitude, float per) {
   return fma(d, magnitude, hn::Set(d, per), hn::Set(d, 2.0F));
 }
-// An offset with its code from bit kPlaces on. In a segment steps are equal, and a carry into the
-// exponent leads to the first value of the next one: the value is exact on average.
+// Rounds an offset; its code is then in the bits from kPlaces on. Within a segment steps are equal,
+// and a carry into the exponent gives the first code of the next segment, so the value is exact on
+// average.
 template <int kPlaces, class D>
 HWY_INLINE Words<D> rounded(D d, Floats<D> z, Words<D> random) {
   return hn::Add(bits_of(d, hn::Min(z, hn::Set(d, kTop<kPlaces>))), random);
 }
 
-// Words whose highest byte is the code. `value` gives the sign.
+// Words whose highest byte is the code of the rounded offset z. `value` gives the sign.
 template <class D>
 HWY_INLINE Words<D> signed_code(D d, Words<D> z, Floats<D> value) {
   const Words<D> code = hn::ShiftLeft<24 - kSignedPlaces>(z);
@@ -283,8 +285,8 @@ HWY_INLINE void store_code_pair(D, Words<D> even, Words<D> odd, std::byte* to, i
   store(d8, hn::TruncateTo(d8, hn::ShiftRight<8>(halves)), to, i);
 }
 
-// Where a step of exp_avg's code is large compared with the root, its rounding alone would make
-// large updates. So a root is stored as no less than 3/4 of that step, plus code 1.
+// Where the step between exp_avg's codes is large compared with the root, rounding exp_avg would
+// cause large updates. So a root is stored as at least 3/4 of that step, plus code 1.
 constexpr float kLeastRoot = 2 + 0x1p-4F;  // the offset of code 1
 HWY_INLINE float least_per_step(float exp_avg_scale, float root_scale) {
   constexpr float kSteps = 0.75F / 16 * (kTop<kRootPlaces> - 2) / (kTop<kSignedPlaces> - 2);
@@ -298,8 +300,8 @@ HWY_INLINE Floats<D> least_of(D d, Words<D> exp_avg, float per_step) {
   return fma(d, segment, hn::Set(d, per_step), hn::Set(d, kLeastRoot));
 }
 
-// Largest magnitude of n > 0 floats, NaN if one of them is NaN. Compares as integers, which have
-// the same order with NaN above infinity; a maximum of floats may lose a NaN.
+// Largest magnitude of n > 0 floats, NaN if one of them is NaN. Compares their bits as integers,
+// which have the same order, with NaN above infinity; a maximum of floats may lose a NaN.
 HWY_INLINE float largest(const float* values, int64_t n) {
   const hn::ScalableTag<float> df;
   const hn::RebindToSigned<decltype(df)> d;
@@ -323,8 +325,8 @@ HWY_INLINE float largest(const float* values, int64_t n) {
   return std::bit_cast<float>(most);
 }
 
-// The largest |exp_avg| and root that a code represents: below the root of the largest float, so
-// that neither encoding nor squaring overflows.
+// The largest |exp_avg| and root that a code represents. It is below the square root of the largest
+// float, so that neither encoding nor squaring overflows.
 constexpr float kMostCoded = 0x1p63F;
 
 // Values beyond the largest code become it, and NaN becomes 0, so that the other elements of their

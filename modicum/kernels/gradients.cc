@@ -31,8 +31,10 @@ void add(const std::byte* from, DType dtype, std::byte* to, int64_t n) {
 // single stream keeps too few cache lines in flight. Each stream has kColumns sums; sum k takes
 // every kColumns-th element, whatever the vector width. n = 3200:
 //
-//   stream 0: 0 ... 799    stream 1: 800 ... 1599    stream 2: 1600 ... 2399    stream 3: 2400 ...
-//   3199 its sum k: elements k, k + 8, k + 16, ...
+//   stream 0: 0 ... 799          stream 1: 800 ... 1599
+//   stream 2: 1600 ... 2399      stream 3: 2400 ... 3199
+//
+// Sum k of stream 0 has the elements k, k + 8, k + 16, ...
 //
 // Squares of fp32 are exact in fp64, so a fused multiply-add gives the same bits as two operations.
 constexpr int64_t kStreams = 4;
@@ -51,10 +53,10 @@ HWY_INLINE hn::Vec<DoubleTag> add_square(DoubleTag d, DType dtype, const std::by
 struct Streams {
   const std::byte* grad;
   DType dtype;
-  int64_t apart;  // elements between the begins of two streams
+  int64_t apart;  // elements from one stream's begin to the next one's
 };
 
-// `rows` rows of kColumns elements of each stream, from element `begin` of the first one on.
+// Adds `rows` rows of kColumns elements of each stream, from the stream's element `begin` on.
 // (Arrays of scalable vectors are not allowed.)
 HWY_INLINE void add_rows(const Streams& of, int64_t begin, int64_t rows, double* sums) {
   const auto [grad, dtype, apart] = of;
@@ -135,8 +137,8 @@ double GradNorm::norm(double unscale) const noexcept { return std::sqrt(sum_of_s
 
 GradNorm squares(const std::byte* grad, DType dtype, int64_t n) noexcept {
   const double sum = HWY_DYNAMIC_DISPATCH(sum_of_squares)(grad, dtype, n);
-  // Sums of finite fp32 squares do not overflow fp64, and infinities cannot cancel: all are
-  // positive.
+  // Sums of finite fp32 squares do not overflow fp64, and infinities cannot cancel, since squares
+  // are positive.
   const bool finite = std::isfinite(sum);
   return {finite ? sum : 0, finite};
 }

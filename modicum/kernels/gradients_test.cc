@@ -63,7 +63,7 @@ TEST(Squares, TheLargestFloatsHaveAFiniteSum) {
                    1000.0 * static_cast<double>(largest) * static_cast<double>(largest));
 }
 
-// Every 16-bit pattern is widened as by `cast` and added in fp32.
+// Every 16-bit pattern must be widened as by `cast` and added in fp32.
 TEST(AddGradients, AddsInFp32FromEveryDtype) {
   constexpr int64_t kN = 0x10000;
   for (const std::string_view isa : isas()) {

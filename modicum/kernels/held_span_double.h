@@ -1,4 +1,4 @@
-// Memory of an AdamSpan, for tests: every plane of a format, slightly misaligned.
+// The memory of an AdamSpan, for tests: every plane of a format, misaligned if `skew` is not 0.
 #pragma once
 
 #include <cmath>
@@ -92,7 +92,7 @@ struct HeldSpan {
     return span;
   }
 
-  // Gradients in the format's dtype.
+  // Stores gradients in grad_dtype.
   void set_grad(const std::vector<float>& values) {
     cast(reinterpret_cast<const std::byte*>(values.data()), DType::f32, grad.data(), grad_dtype, n);
   }
@@ -108,8 +108,8 @@ struct HeldSpan {
   }
 };
 
-// fp32 of any sign and 24 random bits, at 16 sizes between 2^-15 and 1; the same as in
-// record_adamw.py.
+// fp32 values with any sign and 24 random bits, scaled by powers of two from 2^-15 to 1; the same
+// as in record_adamw.py.
 inline std::vector<float> spread_values(int64_t stream, int64_t n) {
   std::vector<float> values(static_cast<size_t>(n));
   for (size_t i = 0; i < values.size(); ++i) {

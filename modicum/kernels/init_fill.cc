@@ -7,6 +7,7 @@
 namespace modicum {
 namespace {
 
+// The finalizer of SplitMix64.
 uint64_t mixed(uint64_t x) noexcept {
   x ^= x >> 30;
   x *= 0xbf58476d1ce4e5b9ULL;
@@ -15,7 +16,7 @@ uint64_t mixed(uint64_t x) noexcept {
   return x ^ (x >> 31);
 }
 
-// A normal variate by Box-Muller, from two uniform variates in (0, 1], by element index.
+// A normal variate by Box-Muller, from two uniform variates: u in (0, 1], v in [0, 1).
 double normal_of(uint64_t seed, int64_t index) noexcept {
   constexpr double kUnit = 0x1p-53;
   const uint64_t counter = seed + 2 * static_cast<uint64_t>(index) * 0x9e3779b97f4a7c15ULL;

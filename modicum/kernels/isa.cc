@@ -10,7 +10,7 @@
 #define HWY_TARGET_INCLUDE "modicum/kernels/isa.cc"
 #include <hwy/foreach_target.h>
 #include <hwy/nanobenchmark.h>
-// Best first.
+// After foreach_target.h.
 #include <hwy/highway.h>
 
 HWY_BEFORE_NAMESPACE();
@@ -25,8 +25,8 @@ int64_t target_in_force() { return HWY_TARGET; }
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-// While libhwy is loaded it measures a timer that nothing here uses: 3 ms of CPU time in every
-// process, half of what a short command takes. This definition comes before its own.
+// When libhwy is loaded, it measures a timer that nothing here uses: 3 ms of CPU time in every
+// process, half of a short command's. The dynamic linker prefers this definition to libhwy's.
 namespace hwy::platform {
 __attribute__((visibility("default"))) uint64_t TimerResolution() { return 1; }
 }  // namespace hwy::platform
@@ -40,6 +40,7 @@ struct Isa {
   int64_t target;
   std::string_view name;
 };
+// Best first.
 constexpr Isa kIsas[] = {
     {HWY_AVX3_DL, "avx3_dl"},   {HWY_AVX3, "avx3"},       {HWY_AVX2, "avx2"},
     {HWY_SVE2_128, "sve2_128"}, {HWY_SVE_256, "sve_256"}, {HWY_SVE2, "sve2"},
@@ -47,7 +48,7 @@ constexpr Isa kIsas[] = {
     {HWY_SCALAR, "scalar"},
 };
 
-// The static target always runs, since the compiler assumes it. Queried once: CPUID takes tens of
+// The static target always runs, since the compiler assumes it. Computed once: CPUID takes tens of
 // microseconds in a virtual machine.
 int64_t runnable() {
   static const int64_t targets = (hwy::SupportedTargets() | HWY_STATIC_TARGET) & HWY_TARGETS;

@@ -1,5 +1,6 @@
-// The door of `kernels`: arithmetic over contiguous elements. Pure, noexcept, bit-equal for any
-// number of threads. Pointers need no alignment; ranges must not overlap.
+// The public header of `kernels`: arithmetic over contiguous elements. Pure, noexcept, bit-equal
+// for any number of threads. Pointers need no alignment (except copy_streaming's); ranges must not
+// overlap.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +14,7 @@ namespace modicum {
 
 // Casts `n` elements between fp32, bf16 and fp16: round to nearest, ties to even; values too large
 // become infinities; denormals are kept, whatever the caller's flush-to-zero mode. fp16 <-> bf16
-// goes through fp32. The same dtype copies. Any other pair is a programmer error, refused by the
-// plan.
+// goes through fp32. Equal dtypes are copied. No other pair may be passed; the plan refuses them.
 //
 // NaNs stay NaNs. In bf16 every NaN becomes 0x7fc0, as in torch 2.13's scalar code (its AVX2 code
 // gives 0xffff). fp32 <-> fp16 keeps the sign and the upper payload bits and sets the quiet bit;
@@ -25,32 +25,32 @@ void cast(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype
 // values[i] *= factor, one fp32 rounding.
 void scale(float* values, float factor, int64_t n) noexcept;
 
-// As `cast`, but writes element i to `to` + i * to_step elements. Dtypes of whole bytes only.
+// Like `cast`, but writes element i to `to` + i * to_step elements. Dtypes of whole bytes only.
 void cast_strided(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype, int64_t n,
                   int64_t to_step) noexcept;
 
-// Contiguous FP8 codes of one row. Code i has the scale scales[(into_block + i) / block].
+// Contiguous FP8 codes of one row. The scale of code i is scales[(into_block + i) / block].
 struct ScaledCodes {
   const std::byte* codes = nullptr;
   DType dtype = DType::f8_e4m3;  // or f8_e5m2
   const float* scales = nullptr;
-  int64_t into_block = 0;  // codes between the begin of the first block and code 0
-  int64_t block = 1;
+  int64_t into_block = 0;  // codes of the first block that precede code 0
+  int64_t block = 1;       // codes per block
 };
 
-// `n` codes times their scales: one fp32 product, rounded to nearest even, then cast to fp32, bf16
-// or fp16; element i is written to `to` + i * to_step elements. Denormal scales and products are
-// kept, whatever the caller's flush-to-zero mode. Every NaN is the quiet NaN 0x7fc00000, 0x7fc0 or
-// 0x7e00.
+// Multiplies `n` codes by their scales in fp32, rounded to nearest even, and casts the products to
+// fp32, bf16 or fp16; element i is written to `to` + i * to_step elements. Denormal scales and
+// products are kept, whatever the caller's flush-to-zero mode. Every NaN is the quiet NaN
+// 0x7fc00000, 0x7fc0 or 0x7e00.
 void dequant(const ScaledCodes& from, std::byte* to, DType to_dtype, int64_t n,
              int64_t to_step = 1) noexcept;
 
-// Stored scales as fp32, exactly. F8_E8M0 and U8 are 2^(byte - 127); 255 is NaN in F8_E8M0 and
-// infinity in U8, as in transformers.
+// Converts stored scales to fp32, exactly. A byte of F8_E8M0 or U8 means 2^(byte - 127), except
+// 255: NaN in F8_E8M0 and infinity in U8, as in transformers.
 void widen_scales(const std::byte* from, DType dtype, int64_t n, float* to) noexcept;
 
-// Copies `n` bytes by stores that bypass the caches, which is the fastest way where the target is
-// much larger than they are. `from`, `to` and `n` are multiples of 64.
+// Copies `n` bytes by stores that bypass the caches, which is fastest if the target is much larger
+// than the caches. `from`, `to` and `n` are multiples of 64.
 void copy_streaming(const std::byte* from, std::byte* to, size_t n) noexcept;
 
 // 64 bits of a name: XXH3 of its bytes.
@@ -65,21 +65,21 @@ uint64_t name_hash(std::string_view name) noexcept;
 void synth_fill(uint64_t tensor_hash, DType dtype, int64_t first, int64_t n,
                 std::byte* to) noexcept;
 
-// The rules of a recipe's `init`, in its order. `normal` draws from N(0, std^2) by a hash of (seed,
-// index), independent of the division into calls. dtype: fp32, bf16 or fp16.
+// The rules of a recipe's `init`, in the order of that list. `normal` draws from N(0, std^2) by a
+// hash of (seed, index), independent of the division into calls. dtype: fp32, bf16 or fp16.
 enum class InitKind : uint8_t { zeros, ones, normal };
 struct InitFill {
   InitKind kind;
-  double std;     // of `normal`
-  uint64_t seed;  // of `normal`
+  double std;     // used by `normal`
+  uint64_t seed;  // used by `normal`
   DType dtype;
 };
 // Writes elements [first, first + n).
 void init_fill(const InitFill& fill, int64_t first, int64_t n, std::byte* to) noexcept;
 
-// The sum over n elements of mix(seed, index, bits), modulo 2^64: a contiguous run's part of a
-// digest that does not depend on the layout, since the parts of any division add up to the same
-// sum. Element i has the index first + i; `element_bytes` is 1, 2, 4 or 8.
+// The sum over n elements of a hash of (seed, index, bits), modulo 2^64. It is a contiguous run's
+// part of a digest. The digest does not depend on the layout, since the parts of any division add
+// up to the same sum. Element i has the index first + i; `element_bytes` is 1, 2, 4 or 8.
 uint64_t digest_run(uint64_t seed, const std::byte* elements, int element_bytes, int64_t first,
                     int64_t n) noexcept;
 

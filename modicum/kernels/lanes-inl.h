@@ -22,7 +22,7 @@ namespace modicum {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// `D` is always a tag of float vectors; the other tags have as many lanes.
+// `D` is a tag of float vectors, except in `load` and `store`. The other tags have as many lanes.
 template <class D>
 using Floats = hn::Vec<D>;
 template <class D>
@@ -32,7 +32,7 @@ using Ints = hn::Vec<hn::Rebind<int32_t, D>>;
 
 using OneLane = hn::CappedTag<float, 1>;
 
-// Vectors from element i on, of an array of any alignment.
+// The vector of elements from i on; the array needs no alignment.
 template <class D>
 HWY_INLINE hn::Vec<D> load(D d, const std::byte* from, int64_t i) {
   using T = hn::TFromD<D>;
@@ -62,7 +62,7 @@ template <class D>
 HWY_INLINE Words<D> bits_of(D, Floats<D> v) {
   return hn::BitCast(hn::Rebind<uint32_t, D>(), v);
 }
-// `magnitude` with the highest bit of `sign`. The magnitude's own is 0.
+// `magnitude`, whose highest bit is 0, with the highest bit of `sign`.
 template <class D>
 HWY_INLINE Floats<D> with_sign(D d, Floats<D> magnitude, Words<D> sign) {
   return hn::CopySignToAbs(magnitude, hn::BitCast(d, sign));
@@ -79,7 +79,7 @@ HWY_INLINE void store_u16(D, Words<D> v, std::byte* to, int64_t i) {
   store(d16, hn::DemoteTo(d16, hn::BitCast(hn::Rebind<int32_t, D>(), v)), to, i);
 }
 
-// 2 * Lanes(d) elements as two vectors: even indices and odd indices. Not of one lane.
+// 2 * Lanes(d) elements as two vectors: even indices and odd indices. Not for OneLane.
 template <class V>
 struct Pair {
   V even, odd;
@@ -129,14 +129,14 @@ HWY_INLINE Floats<D> fma(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
 #endif
 }
 
-// ---- bf16 and fp16, as in floats.h
+// ---- bf16 and fp16, by the methods of floats.h
 
 template <class D>
 HWY_INLINE Floats<D> load_bf16(D d, const std::byte* from, int64_t i) {
   return hn::BitCast(d, hn::ShiftLeft<16>(load_u16(d, from, i)));
 }
 
-// The same for 2 * Lanes(d) elements.
+// Like load_bf16, for 2 * Lanes(d) elements.
 template <class D>
 HWY_INLINE Pair<Floats<D>> load_bf16_pair(D d, const std::byte* from, int64_t i) {
   const auto words = load_u16_pair(d, from, i);
@@ -200,7 +200,7 @@ HWY_INLINE Floats<D> load_floats(D d, DType dtype, const std::byte* from, int64_
 
 // ---- random bits
 
-// Random words of elements `in_block` + offset of the block with these keys.
+// Random words of the elements `in_block` + offset of the block to which the keys belong.
 template <class D>
 HWY_INLINE Words<D> random_words(D, const uint32_t* keys, int64_t in_block, Words<D> offset) {
   const hn::Rebind<uint32_t, D> du;
@@ -214,7 +214,7 @@ HWY_INLINE Words<D> random_words(D, const uint32_t* keys, int64_t in_block, Word
 template <class D>
 HWY_INLINE Words<D> random_words(D d, const uint32_t* keys, int64_t in_block) {
   const hn::Rebind<uint32_t, D> du;
-  return random_words(d, keys, in_block, hn::Iota(du, 0));  // Iota of a constant is one, too
+  return random_words(d, keys, in_block, hn::Iota(du, 0));  // a compile-time constant
 }
 template <class D>
 HWY_INLINE Pair<Words<D>> random_word_pair(D d, const uint32_t* keys, int64_t in_block) {

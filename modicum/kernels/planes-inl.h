@@ -12,7 +12,7 @@ HWY_BEFORE_NAMESPACE();
 namespace modicum {
 namespace HWY_NAMESPACE {
 
-// Of exp_avg_sq or max_exp_avg_sq.
+// The codes and scales of exp_avg_sq or max_exp_avg_sq.
 struct SquarePlane {
   std::byte* codes;
   float* scales;
@@ -53,7 +53,7 @@ void export_all(const AdamSpan& span, StatePlane plane, float* to) {
   }
 }
 
-// All planes but 8-bit moments.
+// Imports any plane except 8-bit moments.
 template <StateFormat kFormat>
 struct Import {
   AdamSpan span;
@@ -65,7 +65,7 @@ struct Import {
   HWY_INLINE void operator()(D d, int64_t i) const {
     const hn::Rebind<uint32_t, D> du;
     Floats<D> value = load(d, from, i);
-    // Rounding the largest NaN patterns would carry into the sign and give numbers.
+    // Rounding the largest NaN patterns up would carry into the sign and give a number.
     const Floats<D> nan = hn::BitCast(d, hn::Set(du, 0x7fc00000U));
     if constexpr (kFormat != StateFormat::fp32)
       value = hn::IfThenElse(hn::IsNaN(value), nan, value);
@@ -93,7 +93,7 @@ struct Import {
   }
 };
 
-// Stages a piece: the values, or their roots.
+// Copies a piece's values, or their square roots, to `to`.
 struct Stage {
   const std::byte* from;
   float* to;
@@ -112,7 +112,7 @@ struct EncodeNearest {
   std::byte* to;
   bool roots;
   Piece piece;
-  float per;  // per_value
+  float per;  // per_value(scale)
   template <class D>
   HWY_INLINE void operator()(D d, int64_t i) const {
     const hn::Rebind<uint32_t, D> du;

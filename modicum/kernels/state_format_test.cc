@@ -27,9 +27,9 @@ std::vector<float> exported(HeldSpan& held, StatePlane plane) {
 
 // ---- split masters
 
-constexpr uint32_t kPatterns = 0x1000;  // at a time: they stay in the first cache
+constexpr uint32_t kPatterns = 0x1000;  // per call, so that they stay in the L1 cache
 
-// The fp32 patterns from `first` on, through the two halves and back.
+// Imports the kPatterns fp32 patterns from `first` on into the two halves and exports them.
 bool patterns_are_exact(uint32_t first, HeldSpan& held, std::vector<float>& values,
                         std::vector<float>& back) {
   for (uint32_t i = 0; i < kPatterns; ++i) values[i] = std::bit_cast<float>(first + i);
@@ -72,7 +72,7 @@ constexpr StateFormat kSplit[] = {StateFormat::fp32_split, StateFormat::bf16_mom
                                   StateFormat::int8_moments, StateFormat::int8_moments_24};
 constexpr int64_t kUppers = 0x10000;
 
-// All upper halves with a lower half of these 16 bits (the upper 8 of them in an 8-bit format).
+// All upper halves, each with the lower half `lower` (its upper 8 bits if the format keeps 8).
 HeldSpan written_over(StateFormat format, int16_t lower) {
   HeldSpan held(format, 0, kUppers);
   const int64_t width = bits_per_element(row_of(format).master_low) / 8;
@@ -111,7 +111,7 @@ TEST(StateFormat, AnOverwrittenUpperHalfWinsOverAnyLowerHalf) {
   use_isa(isas().front());
 }
 
-// Half of the elements are set to zero between two steps: they must continue from zero.
+// Sets half of the elements to zero after step 3; returns how many of them are zero at the end.
 int64_t zeros_left(StateFormat format, bool out, FunctionRef<void(AdamSpan)> step_once) {
   const int64_t n = 4096;
   HeldSpan held(format, 0, n);
@@ -124,7 +124,7 @@ int64_t zeros_left(StateFormat format, bool out, FunctionRef<void(AdamSpan)> ste
     step_once(span);
     if (step == 3) std::memset(held.master.data(), 0, static_cast<size_t>(n / 2 * width));
   }
-  // As training reads them, without the sign.
+  // Compares the bits that training reads, without the sign.
   int64_t zeros = 0;
   for (int64_t i = 0; i < n / 2; ++i) {
     uint32_t bits = 0;
@@ -137,7 +137,7 @@ int64_t zeros_left(StateFormat format, bool out, FunctionRef<void(AdamSpan)> ste
 TEST(StateFormat, ParametersSetToZeroContinueFromZero) {
   const AdamNumbers numbers = adam_numbers({}, 50, 7);
   for (const StateFormatRow& row : all_state_formats()) {
-    for (const bool out : {true, false}) {  // without, bf16 moments go two vectors at a time
+    for (const bool out : {true, false}) {  // false: bf16 moments are stepped in pairs of vectors
       for (const std::string_view isa : isas()) {
         use_isa(isa);
         const auto step_once = [&](const AdamSpan& span) { adamw(numbers, span); };
@@ -158,7 +158,7 @@ TEST(StateFormat, ImportedNansStayNans) {
   const auto n = static_cast<int64_t>(nans.size());
   for (const StateFormatRow& row : all_state_formats()) {
     for (const StatePlane plane : {StatePlane::master, StatePlane::exp_avg}) {
-      if (row.has_scales() && plane != StatePlane::master) continue;  // codes have none
+      if (row.has_scales() && plane != StatePlane::master) continue;  // codes represent no NaN
       HeldSpan held(row.format, 0, n);
       import_state(adam_numbers({}, 1, 3), held.span(), plane, nans.data());
       for (const float back : exported(held, plane)) EXPECT_TRUE(std::isnan(back)) << row.name;
@@ -190,8 +190,8 @@ TEST(StateFormat, AShortMasterIsWithinTwoToTheMinusFifteen) {
   }
 }
 
-// Half the distance between the values of codes around x, in units of the scale. Offsets are
-// 2 + x * range, with so many codes in each doubling.
+// Half the distance between the codes around x, in units of the scale. Offsets are 2 + x * range,
+// with the given number of codes in each doubling.
 float half_step(float x, float range, float codes_of_segment) {
   return std::exp2(std::floor(std::log2(2 + x * range))) / codes_of_segment / range / 2;
 }
@@ -243,7 +243,7 @@ TEST(StateFormat, BlocksOfZerosAndOfDenormalsAreRepresented) {
 TEST(StateFormat, AHugeGradientAffectsOnlyItsElement) {
   const int64_t n = 2 * kScaleBlock;
   for (const StateFormatRow& row : all_state_formats()) {
-    // Beyond the codes: exp_avg alone, the root of exp_avg_sq, and exp_avg_sq itself.
+    // Too large for the codes: exp_avg alone, the root of exp_avg_sq, and exp_avg_sq itself.
     for (const float huge : {1.5e20F, 4e20F, 6e20F, 2e38F, 0x1.fffffep127F}) {
       for (const std::string_view isa : isas()) {
         use_isa(isa);
@@ -325,7 +325,7 @@ TEST(StateFormat, StochasticRoundingIsUnbiased) {
   const int64_t n = 1000 * kScaleBlock;
   for (const StateFormat format : kLowBit) {
     for (const float value : {0.70001F, -0.5057F, 0.0813F, 0.0046F, -0.00123F}) {
-      // Every block has a 1, which is its scale.
+      // Every block contains a 1, so its scale is 1.
       std::vector<float> values(static_cast<size_t>(n), value);
       for (int64_t i = 0; i < n; i += kScaleBlock) values[static_cast<size_t>(i)] = 1;
       HeldSpan held = stored(format, values);
@@ -337,7 +337,7 @@ TEST(StateFormat, StochasticRoundingIsUnbiased) {
       for (size_t i = 0; i < m.size(); ++i) {
         if (i % kScaleBlock == 0) continue;
         of_m.push_back(static_cast<double>(m[i]) - static_cast<double>(value));
-        // Codes are unbiased for the root.
+        // Rounding of codes is unbiased for the root, not its square.
         of_v.push_back(row_of(format).has_scales() ? std::sqrt(v[i]) - std::sqrt(square)
                                                    : static_cast<double>(v[i]) - square);
       }
@@ -347,12 +347,12 @@ TEST(StateFormat, StochasticRoundingIsUnbiased) {
   }
 }
 
-// Small elements must train as fast as in fp32: the slope of their updates over those of fp32, by
-// size relative to the block's largest.
+// Small elements must train as fast as in fp32. The slope of a regression of their updates on
+// fp32's is measured for each size relative to the block's largest element.
 struct Slope {
   double size = 0;
-  double product = 0;  // of the updates in both formats
-  double square = 0;   // of fp32's
+  double product = 0;  // sum of products of the updates in both formats
+  double square = 0;   // sum of squares of fp32's updates
 };
 
 std::vector<Slope> update_slopes(StateFormat format) {
@@ -398,7 +398,7 @@ TEST(StateFormat, SmallElementsOfABlockAreUpdatedAsInFp32) {
 
 // ---- low-bit second moments
 
-// Gradients of one step; 1/8 of each block keeps the standard deviation 1.
+// Gradients of one step: 1/8 have the standard deviation 1, the rest have `others`.
 std::vector<float> gradients(std::mt19937& random, int64_t n, float others) {
   std::normal_distribution<float> normal;
   std::vector<float> grad(static_cast<size_t>(n));
@@ -424,7 +424,7 @@ TEST(StateFormat, LowBitExpAvgSqFollowsFallingGradients) {
     for (HeldSpan& each : held) {
       each.set_grad(grad);
       AdamSpan span = each.span();
-      // Gradients in bf16, without weights to write, are taken in pairs.
+      // bf16 gradients without `out` are stepped in pairs of vectors.
       if (each.grad_dtype == DType::bf16) span.out = nullptr;
       adamw(adam_numbers({}, step, 7), span);
     }
@@ -439,7 +439,7 @@ TEST(StateFormat, LowBitExpAvgSqFollowsFallingGradients) {
 
 // ---- small updates
 
-// Updates of one fp32 ulp, which is 1/256 ulp of the short master.
+// Every update is one fp32 ulp, which is 1/256 ulp of the 24-bit master.
 TEST(StateFormat, SmallUpdatesMoveAShortMasterOnAverage) {
   const int64_t n = 8 * kScaleBlock;
   const int64_t steps = 2000;
@@ -462,7 +462,7 @@ TEST(StateFormat, SmallUpdatesMoveAShortMasterOnAverage) {
   EXPECT_NEAR(mean, static_cast<double>(steps), 3 * sigma);
 }
 
-// As in torch and DeepSpeed: in fp32, 1 - 1e-8 is 1.
+// As in torch and DeepSpeed: 1 - 1e-8 is 1 in fp32.
 TEST(StateFormat, AnFp32MasterDoesNotDecayByOnePartInTenToTheEighth) {
   HeldSpan held(StateFormat::fp32, 0, 16);
   const std::vector<float> start = spread_values(1, 16);
@@ -477,7 +477,7 @@ TEST(StateFormat, AnFp32MasterDoesNotDecayByOnePartInTenToTheEighth) {
 
 // ---- size of updates
 
-// Largest update in units of lr, over 300 steps of blocks with gradients of 1e-8 to 1e-2.
+// The largest update in units of lr, over 300 steps, in blocks with gradients from 1e-8 to 1e-2.
 float largest_update(StateFormat format) {
   const int64_t n = 4 * kScaleBlock;
   HeldSpan held(format, 0, n);

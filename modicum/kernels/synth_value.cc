@@ -1,5 +1,5 @@
 // The values of synthesised checkpoints. They define the content of such files and must never
-// change; kernels_test pins them.
+// change; synth_value_test pins them.
 #include <cassert>
 #include <cstring>
 
@@ -17,7 +17,8 @@ MODICUM_INLINE uint64_t hash64(uint64_t tensor_hash, int64_t index) noexcept {
   return x ^ (x >> 31);
 }
 
-// The functions below make an element's bits from the upper bits of its hash.
+// The types below make an element's bits from its hash; if it has fewer than 64, from the upper
+// ones.
 
 // Random sign and mantissa; four bits of the exponent field choose one of the sixteen binades of
 // [2^-16, 1).
@@ -36,8 +37,8 @@ struct Bf16 {
   }
 };
 
-// Sixteen random exponent fields are mapped to the fifteen of [0, 1): denormals occur twice as
-// often as any other binade.
+// Maps sixteen random exponents to the fifteen exponent fields of [0, 1): field 0 (denormals)
+// occurs twice as often as any other.
 struct F16 {
   static MODICUM_INLINE uint16_t bits(uint64_t hash) noexcept {
     const auto random = static_cast<uint32_t>(hash >> 48);
@@ -72,7 +73,7 @@ struct Raw {
   }
 };
 
-// A code with (code & kMask) == kValue is not finite; its bits kFlip are inverted.
+// A code with (code & kMask) == kValue is not finite; inverting its bits kFlip makes it finite.
 template <uint8_t kMask, uint8_t kValue, uint8_t kFlip>
 struct Code {
   static MODICUM_INLINE uint8_t bits(uint64_t hash) noexcept {
@@ -80,7 +81,7 @@ struct Code {
     return static_cast<uint8_t>((code & kMask) == kValue ? code ^ kFlip : code);
   }
 };
-using E5m2 = Code<0x7c, 0x7c, 0x40>;  // the whole upper binade is infinities and NaNs
+using E5m2 = Code<0x7c, 0x7c, 0x40>;  // the largest exponent: infinities and NaNs
 using E4m3 = Code<0x7f, 0x7f, 0x40>;
 using E8m0 = Code<0xff, 0xff, 0x80>;
 using Fnuz = Code<0xff, 0x80, 0x80>;  // the code of -0 is the only NaN

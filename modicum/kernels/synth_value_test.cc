@@ -136,7 +136,7 @@ TEST(SynthValue, BoolIsZeroOrOneAndIntegersAreAnything) {
   EXPECT_EQ(codes(DType::f6_e2m3).size(), 256U);
 }
 
-// The content of synthesised files, computed by an independent program; must never change.
+// The values of synthesised files, computed by an independent program; they must never change.
 TEST(SynthValue, MatchesTheGoldenNumbers) {
   EXPECT_EQ(values<uint32_t>(DType::f32, 0, 4),
             (std::vector<uint32_t>{0x3cfa3807, 0xbcf3529b, 0x3f10b72e, 0xba541933}));

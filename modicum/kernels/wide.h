@@ -1,5 +1,5 @@
-// A loop compiled twice: for the baseline of the build, and for CPUs with AVX2. Internal to
-// `kernels`.
+// Compiles a loop twice: for the build's baseline instruction set, and for CPUs with AVX2. Internal
+// to `kernels`.
 #pragma once
 
 #define MODICUM_INLINE inline __attribute__((always_inline))

@@ -20,7 +20,7 @@ struct ExcludedRange {
 
   std::atomic<uintptr_t> begin{kFree};
   std::atomic<size_t> size{0};
-  std::atomic<bool> is_reservation{false};  // this process was forked after the row was made
+  std::atomic<bool> is_reservation{false};  // this process is a child forked after `begin` was set
 
   bool is_live() const noexcept { return begin.load(std::memory_order_acquire) > kClaimed; }
   void* address() const noexcept {
@@ -30,7 +30,7 @@ struct ExcludedRange {
 
 namespace {
 
-// Blocks are added and never removed: walking them needs no lock.
+// Blocks of rows are added and never removed, so that walking them needs no lock.
 struct Block {
   std::array<ExcludedRange, 64> rows;
   std::atomic<Block*> next{nullptr};
@@ -48,11 +48,11 @@ void for_each_live_range(const Function& function) noexcept {
   }
 }
 
-// Runs in the child, before fork() returns: must not take a lock.
+// Runs in the child before fork() returns. Must not take a lock.
 void reserve_ranges() noexcept {
   const int error = errno;
   for_each_live_range([](ExcludedRange& row) {
-    if (row.is_reservation) return;  // of an earlier fork: the reservation itself was inherited
+    if (row.is_reservation) return;  // made by an earlier fork and inherited
     // If another library's fork handler has mapped memory there already, that mapping stays.
     // The row still records that the excluded bytes are absent.
     static_cast<void>(::mmap(row.address(), row.size, PROT_NONE,
@@ -86,8 +86,8 @@ ExcludedRange* claim_row() {
 
 }  // namespace
 
-// Adds the row first: a child forked between the two steps then inherits pages that no caller has
-// received yet. In the other order the addresses would be free in the child.
+// Adds the row before madvise: a child forked in between inherits pages that no caller has received
+// yet. In the other order it would find the addresses free.
 Exclusion::Exclusion(std::span<std::byte> range) : row_(claim_row()) {
   row_->size = range.size();
   row_->is_reservation = false;

@@ -1,8 +1,8 @@
 // Memory ranges that forked children do not inherit.
 //
-// MADV_DONTFORK alone leaves the addresses free in the child, so that a later mapping may take
-// them: code that still holds the address would read foreign bytes. A fork handler in the child
-// therefore reserves every excluded range without access before fork() returns:
+// MADV_DONTFORK alone leaves the addresses free in the child. A later mapping may take them, and
+// code that still holds an address would read foreign bytes. So a fork handler in the child
+// reserves every excluded range without access before fork() returns:
 //
 //   parent    |  heap  |  weights (excluded)  |  libs  |
 //   child     |  heap  |  PROT_NONE           |  libs  |    access raises SIGSEGV
@@ -23,13 +23,13 @@ struct ExcludedRange;
 class Exclusion {
  public:
   Exclusion() = default;
-  // `range` consists of whole pages. NOMEM if the kernel refuses, as it does for a driver's memory.
+  // `range` consists of whole pages. Throws NOMEM if the kernel refuses, as for a driver's memory.
   explicit Exclusion(std::span<std::byte> range);
 
-  // Removes the range from the table, without a system call. Call before it is unmapped.
+  // Removes the range from the table, without a system call. Call this before unmapping the range.
   void end() noexcept { row_.reset(); }
-  // Lets children inherit the range again. In a child, where the range is only reserved, maps zero
-  // pages there.
+  // Lets children inherit the range again. In a child, where the range is only reserved, this maps
+  // zero pages there.
   void undo() noexcept;
 
  private:
@@ -39,10 +39,10 @@ class Exclusion {
   std::unique_ptr<ExcludedRange, Free> row_;
 };
 
-// Whether `address` is in a range that is only reserved in this process, because the parent had
-// excluded it before the fork.
+// Whether `address` is in a range that an ancestor excluded before the fork and that is therefore
+// only reserved in this process.
 bool is_excluded_here(const void* address) noexcept;
-// Whether there is any such range.
+// Whether there is, or has been, any such range in this process.
 bool has_exclusions_here() noexcept;
 
 }  // namespace modicum

@@ -46,8 +46,8 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   return *this;
 }
 
-// Booked before it is mapped: an allocation over the limit must not happen even briefly. If mapping
-// fails, the Charge returns the entry.
+// Books before it maps, so that the limit is not exceeded even briefly. If mapping fails, the
+// Charge returns the entry.
 Buffer Ledger::reserve(Purpose purpose, uint64_t bytes, Fork fork) {
   if (bytes == 0) return {};
   const std::optional<uint64_t> size = whole_pages(bytes);
@@ -77,8 +77,8 @@ void Ledger::require_room(const Footprint& needed, std::string_view what) const 
   const uint64_t limit = limit_bytes();
   if (held.total() <= limit) return;
   fail_over_budget(
-      fmt::format("no room in the budget for {} of {}: {} too little", format_size(needed.total()),
-                  what, format_size(held.total() - limit)),
+      fmt::format("no room in the budget for {} of {}: {} short", format_size(needed.total()), what,
+                  format_size(held.total() - limit)),
       limit, held.total(), held);
 }
 
@@ -92,7 +92,7 @@ Charge Ledger::book(Purpose purpose, uint64_t bytes, bool is_copied) {
   if (more > limit_bytes_ - std::min(before, limit_bytes_)) {
     fail_over_budget(
         fmt::format("no room in the budget for {} bytes of {}{}", bytes, purpose_name(purpose),
-                    is_copied ? " and as many again that forked children may keep" : ""),
+                    is_copied ? ", counted twice since forked children may keep copies" : ""),
         limit_bytes_, saturating_add(before, more), held_);
   }
   held_[purpose] += bytes;

@@ -38,8 +38,8 @@ void commit_step(std::span<std::byte> step) {
     result = ::madvise(step.data(), step.size(), kPopulateWrite);
   } while (result != 0 && errno == EINTR);
   if (result == 0) return;
-  // Older kernels commit only on a page fault, which cannot fail: the kernel kills the process
-  // instead. Hence the second choice.
+  // Older kernels commit only on a page fault. That is the second choice, since it cannot return an
+  // error: the kernel kills the process instead.
   if (errno != EINVAL && errno != ENOSYS) fail_to_commit(errno, step.size());
   touch(step);
 }
@@ -51,7 +51,7 @@ void fail_to_commit(int error, uint64_t bytes) {
                                         std::generic_category().message(error)));
 }
 
-// In steps: one step holds the process's mmap lock and cannot be interrupted.
+// Commits in steps, since a step holds the process's mmap lock and cannot be interrupted.
 void commit_pages(std::span<std::byte> part, int threads, Poll poll) {
   if (part.empty()) return;
   // Slices end at huge page boundaries, so that no two threads commit the same page.
@@ -76,7 +76,7 @@ void commit_pages(std::span<std::byte> part, int threads, Poll poll) {
 }
 
 void Mapping::Unmap::operator()(std::byte* data) noexcept {
-  exclusion.end();  // first: after munmap another mapping may take these addresses
+  exclusion.end();  // before munmap, after which another mapping may take these addresses
   ::munmap(data, size);
 }
 
@@ -96,14 +96,14 @@ void Buffer::give_up(std::span<std::byte> part) noexcept {
                               MADV_DONTNEED));  // on failure they stay resident
 }
 
-// Huge pages need 2 MiB alignment, which mmap does not give: maps one huge page more, less a page,
-// and unmaps both ends. 4 MiB mapped at 7 MiB:
+// Huge pages need 2 MiB alignment, which mmap does not guarantee. So this maps 2 MiB less one page
+// more, and unmaps both ends. Example, 4 MiB when mmap returns the address 7 MiB:
 //
-//   address   7 MiB    8 MiB                 12 MiB   13 MiB
+//   address   7 MiB    8 MiB                   12 MiB   13 MiB - 4 KiB
 //             | before |  the 4 MiB that stay  |  rest  |
 //
-// Shared pages replace the private ones in place: the kernel also aligns the huge pages of a shared
-// mapping to the beginning of its file, so the mapping must begin at the boundary.
+// Shared pages then replace the private ones in place: the kernel aligns the huge pages of a shared
+// mapping also to the beginning of its file, so the mapping must begin at a 2 MiB boundary.
 Mapping Mapping::aligned(uint64_t bytes, Fork fork) {
   const uint64_t slack = bytes >= kHugePageBytes ? kHugePageBytes - kPageBytes : 0;
   std::byte* const reserved = map(bytes + slack, MAP_PRIVATE);
@@ -114,9 +114,9 @@ Mapping Mapping::aligned(uint64_t bytes, Fork fork) {
   std::byte* const data = reserved + before;
   Mapping mapping(data, bytes);
   if (fork == Fork::shared) map(bytes, MAP_SHARED | MAP_FIXED, data);
-  // Small mappings opt out: a huge page across two neighbours would stay resident after one of them
-  // is unmapped. Both hints fail on kernels without huge pages, which is fine; shared memory also
-  // needs /sys/kernel/mm/transparent_hugepage/shmem_enabled.
+  // Small mappings opt out of huge pages: one that spans two neighbouring mappings would stay
+  // resident after one of them is unmapped. Both hints fail on kernels without huge pages, which is
+  // fine; shared memory also needs /sys/kernel/mm/transparent_hugepage/shmem_enabled.
   static_cast<void>(::madvise(data, bytes, slack != 0 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
   if (fork == Fork::excluded) mapping.pages_.get_deleter().exclusion = Exclusion(mapping.bytes());
   return mapping;

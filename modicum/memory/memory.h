@@ -1,5 +1,5 @@
-// The door of `memory`: every model-sized allocation is charged to a ledger, for a purpose, within
-// a limit. There is no Buffer without a Charge:
+// The public header of `memory`: every model-sized allocation is charged to a ledger, for a
+// purpose, within a limit. There is no Buffer without a Charge:
 //
 //   charge(Purpose::shards, 5 MiB, threads)
 //     book     held[shards] += 5 MiB      over the limit: BUDGET, nothing has been mapped
@@ -14,9 +14,9 @@
 //   charge(Purpose::grad, 5 MiB): BUDGET, 1 MiB short   4 MiB   6 MiB
 //
 // `charge` commits the pages (in parallel, huge pages where the kernel allows them), so that the
-// resident set does not depend on timing. `reserve` leaves that to the first write. It is for
-// memory that is filled from end to end, since the kernel's zeros are then still in the CPU's
-// cache.
+// resident set does not depend on timing. `reserve` leaves committing to the first write of a page.
+// It is for memory that the caller fills from end to end: the page that the kernel has just zeroed
+// is then still in the CPU's cache.
 //
 // Ownership: a Ledger must outlive its Charges and Buffers. Threads: a Ledger may be used from
 // several threads; a Charge, Mapping or Buffer by one at a time.
@@ -40,21 +40,21 @@ namespace modicum {
 
 class Ledger;
 
-// An entry in the ledger, returned on destruction. Move-only. An entry of inherited memory counts
-// its bytes twice, the second time as Purpose::fork: pages that forked children keep when this
-// process writes to them (copy-on-write).
+// An entry in the ledger, returned on destruction. Move-only. For memory that forked children
+// inherit an entry counts its bytes twice, the second time as Purpose::fork: if this process writes
+// to a page, the children keep a copy (copy-on-write).
 class Charge {
  public:
   Charge() = default;
 
   uint64_t bytes() const noexcept { return ledger_ ? entry().bytes : 0; }
   Purpose purpose() const noexcept { return entry().purpose; }
-  // Moves `bytes` of this entry into one of its own. The ledger's total does not change.
+  // Moves `bytes` of this entry into a new entry. The ledger's total does not change.
   Charge split(uint64_t bytes);
 
  private:
   friend class Ledger;
-  // As a deleter it returns the entry to the ledger, which it does not own.
+  // A deleter that returns the entry to the ledger and does not delete the ledger.
   struct Entry {
     Purpose purpose;
     uint64_t bytes;
@@ -71,8 +71,8 @@ class Mapping {
  public:
   Mapping() = default;
 
-  // Zero pages shared with processes forked from now on; `bytes` is rounded up to whole pages. They
-  // are committed by Ledger::charge_shared. On failure: NOMEM.
+  // Zero pages shared with processes forked from now on; `bytes` is rounded up to whole pages.
+  // Ledger::charge_shared commits them. Throws NOMEM.
   static Mapping shared(uint64_t bytes);
   std::span<std::byte> bytes() const noexcept {
     return {pages_.get(), pages_ ? pages_.get_deleter().size : 0};
@@ -100,7 +100,7 @@ class Buffer {
   Buffer& operator=(Buffer&& other) noexcept;
   std::span<std::byte> bytes() const noexcept { return mapping_.bytes(); }
   bool empty() const noexcept { return mapping_.bytes().empty(); }
-  // Splits the entry of a part that will be released before the rest (see `give_up`).
+  // Splits off the entry of a part that will be released before the rest (see `give_up`).
   Charge split(uint64_t bytes) { return charge_.split(bytes); }
   // Returns the pages that lie entirely in `part` to the kernel; they read as zero afterwards. Not
   // for shared memory, which children may still read.
@@ -114,41 +114,42 @@ class Buffer {
   Mapping mapping_;  // destroyed first, so that no page outlives its entry
 };
 
-// The cancellation callback of a long call: every thread of the call polls it, before each 16 MiB
-// of pages. An exception that it throws aborts the call.
+// The cancellation callback of a long call. Every thread of the call invokes it before each 16 MiB
+// of pages. An exception that it throws ends the call.
 using Poll = FunctionRef<void()>;
 inline constexpr auto kNoPoll = [] {};  // never cancels
 
 class Ledger {
  public:
   static constexpr uint64_t kNoLimit = UINT64_MAX;
-  // `reporter`: reports the entries to a watching process.
+  // `reporter` reports the entries to a watching process.
   explicit Ledger(uint64_t limit_bytes = kNoLimit, const Reporter& reporter = {})
       : limit_bytes_(limit_bytes), reporter_(reporter) {}
   Ledger(const Ledger&) = delete;
   Ledger& operator=(const Ledger&) = delete;
 
   // Maps `bytes`, rounded up to whole pages, and commits them on `threads` threads. Zero bytes give
-  // an empty Buffer. On failure the ledger is unchanged and nothing stays mapped: BUDGET over the
-  // limit (expected is the limit, got the total that would be held, owners the memory held now),
-  // NOMEM if the kernel refuses, and any exception of `poll`.
-  // `fork` decides what forked children see: no memory (excluded), the same memory (shared; it
-  // stays in the kernel until the last process unmaps it) or a copy (inherited; counts twice).
+  // an empty Buffer. On failure the ledger is unchanged and nothing stays mapped. Throws BUDGET
+  // over the limit (`expected` is the limit, `got` the total that would be held, `owners` the
+  // memory held now), NOMEM if the kernel refuses, and any exception of `poll`. `fork` decides what
+  // forked children see: no memory (excluded), the same memory (shared; it stays in the kernel
+  // until the last process unmaps it) or a copy (inherited; counts twice).
   Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, Poll poll = kNoPoll,
                 Fork fork = Fork::excluded);
-  // As `charge`, but commits no page: for callers that write every page before they measure.
+  // Like `charge`, but commits no page: for callers that write every page before they rely on its
+  // being resident.
   Buffer reserve(Purpose purpose, uint64_t bytes, Fork fork = Fork::excluded);
   // Commits and charges a page-aligned part of a shared mapping that has not been written yet. The
-  // pages live as long as the Mapping. BUDGET, NOMEM.
+  // pages live as long as the Mapping. Throws BUDGET or NOMEM.
   Charge charge_shared(Purpose purpose, std::span<std::byte> part);
-  // BUDGET, naming `what`, unless all of `needed` fits next to the memory held now: for
-  // allocations that consist of several charges.
+  // Throws BUDGET, naming `what`, if `needed` and the memory held now exceed the limit. Called
+  // before allocations that consist of several charges.
   void require_room(const Footprint& needed, std::string_view what) const;
-  // Books memory that the caller owns; maps nothing. BUDGET.
+  // Books memory that the caller owns; maps nothing. Throws BUDGET.
   Charge adopt(Purpose purpose, uint64_t bytes);
 
   Footprint held() const { return locked(held_); }
-  // `held()` when its total was highest.
+  // The value of `held()` when its total was highest.
   Footprint at_peak() const { return locked(at_peak_); }
   uint64_t peak_bytes() const { return at_peak().total(); }
   // Starts a new measurement of `peak_since_mark`, the highest total since the last mark.
@@ -157,7 +158,7 @@ class Ledger {
   uint64_t limit_bytes() const { return locked(limit_bytes_); }
   // Sets the limit of later charges. Memory already held stays, even if it exceeds `bytes`.
   void set_limit(uint64_t bytes);
-  // For the phases of the process that uses this ledger.
+  // The reporter, also used for phases (ReportedPhase) of the process.
   const Reporter& reporter() const noexcept { return reporter_; }
 
  private:

@@ -25,7 +25,7 @@ namespace {
 #define SKIP_UNDER_SANITIZERS() \
   if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own for every byte of ours"
 
-// A value of /proc/self/status (in KiB there), in bytes.
+// A value of /proc/self/status, converted from KiB to bytes.
 uint64_t status_bytes(const std::string& label) {
   std::ifstream status("/proc/self/status");
   std::string line;
@@ -320,7 +320,7 @@ TEST(Fork, ExcludedMemoryIsReservedInChildrenWithoutAccess) {
   }
 }
 
-// Catches addresses that are free in the child: a later mapping there would be read as the
+// Must fail if addresses are free in the child: a later mapping there would be read as the
 // parameter.
 TEST(Fork, AChildNeverMapsMemoryInAnExcludedRange) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
@@ -359,7 +359,7 @@ TEST(Fork, AGrandchildFindsTheSameReservations) {
   }));
 }
 
-// Python destroys objects in a child like anywhere else; the parent must not notice.
+// Python destroys inherited objects in a child too; that must not affect the parent.
 TEST(Fork, ABufferDestroyedInAChildLeavesTheParentsIntact) {
   Ledger ledger;
   for (const Fork fork : {Fork::excluded, Fork::shared, Fork::inherited}) {
@@ -449,7 +449,7 @@ TEST(Fork, SplittingAnInheritedEntrySplitsItsCopies) {
   EXPECT_EQ(ledger.held()[Purpose::shards], kMiB);
 }
 
-// Catches rows that are not reused, and a walk that ends after the first block of 64.
+// Must fail if rows are not reused, or if a walk ends after the first block of 64.
 TEST(Fork, ManyRangesAtOnceAreAllReserved) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
   Ledger ledger;
@@ -555,7 +555,7 @@ TEST(Mapping, MovesAndUnmapsItself) {
   EXPECT_TRUE(error_of([] { Mapping::shared(uint64_t{1} << 60); }));
 }
 
-// Catches a part that keeps its pages or its entry after give_up.
+// Must fail if a part keeps its pages or its entry after give_up.
 TEST(Buffer, ReleasesAPartBeforeTheRest) {
   Ledger ledger;
   Buffer arena = ledger.charge(Purpose::shards, 8 * kPageBytes);
@@ -597,8 +597,8 @@ TEST(Ledger, MarkStartsANewPeak) {
   EXPECT_EQ(ledger.peak_bytes(), 5000U);
 }
 
-// Catches an entry that is reported when it is booked and not when it is returned, and a ledger
-// that replaces the figures of another.
+// Must fail if the return of an entry is not reported, or if one ledger replaces the figures of
+// another.
 TEST(Ledger, ReportsItsEntries) {
   const auto report = std::make_unique<SelfReport>();
   const Reporter reporter(*report, getpid());

@@ -6,7 +6,7 @@
 namespace modicum {
 namespace {
 
-// As in glibc 2.33 and later; the library may have been built with an older one.
+// struct mallinfo2 of glibc 2.33, which the headers of an older glibc lack.
 struct HeapInfo {
   size_t arena, ordblks, smblks, hblks, hblkhd, usmblks, fsmblks, uordblks, fordblks, keepcost;
 };

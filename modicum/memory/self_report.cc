@@ -11,14 +11,15 @@
 namespace modicum {
 namespace {
 
-// Changes with the layout of the table.
+// Must change with the layout of the table.
 constexpr uint64_t kMagic = 0x3230'5243'4944'4f4d;  // "MODICR02"
 
+// For fields that the reader validates one by one, in any order.
 constexpr auto kRelaxed = std::memory_order_relaxed;
 
 int64_t now_ns() noexcept { return SteadyClock().now_ns(); }
 
-// Takes over one that has ended, or that was never used.
+// Takes over the slot of a phase that has ended, or an unused one; nullptr if there is none.
 SelfReport::Phase* free_phase(SelfReport& report, uint64_t number) noexcept {
   for (size_t i = 0; i < SelfReport::kMostPhases; ++i) {
     SelfReport::Phase& phase = report.phases[(number + i) % SelfReport::kMostPhases];
@@ -63,7 +64,7 @@ SelfReports* SelfReports::find_in(std::span<std::byte> memory) noexcept {
 }
 
 SelfReport* SelfReports::claim(int pid, uint64_t baseline_bytes) noexcept {
-  // An entry of this pid is of a process that has ended, or of this one before an exec.
+  // An entry with this pid belongs to an ended process, or to this process before an exec.
   auto of = std::find_if(pids.begin(), pids.end(),
                          [pid](const std::atomic<int32_t>& one) { return one.load() == pid; });
   for (auto one = pids.begin(); of == pids.end() && one != pids.end(); ++one) {
@@ -126,7 +127,7 @@ ReportedPhase::ReportedPhase(const Reporter& reporter, std::string_view name) no
   if (!reporter_.is_on()) return;
   const uint64_t number = reporter_.report_->phases_begun.fetch_add(1) + 1;
   phase_ = free_phase(*reporter_.report_, number);
-  if (phase_ == nullptr) return;  // more of them last than can be reported
+  if (phase_ == nullptr) return;  // kMostPhases phases have not ended
   phase_->number.store(0);
   phase_->name.set(name);
   phase_->begin_ns.store(now_ns(), kRelaxed);

@@ -1,12 +1,12 @@
-// What a process that uses Modicum reports about itself to the `modicum watch` that runs it: the
-// bytes of its ledgers by purpose, its phases and its promise.
+// The table in which processes that use Modicum report to the `modicum watch` that runs them: the
+// bytes in their ledgers by purpose, their phases and their promises.
 //
 //   SelfReports    head: pids | SelfReport | SelfReport | ...     made and read by the watcher
-//                                   ^ claimed, and written without locks, by one process
+//                               ^ claimed and written, without locks, by one process
 //
-// The table lies in memory that all of them map; its path is in kWatchVariable. A process may be
-// killed between any two stores, and anything may be written there, so each field is an atomic that
-// the reader validates by itself. Times are those of SteadyClock, the same in all processes.
+// The table is in a file that all of them map; the environment variable kWatchVariable has its
+// path. A process may be killed between any two stores, and may write anything, so each field is an
+// atomic that the reader validates on its own. Times are SteadyClock's, the same in all processes.
 #pragma once
 
 #include <array>
@@ -28,34 +28,34 @@ constexpr size_t kPurposes = static_cast<size_t>(Purpose::count);
 class ReportedName {
  public:
   void set(std::string_view name) noexcept;
-  std::string text() const;  // any bytes but NUL
+  std::string text() const;  // may hold any bytes except NUL
 
  private:
   static constexpr size_t kWords = 4;
   std::array<std::atomic<uint64_t>, kWords> words_;
 };
 
-// One process. Zeros are a report that has not begun.
+// The report of one process. All zeros: a report that has not begun.
 struct alignas(4096) SelfReport {
   struct Phase {
-    std::atomic<uint64_t> number;  // in the order of their begins, from 1; 0 while it is written
+    std::atomic<uint64_t> number;  // phases are numbered as they begin, from 1; 0: not valid
     std::atomic<int64_t> begin_ns;
-    std::atomic<int64_t> end_ns;  // 0: it lasts
+    std::atomic<int64_t> end_ns;  // 0: the phase has not ended; -1: the slot is unused
     ReportedName name;
   };
   struct Promised {
     ReportedName phase;
     std::array<std::atomic<uint64_t>, kPurposes> bytes;
   };
-  static constexpr size_t kMostPhases = 40;  // the last ones, and all that last
+  static constexpr size_t kMostPhases = 40;  // a new phase overwrites an ended one
   static constexpr size_t kMostPromised = 8;
 
   std::atomic<int64_t> begin_ns;  // set last; 0: ignore the rest
   std::atomic<int32_t> rank;      // -1: unknown
   std::atomic<uint32_t> promised_phases;
-  std::atomic<uint64_t> baseline_bytes;       // held by the process before, less its retained heap
-  std::atomic<uint64_t> retained_heap_bytes;  // when last asked
-  std::atomic<uint64_t> budget_bytes;         // of the node; 0: none
+  std::atomic<uint64_t> baseline_bytes;       // memory before the load, without retained heap
+  std::atomic<uint64_t> retained_heap_bytes;  // at the last report_heap()
+  std::atomic<uint64_t> budget_bytes;         // budget of the node; 0: none
   std::array<std::atomic<uint64_t>, kPurposes> held;  // by all ledgers of the process
   std::atomic<uint64_t> phases_begun;
   std::array<Promised, kMostPromised> promised;
@@ -67,11 +67,11 @@ static_assert(sizeof(SelfReport) == 4096);
 struct SelfReports {
   static constexpr size_t kMost = 960;
 
-  // The table in `memory`, of sizeof(SelfReports) zeros.
+  // Makes the table in `memory`, which holds sizeof(SelfReports) zeros or more.
   static SelfReports& make_in(std::span<std::byte> memory);
-  // Null unless the same version of Modicum has made a table in `memory`.
+  // Returns the table in `memory`; nullptr if there is none with this layout (kMagic).
   static SelfReports* find_in(std::span<std::byte> memory) noexcept;
-  // The report of process `pid`, begun anew; null if all are claimed. `baseline_bytes` as below.
+  // Begins the report of process `pid` and returns it; nullptr if all are claimed.
   SelfReport* claim(int pid, uint64_t baseline_bytes) noexcept;
 
   alignas(4096) std::atomic<uint64_t> magic;
@@ -80,8 +80,8 @@ struct SelfReports {
 };
 static_assert(std::atomic<uint64_t>::is_always_lock_free);
 
-// Writes the report of this process: a handle, which reports nothing without a watcher, and in
-// processes that are forked from this one. Any thread.
+// A handle that writes the report of this process. It writes nothing without a watcher, or in a
+// process forked from this one. Any thread.
 class Reporter {
  public:
   Reporter() = default;
@@ -90,9 +90,9 @@ class Reporter {
   void add(Purpose purpose, uint64_t bytes) const noexcept;
   void remove(Purpose purpose, uint64_t bytes) const noexcept;
   void set_budget(uint64_t bytes) const noexcept;
-  void report_heap() const noexcept;  // retained_heap_bytes() of now
-  bool is_on() const noexcept;        // whether it reports
-  // What `rank`, which this process is, has promised for each phase. Replaces an earlier promise.
+  void report_heap() const noexcept;  // reports retained_heap_bytes()
+  bool is_on() const noexcept;        // whether there is a report that this process may write
+  // Reports this process's rank and the part of `promise` for it. Replaces an earlier promise.
   void promise(const Promise& promise, int rank) const noexcept;
 
  private:
@@ -101,11 +101,11 @@ class Reporter {
   int pid_ = 0;
 };
 
-// A phase of this process from construction to `end`, or destruction. Phases may nest. At both ends
-// the retained heap is reported.
+// A phase of this process, from construction to `end` or destruction. Phases may nest. The retained
+// heap is reported when a phase begins and ends.
 class ReportedPhase {
  public:
-  // `name`: as in the promise, where that has the phase.
+  // `name` equals the phase's name in the promise, if the promise has it.
   ReportedPhase(const Reporter& reporter, std::string_view name) noexcept;
   ~ReportedPhase() { end(); }
   ReportedPhase(const ReportedPhase&) = delete;

@@ -12,10 +12,10 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: a forked child that writes its parent's report; a phase that lasts
-// and is overwritten; a report of an ended process that counts as another's.
+// House test. Must fail for these mutants: a forked child that writes its parent's report; a phase
+// that has not ended and is overwritten; a report of an ended process that counts as another's.
 
-// A table in memory of this process.
+// A table in this process's private memory.
 class Table {
  public:
   Table() : memory_(new (std::align_val_t{4096}) std::byte[sizeof(SelfReports)]()) {}
@@ -102,7 +102,7 @@ TEST(SelfReport, MoreProcessesThanPlacesReportNothing) {
   EXPECT_EQ(reports.claim(100'000, 0), &reports.reports[5]);
 }
 
-// An outer phase is still known after many inner ones; the inner ones are the last.
+// An outer phase remains in the table after many inner ones, of which the last remain.
 TEST(SelfReport, APhaseThatLastsIsKept) {
   const Table table;
   SelfReport& report = *SelfReports::make_in(table.memory()).claim(getpid(), 0);
