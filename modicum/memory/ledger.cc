@@ -77,8 +77,8 @@ void Ledger::require_room(const Footprint& needed, std::string_view what) const 
   const uint64_t limit = limit_bytes();
   if (held.total() <= limit) return;
   fail_over_budget(
-      fmt::format("no room in the budget for {} of {}: {} short", format_size(needed.total()), what,
-                  format_size(held.total() - limit)),
+      fmt::format("no room in the budget for {} of {}: {} too little", format_size(needed.total()),
+                  what, format_size(held.total() - limit)),
       limit, held.total(), held);
 }
 

@@ -11,7 +11,7 @@
 //   a = charge(Purpose::shards, 4 MiB)                  4 MiB   4 MiB
 //   b = charge(Purpose::staging, 2 MiB)                 6 MiB   6 MiB
 //   b is destroyed                                      4 MiB   6 MiB
-//   charge(Purpose::grad, 5 MiB): BUDGET, 1 MiB short   4 MiB   6 MiB
+//   charge(Purpose::grad, 5 MiB): BUDGET, 1 MiB too little   4 MiB   6 MiB
 //
 // `charge` commits the pages (in parallel, huge pages where the kernel allows them), so that the
 // resident set does not depend on timing. `reserve` leaves committing to the first write of a page.

@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-// House test. Must fail for these mutants: a forked child that writes its parent's report; a phase
+// Must fail for these mutants: a forked child that writes its parent's report; a phase
 // that has not ended and is overwritten; a report of an ended process that counts as another's.
 
 // A table in this process's private memory.
