@@ -263,7 +263,7 @@ def test_functions_are_restored(two: Ranks) -> None:
 
 
 def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:
-    """Makes a checkpoint of another program, or an uncommitted one of Modicum."""
+    """Makes checkpoints of another program or, if not `whole`, uncommitted ones of Modicum."""
     made = [folder / f"checkpoint-{number}" for number in numbers]
     for one in made:
         one.mkdir()

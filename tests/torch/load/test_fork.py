@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
-    """Values none of which is near 0, which untouched pages hold."""
+    """Values from 1 to 2: none is near 0, the value of untouched pages."""
     torch.manual_seed(1)
     shapes = {"embed.weight": (ROWS, COLUMNS), "head.weight": (8, COLUMNS)}
     return {name: torch.rand(shape) + 1 for name, shape in shapes.items()}
