@@ -2,7 +2,7 @@
 memory: every buffer bit for bit, every dtype, every tie.
 
 Tested against outside oracles: transformers in one process, and the same module built plainly. The
-two usual ways to an empty model are tried too, and do not pass. Must fail for these mutants: buffers
+two usual ways to an empty model are tried, too, and fail. Must fail for these mutants: buffers
 left as the constructor made them; an ignored list of names to keep in float32; an uninitialised
 buffer that is accepted.
 """
