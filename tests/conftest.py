@@ -50,9 +50,10 @@ def missing_oracles() -> str:
 
 
 def use_extensions_of_our_own(is_controller: bool) -> None:
-    """Sets the folder where torch compiles DeepSpeed's extensions, and the ninja that does it: what
-    one ninja has made, another makes again. torch waits there for a lock file without a timeout,
-    even if the process that made it was killed: those that no process has open are removed."""
+    """Sets the folder where torch compiles DeepSpeed's extensions, and the ninja that compiles
+    them, since another ninja would compile all again. torch waits there, without a timeout, for a
+    lock file even if the process that made it was killed. So lock files that no process has open
+    are removed."""
     folder = ROOT / "build/torch-extensions"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -62,7 +63,7 @@ def use_extensions_of_our_own(is_controller: bool) -> None:
 
 
 def is_open(path: Path) -> bool:
-    """Whether any process that we may ask about has the file open."""
+    """Whether any process that we may inspect has the file open."""
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
             if os.readlink(descriptor) == str(path):

@@ -102,14 +102,14 @@ def test_an_unknown_key_of_deepspeeds_is_refused(modicum: Path, tmp_path: Path, 
 @pytest.mark.parametrize("strategy", ["own-shard", "node-reader", "replica-striped"])
 def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, strategy: str) -> None:
     """A real file is touched while its n-th piece is copied to its destination. Strategies that
-    read the whole model first have checked its identity before."""
+    read the whole model first have compared the file's identity before."""
     directory = tmp_path / "model"
     directory.mkdir()
     path = directory / "model.safetensors"
     save_file({"w": torch.ones(1 << 20), "v": torch.ones(3, 5)}, path)
 
     def load(touched_at: int) -> int:
-        """Loads; returns the number of pieces that were copied."""
+        """Loads a checkpoint. Returns the number of pieces that were copied."""
         os.utime(path, ns=(1, 1))
         recipe = library.make_recipe(library.open_checkpoint(directory))
         layout = library.make_layout(recipe, 1)

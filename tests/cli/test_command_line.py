@@ -34,7 +34,7 @@ def dense(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags_with_values(modicum: Path, verb: str) -> Iterator[str]:
-    """The flags of a verb that take a value, from its help."""
+    """The flags of a verb that take a value, parsed from its help."""
     for line in run(modicum, verb, "--help").stdout.splitlines():
         words = line.replace(",", " ").split()
         flags = [word for word in words if word.startswith("--")]
@@ -196,7 +196,7 @@ def test_suggested_alternatives_fit(modicum: Path, dense: Path, asked: tuple[obj
 
 
 def changed(asked: tuple[object, ...], flags: str) -> list[object]:
-    """`asked` with the flags of `flags` replaced or added."""
+    """`asked` with the values of `flags` replaced or added."""
     words = flags.split()
     result = list(asked)
     for flag, value in zip(words[::2], words[1::2], strict=True):
@@ -265,7 +265,7 @@ def verbs_that_end_well(moe: Path, tmp_path: Path) -> Iterator[tuple[object, ...
 
 
 def shell(modicum: Path, redirection: str, *words: object) -> int:
-    """The exit code of the program, run by a shell with this redirection."""
+    """The exit code of the program when a shell runs it with this redirection."""
     command = f'exec "$0" "$@" {redirection}'
     return subprocess.run(["bash", "-c", command, modicum, *map(str, words)], timeout=60).returncode
 

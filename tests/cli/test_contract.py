@@ -224,7 +224,8 @@ def test_existing_outputs_are_refused(modicum: Path, moe: Path, tmp_path: Path) 
 
 
 def test_budget_to_the_byte(modicum: Path, moe: Path) -> None:
-    """The predicted peak is accepted; a byte less is refused, with the bytes of each owner."""
+    """A budget of the predicted peak is accepted; one byte less is refused, with the bytes of each
+    owner."""
     for strategy, staging in itertools.product(STRATEGIES, ("1MiB", "3MiB")):
         flags = (moe, "--ranks", 3, "--strategy", strategy, "--staging", staging)
         needed = node_peak(run_json(modicum, "plan", *flags), strategy)
@@ -297,7 +298,8 @@ def test_sizes(modicum: Path, moe: Path) -> None:
 
 
 def keys_of(value: dict[str, Any], **types: type | tuple[type, ...]) -> None:
-    """Each key is there, with a value of its type (a bool is no number)."""
+    """Asserts that each key exists, with a value of its type (a bool does not count as a
+    number)."""
     for key, expected in types.items():
         assert key in value, f"no key {key} in {sorted(value)}"
         found = value[key]
@@ -337,7 +339,7 @@ def test_keys_of_plan(modicum: Path, moe: Path) -> None:
 
 
 def check_node(node: dict[str, Any]) -> None:
-    """The peak is the largest phase's, and a phase is the sum of its purposes."""
+    """A node's peak is that of its largest phase, and a phase is the sum of its purposes."""
     keys_of(node, node=int, peak_bytes=int, peak_phase=str, peak_cause=str, phases=list)
     phases = {phase["phase"]: phase["bytes"] for phase in node["phases"]}
     assert phases[node["peak_phase"]] == max(phases.values())

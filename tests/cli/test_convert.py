@@ -103,7 +103,7 @@ def test_codes_are_dequantised(modicum: Path, tmp_path: Path) -> None:
 
 
 def test_codes_are_dequantised_into_one_file(modicum: Path, tmp_path: Path) -> None:
-    """The scales, which no target reads by itself, are in the promise of no file."""
+    """Dequantised weights in one file equal those in several."""
     fp8, parts, whole = tmp_path / "fp8", tmp_path / "parts", tmp_path / "whole"
     run_json(modicum, "synth", fp8, "--arch", "tiny-fp8")
     run_json(modicum, "convert", fp8, parts, "--dtype", "bfloat16", "--shard-size", "20KB")
@@ -181,7 +181,7 @@ def test_too_small_a_budget_is_refused(modicum: Path, moe: Path, tmp_path: Path)
 
 
 def twelve_files(directory: Path) -> list[str]:
-    """A checkpoint of twelve files with a tensor of 8 MiB each; their names."""
+    """A checkpoint of twelve files, each with a tensor of 8 MiB, and the names of the files."""
     safetensors = pytest.importorskip("safetensors.numpy")
     numpy = pytest.importorskip("numpy")
     directory.mkdir()
@@ -269,7 +269,7 @@ EXPERTS_PER_FILE = 2
 
 
 def fp8_experts(modicum: Path, directory: Path, size_bytes: int) -> Path:
-    """As many of deepseek-v3's experts, with its config.json: codes without NaN, and scales."""
+    """This many of deepseek-v3's experts, with its config.json: codes without NaN, and scales."""
     safetensors = pytest.importorskip("safetensors.torch")
     torch = pytest.importorskip("torch")
     shapes = directory.with_name("shapes")
@@ -298,7 +298,8 @@ def fp8_experts(modicum: Path, directory: Path, size_bytes: int) -> Path:
 
 
 def in_1_gib(words: list[str], kill_after_s: float | None = None) -> dict[str, Any] | None:
-    """The result of a conversion in a cgroup of 1 GiB; None if it was killed before its end."""
+    """The result of a conversion in a memory cgroup of 1 GiB; None if it was killed before its
+    end."""
     with cage(GIB) as inside:
         process = inside.start(*words)
         try:
@@ -314,7 +315,7 @@ def in_1_gib(words: list[str], kill_after_s: float | None = None) -> dict[str, A
 
 
 def finished_inodes(out: Path) -> dict[str, tuple[int, int]]:
-    """Of each finished file, what another write of it would change."""
+    """For each finished file, properties that change if the file is written again."""
     partial, found = out.parent / f".{out.name}.partial", {}
     for name in finished_files(out.parent / f".{out.name}.journal"):
         status = (partial / name).stat()
@@ -323,8 +324,8 @@ def finished_inodes(out: Path) -> dict[str, tuple[int, int]]:
 
 
 def kills_until_done(words: list[str], out: Path, whole: dict[str, Any], chance: Any) -> int:
-    """Kills a conversion at random moments, up to `KILLS` times, and lets it end: no finished file
-    is written again. `whole`: the result of one that was not killed."""
+    """Kills a conversion at random moments, up to `KILLS` times, and then lets it end: no finished
+    file is written again. `whole`: the output of a conversion that was not killed."""
     finished: dict[str, tuple[int, int]] = {}
     killed, most_s = 0, 2 * whole["elapsed_s"] / KILLS
     while (done := in_1_gib(words, chance.uniform(0, most_s) if killed < KILLS else None)) is None:
@@ -349,7 +350,7 @@ def fp8(modicum: Path, tmp_path_factory: pytest.TempPathFactory, is_full_size: b
 
 @pytest.fixture(scope="module")
 def sparse(modicum: Path, tmp_path_factory: pytest.TempPathFactory, is_full_size: bool) -> Path:
-    """deepseek-v3, nearly all holes: 8 of its 61 layers, or all."""
+    """deepseek-v3 as sparse files: 8 of its 61 layers, or all."""
     folder = tmp_path_factory.mktemp("sparse") / "deepseek-v3"
     layers = () if is_full_size else ("--layers", 8)
     run_json(modicum, "synth", folder, "--arch", "deepseek-v3", "--sparse", *layers)
@@ -358,7 +359,8 @@ def sparse(modicum: Path, tmp_path_factory: pytest.TempPathFactory, is_full_size
 
 
 def make_scales_positive(directory: Path) -> None:
-    """A code of zero becomes -0 by a negative scale, and a page of these is no hole."""
+    """Makes negative scales positive: with one, a code of zero becomes -0, and a page of -0 is no
+    hole."""
     for path in directory.glob("*.safetensors"):
         header, data = header_of(path)
         extents = [of["data_offsets"] for name, of in header.items() if name.endswith("_scale_inv")]
@@ -386,7 +388,8 @@ caged = pytest.mark.skipif(why_no_cage() is not None, reason=str(why_no_cage()))
 def test_conversions_killed_within_1_gib_are_resumed(
     modicum: Path, tmp_path: Path, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """FP8 to bfloat16, killed 20 times at random moments; `-s` shows the figures."""
+    """Conversions of FP8 to bfloat16 are killed 20 times at random moments; `-s` shows the
+    figures."""
     source, out = request.getfixturevalue(kind), tmp_path / "out"
     words = [str(modicum), "convert", str(source), "--dtype", "bf16", "--json"]
     words += ["--sparse"] if kind == "sparse" else []
@@ -410,8 +413,9 @@ def test_conversions_killed_within_1_gib_are_resumed(
 @patient
 @caged
 def test_a_conversion_is_nearly_as_fast_as_cp(modicum: Path, fp8: Path, tmp_path: Path) -> None:
-    """Seconds until the files are durable, of a conversion and of `cp` of its output, which is the
-    larger side; nothing is in the page cache before. `-s` shows the figures."""
+    """Compares the seconds until the files are durable, for a conversion and for `cp` of its
+    output, which is larger than its source, both with an empty page cache. `-s` shows the
+    figures."""
     out, copy = tmp_path / "out", tmp_path / "copy"
     convert = [str(modicum), "convert", str(fp8), str(out), "--dtype", "bf16", "--json"]
     seconds: dict[str, list[float]] = {"convert": [], "cp": []}

@@ -78,7 +78,7 @@ sys.stdin.read()
 def running(
     directory: Path, program: str, *words: str, **options: Any
 ) -> Iterator[tuple[int, list[str]]]:
-    """The pid of a Python program that has printed its first line, and the words of that line."""
+    """Starts a Python program. Returns its pid and the words of its first line, once printed."""
     script = directory / "program.py"
     script.write_text(program)
     process = subprocess.Popen(
@@ -156,7 +156,7 @@ def test_budget_that_is_not_left(modicum: Path) -> None:
 
 
 def shared_dirty(pid: int) -> int:
-    """Bytes of private pages that a process has written, and that another one maps, too."""
+    """Bytes of private pages that a process has written and that another process maps, too."""
     total, is_private = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         words = line.split()

@@ -34,7 +34,7 @@ def one(*entries: str, data_bytes: int = 8) -> dict[str, bytes]:
 
 
 def indexed(text: str, *shards: str) -> dict[str, bytes]:
-    """A checkpoint with this index, and files that hold the tensor w each."""
+    """A checkpoint with this index, in which each file holds a tensor w."""
     return {INDEX: text.encode(), **{name: one(entry("w", 0, 8))[MODEL] for name in shards}}
 
 
@@ -92,7 +92,7 @@ ELSEWHERE = {
 
 
 def failure_in(directory: Path, modicum: Path, category: str) -> tuple[int, str]:
-    """Exit code and line of the failure of this category's files."""
+    """The exit code and the error line of the command that fails on this category's files."""
     (directory / "m").mkdir()
     for name, content in FILES[category].items():
         (directory / "m" / name).write_bytes(content)

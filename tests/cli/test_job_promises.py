@@ -109,7 +109,7 @@ def test_a_state_with_scales_is_held_as_promised(
 
 
 def job_of(modicum: Path, moe: Path, *flags: object) -> list[dict[str, Any]]:
-    """The job of each node, with the strategy of the flags."""
+    """The job of each node, for the strategy that the flags name."""
     plan = run_json(modicum, "plan", moe, *flags)
     name = flags[flags.index("--strategy") + 1] if "--strategy" in flags else "own-shard"
     return [node["job"] for node in strategy_of(plan, str(name))["nodes"]]
@@ -146,7 +146,7 @@ def test_plan_promises_the_job(
 def test_a_state_that_cannot_be_saved_is_reported(
     modicum: Path, gpt2: Path, tmp_path: Path
 ) -> None:
-    """Flat groups divide blocks of 8-bit moments."""
+    """Flat groups (ZeRO) divide blocks of 8-bit moments, so the state can't be saved."""
     words = ("--ranks", 3, "--layout", "zero2", "--optimizer", "adamw:int8-moments")
     refused = failure(modicum, 2, "save", gpt2, tmp_path / "root", "--step", 1, *words)
     plan = run_json(modicum, "plan", gpt2, *words, "--budget", "1TiB")

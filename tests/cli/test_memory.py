@@ -23,7 +23,7 @@ REFUSAL_BYTES = 32 * MIB
 
 @pytest.fixture(scope="module")
 def qwen25(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """qwen2.5-0.5b, not sparse: a gigabyte, removed at the end."""
+    """A real (not sparse) qwen2.5-0.5b: a gigabyte, removed at the end."""
     directory = tmp_path_factory.mktemp("memory") / "qwen2.5-0.5b"
     run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b")
     yield directory
@@ -115,7 +115,8 @@ def test_own_shard_passes_in_a_cage(
 def test_full_per_rank_is_refused_in_a_cage(
     modicum: Path, qwen25: Path, promised: int, can_cage: None
 ) -> None:
-    """Refused before any data is read, which would appear as page cache in the cgroup."""
+    """The load is refused before any data is read. Data would appear as page cache in the
+    cgroup."""
     drop_page_cache(qwen25)
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--strategy", "full-per-rank", "--budget", "auto")
@@ -127,7 +128,7 @@ def test_full_per_rank_is_refused_in_a_cage(
 
 
 def test_refusal_reads_no_data(modicum: Path, qwen25: Path, tmp_path: Path) -> None:
-    """Counts reads by strace: of the checkpoint's files only headers and index are read."""
+    """Counts reads by strace: only headers and the index of the checkpoint's files are read."""
     if not have("strace"):
         pytest.skip("strace is not installed")
     trace = tmp_path / "trace"
@@ -144,7 +145,7 @@ def test_refusal_reads_no_data(modicum: Path, qwen25: Path, tmp_path: Path) -> N
 
 
 def test_kill_is_explained(modicum: Path, qwen25: Path, promised: int, can_cage: None) -> None:
-    """Without the check the kernel kills a rank, and the error names it."""
+    """Without the budget's check the kernel kills a rank, and the error names it."""
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--strategy", "full-per-rank", "--budget", "none")
         assert inside.oom_kills() > 0
@@ -172,7 +173,7 @@ def held_bytes(pid: int) -> int:
 
 
 def watched(modicum: Path, *words: object) -> tuple[dict[str, Any], int]:
-    """A run, and the highest sampled memory of its process tree."""
+    """A run, and the highest memory of its process tree that was sampled."""
     process = subprocess.Popen(
         [str(modicum), *map(str, words), "--json"], stdout=subprocess.PIPE, text=True
     )
@@ -201,7 +202,7 @@ def test_promise_holds_as_another_process_measures_it(
 
 @pytest.fixture(scope="module")
 def of_eight(modicum: Path, qwen3: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """qwen3-0.6b planned for eight ranks, and loaded by every strategy."""
+    """The plan of qwen3-0.6b for eight ranks, and its loads by every strategy."""
     planned = run_json(modicum, "plan", qwen3, "--ranks", 8)
     loaded = {}
     for strategy in STRATEGIES:

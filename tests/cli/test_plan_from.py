@@ -22,7 +22,7 @@ def written(tmp_path: Path, document: dict[str, Any]) -> Path:
 
 
 def watched(limit: int | None, **more: Any) -> dict[str, Any]:
-    """A run that held 90 MiB and had a limit."""
+    """A document of a run that held 90 MiB and had a limit."""
     return run_document() | {"peak_bytes": 90 * MIB, "limit_bytes": limit, "killed": None} | more
 
 
@@ -32,7 +32,7 @@ def flags(gpt2: Path) -> tuple[object, ...]:
 
 
 def changed(flags: tuple[object, ...], words: list[str]) -> list[object]:
-    """The flags with other values for those that are in `words`."""
+    """The flags, with the values in `words` replaced."""
     directory, *given = flags
     pairs = dict(zip(given[::2], given[1::2], strict=True)) | dict(
         zip(words[::2], words[1::2], strict=True)

@@ -99,7 +99,7 @@ def test_neither_layout_nor_replicas_change_a_bit(modicum: Path, moe: Path) -> N
 
 
 def test_split_is_exact_and_training_reads_the_stepped_parameters(modicum: Path, moe: Path) -> None:
-    """Gradients have the parameter's dtype, so `fp32` and `fp32-split` get the same ones."""
+    """Gradients have the parameter's dtype, so `fp32` and `fp32-split` get the same gradients."""
     whole = rehearse(modicum, moe, "fp32", "--ranks", 2)
     split = rehearse(modicum, moe, "fp32-split", "--ranks", 2)
     assert whole["digest_uninterrupted"] == split["digest_uninterrupted"]
@@ -128,7 +128,8 @@ def test_clipping_and_seed_matter(modicum: Path, moe: Path) -> None:
 def test_plan_load_and_rehearse_promise_the_same(
     modicum: Path, moe: Path, state_format: str
 ) -> None:
-    """The predictions equal the ledger to the byte, for one rank, whose phases are the node's."""
+    """The predictions equal the ledger to the byte, for one rank, whose phases are those of the
+    node."""
     words = ("--optimizer", f"adamw:{state_format}", "--staging", "300KiB")
     plan = run_json(modicum, "plan", moe, *words)
     phases = strategy_of(plan, "own-shard")["nodes"][0]["phases"]
@@ -254,7 +255,8 @@ def test_save_and_resume_keep_their_promises(modicum: Path, gpt2: Path, tmp_path
 def test_a_resume_that_would_not_fit_is_refused_before_the_load(
     modicum: Path, gpt2: Path, tmp_path: Path
 ) -> None:
-    """Two ranks resume, which need more than the one that saves: two processes and page tables."""
+    """Two ranks resume; with two processes and page tables they need more than the one that
+    saves."""
     root = tmp_path / "root"
     flags = ("--optimizer", "adamw:fp32", "--steps", 1, "--staging", "1MiB", "--save", root)
     needed = run_json(modicum, "rehearse", gpt2, *flags, "--resume-ranks", 3)["promised_bytes"][0]

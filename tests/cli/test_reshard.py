@@ -53,7 +53,7 @@ BEFORE, AFTER, SEED = 3, 2, 5
 
 @dataclass(frozen=True)
 class Saved:
-    """A model, and a step of it in each format."""
+    """A model, and a step (a saved checkpoint directory) of it in each format."""
 
     modicum: Path
     directory: Path
@@ -167,8 +167,8 @@ def test_a_step_without_state(saved: Saved, tmp_path: Path) -> None:
 def test_formats_that_hold_the_same_values(
     saved: Saved, tmp_path: Path, before: str, after: str
 ) -> None:
-    """Values do not change, so neither does the digest over them. The weights are rounded as the
-    new format rounds: half of the ties between two bf16 differ."""
+    """Values do not change, so the digest over them does not, either. The weights are rounded as
+    the new format rounds: half of the ties between two bf16 differ."""
     root = tmp_path / "root"
     root.mkdir()
     out = root / f"step-{BEFORE}"
@@ -197,7 +197,8 @@ def test_there_and_back(saved: Saved, tmp_path: Path) -> None:
 
 
 def test_ties_are_rounded_as_the_format_rounds(saved: Saved, tmp_path: Path) -> None:
-    """A master halfway between two bf16: to even in fp32's copy, away from zero in a half."""
+    """A master halfway between two bf16 is rounded to even by `fp32`, and away from zero by the
+    split formats."""
     step, out = saved.step("fp32-split"), tmp_path / "step"
     run_json(saved.modicum, "reshard", step, out, "--state-format", "fp32")
     master = tensors_of(out / "optimizer")["wide.weight.master"]
@@ -257,7 +258,8 @@ def assert_bytes(tensor: Any, expected: Any) -> None:
 
 
 def test_a_parameter_of_other_names(saved: Saved, tmp_path: Path) -> None:
-    """A parameter that the step stores as two tensors: its moments may change, its master not."""
+    """A parameter that the step stores as two tensors: the format of its moments may change, that
+    of its master may not."""
     names = {"a": (20, 256), "b": (20, 256)}
     tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in names.items()}
     directory = write_checkpoint(tmp_path / "two", tensors)
@@ -316,8 +318,8 @@ def test_a_changed_value_is_found(
 
 @pytest.mark.parametrize("flags", [(), ("--state-format", "int8-moments")], ids=str)
 def test_killed_reshards_are_resumed(saved: Saved, tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """Killed at random moments: nothing is visible, no finished file is written again, and the
-    bytes are those of a reshard that was not killed."""
+    """Reshards are killed at random moments: no output is visible, no finished file is written
+    again, and the bytes are those of a reshard that was not killed."""
     step, out = saved.step("fp32"), tmp_path / "out"
     words = [str(w) for w in (saved.modicum, "reshard", step, out, *flags, "--shard-size", "40KB")]
     whole = tmp_path / "whole"

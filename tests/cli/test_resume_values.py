@@ -35,7 +35,7 @@ def names_of(directory: Path) -> dict[str, str]:
 
 
 def recipe_of(moe: Path, how: str) -> tuple[dict[str, Any], list[str]]:
-    """The targets of a recipe, and what it leaves unused."""
+    """A recipe's targets and its unused tensors."""
     targets = {name: stored(name) for name in names_of(moe)}
     experts = [name for name in targets if ".experts." in name and "gate_proj" in name]
     assert len(experts) > 1

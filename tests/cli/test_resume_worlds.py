@@ -59,7 +59,7 @@ class Cut:
         return words + (["--tp-rowwise", "o_proj"] if self.layout == "tp-fsdp" else [])
 
     def holds(self, state_format: str) -> bool:
-        """Whether the layout can save the format: ZeRO's flat groups divide blocks of 8-bit
+        """Whether the format can be saved in this layout: ZeRO's flat groups divide blocks of 8-bit
         moments between ranks."""
         return self.layout != "zero2" or self.world == 1 or "int8" not in state_format
 

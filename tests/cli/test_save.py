@@ -47,7 +47,7 @@ def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tensors_of(directory: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every tensor of a checkpoint by the safetensors package: dtype, shape and bytes."""
+    """Every tensor of a checkpoint, read by the safetensors package: dtype, shape and bytes."""
     safetensors = pytest.importorskip("safetensors")
     found = {}
     for file in sorted(directory.glob("*.safetensors")):
@@ -237,7 +237,7 @@ def test_states_that_do_not_fit_are_refused(modicum: Path, gpt2: Path, tmp_path:
 def test_a_state_is_resumed_with_its_recipe(
     modicum: Path, moe: Path, tmp_path: Path, how: str
 ) -> None:
-    """Parameters whose names are not those of the stored tensors."""
+    """The parameters' names differ from those of the stored tensors."""
     names = list(tensors_of(moe))
     stored: dict[str, object] = {name: {"op": "stored", "name": name} for name in names}
     experts = [name for name in names if ".experts." in name and "gate_proj" in name]

@@ -105,7 +105,8 @@ def test_failing_calls(
 
 
 def assert_whole(step: Path, first: dict[str, bytes]) -> None:
-    """Asserts the bytes of the first step, and that COMMIT has the record's digest."""
+    """Asserts that the first step is unchanged, and that COMMIT fits manifest.json by length and
+    uuid."""
     found = bytes_of(step)
     commit = json.loads(found.pop("COMMIT"))
     manifest = found.pop("manifest.json")
@@ -129,8 +130,8 @@ def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int
 def test_killed_saves_leave_an_intact_step(
     modicum: Path, moe: Path, tmp_path: Path, kills: int
 ) -> None:
-    """Four saves at a time into one root, two of them with divided rows; each, or one of its ranks,
-    is killed at a random moment."""
+    """Four saves run at a time into one root, two of them with divided rows. Each save, or one of
+    its ranks, is killed at a random moment."""
     root = tmp_path / "root"
     begin = time.monotonic()
     run_json(modicum, "save", moe, root, "--step", 1, "--ranks", 2)

@@ -37,7 +37,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> FaultyFiles:
 def writes(
     modicum: Path, moe: Path, faulty: FaultyFiles, tmp_path_factory: pytest.TempPathFactory
 ) -> int:
-    """The number of writes of a save."""
+    """The number of write calls of a save."""
     root = tmp_path_factory.mktemp("counted") / "root"
     root.mkdir()
     done, hit = faulty.run(
@@ -48,7 +48,7 @@ def writes(
 
 
 class Saving:
-    """Saves of step 2 into a root with step 1."""
+    """Saves step 2 into a root that has step 1."""
 
     def __init__(self, modicum: Path, moe: Path, faulty: FaultyFiles, root: Path) -> None:
         self.modicum, self.moe, self.faulty, self.root = modicum, moe, faulty, root
@@ -60,7 +60,7 @@ class Saving:
         return {str(path.relative_to(self.root)): path.read_bytes() for path in found}
 
     def hold(self, at: int, *flags: object) -> subprocess.Popen[str]:
-        """The save, held at its `at`-th write."""
+        """The running save, stopped at its `at`-th write."""
         words = ("save", self.moe, self.root, "--step", 2, *TRAINED, *flags, "--json")
         return self.faulty.hold(self.root, at, self.modicum, *words)
 
@@ -97,7 +97,7 @@ def test_a_save_that_fits_into_the_grace_is_finished(saving: Saving, writes: int
 
 
 def test_a_save_that_does_not_fit_is_given_up(saving: Saving, writes: int) -> None:
-    """A second is reserved for the commit."""
+    """A second of the grace is reserved for the commit."""
     process = saving.hold(writes // 2, "--grace", 0.9)
     os.killpg(process.pid, signal.SIGTERM)
     saving.faulty.release()
@@ -105,7 +105,7 @@ def test_a_save_that_does_not_fit_is_given_up(saving: Saving, writes: int) -> No
 
 
 def test_a_save_without_a_known_rate_is_given_up(saving: Saving) -> None:
-    """The first write is that of a header."""
+    """The first write is that of a header, so no rate is known."""
     process = saving.hold(1, "--grace", AMPLE_S)
     os.killpg(process.pid, signal.SIGTERM)
     saving.assert_given_up(saving.end(process))
@@ -118,7 +118,7 @@ def test_without_a_grace_a_save_is_given_up(saving: Saving, writes: int) -> None
 
 
 def test_a_grace_ends(saving: Saving, writes: int) -> None:
-    """The save does not go on, although it could have been finished in time."""
+    """A save that makes no progress is given up when its grace ends."""
     process = saving.hold(writes // 2, "--grace", 2)
     os.kill(process.pid, signal.SIGTERM)
     saving.assert_given_up(saving.end(process))
@@ -136,7 +136,7 @@ def test_a_later_signal_ends_the_grace(saving: Saving, writes: int) -> None:
 
 
 def test_a_commit_is_finished(saving: Saving, writes: int) -> None:
-    """The last write but one is COMMIT's."""
+    """The signal arrives at the last write but one, which is COMMIT's."""
     process = saving.hold(writes - 1)
     assert not (saving.root / "step-2").exists()
     os.kill(process.pid, signal.SIGTERM)

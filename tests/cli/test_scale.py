@@ -33,7 +33,7 @@ def norm(name: str, size: int) -> Tensor:
 
 
 def codes(name: str, rows: int, columns: int) -> Iterator[Tensor]:
-    """A matrix of 8 bit codes and its scales."""
+    """A matrix of 8-bit codes and its scales."""
     yield f"{name}.weight", "F8_E4M3", [rows, columns]
     yield f"{name}.weight_scale_inv", "F32", [ceil(rows / BLOCK), ceil(columns / BLOCK)]
 
@@ -70,7 +70,7 @@ def layer(number: int) -> Iterator[Tensor]:
 
 
 def model() -> Iterator[Tensor]:
-    """All tensors: 61 layers, and one more that predicts the token after the next."""
+    """All tensors of a model: 61 layers, and one more, which predicts the token after the next."""
     yield "model.embed_tokens.weight", "BF16", [VOCAB, HIDDEN]
     for number in range(LAYERS + 1):
         yield from layer(number)
@@ -106,7 +106,8 @@ def write_sparse(file: Path, tensors: list[Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the model. Tensors are distributed over the files in order, by bytes."""
+    """The directory of a sparse model. Tensors are distributed over the files in order, by
+    bytes."""
     directory = tmp_path_factory.mktemp("scale") / "deepseek-v3"
     directory.mkdir()
     tensors = list(model())
@@ -147,7 +148,8 @@ def cpu_of_children() -> float:
 
 
 def plan(program: Path, directory: Path, *flags: object) -> tuple[dict, float]:
-    """A plan made with limited memory, and its seconds: on a busy machine, its CPU time."""
+    """Makes a plan with limited memory. Returns it, and the seconds: on a busy machine, CPU
+    time."""
     words = (program, "plan", directory, "--ranks", RANKS, "--json", *flags)
     wall, cpu = time.monotonic(), cpu_of_children()
     done = subprocess.run(

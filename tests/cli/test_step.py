@@ -108,7 +108,7 @@ def test_invalid_flags_are_usage_errors(modicum: Path, words: tuple[str, ...]) -
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_per_parameter_with_children(modicum: Path, name: str) -> None:
-    """Each of two ranks has two children, forked again half-way: no page is copied."""
+    """Each of two ranks has two children, and two more from half-way: no page is copied."""
     params = 12_000_000
     words = ("--params", params, "--state-format", name, "--ranks", 2, "--threads", 1)
     document = step(modicum, *words, "--steps", 5, "--fork-children", 2)
@@ -223,7 +223,7 @@ def test_a_killed_rank_is_named_and_its_children_end(modicum: Path) -> None:
 
 @pytest.fixture(scope="module")
 def instruction_sets(modicum: Path) -> list[str]:
-    """Those that `--help` lists, which this machine supports."""
+    """The instruction sets that `--help` lists and this machine supports."""
     text = run(modicum, "step", "--help").stdout
     (line,) = [line for line in text.splitlines() if "--isa" in line]
     return line.split("TEXT", 1)[1].split(";", 1)[0].replace(",", " ").split()
@@ -259,7 +259,7 @@ def test_the_exact_formats_agree_on_bf16_gradients(modicum: Path) -> None:
 def test_the_exact_formats_agree_over_a_thousand_steps(
     modicum: Path, instruction_sets: list[str]
 ) -> None:
-    """For every number of ranks and threads, on every instruction set."""
+    """The digests agree for every number of ranks and threads, on every instruction set."""
     words = ("--params", 50_001, "--steps", 1000, "--grad-dtype", "bfloat16", "--clip", 1)
     cuts = itertools.product(("fp32", "fp32-split"), instruction_sets, (1, 2, 3), (1, 2, 4))
     seen = {

@@ -87,7 +87,7 @@ def test_signals_reach_the_command(modicum: Path) -> None:
 
 
 def test_descendants_of_ended_parents_count(modicum: Path) -> None:
-    """The inner shell ends at once; what it has started holds the memory."""
+    """The inner shell ends at once; the process that it has started holds the memory."""
     grown = "import time; block = bytearray(b'1') * (64 << 20); time.sleep(1.5)"
     script = f'sh -c \'"{sys.executable}" -c "{grown}" & echo $!\'; sleep 2'
     script = script.replace("b'1'", "[49]")
@@ -133,7 +133,7 @@ def killed_at(limit: int, modicum: Path) -> tuple[int, dict[str, Any], str]:
 
 @pytest.mark.alone
 def test_a_kill_of_a_short_process(modicum: Path) -> None:
-    """It may end before it is sampled with its memory: the kernel's log has it."""
+    """The killed process may end before it is sampled; the kernel's log names it."""
     if reason := why_no_log():
         pytest.skip(reason)
     limit = 100 << 20

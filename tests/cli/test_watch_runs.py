@@ -23,7 +23,7 @@ HELD = ["--digest", "--budget", "6GiB"]
 
 @pytest.fixture(scope="module")
 def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1 GiB, so that a load takes several samples."""
+    """A checkpoint of 1 GiB, so that a load takes several samples."""
     directory = tmp_path_factory.mktemp("watched") / "qwen"
     run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b", "--sparse")
     return directory
@@ -37,7 +37,7 @@ def watched(modicum: Path, *words: object) -> tuple[dict[str, Any], Ended]:
 
 
 def totals(timeline: dict[str, Any]) -> list[int]:
-    """What all processes held, by sample."""
+    """The memory that all processes held, for each sample."""
     lists = [bytes for track in timeline["tracks"] for bytes in track["owners"].values()]
     return [sum(value or 0 for value in sample) for sample in zip(*lists, strict=True)]
 
@@ -205,7 +205,7 @@ def test_the_overhead_of_a_load(modicum: Path, model: Path) -> None:
 
 
 def test_a_long_record_stays_small(modicum: Path) -> None:
-    """Hundreds of processes, each with a series of its own."""
+    """Hundreds of processes run, each with its own series."""
     script = "for i in $(seq 300); do sleep 2 & done; wait"
     done = run(modicum, "watch", "--json", "--", "sh", "-c", script)
     assert done.json["watch"]["peak_bytes"] < 16 * MIB

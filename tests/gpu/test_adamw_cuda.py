@@ -23,7 +23,7 @@ EVERY = [
 @pytest.mark.parametrize("pin", [False, True])
 @pytest.mark.parametrize(("state_format", "dtype"), EVERY)
 def test_the_same_bits_as_on_the_host(state_format: str, dtype: torch.dtype, pin: bool) -> None:
-    """Uses a stream of the caller's, with a backward before and a forward after each step."""
+    """Steps on a stream of the caller's, with a backward before and a forward after each step."""
     torch.manual_seed(2)
     host = nn.Linear(1000, 3001, bias=False, dtype=dtype)
     device = nn.Linear(1000, 3001, bias=False, dtype=dtype, device="cuda")

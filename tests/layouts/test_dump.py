@@ -102,14 +102,14 @@ def cast_by_torch(tensors: Tensors, dtype: str | None) -> Tensors:
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
-    """The odd tensors in three files with an index."""
+    """The tensors of `odd_tensors` in three files with an index."""
     tensors = odd_tensors()
     return write_checkpoint(tmp_path_factory.mktemp("odd") / "model", tensors, files=3), tensors
 
 
 @pytest.fixture
 def dump(modicum: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Loads with `--dump` into a new directory, which is returned."""
+    """Loads with `--dump` into a new directory. Returns the directory."""
 
     def dump_into(directory: Path, *flags: object) -> Path:
         out = tmp_path / f"dump-{len(list(tmp_path.iterdir()))}"
@@ -130,7 +130,7 @@ def test_shards_are_chunks(odd: tuple[Path, Tensors], dump, world: int, strategy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_casts_are_torchs(tmp_path: Path, dump, dtype: str, strategy: str) -> None:
-    """Bit for bit, including ties, overflow and subnormals; a NaN stays a NaN."""
+    """Casts agree bit for bit, including ties, overflow and subnormals; a NaN stays a NaN."""
     tensors = {n: without_nan(t) for n, t in odd_tensors().items()}
     directory = write_checkpoint(tmp_path / "model", tensors)
     out = dump(directory, "--ranks", 3, "--strategy", strategy, "--dtype", dtype)
@@ -214,7 +214,7 @@ def recipe_tensors() -> Tensors:
 
 
 def recipe_nodes() -> dict[str, Any]:
-    """One target for every op, and some of ops inside ops."""
+    """A recipe with a target for each op, and some targets with ops inside ops."""
     a, b, c = stored("a"), stored("b"), stored("c")
     turned = {"op": "permute", "dims": [2, 0, 1], "in": [c]}
     return {

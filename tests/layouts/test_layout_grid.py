@@ -183,7 +183,7 @@ def test_hsdp_of_dim_1(grid: Case, dumped, mesh: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("mesh", TP_MESHES, ids=mesh_id)
 def test_tp_fsdp(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
-    """TP first, then FSDP, even where torch's placements describe another order."""
+    """TP cuts first, then FSDP, even where torch's placements describe another order."""
     cut = Cut("tp-fsdp", mesh, 0, ROWWISE, REPLICATED)
     assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
 
@@ -202,7 +202,7 @@ def test_none(grid: Case, dumped, world: int) -> None:
 
 
 def along(tensor: Any, dim: int) -> Any:
-    """A placement along `dim`, or along dim 0 if the tensor has no such dim."""
+    """A placement along `dim`, or along dim 0 if the tensor has too few dims."""
     if tensor.dim() == 0:
         return Replicate()
     return Shard(dim if dim < tensor.dim() else 0)
@@ -210,7 +210,7 @@ def along(tensor: Any, dim: int) -> Any:
 
 @pytest.mark.parametrize("mesh", ((1, 2), (2, 2), (3, 2), (2, 4)), ids=mesh_id)
 def test_packed_halves(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
-    """Gate and up in one tensor: DTensor's strided shard of two, then FSDP."""
+    """Gate and up in one tensor: DTensor's strided shard with two parts, then FSDP."""
     dp, tp = mesh
 
     def oracle(tensors: Tensors, rank: int) -> Tensors:
@@ -233,7 +233,7 @@ def test_packed_halves(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dim", (0, 1))
 @pytest.mark.parametrize("mesh", ((1, 3), (2, 2), (3, 2), (2, 4)), ids=mesh_id)
 def test_expert_mesh(tp_grid: Case, dumped, mesh: tuple[int, int], dim: int) -> None:
-    """Experts over one mesh, everything else over another of the same ranks."""
+    """Experts are sharded over one mesh, everything else over another mesh of the same ranks."""
     world = prod(mesh)
 
     def oracle(tensors: Tensors, rank: int) -> Tensors:
@@ -255,7 +255,7 @@ def test_expert_mesh(tp_grid: Case, dumped, mesh: tuple[int, int], dim: int) -> 
 
 
 def test_flattened_axes(tp_grid: Case, dumped) -> None:
-    """TP, then FSDP over dp x cp flattened by torch."""
+    """TP cuts first, then FSDP over dp x cp, flattened by torch."""
 
     def oracle(tensors: Tensors, rank: int) -> Tensors:
         with playing_rank(rank, 8):

@@ -15,7 +15,7 @@ SHAPE = re.compile(r"^\[([\d, ]*)\] ")
 
 
 def examples(page: str) -> list[tuple[list[list[int]], list[str], list[str]]]:
-    """(shapes, flags, lines) of each block."""
+    """The (shapes, flags, lines) of each block of the page."""
     found = []
     for head, body in EXAMPLE.findall(page):
         shapes = []
@@ -27,7 +27,7 @@ def examples(page: str) -> list[tuple[list[list[int]], list[str], list[str]]]:
 
 
 def stretches(ids: list[int]) -> str:
-    """[0, 1, 2, 7] as "0-2 7"."""
+    """Consecutive runs of numbers as text: [0, 1, 2, 7] gives "0-2 7"."""
     out: list[list[int]] = []
     for i in ids:
         if out and out[-1][1] == i - 1:

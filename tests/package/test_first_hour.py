@@ -27,7 +27,7 @@ MADE_ALREADY = ("python3 -m venv", ". first-hour/bin/activate", "pip install tor
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
-    """(language, file's name, text) of each fence."""
+    """The (language, file's name, text) of each fenced block."""
     yield from FENCE.findall(page.read_text())
 
 
@@ -45,7 +45,7 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def pattern_of(line: str) -> str:
-    """A pattern for the line with arbitrary numbers."""
+    """A pattern that matches the line with other numbers."""
     words = NUMBER.split(line)
     return r"\S*".join(re.sub(r"(\\\s)+", r"\\s+", re.escape(word)) for word in words)
 

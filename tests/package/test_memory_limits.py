@@ -31,7 +31,7 @@ def no_recording() -> None:
 
 
 def taken(size: int) -> mmap.mmap:
-    """Newly mapped memory, touched."""
+    """Newly mapped memory, all pages written."""
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
     return block
@@ -177,7 +177,7 @@ def test_has_no_limit():
 
 
 def test_the_marker_fails_a_test_that_holds_too_much(tmp_path: Path) -> None:
-    """With the installed package's entry point, in a pytest of its own."""
+    """Runs a pytest with the installed package's entry point."""
     (tmp_path / "test_limits.py").write_text(TESTS)
     words = ["-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "-rA"]
     done = subprocess.run(

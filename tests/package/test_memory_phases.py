@@ -39,7 +39,7 @@ def no_recording() -> None:
 
 
 def taken(size: int = SPIKE) -> mmap.mmap:
-    """Newly mapped memory, touched."""
+    """Newly mapped memory, all pages written."""
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
     return memory
@@ -96,7 +96,7 @@ def test_samples_record_longer_peaks() -> None:
 
 
 def test_sampling_is_cheap() -> None:
-    """The documentation states 2 % of a core; the rest is for a busy machine."""
+    """The documentation states 2 % of a core; the margin is for a busy machine."""
     with memory.phase("warm", interval_s=NEVER):
         pass
     began = time.process_time()
@@ -177,7 +177,8 @@ def test_saved_recordings_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def recording_of(rank: int, began: float, samples: list[tuple[float, int, int]]) -> str:
-    """A file of `memory.save`. A sample: its second, the bytes of the process and of children."""
+    """A file as `memory.save` writes it. A sample: its second, the bytes of the process and of its
+    children."""
     process = {"label": "two", "rank": rank, "pid": 10 + rank, "host": "", "began": began}
     last = samples[-1][0]
     lines = [{"process": process}, {"phase": {"name": "load", "begin_s": 0.0, "end_s": last}}]

@@ -57,7 +57,7 @@ def parts(values: Any) -> Any:
 
 
 def stored(of: Any, plane: str) -> list[Any]:
-    """The bytes of each shard of a plane and of its scales, as they change from step to step."""
+    """Arrays of each shard of a plane and of its scales: views, which change with each step."""
     reads = [of.plane, of.scales] if plane.startswith(("exp", "max")) else [of.plane]
     return [np.from_dlpack(read(at, plane)) for at in range(len(SHARDS)) for read in reads]
 
@@ -115,7 +115,8 @@ class Comparison:
 
 
 def run(name: str, settings: Settings, steps: int, imports: bool = False) -> None:
-    """Gradients of all sizes within a block, some of them zero, some steps scaled and clipped."""
+    """Steps with gradients of all sizes within a block, some of them zero, some steps scaled and
+    clipped."""
     random = np.random.default_rng(7)
     values = (random.integers(-(1 << 14), 1 << 14, NUMEL) / np.float32(1 << 14)).astype(np.float32)
     values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)  # exact in bf16
@@ -163,7 +164,8 @@ def test_a_thousand_steps_of_every_setting(name: str, settings: str) -> None:
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_extremes_to_the_bit(name: str) -> None:
-    """Gradients up to the largest finite ones, denormal ones, and a rate that overflows values."""
+    """Tests gradients up to the largest finite ones, denormal ones, and a rate that makes values
+    overflow."""
     random = np.random.default_rng(8)
     both = Comparison(name, replace(SETTINGS["torch"], lr=1.0), np.zeros(NUMEL, np.float32))
     bits = random.integers(0, 0x7F7F0000, NUMEL, np.uint32)

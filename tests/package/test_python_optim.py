@@ -72,7 +72,7 @@ def test_the_format_follows_dtype_and_shape() -> None:
 
 @pytest.mark.parametrize("format", [row["name"] for row in _modicum.state_formats()])
 def test_a_step(format: str) -> None:
-    """beta 0.9: the first step goes lr along the gradient's sign."""
+    """With beta 0.9 the first step moves by lr along the gradient's sign."""
     ledger = modicum.Ledger()
     of = state(format=format, ledger=ledger)
     assert ledger.held == of.footprint == _modicum.adamw_footprint(SHARDS, GROUPS, format=format)

@@ -38,7 +38,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real shape: 0.9 GiB, sparse."""
+    """A sparse checkpoint of real size, 0.9 GiB."""
     directory = tmp_path_factory.mktemp("walk") / "large"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 20, "--sparse")
     return directory
@@ -50,7 +50,7 @@ def planned(directory: Path, ranks: int = 3, **options):
 
 
 def rows_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """FSDP2's shard with padding, which has the same length on every rank."""
+    """A rank's padded FSDP2 shard, which has the same length on every rank."""
     if whole.ndim == 0:
         return whole
     each = -(-whole.shape[0] // ranks)
@@ -158,7 +158,7 @@ def test_memory_that_is_not_the_callers_to_write_is_refused(small: Path) -> None
 
 
 class OfOtherMind:
-    """A stand-in for other ranks with another plan."""
+    """A stand-in for other ranks that made another plan."""
 
     def agree(self, digest: str) -> None:
         raise KeyError(digest)

@@ -114,7 +114,7 @@ def test_types_are_included(wheel: Path) -> None:
 
 
 def declared(wheel: Path) -> dict[str, set[str]]:
-    """Packages that the wheel requires, by extra; those of no extra under ""."""
+    """The packages that the wheel requires, by extra; those without an extra under ""."""
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     required: dict[str, set[str]] = {"": set()}
@@ -125,7 +125,7 @@ def declared(wheel: Path) -> dict[str, set[str]]:
 
 
 def imported(wheel: Path) -> set[str]:
-    """Packages of others that some module of the wheel imports."""
+    """The packages of others that some module of the wheel imports."""
     archive, found = zipfile.ZipFile(wheel), set()
     for name in archive.namelist():
         if not name.endswith(".py"):
@@ -142,7 +142,7 @@ def imported(wheel: Path) -> set[str]:
 
 
 def test_every_import_is_a_requirement_of_an_extra(wheel: Path) -> None:
-    """Nothing is required without an extra."""
+    """No package is required without an extra."""
     required = declared(wheel)
     assert required.pop("") == set()
     assert set.union(*required.values()) - {"modicum"} == imported(wheel)

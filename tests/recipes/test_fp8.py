@@ -40,7 +40,7 @@ def codes(shape: tuple[int, ...], seed: int, dtype: Any = E4M3) -> Any:
 
 
 def scales(shape: tuple[int, ...], seed: int, dtype: Any = torch.float32) -> Any:
-    """Of many magnitudes; some products overflow fp16 or are denormal there."""
+    """Scales of many magnitudes; some products overflow fp16 or are denormal there."""
     maker = torch.Generator().manual_seed(1000 + seed)
     powers = torch.randint(-24, 9, shape, generator=maker).float()
     mantissas = 1 + torch.rand(shape, generator=maker)
@@ -50,14 +50,14 @@ def scales(shape: tuple[int, ...], seed: int, dtype: Any = torch.float32) -> Any
 
 
 def wide(scale: Any) -> Any:
-    """Scales as fp32; a byte (E8M0) is a power of two."""
+    """The scales as fp32; a byte (E8M0) is a power of two."""
     if scale.dtype == torch.uint8:
         return (scale.float() - 127).exp2()
     return scale.float()
 
 
 def dequantised(code: Any, scale: Any, dtype: str, block: tuple[int, int] = (BLOCK, BLOCK)) -> Any:
-    """The oracle: the scale grid expanded to the codes' shape."""
+    """The expected values: the scale grid is expanded to the codes' shape."""
     rows, columns = code.shape[-2:]
     grown = wide(scale).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return (code.float() * grown[..., :rows, :columns]).to(getattr(torch, dtype))
@@ -260,7 +260,7 @@ def test_agrees_with_transformers(tmp_path: Path, dump: Dump) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_scales(tmp_path: Path, dump: Dump, dtype: str) -> None:
-    """Every code times zero, denormals, the largest and infinity, as torch has it."""
+    """Every code times zero, denormal, largest and infinite scales gives torch's values."""
     every = torch.arange(256, dtype=torch.uint8)
     values = [0.0, -0.0, 1e-45, 1.1754942e-38, 1.17549435e-38, 3.4e38, float("inf"), -1.5]
     tensors: Tensors = {}
@@ -284,7 +284,7 @@ def test_extreme_scales(tmp_path: Path, dump: Dump, dtype: str) -> None:
 
 
 def test_a_grid_that_fits_no_block_size(modicum: Path, tmp_path: Path, dump: Dump) -> None:
-    """Refused only with `--dtype`."""
+    """The grid is refused only with `--dtype`."""
     tensors = {"w.weight": codes((200, 300), 1), "w.weight_scale_inv": scales((2, 7), 1)}
     directory = write_checkpoint(tmp_path / "model", tensors)
     assert_dumped(dump(directory), tensors, 1)
@@ -302,7 +302,7 @@ def test_codes_without_a_scale_are_not_cast(modicum: Path, tmp_path: Path) -> No
 
 
 def test_plan_promises_what_load_reads(modicum: Path, fp8, tmp_path: Path) -> None:
-    """Scales are counted: plan's bytes are load's, and above those of the codes alone."""
+    """The plan's bytes equal the load's, scales included, and exceed those of the codes alone."""
     directory, _tensors = fp8
     for strategy in STRATEGIES:
         flags = ("--ranks", 3, "--strategy", strategy, "--dtype", "bfloat16")

@@ -57,7 +57,7 @@ def shape_of(node: dict[str, Any], stored: dict[str, list[int]]) -> tuple[int, .
 
 
 def of_the_mapping(family: str, stored: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
-    """The recipe that a family's mapping gives for these tensors."""
+    """The recipe that a family's conversion mapping gives for these tensors."""
     legacy = get_checkpoint_conversion_mapping("legacy")
     translation = recipes.translate(
         (get_checkpoint_conversion_mapping(family) or []) + legacy,
@@ -70,7 +70,7 @@ def of_the_mapping(family: str, stored: dict[str, Any], targets: dict[str, Any])
 
 
 def of_the_model(name: str, stored: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
-    """The recipe for the head of a model of that class."""
+    """The recipe for the head of a model of this class."""
     cls = getattr(transformers, name)
     with torch.device("meta"):
         config = cls.config_class(**SMALL, tie_word_embeddings=True)

@@ -47,7 +47,7 @@ def stored_in(directory: Path) -> Tensors:
 
 
 def from_pretrained(family: Family, directory: Path) -> tuple[Any, dict[str, list[str]]]:
-    """The model, and the names that were missing, unexpected and so on."""
+    """The model, and the names that `from_pretrained` reports as missing, unexpected and so on."""
     model, info = family.model_class.from_pretrained(
         directory, dtype="auto", output_loading_info=True
     )
@@ -62,7 +62,7 @@ def ties_of(model: Any) -> set[frozenset[str]]:
 
 
 def assert_same_model(saved: Any, source: Any) -> None:
-    """Every tensor, buffers that no state dict has among them."""
+    """Asserts that all tensors are equal, including buffers that no state dict has."""
     ours = dict(saved.named_buffers()) | saved.state_dict()
     theirs = dict(source.named_buffers()) | source.state_dict()
     assert ours.keys() == theirs.keys()
@@ -72,8 +72,8 @@ def assert_same_model(saved: Any, source: Any) -> None:
 
 
 def assert_stored_alike(step: Tensors, source: Tensors, model: Tensors, left_out: set[str]) -> None:
-    """A tensor with a stored name is the stored tensor, or the loaded one in another dtype. The
-    tensors that are left out are replaced by the model's own."""
+    """Asserts that tensors with a stored name are the stored tensors, or the loaded ones in another
+    dtype. Tensors that are left out must have replacements: the model's own."""
     assert source.keys() - step.keys() == left_out - step.keys()
     dtypes = {tensor.dtype for tensor in model.values()}
     for name, tensor in step.items():
@@ -139,7 +139,7 @@ def test_adapters_around_a_model_change_no_name(modicum: Path, tmp_path: Path) -
 
 
 def test_resized_tensors_are_saved_in_the_models_shape(modicum: Path, tmp_path: Path) -> None:
-    """A slice of a tensor, a tensor with more rows, and both halves of a tensor."""
+    """Tests a slice of a tensor, a tensor with more rows, and both halves of a tensor."""
     maker = torch.Generator().manual_seed(5)
     shapes = {"cut": (9, 4), "grown": (5, 4), "both": (6, 3), "plain": (7,)}
     tensors = {name: torch.randn(shape, generator=maker) for name, shape in shapes.items()}

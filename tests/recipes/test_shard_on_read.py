@@ -79,13 +79,13 @@ def quiet() -> None:
 
 
 def joined(out: Path, ranks: int) -> Tensors:
-    """Dumped shards concatenated along dim 0; scalars are on every rank."""
+    """The dumped shards concatenated along dim 0; scalars are equal on every rank."""
     held = [load_file(out / f"rank-{rank:05d}.safetensors") for rank in range(ranks)]
     return {n: torch.cat([h[n] for h in held]) if t.dim() else t for n, t in held[0].items()}
 
 
 def run(model: Any, outputs: tuple[Outputs, ...]) -> list[Tensors]:
-    """Every tensor of every output; experts one by one, which takes any size."""
+    """Every tensor of every output; experts run one by one, which accepts any size."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_a_head_that_is_not_stored_is_initialised_once(modicum: Path, tmp_path: 
 
 
 def hidden_states(model: Any) -> Any:
-    """The output below the head."""
+    """The output before the head."""
     return model.model(input_ids=torch.arange(3, 14).reshape(1, 11))
 
 

@@ -50,14 +50,14 @@ def write_model(directory: Path, tensors: Tensors, files: int = 1, tied: bool = 
 
 @pytest.fixture
 def both(tmp_path: Path) -> Path:
-    """Both names, with equal values, in two files."""
+    """A checkpoint with both names, with equal values, in two files."""
     tensors = parts()
     return write_model(tmp_path / "both", tensors | {HEAD: tensors[EMBEDDING].clone()}, files=2)
 
 
 @pytest.fixture
 def differing(tmp_path: Path) -> Path:
-    """Both names; the very last element differs by one bit."""
+    """A checkpoint with both names, whose very last elements differ by one bit."""
     tensors = parts()
     head = tensors[EMBEDDING].clone()
     head.view(torch.int32)[-1, -1] ^= 1
@@ -109,7 +109,8 @@ def test_differing_names_are_an_error(modicum: Path, differing: Path, strategy: 
 
 
 def test_names_are_compared_after_the_cast(modicum: Path, tmp_path: Path, differing: Path) -> None:
-    """The bit that differs is rounded away: one tensor, as in a file that holds one name only."""
+    """The cast rounds the differing bit away: the result is one tensor, as from a file that holds
+    one name only."""
     how = ("--ranks", 2, "--dtype", "bfloat16")
     assert digest(modicum, differing, *how) == digest(
         modicum, write_model(tmp_path / "one", parts()), *how
@@ -135,7 +136,7 @@ def test_untie_loads_both(modicum: Path, tmp_path: Path, differing: Path) -> Non
 
 
 def test_other_shapes_are_an_error(modicum: Path, tmp_path: Path) -> None:
-    """Found in the headers, so `plan` refuses as well."""
+    """The difference is found in the headers, so `plan` refuses as well."""
     tensors = parts()
     tensors[HEAD] = tensors[EMBEDDING][:-1].clone()
     directory = write_model(tmp_path / "shapes", tensors)

@@ -57,7 +57,8 @@ def loaded_by_transformers(family: Family, directory: Path, dtype: Any) -> tuple
 
 
 def write_recipe(directory: Path, dtype: Any, path: Path, whole: Tensors) -> Path:
-    """The translator's recipe; asserts that its targets are the names that a file holds."""
+    """Writes the translator's recipe, and asserts that its targets are the names that a file
+    holds."""
     recipe = recipes.recipe_for(recipes.meta_model(directory, dtype), directory, dtype=dtype)
     assert recipe.targets.keys() - recipe.missing.keys() == whole.keys()
     path.write_text(recipe.text())
@@ -87,7 +88,7 @@ def test_as_saved(modicum: Path, written: tuple[Family, Path], tmp_path: Path) -
 
 
 def test_cast(modicum: Path, written: tuple[Family, Path], tmp_path: Path) -> None:
-    """Stored as float32 and loaded as bfloat16, or the other way round."""
+    """The files are float32 and the target is bfloat16, or the reverse."""
     family, directory = written
     other = torch.bfloat16 if family.dtype == "float32" else torch.float32
     whole, _ = loaded_by_transformers(family, directory, other)

@@ -100,7 +100,7 @@ def accelerated(
     options: dict[str, Any] | None = None,
     **how: Any,
 ) -> dict[str, Any]:
-    """Two steps of AdamW; returns everything in which two runs may differ."""
+    """Makes two steps of AdamW. Returns all values in which two runs may differ."""
     if adapters is not None:
         import peft  # noqa: F401  (loading() checks for it when the model is built)
     torch.manual_seed(dist.get_rank())
@@ -134,7 +134,7 @@ def accelerated(
 
 
 def steps(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> list[tuple[str, ...]]:
-    """The loss, the gradients' norm and the rate of each, in all bits."""
+    """The loss, the gradients' norm and the learning rate of each step, in all bits."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     vocabulary = model.config.get_text_config().vocab_size
     numbers = []
@@ -153,7 +153,7 @@ def steps(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> list[
 
 
 def state(model: Any) -> dict[str, str]:
-    """Digests of gathered parameters, with `requires_grad` and placements, and of buffers."""
+    """Digests of gathered parameters, with their `requires_grad` and placements, and of buffers."""
     import torch_rank  # which imports this module
 
     told = {}
@@ -192,7 +192,7 @@ def bound(model: Any, optimizer: Any) -> list[list[str]]:
 
 
 def script(cage: str, words: list[str]) -> None:
-    """The unchanged example in a memory cgroup. Its output is in the rank's log."""
+    """Runs the unchanged example in a memory cgroup. Its output is in the rank's log."""
     Path(cage).write_text(str(os.getpid()))
     # Freed gathers are unmapped at once; otherwise glibc keeps them and they count as held.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)

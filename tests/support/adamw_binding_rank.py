@@ -33,7 +33,7 @@ def losses_of(model: Any, optimizer: Any, backward: Any) -> list[float]:
 
 
 def told(body: Callable[[list[float]], None]) -> dict[str, Any]:
-    """The losses, and the message of a typed refusal."""
+    """The losses, and the message of a typed refusal, empty if there is none."""
     losses: list[float] = []
     try:
         with nearest_sqrt():
@@ -49,8 +49,9 @@ def from_pretrained(directory: str) -> Any:
 
 
 def prepared(directory: str, way: str, sent: bool = False) -> dict[str, Any]:
-    """A script of accelerate. `way`: torch, its lr being 0, modicum, loading, or loading and the
-    lines that its refusal names."""
+    """Trains by a script of accelerate. `way`: "torch", "zero" (torch with lr 0), "modicum",
+    "loading" (Modicum's AdamW within `loading`), or "loading, named lines" (the lines that its
+    refusal names)."""
 
     def body(losses: list[float]) -> None:
         around: Any = contextlib.nullcontext()
@@ -73,8 +74,8 @@ def prepared(directory: str, way: str, sent: bool = False) -> dict[str, Any]:
 
 
 def by_hand(directory: str, when: str, by: str = "modicum") -> dict[str, Any]:
-    """`fully_shard`, with the optimizer made after it, or before it. `when` also says whether its
-    groups then get the new parameters."""
+    """Trains with `fully_shard`, the optimizer being made after it or before it. `when` also says
+    whether the groups of an optimizer made before get the new parameters."""
 
     def body(losses: list[float]) -> None:
         model = from_pretrained(directory)
@@ -90,7 +91,7 @@ def by_hand(directory: str, when: str, by: str = "modicum") -> dict[str, Any]:
 
 
 def one_rank_refuses(directory: str, what: str) -> dict[str, Any]:
-    """Only the last rank refuses, in a second step. The others must not wait for it."""
+    """In a second step only the last rank refuses. The others must not wait for it."""
     torch.manual_seed(0)
     model = from_pretrained(directory)
     torch_rank.sharded(model, [dist.get_world_size()], False)

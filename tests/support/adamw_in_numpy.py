@@ -51,7 +51,7 @@ FORMATS = {
 
 
 def bf16(x: Array) -> Array:
-    """Rounded to the nearest bf16, to even; the bits."""
+    """The bits of the nearest bf16, ties to even."""
     b = x.view(U32)
     return ((b + U32(0x7FFF) + ((b >> U32(16)) & U32(1))) >> U32(16)).astype(np.uint16)
 
@@ -72,7 +72,7 @@ def joined(upper: Array, lower: Array) -> Array:
 
 
 class Codes:
-    """Codes of exp_avg (dropped = 19, top = 496) or of roots (18, 504)."""
+    """The codes of exp_avg (dropped = 19, top = 496) or of roots (18, 504)."""
 
     def __init__(self, dropped: int, top: int) -> None:
         self.dropped, self.top, self.range = U32(dropped), F(top), F(top - 2)
@@ -117,7 +117,7 @@ def mix(x: Any) -> Any:
 
 
 def name_hash(name: str) -> int:
-    """XXH3, 64 bits, seed 0, of 1 to 3 bytes (from its specification)."""
+    """XXH3, 64 bits, seed 0, for inputs of 1 to 3 bytes (from its specification)."""
     text = name.encode()
     assert 1 <= len(text) <= 3
     word = text[0] << 16 | text[len(text) // 2] << 24 | text[-1] | len(text) << 8
@@ -131,7 +131,7 @@ def name_hash(name: str) -> int:
 
 
 class Shard(NamedTuple):
-    """A shard of a state: the parameter's name and shape, and runs (first, n) of its elements."""
+    """A shard of a state: the parameter's name and shape, and its elements as runs (first, n)."""
 
     name: str
     shape: tuple[int, ...]
@@ -146,7 +146,7 @@ def row_of(shape: Sequence[int]) -> int:
 
 
 class Blocks:
-    """Blocks of all elements, and the place of each element in its block."""
+    """The blocks of all elements, and the place of each element in its block."""
 
     def __init__(self, shards: Sequence[Shard], has_codes: bool) -> None:
         self.shards = shards
@@ -228,7 +228,7 @@ class Numbers:
 
 @dataclass
 class Moment:
-    """A moment as it is stored: fp32, bf16 bits, or codes and a scale for each block."""
+    """A moment in its stored form: fp32, bf16 bits, or codes and a scale for each block."""
 
     stored: Array
     scales: Array = field(default_factory=lambda: np.zeros(0, F))

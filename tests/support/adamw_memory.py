@@ -45,7 +45,7 @@ def layers(dtype: torch.dtype) -> nn.Module:
 
 
 def loaded(dtype: torch.dtype) -> nn.Module:
-    """Loaded by Modicum, so that forked children do not inherit the parameters."""
+    """A model loaded by Modicum, so that forked children do not inherit the parameters."""
     with modicum.torch.empty_parameters():
         model = layers(dtype)
     modicum.torch.load(model, None, progress=False, budget="none")

@@ -21,7 +21,7 @@ torch.set_num_threads(1)
 
 
 class Model(nn.Module):
-    """Sizes of the heap's small and large blocks."""
+    """A model whose tensors have sizes of the heap's small and large blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 
 def made(memory: str, folder: Path) -> Model:
-    """A model in torch's own memory, or in that of `modicum.torch.load`."""
+    """A model in torch's own memory, or in memory of `modicum.torch.load`."""
     torch.manual_seed(0)
     model = Model()
     if memory == "modicum":
@@ -60,7 +60,7 @@ def share_one(model: Model) -> None:
 
 
 def send(model: Model) -> None:
-    """Like the sender of a torch.multiprocessing queue."""
+    """Pickles a tensor as the sender of a torch.multiprocessing queue does."""
     ForkingPickler.dumps(model.large.bias)
 
 

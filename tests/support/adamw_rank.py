@@ -56,7 +56,7 @@ def bring_gradients(model: Any, scale: float = 1.0) -> None:
 
 
 def states(directory: str, mesh: list[int], state_format: str) -> dict[str, int]:
-    """A digest after three steps."""
+    """The digest of the states after three steps."""
     model = model_of(directory, mesh, "bfloat16")
     optimizer = modicum.torch.AdamW(model.named_parameters(), state_format=state_format)
     for step in range(3):
@@ -119,7 +119,8 @@ def skip(directory: str, mesh: list[int], bad: str) -> dict[str, Any]:
 
 
 def checkpoint(directory: str, mesh: list[int], folder: str) -> dict[str, Any]:
-    """Five steps, saved; five more without and with loading the saved state."""
+    """Makes five steps, saves by DCP and makes five more. Then loads the save, into Modicum's AdamW
+    and into torch's, and makes the same five steps with each."""
     model = model_of(directory, mesh)
     optimizer = modicum.torch.AdamW(model.parameters(), lr=1e-2)
     with nearest_sqrt():

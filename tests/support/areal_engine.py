@@ -77,7 +77,7 @@ class Engine:
 
 
 class only_by_path:
-    """Within it each load finds all parameters on meta, and all buffers with values."""
+    """Within this context each load finds all parameters on meta, and all buffers with values."""
 
     def __enter__(self) -> None:
         self.load = modicum.torch.load
@@ -94,7 +94,7 @@ class only_by_path:
 
 
 def assert_loaded(made: Engine, directory: str, oracle: str | None) -> None:
-    """Against one process's `from_pretrained`, buffers included."""
+    """Compares with `from_pretrained` in one process, buffers included."""
     assert isinstance(made.engine.optimizer, modicum.torch.AdamW)
     held = made.tensors()
     if oracle is None:  # a value head, whose rows no file has
@@ -117,7 +117,7 @@ def assert_loaded(made: Engine, directory: str, oracle: str | None) -> None:
 
 
 def assert_recovers(made: Engine, folder: str, directory: str, changes: dict[str, Any]) -> None:
-    """A new engine that recovers from the checkpoint takes the same step, to the bit."""
+    """A new engine that recovers from the checkpoint takes the same next step, to the bit."""
     from areal.api import SaveLoadMeta
 
     meta = SaveLoadMeta(path=f"{folder}/recover", weight_format="dcp", with_optim=True)

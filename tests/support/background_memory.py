@@ -22,8 +22,8 @@ PAUSE = 1.0
 
 
 def trained(directory: str, by: str) -> tuple[Any, Any]:
-    """A model of FSDP2 and its optimizer after one step. Masters, gradients and moments are
-    float32: 16 bytes a parameter."""
+    """An FSDP2 model and its optimizer after one step. Masters, gradients and moments are float32:
+    16 bytes a parameter."""
     model = torch_rank.built(directory, "float32", [dist.get_world_size()])
     how: dict[str, Any] = {"dtype": torch.float32, "progress": False}
     optimizer: torch.optim.Optimizer
@@ -38,7 +38,7 @@ def trained(directory: str, by: str) -> tuple[Any, Any]:
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, pause_s: float) -> float:
-    """The seconds of a pause and a step, until all ranks have made it."""
+    """Pauses, sets gradients and steps. Returns the seconds until all ranks have stepped."""
     begin = time.monotonic()
     time.sleep(pause_s)
     for parameter in model.parameters():
@@ -50,7 +50,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, pause_s: float) -> float:
 
 
 def settled() -> float:
-    """The time, on all ranks, once nothing is left to be written to the disk."""
+    """Waits until, on all ranks, no data is left to be written to the disk. Returns the time."""
     if dist.get_rank() == 0:
         os.sync()
     dist.barrier()
@@ -58,8 +58,8 @@ def settled() -> float:
 
 
 def by_modicum(directory: str, root: str) -> dict[str, Any]:
-    """Steps without a save, and with one in the background: `ROUNDS` times with the pause, which
-    suffices to write, and then without it."""
+    """Steps without a save, then with a save in the background: `ROUNDS` times with the pause,
+    which suffices to write, and then without it."""
     model, optimizer = trained(directory, "modicum")
 
     def save(number: int, **how: Any) -> Any:
@@ -89,7 +89,8 @@ def by_modicum(directory: str, root: str) -> dict[str, Any]:
 
 
 def by_dcp(directory: str, root: str) -> dict[str, Any]:
-    """As above, one save by DCP. Makes the directory when the steps before it have passed."""
+    """Steps as `by_modicum`, with one save by DCP. Makes the directory when the steps before it
+    have passed."""
     model, optimizer = trained(directory, "torch")
     for _ in range(ROUNDS):
         step(model, optimizer, 0)

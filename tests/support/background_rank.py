@@ -24,7 +24,7 @@ OLD = 1
 
 @contextlib.contextmanager
 def slow(pause_us: int) -> Iterator[None]:
-    """Every write takes so much longer, on all ranks."""
+    """Slows every write down by this time, on all ranks."""
     page = Path(os.environ["FAULTY_PAGE"])
     dist.barrier()
     if dist.get_rank() == 0:
@@ -40,7 +40,7 @@ def slow(pause_us: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def window(size: int | None, cpus: int) -> Iterator[None]:
-    """The window of a node, and the CPUs that this process may use."""
+    """Sets the size of a node's window, and the CPUs that this process may use."""
     before, allowed = planning.WINDOW_BYTES, os.sched_getaffinity(0)
     if size is not None:
         planning.WINDOW_BYTES = size
@@ -64,7 +64,7 @@ def loaded(directory: str, cut: Cut, optimizer: str, dtype: str) -> tuple[Any, A
 def both(
     directory: str, root: str, cut: Cut, kind: tuple[str, str], room: tuple[int | None, int]
 ) -> dict[str, Any]:
-    """A step saved in the foreground, and in the background during further steps. `kind`: optimizer
+    """Saves a step in the foreground, and in the background during further steps. `kind`: optimizer
     and dtype; `room`: as for `window`."""
     pause_us = 20 if cut.dim == 1 else 4000  # each row is written on its own
     with window(*room):
@@ -92,7 +92,7 @@ def both(
 
 
 def alone(directory: str, cut: Cut, kind: tuple[str, str]) -> dict[str, str]:
-    """The end of `both` without a save."""
+    """The end of `both`, trained without a save."""
     model, stepping = loaded(directory, cut, *kind)
     steps(model, stepping, cut, range(2, 2 + STEPS))
     return whole(model, stepping)
@@ -104,7 +104,7 @@ def told_of(error: Exception) -> dict[str, Any]:
 
 
 def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
-    """A step, and one more in the background that must fail; then one that must not."""
+    """Saves a step, then one in the background that must fail, then one that must not."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     modicum.torch.save(model, root, step=OLD, optimizer=stepping)
     page = Path(os.environ["FAULTY_PAGE"])
@@ -140,7 +140,8 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
 
 
 def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
-    """What must wait for a save in the background, whose step is compared with one before."""
+    """Makes calls that must wait for a save in the background, and compares the saved step with one
+    saved before."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     how: dict[str, Any] = {"step": 2, "optimizer": stepping, "staging": "1MiB"}
     modicum.torch.save(model, f"{root}/fore", **how)
@@ -164,7 +165,7 @@ def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
 
 
 def promised(directory: str, root: str, cut: Cut, size: int) -> dict[str, Any]:
-    """What a save in the background holds, and what it says when it does not fit."""
+    """The memory that a save in the background holds, and the message of one that does not fit."""
     with window(size, 2):
         model, stepping = loaded(directory, cut, "fp32", "float32")
         limits: list[list[tuple[int, int]]] = []
@@ -202,8 +203,8 @@ def promised(directory: str, root: str, cut: Cut, size: int) -> dict[str, Any]:
 def preempted(
     directory: str, root: str, cut: Cut, marks: str, how_long: tuple[float | None, int]
 ) -> dict[str, Any]:
-    """Goes on during a save until SIGTERM ends the process or the save. `how_long`: the grace, and
-    the pause of each write."""
+    """Trains on during a save until SIGTERM ends the process or the save. `how_long`: the grace,
+    and the pause of each write."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     grace, pause_us = how_long
     with slow(pause_us):

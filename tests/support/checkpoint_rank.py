@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def line(by: str, **options: Any) -> Iterator[Any]:
-    """The script's surroundings; by "modicum" with its one line."""
+    """The context around the script; for "modicum" it is Modicum's."""
     around: Any = contextlib.nullcontext()
     if by == "modicum":
         around = modicum.torch.accelerate.loading(progress=False, **options)
@@ -59,7 +59,8 @@ def prepared(directory: str, optimizer: str, **plugin: Any) -> tuple[Any, ...]:
 
 
 def trained(made: tuple[Any, ...], count: int) -> list[tuple[str, str]]:
-    """Losses and rates, in all bits; tokens from torch's generator, which is saved, too."""
+    """Trains. Returns losses and rates, in all bits; tokens come from torch's generator, whose
+    state is saved, too."""
     accelerator, model, optimizer, scheduler = made
     vocabulary = model.get_input_embeddings().num_embeddings
     numbers = []
@@ -83,7 +84,8 @@ def accelerate_saves(
     directory: str, folder: str | None, by: str, optimizer: str = "torch", *,
     steps: int = 2, times: int = 1, **plugin: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Steps, `save_state`, and further steps: the state at the save, and what follows."""
+    """Makes steps, calls `save_state`, and makes further steps. Returns the state at the save, and
+    the results of the steps after it."""
     with line(by) as loading:
         made = prepared(directory, optimizer, **plugin)
         torch.manual_seed(7 + dist.get_rank())
@@ -118,7 +120,7 @@ def accelerate_saves_model(directory: str, folder: str, size: str) -> dict[str, 
 
 
 class Recorder(transformers.TrainerCallback):
-    """Losses by step, in all bits; ends the training after a step."""
+    """Notes the losses by step, in all bits, and ends the training after a step."""
 
     def __init__(self, stop_at: int | None) -> None:
         self.losses: dict[int, str] = {}
@@ -165,7 +167,7 @@ def trains(
     directory: str, folder: str, by: str, optimizer: str = "torch", *,
     stop_at: int | None = None, resume: bool | str = False, final: bool = False, **how: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """An unchanged script of Trainer; `final`: ends with `trainer.save_model()`."""
+    """Runs an unchanged script of Trainer. `final`: ends with `trainer.save_model()`."""
     with line(by) as loading:
         recorder = Recorder(stop_at)
         trainer = trainer_of(directory, folder, optimizer, [recorder], **how)
@@ -183,7 +185,7 @@ def trains(
 
 
 def trains_in(cage: str, **said: Any) -> None:
-    """The same in a memory cgroup."""
+    """Runs `trains` in a memory cgroup."""
     Path(cage).write_text(str(os.getpid()))
     ctypes.CDLL(None).mallopt(accelerate_rank.M_MMAP_THRESHOLD, 1 << 18)
     gc.freeze()
@@ -191,8 +193,8 @@ def trains_in(cage: str, **said: Any) -> None:
 
 
 def patched() -> dict[str, Any]:
-    """Names of accelerate and transformers that a `loading` changes: inside, and after it, whether
-    by its end or by an exception."""
+    """The names of accelerate and transformers that a `loading` changes: inside it, and after it
+    has ended normally or by an exception."""
     import accelerate
     import accelerate.accelerator
     import accelerate.utils

@@ -33,7 +33,8 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def flat_state_of(model: Any, optimizer: Any) -> dict[str, Any]:
-    """As torchtitan's: tensors at the top, and bytes under a key of each rank."""
+    """A state dict as torchtitan makes it: tensors at the top, and bytes under a key of each
+    rank."""
     return get_model_state_dict(model) | {
         "optimizer": get_optimizer_state_dict(model, optimizer, options=FLAT),
         "dataloader": {f"dp_rank_{dist.get_rank()}": b"\0 of %d" % dist.get_rank(), "world": 2},
@@ -53,7 +54,7 @@ def trained(directory: str, cut: Cut) -> tuple[Any, Any]:
 
 
 def dcp_saves(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[str, Any]:
-    """Saves by DCP, and goes on. `plain`: a writer that knows no model."""
+    """Saves by DCP, and trains on. `plain`: with a writer that knows no model."""
     model, stepping = trained(directory, cut)
     known = {} if plain else {"model": model, "optimizer": stepping}
     writer = Writer(root, step=2, **known)
@@ -64,7 +65,7 @@ def dcp_saves(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[
 
 
 def dcp_loads(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[str, Any]:
-    """Loads by DCP into other values, and goes on. Also the values."""
+    """Loads by DCP over other values, and trains on. Also returns the values."""
     model, stepping = trained(directory, cut)
     steps(model, stepping, cut, range(7, 9))
     stepping.param_groups[0]["lr"] = 1.0
@@ -104,7 +105,7 @@ def dcp_loads_flat(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 
 
 def dcp_resumes(directory: str, root: str, cut: Cut) -> dict[str, Any]:
-    """`modicum.torch.resume` of a step that DCP has saved."""
+    """Resumes by `modicum.torch.resume` from a step that DCP has saved."""
     model, stepping = trained(directory, cut)
     report = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
     before = whole(model, stepping)
@@ -113,7 +114,7 @@ def dcp_resumes(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 
 
 def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
-    """A save that must fail on every rank: the message."""
+    """Makes a save that must fail on every rank. Returns the message."""
     model, stepping = trained(directory, cut)
     state = state_of(model, stepping)
     writer = Writer(root, step=2, model=model)

@@ -41,7 +41,7 @@ STOCK = {  # as in the documentation of transformers
 
 
 class Measures(transformers.TrainerCallback):
-    """Copies of the workers after the last step, and losses."""
+    """Measures the copies in the workers after the last step, and notes losses."""
 
     def __init__(self) -> None:
         self.told: dict[str, Any] = {"losses": []}

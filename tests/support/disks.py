@@ -24,7 +24,7 @@ def _checked(result: int, doing: str) -> None:
 
 
 class Disk:
-    """A new file system, at `directory` while it is mounted."""
+    """A new file system, mounted at `directory` between `mount` and `unmount`."""
 
     def __init__(self, kind: str, scratch: Path) -> None:
         self.kind = kind
@@ -39,7 +39,7 @@ class Disk:
         self.device = done.stdout.strip()
 
     def mount(self) -> None:
-        """Mounts it, which also recovers from the log."""
+        """Mounts the file system, which also replays its log."""
         words = [os.fsencode(word) for word in (self.device, self.directory, self.kind)]
         _checked(_libc.mount(*words, 0, None), "mount")
 
@@ -47,7 +47,7 @@ class Disk:
         _checked(_libc.umount2(os.fsencode(self.directory), 0), "umount")
 
     def cut_power(self, flags: int) -> None:
-        """Cuts the power while it is mounted: no later call reaches the disk."""
+        """Cuts the power of the mounted file system: no later call reaches the disk."""
         opened = os.open(self.directory, os.O_RDONLY)
         try:
             fcntl.ioctl(opened, SHUTDOWN, flags.to_bytes(4, "little"))

@@ -85,7 +85,7 @@ def _whole(dtype: torch.dtype, **kind: bool) -> Toy:
 
 
 def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
-    """A model as engines build it, before sharding."""
+    """A model before sharding, built in one of the ways in which engines build it."""
     if how == "alike":
         with empty_parameters():
             return _whole(dtype, **kind)
@@ -208,7 +208,7 @@ def _drop_in(form: str, model: Any, state: Any, offload: bool, **options: Any) -
 
 
 def _upstream(form: str, model: Any, state: Any) -> None:
-    """The functions that ours replaces."""
+    """The upstream functions that ours replaces."""
     if form == "accelerate":
         from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict as of_accelerate
 
@@ -223,7 +223,7 @@ def _upstream(form: str, model: Any, state: Any) -> None:
 
 
 def drop_in_refused(case: str) -> str:
-    """The message of a call that must fail on every rank."""
+    """Makes a call that must fail on every rank. Returns its message."""
     model = _cut(_built("alike", torch.float32))
     state: Any = _whole(torch.float32).state_dict()
     if case == "missing":
@@ -266,8 +266,8 @@ class Large(nn.Module):
 
 
 def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any]:
-    """A state dict of rank 0 with a transposed tensor, loaded into a model that may have another
-    dtype: the memory that this rank held meanwhile, and the report."""
+    """Loads rank 0's state dict, which has a transposed tensor, into a model that may have another
+    dtype. Returns the memory that this rank held meanwhile, and the report."""
     from torch_rank import held_bytes
 
     with empty_parameters():
@@ -316,7 +316,7 @@ def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any
 
 
 class Rows(nn.Module):
-    """Sixteen tensors of 8 MiB, two names of which are tied, and one of a few bytes."""
+    """Sixteen tensors of 8 MiB, one of them with two tied names, and a tensor of a few bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -407,7 +407,7 @@ def engine(directory: str, dtype: str = "bfloat16", **options: Any) -> dict[str,
 
 
 def dcp_loaded(directory: str, mesh: list[int]) -> dict[str, Any]:
-    """A state dict on meta, read by torch.distributed.checkpoint through our reader."""
+    """A state dict on meta, filled by torch.distributed.checkpoint through Modicum's reader."""
     from torch_rank import built, local_state, read_bytes
 
     model = built(directory, None, mesh)

@@ -22,8 +22,8 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A class, a tiny configuration of it, and its form on the hub if save_pretrained writes
-    another."""
+    """A class, a tiny configuration of it, and the form on the hub if it differs from
+    `save_pretrained`'s."""
 
     name: str
     cls: str
@@ -50,7 +50,7 @@ class Family:
         return model.to(getattr(torch, self.dtype))
 
     def write(self, model: Any, directory: Path) -> Path:
-        """Writes the model as stored on the hub, in three files with an index."""
+        """Writes the model in the form of the hub, in three files with an index."""
         model.save_pretrained(directory)
         (single,) = directory.glob("*.safetensors")
         tensors = load_file(single)
@@ -64,7 +64,7 @@ class Family:
 
 
 def fill(model: Any) -> None:
-    """Random values; small ones, so that outputs stay finite."""
+    """Fills tensors with random values, small ones, so that outputs stay finite."""
     maker = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -93,7 +93,7 @@ def renamed(*pairs: tuple[str, str]) -> Callable[[Tensors, Any], Tensors]:
 def and_also(
     extra: dict[str, tuple[int, ...]], hub: Callable[[Tensors, Any], Tensors] | None = None
 ) -> Callable[[Tensors, Any], Tensors]:
-    """Adds tensors of old files that the class drops."""
+    """Adds tensors that old files have and the class drops."""
 
     def add(tensors: Tensors, model: Any) -> Tensors:
         made = hub(tensors, model) if hub else tensors
@@ -104,13 +104,13 @@ def and_also(
 
 
 def moved_to_head(tensors: Tensors, model: Any) -> Tensors:
-    """A tied model of which only the head is stored."""
+    """Stores a tied model with only the head."""
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     return tensors
 
 
 def with_head_too(tensors: Tensors, model: Any) -> Tensors:
-    """A tied model of which both names are stored."""
+    """Stores a tied model under both names."""
     return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
 
 
@@ -135,7 +135,7 @@ def convolutions_apart(tensors: Tensors, model: Any) -> Tensors:
 
 
 def fp8(block: int) -> Callable[[Tensors, Any], Tensors]:
-    """Codes with a scale for each block: of every linear layer but the head."""
+    """Stores every linear layer but the head as FP8 codes with a scale for each block."""
 
     def quantize(tensors: Tensors, model: Any) -> Tensors:
         maker = torch.Generator().manual_seed(2)

@@ -20,7 +20,7 @@ _DETAIL_AT = 20
 
 @dataclass(frozen=True)
 class Hit:
-    """The call that a run was hit at. `call` is empty if no call was hit."""
+    """The call at which a run was hit. `call` is empty if none was."""
 
     calls: int
     call: str
@@ -52,8 +52,8 @@ class FaultyFiles:
         return Ended(process.returncode, stdout, stderr), self.hit()
 
     def hold(self, root: Path, at: int, program: Path, *words: object) -> subprocess.Popen[str]:
-        """Starts the program in a process group of its own, and returns when the `at`-th write to
-        the files waits, or when the program has ended."""
+        """Starts the program in a new process group. Returns when the `at`-th write to the files is
+        held, or when the program has ended."""
         process = self._start(root, at, (HELD, 0), [program, *words])
         end = time.monotonic() + PATIENCE_S
         while not self.hit().call and process.poll() is None:
@@ -62,13 +62,13 @@ class FaultyFiles:
         return process
 
     def release(self) -> None:
-        """The held write goes on."""
+        """Lets the held write go on."""
         with self.page.open("r+b") as file:
             file.seek(_DETAIL_AT)
             file.write(struct.pack("=i", 1))
 
     def hit(self) -> Hit:
-        """Of the last run, which may still go on."""
+        """The hit of the last run, which may still go on."""
         calls, _, _, _, call, path = _PAGE.unpack(self.page.read_bytes()[: _PAGE.size])
         return Hit(calls, *(part.rstrip(b"\0").decode() for part in (call, path)))
 
@@ -77,7 +77,7 @@ class FaultyFiles:
         be(self.page, how, at)
 
     def environment(self, root: Path) -> dict[str, str]:
-        """Of a program, for the files below `root`. Call `be` before it starts."""
+        """The environment of a program, for the files below `root`. Call `be` before it starts."""
         return {
             "LD_PRELOAD": str(self.library),
             "FAULTY_ROOT": str(root),

@@ -101,7 +101,7 @@ def rows(vocabulary: int, count: int) -> torch.Tensor:
 
 
 def trained_steps(model: Any, script: "Script") -> Iterator[torch.Tensor]:
-    """Each loss of the script's inputs, or of some rows if it has none yet."""
+    """The loss for each of the script's inputs, or for some rows if it has no inputs yet."""
     if not script.inputs:
         vocabulary = model.get_input_embeddings().num_embeddings
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -130,7 +130,7 @@ def by_accelerate(
     sent: bool = False,
     **options: Any,
 ) -> Any:
-    """`made`: "before" prepare, or "after" it."""
+    """Trains by accelerate. `made`: the optimizer is made "before" or "after" prepare."""
     directory, by, adapters = script[:3]
     accelerator = accelerate_rank.accelerator_of(cpu_ram_efficient_loading=sent)
     model = model_of(directory, adapters)
@@ -203,7 +203,7 @@ def arguments(kind: Any, folder: str, steps: int, **more: Any) -> Any:
 
 
 def noting(kind: Any, script: "Script", made: str) -> Any:
-    """A Trainer that notes its losses, and the model's arguments."""
+    """A Trainer that notes its losses and the arguments of the model's calls."""
     by, losses = script.by, script.losses
 
     class Noting(kind):  # type: ignore[misc]
@@ -236,8 +236,8 @@ def by_trainer(
     script: Script,
     made: str = "optimizers",
 ) -> Any:
-    """A script with Trainer. `made`: the optimizer is passed as "optimizers", made from the
-    "class", or by an "overridden" create_optimizer."""
+    """Trains by Trainer. `made`: the optimizer is passed as "optimizers", made from the "class", or
+    by an "overridden" create_optimizer."""
     directory, by, adapters, steps = script[:4]
     with tempfile.TemporaryDirectory() as folder:
         how = arguments(transformers.TrainingArguments, folder, steps)
@@ -264,7 +264,7 @@ def by_sft(
     script: Script,
     made: str = "optimizers",
 ) -> Any:
-    """TRL's SFTTrainer on tokenised rows."""
+    """Trains by TRL's SFTTrainer on tokenised rows."""
     directory, by, adapters, steps = script[:4]
     import datasets
     import trl

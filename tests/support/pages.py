@@ -33,7 +33,7 @@ def browser() -> Iterator[Any]:
 
 
 def drawn_on(path: Path) -> dict[str, Any]:
-    """What a page was made from: its runs, and a sentence."""
+    """The source of a page: its runs, and a sentence."""
     text = re.search(r'id="document">(.*?)</script>', path.read_text(), re.S)
     assert text
     found: dict[str, Any] = json.loads(text[1])
@@ -42,7 +42,7 @@ def drawn_on(path: Path) -> dict[str, Any]:
 
 @dataclass
 class Shown:
-    """An open page, what it has printed, and the addresses that it has asked for."""
+    """An open page, its printed messages, and the addresses that it has requested."""
 
     page: Any
     errors: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Shown:
 
 @contextlib.contextmanager
 def shown(opened: Any, path: Path, width: int = WIDE, scheme: str = "light") -> Iterator[Shown]:
-    """The file in a new window; errors of its scripts and all that it asks for are kept."""
+    """Opens the file in a new window. Errors of its scripts and all its requests are noted."""
     page = opened.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     of = Shown(page)
     page.on("console", lambda told: of.errors.append(told.text))
@@ -107,7 +107,7 @@ def shown(opened: Any, path: Path, width: int = WIDE, scheme: str = "light") -> 
 
 
 def sizes(count: int) -> str:
-    """As the program prints bytes."""
+    """Sizes in the form that the program prints."""
     if count < 1024:
         return f"{count} B"
     value, unit = count / 1024, 0
@@ -178,13 +178,13 @@ def held_at(
 
 
 def nearest(document: dict[str, Any], time: float) -> int:
-    """The sample that is nearest to a time."""
+    """The sample nearest to a time."""
     times = document["timeline"]["t_s"]
     return min(range(len(times)), key=lambda i: abs(times[i] - time))
 
 
 def write_page(path: Path, runs: dict[str, dict[str, Any]], sentence: str = "") -> Path:
-    """The page of documents by label."""
+    """Writes the page of documents by label."""
     from modicum import _modicum
 
     labelled = [(label, json.dumps(document)) for label, document in runs.items()]

@@ -92,7 +92,8 @@ def tree_of(pid: int) -> list[int]:
 
 @contextlib.contextmanager
 def living_children(count: int) -> Iterator[list[int]]:
-    """The pids of forked children of this process, which live until the end of the block."""
+    """Starts forked children of this process, which live until the end of the block. Yields their
+    pids."""
     pids: list[int] = []
     try:
         for _ in range(count):
@@ -130,7 +131,7 @@ def write_checkpoint(directory: Path, tensors: dict[str, Any], files: int = 1) -
 
 
 def write_shards(directory: Path, tensors: dict[str, Any], files: int) -> Path:
-    """Several files and their index, in a directory that is there."""
+    """Writes several files and their index into an existing directory."""
     from safetensors.torch import save_file
 
     weight_map: dict[str, str] = {}

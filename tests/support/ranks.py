@@ -64,7 +64,7 @@ def importable() -> Iterator[None]:
 
 
 def torchrun(root: Path, processes: int, *words: object) -> subprocess.CompletedProcess[str]:
-    """Processes as users start them, in the repository."""
+    """Runs torchrun as users do, in the repository."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), *map(str, words)]
     with importable():
@@ -84,7 +84,7 @@ def example(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Failed:
-    """The exception of an act."""
+    """An exception that an act has raised."""
 
     error: str
     """Name of the class."""
@@ -140,7 +140,7 @@ class Ranks:
         return heard
 
     def ask(self, act: str, each: Mapping[int, dict[str, Any]] | None = None, **said: Any) -> Any:
-        """The answers, by rank, to an act that must not fail."""
+        """Starts an act that must not fail. Returns the answers, by rank."""
         self.tell(act, each, **said)
         heard = self.hear()
         bad = [f"rank {r}: {h}" for r, h in enumerate(heard) if h is GONE or isinstance(h, Failed)]
@@ -312,7 +312,7 @@ class World:
             assert self._receive(rank) == "ready"
 
     def signal(self, rank: int, number: int) -> float:
-        """Returns when it was sent."""
+        """Sends a signal to a rank, and returns once it is sent."""
         os.kill(self.pid(rank), number)
         return time.monotonic()
 
@@ -323,7 +323,7 @@ class World:
                 line.send("go on")
 
     def end(self, without: tuple[int, ...] = ()) -> dict[int, Ended]:
-        """How the ranks ended; `without` are those that were killed or are stopped."""
+        """The end of every rank; `without` are ranks that were killed or are stopped."""
         try:
             ranks = [rank for rank in range(len(self._lines)) if rank not in without]
             return {rank: self._ending(rank) for rank in ranks}
@@ -342,8 +342,8 @@ class World:
     @classmethod
     @contextlib.contextmanager
     def killing(cls) -> Iterator[None]:
-        """Kills at the end the worlds that were started within the context. A remaining stopped
-        rank would keep pytest from exiting: multiprocessing waits for its processes."""
+        """At its end the context kills the worlds that were started in it. A stopped rank that
+        remained would keep pytest from exiting, since multiprocessing waits for its processes."""
         before = set(cls._running)
         try:
             yield

@@ -55,7 +55,7 @@ def skeleton(node: dict[str, Any]) -> str:
 
 
 def mapping() -> dict[str, list[Any]]:
-    """Every lookup key and its transforms, fresh."""
+    """Every lookup key with its transforms, newly made."""
     return mapping_module._build_checkpoint_conversion_mapping()
 
 
@@ -85,7 +85,7 @@ def chain_of(converter: Any) -> str:
 
 
 def sample_of(pattern: str) -> str:
-    """A text that a regular expression matches, assertions aside."""
+    """A text that a regular expression matches, ignoring its assertions."""
 
     def text(item: tuple[Any, Any]) -> str:
         op, value = item
@@ -251,7 +251,7 @@ class Names(torch.nn.Module):
 
 
 def target_shapes(transforms: Sequence[Any], ids: Ids, given: dict[str, Shape]) -> dict[str, Shape]:
-    """The tensors that transformers would make of a checkpoint, were all of them in the model."""
+    """The tensors that transformers would make of a checkpoint if all of them were in the model."""
     fresh = deepcopy(list(transforms))
     renamings = [t for t in fresh if isinstance(t, upstream.WeightRenaming)]
     converters = converters_of(fresh)

@@ -50,7 +50,7 @@ def made(directory: str, cut: Cut, optimizer: str, dtype: str) -> tuple[Any, Any
 
 
 def steps(model: Any, optimizer: Any, cut: Cut, numbers: range) -> None:
-    """With gradients by step, name and global index."""
+    """Makes steps with gradients that depend on step, name and global index."""
     for step in numbers:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
@@ -65,7 +65,7 @@ def steps(model: Any, optimizer: Any, cut: Cut, numbers: range) -> None:
 
 
 def whole(model: Any, optimizer: Any) -> dict[str, str]:
-    """Digests of the gathered parameters and of the optimizer's state, and its numbers."""
+    """Digests of the gathered parameters and of the optimizer's state, and the state's numbers."""
     held = dict(model.named_parameters())
     names = {id(p): n for n, p in held.items()}
     flat = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
@@ -136,7 +136,7 @@ def resumes(
 
 
 def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
-    """Saves a step, and then one more that must fail: the error, by its facts."""
+    """Saves a step, and then one more that must fail. Returns the error's facts."""
     model, stepping = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, optimizer=stepping, progress=False)
     modicum.torch.save(model, root, step=1, optimizer=stepping)
@@ -165,7 +165,7 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
 
 
 def into(directory: str, root: str, cut: Cut, optimizer: str) -> str:
-    """A resume that must be refused: the message."""
+    """Makes a resume that must be refused. Returns the message."""
     model, stepping = made(directory, cut, optimizer, "float32")
     try:
         modicum.torch.resume(model, root, optimizer=stepping, progress=False)
@@ -195,7 +195,7 @@ def with_adapters(directory: str, cut: Cut) -> tuple[Any, Any]:
 
 
 def saves_adapters(directory: str, root: str, cut: Cut) -> dict[str, Any]:
-    """As `saves`, of adapters."""
+    """Does what `saves` does, for adapters."""
     model, stepping = with_adapters(directory, cut)
     steps(model, stepping, cut, range(2))
     report = modicum.torch.save(model, root, step=2, optimizer=stepping)
@@ -205,7 +205,7 @@ def saves_adapters(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 
 
 def resumes_adapters(directory: str, root: str, cut: Cut) -> dict[str, Any]:
-    """As `resumes`, of adapters."""
+    """Does what `resumes` does, for adapters."""
     model, stepping = with_adapters(directory, cut)
     modicum.torch.resume(model, root, optimizer=stepping, progress=False)
     before = whole(model, stepping)
@@ -251,7 +251,7 @@ def slowly(
 
 
 def handles(directory: str, root: str, cut: Cut) -> dict[str, Any]:
-    """A save with a grace of a program whose rank 1 handles SIGTERM itself."""
+    """Saves with a grace in a program whose rank 1 handles SIGTERM itself."""
     model, _ = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, progress=False)
 
@@ -271,8 +271,8 @@ def handles(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 
 
 def promised(directory: str, root: str, cut: Cut, optimizer: str) -> dict[str, Any]:
-    """A resume that is refused by a byte, and then one that fits: what the refusal says, the
-    promise, and what the kernel has counted at most."""
+    """Makes a resume that is refused by a byte, and then one that fits. Returns the refusal, the
+    promise, and the kernel's peak."""
     model, stepping = made(directory, cut, optimizer, "float32")
     resumed = modicum.torch.resume(model, root, optimizer=stepping, budget="none", progress=False)
     node = resumed.load.document["nodes"][0]

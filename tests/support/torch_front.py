@@ -43,7 +43,8 @@ transformers.logging.disable_progress_bar()
 
 @cache
 def _places() -> tempfile.TemporaryDirectory[str]:
-    """Only where something is written: ranks that import this module end without cleaning up."""
+    """A temporary directory, made only when something is written: ranks that import this module end
+    without cleaning up."""
     return tempfile.TemporaryDirectory(prefix="modicum-torch-")
 
 
@@ -112,8 +113,8 @@ def _parallelize(model: nn.Module, mesh: Any) -> None:
 
 
 def left_whole(model: nn.Module) -> set[str]:
-    """The parameters that FSDP2 can't shard: those without dims, and those in one module with
-    another dtype. A unit, which is at least a module, has one dtype."""
+    """The parameters that FSDP2 can't shard: those without dims, and those whose module has
+    parameters of another dtype. A unit, which is at least a module, has one dtype."""
     names = set()
     for path, module in model.named_modules():
         own = dict(module.named_parameters(path, recurse=False))
@@ -150,7 +151,7 @@ def shard(model: nn.Module, cut: Cut) -> nn.Module:
 
 
 def chunk(whole: Any, parts: int, part: int, dim: int = 0) -> Any:
-    """One of `parts` chunks, the last of which may be empty."""
+    """One of `parts` chunks; the last chunks may be empty."""
     chunks = torch.chunk(whole, parts, dim)
     return chunks[part] if part < len(chunks) else whole.narrow(dim, 0, 0)
 

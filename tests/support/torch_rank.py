@@ -130,7 +130,8 @@ def whole_state(model: Any) -> dict[str, str]:
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
-    """Three groups with different options, in another order than the model's; a norm is frozen."""
+    """Three groups with different options, in another order than the model's; one norm is
+    frozen."""
     named = dict(model.named_parameters())
     frozen = "model.layers.0.input_layernorm.weight"
     named.pop(frozen)

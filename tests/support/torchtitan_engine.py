@@ -24,7 +24,7 @@ SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def block_of(page: Path) -> dict[str, Any]:
-    """What the page's block defines, from torchtitan's own classes."""
+    """The names that the page's block defines, from torchtitan's own classes."""
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
@@ -41,7 +41,7 @@ def block_of(page: Path) -> dict[str, Any]:
 
 
 def own() -> dict[str, Any]:
-    """torchtitan's own classes by the block's names."""
+    """torchtitan's own classes, under the names that the block uses."""
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 

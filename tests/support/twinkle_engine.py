@@ -34,7 +34,7 @@ def built(directory: str, strategy: str) -> Any:
 
 
 def wrap(model: Any) -> None:
-    """With an optimizer whose groups twinkle makes by name."""
+    """Wraps the model with an optimizer whose groups twinkle makes by name."""
     model.set_optimizer("AdamW", lr=1e-3)
     model._lazy_wrap_model()
 

@@ -16,7 +16,7 @@ LIMIT_S = 120.0
 
 
 def why_not() -> str:
-    """Why there can't be two nodes here; empty if there can."""
+    """The reason why there can't be two nodes here; empty if there can."""
     if os.geteuid() != 0:
         return "network namespaces take root"
     missing = [name for name in ("ip", "unshare", "mount") if shutil.which(name) is None]
@@ -43,8 +43,8 @@ class Nodes:
     def torchrun(
         self, script: Path, words: Sequence[str], hidden: Path | None = None
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Runs a program on two ranks of each node. `hidden`: a directory instead of which node b
-        has an empty one of its own."""
+        """Runs a program on two ranks of each node. `hidden`: a directory that node b sees as an
+        empty directory of its own."""
         started = [self._start(node, script, words, hidden) for node in range(2)]
         ended = []
         for process in started:
@@ -73,7 +73,8 @@ class Nodes:
 
 @contextlib.contextmanager
 def nodes() -> Iterator[Nodes]:
-    """10.77.0.1 and 10.77.0.2. The end of the context removes them."""
+    """Two namespaces with the addresses 10.77.0.1 and 10.77.0.2. The end of the context removes
+    them."""
     made = Nodes(f"modicum-{uuid.uuid4().hex[:6]}")
     cables = [f"mo{uuid.uuid4().hex[:8]}" for _ in range(2)]
     try:

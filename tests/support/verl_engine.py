@@ -18,7 +18,7 @@ WORLD = 2
 
 
 def engine_of(directory: str, optimizer_impl: str = "modicum.torch") -> Any:
-    """verl's engine with what the four methods of the test read."""
+    """A verl engine with the attributes that the four tested methods read."""
     import verl.models.transformers.monkey_patch as patches
     import verl.utils.fsdp_utils as loading
     import verl.workers.engine.fsdp.transformer_impl as engines

@@ -22,7 +22,7 @@ STEPS = 2
 
 
 class TitanModel:
-    """torchtitan's ModelWrapper of one part."""
+    """A stand-in for torchtitan's ModelWrapper, with one model part."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -35,7 +35,8 @@ class TitanModel:
 
 
 class TitanManager:
-    """Calls the hooks of torchtitan 0.3.0's CheckpointManager as that does."""
+    """A stand-in that calls the hooks of torchtitan 0.3.0's CheckpointManager as the manager
+    does."""
 
     @dataclass(kw_only=True, slots=True)
     class Config:

@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples/zero2_offload.py"
 
 
 def of_lines(path: str, names: tuple[str, ...]) -> int:
-    """The sum of some figures of a file of /proc, in bytes."""
+    """The sum of some fields of a file of /proc, in bytes."""
     lines = Path(path).read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in names) * 1024
 

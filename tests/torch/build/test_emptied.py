@@ -52,7 +52,8 @@ def said() -> Iterator[list[str]]:
 
 
 def emptied(model: Any) -> Any:
-    """torch fills uninitialised memory with NaN, or the largest number."""
+    """A model after `to_empty`. torch fills uninitialised memory with NaN, or the largest
+    number."""
     torch.use_deterministic_algorithms(True)
     try:
         return model.to_empty(device="cpu")

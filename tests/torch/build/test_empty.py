@@ -2,7 +2,7 @@
 memory: every buffer bit for bit, every dtype, every tie.
 
 Tested against outside oracles: transformers in one process, and the same module built plainly. The
-two usual ways to an empty model are tried too, and must fail. Must fail for these mutants: buffers
+two usual ways to an empty model are tried, too, and fail. Must fail for these mutants: buffers
 left as the constructor made them; an ignored list of names to keep in float32; an uninitialised
 buffer that is accepted.
 """
@@ -97,7 +97,8 @@ def quiet() -> None:
 
 @functools.cache
 def from_pretrained(name: str, dtype: Any, place: Path) -> tuple[Any, Any]:
-    """A family's constructed model, and the same saved and loaded by `from_pretrained`."""
+    """A family's constructed model, and the model that `from_pretrained` makes of its saved
+    files."""
     (family,) = (family for family in BUILT if family.name == name)
     plain = built(family, dtype)
     directory = family.write(plain, place / f"{name}-{dtype}")
@@ -121,7 +122,7 @@ def ties(model: Any) -> set[frozenset[str]]:
 
 
 def wrongs(model: nn.Module, expected: nn.Module) -> Iterator[str]:
-    """The differences of `model` from `expected` with its parameters on meta."""
+    """The differences between `model` and `expected`, had the latter its parameters on meta."""
     parameters, others = named(model.named_parameters), named(expected.named_parameters)
     buffers, real = named(model.named_buffers), named(expected.named_buffers)
     if parameters.keys() != others.keys() or buffers.keys() != real.keys():
@@ -186,7 +187,7 @@ def test_a_model_within_a_module_has_equal_buffers(place: Path) -> None:
 
 @contextmanager
 def meta_device_and_memory() -> Iterator[Callable[[Any], None]]:
-    """`to_empty` afterwards; uninitialised memory is filled with NaN."""
+    """A model built on meta, then `to_empty`; uninitialised memory is filled with NaN."""
 
     def materialise(model: Any) -> None:
         for module in model.modules():
@@ -199,7 +200,7 @@ def meta_device_and_memory() -> Iterator[Callable[[Any], None]]:
 
 @contextmanager
 def parameters_replaced() -> Iterator[Callable[[Any], None]]:
-    """Like `init_empty_weights`: each module gets a new parameter."""
+    """Replaces each parameter, as `init_empty_weights` does."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: Any) -> None:
@@ -452,7 +453,7 @@ def test_a_model_is_sharded_afterwards() -> None:
 
 
 def test_a_deleted_module_is_ignored() -> None:
-    """The context keeps no reference to it, so its uncomputed buffer is no error."""
+    """The context keeps no reference to the module, so its uncomputed buffer is no error."""
     with empty_parameters():
         module = weakref.ref(Buffers(UNCOMPUTED["empty"]))
         gc.collect()
@@ -511,7 +512,7 @@ def probe(code: str) -> Any:
 
 
 def test_a_32b_model_takes_neither_memory_nor_time() -> None:
-    """64 GB of parameters; CPU time, since the machine may be busy."""
+    """The model has 64 GB of parameters. The time is CPU time, since the machine may be busy."""
     runs = probe("""
 from transformers import Qwen3Config, Qwen3ForCausalLM
 config = Qwen3Config(

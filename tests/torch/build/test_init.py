@@ -115,7 +115,7 @@ def assert_drawn_alike(ours: list[Any], theirs: list[Any], what: str) -> None:
 
 
 def by_transformers(family: Family) -> list[dict[str, Any]]:
-    """A model for each seed, initialised by its class."""
+    """For each seed a model that its class has initialised."""
     models = []
     with torch.random.fork_rng(devices=[]):
         for seed in SEEDS:
@@ -216,7 +216,7 @@ def test_tied_names_are_one_tensor() -> None:
 
 
 class Rows(nn.Module):
-    """Writes both halves of its tensor, one of them, or none."""
+    """A module whose rule writes both halves of its tensor, one of them, or none."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Rows(nn.Module):
 
 
 class Follower(nn.Module):
-    """Initialised from another module's values."""
+    """A module that is initialised from another module's values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Follower(nn.Module):
 
 
 class Table(nn.Embedding):
-    """Replaces its parameter by another one, as transformers 4's Marian does."""
+    """A module that replaces its parameter, as transformers 4's Marian does."""
 
     def reset_parameters(self) -> None:
         if hasattr(self, "weight"):
@@ -360,7 +360,7 @@ def test_adapters_are_drawn_as_peft_draws_them(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_wrapped_models_tensors_equal_the_unwrapped_ones(name: str) -> None:
-    """GPT-2's parents must find their children, not the wrappers around them."""
+    """The rules of GPT-2's parents must find their children, not the wrappers around them."""
     before = made(on_meta(BY_NAME[name]), on_meta(BY_NAME[name]).state_dict())
     head = {"modules_to_save": ["lm_head"]} if name == "llama" else {}
     targets = ["c_proj"] if name == "gpt2" else ["q_proj", "embed_tokens"]
@@ -372,7 +372,7 @@ def test_a_wrapped_models_tensors_equal_the_unwrapped_ones(name: str) -> None:
 
 
 class Parent(nn.Module):
-    """Initialises a child's tensor by its name."""
+    """A module that initialises a child's tensor by the child's name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ def test_other_kinds_of_adapters_have_rules_too(config: Any) -> None:
 
 
 def wrapped_in_everything(name: str, sharded: bool = True) -> Any:
-    """Adapters, FSDP2, a compiled block, a checkpointed one."""
+    """A model in adapters, FSDP2, a compiled block and a checkpointed block."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
@@ -463,7 +463,8 @@ def canonical_names(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "falcon_h1"])
 def test_every_rank_makes_the_same_bits(name: str) -> None:
-    """Holds also for classes changed by `fully_shard`, and after other random draws."""
+    """Ranks make the same bits also for classes changed by `fully_shard`, and after other random
+    draws."""
     plain = with_adapters(on_meta(BY_NAME[name]), target_modules=["q_proj", "c_proj"])
     names = list(tensors_of(plain))
     expected = made(plain, names)
@@ -535,7 +536,7 @@ def test_existing_values_stay() -> None:
 
 
 class Block(bytearray):
-    """Memory with a weak reference."""
+    """A memory block with a weak reference."""
 
 
 class Allocator:
@@ -581,7 +582,8 @@ def test_one_modules_tensors_exist_at_once(name: str) -> None:
 
 
 def test_stored_tensors_are_not_initialised() -> None:
-    """Except tensors that the same rule of a module initialises."""
+    """Stored tensors are initialised only if a rule of their module also writes a missing
+    tensor."""
     empty = Allocator()
     model = on_meta(BY_NAME["bert"])
     initialiser = Initialiser(model, ["cls.predictions.transform.dense.bias"], empty=empty)

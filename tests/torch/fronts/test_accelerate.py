@@ -98,7 +98,8 @@ def test_trains_as_accelerate_does(
 
 
 def test_persistent_buffers_are_loaded(four: Ranks, models: dict[str, Path]) -> None:
-    """accelerate cannot broadcast them, so here every rank loads the model."""
+    """accelerate cannot broadcast persistent buffers, so the expected model is loaded by every
+    rank."""
     how = {"directory": str(models["deepseek_v3"]), "dtype": None} | BF16
     assert_same(four, how, how | SENT)
 
@@ -116,7 +117,7 @@ def test_persistent_buffers_are_loaded(four: Ranks, models: dict[str, Path]) -> 
 def test_adapters_keep_their_values(
     four: Ranks, models: dict[str, Path], how: dict[str, Any], adapters: dict[str, Any]
 ) -> None:
-    """The values that PEFT draws when it wraps the model, different on each rank."""
+    """PEFT draws the adapters' values when it wraps the model; they differ between ranks."""
     how = {"directory": str(models["llama"]), "adapters": adapters} | BF16 | how
     got = assert_same(four, how, how)
     trained = [name for name, told in got[0]["before"].items() if " True " in told]

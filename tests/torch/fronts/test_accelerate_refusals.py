@@ -61,7 +61,7 @@ WHAT_CAN_CHANGE = (
 
 @pytest.fixture(scope="module", autouse=True)
 def written() -> None:
-    """Writes the checkpoint before a rank is played."""
+    """Writes the checkpoints before a process group is simulated."""
     for name in ("llama", "qwen2"):
         from_pretrained(name)
 
@@ -78,7 +78,7 @@ def attributes() -> list[dict[str, Any]]:
 
 
 def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
-    """Names that exist on one side only, or differ."""
+    """The names that exist on one side only, or whose values differ."""
     return {
         name
         for old, new in zip(before, after, strict=True)
@@ -178,7 +178,8 @@ def test_importing_it_imports_nothing_above_torch() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) -> None:
-    """Dtypes, shapes, ties, buffers and random state; reads only headers."""
+    """Dtypes, shapes, ties, buffers and random state are those of `from_pretrained`; only headers
+    are read."""
     whole = from_pretrained(family.name)
     directory = tmp_path / "headers"
     directory.mkdir()
@@ -442,7 +443,8 @@ def test_adapters_without_values_are_refused(one_rank: None) -> None:
 
 
 def test_a_missing_head(one_rank: None) -> None:
-    """`from_pretrained` would warn and initialise one per rank."""
+    """The refused case: `from_pretrained` would warn and initialise a different head on each
+    rank."""
     kind = transformers.LlamaForSequenceClassification
     lists: dict[str, Any] = {"unexpected": ["^lm_head"]}
     with pytest.raises(UsageError, match="score.weight"), loading(progress=False, **lists):
@@ -478,7 +480,7 @@ def test_a_head_of_the_script_keeps_its_values(one_rank: None) -> None:
 
 @pytest.fixture(scope="module")
 def trained(written: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A directory of adapters, and the model that they were saved from."""
+    """A directory of adapters, and the model from which they were saved."""
     torch.manual_seed(7)
     wrapped = peft.get_peft_model(
         copy.deepcopy(from_pretrained("llama")), peft.LoraConfig(target_modules=["q_proj"])
@@ -509,7 +511,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sent", (False, True))
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_adapters_that_begin_as_the_base(one_rank: None, kind: str, sent: bool) -> None:
-    """New ones, of which a model has two."""
+    """New adapters, two per model."""
     torch.manual_seed(3)
     expected = with_two(copy.deepcopy(from_pretrained("llama")), ADAPTERS[kind])
     with loading(progress=False):
@@ -531,7 +533,7 @@ def with_two(model: Any, config: dict[str, Any]) -> Any:
 def test_trained_adapters_of_these_kinds(
     one_rank: None, tmp_path: Any, kind: str, low_cpu_mem_usage: bool
 ) -> None:
-    """They keep their own values, whether or not PEFT builds them on meta."""
+    """Trained adapters keep their own values, whether or not PEFT builds them on meta."""
     config = peft.LoraConfig(**ADAPTERS[kind])
     expected = peft.get_peft_model(copy.deepcopy(from_pretrained("llama")), config)
     for number, parameter in enumerate(p for p in expected.parameters() if p.requires_grad):
@@ -560,7 +562,7 @@ def test_initialisations_from_the_base_are_refused(init: str) -> None:
 
 
 def test_a_directory_of_adapters_is_refused(trained: Any) -> None:
-    """transformers would load them while it builds."""
+    """transformers would load the adapters while it builds the model."""
     directory, _ = trained
     config = peft.PeftConfig.from_pretrained(directory)
     config.base_model_name_or_path = str(checkpoint_of("llama"))

@@ -48,7 +48,7 @@ def assert_verifies(modicum: Path, directory: Path) -> None:
 
 
 def assert_reads(directory: Path, saved: dict[str, str]) -> None:
-    """`from_pretrained` has the saved weights."""
+    """Asserts that `from_pretrained` reads the saved weights."""
     from torch_rank import told
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -66,7 +66,8 @@ def refused(heard: list[Any]) -> str:
 
 @pytest.mark.parametrize("optimizer", ("torch", "modicum", "sgd"))
 def test_accelerate(two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str) -> None:
-    """save_state, and load_state in new processes: state and the next three losses."""
+    """save_state, and load_state in new processes: the state and the next three losses are
+    equal."""
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
     saved = two.ask("accelerate_saves", **how)
@@ -85,7 +86,8 @@ def test_accelerate(two: Ranks, tmp_path: Path, modicum: Path, model: str, optim
 
 
 def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model: str) -> None:
-    """And a script without the line has the same losses."""
+    """A checkpoint that accelerate saved is loaded. A script without Modicum has the same
+    losses."""
     how = {"directory": model, "folder": str(tmp_path / "state")}
     theirs = two.ask("accelerate_saves", by="accelerate", **how)
     ours = two.ask("accelerate_resumes", by="modicum", **how)
@@ -114,7 +116,8 @@ def test_saved_again_into_the_same_directory(
 
 
 def test_checkpoints_that_accelerate_names(two: Ranks, tmp_path: Path, model: str) -> None:
-    """`total_limit` leaves the newest; `load_state()` passes over one that was not committed."""
+    """`total_limit` keeps the newest checkpoints; `load_state()` skips one that was not
+    committed."""
     project = {"project": str(tmp_path), "limit": 1}
     how = {"directory": model, "folder": None, "by": "modicum"} | project
     saved = two.ask("accelerate_saves", times=3, **how)
@@ -170,8 +173,8 @@ def test_trainer(
     two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool, limit: int
 ) -> None:
     """save_steps, save_total_limit and resume_from_checkpoint in new processes: the losses of the
-    run that was not interrupted, by Modicum and without it. With a limit of one, the checkpoint
-    that the run has resumed from is removed before it saves again."""
+    uninterrupted run, with Modicum and without it. With a limit of one, the checkpoint from which
+    the run has resumed is removed before the next save."""
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "optimizer": optimizer, "sharded": sharded}
     how |= {"max_steps": 6, "save_steps": 2, "save_total_limit": limit}
@@ -201,7 +204,7 @@ def test_trainer(
 
 
 def test_the_best_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
-    """Also: an evaluation before each save leaves gathered parameters."""
+    """An evaluation before each save leaves gathered parameters, which the save must handle."""
     how = {"directory": model, "by": "modicum", "max_steps": 4, "save_steps": 1}
     how |= {"save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 1}
     how |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
@@ -220,8 +223,8 @@ def test_only_the_model(two: Ranks, tmp_path: Path, model: str) -> None:
 
 
 def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
-    """One that was not committed, a damaged one and an empty one are passed over; named, they are
-    refused."""
+    """Without a name, checkpoints that are uncommitted, damaged or empty are skipped; if named,
+    they are refused."""
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "max_steps": 6, "save_steps": 2}
     how |= {"folder": str(folder)}
@@ -260,7 +263,7 @@ def test_functions_are_restored(two: Ranks) -> None:
 
 
 def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:
-    """Checkpoints of another program's, or of ours that were not committed."""
+    """Makes checkpoints of another program or, if not `whole`, uncommitted ones of Modicum."""
     made = [folder / f"checkpoint-{number}" for number in numbers]
     for one in made:
         one.mkdir()
@@ -269,7 +272,8 @@ def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:
 
 
 def test_rotation(tmp_path: Path) -> None:
-    """The newest whole checkpoint stays, and those after it, which may be in flight."""
+    """The newest complete checkpoint is kept, and those after it, which may be incomplete because
+    they are being saved."""
     one, two = put(tmp_path, 1, 2)
     (cut,) = put(tmp_path, 3, whole=False)
     (four,) = put(tmp_path, 4)

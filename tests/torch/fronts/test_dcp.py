@@ -63,13 +63,13 @@ CASES = (
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_models() -> None:
-    """Writes the checkpoints before a rank is played."""
+    """Writes the checkpoints before a process group is simulated."""
     for name, _ in CASES:
         from_pretrained(name)
 
 
 def read(model: Any, reader: Any) -> dict[str, Any]:
-    """Reads into the model's state dict, which is on meta, and returns it."""
+    """Reads into the model's state dict, which is on meta. Returns the dict."""
     state = model.state_dict()
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
@@ -107,7 +107,8 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_packed_parts_are_sharded_separately(rows: Path) -> None:
-    """torch's reader fails this test: it reads the same number of rows from the first one on."""
+    """torch's reader fails this test: it reads as many rows, but in one run from the first row
+    on."""
     for rank, expected in enumerate(([0, 1, 3, 4], [2, 5])):
         with playing_new_rank(rank, 2):
             part, mesh = torch.empty(len(expected), 2), init_device_mesh("cpu", (2,))
@@ -172,7 +173,7 @@ def test_values_are_rounded_as_torch_rounds(dtype: str) -> None:
 
 
 def test_a_recipe_instead_of_a_model(tmp_path: Path) -> None:
-    """The same recipe.json as for the command line."""
+    """A recipe.json of the command line's form replaces the model."""
     made = recipe_for(empty("qwen3_moe"), checkpoint_of("qwen3_moe"))
     (tmp_path / "recipe.json").write_text(made.text())
     whole = from_pretrained("qwen3_moe").state_dict()

@@ -73,7 +73,7 @@ def test_a_path_in_the_place_of_the_dict(
 
 @pytest.mark.parametrize("strategy", ("rank0-broadcast", "node-reader"))
 def test_buffers_of_rank_0_and_other_exchanges(four: Ranks, tmp_path: Path, strategy: str) -> None:
-    """Two loads, each with its own exchange of bytes."""
+    """Two loads run with separate exchanges of bytes."""
     options = {"budget": "none", "strategy": strategy}
     how = {"path": str(tmp_path / "toy.safetensors"), "options": options}
     expected = four.ask("state_dict_loaded", by="torch")
@@ -81,7 +81,7 @@ def test_buffers_of_rank_0_and_other_exchanges(four: Ranks, tmp_path: Path, stra
 
 
 def test_tensors_that_a_dict_lacks_keep_their_values(four: Ranks) -> None:
-    """Allowed with strict=False, if the tensors have values."""
+    """With strict=False tensors may be missing if they have values."""
     expected = four.ask("state_dict_loaded", by="torch")
     how = {"omit": ("experts.up", "seen"), "options": {"strict": False}}
     assert_same(four, expected, built="with values", **how)
@@ -90,7 +90,7 @@ def test_tensors_that_a_dict_lacks_keep_their_values(four: Ranks) -> None:
 @pytest.mark.parametrize("form", ("accelerate", "engine"))
 def test_as_upstream(four: Ranks, form: str) -> None:
     """Compares with upstream's functions where they work: accelerate's loads no buffers, and both
-    untie."""
+    break ties."""
     kind = {"form": form, "tied": False, "buffers": form == "engine", "built": "others on meta"}
     kind |= {"dtype": "bfloat16", "stored": "bfloat16"}
     assert_same(four, four.ask("state_dict_loaded", by="upstream", **kind), **kind)
@@ -120,7 +120,8 @@ def test_offloaded_parameters(four: Ranks, form: str) -> None:
 def test_offloading_that_contradicts_fully_shard_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each form has its own argument; then parameters on a device are refused by name."""
+    """Each form of the call has its own argument. Parameters on a device are then refused by
+    name."""
     policy, on_gpu = CPUOffloadPolicy(pin_memory=False), torch.device("cuda", 0)
 
     class Walk:
@@ -177,8 +178,8 @@ def test_any_run_of_any_tensor(tensor: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_a_dict_is_sent_within_the_promise(four: Ranks, dtype: str) -> None:
-    """By the kernel's counters and in the report: the others hold shards and staging, rank 0
-    also its dict; the bytes sent are those that each rank needs, and are counted."""
+    """Measured by the kernel's counters, and in the report: other ranks hold shards and staging,
+    rank 0 also its dict. The sent bytes are counted, and are those that the ranks need."""
     answers = four.ask("dict_measured", dtype=dtype)
     ranks, itemsize = answers[0]["report"]["ranks"], getattr(torch, dtype).itemsize
     whole_bytes = (6000 + 1536) * 1024
@@ -213,7 +214,7 @@ def test_a_dict_obeys_its_budget(four: Ranks) -> None:
 
 
 def test_a_consumed_dict_is_freed_as_it_goes(four: Ranks) -> None:
-    """By the kernel's counters: rank 0 gets its shards, and the dict becomes smaller; malloc
+    """Measured by the kernel's counters: rank 0 gets its shards while the dict shrinks; malloc
     returns memory after every fourth tensor."""
     tensor_bytes = 8 << 20
     kept = four.ask("dict_consumed", consume=False)[0]
@@ -268,6 +269,6 @@ def test_a_dict_that_can_not_be_consumed() -> None:
     ],
 )
 def test_refused_on_every_rank(four: Ranks, case: str, message: str) -> None:
-    """The same message on every rank, and no partly loaded model."""
+    """Every rank gets the same message, and no model is partly loaded."""
     (said,) = set(four.ask("drop_in_refused", case=case))
     assert re.match(message, said), said

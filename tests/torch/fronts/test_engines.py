@@ -37,7 +37,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """A single process."""
+    """A world of a single process."""
     with ranks(1, tmp_path_factory.mktemp("engines") / "one") as started:
         yield started
 
@@ -118,7 +118,7 @@ def test_no_rank_reads_anothers_shards(four: Ranks, models: dict[str, str], stra
 
 
 def test_as_users_start_it(models: dict[str, str], root: Path) -> None:
-    """From the command line."""
+    """Starts the example by the command line."""
     words = ["examples/engine_memory_efficient_load.py", models["value-head"]]
     words += ["--task", "value-head", "--memory-efficient-load", "--budget", "4GiB", "--offload"]
     done = torchrun(root, 2, *words, "--steps", 2)

@@ -49,7 +49,7 @@ TOKENS = torch.arange(3, 14).reshape(1, 11)
 
 @pytest.fixture(scope="module", autouse=True)
 def written() -> None:
-    """Built before a rank is played."""
+    """Writes the checkpoints before a process group is simulated."""
     for name in ("llama", "qwen3", "gpt2"):
         from_pretrained(name)
 
@@ -72,7 +72,7 @@ def whole(parameter: Any) -> Any:
 @pytest.mark.parametrize("name", ("llama", "qwen3", "gpt2"))
 @pytest.mark.parametrize("mean", (True, False))
 def test_resized_embeddings(one_rank: None, name: str, mean: bool) -> None:
-    """Stored rows stay; new ones are the mean of them, or made by the model's rule."""
+    """Stored rows are kept; new rows are their mean, or made by the model's rule."""
     theirs = from_pretrained(name)
     rows = theirs.get_input_embeddings().num_embeddings
     with loading(progress=False):
@@ -234,14 +234,15 @@ READ: dict[str, Callable[[Any, Path], Any]] = {
 
 @pytest.mark.parametrize("call", READ)
 def test_values_that_are_used_too_early(one_rank: None, tmp_path: Path, call: str) -> None:
-    """torch's errors about meta tensors, storages and data are said in our words."""
+    """Uses that torch would answer with errors about meta tensors, storages or data get typed
+    errors."""
     with pytest.raises(UsageError, match="values.*prepare") as refused, loading(progress=False):
         READ[call](build(), tmp_path)
     assert "\n" not in str(refused.value)
 
 
 def test_device_maps(one_rank: None) -> None:
-    """Those that leave the model on the CPU are accepted; others are refused by name."""
+    """Device maps that leave the model on the CPU are accepted; others are refused by name."""
     for accepted in ("auto", "cpu", {"": "cpu"}):
         with loading(progress=False):
             model, _ = prepare(build(device_map=accepted))
@@ -253,7 +254,7 @@ def test_device_maps(one_rank: None) -> None:
 
 
 def test_a_budget_error_is_readable(one_rank: None) -> None:
-    """One line, the last one, after the frames of the script."""
+    """The error is one line, the last one, after the traceback of the script."""
     lines: list[str] = []
     try:
         with loading(budget="1MiB", progress=False):
@@ -267,7 +268,7 @@ def test_a_budget_error_is_readable(one_rank: None) -> None:
 
 
 def test_the_state_alone_tips_a_load_over_budget(one_rank: None, tmp_path: Path) -> None:
-    """The budget is between the load's needs, and those of the load and the optimizer's state."""
+    """The budget is between the needs of the load, and those of load and optimizer state."""
     family = BY_NAME["llama"]
     larger = dataclasses.replace(family, config=family.config | {"vocab_size": 60000})
     directory = larger.write(larger.build(), tmp_path)
@@ -305,7 +306,8 @@ def test_no_state_of_a_load_that_does_not_fit(one_rank: None) -> None:
 
 
 def test_ways_of_an_optimizer_that_trainer_refuses(one_rank: None, tmp_path: Path) -> None:
-    """As docs/guide/accelerate.md says, for any optimizer: by transformers itself."""
+    """transformers itself refuses these ways for any optimizer, as docs/guide/accelerate.md
+    says."""
     with pytest.raises(ValueError, match="modicum.torch.AdamW"):
         transformers.TrainingArguments(str(tmp_path), optim="modicum.torch.AdamW")
     arguments = transformers.TrainingArguments(

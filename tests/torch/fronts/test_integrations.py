@@ -45,7 +45,7 @@ def installed(module: str) -> Path | None:
 
 
 def downloaded(name: str, version: str, into: Path) -> Path:
-    """The package's folder in its wheel."""
+    """The folder of the package in its downloaded wheel."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into)]
     done = subprocess.run(
         [*pip, "--only-binary=:all:", f"{name}=={version}"], capture_output=True, text=True
@@ -59,7 +59,7 @@ def downloaded(name: str, version: str, into: Path) -> Path:
 
 
 def patched(name: str, package: Path, into: Path) -> list[Path]:
-    """Applies the patch to a copy, with no context missing; returns the changed files."""
+    """Applies the patch to a copy, allowing no missing context. Returns the changed files."""
     shutil.copytree(package, into / MODULES[name])
     words = ["patch", "-p1", "--fuzz=0", "-i", str(PATCHES[name])]
     done = subprocess.run(words, cwd=into, capture_output=True, text=True)

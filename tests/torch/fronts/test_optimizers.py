@@ -46,7 +46,8 @@ def losses(answers: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def assert_as_promised(answer: dict[str, Any]) -> None:
-    """12 bytes of state per float32 parameter of the shards, which the load's promise holds."""
+    """Asserts 12 bytes of state per float32 parameter of the shards, which the load's promise
+    contains."""
     held = answer["held"]["fp32"]
     state = sum(size for purpose, size in held.items() if purpose != "parameters")
     elements = held["parameters"]
@@ -81,7 +82,8 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "way", "model"), CASES, indirect=["world"])
 def test_trains_as_torch_does(world: Ranks, models: dict[str, str], model: str, way: str) -> None:
-    """And as a program by hand does, which gets the same inputs: to the bit, but for TRL's loss."""
+    """The losses equal torch's. They equal those of a program by hand with the same inputs, to the
+    bit but for TRL's loss."""
     kind, made = WAYS[way]
     if kind == "sft":
         pytest.importorskip("trl")
@@ -110,7 +112,7 @@ def test_trains_as_torch_does(world: Ranks, models: dict[str, str], model: str, 
 def test_by_hand_in_either_order_and_in_a_script(
     world: Ranks, models: dict[str, str], made: str
 ) -> None:
-    """The values are equal to the bit, also if the first step allocates the state."""
+    """Values are equal to the bit, also if the first step allocates the state."""
     how = {"directory": models["dense"], "by": "modicum", "steps": 4}
     expected = losses(world.ask("optimized", kind="accelerate", made="before", **how))
     for told in (True, False):

@@ -35,7 +35,7 @@ def directory(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def blocks(root: Path) -> dict[str, str]:
-    """The block of each section that has one."""
+    """The code block of each section that has one."""
     page = (root / "docs/guide/which-way.md").read_text()
     sections = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.M | re.S)
     found = {}
@@ -75,7 +75,7 @@ def test_scripts_train(
 def test_loaders_of_engines_and_dcp_load_the_same(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
 ) -> None:
-    """Those that load in float32."""
+    """The loaders compared are those that load in float32."""
     expected = two.ask("loaded", directory=directory, mesh=[2], by="torch", dtype="float32")
     for heading in ("verl", "AReaL", "DCP"):
         got = ask(two, heading, blocks[heading], directory, tmp_path / heading)
@@ -208,7 +208,7 @@ os._exit(0)
 
 
 def test_deepspeed(root: Path, blocks: dict[str, str]) -> None:
-    """With ZeRO-3, in a process of its own."""
+    """Runs the block with ZeRO-3, in a separate process."""
     pytest.importorskip("deepspeed")
     text = DEEPSPEED.format(support=str(root / "tests/support"), block=blocks["DeepSpeed"])
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600)
@@ -217,7 +217,7 @@ def test_deepspeed(root: Path, blocks: dict[str, str]) -> None:
 
 
 def test_the_helper_for_cpus_is_that_of_the_example(root: Path) -> None:
-    """The page shows it whole."""
+    """The page shows the helper completely."""
     page = (root / "docs/guide/which-way.md").read_text()
     (shown,) = re.findall(r"^```python cpu\n(.*?)^```$", page, re.M | re.S)
     example = (root / "examples/accelerate_fsdp2.py").read_text()

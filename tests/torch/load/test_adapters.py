@@ -40,13 +40,14 @@ TOKENS = [4, 5, 1]
 
 @pytest.fixture(scope="module", autouse=True)
 def written() -> None:
-    """Written before a rank is played."""
+    """Writes the checkpoints before a process group is simulated."""
     for name in ("llama", "llama_tied", "gpt2"):
         checkpoint_of(name)
 
 
 def empty(name: str, *configs: dict[str, Any], dtype: Any = torch.float32, cut: Any = None) -> Any:
-    """On meta, with an adapter "default" and one "other", if there is a second configuration."""
+    """A model on meta with an adapter "default", and one "other" if there is a second
+    configuration."""
     with modicum.torch.empty_parameters():
         model = BY_NAME[name].model_class._from_config(config_of(name), dtype=dtype)
         model = with_adapters(model, *configs)
@@ -66,7 +67,8 @@ def by_peft(name: str, *configs: dict[str, Any], dtype: Any = torch.float32) -> 
 
 
 def assert_loaded(model: Any, whole: Any, pattern: str, world: int, rank: int) -> None:
-    """Asserts that the base and the adapters that `pattern` is in are parts of `whole`."""
+    """Asserts that the base, and the adapters whose names contain `pattern`, are shards of
+    `whole`."""
     theirs = parameters_of(whole)
     compared = 0
     for name, parameter in parameters_of(model).items():
@@ -162,7 +164,7 @@ def test_trained_tokens_are_loaded_after_the_base(tmp_path: Path) -> None:
 
 
 def test_a_save_has_the_values_of_training(tmp_path: Path) -> None:
-    """Not those that the adapters have begun with, nor those in place of the base's."""
+    """Saved are the trained values, not the initial ones, nor the base's."""
     model = empty("llama", LORA | {"use_dora": True, "trainable_token_indices": TOKENS})
     load(model, checkpoint_of("llama"))
     fill(model)
@@ -179,7 +181,7 @@ def test_a_save_has_the_values_of_training(tmp_path: Path) -> None:
 
 
 def fill(model: Any) -> None:
-    """Other values for all parameters that train, as after training."""
+    """Overwrites all trained parameters, as training would."""
     for number, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
 

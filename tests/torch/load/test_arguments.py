@@ -49,20 +49,20 @@ HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_models() -> None:
-    """Built before a rank is played."""
+    """Builds the models before a process group is simulated."""
     for name in ("llama", "llama_tied"):
         from_pretrained(name)
 
 
 def copy_without(directory: Path, name: str, *left_out: str, **more: Any) -> Path:
-    """A family's checkpoint without some tensors, and with others."""
+    """A copy of a family's checkpoint without some tensors, and with others added."""
     stored = {n: t for n, t in stored_in(checkpoint_of(name)).items() if n not in left_out}
     return write_checkpoint(directory / "model", stored | more)
 
 
 def same_at_every_world(make: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Loads in worlds of one, two and three ranks, whose shards must have the same bits. Returns
-    the parameters of the single rank; `make` is called for each model."""
+    """Loads in worlds of one, two and three ranks and asserts that the shards have the same bits.
+    `make` makes each model. Returns the parameters of the single rank."""
     whole: dict[str, Any] = {}
     for world in WORLDS:
         for rank in range(world):
@@ -78,7 +78,7 @@ def same_at_every_world(make: Any, *arguments: Any, **options: Any) -> dict[str,
 
 
 def refused(directory: Any, error: Any = modicum.UsageError, *, says: str, **options: Any) -> Any:
-    """A load into a sharded llama that must fail and leave it unchanged."""
+    """Makes a load into a sharded llama that must fail and leave it unchanged."""
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), TWO)
         before = buffer_bits(model)
@@ -96,7 +96,7 @@ def refused(directory: Any, error: Any = modicum.UsageError, *, says: str, **opt
 
 
 class WithValueHead(nn.Module):
-    """A wrapper like those of trainers of reward models."""
+    """A wrapper as reward-model trainers make it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -123,7 +123,7 @@ def is_short(source: Path) -> dict[str, Any]:
 
 
 def becomes_short(source: Path) -> dict[str, Any]:
-    """The fault happens after every header was validated and all ranks have agreed."""
+    """The fault happens after all headers were validated and all ranks have agreed."""
     file = max(source.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     return {"source": str(source), "truncate": str(file)}
 
@@ -189,7 +189,7 @@ def test_ranks_with_different_arguments(
     error: str,
     message: str,
 ) -> None:
-    """The error names the rank and what differs there."""
+    """The error names the differing rank, and its value."""
     if "source" in differs:
         differs = {"source": str(other_model)}
     how = {"directory": str(model), "source": str(model), "mesh": MESH}
@@ -220,7 +220,7 @@ def test_an_invalid_expression_is_the_same_error_on_all_ranks(
 def test_budget_is_refused_by_all_without_reading(
     four: Ranks, modicum: Path, tmp_path: Path
 ) -> None:
-    """The error has the exact shortfall, only headers were read, and a budget of the stated bytes
+    """The error has the exact shortfall, only headers were read, and a budget of the named size
     suffices."""
     directory = tmp_path / "qwen3-0.6b"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 2, "--sparse")
@@ -272,7 +272,7 @@ def test_killed_rank(
     mesh: list[int],
     victim: int,
 ) -> None:
-    """The rank ends while it reads; the others wait for it at the end, or for its bytes."""
+    """The rank is killed while it reads; the others wait for it at the end, or for its bytes."""
     four = more()
     how = {"directory": str(model), "source": str(model), "mesh": mesh, "again": False}
     four.tell("tried", {victim: {"pause_s": FOREVER_S}}, strategy=strategy, **how)
@@ -339,7 +339,8 @@ def test_slow_reading_is_no_failure(
 def test_interrupted(
     clock: WaitingClock, four: Ranks, model: Path, large: Path, where: str
 ) -> None:
-    """The rank itself raises KeyboardInterrupt, as from any other call; the others CANCELLED."""
+    """The interrupted rank raises KeyboardInterrupt, as from any other call; the others raise
+    CANCELLED."""
     for mark in four.folder.glob("begun-*"):
         mark.unlink()
     of, each, check = (large, {}, "values")

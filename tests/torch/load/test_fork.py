@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 @pytest.fixture(scope="module")
 def values() -> dict[str, Any]:
-    """No value is near 0, the value of untouched pages."""
+    """Values from 1 to 2: none is near 0, the value of untouched pages."""
     torch.manual_seed(1)
     shapes = {"embed.weight": (ROWS, COLUMNS), "head.weight": (8, COLUMNS)}
     return {name: torch.rand(shape) + 1 for name, shape in shapes.items()}
@@ -70,7 +70,7 @@ def loaded(directory: Path, *, sharded: bool = False, **options: Any) -> Any:
 
 
 class Trainer:
-    """Steps of about LR each, downwards."""
+    """A trainer whose steps lower values by about LR each."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.parameters = list(model.parameters())
@@ -122,7 +122,7 @@ def in_child(act: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def map_memory() -> list[Any]:
-    """Tensors of sizes that would fit into a hole, with other values."""
+    """New tensors with other values, of sizes that would fit into a hole."""
     sizes = [1024, ROWS * COLUMNS, ROWS * COLUMNS + 2048, 1 << 19]
     return [torch.full((size,), 1e6) for _ in range(25) for size in sizes]
 
@@ -132,7 +132,8 @@ def local_of(tensor: Any) -> Any:
 
 
 def reads_of(model: Any) -> dict[str, Callable[[], Any]]:
-    """Ways to read all rows of embed.weight, also through tensors taken from it before the fork."""
+    """Ways to read all rows of embed.weight, also through tensors derived from it before the
+    fork."""
     weight = model.embed.weight
     before = weight.detach(), weight.data, model.state_dict()["embed.weight"]
     rows = torch.arange(ROWS)
@@ -247,7 +248,8 @@ def test_a_grandchild_gets_the_error_too(directory: Path) -> None:
 
 
 def test_a_mode_of_the_callers_ends_as_ever(directory: Path) -> None:
-    """A context in the grandchild removes the innermost function mode, which must be its own."""
+    """A context that ends in the grandchild removes the innermost function mode, which must be its
+    own."""
     model = loaded(directory)
     with torch.device("meta"):
         pid = os.fork()
@@ -266,7 +268,7 @@ def test_a_mode_of_the_callers_ends_as_ever(directory: Path) -> None:
 
 @pytest.mark.parametrize("act", ("step", "digest", "state_dict"))
 def test_an_optimizer_of_a_child_is_told(directory: Path, act: str) -> None:
-    """With shared parameters, so that only the state is refused."""
+    """Parameters are shared, so only the state is refused."""
     model = loaded(directory, fork="shared")
     trainer = Trainer(model, state_format="fp32")
     trainer.step()
@@ -285,7 +287,7 @@ def test_an_optimizer_of_a_child_is_told(directory: Path, act: str) -> None:
 
 
 class Lookups(Dataset):
-    """A dataset of rows of an embedding."""
+    """A dataset of embedding rows."""
 
     def __init__(self, embed: nn.Embedding) -> None:
         self.embed = embed
@@ -324,7 +326,7 @@ def test_a_data_loader_gets_the_error_by_default(directory: Path) -> None:
 
 
 def test_values_that_a_child_writes(directory: Path) -> None:
-    """The parent sees the values with `shared`, but not with `inherited`."""
+    """The parent sees a child's writes with `shared`, but not with `inherited`."""
 
     def write() -> float:
         with torch.no_grad():
@@ -340,7 +342,7 @@ def test_values_that_a_child_writes(directory: Path) -> None:
 def test_shared_memory_outlives_the_parents_tensors(
     directory: Path, values: dict[str, Any]
 ) -> None:
-    """The child still reads after its parent has freed one parameter, and then all."""
+    """A child reads after its parent has freed one parameter, and then all."""
     model = loaded(directory, fork="shared")
     ledger = model.embed.weight  # keeps the rest of the memory
     read, write = os.pipe()

@@ -26,7 +26,8 @@ PYTHON_BYTES = 4 * MIB
 
 
 def synth(modicum: Path, directory: Path, layers: int) -> Path:
-    """qwen3-0.6b with `layers` layers, not sparse. Its embedding has 297 MiB, a layer 30."""
+    """A checkpoint of `layers` layers of qwen3-0.6b, not sparse. Its embedding has 297 MiB, a layer
+    30."""
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", layers)
     return directory
 
@@ -38,7 +39,7 @@ def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def top_heavy(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of which one tensor is nine tenths."""
+    """A model in which one tensor has nine tenths of the bytes."""
     return synth(modicum, tmp_path_factory.mktemp("models") / "one", 1)
 
 
@@ -49,7 +50,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def line_of(report: dict[str, Any], rank: int) -> int:
-    """The predicted growth of a rank's memory."""
+    """The predicted growth of a rank's memory, from the report."""
     of = report["ranks"][rank]
     return of["promised_bytes"] - -(-of["baseline_bytes"] // MIB) * MIB
 
@@ -90,7 +91,7 @@ def test_loading_whole_and_then_sharding_needs_more(four: Ranks, model: Path) ->
 
 @pytest.fixture
 def cages() -> Iterator[list[Cage]]:
-    """One cgroup per rank, as if each ran in its own container."""
+    """One memory cgroup per rank, as if each ran in its own container."""
     if reason := why_no_cage():
         pytest.skip(reason)
     with contextlib.ExitStack() as stack:

@@ -43,7 +43,7 @@ from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
 @pytest.fixture(scope="module", autouse=True)
 def written() -> None:
-    """Writes the checkpoints while no world is simulated."""
+    """Writes the checkpoints before a process group is simulated."""
     for name in ("llama", "llama_tied"):
         from_pretrained(name)
 
@@ -67,7 +67,7 @@ def renamed(outputs: int | None = None) -> Any:
 
 
 def test_a_recipe_for_a_model_with_names_of_its_own(tmp_path: Path) -> None:
-    """It is given as a file, or as the object."""
+    """The recipe is given as a file, or as an object."""
     stored = stored_in(checkpoint_of("llama"))
     head, tokens = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
     half = len(head) // 2
@@ -169,7 +169,7 @@ def staged(told: Told, directory: str) -> dict[str, Any]:
 
 
 def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
-    """`load` refuses on all ranks and names the way."""
+    """`load` refuses on all ranks and names the DCP reader, which succeeds."""
     whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
     seen: set[str] = set()
     ended = World(staged, 4, str(checkpoint_of("llama"))).end()
@@ -187,8 +187,8 @@ def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
 
 
 def parallel() -> Any:
-    """A tied model on dp 2 x tp 2: tensor parallelism has cut embedding and head one by one, which
-    unties them."""
+    """A tied model on a mesh of dp 2 x tp 2: tensor parallelism has cut embedding and head
+    separately, which unties them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"model.embed_tokens": RowwiseParallel(), "lm_head": ColwiseParallel()}
     return parallelize_module(empty("llama_tied"), mesh["tp"], plan), mesh["dp"]

@@ -52,7 +52,7 @@ TOKENS = torch.arange(3, 14).reshape(1, 11)
 
 
 def on_meta(name: str) -> Any:
-    """The model as users usually build it."""
+    """The model, built on meta as users usually do."""
     with torch.device("meta"):
         return BY_NAME[name].model_class._from_config(
             config_of(name), dtype=getattr(torch, BY_NAME[name].dtype)
@@ -69,7 +69,8 @@ def built(cls: type[nn.Module]) -> Any:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """torch fills uninitialised memory with NaN, or the largest number."""
+    """Fills uninitialised memory with NaN or the largest number, as torch does in deterministic
+    mode."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -100,12 +101,12 @@ def test_1_uninitialised_memory(rank: int) -> None:
 
 
 def rotary(heads: int) -> Callable[[Any], Any]:
-    """Pairs of neighbours become two halves, in each head."""
+    """Turns pairs of neighbours into two halves, in each head."""
     return lambda w: w.view(heads, -1, 2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
 
 def stacked(shape: Any, *parts: Any) -> Any:
-    """Gate and up of each expert."""
+    """Stacks gate and up of each expert."""
     half = len(parts) // 2
     return torch.cat([torch.stack(parts[:half]), torch.stack(parts[half:])], 1)
 
@@ -192,7 +193,7 @@ def assert_gradients(model: Any, whole: Any) -> None:
 
 
 def assigned(name: str) -> Any:
-    """Assigns to both names."""
+    """Assigns to both names of a tie."""
     whole = BY_NAME[name].model_class.from_pretrained(checkpoint_of(name))
     model = on_meta(name)
     model.load_state_dict(whole.state_dict(), assign=True)
@@ -217,7 +218,8 @@ def test_6_ties_stay_ties(name: str, layout: str) -> None:
 
 
 def test_6_a_broken_tie_is_restored() -> None:
-    """By the model's own list of ties, before `fully_shard`; afterwards it is too late."""
+    """The tie must be restored by the model's own list of ties before `fully_shard`; afterwards it
+    is too late."""
     whole = from_pretrained("llama_tied")
     with playing_new_rank(0, 2):
         for layout in ("none", "fsdp2"):
@@ -331,7 +333,7 @@ ROWS = {"none": 0, "one": 1, "two": 2, "three": 3, "four": 4}
 
 
 class Small(nn.Module):
-    """Fewer rows than ranks, as many, and more; a parameter without dims."""
+    """A model with fewer rows than ranks, as many, and more, and a parameter without dims."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +344,7 @@ class Small(nn.Module):
 
 
 def evenly(whole: Any, world: int, rank: int) -> Any:
-    """One more row for each of the first ranks."""
+    """A distribution that gives one more row to each of the first ranks."""
     each, more = divmod(len(whole), world)
     begin = rank * each + min(rank, more)
     return whole[begin : begin + each + (rank < more)]
@@ -386,7 +388,7 @@ HARD = torch.tensor(
 
 
 class Kept(nn.Module):
-    """Two layers, each an FSDP2 unit."""
+    """A model of two layers, each an FSDP2 unit."""
 
     dtype = torch.bfloat16
 
@@ -406,7 +408,7 @@ class KeptWide(Kept):
 
 
 def cut_off(values: Any, dtype: Any) -> Any:
-    """bfloat16 is the upper half of float32."""
+    """Truncates float32 to bfloat16, its upper half."""
     return (values.view(torch.int32) >> 16).to(torch.int16).view(dtype)
 
 

@@ -47,7 +47,7 @@ META = torch.device("meta")
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_models() -> None:
-    """Built before a rank is played."""
+    """Builds the models before a process group is simulated."""
     for name in ("llama", "llama_tied"):
         from_pretrained(name)
 
@@ -56,7 +56,7 @@ def whole_models() -> None:
 
 
 class Noted:
-    """A load's outcome, and the addresses of the memory that it handed over."""
+    """A load's outcome, and the addresses of the memory that the load handed over."""
 
     def __init__(self, loaded: Any, places: set[int]) -> None:
         self.loaded, self.places = loaded, places
@@ -89,7 +89,7 @@ def addresses(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def lazily_initialised(model: nn.Module) -> None:
-    """Runs FSDP2's initialisation before the first forward."""
+    """Runs FSDP2's initialisation, which is usually done by the first forward."""
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):
             module._get_fsdp_state()._lazy_init()
@@ -97,7 +97,7 @@ def lazily_initialised(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_fsdp2_uses_the_memory_without_a_copy(rank: int, given_away: set[int]) -> None:
-    """Includes shards that are shorter than the longest one, or empty."""
+    """Includes shards shorter than the longest one, and empty ones."""
     with playing_new_rank(rank, 3):
         model = shard(empty("llama_tied"), THREE)
         load(model, checkpoint_of("llama_tied"))
@@ -110,7 +110,7 @@ def test_fsdp2_uses_the_memory_without_a_copy(rank: int, given_away: set[int]) -
 
 
 def test_others_are_padded_into_a_copy() -> None:
-    """The test above fails for a loader that assigns each rank's rows."""
+    """Shows that the test above fails for a loader that assigns each rank's rows."""
     whole = parameters_of(from_pretrained("llama"))
     with playing_new_rank(2, 3):
         model = shard(empty("llama"), THREE)
@@ -212,7 +212,7 @@ def test_tensors_outlive_everything_else() -> None:
 
 
 class Device(TorchFunctionMode):
-    """New device memory is poisoned."""
+    """Device memory whose new contents are poisoned."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -227,7 +227,7 @@ class Device(TorchFunctionMode):
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
 @pytest.mark.parametrize("name", ["llama_tied", "olmo_hybrid", "mixtral"])
 def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In small chunks; the host holds nothing else."""
+    """The copies are small pieces; the host holds nothing else of the model."""
     ledger, cut, whole = modicum.Ledger(), Cut(layout, (3,)), from_pretrained(name)
     hand_over = running._hand_over
 

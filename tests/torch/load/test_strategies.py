@@ -30,7 +30,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def model(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """18 MiB, large enough to compare bytes. Sizes that 4 does not divide."""
+    """A model of 18 MiB, large enough to compare bytes, with sizes that 4 does not divide."""
     directory = tmp_path_factory.mktemp("models") / "qwen3"
     sizes = {"vocab_size": 30001, "hidden_size": 101, "intermediate_size": 1013}
     four.ask("write", directory=str(directory), family="qwen3", config=sizes)

@@ -85,7 +85,7 @@ def test_trains_as_if_torch_had_loaded(
 
 
 def test_example_trains(four: Ranks, models: dict[str, Path], root: Path) -> None:
-    """Started by torchrun, as users do."""
+    """Starts the example by torchrun, as users do."""
     directory, steps = models["qwen3-bf16"], 3
     words = ("--dtype", "float32", "--steps", steps, "--check", "values")
     done = torchrun(root, 4, EXAMPLE, directory, *words)
@@ -102,7 +102,7 @@ def test_example_trains(four: Ranks, models: dict[str, Path], root: Path) -> Non
 
 
 def test_example_is_refused(modicum: Path, root: Path, tmp_path: Path) -> None:
-    """A budget that is too small: every rank reports it, and no rank has read data."""
+    """With a budget that is too small every rank reports the error, and no rank reads data."""
     if not have("fincore"):
         pytest.skip("fincore is not installed")
     directory = tmp_path / "qwen3-0.6b"
@@ -128,7 +128,7 @@ def forget(file: Path) -> None:
 
 
 def cached_bytes(file: Path) -> int:
-    """How much of a file is in the page cache."""
+    """The bytes of a file in the page cache."""
     done = subprocess.run(
         ["fincore", "--bytes", "--noheadings", "--output", "RES", file],
         capture_output=True, text=True, check=True,

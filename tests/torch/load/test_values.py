@@ -50,7 +50,7 @@ CUTS = (
 
 
 def loaded(name: str, cut: Cut, built: Any, **options: Any) -> Iterator[tuple[int, Any]]:
-    """Each rank and its model, built in `dtype`."""
+    """Loads each simulated rank's model, built in `dtype`. Yields the rank and its model."""
     for rank in range(cut.world):
         with playing_new_rank(rank, cut.world):
             model = shard(empty(name, built), cut)
@@ -84,7 +84,7 @@ def test_every_cut(name: str, cut: Cut) -> None:
 
 @pytest.mark.parametrize("name", CAST)
 def test_cast(name: str) -> None:
-    """Stored as float32 and loaded into a model of bfloat16, or the other way round."""
+    """The files are float32 and the model bfloat16, or the reverse."""
     dtype, cut = other_dtype(BY_NAME[name]), Cut("fsdp2", (2,))
     whole = from_pretrained(name, dtype)
     assert whole.dtype == dtype
@@ -105,7 +105,7 @@ def test_the_dtype_may_differ_from_the_models(name: str, cut: Cut) -> None:
 
 @pytest.mark.parametrize("name", ["t5", "gpt_oss"])
 def test_float16(name: str) -> None:
-    """float16 keeps other names in float32 than bfloat16 does."""
+    """For float16 other names are kept in float32 than for bfloat16."""
     whole = from_pretrained(name, torch.float16)
     assert {p.dtype for p in whole.parameters()} == {torch.float16, FP32}
     for rank, model in loaded(name, Cut("fsdp2", (2,)), torch.float16):
@@ -113,7 +113,7 @@ def test_float16(name: str) -> None:
 
 
 def test_frozen_parameters_stay_frozen() -> None:
-    """Also if only a part of a unit is frozen."""
+    """Parameters stay frozen also if only a part of a unit is frozen."""
     cut, whole = Cut("fsdp2", (2,)), from_pretrained("llama")
     with playing_new_rank(1, 2):
         model = empty("llama")

@@ -37,8 +37,8 @@ TWICE = 4  # the index of Net.twice's weight
 
 
 class Net(nn.Module):
-    """Sizes that no SIMD width divides; a matrix used twice, large enough for 8-bit moments, with
-    rows of a block and three elements; one that may stay unused."""
+    """A model with sizes that no SIMD width divides; a matrix that is used twice, large enough for
+    8-bit moments, with rows of a block and three elements; one that may stay unused."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def batches(count: int, dtype: torch.dtype = torch.float32) -> Iterator[torch.Te
 
 
 def train(model: Net, optimizer: Any, steps: int = STEPS, after: Any = None) -> list[float]:
-    """The losses; `after` is called once a step's gradients are there."""
+    """Trains and returns the losses. `after` is called in each step once the gradients exist."""
     losses = []
     for i, x in enumerate(batches(steps, model.last.weight.dtype)):
         loss = (model(x, i % 3 == 1) - x[:, :5]).square().mean()
@@ -131,7 +131,7 @@ def test_groups_learn_by_their_own_options() -> None:
 
 
 def test_lr_may_be_a_tensor() -> None:
-    """It belongs to the caller, who may change it between steps."""
+    """The tensor belongs to the caller, who may change it between steps."""
     lr = torch.tensor(0.25)
     model, other = net(), net()
     optimizer, expected = AdamW(model.parameters(), lr=lr), AdamW(other.parameters(), lr=0.25)
@@ -144,7 +144,8 @@ def test_lr_may_be_a_tensor() -> None:
 
 
 def test_near_torch_as_it_is() -> None:
-    """With MKL's square root: within 1e-6 after 1,000 steps with the same gradients."""
+    """With MKL's square root, parameters are within 1e-6 of torch's after 1,000 steps with the same
+    gradients."""
     torch.manual_seed(0)
     mine = nn.Parameter(torch.randn(4099))
     theirs = nn.Parameter(mine.detach().clone())
@@ -164,7 +165,7 @@ def test_near_torch_as_it_is() -> None:
 
 @pytest.mark.parametrize("run", range(len(record_deepspeed.RUNS)))
 def test_bits_are_those_of_deepspeed(run: int, root: Path) -> None:
-    """Against recorded digests."""
+    """Compares with recorded digests."""
     fixture = json.loads((root / "tests/fixtures/deepspeed_adam.json").read_text())
     make = functools.partial(AdamW, semantics="deepspeed")
     got = record_deepspeed.recorded(make, record_deepspeed.RUNS[run][1])
@@ -240,7 +241,8 @@ def test_every_format_trains(state_format: str) -> None:
 
 
 def test_split_is_fp32_to_the_bit() -> None:
-    """With the same bfloat16 gradients; the parameters are the master's upper half, except ties."""
+    """With the same bfloat16 gradients the bits agree; the parameters are the master's upper half,
+    except at ties."""
     one, other = net(torch.bfloat16), net(torch.bfloat16)
     first, second = AdamW(one.parameters()), AdamW(other.parameters(), state_format="fp32-split")
     for x in batches(STEPS, torch.bfloat16):
@@ -275,7 +277,8 @@ def test_names_and_seed_key_the_random_bits(state_format: str) -> None:
 
 
 def test_values_written_to_a_parameter_are_taken() -> None:
-    """By load_state_dict or directly: the master follows changed elements, and only these."""
+    """Values are written by load_state_dict or directly. The master follows the changed elements,
+    and only these."""
     for state_format in ("fp32", "fp32-split"):
         model = net(torch.bfloat16)
         optimizer = AdamW(model.parameters(), weight_decay=0.0, state_format=state_format)
@@ -298,7 +301,8 @@ def test_values_written_to_a_parameter_are_taken() -> None:
 
 @pytest.mark.parametrize("max_norm", (1e-3, 0.3, 1e3, math.inf))
 def test_clips_as_torch(max_norm: float) -> None:
-    """The step has the same bits and `grad` is unchanged; torch's own function still works."""
+    """The step has torch's bits and `grad` is unchanged; torch's own clipping function works,
+    too."""
     model, whole, third = net(), net(), net()
     with nearest_sqrt():
         theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -321,7 +325,7 @@ def test_clips_as_torch(max_norm: float) -> None:
 
 
 def test_the_factor_is_that_of_fp64() -> None:
-    """For one step: with lr 1, SGD-like options and one element, the update equals the factor."""
+    """One step with lr 1, SGD-like options and one element: the update equals the clip factor."""
     p = nn.Parameter(torch.zeros(3))
     optimizer = AdamW([p], lr=1.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
     for max_norm, factor in ((1.0, 0.2 / (1 + 1e-6 / 5)), (None, 1.0)):
@@ -357,7 +361,7 @@ def test_not_finite_changes_no_byte(state_format: str, bad: float) -> None:
 
 
 def test_what_changes_after_the_norm_is_seen() -> None:
-    """A gradient that becomes infinite, or grows, between clip_grad_norm_ and step."""
+    """A gradient becomes infinite, or grows, between clip_grad_norm_ and step."""
     model, other = net(), net()
     optimizer, expected = AdamW(model.parameters()), AdamW(other.parameters())
     x = next(batches(1))
@@ -378,7 +382,8 @@ def test_what_changes_after_the_norm_is_seen() -> None:
 
 @pytest.mark.parametrize("unscale_first", (False, True))
 def test_grad_scaler(unscale_first: bool) -> None:
-    """Scales, skips and halves as with torch's; the clip is that of the unscaled gradient."""
+    """The scaler scales, skips and halves as with torch's optimizer; clipping uses the unscaled
+    gradient's norm."""
     results = []
     for make in (torch.optim.AdamW, AdamW):
         model = net()
@@ -507,8 +512,8 @@ def test_state_dicts_are_torchs(to_torch: bool, amsgrad: bool) -> None:
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_a_run_goes_on_after_save_and_load(state_format: str) -> None:
-    """Lossless at fp32 and fp32-split: as if the run had not been interrupted. In smaller
-    formats the loaded state equals the saved one if its codes can represent it."""
+    """At fp32 and fp32-split nothing is lost: the run goes on as if it had not been interrupted. In
+    smaller formats the loaded state equals the saved one if its codes can represent it."""
     model = net(torch.bfloat16)
     optimizer = AdamW(model.parameters(), lr=1e-2, state_format=state_format)
     train(model, optimizer, 7)
@@ -650,7 +655,7 @@ def test_wrong_uses_are_refused(make: Callable[[Any], Any], words: str) -> None:
 
 
 def test_wrong_steps_change_nothing() -> None:
-    """Refused by name; the next valid step is unaffected."""
+    """Wrong steps are refused by name; the next valid step is unaffected."""
     model, whole = net(), net()
     optimizer, reference = (AdamW(m.named_parameters(), lr=1e-2) for m in (model, whole))
     train(model, optimizer, 2)

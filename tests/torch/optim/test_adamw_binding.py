@@ -33,7 +33,7 @@ FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-2
 
 
 class Pair:
-    """The same model twice: one stepped by Modicum's AdamW, one by torch's."""
+    """The same model twice: one is stepped by Modicum's AdamW, one by torch's."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, **options: Any) -> None:
         torch.manual_seed(3)
@@ -72,7 +72,8 @@ class Pair:
 
 
 def replaced(model: nn.Module, optimizer: Any) -> None:
-    """Like accelerate's prepare: by a tensor of another size, then by the new parameter."""
+    """Replaces parameters as accelerate's prepare does: by a tensor of another size, then by the
+    new parameter."""
     optimizer.load_state_dict(optimizer.state_dict())
     for module in (model[0], model[2]):
         for name, parameter in list(module.named_parameters()):
@@ -304,7 +305,7 @@ def test_gradients_written_after_the_norm_are_those_that_are_stepped(dtype: torc
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("then", ("step", "state_dict", "digest"))
 def test_values_written_through_data_stay(dtype: torch.dtype, then: str) -> None:
-    """For a parameter that is a rounded copy of its master; other masters keep their bits."""
+    """Tests a parameter that is a rounded copy of its master; other masters keep their bits."""
     model = nn.Linear(200, 200).to(dtype)
     optimizer = AdamW(model.parameters(), weight_decay=0.0)
     model(torch.ones(200, dtype=dtype)).sum().backward()
@@ -397,7 +398,7 @@ def test_changes_of_state_are_those_of_torch(change: Callable[[nn.Module, Any], 
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_a_state_that_is_cleared_begins_anew(state_format: str) -> None:
-    """Like a new optimizer, in every format."""
+    """The parameter steps like in a new optimizer, in every format."""
 
     def gradients(model: nn.Module, seed: int) -> None:
         torch.manual_seed(seed)
@@ -579,7 +580,7 @@ def test_a_scale_that_has_no_inverse_is_refused(scale: float) -> None:
 
 @pytest.mark.parametrize("memory", ("torch", "modicum"))
 def test_memory_that_goes_is_never_written(memory: str, root: Path, tmp_path: Path) -> None:
-    """In a process whose allocator aborts at the first wrong byte."""
+    """Runs a process whose allocator aborts at the first wrong byte."""
     debug = "libc_malloc_debug.so.0"
     environment = os.environ | {
         "LD_PRELOAD": debug,

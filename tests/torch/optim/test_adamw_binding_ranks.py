@@ -50,7 +50,8 @@ def test_trains_after_accelerates_prepare(world: Ranks, model: str) -> None:
 
 
 def test_trains_after_fully_shard_or_says_why_not(world: Ranks, model: str) -> None:
-    """An optimizer made before has the old parameters until its groups get the new ones."""
+    """An optimizer made before `fully_shard` has the old parameters until its groups get the new
+    ones."""
     expected = world.ask("binding_by_hand", directory=model, when="after", by="torch")
     still = world.ask("binding_by_hand", directory=model, when="before", by="torch")
     for when in ("after", "before, told"):
@@ -81,7 +82,7 @@ def test_no_rank_makes_what_one_cannot_make(world: Ranks, model: str) -> None:
 
 @pytest.mark.parametrize("how", ("unfreeze", "add_param_group"))
 def test_no_rank_takes_what_one_has_no_room_for(world: Ranks, model: str, how: str) -> None:
-    """Later all have room, and train on together."""
+    """Later all ranks have room for it, and train on together."""
     *others, odd = world.ask("binding_one_cannot_unfreeze", directory=model, how=how)
     assert odd["refused"].startswith("BUDGET") and f"'{odd['name']}'" in odd["refused"]
     for answer in others:

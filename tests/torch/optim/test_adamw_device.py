@@ -48,7 +48,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Pair:
-    """The same parameters on the host and on the device, with an optimizer each."""
+    """The same parameters on the host and on the device, each with an optimizer."""
 
     def __init__(self, state_format: str, dtype: Any, **options: Any) -> None:
         generator = torch.Generator().manual_seed(4)
@@ -159,7 +159,8 @@ def test_a_norm_and_a_step_that_is_skipped(state_format: str) -> None:
 
 @pytest.mark.parametrize(("state_format", "dtype"), EVERY)
 def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dtype: Any) -> None:
-    """All of it: a split master's lower half is reset. Other masters are unchanged."""
+    """A split master takes all of the written value: its lower half is reset. Other masters are
+    unchanged."""
     pair = Pair(state_format, dtype)
     pair.step()
     with torch.no_grad():
@@ -228,7 +229,7 @@ def test_a_copy_that_fails_is_the_steps_error(
 
 
 class Stream:
-    """On a device whose copies run only when they are waited for."""
+    """A stream of a device whose copies run only when they are waited for."""
 
     def __init__(self) -> None:
         self.entered = self.waits = 0
@@ -250,8 +251,8 @@ class Stream:
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_copies_are_waited_for(state_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients before their norm is taken, a slot before it is written again, and a master that
-    leaves as it lies before the next step."""
+    """Copies that must be waited for: of gradients before their norm is computed, from a slot
+    before it is written again, and of a master before the next step changes it."""
     stream = Stream()
     monkeypatch.setattr(lanes, "_stream_of", lambda device: stream)
     pair = Pair(state_format, torch.bfloat16)

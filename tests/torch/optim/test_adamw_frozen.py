@@ -52,7 +52,7 @@ def both(change: Any, models: Any) -> None:
 
 
 def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
-    """Its steps begin at 0 then, as in torch; the others' state is not moved."""
+    """When it begins to train its steps begin at 0, as in torch; the others' state is not moved."""
     mine, theirs = layers(), layers()
     both(lambda m: m[0].requires_grad_(False), (mine, theirs))
     both(lambda m: m[1].requires_grad_(False), (mine, theirs))
@@ -97,7 +97,7 @@ def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
 
 @pytest.mark.parametrize("state_format", ("fp32", "int8-moments"))
 def test_a_parameter_that_does_not_fit_is_refused_by_name(state_format: str) -> None:
-    """And nothing has changed; with room the same call goes on."""
+    """The refusal changes nothing; with room the same call succeeds."""
     mine = layers(torch.bfloat16)
     mine[1].requires_grad_(False)
     ledger = modicum.Ledger()
@@ -122,7 +122,7 @@ def test_a_parameter_that_does_not_fit_is_refused_by_name(state_format: str) -> 
 
 
 def test_a_group_is_added_beside_the_others() -> None:
-    """As in torch; it gets the defaults, and is clipped with the others."""
+    """As in torch, the group gets the defaults, and is clipped with the others."""
     mine, theirs = layers(), layers()
     make = {"lr": 1e-2, "weight_decay": 0.1}
     ours = AdamW(mine[2].parameters(), **make)
@@ -183,7 +183,7 @@ def test_a_group_that_is_refused_is_not_added(group: Any, error: Any, words: str
 
 
 def test_a_loaded_entry_of_a_frozen_parameter_takes_its_memory() -> None:
-    """As in torch, which keeps it until the parameter trains."""
+    """As in torch, the entry is kept until the parameter trains."""
     whole, theirs, mine = layers(), layers(), layers()
     first = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     train(whole, first)
@@ -214,7 +214,7 @@ def test_a_loaded_entry_of_a_frozen_parameter_takes_its_memory() -> None:
 
 
 def test_a_gradient_or_an_entry_of_a_frozen_parameter_trains_it() -> None:
-    """torch steps whatever has a gradient, with the state that it finds."""
+    """torch steps every parameter with a gradient, with the state that it finds."""
     mine, theirs = layers(), layers()
     both(lambda m: m.requires_grad_(False), (mine, theirs))
     ours, torchs = AdamW(mine.parameters(), lr=0.1), torch.optim.AdamW(theirs.parameters(), lr=0.1)

@@ -107,7 +107,7 @@ def peak_kib() -> int:
 
 
 def test_few_tensors_are_held_at_a_time() -> None:
-    """12 bytes per parameter as a state dict: 96 MiB for the eight matrices here."""
+    """A state dict takes 12 bytes per parameter: 96 MiB for the eight matrices here."""
     torch.manual_seed(1)
     rows = 1024
     names = [str(of) for of in range(8)]

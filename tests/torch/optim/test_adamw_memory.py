@@ -54,7 +54,7 @@ def test_bytes_per_parameter(held: dict[str, dict[str, int]], state_format: str)
 
 @pytest.mark.parametrize("state_format", DECLARED)
 def test_children_cost_nothing(held: dict[str, dict[str, int]], state_format: str) -> None:
-    """Two live children while all memory is written again."""
+    """Two children live while all memory is written again."""
     assert held[state_format]["written_with_children"] <= COPIED
 
 
@@ -62,6 +62,7 @@ def test_children_cost_nothing(held: dict[str, dict[str, int]], state_format: st
 def test_children_keep_the_parameters_of_torchs_own_memory(
     held: dict[str, dict[str, int]], name: str
 ) -> None:
-    """docs/guide/adamw.md: the first step after a fork copies them, 4 or 2 bytes per parameter."""
+    """As docs/guide/adamw.md says, the first step after a fork copies them: 4 or 2 bytes per
+    parameter."""
     of = held[name]
     assert of["parameter_bytes"] <= of["written_with_children"] <= of["parameter_bytes"] + COPIED

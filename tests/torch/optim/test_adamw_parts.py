@@ -36,7 +36,7 @@ CUTS = [
     ids=str,
 )
 def test_runs_are_what_a_rank_holds(name: str, cut: Cut) -> None:
-    """Every element has a unique value."""
+    """Every element has a unique value, so the runs name exactly the rank's elements."""
     whole = copy.deepcopy(from_pretrained(name)).float()
     with torch.no_grad():
         for parameter in whole.parameters():
@@ -66,8 +66,8 @@ def test_runs_are_what_a_rank_holds(name: str, cut: Cut) -> None:
 
 
 def test_an_alias_of_an_uneven_cut_is_refused() -> None:
-    """Its placements alone don't say that FSDP2 has cut it after tensor parallelism: of 53 rows
-    they would mean others."""
+    """An alias's placements alone don't show that FSDP2 has cut it after tensor parallelism: for 53
+    rows they would name other elements."""
     whole = copy.deepcopy(from_pretrained("llama"))
     with playing_new_rank(0, 4):
         model = shard(whole, Cut("tp-fsdp", (2, 2)))

@@ -42,8 +42,8 @@ def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
 def test_five_steps_are_those_of_torch(
     four: Ranks, models: dict[str, str], model: str, mesh: list[int]
 ) -> None:
-    """Losses and parameters, all bits; several groups, one frozen parameter, no gradient for
-    experts that no token was routed to."""
+    """Losses and parameters are equal in all bits, with several groups, one frozen parameter, and
+    no gradient for experts that no token was routed to."""
     how: dict[str, Any] = {"directory": models[model], "mesh": mesh}
     expected = four.ask("adamw", by="torch", **how)
     got = four.ask("adamw", by="modicum", **how)
@@ -59,7 +59,8 @@ def test_five_steps_are_those_of_torch(
 def test_states_do_not_depend_on_shards(
     four: Ranks, models: dict[str, str], state_format: str
 ) -> None:
-    """The same gradients on 4 ranks and on 2 replicas of 2: equal digests of the whole."""
+    """With the same gradients, 4 ranks and 2 replicas of 2 have equal digests of the whole
+    state."""
     how: dict[str, Any] = {"directory": models["qwen3"], "state_format": state_format}
     whole = []
     for mesh in ([4], [2, 2]):
@@ -73,8 +74,8 @@ def test_states_do_not_depend_on_shards(
 def test_clips_by_the_norm_of_all_ranks(
     four: Ranks, models: dict[str, str], mesh: list[int]
 ) -> None:
-    """Below, at and above the norm: the factor is the same on all ranks, and torch's to an ulp of
-    the float32 norm that torch adds up in."""
+    """For limits below, at and above the norm the clip factor is the same on all ranks, and within
+    an ulp of torch's, whose norm is summed in float32."""
     for answer in (answers := four.ask("adamw_norm", directory=models["qwen3"], mesh=mesh)):
         assert answer == answers[0], "another norm on another rank"
         assert answer["norm"] == pytest.approx(answer["fp64"], rel=2**-23)

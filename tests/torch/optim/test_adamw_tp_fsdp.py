@@ -59,7 +59,7 @@ def by_one_process(dtype: str, state_format: str) -> tuple[dict[str, Any], float
 
 @pytest.mark.parametrize(("dtype", "state_format"), FORMATS)
 def test_what_is_loaded_is_stepped(world: Ranks, dtype: str, state_format: str) -> None:
-    """Parameters and moments of every rank, all bits; the norm of all ranks."""
+    """Compares parameters and moments of every rank in all bits, and the norm of all ranks."""
     whole, norm = by_one_process(dtype, state_format)
     directory = str(checkpoint_of("llama"))
     for mesh in meshes_of(world):
@@ -74,6 +74,6 @@ def test_what_is_loaded_is_stepped(world: Ranks, dtype: str, state_format: str) 
 
 
 def test_elements_are_those_of_full_tensor(world: Ranks) -> None:
-    """For many shapes, a rank's elements are those of the DTensor's `full_tensor`."""
+    """For many shapes, the elements of a rank are those of the DTensor's `full_tensor`."""
     for mesh in meshes_of(world):
         assert not sum(world.ask("adamw_elements", mesh=list(mesh)), []), mesh

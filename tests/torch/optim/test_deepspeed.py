@@ -77,7 +77,7 @@ def owners(epoch: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def copied(epoch: dict[str, Any], *names: str) -> float:
-    """Copies in workers, in bytes per parameter, of owners that are on the host with a device
+    """The copies in workers, in bytes per parameter, of owners that stay on the host with a GPU,
     too."""
     return sum(owners(epoch)[name]["copied_per_param"] for name in names or HOST)
 
@@ -94,7 +94,8 @@ def assert_adds_up(runs: Runs, name: str) -> None:
 
 
 def largest() -> float:
-    """DeepSpeed's `temp_grad_buffer_for_cpu_offload`, in bytes per parameter: one layer of six."""
+    """The bytes of DeepSpeed's `temp_grad_buffer_for_cpu_offload` per parameter: the size of one
+    layer of six."""
     return 2 / 6
 
 
@@ -148,7 +149,8 @@ def test_ours_holds_16_and_makes_the_same_losses(runs: Runs) -> None:
 
 
 def assert_holds_18_of_zero_3(epoch: dict[str, Any]) -> None:
-    """Masters, gradients in float32 and their partitions in bfloat16, moments, weights."""
+    """Asserts the bytes of masters, float32 gradients and their bfloat16 partitions, moments and
+    weights."""
     of = owners(epoch)
     held = {name: of[name]["held_per_param"] for name in ("master", "gradient", "moments")}
     assert held == pytest.approx({"master": 4, "gradient": 4 + 2, "moments": 8}, rel=0.005)
@@ -197,7 +199,7 @@ def test_zero_3_protected(runs: Runs) -> None:
 def test_the_forecast_is_what_happens(
     runs: Runs, modicum: Path, tmp_path: Path, name: str, flags: list[Any]
 ) -> None:
-    """`modicum plan --deepspeed` of the same parameters; it excludes device memory."""
+    """Compares `modicum plan --deepspeed` for the same parameters; it excludes device memory."""
     width = RUNS[name][1]
     weights = {f"{2 * i}.weight": torch.zeros(width, width).bfloat16() for i in range(6)}
     save_file(weights, tmp_path / "model.safetensors")

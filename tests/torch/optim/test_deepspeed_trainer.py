@@ -43,7 +43,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def copied(told: dict[str, Any]) -> float:
-    """Of master, gradient, moments and staging, in bytes per parameter."""
+    """The copies of master, gradient, moments and staging, in bytes per parameter."""
     owners = {owner["name"]: owner for owner in told["attribution"]["owners"]}
     names = ("master", "gradient", "moments", "staging")
     return sum(owners[name]["copied_per_param"] for name in names)

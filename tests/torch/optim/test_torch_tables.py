@@ -82,7 +82,8 @@ def assert_same(mine: nn.Module, theirs: nn.Module, ours: Any, torchs: Any) -> N
 
 @pytest.mark.parametrize("made", INPUTS, ids=[one.desc for one in INPUTS])
 def test_inputs_of_torchs_table(made: Any) -> None:
-    """The bits of torch's loop over tensors, whichever implementation the input asks for."""
+    """The bits are those of torch's loop over tensors, whichever implementation the input
+    requests."""
     mine, theirs = net(), net()
     refused = [words for name, words in REFUSED.items() if made.kwargs.get(name)]
     if refused:
@@ -144,7 +145,8 @@ def test_groups_with_options_of_their_own() -> None:
 
 
 def test_steps_without_gradients_and_with_zeros() -> None:
-    """None: nothing changes, no step is counted. Zeros: the step counts, and decays."""
+    """If a gradient is None, nothing changes and no step is counted. If it is zero, the step
+    counts, and decays."""
     mine, theirs = net(), net()
     ours, torchs = AdamW(mine.parameters()), torch.optim.AdamW(theirs.parameters())
     bits = [p.detach().clone() for p in mine.parameters()]
@@ -161,7 +163,8 @@ def test_steps_without_gradients_and_with_zeros() -> None:
 
 
 def test_state_dicts_of_any_make_load() -> None:
-    """Older ones without later options, steps as numbers, names or none, weights_only."""
+    """Loads older state dicts without later options, with steps as numbers, with names or without,
+    and by weights_only."""
     mine, theirs = net(), net()
     ours = AdamW(mine.named_parameters(), lr=0.01)
     torchs = torch.optim.AdamW(theirs.parameters(), lr=0.01)
@@ -184,7 +187,8 @@ def test_state_dicts_of_any_make_load() -> None:
 
 
 def test_hooks() -> None:
-    """All of torch's, in its order; those of load_state_dict may replace the dict."""
+    """Calls all of torch's hooks, in torch's order; those of load_state_dict may replace the
+    dict."""
     calls: dict[Any, list[Any]] = {}
     for make in (AdamW, torch.optim.AdamW):
         model, said = net(), []
@@ -219,7 +223,8 @@ def test_hooks() -> None:
 
 
 def test_an_option_that_would_change_something_is_refused_when_it_is_set() -> None:
-    """`maximize` and the rest apply; foreach and fused have no effect."""
+    """`capturable` and `differentiable` are refused; `maximize` applies; `foreach` and `fused` have
+    no effect."""
     model = net()
     optimizer = AdamW(model.parameters())
     train(model, optimizer, 1)

@@ -42,7 +42,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def wrapped(how: str, seed: int) -> Any:
-    """A loaded model with adapters whose every tensor has values of its own."""
+    """A loaded model with adapters, every tensor of which has distinct values."""
     model = torch_front.empty("qwen3")
     front.load(model, torch_front.checkpoint_of("qwen3"), progress=False)
     made = peft.get_peft_model(model, CONFIGS[how]())
@@ -80,7 +80,7 @@ def test_the_files_are_those_of_peft(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", CONFIGS)
 def test_resumes_adapters_alone(tmp_path: Path, how: str) -> None:
-    """The adapters' file is no source for a save of all tensors."""
+    """After a resume, the adapters' file is not the source of a save of all tensors."""
     model = wrapped(how, 1)
     front.save(model, tmp_path / "steps", step=5)
     again = wrapped(how, 2)
@@ -131,7 +131,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks
 def test_training_goes_on_in_another_world(
     worlds: dict[int, Ranks], tmp_path: Path, before: int, after: int
 ) -> None:
-    """The next steps of the adapters, bit for bit; only their state is saved."""
+    """The next steps of the adapters are equal bit for bit; only the adapters' state is saved."""
     folder = str(tmp_path / "model")
     worlds[1].ask("write", directory=folder, family="qwen3", dtype="float32")
     cuts = {1: Cut("none", (1,))} | {n: Cut("fsdp2", (n,)) for n in (2, 3)}

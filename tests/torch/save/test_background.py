@@ -35,13 +35,13 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files below it are slow."""
+    """The directory whose files are slow."""
     return tmp_path_factory.mktemp("background")
 
 
 @pytest.fixture(scope="module")
 def faulty(place: Path) -> Iterator[FaultyFiles]:
-    """Processes that start now are preloaded."""
+    """The fault library, which all processes started from now on preload."""
     made = FaultyFiles(place)
     made.be((SLOW, 0))
     before = dict(os.environ)
@@ -52,7 +52,7 @@ def faulty(place: Path) -> Iterator[FaultyFiles]:
 
 
 class Worlds(dict[int, Ranks]):
-    """Process groups by the number of their ranks, which start when they are asked for."""
+    """Process groups by the number of their ranks. A group starts when it is first requested."""
 
     def __init__(self, place: Path, stack: ExitStack) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def root(place: Path, faulty: FaultyFiles, request: pytest.FixtureRequest) -> It
 
 
 def files_of(step: Path) -> dict[str, bytes]:
-    """Without the record, which names the save."""
+    """All files without the record, which has the save's name."""
     paths = [path for path in step.rglob("*") if path.is_file()]
     return {
         str(path.relative_to(step)): path.read_bytes()
@@ -122,7 +122,7 @@ def test_the_step_is_that_of_the_foreground(
     worlds: Worlds, model: str, root: Path, modicum: Path,
     cut: Cut, optimizer: str, dtype: str, size: int | None, cpus: int,
 ) -> None:  # fmt: skip
-    """The window has room for nothing, for some blocks, or for all."""
+    """The window has room for no block, for some blocks, or for all."""
     how = {"directory": model, "cut": cut, "kind": (optimizer, dtype)}
     answers = worlds[cut.world].ask("background_both", root=str(root), room=(size, cpus), **how)
     assert_same_step(root, modicum)
@@ -143,7 +143,7 @@ def test_the_step_is_that_of_the_foreground(
 def test_other_optimizers_wait(
     worlds: Worlds, model: str, root: Path, modicum: Path, optimizer: str
 ) -> None:
-    """The first step after the call returns when the step is visible."""
+    """The first step of an optimizer after the call returns when the saved step is visible."""
     how = {"directory": model, "cut": TWO, "kind": (optimizer, "float32")}
     answers = worlds[2].ask("background_both", root=str(root), room=(None, 2), **how)
     assert_same_step(root, modicum)
@@ -178,7 +178,7 @@ def test_waits_for_the_save_in_flight(
 def test_a_rank_that_fails_leaves_the_old_step(
     worlds: Worlds, model: str, root: Path, how: str, error: str, words: str
 ) -> None:
-    """All ranks raise the error in the same step, once, and in `wait`. The program may go on."""
+    """All ranks raise the error once, in the same step, and in `wait`. The program may go on."""
     answers = worlds[2].ask("background_fails", directory=model, root=str(root), cut=TWO, how=how)
     for answer in answers:
         (in_step, in_wait) = answer["raised"]
@@ -227,7 +227,7 @@ def test_a_kill_leaves_the_old_step(
 def begin(
     two: Ranks, model: str, root: Path, marks: Path, how_long: tuple[float | None, int]
 ) -> None:
-    """Begins a slow save, and returns once both ranks go on."""
+    """Begins a slow save. Returns once both ranks go on."""
     where = {"directory": model, "root": str(root), "marks": str(marks)}
     two.tell("background_preempted", cut=TWO, how_long=how_long, **where)
     deadline = time.monotonic() + WAIT_S
@@ -240,7 +240,8 @@ def begin(
 def test_sigterm_ends_the_process_after_the_step(
     faulty: FaultyFiles, model: str, root: Path, tmp_path: Path, grace: float, committed: bool
 ) -> None:
-    """Or the save, if it does not fit into the grace."""
+    """SIGTERM ends the process after the step is committed. If the save does not fit into the
+    grace, the save ends instead."""
     marks = tmp_path / "marks"
     marks.mkdir()
     with ranks(2, tmp_path / "ranks", fresh=True) as two:
@@ -273,7 +274,7 @@ assert not saving.done()
 def test_the_exit_waits(
     faulty: FaultyFiles, model: str, root: Path, tmp_path: Path, end: str
 ) -> None:
-    """Also of a program that ends by an exception."""
+    """The exit waits also if an exception ends the program."""
     script = tmp_path / "train.py"
     support = str(ROOT / "tests/support")
     script.write_text(SCRIPT.format(support=support, model=model, root=str(root), end=end))

@@ -107,8 +107,8 @@ def test_modicum_resumes_it(directory: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (1, 2)], ids=str)
 def test_boxes_of_any_cut(tmp_path: Path, dims: tuple[int, ...]) -> None:
-    """Ranks of a mesh save boxes, uneven ones and empty ones; every range of elements is read as
-    torch reads it."""
+    """Ranks of a mesh save boxes, some uneven or empty; every range of elements is read as torch
+    reads it."""
     whole = torch.arange(5 * 3 * 4, dtype=torch.int32).reshape(5, 3, 4)
     world = 2 ** len(dims)
     names = []
@@ -147,7 +147,7 @@ def saved_alone(tensor: Any, path: Path) -> Path:
 
 
 def together(paths: list[Path]) -> Directory:
-    """The directory that the ranks would have written with each other."""
+    """The directory that all ranks would have written together."""
     metadata, boxes = None, {}
     for rank, path in enumerate(paths):
         own = pickle.loads((path / ".metadata").read_bytes())
@@ -168,7 +168,7 @@ def together(paths: list[Path]) -> Directory:
 
 
 class Harmful:
-    """A pickle of it runs a command."""
+    """An object whose pickle runs a command."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -250,7 +250,7 @@ def test_two_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", (2, 4))
 def test_getattr_in_a_pickle_is_a_member_of_an_enumeration(protocol: int) -> None:
-    """As Python 3.11.0 to 3.11.2 write it; of anything else than a name on the list it is
+    """Python 3.11.0 to 3.11.2 write members that way; for any name that is not on the list it is
     refused."""
     kind = f"{metadata.__name__} _MEM_FORMAT_ENCODING"
 

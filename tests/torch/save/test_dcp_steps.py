@@ -34,7 +34,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks
 
 @pytest.fixture(scope="module")
 def model(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Stacked experts in the model, single ones in the files."""
+    """A checkpoint with single experts, which are stacked in the model."""
     folder = str(tmp_path_factory.mktemp("model") / "qwen3_moe")
     worlds[1].ask("write", directory=folder, family="qwen3_moe", dtype="float32")
     return folder
@@ -128,7 +128,7 @@ def test_a_flattened_state_of_torchtitan(
 def test_what_fails_leaves_nothing(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, how: str, words: str
 ) -> None:
-    """On every rank, with the reason."""
+    """Every rank raises the error, with the reason."""
     root = tmp_path / "steps"
     for answer in worlds[2].ask("dcp_fails", directory=model, root=str(root), cut=TWO, how=how):
         assert words in answer, answer

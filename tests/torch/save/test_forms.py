@@ -30,7 +30,7 @@ def loaded(name: str, source: Path | None = None, **how: Any) -> Any:
 
 
 def assert_holds(directory: Path, model: Any) -> None:
-    """`from_pretrained` gives the model's tensors."""
+    """Asserts that `from_pretrained` gives the model's tensors."""
     read = type(model).from_pretrained(directory, dtype="auto").state_dict()
     for name, tensor in model.state_dict().items():
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor), name
@@ -38,7 +38,8 @@ def assert_holds(directory: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("name", ("llama", "llama_tied_head_stored", "qwen3_moe", "gpt2"))
 def test_the_files_are_those_of_the_source(tmp_path: Path, name: str) -> None:
-    """With renamed, stacked and tied tensors, and, as a copy, those that the model drops."""
+    """The source has renamed, stacked and tied tensors, and tensors that the model drops, which are
+    copied."""
     model = loaded(name)
     before = torch_front.stored_in(torch_front.checkpoint_of(name))
     report = front.save(model, tmp_path / "steps", step=1)
@@ -56,7 +57,7 @@ def test_the_files_are_those_of_the_source(tmp_path: Path, name: str) -> None:
 def test_tensors_on_a_device_come_through_staging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: str | None
 ) -> None:
-    """Memory that the core may not touch, of a dense model and of stacked experts."""
+    """The core may not touch the memory of a dense model and of stacked experts."""
     monkeypatch.setattr(weights, "destination_of", lambda local: "copy")
     for name in ("gpt2", "qwen3_moe"):
         report = front.save(loaded(name), tmp_path / name, step=1, staging=staging)
@@ -66,7 +67,7 @@ def test_tensors_on_a_device_come_through_staging(
 
 
 def test_tensors_that_no_file_had(tmp_path: Path) -> None:
-    """One that the load has initialised, and one that it has left alone."""
+    """One tensor was initialised by the load, and one was left alone by it."""
     model = torch_front.empty("qwen3")
     model.head = torch.nn.Linear(3, 2, device="meta")
     model.register_buffer("scale", torch.tensor([2.0, 3.0]))
@@ -95,7 +96,7 @@ def test_a_model_of_another_loader_needs_its_source(tmp_path: Path) -> None:
 
 
 def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
-    """The step that it was resumed from is gone, and it is saved on."""
+    """The resumed step is removed, and the model is saved again."""
     root = tmp_path / "steps"
     front.save(loaded("llama"), root, step=1)
     model = torch_front.empty("llama")
@@ -108,7 +109,8 @@ def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:
-    """Its files have the right lengths and headers. Of the weights, and of the state."""
+    """The step's files have the right lengths and headers; values of the weights, or of the state,
+    differ."""
     root = tmp_path / "steps"
     model = loaded("llama")
     optimizer = front.AdamW(model.named_parameters(), state_format="bf16-moments")
@@ -130,8 +132,8 @@ def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:
 
 
 def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum: Path) -> None:
-    """A step of `modicum save` is resumed here, saved, and resumed by `modicum resume`, whose state
-    is that of a resume from the first step."""
+    """A step of `modicum save` is resumed here and saved. `modicum resume` of that has the same
+    state as a resume from the first step."""
     root, again = tmp_path / "steps", tmp_path / "again"
     flags = ["--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 2]
     first = run_json(modicum, "save", torch_front.checkpoint_of("qwen3"), root, "--step", 2, *flags)
@@ -149,7 +151,7 @@ def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum
 def test_the_command_line_resumes_parameters_with_other_names(
     tmp_path: Path, modicum: Path, name: str
 ) -> None:
-    """Stacked experts, and names without the files' prefix."""
+    """The parameters are stacked experts, and have names without the files' prefix."""
     model = loaded(name)
     optimizer = front.AdamW(model.named_parameters())
     for parameter in model.parameters():
@@ -165,7 +167,7 @@ def test_the_command_line_resumes_parameters_with_other_names(
 
 
 def test_step_counts_that_differ(tmp_path: Path) -> None:
-    """A parameter without a gradient makes no step."""
+    """A parameter without a gradient counts no step."""
     model = loaded("qwen3")
     optimizer = front.AdamW(model.named_parameters(), state_format="bf16-moments")
     for some in (lambda name: "norm" in name, lambda name: True):

@@ -95,7 +95,8 @@ def test_torchs_state_in_other_files(modicum: Path, tmp_path: Path, family: str)
 
 @pytest.mark.parametrize("family", ("llama_tied", "qwen3_moe"))
 def test_a_state_in_another_format(modicum: Path, tmp_path: Path, family: str) -> None:
-    """The oracle: the state dict of the saved optimizer, loaded by one of the new format."""
+    """Compares with the saved optimizer's state dict, loaded into an optimizer of the new
+    format."""
     model = loaded(family).bfloat16()
     optimizer = front.AdamW(model.named_parameters(), lr=1e-2, state_format="fp32-split")
     stepped(model, optimizer)

@@ -33,7 +33,7 @@ def two(tmp_path: Path) -> Iterator[Ranks]:
 
 @pytest.fixture
 def how(two: Ranks, tmp_path: Path) -> dict[str, Any]:
-    """Arguments of an act; a rank writes the model in some thirty pieces."""
+    """The arguments of an act, in which a rank writes the model in about thirty pieces."""
     sizes = {"hidden_size": 256, "intermediate_size": 512}
     folder = str(tmp_path / "model")
     two.ask("write", directory=folder, family="qwen3", config=sizes, dtype="float32")
@@ -41,7 +41,7 @@ def how(two: Ranks, tmp_path: Path) -> dict[str, Any]:
 
 
 def begin(two: Ranks, how: dict[str, Any], tmp_path: Path, *, grace: float, pause_s: float) -> None:
-    """Begins a slow save, and returns once both ranks write."""
+    """Begins a slow save. Returns once both ranks write."""
     marks = tmp_path / "marks"
     marks.mkdir()
     two.tell("save_slowly", slow=(pause_s, str(marks)), grace=grace, **how)
@@ -61,7 +61,7 @@ def send(two: Ranks, *to: int) -> float:
 def test_the_step_is_committed_within_the_grace(
     two: Ranks, how: dict[str, Any], tmp_path: Path, modicum: Path, to: tuple[int, ...]
 ) -> None:
-    """Then SIGTERM ends the process, as without a save."""
+    """After the commit SIGTERM ends the process, as without a save."""
     begin(two, how, tmp_path, grace=60.0, pause_s=0.1)
     send(two, *to)
     heard = two.hear()

@@ -52,8 +52,8 @@ def asked(
 
 
 def test_steps_over_two_nodes(nodes: two_nodes.Nodes, model: str, tmp_path: Path) -> None:
-    """Training goes on bit for bit. A root that node b does not see is refused by all ranks, in a
-    save and in a resume."""
+    """Training goes on bit for bit. If node b does not see the root, all ranks refuse it, in a save
+    and in a resume."""
     disk = tmp_path / "disk"
     said = {"directory": model, "root": str(disk / "steps"), "cut": ["hsdp", [2, 2]]}
     disk.mkdir()

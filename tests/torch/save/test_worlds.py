@@ -41,7 +41,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks
 
 @pytest.fixture(scope="module")
 def model(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Tied embeddings; rows of 128 elements, whose moments have scales; three files."""
+    """A checkpoint in three files, with tied embeddings, and rows of 128 elements, whose moments
+    have scales."""
     folder = str(tmp_path_factory.mktemp("model") / "qwen3")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "tie_word_embeddings": True}
     worlds[1].ask("write", directory=folder, family="qwen3", config=sizes, dtype="bfloat16")
@@ -51,7 +52,7 @@ def model(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) ->
 def moved(
     worlds: dict[int, Ranks], how: dict[str, Any], cuts: tuple[Cut, Cut], program: Path
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Saves in one world and resumes in the other; compares, and returns both answers."""
+    """Saves in one world and resumes in the other. Compares, and returns both answers."""
     before, after = cuts
     saved = worlds[before.world].ask("saves", cut=before, **how)
     verified = subprocess.run([program, "verify", how["root"]], capture_output=True, text=True)
@@ -102,7 +103,8 @@ def test_training_goes_on_in_another_world(
 def test_ranks_that_cannot_share_memory_write_alone(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, optimizer: str
 ) -> None:
-    """The files are those that ranks write together, and the report tells which they were."""
+    """The files equal those that ranks write together, and the report names the ranks that can't
+    map memory."""
     found, warnings = [], []
     for shares in (True, False):
         root = tmp_path / str(shares)
@@ -129,8 +131,8 @@ def test_optimizers_of_torch(
 
 
 def test_the_state_of_torch_is_promised(worlds: dict[int, Ranks], tmp_path: Path) -> None:
-    """The kernel's peak of a resume is within the promise; over budget the state is named, and no
-    tensor is read."""
+    """The kernel's peak of a resume is within the promise. If the budget is too small, the error
+    names the state, and no tensor is read."""
     folder = str(tmp_path / "model")
     sizes = {"hidden_size": 512, "vocab_size": 40000, "tie_word_embeddings": True}
     worlds[1].ask("write", directory=folder, family="qwen3", config=sizes, dtype="float32")
@@ -147,7 +149,7 @@ def test_the_state_of_torch_is_promised(worlds: dict[int, Ranks], tmp_path: Path
 def test_the_step_is_a_model_of_transformers(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, torch: Any
 ) -> None:
-    """Every tensor, with its name, dtype and bits."""
+    """Compares every tensor, with its name, dtype and bits."""
     import transformers
     from torch_rank import told
 
@@ -171,7 +173,7 @@ def test_resumes_into_memory_with_other_values(
 
 
 def test_extras_of_each_rank(worlds: dict[int, Ranks], model: str, tmp_path: Path) -> None:
-    """Each rank gets its own in a world of the same size, and those of all in another."""
+    """In a world of the same size each rank gets its own extras, in another those of all ranks."""
     how = {"directory": model, "root": str(tmp_path / "steps")}
     worlds[2].ask("saves", cut=TWO, **how)
     own = [str({"rank": rank, "rng": f"tensor([{rank}, {rank}, {rank}])"}) for rank in range(2)]
@@ -207,7 +209,7 @@ def test_goes_on_from_the_step_before_a_damaged_one(
 def test_a_rank_that_fails_leaves_the_old_step(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, how: str, error: str, words: str
 ) -> None:
-    """On all ranks, with the rank that failed; the root is as it was before."""
+    """All ranks raise the error, with the failed rank; the root is unchanged."""
     root = tmp_path / "steps"
     answers = worlds[3].ask("save_fails", directory=model, root=str(root), cut=THREE, how=how)
     for answer in answers:

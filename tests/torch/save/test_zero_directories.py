@@ -42,7 +42,7 @@ TRAINED = ("embed.weight", "up.weight", "norm.weight", "gain.weight", "deep.weig
 
 @pytest.fixture(scope="module")
 def folder(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What DeepSpeed has saved, and what its engines held."""
+    """The directories that DeepSpeed has saved, and the tensors that its engines held."""
     folder = tmp_path_factory.mktemp("zero")
     done = torchrun(root, 2, Path(zero_rank.__file__), folder, *CASES)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -115,7 +115,7 @@ def test_the_weights_alone_are_those_of_zero_to_fp32(
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_modicum_goes_on_as_deepspeed_does(folder: Path, tmp_path: Path, state_format: str) -> None:
-    """DeepSpeed rounds what its vectors leave over in another way."""
+    """The elements that DeepSpeed's vectors leave over may be rounded differently."""
     convert(folder / "offloaded", tmp_path, state_format=state_format)
     model = zero_rank.small().bfloat16()
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_tensors_of_several_windows(
 
 
 def halves(master: Any) -> tuple[Any, Any]:
-    """As docs/internals/numerics.md defines them, in 64 bits."""
+    """Upper and lower halves by docs/internals/numerics.md, computed in 64 bits."""
     wide = bits(master).long() & 0xFFFFFFFF
     upper = (wide + 0x8000) >> 16
     lower = wide - (upper << 16)
@@ -161,7 +161,7 @@ def halves(master: Any) -> tuple[Any, Any]:
 
 
 def test_the_halves_of_a_tie() -> None:
-    """Half of a last place of bfloat16 is rounded up in magnitude, never to even."""
+    """At a tie the upper half is rounded up in magnitude, never to even."""
     values = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F807FFF, 0]).int()
     values = values.view(torch.float32)
     upper, lower = zero_convert._upper(values), zero_convert._lower(values)
@@ -241,14 +241,15 @@ def test_an_unknown_layout_is_refused(copied: Path, key: bytes) -> None:
 
 
 def test_frozen_parameters_without_values_are_refused(copied: Path) -> None:
-    """As after `save_checkpoint(exclude_frozen_parameters=True)` of a model that names them."""
+    """The directory is like one of `save_checkpoint(exclude_frozen_parameters=True)` whose model
+    names them."""
     for path in (copied / TAG).glob("*model_states.pt"):
         rewrite(path, lambda pickle: pickle.replace(b"frozen_param_shapes", b"frozen_param_shape_"))
     refused(copied, IntegrityError, "frozen parameter were not saved.*frozen.weight")
 
 
 def rewrite(path: Path, change: Any) -> None:
-    """Writes an archive with another pickle."""
+    """Writes the archive with another pickle."""
     with zipfile.ZipFile(path) as archive:
         members = [(info.filename, archive.read(info)) for info in archive.infolist()]
     with zipfile.ZipFile(path, "w") as archive:
@@ -272,7 +273,7 @@ def test_ranks_of_other_kinds_are_refused(copied: Path) -> None:
 
 
 def read_mutated(step: Path, count: int) -> None:
-    """One file's pickle of four is damaged at a time."""
+    """Damages a random one of the files' pickles at a time, and reads the files."""
     archives = [Archive.open(path) for path in sorted(step.glob("*.pt"))]
     chance, refused = random.Random(count), 0
     for number in range(count):

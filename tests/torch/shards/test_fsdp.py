@@ -106,7 +106,7 @@ def filled(model: Any, give: Callable[..., None] = hand_over) -> dict[str, Any]:
 
 
 def kept(model: Any, storages: dict[str, Any]) -> dict[str, bool]:
-    """By FQN, whether both of FSDP2's tensors still use the storage handed over."""
+    """For each FQN, whether both of FSDP2's tensors still use the storage that was handed over."""
     managed = fsdp_params(model)
     found = {}
     for name, parameter in model.named_parameters():
@@ -118,7 +118,7 @@ def kept(model: Any, storages: dict[str, Any]) -> dict[str, bool]:
 
 @pytest.fixture
 def rank() -> Iterator[None]:
-    """Rank 1 of two."""
+    """The process is rank 1 of two."""
     with playing_new_rank(1, 2):
         yield
 
@@ -199,7 +199,8 @@ def test_this_torch_is_known(rank: None) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_rank_sees_that_shards_are_padded_again(world: int, monkeypatch) -> None:
-    """Whether its own shard of the probe's parameter would be padded or not."""
+    """The check finds it whether or not this rank's own shard of the probe's parameter would be
+    padded."""
 
     def pads(self: Any) -> None:
         reset(self)
@@ -269,7 +270,7 @@ FACTS = {
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_an_unknown_torch_is_refused(fact: str, monkeypatch) -> None:
-    """Each fact is checked by a probe, with any default device."""
+    """A probe checks each fact, under any default device."""
     torch_core.require_known.cache_clear()
     with torch.device("meta"), torch.inference_mode():
         torch_core.require_known()
@@ -316,7 +317,7 @@ def test_two_dtypes_in_a_unit(rank: None) -> None:
 
 
 def test_two_dtypes_that_fsdp2_takes(rank: None) -> None:
-    """One of them is frozen."""
+    """One of the two parameters is frozen."""
     model, dtypes = typed(MIXED, frozen="1.weight")
     check_unit_dtypes(by_name(model), dtypes.__getitem__)
     model._get_fsdp_state()._lazy_init()
@@ -394,7 +395,7 @@ def test_a_parameter_stays_the_same_object(rank: None) -> None:
 
 
 def test_tensor_parallel_parameters() -> None:
-    """Cut by TP and by FSDP2, by TP alone, and not at all."""
+    """Parameters are cut by TP and FSDP2, by TP alone, or not at all."""
     for rank in range(6):
         with playing_new_rank(rank, 6):
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
@@ -462,7 +463,7 @@ def in_a_graph() -> tuple[nn.Parameter, Any]:
 
 
 def accumulator() -> tuple[nn.Parameter, Any]:
-    """A parameter's gradient accumulator, as kept by its hooks."""
+    """A parameter's gradient accumulator, which its hooks keep alive."""
     parameter = on_meta()
     return parameter, parameter.expand_as(parameter).grad_fn.next_functions[0][0]
 
@@ -566,7 +567,7 @@ class Runtime:
 
 
 class PowersOfTwo(Runtime):
-    """The naive way: torch's own pinned allocator."""
+    """The naive way to pin: torch's own pinned allocator."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.ranges[address] = 1 << (nbytes - 1).bit_length()
@@ -575,7 +576,7 @@ class PowersOfTwo(Runtime):
 
 
 class Offloaded(nn.Module):
-    """Shards of 2^k + 1 elements on each of two ranks."""
+    """A model with shards of 2^k + 1 elements on each of two ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -610,7 +611,7 @@ def test_exactly_the_bytes_are_pinned(rank: None, monkeypatch) -> None:
 
 
 def test_a_view_does_not_let_go() -> None:
-    """Memory is unpinned after its last view is gone, before it is freed."""
+    """Memory is unpinned after its last view is freed, and before the memory is."""
     runtime = Runtime()
     pinned_when_freed: list[int] = []
 
@@ -662,7 +663,7 @@ def test_cuda_reports_the_memory_as_pinned() -> None:
 
 
 def test_two_ranks_train_as_fsdp2_would(tmp_path) -> None:
-    """Real ranks, since a fake process group moves no data."""
+    """Uses real ranks, since a fake process group moves no data."""
     program = Path(__file__).parents[2] / "support/two_ranks.py"
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",

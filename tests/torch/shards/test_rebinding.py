@@ -57,7 +57,8 @@ def tiny(device: str = "meta") -> Tiny:
 
 
 def names_in(model: nn.Module) -> list[list[str]]:
-    """Three groups, none of them in the model's order; frozen and shared ones among them."""
+    """Three groups, all of them in another order than the model's, with frozen and shared
+    parameters."""
     blocks = [f"blocks.{n}" for n in range(3)]
     return [
         [f"{block}.bias" for block in reversed(blocks)],
@@ -105,7 +106,7 @@ def steps(model: Tiny, optimizer: Any) -> dict[str, Any]:
 
 
 def follow_addresses(model: nn.Module, optimizer: Any) -> None:
-    """The naive way by data_ptr, as in accelerate."""
+    """The naive rebinding by data_ptr, as in accelerate."""
     before = {p.data_ptr(): name for name, p in model.named_parameters()}
     shard(model)
     for group in optimizer.param_groups:
@@ -113,7 +114,7 @@ def follow_addresses(model: nn.Module, optimizer: Any) -> None:
 
 
 def follow_order(model: nn.Module, optimizer: Any) -> None:
-    """The naive way by the order of parameters."""
+    """The naive rebinding by the order of parameters."""
     shard(model)
     trained = iter(p for p in model.parameters())
     for group in optimizer.param_groups:
@@ -167,7 +168,7 @@ def test_several_optimizers() -> None:
 
 
 def test_wrappers_change_no_name() -> None:
-    """With a compiled and a checkpointed block."""
+    """Wraps a compiled and a checkpointed block."""
     model = tiny()
     optimizer = optimizer_of(model)
     with rebinding(model, optimizer):
