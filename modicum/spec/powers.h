@@ -16,7 +16,7 @@ class Powers {
   uint64_t power(uint64_t exponent) const noexcept;
   // x^at + x^(at + stride) + ... + x^(at + (n - 1) stride); `stride` may be negative.
   uint64_t sum(uint64_t at, int64_t stride, uint64_t n) const noexcept;
-  // The sum of x^(at + k stride + i step) over k < count and i < n: a product of two such sums.
+  // The sum of x^(at + i inner.step + k outer.step) over i < inner.n, k < outer.n.
   struct Series {
     int64_t step = 1;
     uint64_t n = 0;

@@ -199,7 +199,7 @@ def test_comparisons_that_are_refused(modicum: Path, tmp_path: Path) -> None:
 def test_the_overhead_of_a_load(modicum: Path, model: Path) -> None:
     told, _ = watched(modicum, "load", model, "--ranks", 4, "-q")
     cost = told["watch"]
-    # 200 ms of exact readings at the begin, 0.5 % of a core, and what starting takes.
+    # Twice the allowed 0.5 % of a core, 200 ms of first credit, 100 ms to start.
     assert cost["cpu_s"] < 0.01 * told["elapsed_s"] + 0.3
     assert cost["peak_bytes"] < 16 * MIB
 

@@ -207,7 +207,7 @@ def test_ranks_with_different_arguments(
 def test_an_invalid_expression_is_the_same_error_on_all_ranks(
     four: Ranks, model: Path, wrong: dict[str, str]
 ) -> None:
-    """Rank 0 alone asks for the conversions."""
+    """Rank 0 alone makes the recipe."""
     how = {"directory": str(model), "source": str(model), "mesh": MESH, "again": False}
     answers = four.ask("tried", **wrong, **how)
     for answer in answers:
