@@ -14,6 +14,7 @@ from modicum.torch.saving.archives import number_of
 from modicum.torch.saving.directories import Directory, Place
 from modicum.torch.saving.planning import Ask, Parts
 from modicum.torch.saving.report import Saved
+from modicum.torch.saving.state_dicts import flat_key, not_under_one_key
 from modicum.torch.saving.streams import goal_of_tensors, save_streams, streamed
 from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import StateWriting, TensorsWriting
@@ -77,11 +78,9 @@ def _parts_of(opened: Directory) -> tuple[dict[str, str], dict[tuple[str, str], 
     state = {key: place for key, place in places.items() if "state" in place[:-2]}
     model = {key: place for key, place in places.items() if key not in state}
     for what, of, ending in (("model", model, 1), ("optimizer", state, 2)):
-        prefixes = sorted({".".join(map(str, place[:-ending])) for place in of.values()})
+        prefixes = {flat_key(place[:-ending]) for place in of.values()}
         if len(prefixes) > 1 or (not prefixes and what == "model"):
-            got = ", ".join(prefix or "the top level" for prefix in prefixes) or "no tensor"
-            fault = f"the tensors of one {what} are not under one key"
-            raise refusal("UNSUPPORTED", fault, expected="one key", got=got)
+            raise not_under_one_key(what, prefixes)
     named = {str(place[-1]): key for key, place in model.items()}
     return named, {(str(p[-2]), str(p[-1])): key for key, p in state.items()}
 

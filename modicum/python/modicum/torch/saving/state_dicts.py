@@ -17,7 +17,7 @@ Names: a *told* value is the JSON form of a value (`told_value`), `made_value` d
 
 import base64
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import UsageError, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, caller
@@ -103,9 +103,7 @@ def split(state: Mapping[str, Any]) -> Split:
     tensors = {place: value for place, value in rest if isinstance(value, torch.Tensor)}
     prefixes = {place[:-1] for place in tensors}
     if len(prefixes) != 1:
-        what = "the tensors of one model are not under one key"
-        got = ", ".join(sorted(flat_key(prefix) or "the top level" for prefix in prefixes))
-        raise refusal("UNSUPPORTED", what, expected="one key", got=got or "no tensor")
+        raise not_under_one_key("model", map(flat_key, prefixes))
     values = {
         flat_key(place): _json(value, flat_key(place))
         for place, value in rest
@@ -113,6 +111,13 @@ def split(state: Mapping[str, Any]) -> Split:
     }
     model = {str(place[-1]): value for place, value in tensors.items()}
     return Split(model, prefixes.pop(), optim, at or (), values, is_flat)
+
+
+def not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:
+    """The error about tensors of one model or optimizer that have these prefixes."""
+    got = ", ".join(sorted(prefix or "the top level" for prefix in prefixes)) or "no tensor"
+    fault = f"the tensors of one {what} are not under one key"
+    return refusal("UNSUPPORTED", fault, expected="one key", got=got)
 
 
 def with_values_of_all(split_: Split, ranks: Ranks) -> Split:
