@@ -15,7 +15,7 @@ constexpr uint32_t kSlots = 4;
 }  // namespace
 
 // `filled` and `RingExchange::turn_` wrap around, so only their difference is compared. Since 2^32
-// is a multiple of kSlots, the slot of a turn is right after a wrap, too.
+// is a multiple of kSlots, slots stay in order across a wrap.
 struct SharedRing::Control {
   std::atomic<uint32_t> filled{0};                  // turns filled so far by all roots
   std::array<std::atomic<uint32_t>, kSlots> taken;  // by slot: readers that have copied it

@@ -3,7 +3,7 @@ and its promise, without a flag; as a trace, and compared with another run.
 
 Must fail for these mutants: owners that do not add up to the peak; a rank that reports nothing, or
 another rank's promise; a kill without its phase and owner; a trace without counters; a comparison
-that names what both runs have; a watcher that costs the command its time or its memory.
+that blames an equal owner; a watcher that costs the command its time or its memory.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 from cage import why_no_cage
 from program import Ended, failure, run, run_json
 
-pytestmark = pytest.mark.alone  # samples of moments that other tests' load would hide
+pytestmark = pytest.mark.alone  # other tests' CPU use would delay samples
 
 MIB = 1 << 20
 # The digest is made while the shards are held, and takes several samples.

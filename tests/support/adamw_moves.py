@@ -48,7 +48,7 @@ def made(memory: str, folder: Path) -> Model:
     return model
 
 
-# ---- ways to free memory. After the second half the tensor must not be read.
+# ---- ways to free memory. After `free` or `shorten`, do not read the tensor.
 
 
 def share(model: Model) -> None:
