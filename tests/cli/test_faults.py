@@ -130,6 +130,25 @@ def loading(clock: WaitingClock, modicum: Path, large: Path) -> Iterator[Callabl
         one.clean_up()
 
 
+def end_after(
+    loading: Callable[..., Loading], fault: Callable[[Loading], None], *flags: object
+) -> tuple[Loading, Ended]:
+    """Starts a load and hits it with a fault. On a busy machine a load may have succeeded before it
+    is hit: then another one is started."""
+    for _ in range(TRIES):
+        one = loading(*flags)
+        with contextlib.suppress(ProcessLookupError):
+            fault(one)
+        done = one.end(SOON_S)
+        if done.code != 0:
+            break
+    return one, done
+
+
+def hit(rank: int, fault: signal.Signals) -> Callable[[Loading], None]:
+    return lambda one: os.kill(one.ranks[rank], fault)
+
+
 def assert_blames(done: Ended, rank: int, pid: int, *causes: str) -> None:
     """Exit code 17; the JSON and the message name the culprit."""
     assert done.code == 17, (done.code, done.stderr)
@@ -147,17 +166,13 @@ def assert_blames(done: Ended, rank: int, pid: int, *causes: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rank", (0, 2))
 def test_killed_rank(loading, strategy: str, rank: int) -> None:
-    one = loading("--strategy", strategy)
-    os.kill(one.ranks[rank], signal.SIGKILL)
-    done = one.end(SOON_S)
+    one, done = end_after(loading, hit(rank, signal.SIGKILL), "--strategy", strategy)
     assert_blames(done, rank, one.ranks[rank], "signal 9", "Killed", "SIGKILL")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_stopped_rank(loading, strategy: str) -> None:
-    one = loading("--strategy", strategy)
-    os.kill(one.ranks[1], signal.SIGSTOP)
-    done = one.end(SOON_S)
+    one, done = end_after(loading, hit(1, signal.SIGSTOP), "--strategy", strategy)
     assert_blames(done, 1, one.ranks[1], "stopped")
 
 
@@ -185,9 +200,8 @@ def test_short_stop_is_tolerated(loading) -> None:
 
 @pytest.mark.parametrize("fault", [signal.SIGSEGV, signal.SIGTERM])
 def test_rank_that_dies_of_another_signal(loading, fault: signal.Signals) -> None:
-    one = loading()
-    os.kill(one.ranks[0], fault)
-    assert_blames(one.end(SOON_S), 0, one.ranks[0], f"signal {fault.value}")
+    one, done = end_after(loading, hit(0, fault))
+    assert_blames(done, 0, one.ranks[0], f"signal {fault.value}")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -203,9 +217,7 @@ def test_ranks_of_a_killed_launcher_end(loading, strategy: str) -> None:
 
 @pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
 def test_signal_to_the_launcher(loading, told: signal.Signals, code: int) -> None:
-    one = loading()
-    os.kill(one.process.pid, told)
-    done = one.end(SOON_S)
+    _, done = end_after(loading, lambda one: one.process.send_signal(told))
     assert done.code == code, done.stderr
     assert done.error["code"] == code
 
@@ -214,16 +226,19 @@ def test_signal_to_the_launcher(loading, told: signal.Signals, code: int) -> Non
 @pytest.mark.parametrize("times", (20, pytest.param(100, marks=pytest.mark.soak)))
 def test_signal_to_the_process_group(loading, told: signal.Signals, code: int, times: int) -> None:
     """scancel, systemd and timeout signal every process: ranks that die of it are not culprits."""
+
+    def all_at_once(one: Loading) -> None:
+        os.killpg(one.process.pid, told)
+
+    def ranks_long_before_the_launcher(one: Loading) -> None:
+        for pid in one.ranks:
+            os.kill(pid, told)
+        time.sleep(0.05)
+        one.process.send_signal(told)
+
     for turn in range(times):
-        one = loading()
-        if turn % 2 == 0:
-            os.killpg(one.process.pid, told)
-        else:  # the ranks long before the launcher
-            for pid in one.ranks:
-                os.kill(pid, told)
-            time.sleep(0.05)
-            os.kill(one.process.pid, told)
-        done = one.end(SOON_S)
+        fault = (all_at_once, ranks_long_before_the_launcher)[turn % 2]
+        _, done = end_after(loading, fault)
         assert done.code == code, (turn, done.stderr)
         assert done.error["code"] == code
         assert "culprit_rank" not in done.error and "culprit_pid" not in done.error
