@@ -84,11 +84,12 @@ std::optional<int> read_wait_status(int pid, const std::string& root = "");
 // SLURM_PROCID or LOCAL_RANK, the first that is a number. Children inherit their parent's
 // variables.
 struct GivenRank {
-  int rank = 0;
+  std::optional<int> rank;
   std::string_view variable;
 
   bool operator==(const GivenRank&) const = default;
 };
+// nullopt if the process has no environment: it has ended or is ending, or was given none.
 std::optional<GivenRank> rank_of(int pid, const std::string& root = "");
 
 // The children of all threads of a process, ascending. Unlike `descendants`, reads only the

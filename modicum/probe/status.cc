@@ -85,11 +85,11 @@ std::optional<int> read_wait_status(int pid, const std::string& root) {
 
 std::optional<GivenRank> rank_of(int pid, const std::string& root) {
   const auto variables = read_kernel_text(file_of(pid, "environ", root));
-  if (!variables) return std::nullopt;
+  if (!variables || variables->empty()) return std::nullopt;
   for (const char* const name : {"RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK"}) {
     if (const auto rank = number_of(*variables, name)) return GivenRank{*rank, name};
   }
-  return std::nullopt;
+  return GivenRank{};
 }
 
 std::vector<int> children_of(int pid, const std::string& root) {

@@ -51,7 +51,10 @@ TEST(Status, RanksComeFromTheLaunchersVariables) {
   machine.put("/proc/4/environ", "LOCAL_RANK=2\0"s);
   EXPECT_EQ(rank_of(1, machine.root())->rank, 5);
   EXPECT_EQ(rank_of(2, machine.root())->rank, 3);
-  EXPECT_EQ(rank_of(3, machine.root()), std::nullopt);
+  EXPECT_EQ(rank_of(3, machine.root()), GivenRank());
+  machine.put("/proc/5/environ", "");
+  EXPECT_EQ(rank_of(5, machine.root()), std::nullopt);
+  EXPECT_EQ(rank_of(6, machine.root()), std::nullopt);
   EXPECT_EQ(rank_of(4, machine.root()), (GivenRank{2, "LOCAL_RANK"}));
 }
 

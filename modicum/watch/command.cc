@@ -242,7 +242,7 @@ class Watcher {
                           .rank = process != nullptr ? process->rank : std::nullopt,
                           .at_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond,
                           .held_bytes = kill.held_bytes,
-                          .tree_held_bytes = last.held_bytes + more,
+                          .tree_held_bytes = sampler_->held_by_others(kill.pid) + kill.held_bytes,
                           .page_cache_bytes = last.page_cache_bytes,
                           .phase = sampler_->phase_of(kill.pid).name,
                           .promised_bytes = promised_with(kill.pid)};

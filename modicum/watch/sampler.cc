@@ -122,9 +122,10 @@ void TreeSampler::read_rank(Tracked& one) {
 
 void TreeSampler::give_rank(const Tracked& one) {
   const auto given = rank_of(one.pid, options_.root);
+  if (!given) return;  // a process that is ending keeps the rank that it had
   WatchedProcess& process = processes_[*one.process];
-  process.rank = given ? std::optional(given->rank) : std::nullopt;
-  process.rank_variable = given ? given->variable : std::string_view();
+  process.rank = given->rank;
+  process.rank_variable = given->variable;
 }
 
 void TreeSampler::read_statuses() {
@@ -348,6 +349,11 @@ const WatchSample* TreeSampler::last_with(int pid) const {
 const WatchSample::Share* TreeSampler::last_share(int pid) const {
   const WatchSample* const sample = last_with(pid);
   return sample == nullptr ? nullptr : share_in(*sample, pid);
+}
+
+uint64_t TreeSampler::held_by_others(int pid) const {
+  const WatchSample::Share* const share = share_in(last(), pid);
+  return last().held_bytes - (share == nullptr ? 0 : share->bytes);
 }
 
 uint64_t TreeSampler::last_held(int pid) const {

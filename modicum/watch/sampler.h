@@ -69,6 +69,8 @@ class TreeSampler {
   // The memory of a process in the last recent sample in which it held any, else its VmHWM when it
   // was last seen; 0 for an unknown process.
   uint64_t last_held(int pid) const;
+  // The memory of all other processes in the last sample.
+  uint64_t held_by_others(int pid) const;
   const WatchedProcess* find(int pid) const;  // the latest with this pid; null: none
   // The process that grew most during the `within_ns` before the last sample in which process `pid`
   // held memory; before the last sample of all, if it is in no recent one.

@@ -216,6 +216,28 @@ TEST(Sampler, AProcessHasTheNameAndRankOfItsLastProgram) {
   EXPECT_EQ(record.processes[0].rank, 3);
 }
 
+// The kernel empties the environment before the process is a zombie.
+TEST(Sampler, AProcessThatIsEndingKeepsItsRank) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 300, .variables = "RANK=3"});
+  tree.sample_after();
+  tree.put(11, {.anon_kib = 300, .variables = ""});
+  tree.sample_after();
+  EXPECT_EQ(tree.finish().processes.at(0).rank, 3);
+}
+
+TEST(Sampler, OthersAreThoseOfTheLastSample) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 1000});
+  tree.put(12, {.anon_kib = 4000});
+  tree.sample_after();
+  EXPECT_EQ(tree.sampler().held_by_others(12), 1000 * kKiB);
+  tree.end(12);
+  tree.sample_after();
+  EXPECT_EQ(tree.sampler().last_held(12), 4000 * kKiB);
+  EXPECT_EQ(tree.sampler().held_by_others(12), 1000 * kKiB) << "the last sample lacks it";
+}
+
 TEST(Sampler, AProcessThatEndedHoldsNothing) {
   Sampled tree;
   tree.put(11, {.anon_kib = 1000});

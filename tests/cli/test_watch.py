@@ -65,6 +65,29 @@ def test_copies_since_a_fork(modicum: Path) -> None:
         assert by_pid[child]["cow_duplicate_bytes"] > 120 << 20
 
 
+HEAP = "block = bytearray(600 << 20)"
+SHARED_MEMORY = """
+import mmap
+block = mmap.mmap(-1, 600 << 20)
+for at in range(0, len(block), 4096): block[at] = 1
+"""
+# Ranks 0 and 2 hold 60 MiB each; rank 1 runs the script of the argument, and grows.
+RANKS = """
+import os, subprocess, sys, time
+def start(rank, script):
+    environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    return subprocess.Popen([sys.executable, "-c", script], env=environment)
+holding = "import time; held = bytearray(60 << 20); time.sleep(30)"
+others = [start(rank, holding) for rank in (0, 2)]
+time.sleep(0.3)
+grown = start(1, sys.argv[1])
+print(grown.pid, file=sys.stderr, flush=True)
+grown.wait()
+for other in others: other.kill()
+sys.exit(3)
+"""
+
+
 @pytest.mark.parametrize(("script", "code"), [("exit 7", 7), ("kill -9 $$", 137), ("true", 0)])
 def test_exits_as_the_command_does(modicum: Path, script: str, code: int) -> None:
     done = run(modicum, "watch", "--", "sh", "-c", f"echo out; echo err >&2; {script}")
@@ -120,11 +143,11 @@ def why_no_log() -> str:
     return ""
 
 
-def killed_at(limit: int, modicum: Path) -> tuple[int, dict[str, Any], str]:
-    """KILLED at a limit: the pid of the process that grows, `killed`, and the paragraph."""
+def killed_at(limit: int, modicum: Path, *script: str) -> tuple[int, dict[str, Any], str]:
+    """A script at a limit: the pid of the process that grows, `killed`, and the paragraph."""
     if reason := why_no_cage():
         pytest.skip(reason)
-    words = [modicum, "watch", "--json", "--limit", limit, "--", sys.executable, "-c", KILLED]
+    words = [modicum, "watch", "--json", "--limit", limit, "--", sys.executable, "-c", *script]
     done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=60)
     grown, paragraph = done.stderr.split("\n", 1)
     assert done.returncode == 3, done.stderr
@@ -138,7 +161,7 @@ def test_a_kill_of_a_short_process(modicum: Path) -> None:
         pytest.skip(reason)
     limit = 100 << 20
     for _ in range(5):
-        grown, killed, paragraph = killed_at(limit, modicum)
+        grown, killed, paragraph = killed_at(limit, modicum, KILLED)
         assert (killed["pid"], killed["name"][:6]) == (grown, "python")
         assert 0.7 * limit < killed["held_bytes"] <= limit
         assert killed["grew"]["pid"] == grown
@@ -148,8 +171,22 @@ def test_a_kill_of_a_short_process(modicum: Path) -> None:
 @pytest.mark.alone
 def test_a_kill_names_the_process(modicum: Path) -> None:
     limit = 200 << 20
-    grown, killed, paragraph = killed_at(limit, modicum)
+    grown, killed, paragraph = killed_at(limit, modicum, KILLED)
     assert (killed["pid"], killed["signal"]) == (grown, 9)
     assert killed["limit_bytes"] == limit
     assert 0 < killed["held_bytes"] <= limit
     assert f"pid {grown}" in paragraph
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("script", (HEAP, SHARED_MEMORY), ids=("heap", "shared memory"))
+@pytest.mark.parametrize("times", (1, pytest.param(10, marks=pytest.mark.soak)))
+def test_kills_among_ranks(modicum: Path, script: str, times: int) -> None:
+    """The rank that grows is killed and named, not those that hold memory beside it."""
+    for _ in range(times):
+        grown, killed, paragraph = killed_at(400 << 20, modicum, RANKS, script)
+        assert (killed["pid"], killed["rank"]) == (grown, 1), killed
+        assert killed["grew"]["pid"] == grown and killed["grew"]["bytes"] > 0, killed
+        assert 200 << 20 < killed["held_bytes"] < 400 << 20, killed
+        assert killed["tree_held_bytes"] > killed["held_bytes"] + (100 << 20), killed
+        assert f"pid {grown}" in paragraph and "would need a limit of" in paragraph, paragraph
