@@ -33,7 +33,8 @@ def test_a_watched_command(chromium: Any, modicum: Path, tmp_path: Path) -> None
     with shown(chromium, page) as of:
         assert of.errors == [] and of.page.evaluate("window.injected") is None
         assert told["peak"]["cause"] in of.page.inner_text(".peak")
-        sample = nearest(told, of.hover(0.6))
+        begin, end = of.window()
+        sample = nearest(told, of.hover((told["peak_at_s"] - begin) / (end - begin)))
         tracks = told["timeline"]["tracks"]
         held = sum(values[sample] or 0 for track in tracks for values in track["owners"].values())
         assert held > 80 * MIB and f"{sizes(held)} held" in of.reading()
