@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState, DistributedType, PartialState
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import modicum.torch.accelerate
+from modicum.memory import phase  # names a part of the run for `modicum watch`
 
 
 def fsdp2_on_cpus() -> None:
@@ -54,11 +55,19 @@ def train(options: argparse.Namespace) -> None:
         cpu_ram_efficient_loading=options.ram_efficient,
     )
     accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
-    model = AutoModelForCausalLM.from_pretrained(options.directory, dtype=torch.bfloat16)
-    model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for step, tokens in enumerate(batches(model.config.vocab_size, options.steps)):
+    with phase("prepare"):
+        model = AutoModelForCausalLM.from_pretrained(options.directory, dtype=torch.bfloat16)
+        model.train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    with phase("steps"):
+        train_steps(accelerator, model, optimizer, options.steps)
+
+
+def train_steps(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int
+) -> None:
+    for step, tokens in enumerate(batches(model.config.vocab_size, steps)):
         tokens = tokens.to(accelerator.device)
         loss = model(input_ids=tokens, labels=tokens).loss
         accelerator.backward(loss)

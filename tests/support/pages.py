@@ -48,6 +48,16 @@ class Shown:
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
+    def violations(self) -> list[str]:
+        """The serious violations of accessibility that axe finds."""
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+        found = axe.Axe().run(self.page).response["violations"]
+        return [
+            f"{of['id']}: {of['nodes'][0]['html']}"
+            for of in found
+            if of["impact"] in ("serious", "critical")
+        ]
+
     def reading(self, run: int = 0) -> str:
         return self.page.locator(".reading").nth(run).inner_text()
 
