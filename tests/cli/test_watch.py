@@ -182,7 +182,7 @@ def test_a_kill_names_the_process(modicum: Path) -> None:
 @pytest.mark.parametrize("script", (HEAP, SHARED_MEMORY), ids=("heap", "shared memory"))
 @pytest.mark.parametrize("times", (1, pytest.param(10, marks=pytest.mark.soak)))
 def test_kills_among_ranks(modicum: Path, script: str, times: int) -> None:
-    """The rank that grows is killed and named, not those that hold memory beside it."""
+    """The rank that grows is killed and named, not the others, which hold memory too."""
     for _ in range(times):
         grown, killed, paragraph = killed_at(400 << 20, modicum, RANKS, script)
         assert (killed["pid"], killed["rank"]) == (grown, 1), killed

@@ -102,7 +102,7 @@ def test_in_cages_smaller_than_the_checkpoint(
     model: Path, cages: list[Cage], tmp_path: Path
 ) -> None:
     """The limit is the prediction + 5 %, the process and its imports included, without swap and
-    with an empty page cache. Beside the process it leaves less than the checkpoint. The naive
+    with an empty page cache. What it leaves next to the process is less than the checkpoint. The naive
     loader is killed."""
     procs = [one.directory / "cgroup.procs" for one in cages]
     how = {"directory": str(model), "mesh": MESH}
@@ -112,7 +112,7 @@ def test_in_cages_smaller_than_the_checkpoint(
         for inside, rank in zip(cages, report["ranks"], strict=True):
             limit = rank["promised_bytes"] * 105 // 100
             left = limit - rank["baseline_bytes"]
-            assert left < report["checkpoint"]["bytes"], "the checkpoint fits beside the process"
+            assert left < report["checkpoint"]["bytes"], "the checkpoint fits next to the process"
             set_limit(inside.directory, inside.version, limit)
         drop_page_cache(model)
         answers = four.ask("measured", by="modicum", check="values", **how)
