@@ -102,8 +102,8 @@ def test_in_cages_smaller_than_the_checkpoint(
     model: Path, cages: list[Cage], tmp_path: Path
 ) -> None:
     """The limit is the prediction + 5 %, the process and its imports included, without swap and
-    with an empty page cache. What it leaves next to the process is less than the checkpoint. The naive
-    loader is killed."""
+    with an empty page cache. What it leaves next to the process is less than the checkpoint. The
+    naive loader is killed."""
     procs = [one.directory / "cgroup.procs" for one in cages]
     how = {"directory": str(model), "mesh": MESH}
     with ranks(4, tmp_path / "ranks", fresh=True, cages=procs) as four:
