@@ -251,6 +251,35 @@ uint64_t peak_charged_to(const MemoryCgroup& group) {
   return number_in(group, file).value_or(0);
 }
 
+namespace {
+
+// "some avg10=0.00 avg60=0.00 avg300=0.00 total=1234\nfull avg10=... total=567\n"
+std::optional<MemoryPressure> pressure_in(const std::string& file, std::string source) {
+  const auto text = read_kernel_text(file);
+  if (!text || !text->starts_with("some ")) return std::nullopt;
+  MemoryPressure found{.source = std::move(source)};
+  for (const std::string_view line : split_kernel_text(*text, '\n')) {
+    constexpr std::string_view kTotal = " total=";
+    const size_t at = line.find(kTotal);
+    if (at == line.npos) continue;
+    const uint64_t total = parse_kernel_number(line.substr(at + kTotal.size())).value_or(0);
+    if (line.starts_with("some ")) found.some_us = total;
+    if (line.starts_with("full ")) found.full_us = total;
+  }
+  return found;
+}
+
+}  // namespace
+
+std::optional<MemoryPressure> memory_pressure(std::span<const MemoryCgroup> groups,
+                                              const std::string& root) {
+  for (const MemoryCgroup& group : groups) {
+    const std::string name = fmt::format("cgroup v{} {}", group.version, group.name);
+    if (auto found = pressure_in(group.directory + "/memory.pressure", name)) return found;
+  }
+  return pressure_in(root + "/proc/pressure/memory", "node");
+}
+
 CgroupPeak::CgroupPeak(std::string root) : root_(std::move(root)), before_(now()) {}
 
 std::optional<uint64_t> CgroupPeak::bytes() const {

@@ -70,8 +70,17 @@ struct ProcessStatus {
 // nullopt if there is no such process. A zombie has a name and no memory, and is not alive.
 std::optional<ProcessStatus> read_status(int pid, const std::string& root = "");
 
-// Pss_Anon + Pss_Shmem of a process, in bytes. The kernel walks every page: 10 to 50 ms per GiB.
-// nullopt if it can't be read: ended, another user's process, a kernel before 5.4.
+// The sums over all mappings of a process, in bytes.
+struct MappingSums {
+  uint64_t pss = 0;         // Pss_Anon + Pss_Shmem
+  uint64_t huge_pages = 0;  // in huge pages: AnonHugePages + ShmemPmdMapped, shared pages in full
+
+  bool operator==(const MappingSums&) const = default;
+};
+// The kernel walks every page: 10 to 50 ms per GiB. nullopt if they can't be read: ended, another
+// user's process, a kernel before 5.4.
+std::optional<MappingSums> read_mapping_sums(int pid, const std::string& root = "");
+// Its `pss` alone.
 std::optional<uint64_t> read_pss(int pid, const std::string& root = "");
 
 // Minor page faults of a process so far; 0 if there is no such process. A copy-on-write costs one.
@@ -192,6 +201,19 @@ uint64_t peak_charged_to(const MemoryCgroup& group);
 uint64_t page_cache_of(const MemoryCgroup& group);
 // OOM kills in a cgroup so far (in v2 also in those below it).
 uint64_t oom_kills_in(const MemoryCgroup& group);
+
+// How long processes have waited for memory so far (the kernel's PSI), by reclaim, swapping or page
+// cache that was dropped too early.
+struct MemoryPressure {
+  std::string source;    // "cgroup v2 /a/b", "node"
+  uint64_t some_us = 0;  // at least one process waited
+  uint64_t full_us = 0;  // all processes that could run waited
+
+  bool operator==(const MemoryPressure&) const = default;
+};
+// Of the first of `groups` that has it (v2 only), else of the node. nullopt on kernels without PSI.
+std::optional<MemoryPressure> memory_pressure(std::span<const MemoryCgroup> groups,
+                                              const std::string& root = "");
 
 // The highest charged_to of this process's cgroup while this object lives.
 class CgroupPeak {

@@ -66,10 +66,17 @@ std::optional<ProcessStatus> read_status(int pid, const std::string& root) {
                        .locked = bytes_in(*text, "VmLck:")};
 }
 
-std::optional<uint64_t> read_pss(int pid, const std::string& root) {
+std::optional<MappingSums> read_mapping_sums(int pid, const std::string& root) {
   const auto text = read_kernel_text(file_of(pid, "smaps_rollup", root));
   if (!text || !kernel_number_after(*text, "Pss_Anon:")) return std::nullopt;
-  return bytes_in(*text, "Pss_Anon:") + bytes_in(*text, "Pss_Shmem:");
+  return MappingSums{
+      .pss = bytes_in(*text, "Pss_Anon:") + bytes_in(*text, "Pss_Shmem:"),
+      .huge_pages = bytes_in(*text, "AnonHugePages:") + bytes_in(*text, "ShmemPmdMapped:")};
+}
+
+std::optional<uint64_t> read_pss(int pid, const std::string& root) {
+  const auto sums = read_mapping_sums(pid, root);
+  return sums ? std::optional(sums->pss) : std::nullopt;
 }
 
 uint64_t read_minor_faults(int pid, const std::string& root) {

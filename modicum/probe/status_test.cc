@@ -42,6 +42,15 @@ TEST(Status, PssIsOfPrivateAndSharedMemoryWithoutFiles) {
   EXPECT_EQ(read_pss(8, machine.root()), std::nullopt);
 }
 
+// Must fail if huge pages of shared memory are not counted.
+TEST(Status, HugePagesAreOfPrivateAndSharedMemory) {
+  Machine machine;
+  machine.put("/proc/7/smaps_rollup",
+              "Rss: 9000 kB\nPss_Anon: 20 kB\nAnonHugePages: 4096 kB\nShmemPmdMapped: 2048 kB\n");
+  EXPECT_EQ(read_mapping_sums(7, machine.root())->huge_pages, 6 * kMiB);
+  EXPECT_EQ(read_mapping_sums(8, machine.root()), std::nullopt);
+}
+
 // Must fail if LOCAL_RANK is preferred, or a variable counts whose name only begins with RANK.
 TEST(Status, RanksComeFromTheLaunchersVariables) {
   Machine machine;
@@ -98,6 +107,21 @@ TEST(MemoryCgroups, AreTheChainThatHasTheController) {
   EXPECT_EQ(charged_to(groups[0]), 7000U);
   EXPECT_EQ(page_cache_of(groups[0]), 300U);
   EXPECT_EQ(oom_kills_in(groups[0]), 3U);
+}
+
+// Must fail if "full" is read as "some", or the node's pressure as the cgroup's.
+TEST(Pressure, IsThatOfTheNearestCgroupElseOfTheNode) {
+  Machine machine;
+  EXPECT_EQ(memory_pressure({}, machine.root()), std::nullopt);
+  machine.put("/proc/pressure/memory",
+              "some avg10=1.50 avg60=0.29 avg300=0.59 total=16406656\n"
+              "full avg10=0.00 avg60=0.16 avg300=0.33 total=5310287\n");
+  const MemoryPressure of_node{"node", 16'406'656, 5'310'287};
+  const std::string mount = machine.root() + "/sys/fs/cgroup";
+  const std::vector<MemoryCgroup> groups = {{2, "/a/b", mount + "/a/b"}, {2, "/a", mount + "/a"}};
+  EXPECT_EQ(memory_pressure(groups, machine.root()), of_node);
+  machine.put("/sys/fs/cgroup/a/memory.pressure", "some avg10=0.00 total=7\nfull total=3\n");
+  EXPECT_EQ(memory_pressure(groups, machine.root()), (MemoryPressure{"cgroup v2 /a", 7, 3}));
 }
 
 // Must fail if a maximum from before construction is returned: another run may have reached it.

@@ -60,10 +60,37 @@ void processes_member(JsonWriter& out, const WatchRecord& record) {
     } else {
       out.null();
     }
-    out.member("peak_rss_bytes", of.peak_rss_bytes);
+    out.member("peak_rss_bytes", of.peak_rss_bytes).member("huge_page_bytes", of.huge_page_bytes);
     out.member("begin_s", of.begin_s).member("end_s", of.end_s).end_object();
   }
   out.end_array().member("processes_left_out", record.processes_left_out);
+}
+
+double seconds(uint64_t microseconds) { return static_cast<double>(microseconds) / 1e6; }
+
+void pressure_member(JsonWriter& out, const WatchRecord& record) {
+  out.key("pressure");
+  if (!record.pressure) {
+    out.null();
+    return;
+  }
+  const MemoryPressure& of = *record.pressure;
+  out.begin_object().member("source", of.source).member("some_s", seconds(of.some_us));
+  out.member("full_s", seconds(of.full_us)).end_object();
+}
+
+// Shorter waits are usual, and no reason to act.
+std::string pressure_text(const WatchRecord& record) {
+  if (!record.pressure) return "";
+  const MemoryPressure& of = *record.pressure;
+  if (seconds(of.some_us) < std::max(0.01 * record.elapsed_s, 0.1)) return "";
+  return fmt::format("waited for memory: some process {:.1f} s, all at once {:.1f} s ({})\n",
+                     seconds(of.some_us), seconds(of.full_us), of.source);
+}
+
+std::string huge_pages_text(const WatchedProcess& of) {
+  const uint64_t bytes = of.huge_page_bytes.value_or(0);
+  return bytes == 0 ? "" : fmt::format(", up to {} in huge pages", format_size(bytes));
 }
 
 // The processes, sorted by their memory at the tree's peak, the largest first.
@@ -127,6 +154,7 @@ std::string watch_json(const WatchRecord& record) {
   processes_member(out, record);
   killed_member(out, record);
   timeline_members(out, record);
+  pressure_member(out, record);
   out.member("left_running", record.left_running);
   out.key("watch").begin_object().member("cpu_s", record.cpu_s);
   out.member("peak_bytes", record.watcher_peak_bytes).end_object();
@@ -175,9 +203,10 @@ std::string watch_text(const WatchRecord& record) {
   size_t lines = 0;
   for (const WatchedProcess* const of : largest(record)) {
     if (of->held_at_peak_bytes == 0 || ++lines > kMostLines) break;
-    text += fmt::format("  {:>12}  {}\n", format_size(of->held_at_peak_bytes), name_of(*of));
+    text += fmt::format("  {:>12}  {}{}\n", format_size(of->held_at_peak_bytes), name_of(*of),
+                        huge_pages_text(*of));
   }
-  text += copies_text(record);
+  text += copies_text(record) + pressure_text(record);
   if (record.left_running > 0) {
     text += fmt::format("{} process(es) of the command run on\n", record.left_running);
   }

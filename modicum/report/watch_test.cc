@@ -129,6 +129,25 @@ TEST(WatchReport, APeakThatMayHaveBeenMissedSaysSo) {
   EXPECT_NE(watch_text(record).find("up to 4.10 MiB"), std::string::npos);
 }
 
+TEST(WatchReport, HasHugePagesAndLongWaits) {
+  WatchRecord record = recorded();
+  EXPECT_NE(watch_json(record).find(R"("huge_page_bytes":null)"), std::string::npos);
+  EXPECT_NE(watch_json(record).find(R"("pressure":null)"), std::string::npos);
+  record.processes[1].held_at_peak_bytes = 92 * kKiB;
+  record.processes[1].huge_page_bytes = 2 * kMiB;
+  record.pressure = MemoryPressure{"cgroup v2 /a", 99'000, 50'000};
+  EXPECT_NE(watch_text(record).find("(pid 6, rank 0), up to 2.00 MiB in huge pages\n"),
+            std::string::npos);
+  EXPECT_EQ(watch_text(record).find("waited"), std::string::npos) << "short waits are usual";
+  record.pressure->some_us = 1'250'000;
+  EXPECT_NE(watch_json(record).find(
+                R"("pressure":{"source":"cgroup v2 /a","some_s":1.25,"full_s":0.05})"),
+            std::string::npos);
+  EXPECT_NE(watch_text(record).find(
+                "waited for memory: some process 1.2 s, all at once 0.1 s (cgroup v2 /a)\n"),
+            std::string::npos);
+}
+
 TEST(WatchReport, TheCauseOfAPeakWithoutReportsIsAProcess) {
   WatchRecord record = recorded();
   record.phases.clear();

@@ -114,7 +114,9 @@ class Watcher {
   Watcher(const WatchTask& task, FileSystem& files) : task_(task) {
     if (task.limit_bytes) cage_.emplace(files, *task.limit_bytes);
     prctl(PR_SET_CHILD_SUBREAPER, 1);
-    deaths_.emplace(cage_ ? std::vector{cage_->group()} : memory_cgroups());
+    groups_ = cage_ ? std::vector{cage_->group()} : memory_cgroups();
+    deaths_.emplace(groups_);
+    pressure_before_ = memory_pressure(groups_);
     begin_ns_ = clock_.now_ns();
     command_ = start(task, {signals_, cage_ ? &*cage_ : nullptr, reports_.path()});
     sampler_.emplace(
@@ -277,11 +279,20 @@ class Watcher {
     return sum + page_table_bytes(sum);
   }
 
+  std::optional<MemoryPressure> pressure_since() const {
+    auto now = memory_pressure(groups_);
+    if (!now || !pressure_before_ || now->source != pressure_before_->source) return std::nullopt;
+    now->some_us -= std::min(now->some_us, pressure_before_->some_us);
+    now->full_us -= std::min(now->full_us, pressure_before_->full_us);
+    return now;
+  }
+
   WatchRecord finish() {
     WatchRecord record{.command = task_.command, .limit_bytes = task_.limit_bytes};
     record.exit_code = WIFSIGNALED(*status_) ? 128 + WTERMSIG(*status_) : WEXITSTATUS(*status_);
     record.elapsed_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond;
     record.killed = killed_;
+    record.pressure = pressure_since();
     record.left_running = static_cast<int>(sampler_->alive().size());
     sampler_->finish(record);
     for (const MemoryLimit& limit : limits_) {
@@ -309,6 +320,8 @@ class Watcher {
   std::map<int, int> statuses_;      // of wait(2), by pid, of processes that have just ended
   std::vector<MemoryLimit> limits_;  // of this process, read once per second
   int64_t limits_ns_ = 0;
+  std::vector<MemoryCgroup> groups_;  // the command's cgroup, or the watcher's and its ancestors
+  std::optional<MemoryPressure> pressure_before_;
   std::optional<WatchedKill> killed_;
 };
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "modicum/memory/memory.h"
+#include "modicum/probe/probe.h"
 
 namespace modicum {
 
@@ -51,6 +52,8 @@ struct WatchedProcess {
   uint64_t cow_duplicate_bytes = 0;
   int forked_from = 0;          // a pid; 0 if `cow_duplicate_bytes` is 0
   uint64_t peak_rss_bytes = 0;  // VmHWM: misses no peak, and counts mapped files
+  // The most in huge pages at a reading of its Pss; nullopt: there was none.
+  std::optional<uint64_t> huge_page_bytes;
 };
 
 // One reading of all processes of the tree.
@@ -116,6 +119,7 @@ struct WatchRecord {
   uint64_t processes_left_out = 0;            // how many small ones are not in `processes`
   std::vector<WatchSample> samples;           // thinned; the sample of the peak is kept
   std::vector<WatchedPhase> phases;           // sorted by begin
+  std::optional<MemoryPressure> pressure;     // while the command ran
   std::optional<uint64_t> limit_bytes;        // --limit
   std::optional<uint64_t> group_limit_bytes;  // the lowest limit of the watcher's cgroups
   std::optional<uint64_t> budget_bytes;       // the largest that a process has reported

@@ -11,6 +11,7 @@ namespace {
 constexpr double kFirstCreditNs = 200 * kNsPerMs;
 constexpr double kAmpleCreditNs = 100 * kNsPerMs;
 constexpr double kMostCreditNs = 500 * kNsPerMs;
+constexpr double kMostCostPerByteNs = 50.0 * kNsPerMs / kGiB;  // of an exact reading
 constexpr double kEarlyDuty = 0.02;            // instead of half of the duty, while credit is ample
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
 constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // the interval of reading page faults
@@ -54,7 +55,7 @@ void TreeSampler::sample() {
   read_statuses();
   read_reports(now);
   const int64_t cost = options_.cpu_ns() - cpu_before;
-  if (wants_exact(now)) {
+  if (wants_exact(now) || wants_huge_pages(now)) {
     read_exact();
   } else if (owes_copies_ && credit_ns_ >= 0 && now - steady_since_ns_ >= kSteadyNs) {
     read_copies();
@@ -96,11 +97,9 @@ void TreeSampler::add(int pid) {
   Tracked one{.pid = pid};
   take_status(one, std::move(*status));
   one.anon_then = one.status.rss_anon;
-  if (one.rss_bytes() <= kSmallBytes) {
-    one.pss_bytes = read_pss(pid, options_.root).value_or(one.rss_bytes());
-  }
   ++left_out_;
   if (processes_.size() < kMostProcesses) give_record(one, seconds(then_ns_));
+  if (one.rss_bytes() <= kSmallBytes) read_pss_of(one);
   tracked_.push_back(std::move(one));
 }
 
@@ -223,11 +222,27 @@ bool TreeSampler::wants_exact(int64_t now) {
   return change > step_of(sum) / 2 && now - steady_since_ns_ >= kSteadyNs;
 }
 
+// Where the estimates are exact anyway, exact figures are read for their huge pages, if memory has
+// grown and is steady, and credit stays ample after a reading at the highest cost.
+bool TreeSampler::wants_huge_pages(int64_t now) {
+  const uint64_t sum = rss_before_;
+  const double cost_ns = kMostCostPerByteNs * static_cast<double>(sum);
+  return sum > rss_at_exact_ + 4 * step_of(sum) && now - steady_since_ns_ >= kSteadyNs &&
+         credit_ns_ > kAmpleCreditNs + cost_ns;
+}
+
+void TreeSampler::read_pss_of(Tracked& one) {
+  const auto sums = read_mapping_sums(one.pid, options_.root);
+  // Where Pss can't be read (old kernels, another user), shared pages count in full.
+  one.pss_bytes = sums ? sums->pss : one.rss_bytes();
+  if (!sums || !one.process) return;
+  auto& most = processes_[*one.process].huge_page_bytes;
+  most = std::max(most.value_or(0), sums->huge_pages);
+}
+
 void TreeSampler::read_exact() {
   for (Tracked& one : tracked_) {
-    const auto pss = read_pss(one.pid, options_.root);
-    // Where Pss can't be read (old kernels, another user), shared pages count in full.
-    one.pss_bytes = pss.value_or(one.rss_bytes());
+    read_pss_of(one);
     if (const auto status = read_status(one.pid, options_.root); status && status->is_alive) {
       take_status(one, *status);
     }

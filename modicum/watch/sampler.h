@@ -122,7 +122,9 @@ class TreeSampler {
   void read_rank(Tracked& one);
   void give_rank(const Tracked& one);
   bool wants_exact(int64_t now);
+  bool wants_huge_pages(int64_t now);
   bool has_copied(int64_t now);
+  void read_pss_of(Tracked& one);
   void read_exact();
   void read_copies();
   void record_sample(int64_t now);

@@ -32,6 +32,7 @@ struct Process {
   std::string name = "python3";
   uint64_t anon_kib = 0;
   uint64_t file_kib = 0;
+  uint64_t huge_kib = 0;
   std::string variables;     // "RANK=1"
   uint64_t highest_kib = 0;  // VmHWM, if above the current RSS
 };
@@ -57,7 +58,8 @@ class Sampled {
                     of.name, of.parent, std::max(of.highest_kib, of.anon_kib + of.file_kib),
                     of.anon_kib, of.file_kib));
     machine_.put(directory + "smaps_rollup",
-                 fmt::format("Pss_Anon: {} kB\nPss_Shmem: 0 kB\n", of.anon_kib));
+                 fmt::format("Pss_Anon: {} kB\nPss_Shmem: 0 kB\nAnonHugePages: {} kB\n",
+                             of.anon_kib, of.huge_kib));
     machine_.put(directory + "stat", fmt::format("{} ({}) S 1 2 3 4 -1 6 0 8\n", pid, of.name));
     machine_.put(directory + "environ", of.variables);
     put_children();
@@ -214,6 +216,30 @@ TEST(Sampler, AProcessHasTheNameAndRankOfItsLastProgram) {
   ASSERT_EQ(record.processes.size(), 1U);
   EXPECT_EQ(record.processes[0].name, "python3");
   EXPECT_EQ(record.processes[0].rank, 3);
+}
+
+TEST(Sampler, HugePagesAreReadWhenMemoryIsSteady) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 100});
+  tree.sample_after();
+  tree.put(11, {.anon_kib = 100'000, .huge_kib = 90'112});
+  for (int i = 0; i < 4; ++i) tree.sample_after();
+  EXPECT_EQ(tree.sampler().find(11)->huge_page_bytes, 0U) << "still growing, for all it knows";
+  for (int i = 0; i < 4; ++i) tree.sample_after();
+  EXPECT_EQ(tree.sampler().find(11)->huge_page_bytes, 90'112 * kKiB);
+  tree.put(11, {.anon_kib = 100'000, .huge_kib = 2048});
+  for (int i = 0; i < 9; ++i) tree.sample_after();
+  EXPECT_EQ(tree.finish().processes.at(0).huge_page_bytes, 90'112 * kKiB) << "the most";
+}
+
+// 10 GiB of small pages take half a second to read, more than the credit at the beginning.
+TEST(Sampler, HugePagesOfALargeTreeAreNotReadBeforeThereIsCredit) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 100});
+  tree.sample_after();
+  tree.put(11, {.anon_kib = 10 * kMiB, .huge_kib = 2048});
+  for (int i = 0; i < 20; ++i) tree.sample_after();
+  EXPECT_EQ(tree.finish().processes.at(0).huge_page_bytes, 0U);
 }
 
 // The kernel empties the environment before the process is a zombie.

@@ -135,6 +135,46 @@ def test_commands_that_cannot_start(modicum: Path, tmp_path: Path) -> None:
     assert failure(modicum, 2, "watch")["category"] == "USAGE"
 
 
+def node_waits_s() -> float | None:
+    """How long some process of the node has waited for memory so far; None: the kernel has no
+    pressure figures."""
+    try:
+        lines = Path("/proc/pressure/memory").read_text().splitlines()
+    except OSError:
+        return None
+    return int(lines[0].rsplit("total=", 1)[1]) / 1e6
+
+
+def test_pressure_is_that_of_the_run(modicum: Path) -> None:
+    before = node_waits_s()
+    told = run(modicum, "watch", "--json", "--", "sleep", "0.1").json["pressure"]
+    after = node_waits_s()
+    if before is None or after is None:
+        assert told is None
+        return
+    assert 0 <= told["full_s"] <= told["some_s"]
+    if told["source"] == "node":
+        assert told["some_s"] <= after - before
+    else:
+        assert told["source"].startswith("cgroup v2 ")
+
+
+def test_huge_pages_are_read_where_memory_is_steady(modicum: Path) -> None:
+    script = f"""
+import mmap, time
+block = mmap.mmap(-1, {64 << 20}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+block.madvise(mmap.MADV_HUGEPAGE)
+for at in range(0, len(block), 4096): block[at] = 1
+time.sleep(0.5)
+lines = open("/proc/self/smaps_rollup").read().splitlines()
+print(next((line.split()[1] for line in lines if line.startswith("AnonHugePages")), "0"))
+"""
+    done = run(modicum, "watch", "--json", "--", sys.executable, "-c", script)
+    assert done.code == 0, done.stderr
+    most = max(one["huge_page_bytes"] or 0 for one in done.json["processes"])
+    assert most == int(done.stderr) * 1024
+
+
 def why_no_log() -> str:
     try:
         os.close(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from pages import (
+    MIB,
     NARROW,
     WIDE,
     held_at,
@@ -180,6 +181,22 @@ def test_tables_have_the_same_numbers(chromium: Any, one: Path, run: dict[str, A
         by_owner = {row[0].strip(): row[1] for row in cells(of, "#owners table")}
         assert by_owner["moments"] == sizes(held_at(run, last)["moments"])
         assert [row[0] for row in cells(of, ".intervals table")] == ["load", "step"] * 2
+
+
+def test_huge_pages_and_waits_are_shown_where_there_are_any(chromium: Any, tmp_path: Path) -> None:
+    document = run_document()
+    with shown(chromium, write_page(tmp_path / "none.html", {"a": document})) as of:
+        assert "huge" not in of.page.inner_text(".processes table")
+        assert "waited" not in of.page.inner_text(".lines")
+    document["processes"] = [{"pid": 100, "huge_page_bytes": 3 * MIB}]
+    document["pressure"] = {"source": "node", "some_s": 1.25, "full_s": 0.5}
+    with shown(chromium, write_page(tmp_path / "some.html", {"a": document})) as of:
+        of.page.locator("summary").first.click()
+        by_process = {row[0].strip(): row[-1] for row in cells(of, ".processes table")}
+        assert (by_process["rank 0"], by_process["rank 1"]) == ("3.00 MiB", "")
+        waits = "waited for memory 1.25 s, all processes at once 0.50 s (node)"
+        assert of.page.inner_text(".lines").endswith(waits)
+        assert of.violations() == [] and of.errors == []
 
 
 def test_names_of_phases_do_not_overlap(chromium: Any, one: Path) -> None:

@@ -236,14 +236,20 @@ function fill_processes(run) {
     show_processes(run);
   });
   const whole = sums(run);
-  const line_of = (label, who, total) =>
-    row([label, ...who, size(total[run.at_peak]), size(Math.max(...total))]);
+  const line_of = (label, who, total, huge) => row(
+    [label, ...who, size(total[run.at_peak]), size(Math.max(...total)), ...(has_huge ? [huge] : [])]);
+  const in_huge_pages = new Map(
+    (run.document.processes ?? []).map((one) => [one.pid, one.huge_page_bytes]));
+  const has_huge = [...in_huge_pages.values()].some((bytes) => bytes > 0);
   const rows = tracks.map((track, at) => {
     const alone = sums(run, tracks.map((_, other) => other === at));
-    return line_of(boxes[at], has_pids ? [track.pid || "", track.rank ?? ""] : [], alone.total);
+    const bytes = in_huge_pages.get(track.pid);
+    return line_of(boxes[at], has_pids ? [track.pid || "", track.rank ?? ""] : [], alone.total,
+                   bytes == null ? "" : size(bytes));
   });
-  rows.push(line_of(all, has_pids ? ["", ""] : [], whole.total));
-  const head = ["shown", ...(has_pids ? ["pid", "rank"] : []), "at the peak", "highest"];
+  rows.push(line_of(all, has_pids ? ["", ""] : [], whole.total, ""));
+  const head = ["shown", ...(has_pids ? ["pid", "rank"] : []), "at the peak", "highest",
+                ...(has_huge ? ["most in huge pages"] : [])];
   fill(run.at.querySelector(".processes table"), "Processes", head, rows);
 }
 
@@ -361,6 +367,11 @@ function tell(run) {
   run.at.querySelector(".peak").textContent = text;
   const lines = run.levels.map(({ name, bytes: of, is_drawn }) =>
     `${name} ${size(of)}${is_drawn ? "" : " (above the chart)"}`);
+  const waited = run.document.pressure;
+  if (waited?.some_s > 0) {
+    lines.push(`waited for memory ${waited.some_s.toFixed(2)} s, all processes at once ` +
+               `${waited.full_s.toFixed(2)} s (${waited.source})`);
+  }
   run.at.querySelector(".lines").textContent = lines.join(", ");
   const chart = run.at.querySelector(".chart");
   chart.setAttribute("aria-label", `Memory by owner: ${run.label}. ${text}`);
