@@ -37,6 +37,12 @@ struct JobPhase {
 };
 std::vector<JobPhase> phases_of(const JobPromise& job);
 
+// The member `rl` of a node, and the table of the requested strategy's fullest node.
+void timeline_member(JsonWriter& out, const NodeTimeline& of);
+std::string timeline_text(const PlanReport& report);
+// The timeline of the node that holds most. Requires of.timelines.
+int fullest_timeline(const StrategyReport& of);
+
 // Whether the requested run fits the budget, and the runs that would; an empty line comes first.
 // Requires report.budget.
 std::string verdict_text(const PlanReport& report);

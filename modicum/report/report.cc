@@ -60,6 +60,7 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
     out.member("peak_cause", peak_cause(of.promise, node));
     phases_member(out, of.promise, node);
     if (of.job) job_member(out, *of.job, node);
+    if (!of.timelines.empty()) timeline_member(out, of.timelines[static_cast<size_t>(node)]);
     out.end_object();
   }
   out.end_array().key("ranks").begin_array();
@@ -165,6 +166,7 @@ std::string plan_json(const PlanReport& report) {
   budget_member(out, report.budget);
   out.member("fits", report.fits);
   if (report.job_fits) out.member("job_fits", *report.job_fits);
+  if (report.node_fits) out.member("rl_fits", *report.node_fits);
   if (report.refusal) refusal_members(out, report);
   if (report.past) past_run_member(out, report);
   if (report.deepspeed) deepspeed_member(out, *report.deepspeed);
@@ -191,7 +193,7 @@ std::string plan_text(const PlanReport& report) {
   }
   text += job_text(report);
   if (report.budget && report.fits) text += verdict_text(report) + job_verdict_text(report);
-  text += past_text(report);
+  text += timeline_text(report) + past_text(report);
   if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
   return text + warnings_text(report.checkpoint.warnings);
 }

@@ -38,13 +38,37 @@ struct JobPromise {
   uint64_t node_peak_bytes(int node) const;
 };
 
+// What a node holds beside the trainer in reinforcement learning.
+struct NodeFlags {
+  bool reference = false;  // a second, frozen model, loaded by the trainer's layout
+  bool backup = false;     // a copy of each rank's parameters
+  int engine_tp = 0;       // ranks that share one inference engine's weights; 0: no engine
+
+  bool is_any() const noexcept { return reference || backup || engine_tp > 0; }
+};
+
+// Host memory of one node that trains with reinforcement learning, by phase and holder.
+struct NodeTimeline {
+  struct Holder {
+    std::string_view name;        // "trainer", "reference", "backup", "engine"
+    std::vector<uint64_t> bytes;  // by phase
+  };
+  std::vector<std::string_view> phases;
+  std::vector<Holder> holders;  // the trainer first
+
+  uint64_t bytes_at(size_t phase) const;
+  size_t peak_phase() const;
+  uint64_t peak_bytes() const { return bytes_at(peak_phase()); }
+};
+
 // One strategy's promise and traffic.
 struct StrategyReport {
   std::string_view strategy;
   Promise promise;
   Traffic traffic;
-  uint64_t needed_bytes = 0;      // of stored elements that some rank needs
-  std::optional<JobPromise> job;  // only with an optimizer
+  uint64_t needed_bytes = 0;            // of stored elements that some rank needs
+  std::optional<JobPromise> job;        // only with an optimizer
+  std::vector<NodeTimeline> timelines;  // by node; only with NodeFlags
 
   // Bytes read / bytes needed. Above 1 if ranks read each other's elements, or gaps between runs.
   double overread_ratio() const noexcept;
@@ -95,11 +119,15 @@ struct PlanReport {
   std::optional<Budget> budget;
   std::optional<bool> fits;               // with the requested strategy; none: no budget
   std::optional<bool> job_fits;           // the same for its job; none: no job
+  std::optional<bool> node_fits;          // with all holders; none: no budget or no NodeFlags
   std::optional<Error> refusal;           // BUDGET with its facts, if it does not fit
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
   std::optional<PastRun> past;  // of --from; its limit is the default budget
 };
+// `engine_bytes`: of one engine's weights.
+NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64_t engine_bytes,
+                           int node);
 std::string plan_json(const PlanReport& report);
 std::string plan_text(const PlanReport& report);
 // An HTML page: the phases of the requested run one after another, on its fullest node.

@@ -96,6 +96,7 @@ int nodes_of(const RunFlags& flags) noexcept;
 struct PlanFlags {
   std::string budget;
   DeepSpeedFlags deepspeed;
+  NodeFlags node;
   std::string from;  // the document of an earlier run, whose limit is the default budget
 };
 // The report of verb `plan` without StrategyReport::job: each strategy's promise for the run of

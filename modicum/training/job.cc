@@ -9,6 +9,35 @@
 namespace modicum {
 namespace {
 
+void require_node_flags(const RunFlags& flags, const NodeFlags& node) {
+  if (!node.is_any()) return;
+  if (flags.optimizer == "none") {
+    fail(Category::usage, "--reference, --backup and --engine-tp need a trainer",
+         {.expected = "--optimizer adamw:FORMAT", .got = "--optimizer none"});
+  }
+  if (node.engine_tp == 0 || flags.ranks % node.engine_tp == 0) return;
+  std::string divisors;
+  for (int n = 1; n <= flags.ranks; ++n) {
+    if (flags.ranks % n == 0) divisors += fmt::format("{}{}", divisors.empty() ? "" : ", ", n);
+  }
+  fail(Category::usage, fmt::format("--engine-tp does not divide --ranks {}", flags.ranks),
+       {.expected = divisors, .got = fmt::format("{}", node.engine_tp)});
+}
+
+void add_timelines(const Run& run, const NodeFlags& node, PlanReport& report) {
+  const uint64_t engine_bytes = run.checkpoint.manifest.data_bytes();
+  for (StrategyReport& of : report.strategies) {
+    for (int n = 0; n < of.promise.nodes(); ++n) {
+      of.timelines.push_back(node_timeline(*of.job, node, engine_bytes, n));
+    }
+    if (!report.budget || of.strategy != report.strategy) continue;
+    report.node_fits = true;
+    for (const NodeTimeline& line : of.timelines) {
+      if (line.peak_bytes() > report.budget->bytes) report.node_fits = false;
+    }
+  }
+}
+
 void add_jobs(const RunFlags& flags, Run run, PlanReport& report) {
   const SaveForm form;
   const StateFiles state(run);
@@ -38,10 +67,12 @@ Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
 }
 
 PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan) {
+  require_node_flags(flags, of_plan.node);
   return plan_report(files, flags, of_plan, [&](const Run& run, PlanReport& report) {
     if (!run.optimizer) return;
     try {
       add_jobs(flags, run, report);
+      if (of_plan.node.is_any()) add_timelines(run, of_plan.node, report);
     } catch (const Error& error) {
       const Category why = error.category();
       if (why != Category::unsupported && why != Category::mismatch) throw;

@@ -1,0 +1,122 @@
+// A node of reinforcement learning: the trainer and what other holders add to it.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "modicum/report/members.h"
+
+namespace modicum {
+
+uint64_t NodeTimeline::bytes_at(size_t phase) const {
+  uint64_t sum = 0;
+  for (const Holder& holder : holders) sum += holder.bytes[phase];
+  return sum;
+}
+
+size_t NodeTimeline::peak_phase() const {
+  size_t peak = 0;
+  for (size_t i = 1; i < phases.size(); ++i) {
+    if (bytes_at(i) > bytes_at(peak)) peak = i;
+  }
+  return peak;
+}
+
+NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64_t engine_bytes,
+                           int node) {
+  const Promise load = part_of(job.save, Part::load);
+  const Promise step = part_of(job.save, Part::step);
+  const Promise save = part_of(job.save, Part::save);
+  NodeTimeline timeline;
+  std::vector<uint64_t> trainer;
+  const auto add_phase = [&](std::string_view name, const Promise& of) {
+    timeline.phases.push_back(name);
+    trainer.push_back(of.node_peak_bytes(node));
+  };
+  add_phase("load", load);
+  // The reference streams through a load like the trainer's, whose parameters stay: the load's
+  // figure covers its staging.
+  if (flags.reference) add_phase("load_reference", load);
+  if (flags.engine_tp > 0) add_phase("start_engine", load);
+  add_phase("step", step);
+  if (flags.engine_tp > 0 || flags.backup) add_phase("refit", step);
+  add_phase("save", save);
+  timeline.holders.push_back({"trainer", std::move(trainer)});
+
+  const auto ranks = static_cast<uint64_t>(
+      std::count(load.node_of_rank.begin(), load.node_of_rank.end(), static_cast<uint32_t>(node)));
+  const uint64_t shards = load.on_node(node)[Purpose::shards];
+  const auto add_holder = [&](std::string_view name, uint64_t held, std::string_view since) {
+    const uint64_t bytes = held + page_table_bytes(held);
+    std::vector<uint64_t> by_phase(timeline.phases.size(), 0);
+    const auto from = std::find(timeline.phases.begin(), timeline.phases.end(), since);
+    std::fill(by_phase.begin() + (from - timeline.phases.begin()), by_phase.end(), bytes);
+    timeline.holders.push_back({name, std::move(by_phase)});
+  };
+  if (flags.reference) add_holder("reference", shards, "load_reference");
+  if (flags.engine_tp > 0) {
+    const auto tp = static_cast<uint64_t>(flags.engine_tp);
+    add_holder("engine", saturating_mul((engine_bytes + tp - 1) / tp, ranks), "start_engine");
+  }
+  if (flags.backup) add_holder("backup", shards, "refit");
+  return timeline;
+}
+
+int fullest_timeline(const StrategyReport& of) {
+  const auto fullest = std::max_element(
+      of.timelines.begin(), of.timelines.end(),
+      [](const NodeTimeline& a, const NodeTimeline& b) { return a.peak_bytes() < b.peak_bytes(); });
+  return static_cast<int>(fullest - of.timelines.begin());
+}
+
+void timeline_member(JsonWriter& out, const NodeTimeline& of) {
+  out.key("rl").begin_object().member("peak_bytes", of.peak_bytes());
+  out.member("peak_phase", of.phases[of.peak_phase()]).key("phases").begin_array();
+  for (size_t i = 0; i < of.phases.size(); ++i) {
+    out.begin_object().member("phase", of.phases[i]).member("bytes", of.bytes_at(i));
+    out.key("by_holder").begin_object();
+    for (const auto& holder : of.holders) {
+      if (holder.bytes[i] > 0) out.member(holder.name, holder.bytes[i]);
+    }
+    out.end_object().end_object();
+  }
+  out.end_array().key("held_twice").begin_array();
+  for (const auto& holder : of.holders) {
+    if (holder.name == "trainer") continue;
+    out.begin_object().member("holder", holder.name).member("copy_of", "trainer");
+    out.member("bytes", holder.bytes.back()).end_object();
+  }
+  out.end_array().end_object();
+}
+
+std::string timeline_text(const PlanReport& report) {
+  for (const StrategyReport& of : report.strategies) {
+    if (of.strategy != report.strategy || of.timelines.empty()) continue;
+    const int node = fullest_timeline(of);
+    const NodeTimeline& line = of.timelines[static_cast<size_t>(node)];
+    std::string text =
+        fmt::format("\n{}, node {} by holder and phase\n{:<10}", of.strategy, node, "");
+    for (const std::string_view phase : line.phases) text += fmt::format(" {:>14}", phase);
+    for (const auto& holder : line.holders) {
+      text += fmt::format("\n{:<10}", holder.name);
+      for (const uint64_t bytes : holder.bytes) text += fmt::format(" {:>14}", format_size(bytes));
+    }
+    text += fmt::format("\n{:<10}", "sum");
+    for (size_t i = 0; i < line.phases.size(); ++i) {
+      text += fmt::format(" {:>14}", format_size(line.bytes_at(i)));
+    }
+    text += "\n";
+    for (const auto& holder : line.holders) {
+      if (holder.name == "trainer") continue;
+      text += fmt::format("held twice: {} by trainer and {}\n", format_size(holder.bytes.back()),
+                          holder.name);
+    }
+    if (!report.node_fits.value_or(true)) {
+      text += fmt::format("the node does not fit the budget of {} with all holders\n",
+                          format_size(report.budget->bytes));
+    }
+    return text;
+  }
+  return "";
+}
+
+}  // namespace modicum
