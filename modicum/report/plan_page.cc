@@ -40,10 +40,28 @@ std::vector<Step> steps_of(const StrategyReport& of) {
   return steps;
 }
 
+// The phases of a timeline, with each rank at its own peak.
+std::vector<Step> steps_of(const StrategyReport& of, const NodeTimeline& line) {
+  std::vector<Step> steps;
+  for (const std::string_view name : line.phases) {
+    const Part part = name == "save"                      ? Part::save
+                      : name == "step" || name == "refit" ? Part::step
+                                                          : Part::load;
+    const Promise promise = part_of(of.job->save, part);
+    Phase phase{std::string(name), {}};
+    for (int rank = 0; rank < promise.ranks(); ++rank) {
+      phase.of_rank.push_back(promise.peak_phase(rank).of_rank[static_cast<size_t>(rank)]);
+    }
+    steps.push_back({phase.name, std::move(phase)});
+  }
+  return steps;
+}
+
 // Ranks of one node with equal memory in every phase, or ranks of several such tracks (tracks_of).
 struct Track {
   std::vector<int> ranks;       // ascending; empty: the launcher
   std::vector<Footprint> held;  // sum over the ranks, by phase
+  std::string holder;           // of a timeline; empty: the trainer
 
   uint64_t most() const {
     uint64_t most = 0;
@@ -51,6 +69,7 @@ struct Track {
     return most;
   }
   std::string label() const {
+    if (!holder.empty()) return holder;
     if (ranks.empty()) return "launcher";
     if (ranks.size() == 1) return fmt::format("rank {}", ranks.front());
     const bool is_row = ranks.back() - ranks.front() + 1 == static_cast<int>(ranks.size());
@@ -75,7 +94,7 @@ std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& 
     auto same = std::find_if(distinct.begin(), distinct.end(),
                              [&](const auto& one) { return one.first == held; });
     if (same == distinct.end()) {
-      distinct.push_back({held, {{}, std::vector<Footprint>(steps.size())}});
+      distinct.push_back({held, {{}, std::vector<Footprint>(steps.size()), {}}});
       same = distinct.end() - 1;
     }
     same->second.ranks.push_back(rank);
@@ -93,7 +112,7 @@ std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& 
   }
   Footprint launcher;
   launcher[Purpose::process] = of.promise.launcher_bytes;
-  tracks.push_back({{}, std::vector<Footprint>(steps.size(), launcher)});
+  tracks.push_back({{}, std::vector<Footprint>(steps.size(), launcher), {}});
   return tracks;
 }
 
@@ -115,8 +134,17 @@ void track_object(JsonWriter& out, const Track& track, int node) {
 // The requested run as a document like that of `watch --json`, with the keys `timeline` and `peak`.
 // Its seconds are indices of phases.
 std::string document_of(const PlanReport& report, const StrategyReport& of, int node) {
-  const std::vector<Step> steps = steps_of(of);
-  const std::vector<Track> tracks = tracks_of(of, steps, node);
+  const NodeTimeline* const line =
+      of.timelines.empty() ? nullptr : &of.timelines[static_cast<size_t>(node)];
+  const std::vector<Step> steps = line == nullptr ? steps_of(of) : steps_of(of, *line);
+  std::vector<Track> tracks = tracks_of(of, steps, node);
+  for (size_t i = 1; line != nullptr && i < line->holders.size(); ++i) {
+    Track track{.ranks = {}, .held = {}, .holder = std::string(line->holders[i].name)};
+    for (const uint64_t bytes : line->holders[i].bytes) {
+      track.held.emplace_back()[Purpose::shards] = bytes;
+    }
+    tracks.push_back(std::move(track));
+  }
   JsonWriter out;
   out.begin_object().key("timeline").begin_object().member("axis", "phases");
   out.key("t_s").begin_array();
@@ -164,6 +192,7 @@ std::string plan_page(const PlanReport& report, std::string_view title) {
   for (int other = 0; of->job && other < of->promise.nodes(); ++other) {
     if (of->job->node_peak_bytes(other) > of->job->node_peak_bytes(node)) node = other;
   }
+  if (!of->timelines.empty()) node = fullest_timeline(*of);
   const std::string label =
       fmt::format("{}, node {} of {}, predicted", of->strategy, node, of->promise.nodes());
   const std::string document = document_of(report, *of, node);

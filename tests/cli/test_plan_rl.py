@@ -1,0 +1,87 @@
+"""`plan --reference --engine-tp N --backup`: a node's holders by phase, and what is held twice.
+
+Must fail for these mutants: an engine's weights are not divided by its ranks; a holder is counted
+before its phase.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pages import drawn_on
+from program import failure, run, run_json, strategy_of
+
+TRAINER = ("--ranks", 4, "--ranks-per-node", 2, "--optimizer", "adamw:fp32")
+ALL = ("--reference", "--engine-tp", 2, "--backup")
+
+
+@pytest.fixture(scope="module")
+def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("rl") / "moe"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe")
+    return directory
+
+
+def with_tables(held: int) -> int:
+    return held + -(-(held // 512) // 4096) * 4096 + -(-held // (1 << 30)) * 4096
+
+
+def nodes_of(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = strategy_of(plan, "own-shard")["nodes"]
+    return nodes
+
+
+def test_holders_by_phase(modicum: Path, moe: Path) -> None:
+    plan = run_json(modicum, "plan", moe, *TRAINER, *ALL)
+    model = plan["checkpoint"]["bytes"]
+    for node in nodes_of(plan):
+        job = {of["phase"]: of for of in node["job"]["phases"]}
+        shards = with_tables(job["load"]["by_purpose"]["shards"])
+        engine = with_tables(-(-model // 2) * 2)  # two ranks of a node share one engine
+        expected = [
+            ("load", {"trainer": job["load"]["bytes"]}),
+            ("load_reference", {"trainer": job["load"]["bytes"], "reference": shards}),
+            ("start_engine", {"engine": engine}),
+            ("step", {"trainer": job["step"]["bytes"]}),
+            ("refit", {"trainer": job["step"]["bytes"], "backup": shards}),
+            ("save", {"trainer": job["save"]["bytes"]}),
+        ]
+        held: dict[str, int] = {}
+        for phase, (name, changed) in zip(node["rl"]["phases"], expected, strict=True):
+            held |= changed
+            assert (phase["phase"], phase["by_holder"]) == (name, held)
+            assert phase["bytes"] == sum(held.values())
+        twice = {of["holder"]: of["bytes"] for of in node["rl"]["held_twice"]}
+        assert twice == {"reference": shards, "engine": engine, "backup": shards}
+
+
+def test_the_budget_is_that_of_all_holders(modicum: Path, moe: Path) -> None:
+    plan = run_json(modicum, "plan", moe, *TRAINER, *ALL)
+    peak = max(node["rl"]["peak_bytes"] for node in nodes_of(plan))
+    for budget, fits in ((peak, True), (peak - 1, False)):
+        words = (*TRAINER, *ALL, "--budget", budget)
+        assert run_json(modicum, "plan", moe, *words)["rl_fits"] is fits
+        shown = run(modicum, "plan", moe, *words).stdout
+        assert ("with all holders" in shown) is not fits
+        assert max(map(len, shown.splitlines())) <= 120
+    failure(modicum, 15, "plan", moe, *TRAINER, *ALL, "--budget", "1MiB")
+    alone = run_json(modicum, "plan", moe, *TRAINER)
+    assert all("rl" not in node for node in nodes_of(alone)) and "rl_fits" not in alone
+
+
+def test_wrong_flags_are_refused(modicum: Path, moe: Path) -> None:
+    assert "adamw:FORMAT" in failure(modicum, 2, "plan", moe, "--reference")["expected"]
+    refused = failure(modicum, 2, "plan", moe, *TRAINER, "--engine-tp", 3)
+    assert (refused["expected"], refused["got"]) == ("1, 2, 4", "3")
+
+
+def test_the_page_has_the_timeline(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    plan = run_json(modicum, "plan", moe, *TRAINER, *ALL, "--report", page)
+    node = max((node["rl"] for node in nodes_of(plan)), key=lambda of: of["peak_bytes"])
+    (drawn,) = drawn_on(page)["runs"]
+    tracks = drawn["document"]["timeline"]["tracks"]
+    for at, phase in enumerate(node["phases"]):
+        total = sum(values[at] for track in tracks for values in track["owners"].values())
+        assert total == phase["bytes"], phase["phase"]
+    assert {"reference", "engine", "backup"} <= {track["label"] for track in tracks}
