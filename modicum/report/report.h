@@ -38,7 +38,7 @@ struct JobPromise {
   uint64_t node_peak_bytes(int node) const;
 };
 
-// What a node holds beside the trainer in reinforcement learning.
+// What a node holds as well as the trainer in reinforcement learning.
 struct NodeFlags {
   bool reference = false;  // a second, frozen model, loaded by the trainer's layout
   bool backup = false;     // a copy of each rank's parameters
