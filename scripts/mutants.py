@@ -33,6 +33,9 @@ import tomllib
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/mutants"
 SOURCE, BUILD, PACKAGE = WORK / "src", WORK / "build", WORK / "package"
+# Python tests without a mutant, and with one. With one they may take three times as long as without
+# it, where that is longer: on a busy machine a slow test must not look like one that hangs.
+UNMUTATED_TIMEOUT_S = 900
 TEST_TIMEOUT_S = 120
 HUNG = 124  # our exit status for Python tests that exceed TEST_TIMEOUT_S
 # Warnings are off, so that a mutant with an unused variable compiles.
@@ -181,7 +184,7 @@ def lay_out_package() -> None:
         (package / path.name).symlink_to(path)
 
 
-def test_python(arguments: str, python: Path) -> subprocess.CompletedProcess[str]:
+def test_python(arguments: str, python: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Runs pytest. With CI=true a test fails, instead of skipping, if its oracle is missing. No
     byte code is written, since a mutant's could be stale."""
     environment = os.environ | {
@@ -209,7 +212,7 @@ def test_python(arguments: str, python: Path) -> subprocess.CompletedProcess[str
             cwd=SOURCE,
             env=environment,
             stdin=subprocess.DEVNULL,
-            timeout=TEST_TIMEOUT_S,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired as late:
         return subprocess.CompletedProcess(command, HUNG, f"{late}", "")
@@ -224,9 +227,17 @@ def programs_of(mutant: Mutant) -> list[str]:
     return sorted({Path(entry["command"][0]).name for entry in listed if "command" in entry})
 
 
-def check_unmutated(mutants: list[Mutant], jobs: int, python: Path) -> dict[str, list[str]]:
-    """Raises Refusal unless every selected test exists and passes without a mutant. Returns the
-    build targets of each mutant."""
+@dataclass(frozen=True)
+class Prepared:
+    """The build targets of a mutant, and the time limit of its Python tests."""
+
+    programs: list[str]
+    timeout_s: float = TEST_TIMEOUT_S
+
+
+def check_unmutated(mutants: list[Mutant], jobs: int, python: Path) -> dict[str, Prepared]:
+    """Raises Refusal unless every selected test exists and passes without a mutant. Returns what is
+    prepared for each mutant, by name."""
     of_python = sorted({mutant.pytest for mutant in mutants} - {""})
     if of_python and run([str(python), "-c", "import nanobind, pytest"]).returncode != 0:
         raise Refusal(f"{python} lacks nanobind or pytest: scripts/venv.sh test wheel")
@@ -242,31 +253,41 @@ def check_unmutated(mutants: list[Mutant], jobs: int, python: Path) -> dict[str,
     of_ctest = sorted({mutant.tests for mutant in mutants} - {""})
     if of_ctest:  # no parentheses around each: ctest's regular expressions allow only a few groups
         results.append(test("|".join(of_ctest), jobs))
+    took_s = {"": 0.0}
     if of_python:
         lay_out_package()
-        results += [test_python(arguments, python) for arguments in of_python]
+    for arguments in of_python:
+        start = time.monotonic()
+        results.append(test_python(arguments, python, UNMUTATED_TIMEOUT_S))
+        took_s[arguments] = time.monotonic() - start
     red = [result.stdout + result.stderr for result in results if result.returncode != 0]
     if red:
         raise Refusal("\n".join(["tests fail without a mutant:", *red]))
-    return programs
+    return {
+        mutant.name: Prepared(programs[mutant.name], max(TEST_TIMEOUT_S, 3 * took_s[mutant.pytest]))
+        for mutant in mutants
+    }
 
 
-def verdict_on(mutant: Mutant, programs: list[str], jobs: int, python: Path) -> str:
-    result = build(programs, jobs)
+def verdict_on(mutant: Mutant, prepared: Prepared, jobs: int, python: Path) -> str:
+    result = build(prepared.programs, jobs)
     if result.returncode != 0:
         print(result.stdout[-2000:], file=sys.stderr)
         return "does not build"
-    tested = test_python(mutant.pytest, python) if mutant.pytest else test(mutant.tests, jobs)
+    if mutant.pytest:
+        tested = test_python(mutant.pytest, python, prepared.timeout_s)
+    else:
+        tested = test(mutant.tests, jobs)
     return {0: "survived", HUNG: "hung"}.get(tested.returncode, "caught")
 
 
-def try_mutant(mutant: Mutant, programs: list[str], jobs: int, python: Path) -> Outcome:
+def try_mutant(mutant: Mutant, prepared: Prepared, jobs: int, python: Path) -> Outcome:
     start = time.monotonic()
     path = SOURCE / mutant.file
     original = path.read_text()
     path.write_text(mutated(original, mutant))
     try:
-        verdict = verdict_on(mutant, programs, jobs, python)
+        verdict = verdict_on(mutant, prepared, jobs, python)
     finally:
         path.write_text(original)
         os.utime(path)  # so that ninja rebuilds it even within the clock's resolution
@@ -289,10 +310,10 @@ def run_mutants(mutants: list[Mutant], jobs: int, python: Path) -> int:
     for mutant in mutants:
         mutated((ROOT / mutant.file).read_text(), mutant)
     copy_tree()
-    programs = check_unmutated(mutants, jobs, python)
+    prepared = check_unmutated(mutants, jobs, python)
     outcomes = []
     for mutant in mutants:
-        outcomes.append(try_mutant(mutant, programs[mutant.name], jobs, python))
+        outcomes.append(try_mutant(mutant, prepared[mutant.name], jobs, python))
         print(f"{outcomes[-1].verdict}: {mutant.name} ({outcomes[-1].seconds:.1f} s)", flush=True)
     report(outcomes)
     return 0 if all(outcome.passed for outcome in outcomes) else 1
