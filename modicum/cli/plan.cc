@@ -45,9 +45,10 @@ int run_plan(const Args& args) {
   if (file) file->write(plan_page(report, "modicum plan " + flags.directory));
   print_result(
       common, [&] { return plan_json(report); }, [&] { return plan_text(report); });
-  if (!report.refusal) return 0;
-  print_error(fmt::format("modicum: {}\n", report.refusal->what()));
-  return exit_code(report.refusal->category());
+  const std::optional<Error>& refusal = report.refusal ? report.refusal : report.wider_refusal;
+  if (!refusal) return 0;
+  print_error(fmt::format("modicum: {}\n", refusal->what()));
+  return exit_code(refusal->category());
 }
 
 }  // namespace modicum

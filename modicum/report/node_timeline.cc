@@ -6,6 +6,14 @@
 #include "modicum/report/members.h"
 
 namespace modicum {
+namespace {
+
+// Whether a holder has the trainer's own weights. The reference's differ from the first step on.
+bool is_copy(const NodeTimeline::Holder& of) {
+  return of.name != "trainer" && of.name != "reference";
+}
+
+}  // namespace
 
 uint64_t NodeTimeline::bytes_at(size_t phase) const {
   uint64_t sum = 0;
@@ -68,6 +76,21 @@ int fullest_timeline(const StrategyReport& of) {
   return static_cast<int>(fullest - of.timelines.begin());
 }
 
+std::optional<Error> refusal_of_timelines(const PlanReport& report, const StrategyReport& of) {
+  const int node = fullest_timeline(of);
+  const NodeTimeline& line = of.timelines[static_cast<size_t>(node)];
+  const uint64_t need = line.peak_bytes(), budget = report.budget->bytes;
+  if (need <= budget) return std::nullopt;
+  Facts facts{.expected = fmt::format("{}", budget), .got = fmt::format("{}", need)};
+  facts.shortfall_bytes = need - budget;
+  return Error(Category::budget,
+               fmt::format("node {} needs {} in phase '{}' with all holders and the budget ({}) is "
+                           "{}: {} too little",
+                           node, format_size(need), line.phases[line.peak_phase()],
+                           report.budget->source, format_size(budget), format_size(need - budget)),
+               std::move(facts));
+}
+
 void timeline_member(JsonWriter& out, const NodeTimeline& of) {
   out.key("rl").begin_object().member("peak_bytes", of.peak_bytes());
   out.member("peak_phase", of.phases[of.peak_phase()]).key("phases").begin_array();
@@ -81,7 +104,7 @@ void timeline_member(JsonWriter& out, const NodeTimeline& of) {
   }
   out.end_array().key("held_twice").begin_array();
   for (const auto& holder : of.holders) {
-    if (holder.name == "trainer") continue;
+    if (!is_copy(holder)) continue;
     out.begin_object().member("holder", holder.name).member("copy_of", "trainer");
     out.member("bytes", holder.bytes.back()).end_object();
   }
@@ -106,13 +129,9 @@ std::string timeline_text(const PlanReport& report) {
     }
     text += "\n";
     for (const auto& holder : line.holders) {
-      if (holder.name == "trainer") continue;
+      if (!is_copy(holder)) continue;
       text += fmt::format("held twice: {} by trainer and {}\n", format_size(holder.bytes.back()),
                           holder.name);
-    }
-    if (!report.node_fits.value_or(true)) {
-      text += fmt::format("the node does not fit the budget of {} with all holders\n",
-                          format_size(report.budget->bytes));
     }
     return text;
   }

@@ -121,6 +121,7 @@ struct PlanReport {
   std::optional<bool> job_fits;           // the same for its job; none: no job
   std::optional<bool> node_fits;          // with all holders; none: no budget or no NodeFlags
   std::optional<Error> refusal;           // BUDGET with its facts, if it does not fit
+  std::optional<Error> wider_refusal;     // BUDGET, if only more than the load does not fit
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
   std::optional<PastRun> past;  // of --from; its limit is the default budget
@@ -128,6 +129,8 @@ struct PlanReport {
 // `engine_bytes`: of one engine's weights.
 NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64_t engine_bytes,
                            int node);
+// BUDGET unless all holders on each node fit the budget. Requires report.budget, of.timelines.
+std::optional<Error> refusal_of_timelines(const PlanReport& report, const StrategyReport& of);
 std::string plan_json(const PlanReport& report);
 std::string plan_text(const PlanReport& report);
 // An HTML page: the phases of the requested run one after another, on its fullest node.

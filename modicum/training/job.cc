@@ -31,10 +31,8 @@ void add_timelines(const Run& run, const NodeFlags& node, PlanReport& report) {
       of.timelines.push_back(node_timeline(*of.job, node, engine_bytes, n));
     }
     if (!report.budget || of.strategy != report.strategy) continue;
-    report.node_fits = true;
-    for (const NodeTimeline& line : of.timelines) {
-      if (line.peak_bytes() > report.budget->bytes) report.node_fits = false;
-    }
+    report.wider_refusal = refusal_of_timelines(report, of);
+    report.node_fits = !report.wider_refusal;
   }
 }
 
