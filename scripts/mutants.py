@@ -236,8 +236,8 @@ class Prepared:
 
 
 def check_unmutated(mutants: list[Mutant], jobs: int, python: Path) -> dict[str, Prepared]:
-    """Raises Refusal unless every selected test exists and passes without a mutant. Returns what is
-    prepared for each mutant, by name."""
+    """Raises Refusal unless every selected test exists and passes without a mutant. Returns the
+    preparation of each mutant, by name."""
     of_python = sorted({mutant.pytest for mutant in mutants} - {""})
     if of_python and run([str(python), "-c", "import nanobind, pytest"]).returncode != 0:
         raise Refusal(f"{python} lacks nanobind or pytest: scripts/venv.sh test wheel")
