@@ -1,5 +1,5 @@
-"""`plan --reference --engine-tp N --backup`: a node's holders by phase, and the weights that are held
-twice.
+"""`plan --reference --engine-tp N --backup`: a node's holders by phase, and the weights that are
+held twice.
 
 Must fail for these mutants: an engine's weights are not divided by its ranks; a holder is counted
 before its phase.
