@@ -89,6 +89,7 @@ ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
   read_journal(inputs);
   if (!files_.is_directory(partial_)) {
     finished_.clear();
+    if (!files_.is_directory(parent_)) files_.make_directory(parent_);
     files_.make_directory(partial_);
   }
   write_journal();

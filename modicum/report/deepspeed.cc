@@ -28,6 +28,23 @@ uint64_t DeepSpeedForecast::bytes_of(std::string_view owner) const noexcept {
   return sum;
 }
 
+uint64_t DeepSpeedForecast::node_bytes() const noexcept {
+  return saturating_mul(bytes_at(kPhases.back()), static_cast<uint64_t>(ranks_of_node));
+}
+
+std::optional<Error> refusal_of_deepspeed(const PlanReport& report) {
+  const uint64_t need = report.deepspeed->node_bytes(), budget = report.budget->bytes;
+  if (need <= budget) return std::nullopt;
+  Facts facts{.expected = fmt::format("{}", budget), .got = fmt::format("{}", need)};
+  facts.shortfall_bytes = need - budget;
+  return Error(Category::budget,
+               fmt::format("DeepSpeed needs {} on a node by {} and the budget ({}) is {}: {} too "
+                           "little",
+                           format_size(need), kPhases.back(), report.budget->source,
+                           format_size(budget), format_size(need - budget)),
+               std::move(facts));
+}
+
 double DeepSpeedForecast::per_param(uint64_t bytes) const noexcept {
   return params_of_rank == 0 ? 0 : static_cast<double>(bytes) / static_cast<double>(params_of_rank);
 }

@@ -98,11 +98,6 @@ std::string job_text(const PlanReport& report) {
   return text + "\n";
 }
 
-std::string job_verdict_text(const PlanReport& report) {
-  if (report.job_fits.value_or(true)) return "";
-  return "its save, or a resume by as many ranks, does not fit\n";
-}
-
 std::string past_text(const PlanReport& report) {
   return report.past ? fmt::format("\n{}\n", past_run_sentence(report)) : "";
 }
@@ -136,11 +131,18 @@ void alternative_object(JsonWriter& out, const Alternative& of) {
 std::string verdict_text(const PlanReport& report) {
   std::string text = fmt::format("\nbudget {} per node ({}): ", format_size(report.budget->bytes),
                                  report.budget->source);
-  if (!report.refusal) return text + "fits\n";
-  text += fmt::format("does not fit, {} too little\n",
-                      format_size(report.refusal->facts().shortfall_bytes.value_or(0)));
+  const std::string of_job =
+      report.job_fits.value_or(true) ? "" : "a save, or a resume by as many ranks, does not fit\n";
+  if (!report.refusal) {
+    const bool is_all = of_job.empty() && !report.wider_refusal;
+    return text + (is_all ? "fits\n" : "the load fits\n") + of_job;
+  }
+  text += fmt::format("does not fit, {} too little\n{}",
+                      format_size(report.refusal->facts().shortfall_bytes.value_or(0)), of_job);
   for (const Alternative& of : report.alternatives) {
-    text += fmt::format("would fit: {} (node peak {})\n", of.flags, format_size(of.peak_bytes));
+    const int nodes = (report.ranks + of.ranks_per_node - 1) / of.ranks_per_node;
+    text += fmt::format("would fit: {} ({} node(s), peak {})\n", of.flags, nodes,
+                        format_size(of.peak_bytes));
   }
   if (!report.alternatives.empty()) return text;
   return text + "no other strategy, staging, state format or ranks per node fits either\n";
@@ -192,7 +194,7 @@ std::string plan_text(const PlanReport& report) {
                         format_size(of.traffic.exchanged_bytes), peak_cause(of.promise, worst));
   }
   text += job_text(report);
-  if (report.budget && report.fits) text += verdict_text(report) + job_verdict_text(report);
+  if (report.budget && report.fits) text += verdict_text(report);
   text += timeline_text(report) + past_text(report);
   if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
   return text + warnings_text(report.checkpoint.warnings);

@@ -98,6 +98,7 @@ struct DeepSpeedForecast {
   // Bytes per rank: allocated up to the end of a phase; of an owner.
   uint64_t bytes_at(std::string_view phase) const noexcept;
   uint64_t bytes_of(std::string_view owner) const noexcept;
+  uint64_t node_bytes() const noexcept;  // of the largest node, when all has been allocated
   double per_param(uint64_t bytes) const noexcept;
 };
 
@@ -129,6 +130,8 @@ struct PlanReport {
 // `engine_bytes`: of one engine's weights.
 NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64_t engine_bytes,
                            int node);
+// BUDGET unless DeepSpeed's own memory fits the budget. Requires report.budget and deepspeed.
+std::optional<Error> refusal_of_deepspeed(const PlanReport& report);
 // BUDGET unless all holders on each node fit the budget. Requires report.budget, of.timelines.
 std::optional<Error> refusal_of_timelines(const PlanReport& report, const StrategyReport& of);
 std::string plan_json(const PlanReport& report);

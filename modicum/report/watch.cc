@@ -137,7 +137,7 @@ std::string what_would_fit(const WatchRecord& record, const WatchedKill& of) {
   if (others > of.held_bytes) {
     return fmt::format("the other processes held {}", format_size(others));
   }
-  return fmt::format("the same growth once more would need a limit of {}",
+  return fmt::format("the same growth once more would need a limit of at least {}",
                      format_size(of.limit_bytes + of.grew_bytes));
 }
 

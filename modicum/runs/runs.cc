@@ -28,8 +28,10 @@ std::optional<DType> dtype_flag(const std::string& name) {
   if (name.empty()) return std::nullopt;
   const auto dtype = dtype_from_torch_name(name);
   if (!dtype || !is_castable(*dtype)) {
-    fail(Category::usage, fmt::format("dtype '{}' can't be cast to", printable(name)),
-         {.expected = "float32, bfloat16 or float16", .got = printable(name)});
+    fail(Category::usage,
+         fmt::format("{} dtype '{}'", dtype ? "no tensor can be cast to" : "unknown",
+                     printable(name)),
+         {.expected = "float32, bfloat16 or float16 (fp32, bf16, fp16)", .got = printable(name)});
   }
   return dtype;
 }
@@ -266,6 +268,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
   }
   for (StrategyReport& of : report.strategies) of.needed_bytes = needed_bytes;
   if (report.refusal) report.alternatives = would_fit(run, *report.budget);
+  if (report.budget && report.deepspeed) report.wider_refusal = refusal_of_deepspeed(report);
   more(run, report);
   return report;
 }

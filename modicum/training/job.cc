@@ -31,8 +31,9 @@ void add_timelines(const Run& run, const NodeFlags& node, PlanReport& report) {
       of.timelines.push_back(node_timeline(*of.job, node, engine_bytes, n));
     }
     if (!report.budget || of.strategy != report.strategy) continue;
-    report.wider_refusal = refusal_of_timelines(report, of);
-    report.node_fits = !report.wider_refusal;
+    const auto refusal = refusal_of_timelines(report, of);
+    report.node_fits = !refusal;
+    if (refusal) report.wider_refusal = refusal;
   }
 }
 

@@ -180,6 +180,14 @@ def test_too_small_a_budget_is_refused(modicum: Path, moe: Path, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_missing_parent_of_the_output_is_made(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    run_json(modicum, "convert", moe, out)
+    assert (out / "model.safetensors.index.json").is_file() or list(out.glob("*.safetensors"))
+    error = failure(modicum, 13, "convert", moe, tmp_path / "no" / "such" / "out")
+    assert error["category"] == "IO"
+
+
 def twelve_files(directory: Path) -> list[str]:
     """A checkpoint of twelve files, each with a tensor of 8 MiB, and the names of the files."""
     safetensors = pytest.importorskip("safetensors.numpy")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from cage import cage, drop_page_cache, why_no_cage
-from program import Ended, failure, node_peak, run_json, strategy_of
+from program import Ended, failure, node_peak, run, run_json, strategy_of
 
 MIB = 1 << 20
 RANK_KEYS = {
@@ -286,6 +286,10 @@ def test_deepspeed_is_forecast_alongside(modicum: Path, gpt2: Path, tmp_path: Pa
     total = sum(line["bytes"] for line in of["lines"])
     assert of["totals"]["epoch_2"]["rank_bytes"] == total
     assert of["totals"]["epoch_2"]["node_bytes"] == 2 * total
+    for budget, code in ((2 * total, 0), (2 * total - 1, 15)):
+        done = run(modicum, *words, "--workers", 2, "--budget", budget)
+        assert done.code == code
+        assert ("the load fits" in done.stdout) == ("DeepSpeed needs" in done.stderr) == (code > 0)
     assert of["params"] == run_json(modicum, "plan", gpt2)["checkpoint"]["bytes"] // 2
     assert "deepspeed" not in run_json(modicum, "plan", gpt2)
     config["zero_optimization"]["stage3_weird_cache"] = 5
