@@ -195,12 +195,13 @@ def flags_of(text: str) -> Iterator[tuple[str, str]]:
 
 def verb_of(program: Path, name: str) -> Verb:
     text = help_of(program, name, "--help")
-    summary, usage = text.splitlines()[:2]
+    summary, _, rest = text.partition("\nUsage: ")
+    summary, usage = summary.replace("\n", " "), rest.splitlines()[0]
     flags = {}
     for shown, said in flags_of(text):
         shown = re.sub(r"\b(\w+):(?:\1 )?", lambda m: f"{m[1]} ", shown)
         flags[shown] = OF_THIS_MACHINE.get(shown.split()[0], said)
-    return Verb(summary, usage.removeprefix("Usage: "), flags)
+    return Verb(summary, usage, flags)
 
 
 def table(flags: dict[str, str]) -> list[str]:

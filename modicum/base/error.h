@@ -80,7 +80,7 @@ struct Facts {
   std::string expected;
   std::string got;
   std::optional<uint64_t> shortfall_bytes;  // BUDGET only; of the node that lacks most
-  std::vector<Owner> owners;                // BUDGET only, largest first
+  std::vector<Owner> owners;                // BUDGET and NOMEM only, largest first
 };
 
 class Error : public std::exception {

@@ -175,7 +175,8 @@ class ConfigReader {
   static void refuse_auto(std::string_view key, JsonValue& value) {
     if (value.kind() != JsonValue::Kind::string) return;
     fail(Category::unsupported, fmt::format("'{}' is needed for the forecast", printable(key)),
-         {.expected = "a value in ds_config.json, as the Trainer would set it",
+         {.expected = "the Trainer's value in ds_config.json, or in Python "
+                      "modicum.torch.deepspeed.config_of(arguments)",
           .got = fmt::format("\"{}\"", printable(value.string()))});
   }
   static bool flag(std::string_view key, JsonValue& value) {

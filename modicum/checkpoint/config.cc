@@ -69,7 +69,10 @@ class ConfigReader {
   void text_config(JsonValue& value) {
     if (is_absent(value)) return;
     if (value.kind() == Kind::object) {
-      return value.object([this](std::string_view key, JsonValue& v) { model_member(key, v); });
+      in_ = "text_config.";
+      value.object([this](std::string_view key, JsonValue& v) { model_member(key, v); });
+      in_.clear();
+      return;
     }
     const Error what = fault("text_config", "an object", value);
     config_.tie_fault = config_.block_size_fault = what;
@@ -98,7 +101,7 @@ class ConfigReader {
 
   // [rows, columns].
   void block_size(JsonValue& value) {
-    constexpr const char* kKey = "weight_block_size";
+    constexpr const char* kKey = "quantization_config.weight_block_size";
     constexpr const char* kExpected = "two positive integers";
     if (value.kind() != Kind::array) return no_block_size(fault(kKey, kExpected, value));
     const uint64_t offset = value.offset();
@@ -116,13 +119,14 @@ class ConfigReader {
     const MatrixSize size{sizes[0], sizes[1]};
     if (const auto& other = config_.weight_block_size; other && *other != size) {
       return no_block_size(Error(Category::format_schema,
-                                 "the root and text_config have different weight_block_size",
+                                 fmt::format("{} and {}{} differ", size_path_, in_, kKey),
                                  {.file = kConfigFile,
                                   .offset = offset,
                                   .expected = fmt::format("[{}, {}]", (*other)[0], (*other)[1]),
                                   .got = fmt::format("[{}]", got)}));
     }
     config_.weight_block_size = size;
+    size_path_ = in_ + kKey;
   }
 
   // The text of a number; the kind of any other value.
@@ -154,12 +158,12 @@ class ConfigReader {
     return std::string(kKinds.at(static_cast<size_t>(value.kind())));
   }
 
-  static Error fault(std::string_view key, const char* expected, JsonValue& value) {
+  Error fault(std::string_view key, const char* expected, JsonValue& value) const {
     return fault(key, expected, value.offset(), kind_of(value));
   }
-  static Error fault(std::string_view key, const char* expected, uint64_t offset, std::string got) {
+  Error fault(std::string_view key, const char* expected, uint64_t offset, std::string got) const {
     return {Category::format_schema,
-            fmt::format("{} has a wrong value", key),
+            fmt::format("{}{} has a wrong value", in_, key),
             {.file = kConfigFile, .offset = offset, .expected = expected, .got = std::move(got)}};
   }
   void warn(const Error& what) { warnings_.push_back(text_of(what)); }
@@ -167,6 +171,8 @@ class ConfigReader {
   const std::string_view text_;
   std::vector<std::string>& warnings_;
   ModelConfig config_;
+  std::string in_;         // the path of the object that is read: "" or "text_config."
+  std::string size_path_;  // of config_.weight_block_size
 };
 
 }  // namespace

@@ -69,7 +69,10 @@ Source look_into(FileSystem& files, const std::string& directory) {
     const auto listed = std::span(names).first(std::min<size_t>(names.size(), 5));
     fail(Category::io, "no safetensors file in the directory",
          {.file = base_name(directory),
-          .expected = "a .safetensors file",
+          .expected = contains(names, kConfigFile)
+                          ? "a .safetensors file: its header lists the tensors, config.json does "
+                            "not (`modicum synth --sparse` writes files of known models' shapes)"
+                          : "a .safetensors file",
           .got = names.empty() ? "no file"
                                : printable(fmt::format("{}{}", fmt::join(listed, ", "),
                                                        names.size() > 5 ? ", ..." : ""))});
@@ -135,8 +138,8 @@ Source find_source(FileSystem& files, const std::string& path) {
     files.open(path);
   } catch (const Error& error) {
     Facts facts = error.facts();
-    facts.expected =
-        fmt::format("a directory, a file, or ORG/NAME cached in {}", cache_directory());
+    facts.expected = fmt::format(
+        "a directory, a file, or ORG/NAME that hf download has put into {}", cache_directory());
     facts.got = printable(path);
     fail(error.category(), error.what_happened(), std::move(facts));
   }

@@ -109,6 +109,17 @@ TEST(Open, AMissingPathIsAnIoError) {
   EXPECT_NE(failure(files, "/nowhere")->what_happened().find("ENOENT"), std::string::npos);
 }
 
+// Catches: an error that does not say why config.json is not enough for a plan.
+TEST(Open, ADirectoryWithConfigJsonAloneIsRefused) {
+  MemoryFileSystem files;
+  files.put("/m/config.json", R"({"model_type":"llama"})");
+  const auto error = failure(files, "/m");
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->category(), Category::io) << error->what();
+  EXPECT_NE(error->facts().expected.find("config.json does not"), std::string::npos)
+      << error->what();
+}
+
 // Catches: an error for a mistyped path that says only ENOENT.
 TEST(Open, TheErrorForAnUnknownPathListsTheValidForms) {
   MemoryFileSystem files;
@@ -116,7 +127,8 @@ TEST(Open, TheErrorForAnUnknownPathListsTheValidForms) {
   for (const char* path : {"org/name", "name@main", "https://huggingface.co/org/name"}) {
     const auto error = failure(files, path);
     ASSERT_TRUE(error) << path;
-    EXPECT_EQ(error->facts().expected, "a directory, a file, or ORG/NAME cached in /hub");
+    EXPECT_EQ(error->facts().expected,
+              "a directory, a file, or ORG/NAME that hf download has put into /hub");
     EXPECT_EQ(error->facts().got, path);
   }
 }

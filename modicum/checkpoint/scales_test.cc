@@ -107,6 +107,19 @@ constexpr std::array<const char*, 12> kNoBlockSizes = {
     R"({"quantization_config":{"weight_block_size":[128,128]},
         "text_config":{"quantization_config":{"weight_block_size":[64,64]}}})"};
 
+TEST(PairedScales, ARefusedBlockSizeIsNamedByItsPath) {
+  const auto what = [](const char* config) {
+    std::vector<std::string> warnings;
+    return parse_config(config, warnings).block_size_fault->what_happened();
+  };
+  EXPECT_EQ(what(kNoBlockSizes[0]), "quantization_config.weight_block_size has a wrong value");
+  EXPECT_EQ(what(R"({"text_config":{"quantization_config":{"weight_block_size":7}}})"),
+            "text_config.quantization_config.weight_block_size has a wrong value");
+  EXPECT_EQ(what(kNoBlockSizes[11]),
+            "quantization_config.weight_block_size and "
+            "text_config.quantization_config.weight_block_size differ");
+}
+
 TEST(PairedScales, ARefusedBlockSizeIsQuoted) {
   const auto facts = [](const char* config) {
     std::vector<std::string> warnings;

@@ -22,7 +22,7 @@ int run_diff(const Args& args) {
   PosixFileSystem files;
   const Checkpoint a = open_checkpoint(files, of_a);
   const Checkpoint b = open_checkpoint(files, of_b);
-  const int threads = threads_per_rank(flags, 1);
+  const int threads = threads_per_rank(flags.threads, 1);
   require_budget(flags, Purpose::staging, kDiffBytes * static_cast<uint64_t>(threads));
   Progress progress(flags, a.manifest.data_bytes());
   uint64_t done = 0;

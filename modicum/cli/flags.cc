@@ -148,6 +148,27 @@ void take_decimal_numbers(CLI::App& app) {
   }
 }
 
+// `help` with no line over 100 columns. The rest of a row begins where CLI11 begins descriptions.
+std::string wrapped(const std::string& help) {
+  constexpr size_t kColumns = 100;
+  constexpr size_t kDescription = 30;
+  std::string text;
+  for (size_t begin = 0; begin < help.size();) {
+    const size_t end = std::min(help.find('\n', begin), help.size());
+    std::string line = help.substr(begin, end - begin);
+    const size_t indent = line.starts_with("  ") ? kDescription : 0;
+    while (line.size() > kColumns) {
+      const size_t space = line.rfind(' ', kColumns);
+      if (space == std::string::npos || space <= indent) break;
+      text += line.substr(0, space) + "\n";
+      line = std::string(indent, ' ') + line.substr(space + 1);
+    }
+    text += line + "\n";
+    begin = end + 1;
+  }
+  return text;
+}
+
 }  // namespace
 
 std::optional<int> parse(CLI::App& app, const Args& args) {
@@ -158,7 +179,7 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
   try {
     app.parse(std::vector<std::string>(args.rbegin(), args.rend()));
   } catch (const CLI::CallForHelp&) {
-    print(app.help());
+    print(wrapped(app.help()));
     return 0;
   } catch (const CLI::ParseError& error) {
     // An unknown flag is reported first: it may be the reason why a required one is missing.
@@ -209,10 +230,6 @@ void require_cores(const CommonFlags& flags, int ranks) {
        fmt::format("--ranks {} is over {} ranks per usable core; --oversubscribe allows it", ranks,
                    kMaxRanksPerCore),
        {.expected = fmt::format("at most {} ranks", most), .got = fmt::format("{}", ranks)});
-}
-
-int threads_per_rank(const CommonFlags& flags, int ranks) {
-  return flags.threads > 0 ? flags.threads : std::max(1, granted_cpus() / ranks);
 }
 
 void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,

@@ -38,6 +38,7 @@ int run_plan(const Args& args) {
   app.add_option("--report", page, "write the phases on the fullest node as an HTML file");
   if (const auto done = parse(app, args)) return *done;
   of_plan.budget = common.budget;
+  flags.threads = common.threads;
   PosixFileSystem files;
   std::optional<ResultFile> file;
   if (!page.empty()) file.emplace(files, "--report", page);

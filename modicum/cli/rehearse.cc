@@ -24,6 +24,7 @@ struct RehearseFlags {
 RunFlags resumed_flags(const RehearseFlags& flags) {
   RunFlags resumed = flags.run;
   resumed.ranks = *flags.resume_ranks;
+  resumed.threads = flags.common.threads;
   const bool has_mesh = !resumed.mesh.empty() || !resumed.expert_mesh.empty();
   if (resumed.ranks == flags.run.ranks || !has_mesh) return resumed;
   const RunFlags defaults;

@@ -67,7 +67,7 @@ StepTask task_of(const StepFlags& flags, const CLI::App& app) {
   if (params == 0 || params > kMostParams)
     fail(Category::usage, "--params out of range", {.expected = "1 to 2^50", .got = flags.params});
   task.params = static_cast<int64_t>(params);
-  task.threads = threads_per_rank(flags.common, task.ranks);
+  task.threads = threads_per_rank(flags.common.threads, task.ranks);
   task.grad_dtype = dtype_flag(flags.grad_dtype).value_or(DType::f32);
   if (flags.clip) task.max_norm = positive("--clip", *flags.clip);
   if (app.count("--loss-scale") > 0) {

@@ -68,6 +68,11 @@ int run_synth(const Args& args) {
   options.threads = common.threads > 0 ? common.threads : granted_cpus();
   require_budget(common, Purpose::staging, kChunkBytes * static_cast<uint64_t>(options.threads));
   PosixFileSystem files;
+  std::optional<Progress> progress;
+  options.show = [&](uint64_t written_bytes, uint64_t total_bytes) {
+    if (!progress) progress.emplace(common, total_bytes);
+    progress->show(written_bytes);
+  };
   const SynthResult made = write_unless_stopped(files, out, options);
   print_result(
       common, [&] { return json_of(made); }, [&] { return text_of(made, out); });

@@ -64,8 +64,6 @@ std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes);
 void add_oversubscribe_flag(CLI::App& app, CommonFlags& flags);
 // Throws USAGE if `ranks` processes are too many for the machine's cores.
 void require_cores(const CommonFlags& flags, int ranks);
-// The threads of each of `ranks` processes on this machine.
-int threads_per_rank(const CommonFlags& flags, int ranks);
 // Prints json() on stdout with --json, else text(), or nothing with --quiet.
 void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
                   FunctionRef<std::string()> text);

@@ -10,8 +10,9 @@ namespace modicum {
 // `carry_out(task, show)`: `task` is a LoadTask, `show(bytes)` displays progress. Throws BUDGET if
 // the plan does not fit the budget.
 template <typename CarryOut, typename Prepare>
-auto within_budget(const CommonFlags& common, const RunFlags& flags, const CarryOut& carry_out,
+auto within_budget(const CommonFlags& common, RunFlags flags, const CarryOut& carry_out,
                    const Prepare& prepare) {
+  flags.threads = common.threads;
   require_cores(common, flags.ranks);
   PosixFileSystem files;
   Run run = open_run(files, flags);
@@ -25,7 +26,7 @@ auto within_budget(const CommonFlags& common, const RunFlags& flags, const Carry
       common, saturating_mul(run.checkpoint.manifest.data_bytes(), static_cast<uint64_t>(times)));
   const LoadTask task{.run = run,
                       .plan = plan,
-                      .threads = threads_per_rank(common, plan.ranks()),
+                      .threads = plan.options.threads,
                       .budget_bytes = budget ? budget->bytes : 0};
   auto report = carry_out(task, [&progress](uint64_t bytes) { progress.show(bytes); });
   report.budget = budget;

@@ -1,6 +1,7 @@
 // The public header of `io`: files and /proc. Model and checkpoint files are accessed only here.
 #pragma once
 
+#include "modicum/io/blocked_call.h"   // IWYU pragma: export
 #include "modicum/io/file.h"           // IWYU pragma: export
 #include "modicum/io/output_stream.h"  // IWYU pragma: export
 #include "modicum/io/read_text.h"      // IWYU pragma: export

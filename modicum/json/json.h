@@ -22,6 +22,7 @@
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "modicum/base/base.h"
 
@@ -108,6 +109,7 @@ class JsonWriter {
   }
   // The document so far.
   const std::string& text() const noexcept { return text_; }
+  std::string take() noexcept { return std::move(text_); }  // the same, for large documents
 
  private:
   void separate();

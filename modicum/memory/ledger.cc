@@ -20,6 +20,22 @@ namespace {
         .owners = owners_of(owners)});
 }
 
+// Calls `take`, which takes `bytes` for `purpose`. Adds the need and `held` to a NOMEM.
+template <typename Take>
+auto naming_need(Purpose purpose, uint64_t bytes, const Footprint& held, const Take& take) {
+  try {
+    return take();
+  } catch (const Error& error) {
+    if (error.category() != Category::no_memory) throw;
+    Facts facts = error.facts();
+    if (facts.got.empty()) facts.got = fmt::format("{} bytes of {}", bytes, purpose_name(purpose));
+    facts.owners = owners_of(held);
+    fail(error.category(),
+         fmt::format("{}; {} are held", error.what_happened(), format_size(held.total())),
+         std::move(facts));
+  }
+}
+
 }  // namespace
 
 Charge Charge::split(uint64_t bytes) {
@@ -46,9 +62,13 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   return *this;
 }
 
+Buffer Ledger::reserve(Purpose purpose, uint64_t bytes, Fork fork) {
+  return naming_need(purpose, bytes, held(), [&] { return map(purpose, bytes, fork); });
+}
+
 // Books before it maps, so that the limit is not exceeded even briefly. If mapping fails, the
 // Charge returns the entry.
-Buffer Ledger::reserve(Purpose purpose, uint64_t bytes, Fork fork) {
+Buffer Ledger::map(Purpose purpose, uint64_t bytes, Fork fork) {
   if (bytes == 0) return {};
   const std::optional<uint64_t> size = whole_pages(bytes);
   Charge booked = book(purpose, size.value_or(bytes), fork == Fork::inherited);
@@ -58,17 +78,21 @@ Buffer Ledger::reserve(Purpose purpose, uint64_t bytes, Fork fork) {
 
 Buffer Ledger::charge(Purpose purpose, uint64_t bytes, int threads, Poll poll, Fork fork) {
   MODICUM_ASSERT(threads >= 1);
-  Buffer buffer = reserve(purpose, bytes, fork);
-  commit_pages(buffer.bytes(), threads, poll);
-  return buffer;
+  return naming_need(purpose, bytes, held(), [&] {
+    Buffer buffer = map(purpose, bytes, fork);
+    commit_pages(buffer.bytes(), threads, poll);
+    return buffer;
+  });
 }
 
 Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {
   MODICUM_ASSERT(reinterpret_cast<uintptr_t>(part.data()) % kPageBytes == 0);
   MODICUM_ASSERT(part.size() % kPageBytes == 0);
-  Charge booked = book(purpose, part.size());
-  commit_pages(part, 1, kNoPoll);
-  return booked;
+  return naming_need(purpose, part.size(), held(), [&] {
+    Charge booked = book(purpose, part.size());
+    commit_pages(part, 1, kNoPoll);
+    return booked;
+  });
 }
 
 void Ledger::require_room(const Footprint& needed, std::string_view what) const {

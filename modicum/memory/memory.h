@@ -131,7 +131,8 @@ class Ledger {
   // Maps `bytes`, rounded up to whole pages, and commits them on `threads` threads. Zero bytes give
   // an empty Buffer. On failure the ledger is unchanged and nothing stays mapped. Throws BUDGET
   // over the limit (`expected` is the limit, `got` the total that would be held, `owners` the
-  // memory held now), NOMEM if the kernel refuses, and any exception of `poll`. `fork` decides what
+  // memory held now), NOMEM if the kernel refuses (`got` is the need, `owners` as for BUDGET), and
+  // any exception of `poll`. `fork` decides what
   // forked children see: no memory (excluded), the same memory (shared; it stays in the kernel
   // until the last process unmaps it) or a copy (inherited; counts twice).
   Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, Poll poll = kNoPoll,
@@ -164,6 +165,7 @@ class Ledger {
  private:
   friend class Charge;
   Charge book(Purpose purpose, uint64_t bytes, bool is_copied = false);
+  Buffer map(Purpose purpose, uint64_t bytes, Fork fork);
   template <typename T>
   T locked(const T& member) const {
     const std::lock_guard lock(mutex_);

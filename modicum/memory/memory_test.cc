@@ -1,5 +1,6 @@
 #include "modicum/memory/memory.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -190,6 +191,10 @@ TEST(Ledger, AFailedMappingLeavesTheLedgerUnchanged) {
     ASSERT_TRUE(met) << size;
     EXPECT_EQ(met->category(), Category::no_memory) << met->what();
     EXPECT_EQ(ledger.held().total(), kPageBytes);
+    EXPECT_EQ(met->facts().got, fmt::format("{} bytes of shards", size - kPageBytes));
+    EXPECT_NE(met->what_happened().find("; 4.00 KiB are held"), std::string::npos) << met->what();
+    ASSERT_EQ(met->facts().owners.size(), 1U);
+    EXPECT_EQ(met->facts().owners[0].bytes, kPageBytes);
   }
 }
 

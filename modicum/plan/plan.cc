@@ -122,8 +122,7 @@ Staging divide_staging(const Plan& plan) {
   if (!streams && !casts_in_slot) return staging;
   staging.total_bytes += left;
   staging.table_bytes = streams ? round_up(kReadTableRows * sizeof(Transfer), kPageBytes) : 0;
-  // Slots over 1 MiB don't fit into the CPU's caches, which made loads up to 40 % slower.
-  staging.slot_bytes = std::min(1 * kMiB, (left - staging.table_bytes) / kPageBytes * kPageBytes);
+  staging.slot_bytes = std::min(kSlotBytes, (left - staging.table_bytes) / kPageBytes * kPageBytes);
   // A cast within the slot needs room for its input (the tile) and its output, which is at most
   // four times as large. So the tile is a fifth of the slot.
   staging.tile_bytes = casts_in_slot ? staging.slot_bytes / 5 / 64 * 64 : staging.slot_bytes;
@@ -145,6 +144,11 @@ Promise promise_of(const Plan& plan) {
   const uint64_t of_reader = RankWindow(plan, 0).bytes();
   const uint64_t of_others = RankWindow(plan, plan.ranks() - 1).bytes();
   std::map<uint64_t, uint64_t> shards_of_class;
+  const int threads = plan.options.threads;
+  const auto add = [&phases](size_t phase, Footprint of_rank, int of_threads) {
+    of_rank[Purpose::process] += thread_bytes(of_threads);
+    phases[phase].of_rank.push_back(of_rank);
+  };
   for (int rank = 0; rank < plan.ranks(); ++rank) {
     Footprint open;
     if (!plan.options.baseline_of.empty()) {
@@ -161,28 +165,29 @@ Promise promise_of(const Plan& plan) {
     load[Purpose::window] = reads_storage(plan, rank) ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
     load[Purpose::init] = plan.options.init_bytes;
-    phases[kOpenPhase].of_rank.push_back(open);
-    phases[kLoadPhase].of_rank.push_back(load);
-    phases[kHoldPhase].of_rank.push_back(hold);
+    add(kOpenPhase, open, 1);
+    add(kLoadPhase, load, plan.staging.workers_of(threads));
+    add(kHoldPhase, hold, 1);
     // The ring's shared pages stay until the launcher ends.
     hold[Purpose::staging] = plan.staging.ring_part_bytes;
+    Footprint trained = hold;
     for (size_t i = 0; i < plan.options.after.size(); ++i) {
-      Footprint after = hold;
-      after += plan.options.after[i].of_rank.at(static_cast<size_t>(rank));
-      phases[kLoadPhases + i].of_rank.push_back(after);
+      trained = hold;
+      trained += plan.options.after[i].of_rank.at(static_cast<size_t>(rank));
+      add(kLoadPhases + i, trained, threads);
     }
-    const Footprint trained = plan.options.after.empty() ? hold : phases[last].of_rank.back();
     size_t next = last;
     if (plan.options.save) {
       Footprint save = trained;
       save += *plan.options.save;
       save[Purpose::staging] += round_up(plan.options.staging_bytes, kPageBytes);
-      phases[++next].of_rank.push_back(save);
+      const uint64_t workers = std::max<uint64_t>(1, plan.options.staging_bytes / kSlotBytes);
+      add(++next, save, static_cast<int>(std::min(workers, static_cast<uint64_t>(threads))));
     }
     if (plan.options.resume) {
       Footprint resume = trained;
       resume += *plan.options.resume;
-      phases[++next].of_rank.push_back(resume);
+      add(++next, resume, threads);
     }
   }
   const uint64_t of_each = plan.options.baseline_of.empty() ? plan.options.baseline_bytes : 0;

@@ -230,8 +230,16 @@ class Supervisor {
       board_.beat(rank, 0);
       return;
     }
-    blame(Category::stall, rank,
-          fmt::format("made no progress for {} s", 2 * options_.stall_limit_ns / kNsPerSecond));
+    Error stalled = blame_for(
+        Category::stall, rank,
+        fmt::format("made no progress for {} s", 2 * options_.stall_limit_ns / kNsPerSecond));
+    if (const auto call = blocked_call(child.pid)) {
+      Facts facts = stalled.facts();
+      facts.file = call->file;
+      facts.offset = call->offset;
+      stalled = Error(stalled.category(), stalled.what_happened(), std::move(facts));
+    }
+    blame(stalled);
   }
 
   void judge_end(int rank, int status) {

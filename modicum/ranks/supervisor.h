@@ -16,7 +16,7 @@ constexpr int kMaxRanksPerCore = 16;
 struct SuperviseOptions {
   // After this long without a heartbeat, outside a barrier, a rank's memory size is checked. The
   // rank has stalled (STALL) if the size is the same as at its previous check; the first such
-  // check only records it.
+  // check only records it. The error names the file that the rank waits for, and the offset there.
   int64_t stall_limit_ns = 60 * kNsPerSecond;
   // A rank stopped (SIGSTOP) for less than this is tolerated.
   int64_t stop_grace_ns = 2 * kNsPerSecond;

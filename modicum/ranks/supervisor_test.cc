@@ -1,12 +1,18 @@
 // Every test forks, so this program must stay single-threaded.
 #include "modicum/ranks/supervisor.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <fstream>
@@ -15,6 +21,8 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "modicum/io/temp_dir_double.h"
 
 namespace modicum {
 namespace {
@@ -230,6 +238,36 @@ TEST_F(Supervised, ASilentRankHasStalled) {
                  hang();
                },
                {.stall_limit_ns = 200 * kNsPerMs});
+}
+
+// A pread that never returns, as on storage that hangs: the kernel asks a listener, which does not
+// answer. Ends with exit code 3 if it can't be made.
+[[noreturn]] void hang_in_pread(const std::string& path, off_t offset) {
+  std::array<sock_filter, 4> filter = {{BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0),
+                                        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pread64, 0, 1),
+                                        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_USER_NOTIF),
+                                        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)}};
+  const sock_fprog program{filter.size(), filter.data()};
+  const int file = open(path.c_str(), O_RDONLY);
+  prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0);
+  if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, SECCOMP_FILTER_FLAG_NEW_LISTENER, &program) >=
+      0) {
+    char byte = 0;
+    static_cast<void>(!pread(file, &byte, 1, offset));
+  }
+  _exit(3);
+}
+
+TEST_F(Supervised, AStallNamesTheFileAndTheOffset) {
+  const TempDir directory;
+  const std::string path = directory.path() + "/model-00001.safetensors";
+  std::ofstream(path) << "slow";
+  const auto failure = failure_of(1, [&](SharedBoard&, int) { hang_in_pread(path, 5'000'000'000); },
+                                  {.stall_limit_ns = 200 * kNsPerMs});
+  ASSERT_TRUE(failure.has_value());
+  ASSERT_EQ(failure->category(), Category::stall) << failure->what();
+  EXPECT_EQ(failure->facts().file, "model-00001.safetensors") << failure->what();
+  EXPECT_EQ(failure->facts().offset, 5'000'000'000U) << failure->what();
 }
 
 // While the kernel commits its memory, a rank sends no heartbeats, but its size changes.

@@ -77,7 +77,11 @@ RecipeBuilder::RecipeBuilder(const Manifest& manifest, bool unties)
     : manifest_(manifest),
       unties_(unties),
       by_name_(sorted_names(manifest)),
-      used_(manifest.tensors.size()) {}
+      used_(manifest.tensors.size()) {
+  // Outgrown vectors would leave holes in the heap, between the blocks of names and shapes.
+  recipe_.nodes.reserve(manifest.tensors.size());
+  recipe_.targets.reserve(manifest.tensors.size());
+}
 
 uint32_t RecipeBuilder::push(Node added) {
   require_countable(added);

@@ -328,6 +328,19 @@ TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   EXPECT_EQ(category_of([&] { parse_recipe("{}", manifest); }), Category::mismatch);
 }
 
+TEST(Recipe, ATargetOrAliasWithoutANameIsRefused) {
+  const Manifest manifest = manifest_of({{"a", {2, 3}}});
+  const std::string node = R"({"op":"stored","name":"a"})";
+  for (const std::string& targets :
+       {R"("":)" + node, R"("a":)" + node + R"(,"":{"op":"alias","of":"a"})"}) {
+    EXPECT_EQ(category_of([&] {
+                parse_recipe(R"({"targets":{)" + targets + R"(},"unused":[]})", manifest);
+              }),
+              Category::mismatch)
+        << targets;
+  }
+}
+
 TEST(Recipe, DtypesAreSetOnCastableTargets) {
   Manifest manifest = manifest_of({{"w", {2}}, {"norm.scale", {2}}, {"ids", {2}}}, DType::bf16);
   manifest.tensors[2].spec.dtype = DType::i64;

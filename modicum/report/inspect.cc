@@ -77,7 +77,7 @@ std::string inspect_json(const Checkpoint& checkpoint) {
   out.end_array();
   tensor_objects(manifest, out);
   warnings_member(out, checkpoint.warnings);
-  return out.end_object().text();
+  return out.end_object().take();
 }
 
 std::string inspect_text(const Checkpoint& checkpoint, bool verbose) {

@@ -175,6 +175,18 @@ std::string plan_json(const PlanReport& report) {
   return out.end_object().text();
 }
 
+namespace {
+
+// The cause of the peak for a table, whose lines have at most 120 columns: the second owner is left
+// out if it does not fit.
+std::string short_cause(const Promise& promise, int node) {
+  constexpr size_t kColumns = 39;
+  const std::string cause = peak_cause(promise, node);
+  return cause.size() <= kColumns ? cause : cause.substr(0, cause.find(','));
+}
+
+}  // namespace
+
 std::string plan_text(const PlanReport& report) {
   std::string text = fmt::format("{} in {} tensors, {} file(s); {} rank(s)\n\n",
                                  format_size(report.checkpoint.bytes), report.checkpoint.tensors,
@@ -191,7 +203,7 @@ std::string plan_text(const PlanReport& report) {
                         format_size(of.promise.node_peak_bytes(worst)), format_size(largest),
                         format_size(of.traffic.storage_read_bytes),
                         fmt::format("{:.3f}", of.overread_ratio()),
-                        format_size(of.traffic.exchanged_bytes), peak_cause(of.promise, worst));
+                        format_size(of.traffic.exchanged_bytes), short_cause(of.promise, worst));
   }
   text += job_text(report);
   if (report.budget && report.fits) text += verdict_text(report);
@@ -252,11 +264,11 @@ std::string load_text(const LoadReport& report) {
   const uint64_t read = sum_over(report, &RankOutcome::storage_read_bytes);
   std::string text = report.resumed ? resumed_text(*report.resumed) : "";
   text +=
-      fmt::format("{}: {} loaded in {:.2f} s, {} read ({:.3f} x checkpoint); coverage proven{}\n\n",
+      fmt::format("{}: {} loaded in {:.2f} s, {} read ({:.3f} x checkpoint); coverage proven\n{}\n",
                   report.strategy, format_size(loaded), report.elapsed_s, format_size(read),
                   static_cast<double>(read) /
                       static_cast<double>(std::max<uint64_t>(1, report.checkpoint.bytes)),
-                  report.checked ? fmt::format("; values ok ({:.2f} s)", report.check_s) : "");
+                  report.checked ? fmt::format("values ok ({:.2f} s)\n", report.check_s) : "");
   text +=
       outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
   text += budget_text(report.budget);
@@ -285,14 +297,16 @@ std::string error_json(const Error& error) {
     out.member("shortfall_bytes", *facts.shortfall_bytes);
     const auto integer = [](const std::string& digits) { return uint64_t{std::stoull(digits)}; };
     out.member("expected", integer(facts.expected)).member("got", integer(facts.got));
+  } else {
+    text("expected", facts.expected);
+    text("got", facts.got);
+  }
+  if (facts.shortfall_bytes || !facts.owners.empty()) {
     out.key("owners").begin_array();
     for (const Owner& owner : facts.owners) {
       out.begin_object().member("purpose", owner.purpose).member("bytes", owner.bytes).end_object();
     }
     out.end_array();
-  } else {
-    text("expected", facts.expected);
-    text("got", facts.got);
   }
   return out.end_object().end_object().text();
 }

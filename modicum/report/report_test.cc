@@ -178,7 +178,8 @@ TEST(LoadReport, TextHasPromiseAndOutcome) {
   report.budget = Budget{kGiB, "MemAvailable"};
   EXPECT_EQ(load_text(report),
             "own-shard: 300.00 MiB loaded in 1.25 s, 300.00 MiB read (1.000 x checkpoint); "
-            "coverage proven; values ok (0.50 s)\n"
+            "coverage proven\n"
+            "values ok (0.50 s)\n"
             "\n"
             "             promised       ledger       kernel  unexplained   page cache\n"
             "rank 0     110.00 MiB   108.00 MiB   111.00 MiB    +1.00 MiB    16.00 MiB\n"

@@ -13,6 +13,10 @@ int nodes_of(const RunFlags& flags) noexcept {
   return static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node.value_or(flags.ranks)));
 }
 
+int threads_per_rank(int asked, int ranks) {
+  return asked > 0 ? asked : std::max(1, granted_cpus() / ranks);
+}
+
 std::optional<Budget> budget_of(const std::string& flag, int nodes) {
   if (flag == "none") return std::nullopt;
   if (flag != "auto") return Budget{parse_size(flag), std::string(kFlagSource)};
@@ -122,6 +126,7 @@ PlanOptions options_of(const RunFlags& flags) {
                          : Destination::copy};
   options.staging_bytes = flags.staging.empty() ? kDefaultStagingBytes : parse_size(flags.staging);
   if (!flags.baseline.empty()) options.baseline_bytes = parse_size(flags.baseline);
+  options.threads = threads_per_rank(flags.threads, flags.ranks);
   return options;
 }
 

@@ -52,7 +52,11 @@ struct RunFlags {
   std::string destination = "cpu";
   std::string staging;
   std::string baseline;
+  int threads = 0;  // of each rank; 0: threads_per_rank
 };
+// The threads of each of `ranks` processes on this machine: `asked`, or if that is 0, its CPUs
+// divided by the ranks.
+int threads_per_rank(int asked, int ranks);
 
 // A run before its plan: the opened checkpoint, the recipe, the layout and the options.
 struct Run {

@@ -46,9 +46,7 @@ std::vector<Owner> owners_of(const Footprint& footprint) {
 }
 
 int Promise::nodes() const noexcept {
-  uint32_t last = 0;
-  for (const uint32_t node : node_of_rank) last = std::max(last, node + 1);
-  return static_cast<int>(last);
+  return node_of_rank.empty() ? 0 : static_cast<int>(node_of_rank.back()) + 1;
 }
 
 Promise make_promise(std::vector<Phase> charged, uint64_t process_bytes, int ranks_per_node) {
@@ -88,8 +86,11 @@ uint64_t Promise::ledger_limit_bytes(int rank) const noexcept {
 Footprint Promise::on_node(int node, const Phase* phase) const noexcept {
   Footprint sum;
   sum[Purpose::process] = launcher_bytes;
-  for (int rank = 0; rank < ranks(); ++rank) {
-    if (!is_on(node, rank)) continue;
+  // make_promise numbers the nodes in the order of the ranks.
+  const auto of_node =
+      std::equal_range(node_of_rank.begin(), node_of_rank.end(), static_cast<uint32_t>(node));
+  for (auto at = of_node.first; at != of_node.second; ++at) {
+    const auto rank = static_cast<int>(at - node_of_rank.begin());
     sum += (phase != nullptr ? *phase : peak_phase(rank)).of_rank[static_cast<size_t>(rank)];
   }
   return sum;
@@ -104,6 +105,10 @@ std::vector<uint64_t> Promise::node_peaks() const {
     peak = saturating_add(peak, rank_peak_bytes(rank));
   }
   return peaks;
+}
+
+uint64_t thread_bytes(int threads) noexcept {
+  return static_cast<uint64_t>(std::max(0, threads - kBaselineThreads)) * kThreadBytes;
 }
 
 uint64_t page_table_bytes(uint64_t mapped_bytes) noexcept {

@@ -84,6 +84,12 @@ struct Promise {
 constexpr uint64_t kLauncherBytes = 8 * kMiB;
 // The memory of a rank process before Modicum allocates.
 constexpr uint64_t kBaselineBytes = 2 * kMiB;
+// What a thread holds: the touched pages of its stack, and their page table.
+constexpr uint64_t kThreadBytes = 24 * kKiB;
+// As many threads have room in kBaselineBytes.
+constexpr int kBaselineThreads = 64;
+// The memory of a rank's `threads` that kBaselineBytes has no room for.
+uint64_t thread_bytes(int threads) noexcept;
 
 // Makes a promise of phases that list each rank's charges. Adds `process_bytes` and page tables to
 // each rank. With `ranks_per_node` 0, all ranks are on one node.

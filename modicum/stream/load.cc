@@ -59,7 +59,7 @@ class Load {
     }
     staging_ = ledger.charge(Purpose::staging, staging.total_bytes - staging.ring_part_bytes,
                              threads, poll);
-    workers_ = staging.workers == 0 ? threads : std::min(threads, staging.workers);
+    workers_ = staging.workers_of(threads);
   }
 
   std::span<std::byte> share_of(int worker) const noexcept {

@@ -27,6 +27,24 @@ int64_t elements_per_chunk(DType dtype) {
   return kChunkBytes * 8 / bits_per_element(dtype) / granule * granule;
 }
 
+uint64_t bytes_to_write(const FileSpecs& shards, const SynthMark& mark) {
+  uint64_t bytes = 0;
+  for (const std::vector<TensorSpec>& tensors : shards) {
+    for (const TensorSpec& spec : tensors) {
+      for (const ElementRange& range : synth_written(mark, spec, 0, numel_of(spec.shape))) {
+        bytes += bytes_of(spec.dtype, range.end - range.begin);
+      }
+    }
+  }
+  return bytes;
+}
+
+// The progress over all files.
+struct Written {
+  const uint64_t total_bytes;
+  uint64_t bytes = 0;
+};
+
 std::vector<Chunk> chunks_of(std::span<const TensorSpec> tensors, const SynthMark& mark) {
   std::vector<Chunk> chunks;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -45,19 +63,17 @@ std::vector<Chunk> chunks_of(std::span<const TensorSpec> tensors, const SynthMar
 class Filling {
  public:
   Filling(SafetensorsWriter& writer, std::span<const TensorSpec> tensors, const SynthMark& mark,
-          const SynthOptions& options)
+          const SynthOptions& options, Written& written)
       : writer_(writer),
         tensors_(tensors),
         mark_(mark),
         options_(options),
+        written_(written),
         chunks_(chunks_of(tensors, mark)) {}
 
-  // Returns the bytes written.
-  uint64_t run() {
+  void run() {
     const auto workers = std::min<size_t>(static_cast<size_t>(options_.threads), chunks_.size());
-    if (workers == 0) return 0;
-    run_workers(static_cast<int>(workers), [this](int) { work(); });
-    return written_bytes_;
+    if (workers > 0) run_workers(static_cast<int>(workers), [this](int) { work(); });
   }
 
  private:
@@ -79,17 +95,18 @@ class Filling {
     synth_expected(mark_, spec, chunk.elements.begin, n, slot.data());
     const std::lock_guard lock(mutex_);
     writer_.write(chunk.tensor, bytes_of(spec.dtype, chunk.elements.begin), slot);
-    written_bytes_ += slot.size();
+    written_.bytes += slot.size();
+    options_.show(written_.bytes, written_.total_bytes);
   }
 
   SafetensorsWriter& writer_;
   std::span<const TensorSpec> tensors_;
   const SynthMark& mark_;
   const SynthOptions& options_;
+  Written& written_;
   std::vector<Chunk> chunks_;
   std::atomic<size_t> next_ = 0;
   std::mutex mutex_;
-  uint64_t written_bytes_ = 0;
 };
 
 // Creates a directory and files in it. The destructor removes them unless finish() has returned.
@@ -180,15 +197,17 @@ SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOp
 
   NewDirectory directory(files, out);
   SynthResult result;
+  Written written{bytes_to_write(shards, mark)};
   result.files = shards.size();
   for (size_t i = 0; i < shards.size(); ++i) {
     SafetensorsWriter writer(files, directory.add(shard_name(i, shards.size())), shards[i],
                              synth_metadata(mark));
-    result.written_bytes += Filling(writer, shards[i], mark, options).run();
+    Filling(writer, shards[i], mark, options, written).run();
     writer.finish();
     result.tensors += shards[i].size();
     result.data_bytes += writer.data_bytes();
   }
+  result.written_bytes = written.bytes;
   if (shards.size() > 1) {
     directory.add_text(kIndexFile, index_of(shards, result.data_bytes));
   }

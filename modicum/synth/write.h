@@ -22,6 +22,9 @@ struct SynthOptions {
   int threads = 1;
   // Called by every thread before each chunk of at most 4 MiB. An exception aborts write_synth.
   std::function<void()> check = [] {};
+  // Called after each chunk, by one thread at a time.
+  std::function<void(uint64_t written_bytes, uint64_t total_bytes)> show = [](uint64_t, uint64_t) {
+  };
 };
 
 struct SynthResult {

@@ -84,9 +84,11 @@ class LoadRank {
     load.load();
     if (task_.run.optimizer) {
       load.book_what_stays();
-      gradients_.emplace(0, task_.threads, of_.ledger);
-      optimizer_.emplace(trained_of(task_.run, task_.plan, rank_, load.shards()), *gradients_,
-                         of_.ledger, task_.threads);
+      naming_phase("step", [&] {
+        gradients_.emplace(0, task_.threads, of_.ledger);
+        optimizer_.emplace(trained_of(task_.run, task_.plan, rank_, load.shards()), *gradients_,
+                           of_.ledger, task_.threads);
+      });
     }
     board_.barrier(rank_);  // all ranks hold their shards until the last rank has loaded
     load.note_peaks();

@@ -13,6 +13,10 @@ namespace modicum {
 struct LoadWorld : World {
   explicit LoadWorld(const LoadTask& of) : World(of.plan.ranks()), task(of), rings(of.plan) {
     budget_bytes = of.budget_bytes;
+    const Promise& promise = of.plan.promise;
+    const int node = worst_node(promise);
+    need = fmt::format("the plan needs {} ({})", format_size(promise.node_peak_bytes(node)),
+                       peak_cause(promise, node));
   }
 
   const LoadTask& task;

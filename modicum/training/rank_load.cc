@@ -36,8 +36,9 @@ RankLoad::RankLoad(const RankLoadTask& task, HostSink::Given given, HostSink::Co
 
 void RankLoad::load() {
   if (task_.check) shards_.poison([this] { task_.at.board->check(); });
-  static_cast<LoadOutcome&>(outcome_) =
-      modicum::load(task_.checkpoint, task_.plan, task_.at, shards_, task_.options);
+  static_cast<LoadOutcome&>(outcome_) = naming_phase("load", [this] {
+    return modicum::load(task_.checkpoint, task_.plan, task_.at, shards_, task_.options);
+  });
   outcome_.loaded_ns = task_.clock.now_ns();
   outcome_.ledger_peak_bytes = task_.at.ledger->peak_since_mark() - held_before_;
   phase_.end();

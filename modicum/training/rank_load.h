@@ -2,7 +2,10 @@
 // `training`.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <cstdint>
+#include <string_view>
 
 #include "modicum/report/report.h"
 #include "modicum/stream/stream.h"
@@ -18,6 +21,18 @@ struct RankLoadTask {
   LoadOptions options;
   bool check = false;  // poison the destination first, so that `check_values` finds gaps
 };
+
+// Calls `act`. Adds the phase to an error NOMEM.
+template <typename Act>
+auto naming_phase(std::string_view phase, const Act& act) {
+  try {
+    return act();
+  } catch (const Error& error) {
+    if (error.category() != Category::no_memory) throw;
+    fail(error.category(), fmt::format("in phase {}: {}", phase, error.what_happened()),
+         error.facts());
+  }
+}
 
 // Construct, then call load(), then any other function. Not thread-safe.
 class RankLoad {

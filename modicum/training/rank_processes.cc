@@ -7,19 +7,28 @@
 
 namespace modicum {
 
+namespace {
+
+uint64_t progress_of(const SharedBoard& board) {
+  uint64_t bytes = 0;
+  for (int rank = 0; rank < board.ranks(); ++rank) bytes += board.progress(rank);
+  return bytes;
+}
+
+}  // namespace
+
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show) {
   SuperviseOptions options;
-  options.tick = [&board = world.board, show] {
-    uint64_t bytes = 0;
-    for (int rank = 0; rank < board.ranks(); ++rank) bytes += board.progress(rank);
-    show(bytes);
-  };
+  options.tick = [&board = world.board, show] { show(progress_of(board)); };
   options.grace_ns = world.grace_ns;
-  options.out_of_memory = [before = oom_kill_count()] {
+  options.out_of_memory = [&world, before = oom_kill_count()] {
     if (oom_kill_count() == before) return std::string();
     const std::vector<MemoryLimit> limits = memory_limits();
-    if (limits.empty()) return std::string("the kernel counted an out-of-memory kill");
-    return fmt::format("{} allows {}", limits[0].source, format_size(limits[0].limit_bytes));
+    std::string how = limits.empty() ? "the kernel counted an out-of-memory kill"
+                                     : fmt::format("{} allows {}", limits[0].source,
+                                                   format_size(limits[0].limit_bytes));
+    if (!world.need.empty()) how += "; " + world.need;
+    return fmt::format("{}; {} had been read", how, format_size(progress_of(world.board)));
   };
   auto reporting = [&world, body](int rank) {
     world.own_report.begin([] { return read_pss(getpid()).value_or(0); });

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,12 +28,13 @@ struct World {
   int64_t begin_ns = 0;               // time just before the first fork
   std::function<int64_t()> grace_ns;  // see SuperviseOptions
   uint64_t budget_bytes = 0;          // budget of the node, for the report; 0: none
+  std::string need;                   // of memory, for an error; empty: unknown
   OwnReport own_report;               // each rank's process has its copy
   CgroupPeak cgroup_peak;             // since construction
 };
 
 // Calls run_ranks, and `show` with the progress. If the kernel's OOM killer has killed a rank, the
-// error names the memory limit.
+// error names the memory limit, `world.need` and the progress.
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show);
 
 // Runs Rank(world, rank).live() in a process per rank, and returns the results, which must be plain

@@ -176,7 +176,7 @@ Promise promise_of(const StepTask& task, uint64_t copy_bytes) {
     step[Purpose::process] = children_bytes;
     phases[2].of_rank.push_back(step);
   }
-  return make_promise(std::move(phases));
+  return make_promise(std::move(phases), kBaselineBytes + thread_bytes(task.threads));
 }
 
 // The memory of each rank's buffers for the memcpy that steps are compared with: the full size, or

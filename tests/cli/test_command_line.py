@@ -3,7 +3,8 @@
 Must fail for these mutants: an empty value treated as an absent flag; a regular expression that
 matches no tensor; a number parsed as octal; exit code 0 for a plan that does not fit; a suggested
 alternative that does not fit; exit code 0 after lost output; output written into a file that reused
-the number of a closed descriptor; more ranks than the machine can start.
+the number of a closed descriptor; more ranks than the machine can start; a target without a name; a
+table that is wider than a terminal; a synth without progress.
 """
 
 import json
@@ -16,7 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import STRATEGIES, failure, node_peak, run, run_json, strategy_of
+from program import (
+    STRATEGIES,
+    failure,
+    node_peak,
+    run,
+    run_json,
+    stored,
+    strategy_of,
+    write_recipe,
+)
 
 
 @pytest.fixture(scope="module")
@@ -298,6 +308,72 @@ def test_lost_stderr_is_no_error(modicum: Path, moe: Path, tmp_path: Path) -> No
         assert shell(modicum, quiet, "load", moe, "--progress", "plain", "--budget", 5) == 15
         assert shell(modicum, quiet, "plan", tmp_path / "nowhere") == 13
         assert shell(modicum, quiet, "lod") == 2
+
+
+def test_a_plan_from_config_json_alone_is_refused(modicum: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    error = failure(modicum, 13, "plan", tmp_path)
+    assert "config.json does not" in error["expected"]
+    assert "modicum synth" in error["expected"]
+
+
+def test_a_name_that_is_not_cached_is_refused(modicum: Path) -> None:
+    error = failure(modicum, 13, "plan", "organisation/no-such-model")
+    assert "ORG/NAME that hf download has put into " in error["expected"]
+    assert error["got"] == "organisation/no-such-model"
+
+
+def test_a_target_without_a_name_is_refused(modicum: Path, dense: Path, tmp_path: Path) -> None:
+    names = [t["name"] for t in run_json(modicum, "inspect", dense)["tensors"]]
+    recipe = write_recipe(tmp_path / "r.json", {"": stored(names[0])}, names[1:])
+    for verb in ("plan", "load"):
+        error = failure(modicum, 2, verb, dense, "--recipe", recipe)
+        assert error["category"] == "MISMATCH" and error["file"] == "r.json"
+
+
+def test_auto_in_a_ds_config_names_what_resolves_it(
+    modicum: Path, dense: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"train_batch_size": "auto", "bf16": {"enabled": "auto"}}')
+    error = failure(modicum, 2, "plan", dense, "--deepspeed", config)
+    assert error["got"] == '"auto"' and "'train_batch_size'" in error["message"]
+    assert "modicum.torch.deepspeed.config_of(arguments)" in error["expected"]
+
+
+TABLE_COLUMNS = 120
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--ranks", 64, "--ranks-per-node", 8, "--optimizer", "adamw:int8-moments-24"),
+        ("plan", "--ranks", 256, "--baseline", "1000GiB", "--staging", "1000GiB"),
+        ("plan", "--baseline", "1000MiB", "--staging", "1000MiB"),
+        ("plan", "--ranks", 8, "--budget", 5),
+        ("load", "--ranks", 2, "--strategy", "replica-striped", "--check", "values", "--digest"),
+        ("load", "--optimizer", "adamw:int8-moments-24", "--strategy", "rank0-broadcast"),
+    ],
+    ids=lambda words: " ".join(map(str, words)),
+)
+def test_text_fits_a_terminal(modicum: Path, moe: Path, words: tuple[Any, ...]) -> None:
+    """Also with the longest names and figures."""
+    verb, *flags = words
+    text = run(modicum, verb, moe, *flags).stdout
+    assert len(text.splitlines()) > 5
+    assert [line for line in text.splitlines() if len(line) > TABLE_COLUMNS] == []
+
+
+def test_synth_shows_its_progress(modicum: Path, tmp_path: Path) -> None:
+    words = ("synth", tmp_path / "m", "--arch", "gpt2", "--layers", 1, "--threads", 1)
+    done = run(modicum, *words, "--progress", "plain", "--shard-size", "50MB")
+    assert done.code == 0 and len(list((tmp_path / "m").glob("*.safetensors"))) > 1
+    shown = re.findall(r"^(.*) of (.*), .*/s, \d+ s left$", done.stderr, re.M)
+    assert shown, done.stderr
+    ((first, total), *_) = shown
+    assert first == "4.00 MiB"
+    assert f"{total} in " in done.stdout
+    assert run(modicum, *words[:1], tmp_path / "n", *words[2:]).stderr == ""
 
 
 def test_progress_has_a_rate_only_after_the_first_bytes(modicum: Path, moe: Path) -> None:

@@ -94,6 +94,16 @@ def test_verb_help_lists_flags(modicum: Path, verb: str) -> None:
     assert {flag for flag in flags if flag not in done.stdout} == set()
 
 
+COLUMNS = 100
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_fits_a_terminal(modicum: Path, verb: str) -> None:
+    text = run(modicum, verb, "--help").stdout
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+    assert "--progress" in text and "this list" in text
+
+
 @pytest.mark.parametrize(
     ("words", "nearest"),
     [

@@ -2,12 +2,15 @@
 and tests it as the limit of a cgroup.
 
 Must fail for these mutants: a rank's prediction one page short; memory that is held and not
-charged; a window that outlives its use; a refusal after the first read of data.
+charged; a window that outlives its use; a refusal after the first read of data; threads that are
+not predicted; a kill that says nothing of the need.
 """
 
 import json
+import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,6 +94,66 @@ def test_promise_is_kept_and_close(modicum: Path, qwen25: Path, flags: tuple[Any
     assert_kept(run_json(modicum, "load", qwen25, "--ranks", 4, *flags))
 
 
+@pytest.mark.parametrize("threads", (64, 768))
+def test_promise_covers_the_stacks_of_threads(modicum: Path, tmp_path: Path, threads: int) -> None:
+    """Of loads, steps and a save with many threads, and of the ranks that resume."""
+    directory = tmp_path / "gpt2"
+    run_json(modicum, "synth", directory, "--arch", "gpt2", "--layers", 2, "--sparse")
+    words = (directory, "--threads", threads)
+    loaded = run_json(modicum, "load", *words, "--strategy", "full-per-rank")
+    assert_covered(loaded["ranks"], threads)
+    words += ("--dtype", "bf16", "--optimizer", "adamw:int8-moments", "--steps", 2)
+    for phase in run_json(modicum, "rehearse", *words, "--save", tmp_path / "root")["phases"]:
+        assert_covered(phase["ranks"], threads)
+
+
+def assert_covered(ranks: list[dict[str, Any]], threads: int) -> None:
+    """Asserts that memory is not above the prediction, and below it by at most the usual margin and
+    the promise for stacks."""
+    for rank in ranks:
+        promised, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
+        stacks = max(0, threads - 64) * 24 * 1024
+        assert 0 <= promised - held <= 0.03 * promised + 2 * MIB + stacks, rank
+
+
+# ---- of a huge header
+
+PEAK = """
+import os, resource, sys
+pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
+print(os.wait4(pid, 0)[2].ru_maxrss * 1024, file=sys.stderr)
+"""
+HEADER_TENSORS = 150_000
+
+
+@pytest.fixture(scope="module")
+def bomb(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A header of 8 MB whose tensors are empty and have short names."""
+    file = tmp_path_factory.mktemp("bomb") / "model.safetensors"
+    entry = '"{:x}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
+    header = "{" + ",".join(entry.format(i) for i in range(HEADER_TENSORS)) + "}"
+    file.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    return file
+
+
+@pytest.mark.parametrize(
+    ("words", "factor"),
+    [(("inspect",), 4), (("inspect", "--json"), 7), (("plan", "-q"), 8)],
+    ids=["inspect", "inspect --json", "plan"],
+)
+def test_memory_for_a_header_is_bounded(
+    modicum: Path, bomb: Path, words: tuple[str, ...], factor: int
+) -> None:
+    """The factors of docs/internals/memory.md, and 8 MiB for the process itself. A small process
+    starts the program, since the kernel's maximum includes the memory of the one that did."""
+    command = [sys.executable, "-S", "-E", "-c", PEAK, modicum, words[0], bomb, *words[1:]]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    peak = int(done.stderr)
+    n = bomb.stat().st_size
+    assert peak <= factor * n + 8 * MIB, f"{(peak - 8 * MIB) / n:.2f} N"
+    assert peak >= n, "the program has read no header"
+
+
 # ---- in a memory cgroup
 
 
@@ -157,6 +220,10 @@ def test_kill_is_explained(modicum: Path, qwen25: Path, promised: int, can_cage:
     assert f"rank {error['culprit_rank']}" in done.stderr
     assert str(error["culprit_pid"]) in done.stderr
     assert "memory" in done.stderr
+    need = strategy_of(run_json(modicum, "plan", qwen25, "--ranks", 4), "full-per-rank")
+    (node,) = need["nodes"]
+    assert f"the plan needs {node['peak_bytes'] / 2**30:.2f} GiB (" in error["message"]
+    assert re.search(r"; \d+(\.\d\d MiB| B) had been read", error["message"]), error
 
 
 # ---- as another process reads it

@@ -1,7 +1,7 @@
 """Planning a model of 91,991 tensors in 163 files is quick and needs little memory.
 
 Must fail for these mutants: transfers counted one element at a time; a prediction that finds each
-target by a linear search; own-shard reading a whole tensor.
+target by a linear search; own-shard reading a whole tensor; all ranks visited for each node.
 """
 
 import json
@@ -14,12 +14,13 @@ from math import ceil, prod
 from pathlib import Path
 
 import pytest
-from program import STRATEGIES, strategy_of, write_index
+from program import STRATEGIES, run_json, strategy_of, write_index
 
 FILES, TENSORS = 163, 91_991
 RANKS, RANKS_PER_NODE = 64, 8
 DATA_LIMIT_BYTES = 100 << 20
 LIMIT_S = 1.0
+MANY_RANKS_LIMIT_S = 30
 UNOPTIMISED = 4  # factor allowed for a debug build
 
 LAYERS, DENSE_LAYERS, EXPERTS = 61, 3, 256
@@ -187,3 +188,14 @@ def test_ranks_hold_their_share(quick: tuple[Path, float], deep: Path) -> None:
     share = planned["checkpoint"]["bytes"] / RANKS
     for rank in strategy_of(planned, "own-shard")["ranks"]:
         assert 0.98 * share <= rank["peak_bytes"] <= 1.05 * share
+
+
+def test_a_plan_for_65536_ranks_ends_soon(modicum: Path, tmp_path: Path) -> None:
+    """A loose limit: for each node all ranks were visited once, which took minutes."""
+    directory = tmp_path / "moe"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--sparse")
+    words = ("plan", directory, "--ranks", 65536, "--ranks-per-node", 1, "--oversubscribe")
+    before = cpu_of_children()
+    planned = run_json(modicum, *words)
+    assert cpu_of_children() - before < MANY_RANKS_LIMIT_S
+    assert [len(row["nodes"]) for row in planned["strategies"]] == [65536] * len(STRATEGIES)
