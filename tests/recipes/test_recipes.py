@@ -426,8 +426,9 @@ def test_codes_without_a_scale_are_refused() -> None:
     model = fp8_model()
     tensors = fp8_checkpoint(model)
     del tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"]
-    with pytest.raises(front.UsageError, match="without a scale"):
+    with pytest.raises(front.UsageError, match="without a scale") as refused:
         recipes.recipe_for(model, tensors)
+    assert refused.value.category == "UNSUPPORTED"
 
 
 OTHERS = {
