@@ -13,7 +13,7 @@ help:
 	@echo 'make check    format, the may-include table, sizes, clang-tidy'
 	@echo 'make bench    the programs in benchmarks/'
 	@echo 'make soak     all under the sanitizers and by Clang, fuzzers, mutants, other versions'
-	@echo 'make conformance  the newest packages, and transformers 4.57: benchmarks/CONFORMANCE.md'
+	@echo 'make conformance  newest packages, transformers 4.57, engines: benchmarks/CONFORMANCE.md'
 	@echo 'make mutants  applies each named mutation and expects its test to fail'
 	@echo 'make wheel    the Python wheel, in dist/'
 	@echo 'make format   formats the C++ sources'

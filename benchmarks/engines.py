@@ -31,13 +31,13 @@ from harness.page import GIB, ROOT, machine, write_between_markers
 from systems import RANKS, TORCHRUN, make_checkpoints, run
 
 sys.path.append(str(ROOT / "tests/support"))
+from engine_packages import make_environment, releases
 
 COMMAND = "python benchmarks/engines.py"
 PLACE = ROOT / "build/engines"
 RANK = str(ROOT / "benchmarks/harness/engine_rank.py")
 # Name of a distribution -> name of its package.
 PACKAGES = {"verl": "verl", "areal": "areal", "twinkle_kit": "twinkle"}
-TITAN = "torchtitan==0.3.0"
 # (distribution, ENGINE of engine_rank.py, description, checkpoint)
 ROWS = (
     ("verl", "verl", "FSDP engine, `fsdp2`", "causal-lm"),
@@ -46,27 +46,6 @@ ROWS = (
     ("twinkle_kit", "twinkle-accelerate", "`memory_efficient_init`", "causal-lm"),
     ("torchtitan", "torchtitan", "llama3, `initial_load_in_hf`", "llama"),
 )
-
-
-def releases() -> dict[str, str]:
-    """The releases of the engines for which the patches are made."""
-    named = (path.stem.rpartition("-") for path in ROOT.glob("integrations/*.patch"))
-    return {name: of for name, _, of in named} | dict([TITAN.split("==")])
-
-
-def make_environment() -> Path:
-    """Makes an environment on top of .venv and returns its Python. The engines require older
-    versions of .venv's packages. So they are installed without dependencies, and the other
-    dependencies from a list."""
-    python = PLACE / "venv/bin/python"
-    subprocess.run([sys.executable, "-m", "venv", PLACE / "venv"], check=True)
-    (own,) = PLACE.glob("venv/lib/python*/site-packages")
-    base = next(path for path in sys.path if path.endswith("site-packages"))
-    (own / "base.pth").write_text(base + "\n")
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    engines = [f"{name}=={of}" for name, of in releases().items()]
-    subprocess.run([*pip, "-r", ROOT / "scripts/requirements-engines.txt", *engines], check=True)
-    return python
 
 
 def patch(name: str, python: Path, into: Path) -> None:
@@ -122,7 +101,7 @@ def main() -> None:
     from areal_engine import write_tokenizer
 
     PLACE.mkdir(parents=True, exist_ok=True)
-    python = options.python or make_environment()
+    python = options.python or make_environment(PLACE / "venv", Path(sys.executable))
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         sizes = make_checkpoints(place, {row[3] for row in measured})

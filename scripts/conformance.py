@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Tests Modicum with other versions of the packages that it works with: bits and memory of loads.
+"""Tests Modicum with other versions of the packages that it works with: bits and memory of loads;
+and with the engines of integrations/.
 
 Makes each of ENVIRONMENTS in build/conformance/, on top of .venv, whose torch and wheel it uses.
 Runs in each: the tests of FAMILIES (every model of tests/support/families.py through
 `modicum.torch.load`, compared with that version's `from_pretrained`), the tests of FRONTS if its
-`fronts` is set, and benchmarks/loaders.py for LOADERS. Writes benchmarks/CONFORMANCE.md. Takes half
-an hour and needs a package index; `make soak` runs it.
+`fronts` is set, and benchmarks/loaders.py for LOADERS. Runs ENGINES in an environment that has the
+engines. Writes benchmarks/CONFORMANCE.md. Takes half an hour and needs a package index; `make soak`
+runs it. Exit 1 if a test of FAMILIES fails, or one of ENGINES fails or is skipped.
 """
 
 import argparse
@@ -19,6 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests/support"))
+from engine_packages import make_environment, releases  # noqa: E402
+
 PAGE = ROOT / "benchmarks/CONFORMANCE.md"
 PLACE = ROOT / "build/conformance"
 PACKAGES = ("transformers", "accelerate", "peft", "deepspeed")
@@ -36,6 +41,7 @@ FRONTS = (
     "tests/recipes/test_recipe_oracle.py",
     "tests/recipes/test_recipes_wrapped.py",
 )
+ENGINES = ("tests/torch/fronts/test_integrations.py",)
 LOADERS = "from_pretrained,accelerate,transformers,dcp,modicum"
 CASES = {"dense": "2", "moe": "1"}  # case of loaders.py -> number of layers
 WORLD = 4
@@ -98,14 +104,14 @@ def version_of(package: str, python: Path) -> str:
 # ---- tests
 
 
-def outcomes(environment: Environment, words: tuple[str, ...]) -> dict[str, list[str]]:
-    """The names of the tests that were run, by outcome."""
-    report = PLACE / f"{environment.directory.name}.xml"
+def outcomes(name: str, python: Path, words: tuple[str, ...]) -> dict[str, list[str]]:
+    """The names of the tests that were run, by outcome. `name`: of the environment."""
+    report = PLACE / f"{name.replace(' ', '-')}.xml"
     report.unlink(missing_ok=True)
-    pytest = [environment.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml"]
+    pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml"]
     said = run([*pytest, report, "--modicum", ROOT / "build/dev/modicum", *words], may_fail=True)
     if not report.exists():
-        sys.exit(f"no tests were run by {environment.name}:\n{said.stdout}{said.stderr}")
+        sys.exit(f"no tests were run by {name}:\n{said.stdout}{said.stderr}")
     found: dict[str, list[str]] = collections.defaultdict(list)
     for case in ET.parse(report).iter("testcase"):
         found[outcome_of(case)].append(f"{case.get('classname')}::{case.get('name')}")
@@ -126,6 +132,11 @@ def outcome_of(case: ET.Element) -> str:
     if "the oracle leaves" in said or "A GPU or XPU is needed" in said:
         return "not by them either"
     return "failed"
+
+
+def lost(tested: dict[str, list[str]]) -> list[str]:
+    """The tests of ENGINES that prove nothing, skipped ones included: their environment has all."""
+    return [test for kind, tests in tested.items() if kind != "right" for test in tests]
 
 
 # ---- loaders
@@ -154,7 +165,7 @@ def held(environment: Environment, case: str) -> dict[str, str]:
 # ---- the page
 
 
-def page(found: dict[str, dict]) -> str:
+def page(found: dict[str, dict], engines: dict[str, list[str]]) -> str:
     names = list(found)
     lines = [
         "# Conformance",
@@ -176,7 +187,10 @@ def page(found: dict[str, dict]) -> str:
             cells = [found[name][case].get(row, "-") for name in names]
             label = f"`{row}`, {case}, {layers} layer{'s' * (layers != '1')}"
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    lines += ["", *FOOTER]
+    named = ", ".join(f"{name} {of}" for name, of in sorted(releases().items()))
+    lines += ["", f"`{ENGINES[0]}` with {named}: {told(engines)}.", "", *FOOTER]
+    if lost(engines):
+        lines += ["", f"Engines, not right: {', '.join(f'`{name}`' for name in lost(engines))}."]
     for name in names:
         for kind in ("failed", "refused"):
             for what in ("families", "fronts"):
@@ -215,15 +229,18 @@ def main() -> int:
         print(f"{environment.name} ...", flush=True)
         make(environment)
         versions = {name: version_of(name, environment.python) for name in ("torch", *PACKAGES)}
-        families = outcomes(environment, FAMILIES)
+        families = outcomes(environment.name, environment.python, FAMILIES)
         of = found[environment.name] = {"versions": versions, "families": families}
         if environment.fronts:
-            of["fronts"] = outcomes(environment, FRONTS)
+            of["fronts"] = outcomes(environment.name, environment.python, FRONTS)
         for case in CASES:
             of[case] = held(environment, case)
-    PAGE.write_text(page(found))
+    print("engines ...", flush=True)
+    python = make_environment(PLACE / "engines", ROOT / ".venv/bin/python")
+    engines = outcomes("engines", python, ENGINES)
+    PAGE.write_text(page(found, engines))
     print(PAGE.read_text())
-    return 1 if any(found[name]["families"].get("failed") for name in found) else 0
+    return 1 if lost(engines) or any(found[name]["families"].get("failed") for name in found) else 0
 
 
 if __name__ == "__main__":

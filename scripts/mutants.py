@@ -10,11 +10,14 @@ package. Verdicts:
     caught          the tests fail
     hung            the Python tests exceed the time limit, which is as good
     survived        the tests pass: they do not test this
+    not run         the Python tests are all skipped: the package that they test is not installed
     does not build
 
-Exit 0 if all mutants are caught or hang; 1 if one survives or does not build; 2, before any mutant
-is tried, if the list is invalid (`find` does not occur exactly once in its file, for example) or
-the tests fail without a mutant. Python 3.11 or later, standard library only.
+Mutants of engines are run with --python build/conformance/engines/bin/python.
+
+Exit 0 if no mutant survives and all build; 1 otherwise; 2, before any mutant is tried, if the list
+is invalid (`find` does not occur exactly once in its file, for example) or the tests fail without a
+mutant. Python 3.11 or later, standard library only.
 """
 
 import argparse
@@ -65,8 +68,8 @@ class Outcome:
     seconds: float
 
     @property
-    def passed(self) -> bool:
-        return self.verdict in ("caught", "hung")
+    def failed(self) -> bool:
+        return self.verdict in ("survived", "does not build")
 
 
 # ---- the list
@@ -278,6 +281,8 @@ def verdict_on(mutant: Mutant, prepared: Prepared, jobs: int, python: Path) -> s
         tested = test_python(mutant.pytest, python, prepared.timeout_s)
     else:
         tested = test(mutant.tests, jobs)
+    if mutant.pytest and tested.returncode == 0 and " passed" not in tested.stdout:
+        return "not run"
     return {0: "survived", HUNG: "hung"}.get(tested.returncode, "caught")
 
 
@@ -302,8 +307,9 @@ def report(outcomes: list[Outcome]) -> None:
     print()
     for outcome in outcomes:
         print(f"{outcome.verdict:<14}  {outcome.mutant.name:<{width}}  {outcome.mutant.house_test}")
-    passed = sum(outcome.passed for outcome in outcomes)
-    print(f"\n{passed} passed, {len(outcomes) - passed} failed")
+    failed = sum(outcome.failed for outcome in outcomes)
+    not_run = sum(outcome.verdict == "not run" for outcome in outcomes)
+    print(f"\n{len(outcomes) - failed - not_run} passed, {not_run} not run, {failed} failed")
 
 
 def run_mutants(mutants: list[Mutant], jobs: int, python: Path) -> int:
@@ -316,7 +322,7 @@ def run_mutants(mutants: list[Mutant], jobs: int, python: Path) -> int:
         outcomes.append(try_mutant(mutant, prepared[mutant.name], jobs, python))
         print(f"{outcomes[-1].verdict}: {mutant.name} ({outcomes[-1].seconds:.1f} s)", flush=True)
     report(outcomes)
-    return 0 if all(outcome.passed for outcome in outcomes) else 1
+    return 1 if any(outcome.failed for outcome in outcomes) else 0
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -421,15 +422,44 @@ def test_other_codes_of_compressed_tensors_are_refused(config: dict[str, Any]) -
     assert refused.value.category == "UNSUPPORTED"
 
 
-def test_codes_without_a_scale_and_other_quantizations_are_refused() -> None:
+def test_codes_without_a_scale_are_refused() -> None:
     model = fp8_model()
     tensors = fp8_checkpoint(model)
     del tensors["model.layers.0.self_attn.q_proj.weight_scale_inv"]
-    with pytest.raises(front.UsageError, match="without a scale"):
+    with pytest.raises(front.UsageError, match="without a scale") as refused:
         recipes.recipe_for(model, tensors)
-    model.config.quantization_config = {"quant_method": "awq"}
-    with pytest.raises(front.UsageError, match="'awq'"):
-        recipes.recipe_for(model, tensors)
+    assert refused.value.category == "UNSUPPORTED"
+
+
+OTHERS = {
+    "awq": {"bits": 4},
+    "gptq": {"bits": 4},
+    "bitsandbytes": {"load_in_4bit": True},
+    "mxfp4": {},
+    "modelopt": {"quant_algo": "NVFP4"},
+    "torchao": {"quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}},
+}
+
+
+@pytest.mark.parametrize("nested", (False, True), ids=("own", "of the text model"))
+@pytest.mark.parametrize("method", OTHERS)
+def test_other_quantizations_are_refused(method: str, nested: bool) -> None:
+    """Also if the model has the names and dtypes of the checkpoint."""
+    model = llama()
+    of = SimpleNamespace() if nested else model.config
+    of.quantization_config = {"quant_method": method} | OTHERS[method]
+    if nested:
+        model.config.get_text_config = lambda decoder: of
+    with pytest.raises(front.UsageError, match=f"'{method}' is not known") as refused:
+        recipes.recipe_for(model, stored_of(model))
+    assert (refused.value.category, refused.value.got) == ("UNSUPPORTED", method)
+
+
+def test_a_quantization_that_transformers_has_parsed_is_refused() -> None:
+    model = llama()
+    model.config.quantization_config = transformers.Mxfp4Config()
+    with pytest.raises(front.UsageError, match="'mxfp4' is not known"):
+        recipes.recipe_for(model, stored_of(model))
 
 
 # ---- models that are sharded already

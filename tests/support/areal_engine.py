@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 import transformers
 from families import FAMILIES
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
 
@@ -133,6 +134,28 @@ def assert_recovers(made: Engine, folder: str, directory: str, changes: dict[str
     assert all(torch.equal(got[n], expected[n]) for n in got)
 
 
+def assert_exports(made: Engine, folder: str) -> None:
+    """The files have the engine's values in its compute dtype, and an export replaces the one
+    before."""
+    from areal.api import SaveLoadMeta
+
+    made.engine.config.dtype = "bfloat16"
+    meta = SaveLoadMeta(path=f"{folder}/export", weight_format="hf", with_optim=False)
+    for _ in range(2):
+        made.engine.save(meta)
+    made.engine.config.dtype = "float32"
+    files = [*Path(meta.path).glob("*.safetensors")]
+    stored = {n: t for file in files for n, t in load_file(file).items()}
+    assert not [*Path(meta.path).glob(".export")]
+    held = made.tensors()
+    if any("lora_" in name for name in held):
+        held = {n.replace(".default", ""): t for n, t in held.items() if "lora_" in n}
+    persistent = {n: t for n, t in held.items() if not n.endswith("inv_freq")}
+    assert stored.keys() == persistent.keys(), stored.keys() ^ persistent.keys()
+    for name, tensor in persistent.items():
+        assert torch.equal(stored[name], tensor.to(torch.bfloat16)), name
+
+
 def serve(rank: int, folder: str, case: str) -> None:
     family, changes, oracle = CASES[case]
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
@@ -148,6 +171,7 @@ def serve(rank: int, folder: str, case: str) -> None:
     if case != "vision":  # its forward needs images
         losses = [made.step(seed) for seed in (3, 3)]
         assert losses[0] > losses[1]
+        assert_exports(made, folder)
         assert_recovers(made, folder, directory, changes)
     dist.barrier()
     print("trained", flush=True)

@@ -89,6 +89,15 @@ def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
     if how == "alike":
         with empty_parameters():
             return _whole(dtype, **kind)
+    if how == "moved to meta":  # SkyRL's order: rank 0 keeps the buffers of no state dict
+        model = _whole(dtype, **kind)
+        kept = model.inverse
+        model.to("meta")
+        if dist.get_rank() == 0:
+            model.inverse = kept
+        if kind.get("tied", True):
+            model.head.weight = model.embed.weight
+        return model
     if dist.get_rank() == 0 or how == "with values":
         return _whole(dtype, **kind)
     if how == "others without parameters":
@@ -149,7 +158,7 @@ def state_dict_loaded(
     """Loads a state dict of rank 0 into every rank's shards.
 
     Args:
-        form: "accelerate", "engine" (verl's) or "areal".
+        form: "accelerate", "engine" (verl's), "areal" or "skyrl".
         built: how, before it is cut.
         stored: the dict's floating-point dtype, if another.
         by: "modicum"; "torch": sharded with its values; "upstream": what Modicum replaces.
@@ -173,7 +182,9 @@ def state_dict_loaded(
         dist.barrier()
         state = path
     elif dist.get_rank() != 0:
-        state = {"engine": {}, "areal": None}.get(form, {n: t.to("meta") for n, t in state.items()})
+        state = {"engine": {}, "skyrl": {}, "areal": None}.get(
+            form, {n: t.to("meta") for n, t in state.items()}
+        )
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1)
     if by == "upstream":
@@ -200,6 +211,8 @@ def _drop_in(form: str, model: Any, state: Any, offload: bool, **options: Any) -
         accelerator = SimpleNamespace(is_main_process=dist.get_rank() == 0)
         return fsdp2_load_full_state_dict(accelerator, model, state, offload, **options)
     policy = CPUOffloadPolicy(pin_memory=False) if offload else None
+    if form == "skyrl":
+        return fsdp2_load_full_state_dict(model, state, policy, **options)
     if form == "areal":
         how = {"tie_word_embeddings": True, **options}
         return fsdp2_load_full_state_dict(model, state, policy, **how)

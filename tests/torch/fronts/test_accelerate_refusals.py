@@ -553,12 +553,30 @@ def assert_same_tensors(model: Any, expected: Any) -> None:
         assert_same(whole.detach(), theirs[name].detach(), name)
 
 
-@pytest.mark.parametrize("init", ("pissa", "olora"))
+@pytest.mark.parametrize(
+    "init", ("pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "mica", "lora_ga")
+)
 def test_initialisations_from_the_base_are_refused(init: str) -> None:
+    """Before PEFT begins, and so without what it needs for them: data, scipy."""
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    config.init_lora_weights = init
     with pytest.raises(UsageError, match="needs the base's values") as refused, loading():
-        config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=init)
         peft.get_peft_model(build(), config)
     assert init in refused.value.got
+
+
+def test_several_models_in_one_are_refused(one_rank: None) -> None:
+    """Such as actor and critic in one module. Each of them is prepared, or filled, alone."""
+    with loading(progress=False) as context:
+        actor, critic = build(), build("qwen2")
+        with pytest.raises(UsageError, match="several inside.*expected one") as refused:
+            prepare(nn.ModuleList([actor, critic]))
+        assert refused.value.category == "UNSUPPORTED"
+        assert "LlamaForCausalLM and Qwen2ForCausalLM" in refused.value.got
+        assert all(p.is_meta for p in [*actor.parameters(), *critic.parameters()])
+        context.fill(actor)
+        context.fill(critic)
+    assert_same_tensors(actor, from_pretrained("llama"))
 
 
 def test_a_directory_of_adapters_is_refused(trained: Any) -> None:

@@ -117,6 +117,15 @@ def test_offloaded_parameters(four: Ranks, form: str) -> None:
     assert_same(four, expected, form=form, built="others on meta", offload=True)
 
 
+@pytest.mark.parametrize("offload", (True, False), ids=("offloaded", "not offloaded"))
+@pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
+def test_skyrls_order(four: Ranks, tied: bool, offload: bool) -> None:
+    """Rank 0 keeps its dict, then every rank moves the model to meta, which unties it."""
+    how = {"tied": tied, "offload": offload}
+    expected = four.ask("state_dict_loaded", by="torch", **how)
+    assert_same(four, expected, form="skyrl", built="moved to meta", **how)
+
+
 def test_offloading_that_contradicts_fully_shard_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,8 +4,8 @@ are installed. Where torchtitan is, the block of docs/guide/which-way.md about i
 under its own checkpoint manager.
 
 Must fail for these mutants: a part of a patch that no longer fits; a model with values before its
-load; buffers of another rank; a checkpoint without the optimizer's state; a step that torchtitan's
-manager does not find.
+load; buffers of another rank; a checkpoint without the optimizer's state; an export in another
+dtype; a step that torchtitan's manager does not find.
 """
 
 import ast

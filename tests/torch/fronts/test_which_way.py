@@ -54,7 +54,16 @@ def ask(two: Ranks, heading: str, text: str, directory: str, folder: Path) -> li
 
 
 def test_every_block_is_run(blocks: dict[str, str]) -> None:
-    assert list(blocks) == [*TRAINED, "verl", "AReaL", "torchtitan", "DeepSpeed", "DCP", "By hand"]
+    assert list(blocks) == [
+        *TRAINED,
+        "verl",
+        "AReaL",
+        "SkyRL",
+        "torchtitan",
+        "DeepSpeed",
+        "DCP",
+        "By hand",
+    ]
 
 
 TRAINED = ("accelerate", "Trainer", "TRL")
@@ -77,7 +86,7 @@ def test_loaders_of_engines_and_dcp_load_the_same(
 ) -> None:
     """The loaders compared are those that load in float32."""
     expected = two.ask("loaded", directory=directory, mesh=[2], by="torch", dtype="float32")
-    for heading in ("verl", "AReaL", "DCP"):
+    for heading in ("verl", "AReaL", "SkyRL", "DCP"):
         got = ask(two, heading, blocks[heading], directory, tmp_path / heading)
         for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
             assert mine["state"] == theirs["state"], f"{heading}: rank {rank}"

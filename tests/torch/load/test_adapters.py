@@ -217,7 +217,9 @@ def test_which_of_several_adapters_must_be_said(tmp_path: Path) -> None:
 # ---- initialisations that need the base's values
 
 
-@pytest.mark.parametrize("init", ("pissa", "pissa_niter_4", "olora", "orthogonal"))
+@pytest.mark.parametrize(
+    "init", ("pissa", "pissa_niter_4", "olora", "mica", "lora_ga", "orthogonal")
+)
 def test_other_initialisations_from_the_base_are_refused(init: str) -> None:
     with playing_new_rank(0, 2), pytest.raises(UsageError, match="init_lora_weights") as refused:
         model = empty("llama", LORA | {"init_lora_weights": init}, cut=Cut("fsdp2", (2,)))

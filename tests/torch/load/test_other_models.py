@@ -3,7 +3,7 @@ on each rank, or a tie that tensor parallelism has cut.
 
 Tested against `from_pretrained`, with real ranks. Must fail for these mutants: an argument of
 `load` that has no effect; new rows that depend on the world; ranks whose models differ and that
-wait for each other or load something else; a tie that is lost.
+wait for each other, load something else, or do not say how they differ; a tie that is lost.
 """
 
 import json
@@ -21,6 +21,7 @@ from sharding import assert_same, bits, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import Shard  # noqa: E402
 from torch.distributed.tensor.parallel import (  # noqa: E402
     ColwiseParallel,
     RowwiseParallel,
@@ -37,7 +38,7 @@ from torch_front import (  # noqa: E402
 
 from modicum.errors import UsageError  # noqa: E402
 from modicum.recipes import recipe_for  # noqa: E402
-from modicum.torch import empty_parameters  # noqa: E402
+from modicum.torch import empty_parameters, fsdp2_load_full_state_dict  # noqa: E402
 from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
 
@@ -133,6 +134,18 @@ def test_new_rows_are_the_same_in_any_world() -> None:
             assert one.value == expected, f"rank {rank} of {world}"
 
 
+def test_new_rows_that_are_cut_within_a_row_are_refused() -> None:
+    with playing_new_rank(0, 3), pytest.raises(UsageError, match="cut within a row") as refused:
+        model = empty("llama", vocab_size=from_pretrained("llama").config.vocab_size + 6)
+        rows = model.model.embed_tokens.num_embeddings
+        by = {"shard_placement_fn": lambda p: Shard(1) if len(p) == rows else Shard(0)}
+        fully_shard(model, mesh=init_device_mesh("cpu", (3,)), **by)
+        load(model, checkpoint_of("llama"), resized="mean")
+    assert refused.value.category == "UNSUPPORTED"
+    assert refused.value.tensor == "lm_head.weight"
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 # ---- ranks whose models differ
 
 
@@ -181,6 +194,38 @@ def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
             assert value == whole[name], f"{name} of rank {rank}"
         seen |= one.value["state"].keys()
     assert seen == whole.keys()
+
+
+def built_on_rank_0(told: Told, directory: str) -> dict[str, Any]:
+    """As by cpu_ram_efficient_loading: rank 0 has values, the others have meta."""
+    config = transformers.AutoConfig.from_pretrained(directory)
+    with torch.device("cpu" if told.rank == 0 else "meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    before = {n: p.is_meta for n, p in model.named_parameters()}
+    refused = ""
+    try:
+        load(model, directory)
+    except OSError as error:
+        refused = str(error)
+    assert before == {n: p.is_meta for n, p in model.named_parameters()}
+    fsdp2_load_full_state_dict(model, directory, budget="none", progress=False)
+    return {
+        "refused": refused,
+        "state": {n: bits(p.full_tensor()) for n, p in model.named_parameters()},
+    }
+
+
+def test_a_model_with_values_on_rank_0_only() -> None:
+    """`load` refuses on all ranks, with the difference; the engines' function takes it."""
+    whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
+    for rank, one in World(built_on_rank_0, 2, str(checkpoint_of("llama"))).end().items():
+        assert one.error == "", one.facts
+        said = one.value["refused"]
+        assert "CONFLICT: rank 1 differs from rank 0 in tensor model.embed_tokens.weight" in said
+        assert "empty_parameters() on every rank" in said
+        assert "] with values, got torch.float32 [" in said and "] on meta)" in said
+        assert one.value["state"] == whole, f"rank {rank}"
 
 
 # ---- ties

@@ -5,7 +5,7 @@ Tested against the training that went on, and `from_pretrained`. Must fail for t
 state of other parameters; numbers and groups that are lost; tensors of the state under the model's
 keys; a failed save that leaves its files; a step that is visible before DCP's ranks have all
 written; an optimizer whose class is not recorded; `async_save` that copies the state first; values
-of other ranks that are lost.
+of other ranks that are lost; a plane that DCP's files lack.
 """
 
 import subprocess
@@ -16,11 +16,16 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks
-from sharding import Cut
+import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from sharding import Cut  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
+
+import modicum.torch  # noqa: E402
 
 ONE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
 
@@ -133,3 +138,21 @@ def test_what_fails_leaves_nothing(
     for answer in worlds[2].ask("dcp_fails", directory=model, root=str(root), cut=TWO, how=how):
         assert words in answer, answer
     assert not root.exists() or [*root.iterdir()] == []
+
+
+def test_small_moments_are_float32_in_dcps_files(tmp_path: Path) -> None:
+    """The page's figures: DCP gets exported planes, a step of `save` has the state's own."""
+    numel = 512 * 512
+    model = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)
+    save_file({"weight": model.weight.detach()}, tmp_path / "model.safetensors")
+    modicum.torch.load(model, tmp_path / "model.safetensors", progress=False, budget="none")
+    options = {"lr": 1e-3, "state_format": "int8-moments"}
+    optimizer = modicum.torch.AdamW(model.named_parameters(), **options)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    modicum.torch.save(model, tmp_path / "steps", step=1, optimizer=optimizer)
+    for folder, due in {"dcp": 14, "steps/step-1": 6.0625}.items():
+        files = [path for path in (tmp_path / folder).rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in files) / numel == pytest.approx(due, rel=0.02)

@@ -60,9 +60,14 @@ def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> N
             rows.fill(stored, _made_by_model(model.module, of, stored, seed))
 
 
-def require_same_rows(model: Model, norms: Mapping[str, str]) -> None:
-    """Raises `UsageError` if this rank holds norms of rows that it does not hold."""
+def require_rows(model: Model, grown: Mapping[str, int], norms: Mapping[str, str]) -> None:
+    """Raises `UsageError` if new rows are cut within a row, or if this rank holds norms of rows
+    that it does not hold."""
     shardings = Shardings()
+    for name, stored in grown.items():
+        of = model.tensors[name]
+        if of.tensor.shape[0] > stored:
+            _rows_of(of, shardings.of(of.tensor, name), shardings)
     for name, weight in norms.items():
         own, rows = (
             _rows_of(of, shardings.of(of.tensor, of.name), shardings)

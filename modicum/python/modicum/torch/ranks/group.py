@@ -125,13 +125,13 @@ class Ranks:
             what = f"{who} differs from rank 0 in {name}"
             if name.startswith("tensor ") and "none" in (expected, got):
                 what += ": models that differ by rank are read by modicum.torch.dcp"
-        conflict = self._blaming(other, "CONFLICT", what, expected=expected, got=got)
-        raise from_json(conflict)
+            elif (" on meta" in expected) != (" on meta" in got):
+                what += ": build the model under empty_parameters() on every rank"
+        raise from_json(self._blaming(other, "CONFLICT", what, expected=expected, got=got))
 
     def agree_on(self, facts: Mapping[str, str]) -> None:
-        """Raises CONFLICT if ranks have different facts (values by name), or another order of them.
-        Names the first rank that differs from rank 0, and its first difference, with both values.
-        Collective."""
+        """Raises CONFLICT, as `agree` does, if ranks have different facts (values by name), or
+        another order of them. Collective."""
         own = [*facts.items()]
         digest = hashlib.blake2b(json.dumps(own).encode(), digest_size=16)
         self.agree(digest.hexdigest(), own)
