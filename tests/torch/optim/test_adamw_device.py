@@ -163,10 +163,10 @@ def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dt
     unchanged."""
     pair = Pair(state_format, dtype)
     pair.step()
+    before = pair.on_device.state_dict()["state"]
     with torch.no_grad():
         pair.device["bias"][2:].copy_(torch.full((3,), 3.25, dtype=dtype))
     (group,) = pair.on_device.param_groups
-    before = pair.on_device.state_dict()["state"]
     group["lr"] = group["weight_decay"] = 0.0
     pair.bring_gradients()
     pair.on_device.step()
