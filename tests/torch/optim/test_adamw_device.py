@@ -181,6 +181,22 @@ def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dt
         assert torch.equal(after[index]["master"], due), name
 
 
+@pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
+def test_a_write_that_changes_no_version_is_not_seen_on_a_device(state_format: str) -> None:
+    """As one through `.data`: the master keeps its value, and a gradient the one that the norm
+    read."""
+    pair = Pair(state_format, torch.bfloat16)
+    pair.step()
+    pair.device["bias"].data.host.fill_(3.25)
+    pair.bring_gradients()
+    for each in (pair.on_host, pair.on_device):
+        each.clip_grad_norm_(0.5)
+    pair.device["proj"].grad.host.zero_()
+    pair.on_host.step()
+    pair.on_device.step()
+    pair.assert_equal()
+
+
 @pytest.mark.parametrize(("state_format", "dtype"), EVERY)
 def test_a_state_goes_over_in_either_direction(state_format: str, dtype: Any) -> None:
     pair = Pair(state_format, dtype)
