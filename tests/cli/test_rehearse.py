@@ -5,7 +5,8 @@ layout or format.
 Must fail for these mutants: a state that is not predicted, or predicted and not held; a budget that
 is checked too late, also for a resume; replicas that count twice; a parameter that training reads
 and the step does not write; a prediction of `plan` that differs from that of `load` or `rehearse`;
-resumed ranks that continue with other values; 8-bit moments that depend on ranks, threads or layout.
+resumed ranks that continue with other values; 8-bit moments that depend on ranks, threads or
+layout.
 """
 
 import json

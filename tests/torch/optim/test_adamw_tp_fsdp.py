@@ -25,7 +25,7 @@ import modicum.torch  # noqa: E402  (after torch is known to be there)
 
 MESHES = ((2, 2), (3, 2), (2, 3))  # dp x tp of 53 rows, 39, 101
 FORMATS = (("float32", "fp32"), ("bfloat16", "bf16-moments"), ("bfloat16", "int8-moments"))
-# The width of row-wise weights is a multiple of 128 for two and three ranks: no cut divides a block.
+# Row-wise weights have 128 n columns on each of two or three ranks: no cut divides a block.
 ROWS = {
     "hidden_size": 128,
     "intermediate_size": 768,
@@ -77,9 +77,7 @@ def by_one_process(
 
 
 @pytest.mark.parametrize(("dtype", "state_format"), FORMATS)
-def test_what_is_loaded_is_stepped(
-    world: Ranks, rows: str, dtype: str, state_format: str
-) -> None:
+def test_what_is_loaded_is_stepped(world: Ranks, rows: str, dtype: str, state_format: str) -> None:
     """Compares parameters and moments of every rank in all bits, and the norm of all ranks."""
     directory = rows if state_format == "int8-moments" else str(checkpoint_of("llama"))
     whole, norm, formats = by_one_process(directory, dtype, state_format)
