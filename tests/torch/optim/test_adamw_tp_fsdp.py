@@ -29,9 +29,9 @@ FORMATS = (("float32", "fp32"), ("bfloat16", "bf16-moments"), ("bfloat16", "int8
 ROWS = {
     "hidden_size": 128,
     "intermediate_size": 768,
-    "num_attention_heads": 6,
+    "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "head_dim": 128,
+    "head_dim": 384,
 }
 
 
