@@ -122,9 +122,6 @@ void export_state(const AdamSpan& span, StatePlane plane, float* to) noexcept;
 void import_state(const AdamNumbers& numbers, const AdamSpan& span, StatePlane plane,
                   const float* from) noexcept;
 
-// to[i] += from[i] in fp32. `to` holds fp32, `from` fp32, bf16 or fp16.
-void add_gradients(const std::byte* from, DType from_dtype, std::byte* to, int64_t n) noexcept;
-
 // A partial gradient norm. If an element is not finite, `finite` is false and the sum is 0.
 struct GradNorm {
   double sum_of_squares = 0;  // of the gradients before `unscale` and `clip`

@@ -1,4 +1,4 @@
-// Gradient accumulation, and sums of squares.
+// Sums of squares of gradients.
 #include <cmath>
 
 #include "modicum/kernels/kernels.h"
@@ -13,19 +13,6 @@
 HWY_BEFORE_NAMESPACE();
 namespace modicum {
 namespace HWY_NAMESPACE {
-
-template <class D>
-HWY_INLINE void add_at(D d, const std::byte* from, DType dtype, std::byte* to, int64_t i) {
-  store(d, hn::Add(load(d, to, i), load_floats(d, dtype, from, i)), to, i);
-}
-
-void add(const std::byte* from, DType dtype, std::byte* to, int64_t n) {
-  const hn::ScalableTag<float> d;
-  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) add_at(d, from, dtype, to, i);
-  for (; i < n; ++i) add_at(OneLane(), from, dtype, to, i);
-}
 
 // A call's elements form four streams, one after the other in memory and read concurrently, since a
 // single stream keeps too few cache lines in flight. Each stream has kColumns sums; sum k takes
@@ -118,14 +105,9 @@ HWY_AFTER_NAMESPACE();
 namespace modicum {
 namespace {
 
-HWY_EXPORT(add);
 HWY_EXPORT(sum_of_squares);
 
 }  // namespace
-
-void add_gradients(const std::byte* from, DType from_dtype, std::byte* to, int64_t n) noexcept {
-  HWY_DYNAMIC_DISPATCH(add)(from, from_dtype, to, n);
-}
 
 GradNorm& GradNorm::operator+=(const GradNorm& other) noexcept {
   finite = finite && other.finite;

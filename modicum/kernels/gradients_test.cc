@@ -63,34 +63,5 @@ TEST(Squares, TheLargestFloatsHaveAFiniteSum) {
                    1000.0 * static_cast<double>(largest) * static_cast<double>(largest));
 }
 
-// Every 16-bit pattern must be widened as by `cast` and added in fp32.
-TEST(AddGradients, AddsInFp32FromEveryDtype) {
-  constexpr int64_t kN = 0x10000;
-  for (const std::string_view isa : isas()) {
-    use_isa(isa);
-    for (const DType dtype : {DType::bf16, DType::f16}) {
-      HeldPlane patterns(kN * 2, 1);
-      for (int64_t i = 0; i < kN; ++i) {
-        const auto bits = static_cast<uint16_t>(i);
-        std::memcpy(patterns.data() + 2 * i, &bits, sizeof bits);
-      }
-      std::vector<float> wide(kN);
-      cast(patterns.data(), dtype, reinterpret_cast<std::byte*>(wide.data()), DType::f32, kN);
-      const std::vector<float> before = spread_values(8, kN);
-      std::vector<float> sums(before);
-      add_gradients(patterns.data(), dtype, reinterpret_cast<std::byte*>(sums.data()), kN);
-      for (size_t i = 0; i < sums.size(); ++i) {
-        const float expected = before[i] + wide[i];
-        if (std::isnan(expected)) {
-          ASSERT_TRUE(std::isnan(sums[i])) << i;
-        } else {
-          ASSERT_EQ(sums[i], expected) << isa << ", " << i;
-        }
-      }
-    }
-  }
-  use_isa(isas().front());
-}
-
 }  // namespace
 }  // namespace modicum

@@ -4,11 +4,11 @@
 //      |  AdamW(spec, ledger, ...)          charges, commits and pins all of it, or throws
 //      v
 //   READY              moments and our own masters are zero; caller-owned masters are unchanged;
-//      |               import_from, set_steps, set_options, expect
+//      |               import_from, set_steps, set_options
 //      |  arrive | arrived_in_place | leave_out                     <-------------+
 //      v                                                                          |
-//   ARRIVING           until every shard has arrived as often as `expect` says    |
-//      |               or was left out; norm and step throw MISMATCH              |
+//   ARRIVING           until every shard has arrived or was left out;             |
+//      |               norm and step throw MISMATCH                               |
 //      v                                                                          |
 //   COMPLETE           norm, norms; all-reduce GradNorm over the ranks            |
 //      |  step         masters, moments and step counts change  ------------------+
@@ -26,15 +26,13 @@
 // kernel allows them, and excluded from forked children unless AdamWSpec::fork says otherwise. No
 // later call allocates memory in proportion to the number of elements.
 //
-// Gradients: every element arrives once per step, or as often as `expect` says; repeated arrivals
-// are added in fp32. The thread that completes a bucket sums its squares while the bucket is still
-// in the cache; `norm` adds the buckets in a fixed order. So the norm has the same bits for any
-// order of arrival, any pieces and any number of threads.
+// Gradients: every element arrives once per step. The thread that completes a bucket sums its
+// squares while the bucket is still in the cache; `norm` adds the buckets in a fixed order. So the
+// norm has the same bits for any order of arrival, any pieces and any number of threads.
 //
-// Threads: arrive, arrived_in_place and leave_out may run concurrently, except that a parameter's
-// next pass of accumulation may begin only when all calls of the previous pass have returned.
-// export_to and import_from may run concurrently for disjoint elements. All other calls: one
-// thread, while no gradient arrives. After a fork only the parent may use the state.
+// Threads: arrive, arrived_in_place and leave_out may run concurrently, and so may export_to and
+// import_from for disjoint elements. All other calls: one thread, while no gradient arrives. After
+// a fork only the parent may use the state.
 #pragma once
 
 #include <array>
@@ -148,17 +146,10 @@ class AdamW {
   // allocates its plane; else as the constructor does for options.
   void set_options(int group, const AdamOptions& options);
 
-  // Sets how often each element arrives per step (passes of gradient accumulation), from this step
-  // on, and takes back every leave_out of this step. Throws USAGE for less than one pass or if a
-  // gradient of this step has arrived; UNSUPPORTED for more than one pass if the format keeps
-  // gradients in less than fp32.
-  void expect(int passes);
-  // Converts a piece and stores it, or adds it in later passes. Throws MISMATCH, naming the
-  // parameter, for elements outside of the shard, or that have arrived in this pass or in all
-  // passes, or if the parameter was left out.
+  // Converts a piece and stores it. Throws MISMATCH, naming the parameter, for elements outside of
+  // the shard, or that have arrived in this step, or if the parameter was left out.
   void arrive(const Piece& piece);
   // Like `arrive`, for elements that the caller has already written to plane(shard, Plane::grad).
-  // Throws USAGE if more than one pass is expected.
   void arrived_in_place(size_t shard, int64_t at, int64_t n);
   // The parameter has no gradient in this step: its values and step count stay unchanged. Throws
   // MISMATCH if some of its elements have arrived.
@@ -209,7 +200,7 @@ class AdamW {
   void check_budget(const Ledger& ledger, const Pinner& pinner) const;
   std::span<Bucket> buckets(size_t shard) const noexcept;
   // Marks elements as arrived; returns whether this is the first pass.
-  bool claim(size_t shard, int64_t at, int64_t n);
+  void claim(size_t shard, int64_t at, int64_t n);
   // Counts `n` stored elements of a bucket; computes the norm if they are its last ones.
   void settle(size_t shard, int64_t bucket, int64_t n);
   void take_norm(size_t shard, int64_t bucket);  // computes a complete bucket's norm
@@ -248,7 +239,6 @@ class AdamW {
     BetaPowers powers;
   };
   std::map<std::pair<int, int64_t>, StepNumbers> numbers_;
-  int passes_ = 1;
   std::vector<Arriving> arriving_;
   std::mutex mutex_;  // guards arriving_ while gradients arrive
 };

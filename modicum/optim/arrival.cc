@@ -1,7 +1,6 @@
 // Gradients that arrive, and their norm, which is computed meanwhile.
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <atomic>
 #include <iterator>
 
@@ -29,24 +28,6 @@ bool Arrived::add(int64_t begin, int64_t end) {
   return true;
 }
 
-void AdamW::expect(int passes) {
-  if (passes < 1)
-    fail(Category::usage, fmt::format("expected 1 arrival or more per step, got {}", passes));
-  if (passes > 1 && row_.grad != DType::f32) {
-    fail(Category::unsupported,
-         fmt::format("{} keeps gradients as {}, which can't be accumulated; accumulate before they "
-                     "arrive, or use {}",
-                     row_.name, torch_name(row_.grad), row_of(StateFormat::fp32).name));
-  }
-  for (const Arriving& of : arriving_) {
-    if (of.passes > 0 || of.arrived.count() > 0) {
-      fail(Category::usage, "the number of accumulations can't change in the middle of a step");
-    }
-  }
-  passes_ = passes;
-  forget_gradients();
-}
-
 // The table of buckets follows the gradients in their arena, in the order of the shards.
 std::span<Bucket> AdamW::buckets(size_t shard) const noexcept {
   const std::span<std::byte> arena = arenas_[static_cast<size_t>(Plane::grad)].bytes();
@@ -61,53 +42,42 @@ void AdamW::forget_gradients() {
     const std::span<Bucket> of_shard = buckets(shard);
     for (int64_t bucket = 0; bucket < index.buckets(); ++bucket) {
       const int64_t n = index.bucket_begin(bucket + 1) - index.bucket_begin(bucket);
-      of_shard[static_cast<size_t>(bucket)] = Bucket{.left = n * passes_};
+      of_shard[static_cast<size_t>(bucket)] = Bucket{.left = n};
     }
   }
 }
 
-bool AdamW::claim(size_t shard, int64_t at, int64_t n) {
+void AdamW::claim(size_t shard, int64_t at, int64_t n) {
   MODICUM_ASSERT(shard < shards());
   const int64_t numel = map_->index(shard).numel();
   if (at < 0 || n < 0 || at > numel - n) {
     fail_about(shard, fmt::format("expected gradient elements within [0, {2}), got {0} to {1}", at,
                                   at + n, numel));
   }
-  if (n == 0) return true;
+  if (n == 0) return;
   const std::lock_guard lock(mutex_);
   Arriving& of = arriving_[shard];
   if (of.left_out) fail_about(shard, "its gradient was left out of this step");
-  if (of.passes == passes_ || !of.arrived.add(at, at + n)) {
-    fail_about(shard, fmt::format("expected elements that have not arrived in pass {} of {}, got "
-                                  "local elements {} to {}",
-                                  std::min(of.passes + 1, passes_), passes_, at, at + n));
+  if (!of.arrived.add(at, at + n)) {
+    fail_about(shard, fmt::format("expected elements that have not arrived in this step, got local "
+                                  "elements {} to {}",
+                                  at, at + n));
   }
-  const bool is_first = of.passes == 0;
-  if (of.arrived.count() == numel) {
-    ++of.passes;
-    of.arrived = {};
-  }
-  return is_first;
 }
 
 void AdamW::arrive(const Piece& piece) {
-  const bool is_first = claim(piece.shard, piece.at, piece.n);
+  claim(piece.shard, piece.at, piece.n);
   const ShardIndex& index = map_->index(piece.shard);
   const int64_t from_bytes = bytes_per_element(piece.dtype);
   index.for_each_stretch(piece.at, piece.at + piece.n, [&](const Stretch& stretch) {
     const std::byte* const from = piece.elements + (stretch.at - piece.at) * from_bytes;
     std::byte* const to = element(piece.shard, Plane::grad, stretch.at);
-    if (is_first) {
-      cast(from, piece.dtype, to, row_.grad, stretch.n);
-    } else {
-      add_gradients(from, piece.dtype, to, stretch.n);
-    }
+    cast(from, piece.dtype, to, row_.grad, stretch.n);
     settle(piece.shard, index.bucket_of(stretch.first), stretch.n);
   });
 }
 
 void AdamW::arrived_in_place(size_t shard, int64_t at, int64_t n) {
-  if (passes_ > 1) fail(Category::usage, "gradients that arrive in place can't be accumulated");
   claim(shard, at, n);
   const ShardIndex& index = map_->index(shard);
   index.for_each_stretch(at, at + n, [&](const Stretch& stretch) {
@@ -118,8 +88,7 @@ void AdamW::arrived_in_place(size_t shard, int64_t at, int64_t n) {
 void AdamW::leave_out(size_t shard) {
   const std::lock_guard lock(mutex_);
   Arriving& of = arriving_.at(shard);
-  if (of.passes > 0 || of.arrived.count() > 0)
-    fail_about(shard, "its gradient has arrived already");
+  if (of.arrived.count() > 0) fail_about(shard, "its gradient has arrived already");
   of.left_out = true;
 }
 
@@ -144,10 +113,9 @@ void AdamW::require_complete() const {
   for (size_t shard = 0; shard < shards(); ++shard) {
     const Arriving& of = arriving_[shard];
     const int64_t numel = map_->index(shard).numel();
-    if (of.left_out || numel == 0 || of.passes == passes_) continue;
-    fail_about(shard,
-               fmt::format("its gradient has not arrived: {} of {} elements in pass {} of {}",
-                           of.arrived.count(), numel, of.passes + 1, passes_));
+    if (of.left_out || of.arrived.count() == numel) continue;
+    fail_about(shard, fmt::format("its gradient has not arrived: {} of {} elements",
+                                  of.arrived.count(), numel));
   }
 }
 

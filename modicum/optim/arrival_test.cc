@@ -1,6 +1,6 @@
 // House test: gradient arrival. Must fail for these mutants: a norm that depends on the order or
 // the pieces of arrival, or is computed too early or over other elements; elements that arrive
-// twice or never; an accumulation that overwrites, or that the format cannot hold.
+// twice or never.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -171,79 +171,6 @@ TEST(Arrival, ErrorsNameTheParameter) {
   state.arrive(piece_of(2, 0, gradients[2]));
   EXPECT_NO_THROW(state.step());
   expect_about(error_of([&] { state.step(); }), "embed.weight");
-}
-
-// ---- accumulation
-
-TEST(Accumulation, SumsInFp32AndTakesTheNormOfTheSum) {
-  Ledger ledger;
-  AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
-  state.expect(3);
-  for (uint64_t pass = 1; pass <= 3; ++pass) {
-    EXPECT_TRUE(error_of([&] { state.norm(); })) << "before pass " << pass;
-    const auto gradients = gradients_of(state, pass);
-    for (const Piece& piece : shuffled(gradients, static_cast<uint32_t>(pass))) state.arrive(piece);
-  }
-  double reference = 0;
-  for (size_t shard = 0; shard < state.shards(); ++shard) {
-    std::vector<float> sum = tiny_values(state.shard(shard), 1);
-    for (const uint64_t pass : {2, 3}) {
-      const std::vector<float> more = tiny_values(state.shard(shard), pass);
-      for (size_t i = 0; i < sum.size(); ++i) sum[i] += more[i];
-    }
-    const std::span<std::byte> plane = state.plane(shard, Plane::grad);
-    EXPECT_EQ(std::memcmp(plane.data(), sum.data(), plane.size()), 0);
-    for (const float g : sum) reference += static_cast<double>(g) * g;
-  }
-  EXPECT_NEAR(state.norm().sum_of_squares / reference, 1, 1e-12);
-  expect_about(error_of([&] { deliver_tiny(state, 4); }), "embed.weight");
-  state.step();
-  const auto met = error_of([&] {
-    deliver_tiny(state, 1);
-    state.step();
-  });
-  expect_about(met, "embed.weight");  // it arrived once, not three times
-}
-
-TEST(Accumulation, ASecondArrivalInOnePassNamesThePass) {
-  Ledger ledger;
-  AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
-  const auto message = [&](int64_t at, size_t n) {
-    const auto met = error_of([&] { state.arrive(piece_of(1, at, std::vector<float>(n, 1.0F))); });
-    expect_about(met, "norm.weight");
-    return met ? met->what_happened() : "";
-  };
-  const std::string expected =
-      "parameter 'norm.weight': expected elements that have not arrived in pass ";
-  state.expect(2);
-  state.arrive(piece_of(1, 5, {1, 2, 3}));
-  EXPECT_EQ(message(7, 2), expected + "1 of 2, got local elements 7 to 9");
-  state.arrive(piece_of(1, 0, std::vector<float>(5, 1.0F)));
-  state.arrive(piece_of(1, 8, std::vector<float>(92, 1.0F)));
-  state.arrive(piece_of(1, 0, std::vector<float>(100, 1.0F)));
-  EXPECT_EQ(message(0, 1), expected + "2 of 2, got local elements 0 to 1");
-}
-
-TEST(Accumulation, IsRefusedByFormatsWhoseGradientsAreBf16) {
-  for (const StateFormat format : kFormats) {
-    Ledger ledger;
-    AdamW state(tiny_spec(format), ledger, 1);
-    const auto met = error_of([&] { state.expect(2); });
-    ASSERT_EQ(met.has_value(), row_of(format).grad != DType::f32) << format_name(format);
-    if (!met) continue;
-    EXPECT_EQ(met->category(), Category::unsupported);
-    EXPECT_NE(met->what_happened().find(format_name(format)), std::string::npos);
-    EXPECT_NE(met->what_happened().find("use fp32"), std::string::npos);
-    deliver_tiny(state, 1);
-    EXPECT_NO_THROW(state.step()) << "one arrival per step is still accepted";
-  }
-}
-
-TEST(Accumulation, CantChangeInTheMiddleOfAStep) {
-  Ledger ledger;
-  AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
-  state.arrive(piece_of(0, 0, {1.0F}));
-  EXPECT_EQ(error_of([&] { state.expect(2); })->category(), Category::usage);
 }
 
 // ---- arrival in place, and parameters without a gradient

@@ -21,8 +21,7 @@ class Arrived {
 
 // The arrival of a shard's gradient in one step.
 struct Arriving {
-  int passes = 0;   // complete passes of accumulation
-  Arrived arrived;  // in the current pass
+  Arrived arrived;
   bool left_out = false;
 };
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import modicum.torch
 from modicum import _modicum
+from modicum.torch.optim import states as optimizer_states
 from modicum.torch.optim.parts import part_of
 from modicum.torch.shards.placements import Shardings
 
@@ -45,24 +47,28 @@ def five_steps(directory: str, mesh: list[int], by: str) -> dict[str, Any]:
 
 
 def bring_gradients(model: Any, scale: float = 1.0) -> None:
-    """Sets gradients that are the same in every world size."""
+    """Sets gradients that are the same in every world size, and without ranks."""
     for i, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(i)
         whole = scale * torch.randn(parameter.shape, generator=generator)
-        cut = distribute_tensor(
-            whole.to(parameter.dtype), parameter.device_mesh, parameter.placements
-        )
-        parameter.grad = cut
+        grad = whole.to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
+        parameter.grad = grad
 
 
-def states(directory: str, mesh: list[int], state_format: str) -> dict[str, int]:
-    """The digest of the states after three steps."""
-    model = model_of(directory, mesh, "bfloat16")
-    optimizer = modicum.torch.AdamW(model.named_parameters(), state_format=state_format)
+def three_steps(model: Any, state_format: str, threads: int) -> dict[str, int]:
+    """The digest of the state after three steps on so many threads."""
+    with patch.object(optimizer_states, "cpus_of_rank", lambda: threads):
+        optimizer = modicum.torch.AdamW(model.named_parameters(), state_format=state_format)
     for step in range(3):
         bring_gradients(model, scale=2.0**-step)
         optimizer.step()
     return optimizer.digest()
+
+
+def states(directory: str, mesh: list[int], state_format: str, threads: int) -> dict[str, int]:
+    return three_steps(model_of(directory, mesh, "bfloat16"), state_format, threads)
 
 
 def norm(directory: str, mesh: list[int]) -> dict[str, Any]:

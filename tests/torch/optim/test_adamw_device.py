@@ -163,10 +163,10 @@ def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dt
     unchanged."""
     pair = Pair(state_format, dtype)
     pair.step()
+    before = pair.on_device.state_dict()["state"]
     with torch.no_grad():
         pair.device["bias"][2:].copy_(torch.full((3,), 3.25, dtype=dtype))
     (group,) = pair.on_device.param_groups
-    before = pair.on_device.state_dict()["state"]
     group["lr"] = group["weight_decay"] = 0.0
     pair.bring_gradients()
     pair.on_device.step()
@@ -179,6 +179,22 @@ def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dt
         if name == "bias":
             due[2:] = 3.25
         assert torch.equal(after[index]["master"], due), name
+
+
+@pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
+def test_a_write_that_changes_no_version_is_not_seen_on_a_device(state_format: str) -> None:
+    """As one through `.data`: the master keeps its value, and a gradient the one that the norm
+    read."""
+    pair = Pair(state_format, torch.bfloat16)
+    pair.step()
+    pair.device["bias"].data.host.fill_(3.25)
+    pair.bring_gradients()
+    for each in (pair.on_host, pair.on_device):
+        each.clip_grad_norm_(0.5)
+    pair.device["proj"].grad.host.zero_()
+    pair.on_host.step()
+    pair.on_device.step()
+    pair.assert_equal()
 
 
 @pytest.mark.parametrize(("state_format", "dtype"), EVERY)

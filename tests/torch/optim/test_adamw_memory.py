@@ -2,11 +2,13 @@
 bytes per parameter that the format declares, and no more after forks.
 
 Must fail for these mutants: state allocated at the first step; a gradient held in addition to its
-plane; a master held in addition to the parameter; planes that children inherit.
+plane; a master held in addition to the parameter; planes that children inherit; a page that leaves
+out what children cost.
 """
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +68,18 @@ def test_children_keep_the_parameters_of_torchs_own_memory(
     parameter."""
     of = held[name]
     assert of["parameter_bytes"] <= of["written_with_children"] <= of["parameter_bytes"] + COPIED
+
+
+def test_the_page_has_the_bytes_with_children(held: dict[str, dict[str, int]], root: Path) -> None:
+    """Bytes per parameter in torch's own memory, after a step with two children."""
+    page = " ".join((root / "docs/guide/adamw.md").read_text().split())
+    (said,) = re.findall(
+        r"the table's 16 becomes ([\d.]+) bytes per float32 parameter, "
+        r"and its 14, 10 and 8\.0625 become ([\d.]+), [\d.]+ and ([\d.]+) per bfloat16",
+        page,
+    )
+    for name, figure in zip(INHERITED, said, strict=True):
+        of = held[name]
+        made = DECLARED[name.removeprefix("torch:")]
+        copied = of["written_with_children"] / of["parameters"]
+        assert made + copied == pytest.approx(float(figure), abs=0.5), name

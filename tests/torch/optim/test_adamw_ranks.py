@@ -1,8 +1,9 @@
 """`modicum.torch.AdamW` on real ranks: FSDP2 shards that Modicum has loaded.
 
 Tested against torch.optim.AdamW on the same ranks. Must fail for these mutants: elements that are
-numbered from the start of the shard; a norm that counts replicas, or one rank's shards only; a rank
-that steps while another skips; a gradient of FSDP2 that never reaches the plane.
+numbered from the start of the shard; 8-bit moments that depend on the shards, or that are not held
+in codes; a norm that counts replicas, or one rank's shards only; a rank that steps while another
+skips; a gradient of FSDP2 that never reaches the plane.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,15 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks
+from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from torch_rank import adamw_rank  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
+WORLDS = (1, 2, 3, 8, *(pytest.param(n, marks=pytest.mark.soak) for n in (5, 6, 7)))
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +31,17 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Sizes that 4 does not divide, eleven experts."""
+    """Sizes that 4 does not divide, eleven experts; and rows of 128 and 384 elements, whose moments
+    8-bit formats hold in codes, with an embedding of several buckets."""
     folder = tmp_path_factory.mktemp("models")
     wanted: dict[str, dict[str, Any]] = {
         "qwen3": {"family": "qwen3", "config": {"tie_word_embeddings": True}},
         "qwen3_moe": {"family": "qwen3_moe", "config": {"num_experts": 11}, "dtype": "float32"},
+        "rows": {
+            "family": "qwen3",
+            "config": {"hidden_size": 128, "intermediate_size": 384, "vocab_size": 1031},
+            "dtype": "bfloat16",
+        },
     }
     for name, facts in wanted.items():
         four.ask("write", directory=str(folder / name), **facts)
@@ -55,19 +67,45 @@ def test_five_steps_are_those_of_torch(
     assert len({answer["digest"]["master"] for answer in got}) == 4 // (mesh[0] if mesh[1:] else 1)
 
 
-@pytest.mark.parametrize("state_format", ("fp32", "bf16-moments"))
-def test_states_do_not_depend_on_shards(
-    four: Ranks, models: dict[str, str], state_format: str
+@pytest.fixture(scope="module")
+def of_one_process(models: dict[str, str]) -> dict[str, int]:
+    """The digest of the state of the model `rows`, which is not sharded, by format."""
+    made = {}
+    for state_format in FORMATS:
+        model = AutoModelForCausalLM.from_pretrained(models["rows"], dtype=torch.bfloat16)
+        made[state_format] = adamw_rank.three_steps(model, state_format, threads=1)["state"]
+    assert made["fp32"] == made["fp32-split"]
+    assert len(set(made.values())) == 4, "a format holds what another one holds"
+    return made
+
+
+def assert_digests(
+    started: Ranks, directory: str, mesh: list[int], threads: int, expected: dict[str, int]
 ) -> None:
-    """With the same gradients, 4 ranks and 2 replicas of 2 have equal digests of the whole
-    state."""
-    how: dict[str, Any] = {"directory": models["qwen3"], "state_format": state_format}
-    whole = []
-    for mesh in ([4], [2, 2]):
-        answers = four.ask("adamw_states", mesh=mesh, **how)
-        shards = answers if mesh == [4] else answers[:2]
-        whole.append(sum(of["state"] for of in shards) % 2**64)
-    assert whole[0] == whole[1]
+    how: dict[str, Any] = {"directory": directory, "mesh": mesh, "threads": threads}
+    for state_format, digest in expected.items():
+        answers = started.ask("adamw_states", state_format=state_format, **how)
+        shards = answers[: mesh[-1]]
+        assert sum(of["state"] for of in shards) % 2**64 == digest, (state_format, mesh, threads)
+        assert answers == shards * (len(answers) // mesh[-1]), "replicas differ"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_states_do_not_depend_on_shards(
+    models: dict[str, str], of_one_process: dict[str, int], tmp_path: Path, world: int
+) -> None:
+    """With the same gradients the whole state, codes and scales included, has the digest of a
+    model in one process, for any number of ranks and threads."""
+    with ranks(world, tmp_path / "ranks") as started:
+        for threads in (1, 3):
+            assert_digests(started, models["rows"], [world], threads, of_one_process)
+
+
+def test_states_do_not_depend_on_replicas(
+    four: Ranks, models: dict[str, str], of_one_process: dict[str, int]
+) -> None:
+    for mesh in ([4], [2, 2], [4, 1]):
+        assert_digests(four, models["rows"], mesh, 2, of_one_process)
 
 
 @pytest.mark.parametrize("mesh", ([4], [2, 2]), ids=str)

@@ -6,7 +6,6 @@ shard of the whole; elements numbered from the start of the shard (random bits d
 index); replicas that a norm counts twice.
 """
 
-import copy
 import math
 from collections.abc import Iterator
 from functools import cache
@@ -19,12 +18,21 @@ pytest.importorskip("transformers")
 
 from ranks import Ranks, ranks  # noqa: E402
 from sharding import Cut, bits  # noqa: E402
-from torch_front import checkpoint_of, from_pretrained, local_part, whole_gradient  # noqa: E402
+from torch_front import checkpoint_of, local_part, whole_gradient  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 import modicum.torch  # noqa: E402  (after torch is known to be there)
 
 MESHES = ((2, 2), (3, 2), (2, 3))  # dp x tp of 53 rows, 39, 101
-FORMATS = (("float32", "fp32"), ("bfloat16", "bf16-moments"))
+FORMATS = (("float32", "fp32"), ("bfloat16", "bf16-moments"), ("bfloat16", "int8-moments"))
+# Row-wise weights have 128 n columns on each of two or three ranks: no cut divides a block.
+ROWS = {
+    "hidden_size": 128,
+    "intermediate_size": 768,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 384,
+}
 
 
 @pytest.fixture(scope="module", params=(4, 6), ids="{} ranks".format)
@@ -37,10 +45,21 @@ def meshes_of(world: Ranks) -> list[tuple[int, int]]:
     return [mesh for mesh in MESHES if math.prod(mesh) == len(world.lines)]
 
 
+@pytest.fixture(scope="module")
+def rows(world: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint whose matrices 8-bit formats hold in codes."""
+    folder = str(tmp_path_factory.mktemp("model") / "rows")
+    world.ask("write", directory=folder, family="llama", config=ROWS)
+    return folder
+
+
 @cache
-def by_one_process(dtype: str, state_format: str) -> tuple[dict[str, Any], float]:
-    """Every parameter and its state after three steps, and the norm of one more gradient."""
-    model = copy.deepcopy(from_pretrained("llama", getattr(torch, dtype)))
+def by_one_process(
+    directory: str, dtype: str, state_format: str
+) -> tuple[dict[str, Any], float, set[str]]:
+    """Every parameter and its state after three steps, the norm of one more gradient, and the
+    formats that are held."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype))
     optimizer = modicum.torch.AdamW(model.named_parameters(), lr=1e-2, state_format=state_format)
     squares = []
     for step in range(4):
@@ -54,14 +73,15 @@ def by_one_process(dtype: str, state_format: str) -> tuple[dict[str, Any], float
     held = dict(model.named_parameters())
     for name, entry in zip(list(held), optimizer.state_dict()["state"].values(), strict=True):
         held |= {f"{name} {of}": entry[of] for of in ("exp_avg", "exp_avg_sq")}
-    return held, math.sqrt(math.fsum(squares))
+    return held, math.sqrt(math.fsum(squares)), set(optimizer.held)
 
 
 @pytest.mark.parametrize(("dtype", "state_format"), FORMATS)
-def test_what_is_loaded_is_stepped(world: Ranks, dtype: str, state_format: str) -> None:
+def test_what_is_loaded_is_stepped(world: Ranks, rows: str, dtype: str, state_format: str) -> None:
     """Compares parameters and moments of every rank in all bits, and the norm of all ranks."""
-    whole, norm = by_one_process(dtype, state_format)
-    directory = str(checkpoint_of("llama"))
+    directory = rows if state_format == "int8-moments" else str(checkpoint_of("llama"))
+    whole, norm, formats = by_one_process(directory, dtype, state_format)
+    assert state_format in formats, "nothing is held in this format"
     for mesh in meshes_of(world):
         how = {"mesh": list(mesh), "dtype": dtype, "state_format": state_format}
         answers = world.ask("adamw_tp_fsdp", directory=directory, **how)

@@ -76,6 +76,8 @@ def moved(
         (HSDP, TWO, "bf16-moments", "float32"),
         (TP, THREE, "fp32", "bfloat16"),
         (THREE, ONE, "int8-moments", "float32"),
+        (TWO, THREE, "int8-moments-24", "bfloat16"),
+        (HSDP, THREE, "int8-moments", "bfloat16"),
     ],
     ids=str,
 )
