@@ -1,5 +1,5 @@
-"""The page of `rehearse --report` with each strategy: phases are named and do not overlap, and the
-peak has its cause. (docs/strategies.png shows pages of `load --report`.)
+"""The pages of `load --report` and `rehearse --report` with each strategy: phases are named and do
+not overlap, and the peak has its cause. (docs/strategies.png shows pages of `load --report`.)
 
 Must fail for these mutants: the window is missing, or drawn for a strategy without one; a phase has
 no name, or overlaps the next; the peak has no cause, or another one than the document.
@@ -51,3 +51,22 @@ def test_a_strategy(
             assert re.search(r": (during|after) `(load|step)`, rank [0-3] \(pid ", told), told
             assert " held " in told and ", of which " in told
     assert document["peak"]["bytes"] > 100 * MIB
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_load(chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path, strategy: str) -> None:
+    page = tmp_path / "load.html"
+    words = (*LAYOUT, "--strategy", strategy, "--budget", "none", "-q")
+    done = run(modicum, "load", gpt2, *words, "--report", page)
+    assert done.code == 0, done.stderr
+    (of_page,) = drawn_on(page)["runs"]
+    document = of_page["document"]
+    owners = set().union(*(track["owners"] for track in document["timeline"]["tracks"]))
+    assert "shards" in owners and ("window" in owners) == (strategy in WITH_WINDOW)
+    with shown(chromium, page) as of:
+        assert of.errors == [] and of.violations() == []
+        assert f"--strategy {strategy} " in of.page.inner_text("h2")
+        told = of.page.inner_text("#owners")
+        assert ("window of whole tensors" in told) == (strategy in WITH_WINDOW)
+        assert "load" in of.page.locator("option").all_inner_texts()
+        assert of.page.inner_text(".peak").endswith(f": {document['peak']['cause']}")
