@@ -1,5 +1,5 @@
-"""A whole job of accelerate, dense, with `modicum.torch.AdamW`: the promise of each phase, the bytes
-that the kernel counts of it, and the other memory of the ranks."""
+"""A whole job of accelerate, dense, with `modicum.torch.AdamW`: the promise of each phase, the
+bytes that the kernel counts of it, and the other memory of the ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path
