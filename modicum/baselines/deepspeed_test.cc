@@ -130,7 +130,7 @@ TEST(DeepSpeed, SettingsOfUnknownEffectAreRefusedByName) {
       {config_of(2, kPinned, R"(, "optimizer": {"type": "Lion"})"), "Lion"},
       {config_of(2, kPinned, R"(, "gradient_accumulation_steps": "auto")"), "accumulation_steps"},
       {config_of(2, kPinned, R"(, "gradient_accumulation_steps": "auto")"),
-       "expected a value in ds_config.json"},
+       "expected the Trainer's value in ds_config.json"},
       {config_of(0, kPinned), "stage 0"},
       {R"({"zero_optimization": {"stage": 2}})", "bf16 or fp16"}};
   for (const auto& [config, named] : cases) {
