@@ -67,6 +67,14 @@ Source look_into(FileSystem& files, const std::string& directory) {
   const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
   if (pickle == names.end()) {
     const auto listed = std::span(names).first(std::min<size_t>(names.size(), 5));
+    const bool is_zero = contains(names, "latest") &&
+                         std::any_of(names.begin(), names.end(), [](const std::string& name) {
+                           return name.starts_with("global_step");
+                         });
+    if (is_zero) {
+      fail(Category::io, "a checkpoint of DeepSpeed; modicum.torch.deepspeed.convert converts it",
+           {.file = base_name(directory), .expected = "a .safetensors file"});
+    }
     fail(Category::io, "no safetensors file in the directory",
          {.file = base_name(directory),
           .expected = contains(names, kConfigFile)
@@ -77,7 +85,10 @@ Source look_into(FileSystem& files, const std::string& directory) {
                                : printable(fmt::format("{}{}", fmt::join(listed, ", "),
                                                        names.size() > 5 ? ", ..." : ""))});
   }
-  refuse(Category::format_pickle, "only pickle files in the directory, which are never read",
+  const bool is_dcp = contains(names, ".metadata");
+  refuse(Category::format_pickle,
+         fmt::format("only pickle files in the directory, which are never read{}",
+                     is_dcp ? "; modicum.torch.dcp.convert converts this one" : ""),
          *pickle);
 }
 

@@ -93,6 +93,17 @@ TEST(Open, PickleIsNeverRead) {
   EXPECT_EQ(recording.bytes_read(), 0U);
 }
 
+TEST(Open, CheckpointsOfOtherProgramsNameTheirConverter) {
+  MemoryFileSystem files;
+  files.put("/dcp/.metadata", kSmall);
+  files.put("/dcp/__0_0.distcp", kSmall);
+  files.put("/dcp/data.pt", kSmall);
+  EXPECT_NE(failure(files, "/dcp")->what_happened().find("torch.dcp.convert"), std::string::npos);
+  files.put("/zero/latest", "global_step8");
+  files.put("/zero/global_step8/mp_rank_00_model_states.pt", kSmall);
+  EXPECT_NE(failure(files, "/zero")->what_happened().find("deepspeed.convert"), std::string::npos);
+}
+
 TEST(Open, AMissingPathIsAnIoError) {
   MemoryFileSystem files;
   files.put("/m/readme.md", "x");

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
 import modicum.torch  # noqa: E402
-from modicum.errors import Error, FormatError, UsageError  # noqa: E402
+from modicum.errors import Error, FormatError, IoError, UsageError  # noqa: E402
 from modicum.torch.dcp import convert  # noqa: E402
 from modicum.torch.saving.directories import Directory, directory_of  # noqa: E402
 from modicum.torch.saving.pickles import Made, read_pickle  # noqa: E402
@@ -238,6 +238,24 @@ def test_an_archive_of_another_tensor_is_refused(directory: Path, tmp_path: Path
     opened = directory_of(changed(directory, swapped), directory)
     with pytest.raises(FormatError, match="another tensor"):
         opened.read("model.up.weight", 0, memoryview(bytearray(4)))
+
+
+def test_a_directory_without_metadata_names_those_that_have_it(
+    directory: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(IoError, match=rf"no \.metadata .*got \.metadata in {directory.name}"):
+        convert(directory.parent, tmp_path / "steps", step=1)
+    with pytest.raises(IoError, match="No such file"):
+        convert(tmp_path / "none", tmp_path / "steps", step=1)
+
+
+def test_an_optimizer_without_its_model_is_refused(directory: Path, tmp_path: Path) -> None:
+    """As accelerate writes it: `optimizer_0` next to `pytorch_model_fsdp_0`."""
+    model, stepping = trained()
+    optim = get_optimizer_state_dict(model, stepping)
+    dcp.save({"optimizer": optim}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    with pytest.raises(UsageError, match="no model .*pytorch_model_fsdp_0"):
+        convert(tmp_path / "optimizer_0", tmp_path / "steps", step=1)
 
 
 def test_two_models_are_refused(tmp_path: Path) -> None:

@@ -77,6 +77,12 @@ def _parts_of(opened: Directory) -> tuple[dict[str, str], dict[tuple[str, str], 
     places: dict[str, Place] = {key: opened.places.get(key, (key,)) for key in opened.tensors}
     state = {key: place for key, place in places.items() if "state" in place[:-2]}
     model = {key: place for key, place in places.items() if key not in state}
+    if state and not model:
+        expected = "the model's directory, such as accelerate's pytorch_model_fsdp_0"
+        raise refusal(
+            "UNSUPPORTED", "the directory has no model", expected=expected,
+            got="optimizer state alone",
+        )  # fmt: skip
     for what, of, ending in (("model", model, 1), ("optimizer", state, 2)):
         prefixes = {flat_key(place[:-ending]) for place in of.values()}
         if len(prefixes) > 1 or (not prefixes and what == "model"):

@@ -26,8 +26,9 @@ Source = str | os.PathLike[str]
 
 _FORMATS = ("fp32", "fp32-split")
 _SPLIT = {row["name"] for row in _modicum.state_formats() if row["master_low"] is not None}
-_WINDOW = 1 << 20
-"""How many elements are converted at once."""
+_WINDOW = 1 << 15
+"""How many elements are converted at once. torch's temporary tensors, up to 14 bytes an element,
+are not in the promise."""
 _SEED = 0
 """The default seed of AdamW. These formats draw no random bits."""
 

@@ -68,9 +68,18 @@ class Directory:
 
     @classmethod
     def open(cls, path: Path) -> "Directory":
-        """Reads .metadata. Raises `FormatError` if torch did not write it, OSError if it can't be
+        """Reads .metadata. Raises `FormatError` if torch did not write it, `IoError` if it can't be
         read."""
-        return directory_of((path / FILE).read_bytes(), path)
+        try:
+            data = (path / FILE).read_bytes()
+        except OSError as error:
+            others = ", ".join(sorted(one.parent.name for one in path.glob(f"*/{FILE}")))
+            malformed(
+                f"{path} has no {FILE} that can be read", path.name, "IO",
+                expected="a directory that torch.distributed.checkpoint has written",
+                got=f"{FILE} in {others}" if others else str(error.strerror),
+            )  # fmt: skip
+        return directory_of(data, path)
 
     def read(self, key: str, first: int, view: memoryview) -> None:
         """Fills `view` with elements, beginning at `first`. `FormatError` if files lack some."""

@@ -69,3 +69,10 @@ class Resumed:
     extra_per_rank: Any
     """This rank's value if the step was saved by as many ranks, else the list of all ranks' values;
     None if none was saved."""
+
+    def __str__(self) -> str:
+        skipped = "".join(f"skipped step {one['step']}: {one['reason']}\n" for one in self.skipped)
+        return (
+            f"{skipped}{self.path}: step {self.step}, {self.read_bytes / MIB:.2f} MiB read in "
+            f"{self.elapsed_s:.2f} s\n{self.load}"
+        )
