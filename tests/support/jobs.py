@@ -1,5 +1,5 @@
-"""A whole job of accelerate, dense, with `modicum.torch.AdamW`: what was promised of each phase,
-what the kernel counts of it, and what else the ranks hold."""
+"""A whole job of accelerate, dense, with `modicum.torch.AdamW`: the promise of each phase,
+the kernel's count of it, and the memory that the ranks hold besides.
 
 from dataclasses import dataclass
 from pathlib import Path

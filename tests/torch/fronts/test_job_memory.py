@@ -1,5 +1,5 @@
-"""A whole job of accelerate: the memory of a load, three steps and a save is what was promised,
-within 3 %; what is not ours is counted apart.
+"""A whole job of accelerate: a load, three steps and a save hold the promised memory, within 3 %;
+the memory of others is counted apart.
 
 Tested against the kernel's counters: high-water marks, and the pages of the model and of the
 optimizer. Must fail for these mutants: a gradient or moments that are held and not promised, or
