@@ -1,5 +1,5 @@
-"""A whole job of accelerate, dense, with `modicum.torch.AdamW`: the promise of each phase,
-the kernel's count of it, and the memory that the ranks hold besides.
+"""A whole job of accelerate, dense, with `modicum.torch.AdamW`: the promise of each phase, the
+kernel's count of it, and the memory that the ranks hold besides."""
 
 from dataclasses import dataclass
 from pathlib import Path
