@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-[ $# -gt 0 ] || set -- loaders.py picture.py systems.py strategies.py \
+[ $# -gt 0 ] || set -- loaders.py picture.py systems.py job.py strategies.py \
   "step.py${PRIME_RL:+ --prime-rl $PRIME_RL}" forks.py saving.py small_runs.py scale.py engines.py
 
 scripts/venv.sh test wheel bench

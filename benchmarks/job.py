@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Measures the memory of a whole job of accelerate: a load, three steps and a save.
+
+Workload: a made-up bf16 checkpoint of qwen3's architecture, in fp32 parameters of FSDP2, in 4 gloo
+ranks, with `modicum.torch.AdamW` within `modicum.torch.accelerate.loading`. What was promised of
+each phase is compared with what the kernel counts of it: high-water marks of the ranks, and the
+pages of the model and of the optimizer. What is not Modicum's has columns of its own. There are no
+times, so other programs on the machine make no difference.
+
+Writes its table into benchmarks/RESULTS.md between its markers.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from harness.page import GIB, ROOT, machine, write_between_markers
+from systems import RANKS, make_checkpoints
+
+sys.path.append(str(ROOT / "tests/support"))
+from jobs import Held, held_by_phase, job_of
+from ranks import ranks
+
+COMMAND = "python benchmarks/job.py"
+STEPS = 3
+NAMES = {"load": "load", "step": f"{STEPS} steps", "save": "save"}
+
+
+def row_of(phase: str, of: Held) -> str:
+    over = f"{100 * (of.promised - of.ours) / of.promised:.2f} %"
+    sizes = (of.promised, of.ours, of.process, of.kept, of.passing)
+    promised, ours, process, kept, passing = (f"{size / GIB:.3f}" for size in sizes)
+    if phase == "save":  # all that a save adds counts as ours
+        passing = "in ours"
+    cells = (NAMES[phase], promised, ours, over, process, kept, passing)
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("--modicum", type=Path, default=ROOT / "build/release/modicum")
+    options = parser.parse_args()
+    import accelerate
+    import torch
+    import transformers
+
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        sizes = make_checkpoints(place, {"causal-lm"})
+        model = place / "causal-lm"
+        with ranks(RANKS, place / "ranks", fresh=True) as started:
+            how = {"directory": str(model), "folder": str(place / "saved"), "steps": STEPS}
+            answers = started.ask("job", **how)
+        held = held_by_phase(job_of(options.modicum, model, RANKS), answers)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, "
+    versions += f"accelerate {accelerate.__version__}"
+    text = [
+        f"{sizes['causal-lm'] / 1e6:.0f} M parameters, {RANKS} ranks on one node, AdamW `fp32`. "
+        "GiB over the ranks; the last three columns are not Modicum's and not promised:",
+        "",
+        "| phase | promised | ours (kernel) | promised and not held | interpreters, libraries | "
+        "the framework's own buffers, later imports | activations, gathers, gradients of the "
+        "framework |",
+        "|---|---|---|---|---|---|---|",
+        *(row_of(phase, of) for phase, of in held.items()),
+        "",
+        f"`{COMMAND}`: {versions}; {machine()}.",
+    ]
+    print("\n".join(text))
+    write_between_markers(ROOT / "benchmarks/RESULTS.md", "job", "\n".join(text))
+
+
+if __name__ == "__main__":
+    main()
