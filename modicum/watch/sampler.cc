@@ -11,7 +11,7 @@ namespace {
 constexpr double kFirstCreditNs = 200 * kNsPerMs;
 constexpr double kAmpleCreditNs = 100 * kNsPerMs;
 constexpr double kMostCreditNs = 500 * kNsPerMs;
-constexpr double kMostCostPerByteNs = 50.0 * kNsPerMs / kGiB;  // of an exact reading
+constexpr double kMostCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact figures and copies
 constexpr double kEarlyDuty = 0.02;            // instead of half of the duty, while credit is ample
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
 constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // the interval of reading page faults
