@@ -11,6 +11,7 @@ namespace {
 constexpr double kFirstCreditNs = 200 * kNsPerMs;
 constexpr double kAmpleCreditNs = 100 * kNsPerMs;
 constexpr double kMostCreditNs = 500 * kNsPerMs;
+constexpr double kMostDebtNs = 1000 * kNsPerMs;  // to read copies that have just been made
 constexpr double kMostCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact figures and copies
 constexpr double kEarlyDuty = 0.02;            // instead of half of the duty, while credit is ample
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
@@ -57,7 +58,8 @@ void TreeSampler::sample() {
   const int64_t cost = options_.cpu_ns() - cpu_before;
   if (wants_exact(now) || wants_huge_pages(now)) {
     read_exact();
-  } else if (owes_copies_ && credit_ns_ >= 0 && now - steady_since_ns_ >= kSteadyNs) {
+  } else if (owes_copies_ && credit_ns_ >= (has_new_copies_ ? -kMostDebtNs : 0) &&
+             now - steady_since_ns_ >= kSteadyNs) {
     read_copies();
   }
   record_sample(now);
@@ -201,8 +203,9 @@ bool TreeSampler::has_copied(int64_t now) {
   faults_since_ += more;
   const bool rise = more >= kFaultsOfCopying / 4;
   const bool is_over = std::exchange(faults_rose_, rise) && !rise;
-  // While copying goes on, exact figures are read only if credit is ample.
-  return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > kAmpleCreditNs);
+  // While copying goes on, exact figures are read only if credit is ample afterwards.
+  const double cost_ns = kMostCostPerByteNs * static_cast<double>(rss_before_);
+  return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > kAmpleCreditNs + cost_ns);
 }
 
 // Exact figures are worth their cost if the tree may hold more than its peak so far, the estimates
@@ -213,11 +216,12 @@ bool TreeSampler::wants_exact(int64_t now) {
   rss_before_ = sum;
   if (tracked_.empty()) return false;
   const bool has_new_copies = has_copied(now);
-  if (credit_ns_ < 0) return false;
+  if (credit_ns_ < (has_new_copies ? -kMostDebtNs : 0)) return false;
   uint64_t held = 0;
   for (const Tracked& one : tracked_) held += one.held_bytes();
   if (sum <= peak_bytes_ || sum - std::min(sum, held) <= step_of(sum) / 2) return false;
   const uint64_t change = distance(sum, rss_at_exact_);
+  has_new_copies_ = has_new_copies;
   if (has_new_copies || (sum > rss_at_exact_ && change > 4 * step_of(sum))) return true;
   return change > step_of(sum) / 2 && now - steady_since_ns_ >= kSteadyNs;
 }

@@ -149,13 +149,14 @@ class TreeSampler {
   double credit_ns_;  // CPU time that is still allowed: duty x time, less the cost of all samples
   int64_t pause_ns_ = kShortestPauseNs;
 
-  bool owes_copies_ = false;   // Pss was read, the copies were not
-  uint64_t rss_at_exact_ = 0;  // rss_sum() when Pss was last read
-  uint64_t rss_before_ = 0;    // rss_sum() at the last sample
-  int64_t steady_since_ns_;    // rss_sum() has hardly changed since this time
-  int64_t faults_at_ns_ = 0;   // when page faults were last read
-  uint64_t faults_since_ = 0;  // page faults since Pss was last read
-  bool faults_rose_ = false;   // whether processes were copying pages when faults were last read
+  bool owes_copies_ = false;     // Pss was read, the copies were not
+  bool has_new_copies_ = false;  // Pss was last read since pages had been copied
+  uint64_t rss_at_exact_ = 0;    // rss_sum() when Pss was last read
+  uint64_t rss_before_ = 0;      // rss_sum() at the last sample
+  int64_t steady_since_ns_;      // rss_sum() has hardly changed since this time
+  int64_t faults_at_ns_ = 0;     // when page faults were last read
+  uint64_t faults_since_ = 0;    // page faults since Pss was last read
+  bool faults_rose_ = false;     // whether processes were copying pages when faults were last read
 
   uint64_t peak_bytes_ = 0;
   double peak_at_s_ = 0;
