@@ -92,6 +92,34 @@ for other in others: other.kill()
 sys.exit(3)
 """
 
+# A trainer holds 60 MiB, and so does each of two forked workers; a child of the second one, forked
+# too and of the same name, grows.
+FORKED_WORKERS = """
+import os, sys, time
+held = bytearray(60 << 20)
+def forked(work):
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os._exit(0)
+    return pid
+def idle():
+    own = bytearray(60 << 20)
+    time.sleep(30)
+def grow():
+    os.write(2, f"{os.getpid()}\\n".encode())
+    block = bytearray(600 << 20)
+def trouble():
+    own = bytearray(60 << 20)
+    os.waitpid(forked(grow), 0)
+idler = forked(idle)
+time.sleep(0.3)
+os.waitpid(forked(trouble), 0)
+os.kill(idler, 9)
+os.waitpid(idler, 0)
+sys.exit(3)
+"""
+
 
 @pytest.mark.parametrize(("script", "code"), [("exit 7", 7), ("kill -9 $$", 137), ("true", 0)])
 def test_exits_as_the_command_does(modicum: Path, script: str, code: int) -> None:
@@ -235,3 +263,15 @@ def test_kills_among_ranks(modicum: Path, script: str, times: int) -> None:
         assert 200 << 20 < killed["held_bytes"] < 400 << 20, killed
         assert killed["tree_held_bytes"] > killed["held_bytes"] + (100 << 20), killed
         assert f"pid {grown}" in paragraph and "would need a limit of" in paragraph, paragraph
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("times", (1, pytest.param(20, marks=pytest.mark.soak)))
+def test_kills_among_forked_workers(modicum: Path, times: int) -> None:
+    """A child of a worker grows; its parents, siblings and cousins have the same name."""
+    for _ in range(times):
+        grown, killed, paragraph = killed_at(400 << 20, modicum, FORKED_WORKERS)
+        assert (killed["pid"], killed["rank"]) == (grown, None), killed
+        assert killed["grew"]["pid"] == grown and killed["grew"]["bytes"] > 0, killed
+        assert killed["grew"]["owner"] is None, killed
+        assert f"pid {grown}" in paragraph, paragraph

@@ -114,19 +114,22 @@ def test_a_program_that_reports_nothing(modicum: Path) -> None:
     assert max(totals(timeline)) == done.json["peak_bytes"]
 
 
-def test_a_killed_load_has_its_phase_and_owner(modicum: Path, model: Path) -> None:
+@pytest.mark.parametrize("times", (1, pytest.param(20, marks=pytest.mark.soak)))
+def test_a_killed_load_has_its_phase_and_owner(modicum: Path, model: Path, times: int) -> None:
     if reason := why_no_cage():
         pytest.skip(reason)
     words = ["load", model, "--ranks", 2, "--budget", "none", "-q"]
-    done = run(modicum, "watch", "--json", "--limit", "300MiB", "--", modicum, *words)
-    assert done.code != 0
-    killed = done.json["killed"]
-    assert killed["name"].startswith("modicum-rank-")
-    assert killed["rank"] in (0, 1)
-    assert killed["phase"] == "load"
-    assert killed["grew"]["owner"] == "shards"
-    for part in ("during `load`", "mostly parameters", "would have fitted"):
-        assert part in killed["explanation"], killed["explanation"]
+    for _ in range(times):
+        done = run(modicum, "watch", "--json", "--limit", "300MiB", "--", modicum, *words)
+        assert done.code != 0
+        killed = done.json["killed"]
+        assert killed["name"].startswith("modicum-rank-")
+        (process,) = [one for one in done.json["processes"] if one["pid"] == killed["pid"]]
+        assert killed["rank"] == process["rank"] and killed["rank"] in (0, 1)
+        assert killed["phase"] == "load"
+        assert killed["grew"]["owner"] == "shards"
+        for part in ("during `load`", "mostly parameters", "would have fitted"):
+            assert part in killed["explanation"], killed["explanation"]
 
 
 def test_a_trace(modicum: Path, model: Path, tmp_path: Path) -> None:
