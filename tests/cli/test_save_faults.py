@@ -165,7 +165,7 @@ def test_killed_saves_leave_an_intact_step(
             assert_whole(root / f"step-{step}", first)
         for step in visible - {1}:
             shutil.rmtree(root / f"step-{step}")
-    assert cut_short > kills // 5, f"{cut_short} of {kills} saves were cut short"
+    assert cut_short > kills // 10, f"{cut_short} of {kills} saves were cut short"
     run_json(modicum, "save", moe, root, "--step", 100_000, "--ranks", 2)
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step-1", "step-100000"]
     assert run_json(modicum, "verify", root)["ok"]
