@@ -43,7 +43,7 @@ void follow_heap(const Reporter& reporter) {
   try {
     std::thread(report_heap_often, std::cref(reporter)).detach();
   } catch (const std::system_error&) {
-    // Without the thread, the heap is only reported at the ends of phases.
+    // Without the thread, the heap is reported only where phases begin and end.
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }

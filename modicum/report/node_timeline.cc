@@ -8,7 +8,8 @@
 namespace modicum {
 namespace {
 
-// Whether a holder has the trainer's own weights. The reference's differ from the first step on.
+// Whether a holder other than the trainer has a copy of the trainer's weights. The reference is not
+// one: its values differ from the first step on.
 bool is_copy(const NodeTimeline::Holder& of) {
   return of.name != "trainer" && of.name != "reference";
 }

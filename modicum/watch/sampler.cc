@@ -190,7 +190,8 @@ uint64_t TreeSampler::rss_sum() const noexcept {
 
 // ---- exact figures
 
-// Whether pages were copied since Pss was last read, and copying has just stopped.
+// Whether enough pages were copied since Pss was last read, and either copying has just stopped or
+// credit is ample enough to read during it.
 bool TreeSampler::has_copied(int64_t now) {
   if (tracked_.size() < 2 || now - faults_at_ns_ < kFaultsEveryNs) return false;
   faults_at_ns_ = now;
@@ -226,8 +227,8 @@ bool TreeSampler::wants_exact(int64_t now) {
   return change > step_of(sum) / 2 && now - steady_since_ns_ >= kSteadyNs;
 }
 
-// Where the estimates are exact anyway, exact figures are read for their huge pages, if memory has
-// grown and is steady, and credit stays ample after a reading at the highest cost.
+// Exact figures also count huge pages. If wants_exact has declined, they are read for that alone
+// when memory has grown and is steady, and credit stays ample after a reading at the highest cost.
 bool TreeSampler::wants_huge_pages(int64_t now) {
   const uint64_t sum = rss_before_;
   const double cost_ns = kMostCostPerByteNs * static_cast<double>(sum);
