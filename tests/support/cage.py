@@ -21,13 +21,16 @@ class Cage:
     version: int
 
     def start(self, *words: object, **options) -> subprocess.Popen[str]:
-        """Starts a program in the cgroup."""
+        """Starts a program in the cgroup. On return the process is in the cgroup or has ended."""
         arguments = [str(word) for word in words]
         procs = self.directory / "cgroup.procs"
-        return subprocess.Popen(
+        started = subprocess.Popen(
             ["/bin/sh", "-c", ENTER, str(procs), *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options,
         )  # fmt: skip
+        while started.poll() is None and str(started.pid) not in procs.read_text().split():
+            time.sleep(0.001)
+        return started
 
     def peak_bytes(self) -> int:
         """The peak of the memory charged to the cgroup, page cache included."""
