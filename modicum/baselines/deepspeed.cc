@@ -99,7 +99,8 @@ class ConfigReader {
     if (key == "zero_optimization") {
       value.object([&](std::string_view name, JsonValue& member) { of_zero(name, member); });
     } else if (key == "bf16" || key == "fp16") {
-      value.object([&](std::string_view name, JsonValue& member) { of_precision(name, member); });
+      value.object(
+          [&](std::string_view name, JsonValue& member) { of_precision(key, name, member); });
     } else if (key == "optimizer") {
       value.object([&](std::string_view name, JsonValue& member) { of_optimizer(name, member); });
     } else {
@@ -146,11 +147,12 @@ class ConfigReader {
     });
   }
 
-  void of_precision(std::string_view key, JsonValue& value) {
+  // `section`: bf16 or fp16.
+  void of_precision(std::string_view section, std::string_view key, JsonValue& value) {
     if (key == "enabled") {
       low_precision_ |= flag(key, value);
     } else {
-      neutral("bf16", key, value);
+      neutral(section, key, value);
     }
   }
 
@@ -201,10 +203,16 @@ class ConfigReader {
     const int64_t at_once =
         checked_mul(std::max<int64_t>(1, *micro_batch_), int64_t{ranks}).value_or(INT64_MAX);
     const int64_t steps = *batch_ / at_once;
-    if (steps * at_once != *batch_ || steps == 0 || steps != accumulation_.value_or(steps)) {
+    if (steps == 0 || steps * at_once != *batch_) {
+      fail(Category::usage, fmt::format("train_batch_size {} is not a multiple of "
+                                        "train_micro_batch_size_per_gpu {} x {} ranks",
+                                        *batch_, *micro_batch_, ranks));
+    }
+    if (steps != accumulation_.value_or(steps)) {
       fail(Category::usage,
-           fmt::format("train_batch_size {} is not {} x {} ranks x {} accumulation steps", *batch_,
-                       *micro_batch_, ranks, accumulation_.value_or(steps)));
+           fmt::format("train_batch_size {} with train_micro_batch_size_per_gpu {} and {} ranks "
+                       "needs gradient_accumulation_steps {}, got {}",
+                       *batch_, *micro_batch_, ranks, steps, *accumulation_));
     }
     return steps;
   }

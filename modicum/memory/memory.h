@@ -132,9 +132,9 @@ class Ledger {
   // an empty Buffer. On failure the ledger is unchanged and nothing stays mapped. Throws BUDGET
   // over the limit (`expected` is the limit, `got` the total that would be held, `owners` the
   // memory held now), NOMEM if the kernel refuses (`got` is the need, `owners` as for BUDGET), and
-  // any exception of `poll`. `fork` decides what
-  // forked children see: no memory (excluded), the same memory (shared; it stays in the kernel
-  // until the last process unmaps it) or a copy (inherited; counts twice).
+  // any exception of `poll`. `fork` decides what forked children see: no memory (excluded), the
+  // same memory (shared; it stays in the kernel until the last process unmaps it) or a copy
+  // (inherited; counts twice).
   Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, Poll poll = kNoPoll,
                 Fork fork = Fork::excluded);
   // Like `charge`, but commits no page: for callers that write every page before they rely on its

@@ -199,7 +199,7 @@ class AdamW {
 
   void check_budget(const Ledger& ledger, const Pinner& pinner) const;
   std::span<Bucket> buckets(size_t shard) const noexcept;
-  // Marks elements as arrived; returns whether this is the first pass.
+  // Marks elements as arrived in this step. Throws if some have arrived before.
   void claim(size_t shard, int64_t at, int64_t n);
   // Counts `n` stored elements of a bucket; computes the norm if they are its last ones.
   void settle(size_t shard, int64_t bucket, int64_t n);

@@ -18,18 +18,33 @@ bool fits(const Promise& promise, const Budget& budget) {
   return promise.node_peak_bytes(worst_node(promise)) <= budget.bytes;
 }
 
+namespace {
+
+std::string largest_purposes(std::span<const Owner> owners) {
+  return largest_owners(owners, [](std::string_view purpose) { return std::string(purpose); });
+}
+
+}  // namespace
+
+std::optional<Error> refusal_of(Need need, const Budget& budget) {
+  if (need.bytes <= budget.bytes) return std::nullopt;
+  const uint64_t shortfall = need.bytes - budget.bytes;
+  std::string text =
+      fmt::format("{} needs {}{}{} and the budget ({}) is {}: {} too little; largest: {}", need.who,
+                  format_size(need.bytes), need.when.empty() ? "" : " ", need.when, budget.source,
+                  format_size(budget.bytes), format_size(shortfall), largest_purposes(need.owners));
+  Facts facts{.expected = fmt::format("{}", budget.bytes), .got = fmt::format("{}", need.bytes)};
+  facts.shortfall_bytes = shortfall;
+  facts.owners = std::move(need.owners);
+  return Error(Category::budget, std::move(text), std::move(facts));
+}
+
 std::optional<Error> refusal_of(const Promise& promise, const Budget& budget) {
   const int node = worst_node(promise);
-  const uint64_t need = promise.node_peak_bytes(node);
-  if (need <= budget.bytes) return std::nullopt;
-  Facts facts{.expected = fmt::format("{}", budget.bytes), .got = fmt::format("{}", need)};
-  facts.shortfall_bytes = need - budget.bytes;
-  facts.owners = owners_of(promise.on_node(node));
-  return Error(Category::budget,
-               fmt::format("node {} needs {} and the budget ({}) is {}: {} too little; largest: {}",
-                           node, format_size(need), budget.source, format_size(budget.bytes),
-                           format_size(need - budget.bytes), peak_cause(promise, node)),
-               std::move(facts));
+  return refusal_of({.who = fmt::format("node {}", node),
+                     .bytes = promise.node_peak_bytes(node),
+                     .owners = owners_of(promise.on_node(node))},
+                    budget);
 }
 
 void require_fits(const Promise& promise, const Budget& budget) {
@@ -105,10 +120,9 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   return helps ? std::move(least) : std::move(plan);
 }
 
-std::string largest_owners(const Footprint& held,
+std::string largest_owners(std::span<const Owner> owners,
                            FunctionRef<std::string(std::string_view)> named) {
   std::string cause;
-  const std::vector<Owner> owners = owners_of(held);
   for (size_t i = 0; i < std::min<size_t>(2, owners.size()); ++i) {
     cause += fmt::format("{}{} {}", i == 0 ? "" : ", ", named(owners[i].purpose),
                          format_size(owners[i].bytes));
@@ -117,8 +131,7 @@ std::string largest_owners(const Footprint& held,
 }
 
 std::string peak_cause(const Promise& promise, int node) {
-  return largest_owners(promise.on_node(node),
-                        [](std::string_view purpose) { return std::string(purpose); });
+  return largest_purposes(owners_of(promise.on_node(node)));
 }
 
 }  // namespace modicum

@@ -237,7 +237,17 @@ struct Budget {
 int worst_node(const Promise& promise);
 // Whether every node's promised peak is within the budget (<=).
 bool fits(const Promise& promise, const Budget& budget);
-// A BUDGET error with the node, the shortfall and the largest owners; empty if the promise fits.
+// What must fit a budget: "node 3" needs `bytes` "in phase 'step'", held by `owners`, the largest
+// first. `when` may be empty.
+struct Need {
+  std::string who;
+  uint64_t bytes = 0;
+  std::string when;
+  std::vector<Owner> owners;
+};
+// A BUDGET error with the shortfall and the owners; empty if the need fits.
+std::optional<Error> refusal_of(Need need, const Budget& budget);
+// The same for the node of a promise with the highest peak.
 std::optional<Error> refusal_of(const Promise& promise, const Budget& budget);
 // Throws the error of refusal_of, if any.
 void require_fits(const Promise& promise, const Budget& budget);
@@ -246,8 +256,9 @@ void require_fits(const Promise& promise, const Budget& budget);
 // shortfall. Returns the plan unchanged if it fits, or if less staging would not lower its peak.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinDefaultStagingBytes);
 
-// The two largest owners, with the names that `named` gives to their purposes.
-std::string largest_owners(const Footprint& held, FunctionRef<std::string(std::string_view)> named);
+// The first two owners, with the names that `named` gives to their purposes.
+std::string largest_owners(std::span<const Owner> owners,
+                           FunctionRef<std::string(std::string_view)> named);
 // The two largest owners at a node's peak: "shards 924.00 MiB, staging 32.00 MiB".
 std::string peak_cause(const Promise& promise, int node);
 

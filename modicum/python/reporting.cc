@@ -25,7 +25,8 @@ struct Here {
   OwnReport report;
 };
 
-// Reports the heap periodically until the process ends.
+// Reports the heap periodically until the process ends: phases begin and end too rarely to show
+// memory that malloc has retained in between.
 void report_heap_often(const Reporter& reporter) {
   SteadyClock clock;
   while (true) {
@@ -35,7 +36,7 @@ void report_heap_often(const Reporter& reporter) {
   }
 }
 
-// Starts the thread for report_heap_often: malloc's blocks are also freed between calls of Modicum.
+// Runs report_heap_often in a thread of its own.
 void follow_heap(const Reporter& reporter) {
   sigset_t all, before;
   sigfillset(&all);

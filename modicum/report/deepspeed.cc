@@ -28,21 +28,23 @@ uint64_t DeepSpeedForecast::bytes_of(std::string_view owner) const noexcept {
   return sum;
 }
 
-uint64_t DeepSpeedForecast::node_bytes() const noexcept {
-  return saturating_mul(bytes_at(kPhases.back()), static_cast<uint64_t>(ranks_of_node));
+uint64_t DeepSpeedForecast::on_node(uint64_t bytes) const noexcept {
+  return saturating_mul(bytes, static_cast<uint64_t>(ranks_of_node));
 }
 
 std::optional<Error> refusal_of_deepspeed(const PlanReport& report) {
-  const uint64_t need = report.deepspeed->node_bytes(), budget = report.budget->bytes;
-  if (need <= budget) return std::nullopt;
-  Facts facts{.expected = fmt::format("{}", budget), .got = fmt::format("{}", need)};
-  facts.shortfall_bytes = need - budget;
-  return Error(Category::budget,
-               fmt::format("DeepSpeed needs {} on a node by {} and the budget ({}) is {}: {} too "
-                           "little",
-                           format_size(need), kPhases.back(), report.budget->source,
-                           format_size(budget), format_size(need - budget)),
-               std::move(facts));
+  const DeepSpeedForecast& of = *report.deepspeed;
+  std::vector<Owner> owners;
+  for (const std::string_view owner : kOwners) {
+    const uint64_t bytes = of.on_node(of.bytes_of(owner));
+    if (bytes > 0) owners.push_back({std::string(owner), bytes});
+  }
+  sort_by_bytes(owners);
+  return refusal_of({.who = "DeepSpeed",
+                     .bytes = of.on_node(of.bytes_at(kPhases.back())),
+                     .when = fmt::format("on a node by {}", kPhases.back()),
+                     .owners = std::move(owners)},
+                    *report.budget);
 }
 
 double DeepSpeedForecast::per_param(uint64_t bytes) const noexcept {
@@ -52,8 +54,7 @@ double DeepSpeedForecast::per_param(uint64_t bytes) const noexcept {
 void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& of) {
   const auto amount = [&](uint64_t bytes) {
     out.member("bytes_per_param", of.per_param(bytes)).member("rank_bytes", bytes);
-    out.member("node_bytes", saturating_mul(bytes, static_cast<uint64_t>(of.ranks_of_node)))
-        .end_object();
+    out.member("node_bytes", of.on_node(bytes)).end_object();
   };
   out.key("deepspeed").begin_object().member("version", of.version).member("stage", of.stage);
   out.member("params", of.params).member("params_of_rank", of.params_of_rank);

@@ -8,8 +8,8 @@
 namespace modicum {
 namespace {
 
-// Whether a holder other than the trainer has a copy of the trainer's weights. The reference is not
-// one: its values differ from the first step on.
+// Whether a holder other than the trainer has a copy of the trainer's weights. The reference has
+// none: the trainer's weights differ from it from the first step on.
 bool is_copy(const NodeTimeline::Holder& of) {
   return of.name != "trainer" && of.name != "reference";
 }
@@ -42,8 +42,8 @@ NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64
     trainer.push_back(of.node_peak_bytes(node));
   };
   add_phase("load", load);
-  // The reference streams through a load like the trainer's, whose parameters stay: the load's
-  // figure covers its staging.
+  // While the reference loads, the trainer's parameters stay, and the load's figure counts them and
+  // the staging, which both loads need alike.
   if (flags.reference) add_phase("load_reference", load);
   if (flags.engine_tp > 0) add_phase("start_engine", load);
   add_phase("step", step);
@@ -77,19 +77,21 @@ int fullest_timeline(const StrategyReport& of) {
   return static_cast<int>(fullest - of.timelines.begin());
 }
 
-std::optional<Error> refusal_of_timelines(const PlanReport& report, const StrategyReport& of) {
+std::optional<Error> refusal_of_timelines(const PlanReport& report) {
+  const StrategyReport& of = report.requested();
   const int node = fullest_timeline(of);
   const NodeTimeline& line = of.timelines[static_cast<size_t>(node)];
-  const uint64_t need = line.peak_bytes(), budget = report.budget->bytes;
-  if (need <= budget) return std::nullopt;
-  Facts facts{.expected = fmt::format("{}", budget), .got = fmt::format("{}", need)};
-  facts.shortfall_bytes = need - budget;
-  return Error(Category::budget,
-               fmt::format("node {} needs {} in phase '{}' with all holders and the budget ({}) is "
-                           "{}: {} too little",
-                           node, format_size(need), line.phases[line.peak_phase()],
-                           report.budget->source, format_size(budget), format_size(need - budget)),
-               std::move(facts));
+  const size_t phase = line.peak_phase();
+  std::vector<Owner> owners;
+  for (const NodeTimeline::Holder& holder : line.holders) {
+    if (holder.bytes[phase] > 0) owners.push_back({std::string(holder.name), holder.bytes[phase]});
+  }
+  sort_by_bytes(owners);
+  return refusal_of({.who = fmt::format("node {}", node),
+                     .bytes = line.bytes_at(phase),
+                     .when = fmt::format("in phase '{}'", line.phases[phase]),
+                     .owners = std::move(owners)},
+                    *report.budget);
 }
 
 void timeline_member(JsonWriter& out, const NodeTimeline& of) {
@@ -113,30 +115,28 @@ void timeline_member(JsonWriter& out, const NodeTimeline& of) {
 }
 
 std::string timeline_text(const PlanReport& report) {
-  for (const StrategyReport& of : report.strategies) {
-    if (of.strategy != report.strategy || of.timelines.empty()) continue;
-    const int node = fullest_timeline(of);
-    const NodeTimeline& line = of.timelines[static_cast<size_t>(node)];
-    std::string text =
-        fmt::format("\n{}, node {} by holder and phase\n{:<10}", of.strategy, node, "");
-    for (const std::string_view phase : line.phases) text += fmt::format(" {:>14}", phase);
-    for (const auto& holder : line.holders) {
-      text += fmt::format("\n{:<10}", holder.name);
-      for (const uint64_t bytes : holder.bytes) text += fmt::format(" {:>14}", format_size(bytes));
-    }
-    text += fmt::format("\n{:<10}", "sum");
-    for (size_t i = 0; i < line.phases.size(); ++i) {
-      text += fmt::format(" {:>14}", format_size(line.bytes_at(i)));
-    }
-    text += "\n";
-    for (const auto& holder : line.holders) {
-      if (!is_copy(holder)) continue;
-      text += fmt::format("held twice: {} by trainer and {}\n", format_size(holder.bytes.back()),
-                          holder.name);
-    }
-    return text;
+  const StrategyReport& of = report.requested();
+  if (of.timelines.empty()) return "";
+  const int node = fullest_timeline(of);
+  const NodeTimeline& line = of.timelines[static_cast<size_t>(node)];
+  std::string text =
+      fmt::format("\n{}, node {} by holder and phase\n{:<10}", of.strategy, node, "");
+  for (const std::string_view phase : line.phases) text += fmt::format(" {:>14}", phase);
+  for (const auto& holder : line.holders) {
+    text += fmt::format("\n{:<10}", holder.name);
+    for (const uint64_t bytes : holder.bytes) text += fmt::format(" {:>14}", format_size(bytes));
   }
-  return "";
+  text += fmt::format("\n{:<10}", "sum");
+  for (size_t i = 0; i < line.phases.size(); ++i) {
+    text += fmt::format(" {:>14}", format_size(line.bytes_at(i)));
+  }
+  text += "\n";
+  for (const auto& holder : line.holders) {
+    if (!is_copy(holder)) continue;
+    text += fmt::format("held twice: {} by trainer and {}\n", format_size(holder.bytes.back()),
+                        holder.name);
+  }
+  return text;
 }
 
 }  // namespace modicum

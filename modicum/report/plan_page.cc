@@ -168,7 +168,7 @@ std::string document_of(const PlanReport& report, const StrategyReport& of, int 
   const auto at = static_cast<size_t>(peak - sums.begin());
   out.key("peak").begin_object().member("at_s", at).member("bytes", peak->total());
   out.member("cause", fmt::format("in phase '{}', mostly {}", steps[at].name,
-                                  largest_owners(*peak, owner_words)));
+                                  largest_owners(owners_of(*peak), owner_words)));
   return out.end_object().end_object().text();
 }
 
@@ -185,17 +185,15 @@ std::string sentence_of(const PlanReport& report) {
 }  // namespace
 
 std::string plan_page(const PlanReport& report, std::string_view title) {
-  const auto of = std::find_if(report.strategies.begin(), report.strategies.end(),
-                               [&](const auto& one) { return one.strategy == report.strategy; });
-  MODICUM_ASSERT(of != report.strategies.end());
-  int node = worst_node(of->promise);
-  for (int other = 0; of->job && other < of->promise.nodes(); ++other) {
-    if (of->job->node_peak_bytes(other) > of->job->node_peak_bytes(node)) node = other;
+  const StrategyReport& of = report.requested();
+  int node = worst_node(of.promise);
+  for (int other = 0; of.job && other < of.promise.nodes(); ++other) {
+    if (of.job->node_peak_bytes(other) > of.job->node_peak_bytes(node)) node = other;
   }
-  if (!of->timelines.empty()) node = fullest_timeline(*of);
+  if (!of.timelines.empty()) node = fullest_timeline(of);
   const std::string label =
-      fmt::format("{}, node {} of {}, predicted", of->strategy, node, of->promise.nodes());
-  const std::string document = document_of(report, *of, node);
+      fmt::format("{}, node {} of {}, predicted", of.strategy, node, of.promise.nodes());
+  const std::string document = document_of(report, of, node);
   const PageRun run{label, document};
   return report_page(title, std::span(&run, 1), sentence_of(report));
 }

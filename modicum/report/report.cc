@@ -102,6 +102,14 @@ std::string past_text(const PlanReport& report) {
   return report.past ? fmt::format("\n{}\n", past_run_sentence(report)) : "";
 }
 
+// The cause of the peak for a table, whose lines have at most 120 columns: the second owner is left
+// out if it does not fit.
+std::string short_cause(const Promise& promise, int node) {
+  constexpr size_t kColumns = 39;
+  const std::string cause = peak_cause(promise, node);
+  return cause.size() <= kColumns ? cause : cause.substr(0, cause.find(','));
+}
+
 template <typename Field>
 uint64_t sum_over(const LoadReport& report, Field field) {
   uint64_t sum = 0;
@@ -140,12 +148,19 @@ std::string verdict_text(const PlanReport& report) {
   text += fmt::format("does not fit, {} too little\n{}",
                       format_size(report.refusal->facts().shortfall_bytes.value_or(0)), of_job);
   for (const Alternative& of : report.alternatives) {
-    const int nodes = (report.ranks + of.ranks_per_node - 1) / of.ranks_per_node;
+    const auto nodes = ceil_div(report.ranks, of.ranks_per_node);
     text += fmt::format("would fit: {} ({} node(s), peak {})\n", of.flags, nodes,
                         format_size(of.peak_bytes));
   }
   if (!report.alternatives.empty()) return text;
   return text + "no other strategy, staging, state format or ranks per node fits either\n";
+}
+
+const StrategyReport& PlanReport::requested() const {
+  const auto of = std::find_if(strategies.begin(), strategies.end(),
+                               [&](const auto& one) { return one.strategy == strategy; });
+  MODICUM_ASSERT(of != strategies.end());
+  return *of;
 }
 
 double StrategyReport::overread_ratio() const noexcept {
@@ -174,18 +189,6 @@ std::string plan_json(const PlanReport& report) {
   if (report.deepspeed) deepspeed_member(out, *report.deepspeed);
   return out.end_object().text();
 }
-
-namespace {
-
-// The cause of the peak for a table, whose lines have at most 120 columns: the second owner is left
-// out if it does not fit.
-std::string short_cause(const Promise& promise, int node) {
-  constexpr size_t kColumns = 39;
-  const std::string cause = peak_cause(promise, node);
-  return cause.size() <= kColumns ? cause : cause.substr(0, cause.find(','));
-}
-
-}  // namespace
 
 std::string plan_text(const PlanReport& report) {
   std::string text = fmt::format("{} in {} tensors, {} file(s); {} rank(s)\n\n",

@@ -98,7 +98,7 @@ struct DeepSpeedForecast {
   // Bytes per rank: allocated up to the end of a phase; of an owner.
   uint64_t bytes_at(std::string_view phase) const noexcept;
   uint64_t bytes_of(std::string_view owner) const noexcept;
-  uint64_t node_bytes() const noexcept;  // of the largest node, when all has been allocated
+  uint64_t on_node(uint64_t bytes) const noexcept;  // `bytes` of a rank, on the largest node
   double per_param(uint64_t bytes) const noexcept;
 };
 
@@ -126,14 +126,17 @@ struct PlanReport {
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
   std::optional<PastRun> past;  // of --from; its limit is the default budget
+
+  const StrategyReport& requested() const;  // of `strategy`
 };
 // `engine_bytes`: of one engine's weights.
 NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64_t engine_bytes,
                            int node);
 // BUDGET unless DeepSpeed's own memory fits the budget. Requires report.budget and deepspeed.
 std::optional<Error> refusal_of_deepspeed(const PlanReport& report);
-// BUDGET unless all holders on each node fit the budget. Requires report.budget, of.timelines.
-std::optional<Error> refusal_of_timelines(const PlanReport& report, const StrategyReport& of);
+// BUDGET unless all holders on each node fit the budget with the requested strategy. Requires
+// report.budget and timelines.
+std::optional<Error> refusal_of_timelines(const PlanReport& report);
 std::string plan_json(const PlanReport& report);
 std::string plan_text(const PlanReport& report);
 // An HTML page: the phases of the requested run one after another, on its fullest node.

@@ -30,6 +30,7 @@ PlanReport small_plan() {
   PlanReport report;
   report.checkpoint = {.bytes = 300 * kMiB, .tensors = 7, .files = 2};
   report.ranks = 3;
+  report.strategy = "own-shard";
   report.strategies = {{"own-shard",
                         small_promise(),
                         {.storage_read_bytes = 300 * kMiB + 5, .reads = 21, .transfers = 22},
@@ -68,7 +69,7 @@ TEST(PlanReport, JsonHasEveryPhaseOfEveryNode) {
   EXPECT_EQ(
       plan_json(small_plan()),
       R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},)"
-      R"("warnings":[],"ranks":3,"strategy":"",)"
+      R"("warnings":[],"ranks":3,"strategy":"own-shard",)"
       R"("strategies":[{"name":"own-shard","storage_read_bytes":314572805,)"
       R"("exchanged_bytes":0,"reads":21,"overread_ratio":1.2500000198682149,)"
       R"("nodes":[{"node":0,"peak_bytes":125829121,)"
@@ -94,7 +95,7 @@ TEST(PlanReport, JsonSaysWhetherTheBudgetFits) {
   report.fits = false;
   EXPECT_EQ(plan_json(report),
             R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},)"
-            R"("warnings":[],"ranks":3,"strategy":"","strategies":[],)"
+            R"("warnings":[],"ranks":3,"strategy":"own-shard","strategies":[],)"
             R"("budget":{"bytes":1073741824,"source":"cgroup v1 /\"a\""},"fits":false})");
 }
 

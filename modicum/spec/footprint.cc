@@ -40,9 +40,13 @@ std::vector<Owner> owners_of(const Footprint& footprint) {
     if (footprint.bytes[p] == 0) continue;
     owners.push_back({std::string(purpose_name(static_cast<Purpose>(p))), footprint.bytes[p]});
   }
+  sort_by_bytes(owners);
+  return owners;
+}
+
+void sort_by_bytes(std::vector<Owner>& owners) {
   std::stable_sort(owners.begin(), owners.end(),
                    [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; });
-  return owners;
 }
 
 int Promise::nodes() const noexcept {

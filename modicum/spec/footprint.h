@@ -50,6 +50,8 @@ struct Footprint {
 
 // Purposes with their bytes, largest first; those without bytes are left out.
 std::vector<Owner> owners_of(const Footprint& footprint);
+// Sorts the largest first; equal ones keep their order.
+void sort_by_bytes(std::vector<Owner>& owners);
 
 // A phase of a run, with one footprint per rank.
 struct Phase {

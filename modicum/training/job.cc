@@ -30,11 +30,11 @@ void add_timelines(const Run& run, const NodeFlags& node, PlanReport& report) {
     for (int n = 0; n < of.promise.nodes(); ++n) {
       of.timelines.push_back(node_timeline(*of.job, node, engine_bytes, n));
     }
-    if (!report.budget || of.strategy != report.strategy) continue;
-    const auto refusal = refusal_of_timelines(report, of);
-    report.node_fits = !refusal;
-    if (refusal) report.wider_refusal = refusal;
   }
+  if (!report.budget) return;
+  const auto refusal = refusal_of_timelines(report);
+  report.node_fits = !refusal;
+  if (refusal) report.wider_refusal = refusal;
 }
 
 void add_jobs(const RunFlags& flags, Run run, PlanReport& report) {

@@ -17,10 +17,12 @@ constexpr double kEarlyDuty = 0.02;            // instead of half of the duty, w
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
 constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // the interval of reading page faults
 constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
-constexpr int kRankReads = 3;  // samples that read a rank again: exec may change the environment
+// The rank is read in a process's first samples: an exec soon after the fork may change it.
+constexpr int kRankReads = 3;
 constexpr int64_t kRecentNs = 5 * kNsPerSecond;
 constexpr size_t kMostRecent = 256;
-// A new process that is this small is read exactly at once, in less than a millisecond.
+// The Pss of a new process that is this small is read with its first status: it takes less than a
+// millisecond.
 constexpr uint64_t kSmallBytes = 32 * kMiB;
 
 // The smallest change of `bytes` that matters: 1/64, at least 1 MiB.
@@ -66,7 +68,8 @@ void TreeSampler::sample() {
   credit_ns_ -= static_cast<double>(options_.cpu_ns() - cpu_before);
   const double share = credit_ns_ > kAmpleCreditNs ? kEarlyDuty : options_.duty / 2;
   pause_ns_ = std::max(kShortestPauseNs, static_cast<int64_t>(static_cast<double>(cost) / share));
-  // A steep rise to the limit takes a few samples only; more are taken while credit lasts.
+  // Memory may rise so steeply that only a few samples are left before the limit: above half of the
+  // limit the pause is shorter while credit lasts.
   const bool is_near = options_.limit_bytes != 0 &&
                        std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
   if (is_near && credit_ns_ > kAmpleCreditNs / 10)
@@ -160,8 +163,9 @@ void TreeSampler::take_status(Tracked& one, ProcessStatus status) {
   if (has_grown && peak > seen) unseen_bytes_ += peak - seen;
 }
 
-// The maximum may be that of any child that ended with the process. As an upper bound each of them
-// is assumed to have reached it; without children, the process itself.
+// `peak_rss_bytes` is the highest peak among the process and its children that have ended, and does
+// not say whose. As an upper bound each of its children is assumed to have reached it; without
+// children, the process itself.
 void TreeSampler::note_end(int pid, uint64_t peak_rss_bytes) noexcept {
   if (peak_rss_bytes <= peak_rss_bytes_) return;
   peak_rss_bytes_ = peak_rss_bytes;

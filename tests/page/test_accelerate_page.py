@@ -17,19 +17,11 @@ from program import run, run_json
 pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from families import Family
+from families import LARGE_TEXT, Family
 from ranks import importable
 
 EXAMPLE = "examples/accelerate_fsdp2.py"
-SIZES = {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
+SIZES = LARGE_TEXT | {"num_hidden_layers": 16, "tie_word_embeddings": True}
 
 
 def watched(modicum: Path, root: Path, *words: object) -> dict[str, Any]:

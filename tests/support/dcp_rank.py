@@ -43,8 +43,8 @@ def flat_state_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def trained(directory: str, cut: Cut) -> tuple[Any, Any]:
-    """A loaded model with a state after two steps. Nothing is frozen: get_optimizer_state_dict
-    takes the state of all parameters."""
+    """A loaded model and its optimizer, after two steps. No parameter is frozen, since
+    get_optimizer_state_dict needs an optimizer state for each parameter."""
     model, _ = made(directory, cut, "adamw", "float32")
     model.get_parameter("model.norm.weight").requires_grad_(True)
     modicum.torch.load(model, directory, progress=False)
@@ -65,7 +65,8 @@ def dcp_saves(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[
 
 
 def dcp_loads(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[str, Any]:
-    """Loads by DCP over other values, and trains on. Also returns the values."""
+    """Loads by DCP into a model and optimizer that have trained on, and trains on from there. Also
+    returns the entries of the loaded state dict that are neither the model's nor the optimizer's."""
     model, stepping = trained(directory, cut)
     steps(model, stepping, cut, range(7, 9))
     stepping.param_groups[0]["lr"] = 1.0
@@ -139,7 +140,7 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
         if how == "adamw":
             writer = Writer(root, step=2, model=model, optimizer=stepping)
         save(state, storage_writer=writer)
-    except BaseException as error:  # DCP's CheckpointException is none of Exception
+    except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         return f"{type(error).__name__}: {error}"
     finally:
         _modicum.save_tensors = save_tensors

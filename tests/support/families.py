@@ -174,6 +174,16 @@ TEXT = {
     "eos_token_id": 2,
 }
 EVEN_TEXT = TEXT | {"hidden_size": 42, "num_attention_heads": 7}
+# For the tests of memory: tens of MB with 16 layers, untied.
+LARGE_TEXT = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
 MOE = TEXT | {"moe_intermediate_size": 13, "num_experts": 5, "num_experts_per_tok": 2}
 EVEN_MOE = MOE | {"hidden_size": 42, "num_attention_heads": 7}
 MLA = {

@@ -1,5 +1,5 @@
-"""A whole job of accelerate, dense, with `modicum.torch.AdamW`: the promise of each phase, the
-bytes that the kernel counts of it, and the other memory of the ranks."""
+"""The memory of a training job under accelerate, with a dense model and `modicum.torch.AdamW`: what
+is promised of each phase, what the kernel counts of that, and what else the ranks hold."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +21,11 @@ class Held:
     process: int
     """Interpreters and libraries, before the job."""
     kept: int
-    """What else the ranks hold at the end of the phase: modules imported since, buffers of torch
-    and of the framework."""
+    """What else the ranks hold at the end of the load, or of the steps (in `step` and `save`):
+    modules imported since, buffers of torch and of the framework."""
     passing: int
     """What the phase's peak has in addition: activations, gathered parameters, gradients before
-    they are divided."""
+    they are divided. 0 in `save`, where all of it counts as ours."""
 
 
 def job_of(modicum: Path, directory: Path, world: int) -> dict[str, int]:
@@ -37,7 +37,7 @@ def job_of(modicum: Path, directory: Path, world: int) -> dict[str, int]:
 
 
 def held_by_phase(planned: dict[str, int], answers: list[dict[str, Any]]) -> dict[str, Held]:
-    """`answers`: those of act `job` of all ranks."""
+    """`answers`: what act `job` of `job_rank.py` has returned, by rank."""
 
     def total(phase: str, figure: str) -> int:
         return sum(of["phases"][phase][figure] for of in answers)
@@ -46,7 +46,6 @@ def held_by_phase(planned: dict[str, int], answers: list[dict[str, Any]]) -> dic
     ranks = answers[0]["load"]["ranks"]
     loaded = sum(of["kernel_peak_bytes"] - of["baseline_bytes"] for of in ranks)
     pages = sum(of["owners"][name] for of in answers for name in OURS)
-    # All that a save adds counts as ours.
     saving = total("save", "peak_bytes") - total("step", "end_bytes")
     others = total("step", "end_bytes") - process - pages
 
@@ -54,7 +53,7 @@ def held_by_phase(planned: dict[str, int], answers: list[dict[str, Any]]) -> dic
         passing = total(phase, "peak_bytes") - process - ours - kept
         return Held(promised, ours, process, kept, passing)
 
-    # The load's promise is that of the whole job.
+    # The promise of a load under accelerate covers the optimizer's state, too.
     promised = sum(of["promised_bytes"] - of["baseline_bytes"] for of in ranks)
     return {
         "load": of("load", promised, loaded, total("load", "end_bytes") - process - loaded),

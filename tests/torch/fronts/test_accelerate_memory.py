@@ -19,27 +19,18 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from families import FAMILIES as FAMILIES_OF_TESTS
-from families import Family
+from families import LARGE_TEXT, Family
 from ranks import PATIENCE_S, ranks, torchrun
 
 MIB = 1 << 20
 WORLD = 4
 EXAMPLE = "examples/accelerate_fsdp2.py"
-SIZES = {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "tie_word_embeddings": False,
-}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 FAMILIES = (
-    Family("dense", "Qwen3ForCausalLM", "qwen3", SIZES | {"num_hidden_layers": 16}, "bfloat16"),
+    Family("dense", "Qwen3ForCausalLM", "qwen3", LARGE_TEXT | {"num_hidden_layers": 16}, "bfloat16"),
     Family(
         "experts", "Qwen3MoeForCausalLM", "qwen3_moe",
-        SIZES | EXPERTS | {"num_hidden_layers": 8}, "bfloat16",
+        LARGE_TEXT | EXPERTS | {"num_hidden_layers": 8}, "bfloat16",
     ),
 )  # fmt: skip
 

@@ -17,23 +17,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from families import Family
+from families import LARGE_TEXT, Family
 from ranks import PATIENCE_S, Ranks, ranks
 
 MIB = 1 << 20
 WORLD = 2
 MARGIN = 1.06
 """The cgroup's limit, in units of what the training needs that saves nothing."""
-SIZES = {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "tie_word_embeddings": False,
-    "num_hidden_layers": 24,
-}
+SIZES = LARGE_TEXT | {"num_hidden_layers": 24}
 
 
 @dataclass(frozen=True)

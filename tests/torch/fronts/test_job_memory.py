@@ -14,22 +14,13 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from families import Family
+from families import LARGE_TEXT, Family
 from jobs import held_by_phase, job_of
 from ranks import ranks
 
 WORLD = 2
 STEPS = 3
-SIZES = {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-    "tie_word_embeddings": False,
-}
+SIZES = LARGE_TEXT | {"num_hidden_layers": 16}
 # FSDP2's root unit, which a step gathers whole in each rank: the embedding and the head.
 ROOT_BYTES = 2 * 8192 * 512 * 4
 
