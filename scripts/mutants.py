@@ -130,7 +130,9 @@ def copy_tree() -> None:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL
+    )
 
 
 def configure(python: Path | None) -> None:

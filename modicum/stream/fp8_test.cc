@@ -50,13 +50,25 @@ struct Model {
   MemoryFileSystem files;
   Checkpoint checkpoint;
 
-  explicit Model(std::vector<Tensor> of) {
-    std::vector<TensorSpec> specs;
-    for (const Tensor& tensor : of) specs.push_back(tensor.spec);
+  // `are_apart`: the scales are in a file of their own.
+  explicit Model(std::vector<Tensor> of, bool are_apart = false) {
+    std::map<std::string, std::vector<const Tensor*>> files_of;
+    std::vector<std::pair<std::string, std::string>> index;
+    for (const Tensor& tensor : of) {
+      const std::string& fqn = tensor.spec.fqn;
+      const bool is_scale = are_apart && fqn.ends_with("_scale_inv");
+      index.emplace_back(fqn, is_scale ? "scales.safetensors" : "model.safetensors");
+      files_of[index.back().second].push_back(&tensor);
+    }
     files.make_directory("/m");
-    SafetensorsWriter out(files, "/m/model.safetensors", specs);
-    for (size_t i = 0; i < of.size(); ++i) out.write(i, 0, of[i].bytes);
-    out.finish();
+    for (const auto& [file, tensors_of_file] : files_of) {
+      std::vector<TensorSpec> specs;
+      for (const Tensor* tensor : tensors_of_file) specs.push_back(tensor->spec);
+      SafetensorsWriter out(files, "/m/" + file, specs);
+      for (size_t i = 0; i < specs.size(); ++i) out.write(i, 0, tensors_of_file[i]->bytes);
+      out.finish();
+    }
+    if (are_apart) files.put("/m/model.safetensors.index.json", index_json(index, 0));
     files.put("/m/config.json", kConfig);
     checkpoint = open_checkpoint(files, "/m");
     for (Tensor& tensor : of) tensors[tensor.spec.fqn] = std::move(tensor);
@@ -294,7 +306,7 @@ TEST(LoadFp8, SomeTensorsMayBeDequantisedAndOthersNot) {
   expect_grid(model, make_recipe(model.checkpoint.manifest, {.keep_fp32 = "ragged|experts|row"}));
 }
 
-Model experts() {
+Model experts(bool are_apart = false) {
   std::vector<Tensor> of;
   for (int e = 0; e < 3; ++e) {
     for (const char* kind : {"gate", "up", "down"}) {
@@ -306,7 +318,7 @@ Model experts() {
       of.push_back(scales_of(name + "_scale_inv", DType::f32, {2, 2}));
     }
   }
-  return Model(std::move(of));
+  return Model(std::move(of), are_apart);
 }
 
 // Codes that a recipe permutes, gathers and slices keep their own scales.
@@ -355,18 +367,19 @@ TEST(LoadFp8, AWrongScaleFailsTheCheck) {
 
 // fault. Catches: the identity of the scales' file is not compared after its last read.
 TEST(LoadFp8, AFileOverwrittenAtAnyMomentIsAConflict) {
-  Model model = experts();
+  const std::string changed = "scales.safetensors";
+  Model model = experts(true);
   const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});
-  const std::string original = model.files.get("/m/model.safetensors");
+  const std::string original = model.files.get("/m/" + changed);
   for (const char* strategy : {"own-shard", "node-reader"}) {
     const Plan plan =
         make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(1),
                   {.strategy = &strategy_named(strategy), .staging_bytes = kMinStagingBytes});
     for (int64_t n = 1;; ++n) {
-      model.files.put("/m/model.safetensors", original);
+      model.files.put("/m/" + changed, original);
       Checkpoint checkpoint = open_checkpoint(model.files, "/m");
       RecordingFileSystem changing(model.files);
-      changing.before_call(n, [&] { model.files.put("/m/model.safetensors", original); });
+      changing.before_call(n, [&] { model.files.put("/m/" + changed, original); });
       checkpoint.files = &changing;
       SteadyClock clock;
       SharedBoard board(1, clock);
@@ -378,7 +391,9 @@ TEST(LoadFp8, AFileOverwrittenAtAnyMomentIsAConflict) {
       } catch (const Error& error) {
         failure = error;
       }
-      if (static_cast<int64_t>(changing.calls().size()) < n) break;
+      const std::vector<IoCall> calls = changing.calls();
+      if (static_cast<int64_t>(calls.size()) < n) break;
+      if (calls[static_cast<size_t>(n) - 1].file != changed) continue;
       ASSERT_TRUE(failure.has_value()) << strategy << " call " << n;
       EXPECT_EQ(failure->category(), Category::conflict);
     }

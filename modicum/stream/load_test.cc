@@ -538,30 +538,33 @@ TEST(LoadFault, AFileOverwrittenAtAnyMomentIsAConflict) {
   files.put("/model/model.safetensors.index.json", index_json(shards, 0));
   const Checkpoint opened = open_checkpoint(files, "/model");
   const Recipe recipe = identity_recipe(opened.manifest);
-  const std::string original = files.get("/model/first.safetensors");
-  std::string other = original;
-  for (size_t i = opened.manifest.files[0].header_bytes; i < other.size(); ++i) other[i] ^= 1;
-  for (const Strategy& strategy : strategies()) {
-    const Plan plan = plan_of(opened, recipe, whole_layout(2), strategy);
-    for (int64_t n = 1;; ++n) {
-      files.put("/model/first.safetensors", original);
-      Checkpoint checkpoint = open_checkpoint(files, "/model");
-      RecordingFileSystem changing(files);
-      changing.before_call(n, [&] { files.put("/model/first.safetensors", other); });
-      checkpoint.files = &changing;
-      std::optional<ErrorRecord> failure;
-      load_all({&changing, &checkpoint, &plan}, &failure);
-      const std::vector<IoCall> calls = changing.calls();
-      if (static_cast<int64_t>(calls.size()) < n) {
-        EXPECT_FALSE(failure.has_value());
-        EXPECT_GT(n, 6) << strategy.name;
-        break;
+  for (const auto& changed : opened.manifest.files) {
+    const std::string path = "/model/" + changed.name;
+    const std::string original = files.get(path);
+    std::string other = original;
+    for (size_t i = changed.header_bytes; i < other.size(); ++i) other[i] ^= 1;
+    for (const Strategy& strategy : strategies()) {
+      const Plan plan = plan_of(opened, recipe, whole_layout(2), strategy);
+      for (int64_t n = 1;; ++n) {
+        files.put(path, original);
+        Checkpoint checkpoint = open_checkpoint(files, "/model");
+        RecordingFileSystem changing(files);
+        changing.before_call(n, [&] { files.put(path, other); });
+        checkpoint.files = &changing;
+        std::optional<ErrorRecord> failure;
+        load_all({&changing, &checkpoint, &plan}, &failure);
+        const std::vector<IoCall> calls = changing.calls();
+        if (static_cast<int64_t>(calls.size()) < n) {
+          EXPECT_FALSE(failure.has_value());
+          EXPECT_GT(n, 6) << strategy.name;
+          break;
+        }
+        const IoCall& call = calls[static_cast<size_t>(n) - 1];
+        if (call.file != changed.name) continue;
+        ASSERT_TRUE(failure.has_value()) << strategy.name << " call " << n << ", " << call.what;
+        EXPECT_EQ(failure->category, Category::conflict) << failure->what;
+        EXPECT_EQ(std::string(failure->file), changed.name);
       }
-      const IoCall& call = calls[static_cast<size_t>(n) - 1];
-      if (call.file != "first.safetensors") continue;
-      ASSERT_TRUE(failure.has_value()) << strategy.name << " call " << n << ", " << call.what;
-      EXPECT_EQ(failure->category, Category::conflict) << failure->what;
-      EXPECT_STREQ(failure->file, "first.safetensors");
     }
   }
 }
