@@ -20,7 +20,8 @@ namespace {
 
 // Must fail for these mutants: thinning loses the peak; a process with a reused pid counts as the
 // earlier one; the memory of an ended process still counts; owners whose sum is not the memory of
-// the process; a peak between two samples that is not reported; few samples at the beginning.
+// the process; a peak between two samples that is not reported; few samples at the beginning;
+// copies are read only if their CPU time is left, or at any cost.
 
 constexpr int kWatcher = 10;
 
@@ -34,6 +35,8 @@ struct Process {
   uint64_t file_kib = 0;
   uint64_t huge_kib = 0;
   std::string variables;     // "RANK=1"
+  uint64_t shared_kib = 0;   // of the anonymous memory, with one other process since a fork
+  uint64_t faults = 0;       // minor page faults
   uint64_t highest_kib = 0;  // VmHWM, if above the current RSS
 };
 
@@ -44,7 +47,8 @@ class Sampled {
   explicit Sampled(SamplerOptions options = {}, int64_t reading_ns = kNsPerMs / 20) {
     options.root_pid = kWatcher;
     options.root = machine_.root();
-    options.cpu_ns = [this, reading_ns] { return cpu_ns_ += reading_ns; };
+    reading_ns_ = reading_ns;
+    options.cpu_ns = [this] { return cpu_ns_ += reading_ns_; };
     sampler_.emplace(clock_, options);
   }
 
@@ -59,8 +63,9 @@ class Sampled {
                     of.anon_kib, of.file_kib));
     machine_.put(directory + "smaps_rollup",
                  fmt::format("Pss_Anon: {} kB\nPss_Shmem: 0 kB\nAnonHugePages: {} kB\n",
-                             of.anon_kib, of.huge_kib));
-    machine_.put(directory + "stat", fmt::format("{} ({}) S 1 2 3 4 -1 6 0 8\n", pid, of.name));
+                             of.anon_kib - of.shared_kib / 2, of.huge_kib));
+    machine_.put(directory + "stat",
+                 fmt::format("{} ({}) S 1 2 3 4 -1 6 {} 8\n", pid, of.name, of.faults));
     machine_.put(directory + "environ", of.variables);
     put_children();
   }
@@ -74,6 +79,7 @@ class Sampled {
     clock_.advance_ns(static_cast<int64_t>(seconds * kNsPerSecond));
     sampler_->sample();
   }
+  void set_reading_ns(int64_t reading_ns) { reading_ns_ = reading_ns; }
   WatchRecord finish() {
     WatchRecord record;
     sampler_->finish(record);
@@ -98,6 +104,7 @@ class Sampled {
   Machine machine_;
   FakeClock clock_;
   int64_t cpu_ns_ = 0;
+  int64_t reading_ns_ = 0;
   int last_pid_ = 100;
   std::map<int, Process> processes_;
   std::optional<TreeSampler> sampler_;
@@ -240,6 +247,26 @@ TEST(Sampler, HugePagesOfALargeTreeAreNotReadBeforeThereIsCredit) {
   tree.put(11, {.anon_kib = 10 * kMiB, .huge_kib = 2048});
   for (int i = 0; i < 20; ++i) tree.sample_after();
   EXPECT_EQ(tree.finish().processes.at(0).huge_page_bytes, 0U);
+}
+
+// Two processes that share their memory since a fork, until one writes all of it.
+TEST(Sampler, CopiesAreReadOnCreditUpToALimit) {
+  for (const int samples : {2, 8}) {
+    Sampled tree;
+    const Process shared{.anon_kib = 100'000, .shared_kib = 100'000, .faults = 10};
+    tree.put(11, shared);
+    tree.put(12, shared);
+    for (int i = 0; i < 20; ++i) tree.sample_after();
+    ASSERT_EQ(tree.sampler().last().held_bytes, 100'000 * kKiB);
+    tree.set_reading_ns(100 * kNsPerMs);  // 0.2 s per sample
+    for (int i = 0; i < samples; ++i) tree.sample_after();
+    tree.put(11, {.anon_kib = 100'000, .faults = 25'010});
+    tree.put(12, {.anon_kib = 100'000, .faults = 10});
+    tree.sample_after(0.1);
+    tree.sample_after(0.1);
+    const uint64_t held = tree.sampler().last().held_bytes;
+    EXPECT_EQ(held, (samples == 2 ? 200'000 : 100'000) * kKiB);
+  }
 }
 
 // The kernel empties the environment before the process is a zombie.
