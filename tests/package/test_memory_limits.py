@@ -2,7 +2,7 @@
 
 Must fail for these mutants: a peak whose holders are those of another sample; a child that is not
 named; memory held before the block counted as added; a limit that no test exceeds; a marker that
-hides the test's own failure.
+hides the test's own failure; a generator whose making is measured in place of its run.
 """
 
 import asyncio
@@ -11,11 +11,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modicum import memory
+from modicum.errors import UsageError
 from modicum.memory import recording
 from modicum.memory.explaining import paragraph
 
@@ -62,6 +65,59 @@ def test_each_call_of_a_function_is_tracked() -> None:
     assert add.__doc__ == "Adds."
     told = [(one.name.rsplit(".", 1)[-1], one.depth) for one in memory.phases()]
     assert told == [("add", 0), ("add", 1), ("add", 2)]
+
+
+def test_a_decorator_without_parentheses() -> None:
+    @memory.track
+    def double(one: int) -> int:
+        """Doubles."""
+        return 2 * one
+
+    class Model:
+        @memory.track
+        async def forward(self, one: int) -> int:
+            await asyncio.sleep(0.05)
+            return one
+
+        @staticmethod
+        @memory.track
+        def build() -> int:
+            return 5
+
+    assert (double(3), asyncio.run(Model().forward(4)), Model.build()) == (6, 4, 5)
+    assert double.__doc__ == "Doubles."
+    calls = memory.phases()
+    assert [one.name.rsplit(".", 1)[-1] for one in calls] == ["double", "forward", "build"]
+    assert calls[1].end_s - calls[1].begin_s >= 0.05
+
+
+def batches() -> Iterator[int]:
+    yield 1
+
+
+async def arriving_batches() -> AsyncIterator[int]:
+    yield 1
+
+
+class Dataset: ...
+
+
+@pytest.mark.parametrize("decorator", [memory.track, memory.track(), memory.track("load")])
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        (batches, "in its body (expected a function, got the generator function batches)"),
+        (arriving_batches, "the generator function arriving_batches"),
+        (Dataset, "the class Dataset"),
+        (3, "got 3"),
+        (classmethod(print), "classmethod"),
+    ],
+)
+def test_what_a_call_does_not_run_is_refused(decorator: Any, what: Any, named: str) -> None:
+    with pytest.raises(UsageError, match="USAGE: .*memory.track.*expected a") as refusal:
+        decorator(what)
+    assert named in str(refusal.value) and "\n" not in str(refusal.value)
+    assert memory.phases() == []
 
 
 def test_a_coroutine_is_tracked_until_it_ends() -> None:
