@@ -38,7 +38,7 @@ def track(name: str | Callable[..., Any] = "", *, interval_s: float = 0.01) -> A
         interval_s: the least number of seconds between samples; see `modicum.memory.phase`.
 
     Raises:
-        UsageError: what is decorated is a class, a generator function, or no function.
+        UsageError: it decorates a class, a generator function, or no function.
     """
     if isinstance(name, str):
         return _Tracker(name, interval_s)
