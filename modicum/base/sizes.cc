@@ -56,6 +56,7 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
   auto refuse = [&](std::string_view why) {
     fail(Category::usage, fmt::format("not a {}: '{}' ({})", what, printable(text), why));
   };
+  if (text.starts_with('-')) refuse("negative");
   const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
   const std::string_view number = text.substr(0, digits);
   const size_t letters = std::min(text.find_first_not_of(' ', digits), text.size());

@@ -85,6 +85,17 @@ TEST(ParseSize, RefusesOtherTexts) {
   }
 }
 
+TEST(ParseSize, NamesANegativeNumber) {
+  for (const char* text : {"-1", "-3 GiB", "-"}) {
+    try {
+      parse_size(text);
+      ADD_FAILURE() << "accepted '" << text << "'";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.what_happened(), "not a size: '" + std::string(text) + "' (negative)");
+    }
+  }
+}
+
 TEST(ParseCount, HasUnitsOf1000) {
   EXPECT_EQ(parse_count("12"), 12U);
   EXPECT_EQ(parse_count("12K"), 12'000U);

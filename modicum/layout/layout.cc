@@ -211,12 +211,6 @@ std::vector<int> axes_between(size_t first, size_t end) {
   return axes;
 }
 
-bool are_replicas(const Sharding& sharding, int rank, int other) noexcept {
-  return std::all_of(sharding.cuts.begin(), sharding.cuts.end(), [&](const Cut& cut) {
-    return part_of(sharding.mesh, cut, rank) == part_of(sharding.mesh, cut, other);
-  });
-}
-
 // ZeRO partitions the tensors that can have a gradient: floats of a byte or more.
 bool is_partitioned(const TensorSpec* target) noexcept {
   return target != nullptr && is_floating(target->dtype) && bits_per_element(target->dtype) >= 8;
@@ -376,23 +370,6 @@ uint64_t buffer_class(const Layout& layout, int rank) noexcept {
   return key;
 }
 
-std::vector<int> replicas_of(const Sharding& sharding, int rank) {
-  std::vector<int> ranks;
-  for (int other = 0; other < sharding.mesh.world_size(); ++other) {
-    if (are_replicas(sharding, rank, other)) ranks.push_back(other);
-  }
-  return ranks;
-}
-
-std::vector<int> replicas_of(const Layout& layout, int rank) {
-  if (!layout.flats.empty()) return {rank};
-  std::vector<int> ranks = replicas_of(layout.kinds.front(), rank);
-  for (const Sharding& sharding : layout.kinds) {
-    std::erase_if(ranks, [&](int other) { return !are_replicas(sharding, rank, other); });
-  }
-  return ranks;
-}
-
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
                            FunctionRef<void(const Box& piece)> piece) {
   Cutting cutting(sharding, target, rank, true);
@@ -444,25 +421,6 @@ void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
     }
     if (d < 0) return;
   }
-}
-
-ReplicaPlace replica_place(const Sharding& sharding, const TensorSpec& target, int rank) {
-  const Dims dims(sharding, target);
-  std::vector<bool> cuts(sharding.mesh.sizes.size());
-  for (const Cut& cut : sharding.cuts) {
-    if (cut_dim(cut, dims) < 0) continue;
-    for (const int axis : cut.axes) cuts[static_cast<size_t>(axis)] = true;
-  }
-  ReplicaPlace place;
-  int inner = sharding.mesh.world_size();  // number of ranks along the axes inside `axis`
-  for (size_t axis = 0; axis < cuts.size(); ++axis) {
-    const int size = sharding.mesh.sizes[axis];
-    inner /= size;
-    if (cuts[axis]) continue;
-    place.index = place.index * size + rank / inner % size;
-    place.count *= size;
-  }
-  return place;
 }
 
 void digest_layout(const Layout& layout, Hasher& hasher) {

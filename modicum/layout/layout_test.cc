@@ -447,6 +447,8 @@ TEST(Layout, ReplicasHoldEqualElements) {
   const Sharding hsdp = hsdp_layout(2, {3}).kinds[0];
   EXPECT_EQ(replicas_of(hsdp, 4), (std::vector{1, 4}));
   EXPECT_EQ(replicas_of(whole_layout(3).kinds[0], 1), (std::vector{0, 1, 2}));
+  const Sharding outer_and_inner{.mesh = {{2, 3, 2}}, .cuts = {{.axes = {1}}}};
+  EXPECT_EQ(replicas_of(outer_and_inner, 9), (std::vector{2, 3, 8, 9}));
   Layout layout = make_layout("test", hsdp);
   add_kind(layout, {.mesh = {{2, 3}}, .cuts = {{.axes = {0}}}});
   EXPECT_EQ(replicas_of(layout, 4), (std::vector{4}));

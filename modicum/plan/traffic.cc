@@ -14,12 +14,11 @@
 namespace modicum {
 namespace {
 
-// With own-shard and replica-striped: the replicas of a group take turns reading. With own-shard
-// the group is one rank.
-Traffic traffic_of_reads(const Plan& plan, int rank) {
+// With own-shard and replica-striped: the ranks of `group` take turns reading. With own-shard it is
+// one rank.
+Traffic traffic_of_reads(const Plan& plan, int rank, std::span<const int> group) {
   Traffic sum;
   std::vector<Transfer> table(kReadTableRows);
-  const std::vector<int> group = exchange_group(plan, rank);
   size_t turn = 0;
   for_each_read(plan, rank, table, [&](const Read& read) {
     const bool reads = group[turn++ % group.size()] == rank;
@@ -30,6 +29,36 @@ Traffic traffic_of_reads(const Plan& plan, int rank) {
     for (const Transfer& t : read.transfers) sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
   });
   return sum;
+}
+
+// Ranks that hold the same elements of every target, and so make the same reads.
+struct Replicas {
+  int first = 0;  // the lowest rank
+  uint64_t count = 1;
+};
+
+std::vector<Replicas> replicas_of_all_ranks(const Plan& plan) {
+  std::vector<Replicas> all;
+  std::vector<bool> is_counted(static_cast<size_t>(plan.ranks()));
+  for (int rank = 0; rank < plan.ranks(); ++rank) {
+    if (is_counted[static_cast<size_t>(rank)]) continue;
+    const std::vector<int> group = replicas_of(plan.layout, rank);
+    for (const int replica : group) is_counted[static_cast<size_t>(replica)] = true;
+    all.push_back({rank, group.size()});
+  }
+  return all;
+}
+
+// The traffic of all of them. With replica-striped one of them makes each read and sends it to the
+// others; with own-shard each makes all reads.
+Traffic traffic_of_replicas(const Plan& plan, const Replicas& of) {
+  const uint64_t readers = plan.strategy().reader == Reader::replicas ? 1 : of.count;
+  const Traffic one = traffic_of_reads(plan, of.first, std::array{of.first});
+  return {.storage_read_bytes = saturating_mul(one.storage_read_bytes, readers),
+          .exchanged_bytes = saturating_mul(one.storage_read_bytes, of.count - readers),
+          .reads = saturating_mul(one.reads, readers),
+          .transfers = saturating_mul(one.transfers, of.count),
+          .needed_bytes = saturating_mul(one.needed_bytes, of.count)};
 }
 
 // Everything that determines the traffic of a target that is one stored tensor. Targets of one kind
@@ -136,7 +165,9 @@ Traffic& Traffic::operator+=(const Traffic& other) noexcept {
 
 Traffic traffic_of_rank(const Plan& plan, int rank) {
   if (plan.strategy().of_reader != Window::none) return traffic_of_window(plan, rank);
-  if (plan.strategy().reader != Reader::node_leader) return traffic_of_reads(plan, rank);
+  if (plan.strategy().reader != Reader::node_leader) {
+    return traffic_of_reads(plan, rank, exchange_group(plan, rank));
+  }
   const int leader = node_of(plan, rank).first;
   return traffic_on_node(plan, leader, kinds_of(plan))[static_cast<size_t>(rank - leader)];
 }
@@ -153,16 +184,18 @@ Traffic traffic(const Plan& plan) {
     return sum;
   }
   const bool by_node = plan.strategy().reader == Reader::node_leader;
-  const int step = by_node ? ranks_per_node(plan) : 1;
+  const auto step = static_cast<size_t>(ranks_per_node(plan));
+  const auto ranks = static_cast<size_t>(plan.ranks());
   const std::vector<uint32_t> kinds = by_node ? kinds_of(plan) : std::vector<uint32_t>();
-  const int units = static_cast<int>(ceil_div(plan.ranks(), step));
+  const std::vector<Replicas> all = by_node ? std::vector<Replicas>() : replicas_of_all_ranks(plan);
+  const size_t units = by_node ? (ranks + step - 1) / step : all.size();
   std::mutex mutex;
-  const int workers = std::min(units, usable_cpus());
-  run_workers(workers, [&](int worker) {
-    for (int unit = worker; unit < units; unit += workers) {
-      const int rank = unit * step;
+  const auto workers = std::min(units, static_cast<size_t>(usable_cpus()));
+  run_workers(static_cast<int>(workers), [&](int worker) {
+    for (auto unit = static_cast<size_t>(worker); unit < units; unit += workers) {
       const std::vector<Traffic> of =
-          by_node ? traffic_on_node(plan, rank, kinds) : std::vector{traffic_of_reads(plan, rank)};
+          by_node ? traffic_on_node(plan, static_cast<int>(unit * step), kinds)
+                  : std::vector{traffic_of_replicas(plan, all[unit])};
       const std::lock_guard lock(mutex);
       for (const Traffic& one : of) sum += one;
     }

@@ -38,22 +38,23 @@ int64_t require_countable(const Node& node) {
   return *numel;
 }
 
-std::vector<std::pair<std::string_view, uint32_t>> sorted_names(const Manifest& manifest) {
-  std::vector<std::pair<std::string_view, uint32_t>> names;
-  names.reserve(manifest.tensors.size());
-  for (size_t i = 0; i < manifest.tensors.size(); ++i) {
-    names.emplace_back(manifest.tensors[i].spec.fqn, static_cast<uint32_t>(i));
-  }
-  std::sort(names.begin(), names.end());
-  return names;
+// Numbers [0, count), sorted by name. Numbers, not names, since memory is highest in `finish`.
+template <typename NameOf>
+std::vector<uint32_t> sorted_by_name(size_t count, const NameOf& name_of) {
+  std::vector<uint32_t> order(count);
+  std::iota(order.begin(), order.end(), 0U);
+  std::sort(order.begin(), order.end(),
+            [&](uint32_t a, uint32_t b) { return name_of(a) < name_of(b); });
+  return order;
 }
 
-const std::pair<std::string_view, uint32_t>* find_name(
-    const std::vector<std::pair<std::string_view, uint32_t>>& names, std::string_view name) {
+template <typename NameOf>
+std::optional<uint32_t> find_name(const std::vector<uint32_t>& order, std::string_view name,
+                                  const NameOf& name_of) {
   const auto found =
-      std::lower_bound(names.begin(), names.end(), name,
-                       [](const auto& a, std::string_view b) { return a.first < b; });
-  return found != names.end() && found->first == name ? &*found : nullptr;
+      std::lower_bound(order.begin(), order.end(), name,
+                       [&](uint32_t i, std::string_view of) { return name_of(i) < of; });
+  return found != order.end() && name_of(*found) == name ? std::optional(*found) : std::nullopt;
 }
 
 }  // namespace
@@ -74,10 +75,7 @@ void require_countable(const Recipe& recipe) {
 }
 
 RecipeBuilder::RecipeBuilder(const Manifest& manifest, bool unties)
-    : manifest_(manifest),
-      unties_(unties),
-      by_name_(sorted_names(manifest)),
-      used_(manifest.tensors.size()) {
+    : manifest_(manifest), unties_(unties), used_(manifest.tensors.size()) {
   // Outgrown vectors would leave holes in the heap, between the blocks of names and shapes.
   recipe_.nodes.reserve(manifest.tensors.size());
   recipe_.targets.reserve(manifest.tensors.size());
@@ -114,9 +112,17 @@ Node RecipeBuilder::along(Op op, int dim, uint32_t in) const {
   return {.op = op, .dtype = of.dtype, .dim = dim, .shape = of.shape};
 }
 
+std::optional<uint32_t> RecipeBuilder::find_stored(std::string_view name) {
+  const std::vector<Stored>& tensors = manifest_.tensors;
+  const auto name_of = [&](uint32_t i) -> std::string_view { return tensors[i].spec.fqn; };
+  // Sorted on demand, because an identity finds no names.
+  if (by_name_.empty()) by_name_ = sorted_by_name(tensors.size(), name_of);
+  return find_name(by_name_, name, name_of);
+}
+
 uint32_t RecipeBuilder::stored(std::string_view name) {
-  const auto* found = find_name(by_name_, name);
-  if (found == nullptr) {
+  const auto found = find_stored(name);
+  if (!found) {
     std::vector<std::string> names;
     for (const Stored& s : manifest_.tensors) names.push_back(s.spec.fqn);
     const std::string near = nearest_name(name, names);
@@ -124,7 +130,7 @@ uint32_t RecipeBuilder::stored(std::string_view name) {
          {.tensor = std::string(name),
           .got = near.empty() ? "" : fmt::format("nearest '{}'", near)});
   }
-  return stored(found->second);
+  return stored(*found);
 }
 
 uint32_t RecipeBuilder::stored(uint32_t tensor) {
@@ -264,31 +270,29 @@ void RecipeBuilder::alias(std::string fqn, std::string of, std::optional<uint32_
 }
 
 void RecipeBuilder::unused(std::string_view name) {
-  const auto* found = find_name(by_name_, name);
-  if (found == nullptr) {
+  const auto found = find_stored(name);
+  if (!found) {
     fail(Category::mismatch,
          "the recipe lists a tensor as unused that the checkpoint does not hold",
          {.tensor = std::string(name)});
   }
-  recipe_.unused.push_back(found->second);
+  recipe_.unused.push_back(*found);
 }
 
 void RecipeBuilder::resolve_aliases() {
   if (aliases_.empty()) return;
-  // `made` holds string_views of the targets' names, so the targets must not move.
-  recipe_.targets.reserve(recipe_.targets.size() + aliases_.size());
-  std::vector<std::pair<std::string_view, uint32_t>> made;
-  for (size_t i = 0; i < recipe_.targets.size(); ++i) {
-    made.emplace_back(recipe_.targets[i].spec.fqn, static_cast<uint32_t>(i));
-  }
-  std::sort(made.begin(), made.end());
+  recipe_.targets.reserve(recipe_.targets.size() + aliases_.size());  // growth would double it
+  const auto name_of = [this](uint32_t t) -> std::string_view {
+    return recipe_.targets[t].spec.fqn;
+  };
+  const std::vector<uint32_t> made = sorted_by_name(recipe_.targets.size(), name_of);
   for (Alias& alias : aliases_) {
-    const auto* found = find_name(made, alias.of);
-    if (found == nullptr) {
+    const auto found = find_name(made, alias.of, name_of);
+    if (!found) {
       fail(Category::mismatch, "an alias of a target that the recipe lacks",
            {.tensor = alias.fqn, .expected = alias.of});
     }
-    resolve(std::move(alias), found->second);
+    resolve(std::move(alias), *found);
   }
 }
 
@@ -321,15 +325,21 @@ void RecipeBuilder::resolve(Alias alias, uint32_t of) {
   recipe_.targets.push_back({std::move(spec), root});
 }
 
+void RecipeBuilder::refuse_equal_names() const {
+  const auto name_of = [this](uint32_t t) -> std::string_view {
+    return recipe_.targets[t].spec.fqn;
+  };
+  const std::vector<uint32_t> order = sorted_by_name(recipe_.targets.size(), name_of);
+  const auto is_equal = [&](uint32_t a, uint32_t b) { return name_of(a) == name_of(b); };
+  const auto twice = std::adjacent_find(order.begin(), order.end(), is_equal);
+  if (twice == order.end()) return;
+  fail(Category::mismatch, "the recipe has a target twice",
+       {.tensor = std::string(name_of(*twice))});
+}
+
 Recipe RecipeBuilder::finish() {
   resolve_aliases();
-  std::vector<std::string_view> names;
-  names.reserve(recipe_.targets.size());
-  for (const Target& target : recipe_.targets) names.push_back(target.spec.fqn);
-  std::sort(names.begin(), names.end());
-  if (const auto twice = std::adjacent_find(names.begin(), names.end()); twice != names.end()) {
-    fail(Category::mismatch, "the recipe has a target twice", {.tensor = std::string(*twice)});
-  }
+  refuse_equal_names();
   std::sort(recipe_.unused.begin(), recipe_.unused.end());
   for (const uint32_t tensor : recipe_.unused) {
     if (used_[tensor]) {

@@ -114,15 +114,17 @@ class RecipeBuilder {
     std::string fqn, of;
     std::optional<uint32_t> stored_as;
   };
+  std::optional<uint32_t> find_stored(std::string_view name);
   uint32_t push(Node node);
   // A node without inputs that has the dtype and shape of `in`. MISMATCH if `in` has no dim `dim`.
   Node along(Op op, int dim, uint32_t in) const;
   void resolve_aliases();
   void resolve(Alias alias, uint32_t of);
+  void refuse_equal_names() const;
 
   const Manifest& manifest_;
   const bool unties_;
-  std::vector<std::pair<std::string_view, uint32_t>> by_name_;  // sorted
+  std::vector<uint32_t> by_name_;  // the manifest's tensors, sorted by name; empty until needed
   Recipe recipe_;
   std::vector<bool> used_;
   std::vector<Alias> aliases_;

@@ -37,7 +37,7 @@ std::string count_text(const std::vector<Finding>& findings) {
   };
   const auto dangers = count(Severity::danger);
   const auto warnings = count(Severity::warning);
-  if (dangers + warnings == 0) return "nothing to do";
+  if (dangers + warnings == 0) return "no dangers, no warnings";
   return fmt::format("{} danger{}, {} warning{}", dangers, dangers == 1 ? "" : "s", warnings,
                      warnings == 1 ? "" : "s");
 }
@@ -49,8 +49,9 @@ std::string sharers_text(const Program& program) {
                    [](const auto& a, const auto& b) { return a.shared_bytes > b.shared_bytes; });
   std::string text;
   for (size_t i = 0; i < std::min(sharers.size(), kMost); ++i) {
+    const uint64_t shared = sharers[i].shared_bytes;
     text += fmt::format("         process {} shares {} with {}, its parent\n", sharers[i].pid,
-                        format_size(sharers[i].shared_bytes), sharers[i].parent);
+                        shared == 0 ? "nothing" : format_size(shared), sharers[i].parent);
   }
   if (sharers.size() > kMost) text += fmt::format("         and {} more\n", sharers.size() - kMost);
   return text;

@@ -225,6 +225,50 @@ TEST(Findings, ForkExposureIsADangerWhereItsCopiesDoNotFit) {
   EXPECT_EQ(text_of(facts, "fork_copies"), "warning 1024M");
 }
 
+// Must fail if advice that helps waits for a warning, or is for data loaders only.
+TEST(Findings, SmallExposuresAndHeapsHaveAdviceToo) {
+  DoctorFacts facts = training();
+  const auto advice = [&](std::string_view id) { return find(findings_of(facts), id).advice; };
+  const auto summary = [&](std::string_view id) { return find(findings_of(facts), id).summary; };
+  const auto expect_none = [&] {
+    for (const char* id : {"fork_exposure", "malloc_arenas", "malloc_heap"}) {
+      EXPECT_EQ(advice(id), "nothing to do") << id;
+    }
+  };
+  expect_none();
+  EXPECT_EQ(summary("fork_exposure"), "nothing is shared with forked children");
+  EXPECT_EQ(summary("malloc_arenas"), "nothing in heaps of threads; MALLOC_ARENA_MAX not set");
+  EXPECT_EQ(summary("malloc_heap"), "nothing in the main heap");
+  facts.program->exposed_bytes = 64 * kMiB - 1;
+  facts.program->heaps = {64 * kMiB - 1, 1, 64 * kMiB - 1};
+  expect_none();
+  facts.program->exposed_bytes = 64 * kMiB;
+  facts.program->heaps = {64 * kMiB, 2, 64 * kMiB};
+  for (const char* word : {"modicum.torch.protect", "MADV_DONTFORK", "get_context(\"forkserver\")",
+                           "\"spawn\"", "DataLoader("}) {
+    EXPECT_NE(advice("fork_exposure").find(word), std::string::npos) << word;
+  }
+  EXPECT_NE(advice("malloc_arenas").find("MALLOC_ARENA_MAX=2"), std::string::npos);
+  EXPECT_NE(advice("malloc_heap").find("malloc_trim(0)"), std::string::npos);
+  facts.program->arena_max = 2;
+  EXPECT_EQ(advice("malloc_arenas"), "malloc_trim(0) returns the free part");
+}
+
+// Must fail if nothing is called 0 B.
+TEST(Findings, NothingIsNotASize) {
+  DoctorFacts facts = training();
+  facts.limits[0].page_cache_bytes = 0;
+  facts.settings.swap_bytes = facts.settings.swap_free_bytes = kGiB;
+  facts.program->children = {{1, 4242, StartMethod::fork, 0}};
+  const std::string text = doctor_text(facts, true);
+  for (const char* line : {"page_cache: no file pages are charged to the cgroup\n",
+                           "swap: none of 1.00 GiB of swap in use\n",
+                           "         process 1 shares nothing with 4242, its parent\n"}) {
+    EXPECT_NE(text.find(line), std::string::npos) << line << text;
+  }
+  EXPECT_EQ(text.find(" 0 B"), std::string::npos) << text;
+}
+
 // Must fail if the helper processes of multiprocessing count as children.
 TEST(Findings, StartMethodsAreCounted) {
   DoctorFacts facts = training();
@@ -295,7 +339,7 @@ TEST(Doctor, TextPutsDangersFirstWithTheirAdvice) {
   EXPECT_NE(text.find("its parent\n         and 2 more\n"), std::string::npos);
   EXPECT_EQ(text.find("nothing to do"), std::string::npos);
   EXPECT_NE(doctor_text(facts, true).find("nothing to do"), std::string::npos);
-  EXPECT_TRUE(doctor_text(healthy(), false).starts_with("this machine: nothing to do\n"));
+  EXPECT_TRUE(doctor_text(healthy(), false).starts_with("this machine: no dangers, no warnings\n"));
 }
 
 TEST(Doctor, JsonHasTheContractsKeys) {

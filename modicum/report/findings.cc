@@ -57,12 +57,13 @@ void add_charged(const DoctorFacts& facts, Found& found) {
   const uint64_t firm = limit->limit_bytes - std::min(limit->limit_bytes, limit->available_bytes);
   const bool is_full = limit->page_cache_bytes > limit->limit_bytes / 2 &&
                        firm + limit->page_cache_bytes > limit->limit_bytes / 10 * 9;
+  const std::string file_pages =
+      limit->page_cache_bytes == 0 ? "no" : format_size(limit->page_cache_bytes) + " of";
   found.push_back({.id = "page_cache",
                    .value = limit->page_cache_bytes,
                    .limit_bytes = limit->limit_bytes,
                    .severity = is_full && is_of_cgroup(*limit) ? Severity::warning : Severity::info,
-                   .summary = fmt::format("{} of file pages are charged to {}",
-                                          format_size(limit->page_cache_bytes), owner),
+                   .summary = fmt::format("{} file pages are charged to {}", file_pages, owner),
                    .advice = "the kernel gives them up before it ends a process, but reads slow "
                              "down: watch anon and shmem of memory.stat, not the group's usage"});
   if (limit->shmem_bytes == 0) return;
@@ -115,7 +116,8 @@ void add_swap(const DoctorFacts& facts, Found& found) {
        .limit_bytes = of.swap_bytes,
        .severity = is_used ? Severity::warning : Severity::info,
        .summary = *of.swap_bytes == 0 ? std::string("no swap")
-                                      : fmt::format("{} of {} of swap in use", format_size(used),
+                                      : fmt::format("{} of {} of swap in use",
+                                                    used == 0 ? "none" : format_size(used),
                                                     format_size(*of.swap_bytes)),
        .advice = *of.swap_bytes == 0
                      ? "nothing to do; memory over a limit ends a process at once"

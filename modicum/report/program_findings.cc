@@ -13,23 +13,32 @@
 namespace modicum {
 namespace {
 
+// Whether advice helps. Memory that is too little for a warning may grow, or be held by each rank.
+bool is_worth_advice(const DoctorFacts& facts, uint64_t bytes) {
+  return bytes >= 64 * kMiB || is_large(facts, bytes);
+}
+
 void add_forks(const DoctorFacts& facts, Found& found) {
   const Program& of = *facts.program;
   const uint64_t left = available_bytes(facts);
+  const bool is_any = of.exposed_bytes > 0;
   const bool is_danger = !facts.limits.empty() && of.exposed_bytes > left;
-  const bool is_much = of.exposed_bytes > 0 && is_large(facts, of.exposed_bytes);
-  Finding exposure{.id = "fork_exposure",
-                   .value = of.exposed_bytes,
-                   .severity = is_danger ? Severity::danger
-                               : is_much ? Severity::warning
-                                         : Severity::info,
-                   .summary = fmt::format("{} is shared with forked children: writes copy it",
-                                          format_size(of.exposed_bytes)),
-                   .advice = is_danger || is_much
-                                 ? "load with fork=\"excluded\" (the default of Modicum), use "
-                                   "modicum.torch.protect for DeepSpeed, or "
-                                   "DataLoader(multiprocessing_context=\"forkserver\")"
-                                 : "nothing to do"};
+  Finding exposure{
+      .id = "fork_exposure",
+      .value = of.exposed_bytes,
+      .severity = is_danger                           ? Severity::danger
+                  : is_large(facts, of.exposed_bytes) ? Severity::warning
+                                                      : Severity::info,
+      .summary = is_any ? fmt::format("{} is shared with forked children: writes copy it",
+                                      format_size(of.exposed_bytes))
+                        : "nothing is shared with forked children",
+      .advice = is_danger || is_worth_advice(facts, of.exposed_bytes)
+                    ? "keep it out of them: fork=\"excluded\" (the default of Modicum), "
+                      "modicum.torch.protect for tensors and optimizers of others, or "
+                      "madvise(MADV_DONTFORK); or don't fork: "
+                      "multiprocessing.get_context(\"forkserver\") or \"spawn\", "
+                      "DataLoader(multiprocessing_context=\"forkserver\")"
+                    : "nothing to do"};
   if (!facts.limits.empty()) exposure.limit_bytes = left;
   found.push_back(std::move(exposure));
   if (of.copied_bytes == 0) return;
@@ -61,8 +70,13 @@ void add_start_method(const DoctorFacts& facts, Found& found) {
        .value = names.empty() ? std::string("none") : fmt::format("{}", fmt::join(names, ", ")),
        .summary = names.empty() ? std::string("no children")
                                 : fmt::format("children started {}", fmt::join(counts, ", ")),
-       .advice = has_forks ? "forked children share this process's memory: see fork_exposure"
+       .advice = has_forks ? "forked children share their parent's memory: see fork_exposure; "
+                             "children started by \"spawn\" or \"forkserver\" don't"
                            : "nothing to do: no child shares this process's memory"});
+}
+
+Severity severity_of_heap(const DoctorFacts& facts, uint64_t bytes) {
+  return is_large(facts, bytes) ? Severity::warning : Severity::info;
 }
 
 void add_heaps(const DoctorFacts& facts, Found& found) {
@@ -75,28 +89,34 @@ void add_heaps(const DoctorFacts& facts, Found& found) {
     return;
   }
   const MallocHeaps& heaps = of.heaps;
-  const bool is_much = is_large(facts, heaps.arena_resident_bytes);
   const std::string max =
       of.arena_max ? fmt::format("at most {} arenas", *of.arena_max) : "MALLOC_ARENA_MAX not set";
+  const bool has_few = of.arena_max && *of.arena_max <= 2;
   found.push_back(
       {.id = "malloc_arenas",
        .value = heaps.arena_resident_bytes,
-       .severity = is_much ? Severity::warning : Severity::info,
-       .summary = fmt::format("{} in {} heap(s) of threads, used or retained; {}",
-                              format_size(heaps.arena_resident_bytes), heaps.arena_heaps, max),
-       .advice = is_much ? "start with MALLOC_ARENA_MAX=2; malloc_trim(0) returns the "
-                           "free part"
-                         : "nothing to do"});
-  const bool is_main_much = is_large(facts, heaps.main_resident_bytes);
+       .severity = severity_of_heap(facts, heaps.arena_resident_bytes),
+       .summary = (heaps.arena_resident_bytes == 0
+                       ? "nothing in heaps of threads"
+                       : fmt::format("{} in {} heap(s) of threads, used or retained",
+                                     format_size(heaps.arena_resident_bytes), heaps.arena_heaps)) +
+                  "; " + max,
+       .advice = !is_worth_advice(facts, heaps.arena_resident_bytes) ? "nothing to do"
+                 : has_few ? "malloc_trim(0) returns the free part"
+                           : "malloc_trim(0) returns the free part; start with "
+                             "MALLOC_ARENA_MAX=2 for fewer heaps"});
   found.push_back({.id = "malloc_heap",
                    .value = heaps.main_resident_bytes,
-                   .severity = is_main_much ? Severity::warning : Severity::info,
-                   .summary = fmt::format("{} in the main heap, used or retained",
-                                          format_size(heaps.main_resident_bytes)),
-                   .advice = is_main_much ? "malloc_trim(0) returns the free part; start with "
-                                            "MALLOC_MMAP_THRESHOLD_=262144 to keep large blocks "
-                                            "out of the heap"
-                                          : "nothing to do"});
+                   .severity = severity_of_heap(facts, heaps.main_resident_bytes),
+                   .summary = heaps.main_resident_bytes == 0
+                                  ? "nothing in the main heap"
+                                  : fmt::format("{} in the main heap, used or retained",
+                                                format_size(heaps.main_resident_bytes)),
+                   .advice = !is_worth_advice(facts, heaps.main_resident_bytes)
+                                 ? "nothing to do"
+                                 : "malloc_trim(0) returns the free part; start with "
+                                   "MALLOC_MMAP_THRESHOLD_=262144 to keep large blocks "
+                                   "out of the heap"});
 }
 
 void add_pinned(const DoctorFacts& facts, Found& found) {

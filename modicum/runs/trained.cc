@@ -122,8 +122,7 @@ Footprint training_footprint(std::span<const AdamWCount> states) {
 }
 
 Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format) {
-  Phase phase{"step", {}};
-  for (int rank = 0; rank < layout.world_size(); ++rank) {
+  const auto footprint_of = [&](int rank) {
     std::vector<AdamWCount> states;
     for (const StateFormatRow& row : all_state_formats()) {
       states.emplace_back(row.format, std::vector{AdamOptions{}});
@@ -131,7 +130,18 @@ Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format)
     for_each_trained(recipe, layout, format, rank, [&](TrainedShard&& shard) {
       states[static_cast<size_t>(shard.format)].add(shard.shard, !shard.is_master());
     });
-    phase.of_rank.push_back(training_footprint(states));
+    return training_footprint(states);
+  };
+  const auto world = static_cast<size_t>(layout.world_size());
+  Phase phase{"step", std::vector<Footprint>(world)};
+  std::vector<bool> is_known(world);
+  for (int rank = 0; rank < layout.world_size(); ++rank) {
+    if (is_known[static_cast<size_t>(rank)]) continue;
+    const Footprint footprint = footprint_of(rank);
+    for (const int replica : replicas_of(layout, rank)) {
+      phase.of_rank[static_cast<size_t>(replica)] = footprint;
+      is_known[static_cast<size_t>(replica)] = true;
+    }
   }
   return phase;
 }

@@ -279,5 +279,19 @@ TEST(Trained, AShardOfTooManyRunsIsRefused) {
   EXPECT_GT(whole_rows.of_rank[0].total(), uint64_t{12} << 23) << "moments and gradient of half";
 }
 
+// Must fail if a rank's footprint is that of a rank with other shards.
+TEST(Trained, ReplicasHaveTheStepPhaseOfTheirShards) {
+  const Manifest nothing;
+  RecipeBuilder builder(nothing);
+  builder.target("a", builder.init(InitRule::zeros, 0, {4, 3000}, DType::bf16));
+  const Recipe recipe = builder.finish();
+  const Phase of_shards = step_phase(recipe, fsdp2_layout(3), StateFormat::fp32);
+  const Phase hsdp = step_phase(recipe, hsdp_layout(2, {3}), StateFormat::fp32);
+  ASSERT_NE(of_shards.of_rank[0], of_shards.of_rank[2]) << "4 rows are 2, 2 and 0";
+  for (size_t rank = 0; rank < 6; ++rank) {
+    EXPECT_EQ(hsdp.of_rank[rank], of_shards.of_rank[rank % 3]) << rank;
+  }
+}
+
 }  // namespace
 }  // namespace modicum

@@ -2,7 +2,8 @@
 
 Must fail for these mutants: a peak whose holders are those of another sample; a child that is not
 named; memory held before the block counted as added; a limit that no test exceeds; a marker that
-hides the test's own failure.
+hides the test's own failure; a generator whose making is measured in place of its run; the end
+of a short test described as its peak; a wrong marker that ends in a traceback.
 """
 
 import asyncio
@@ -11,11 +12,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from modicum import memory
+from modicum.errors import UsageError
 from modicum.memory import recording
 from modicum.memory.explaining import paragraph
 
@@ -62,6 +66,59 @@ def test_each_call_of_a_function_is_tracked() -> None:
     assert add.__doc__ == "Adds."
     told = [(one.name.rsplit(".", 1)[-1], one.depth) for one in memory.phases()]
     assert told == [("add", 0), ("add", 1), ("add", 2)]
+
+
+def test_a_decorator_without_parentheses() -> None:
+    @memory.track
+    def double(one: int) -> int:
+        """Doubles."""
+        return 2 * one
+
+    class Model:
+        @memory.track
+        async def forward(self, one: int) -> int:
+            await asyncio.sleep(0.05)
+            return one
+
+        @staticmethod
+        @memory.track
+        def build() -> int:
+            return 5
+
+    assert (double(3), asyncio.run(Model().forward(4)), Model.build()) == (6, 4, 5)
+    assert double.__doc__ == "Doubles."
+    calls = memory.phases()
+    assert [one.name.rsplit(".", 1)[-1] for one in calls] == ["double", "forward", "build"]
+    assert calls[1].end_s - calls[1].begin_s >= 0.05
+
+
+def batches() -> Iterator[int]:
+    yield 1
+
+
+async def arriving_batches() -> AsyncIterator[int]:
+    yield 1
+
+
+class Dataset: ...
+
+
+@pytest.mark.parametrize("decorator", [memory.track, memory.track(), memory.track("load")])
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        (batches, "in its body (expected a function, got the generator function batches)"),
+        (arriving_batches, "the generator function arriving_batches"),
+        (Dataset, "the class Dataset"),
+        (3, "got 3"),
+        (classmethod(print), "classmethod"),
+    ],
+)
+def test_what_a_call_does_not_run_is_refused(decorator: Any, what: Any, named: str) -> None:
+    with pytest.raises(UsageError, match="USAGE: .*memory.track.*expected a") as refusal:
+        decorator(what)
+    assert named in str(refusal.value) and "\n" not in str(refusal.value)
+    assert memory.phases() == []
 
 
 def test_a_coroutine_is_tracked_until_it_ends() -> None:
@@ -131,6 +188,7 @@ def test_paragraph_of_many_children_and_of_a_short_peak() -> None:
     held = phase_of(
         peak_bytes=2 * GIB,
         sampled_peak_bytes=GIB + GIB // 2,
+        samples=2,
         holders_at_begin={"private memory": GIB},
         holders_at_peak={"this process (5)": GIB, **children},
     )
@@ -193,13 +251,97 @@ def test_the_marker_fails_a_test_that_holds_too_much(tmp_path: Path) -> None:
     assert "private memory" in line and "would have fitted" in line
 
 
-def test_a_marker_without_a_size_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "test_limits.py").write_text(
-        "import pytest\n@pytest.mark.limit_memory\ndef test_it(): ...\n"
+def test_paragraph_of_a_phase_too_short_for_samples() -> None:
+    held = phase_of(
+        end_s=1.0042,
+        end_bytes=GIB + 2 * MIB,
+        peak_bytes=2 * GIB,
+        sampled_peak_bytes=GIB + 2 * MIB,
+        samples=1,
+        holders_at_begin={"private memory": GIB},
+        holders_at_peak={"private memory": GIB + 2 * MIB},
     )
+    assert held.text(GIB // 2) == (
+        "'load' added 1.00 GiB at its peak to the 1.00 GiB held when it began: 512.00 MiB over "
+        "the limit of 512.00 MiB; 1024 MiB would have fitted. The peak is the kernel's "
+        "high-water mark (VmHWM) of this process, without its children: in the 4.2 ms that it "
+        "lasted there was no time for a sample, which would name the holders. When it ended, "
+        "1.00 GiB were held."
+    )
+    held.samples = 2
+    assert "At the peak, 2.50 s after the begin: private memory 1.00 GiB" in held.text()
+    assert "between two samples" in held.text()
+    held.samples, held.peak_bytes = 1, held.sampled_peak_bytes
+    assert "Since the begin: private memory +2.00 MiB." in held.text()
+
+
+def test_samples_of_a_phase_are_counted() -> None:
+    with memory.phase("short", interval_s=60) as short:
+        taken(64 * MIB).close()
+    assert short.samples == 1 and "no time for a sample" in short.text()
+    with memory.phase("long") as long:
+        time.sleep(0.2)
+    assert long.samples > 2
+
+
+WRONG = """
+import pytest
+
+@pytest.fixture
+def made():
+    print("the fixture runs")
+
+@pytest.mark.limit_memory
+def test_none(made): ...
+
+@pytest.mark.limit_memory()
+def test_call(made): ...
+
+@pytest.mark.limit_memory("1 GiB", "2 GiB")
+def test_two(made): ...
+
+@pytest.mark.limit_memory(size="1 GiB")
+def test_keyword(made): ...
+
+@pytest.mark.limit_memory("1 parsec")
+def test_unit(made): ...
+
+@pytest.mark.limit_memory("-1 GiB")
+def test_negative(made): ...
+
+@pytest.mark.limit_memory(-1)
+def test_below_zero(made): ...
+
+@pytest.mark.limit_memory(1 << 70)
+def test_large(made): ...
+
+@pytest.mark.limit_memory(1.5)
+def test_fraction(made): ...
+
+@pytest.mark.limit_memory(True)
+def test_flag(made): ...
+"""
+ONE = 'limit_memory: USAGE: not a size (expected one size, such as "2 GiB", got {})'
+
+
+def test_a_wrong_marker_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "test_limits.py").write_text(WRONG)
+    words = ["-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "--tb=native"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        [sys.executable, *words, str(tmp_path)],
         capture_output=True, text=True, timeout=120, cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode != 0
-    assert 'limit_memory(size): "2 GiB"' in done.stdout + done.stderr
+    assert "10 errors" in done.stdout and done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout and "the fixture runs" not in done.stdout
+    told = [line for line in done.stdout.splitlines() if line.startswith("limit_memory: ")]
+    assert told[:4] == [
+        ONE.format("no argument"), ONE.format("no argument"),
+        ONE.format("'1 GiB', '2 GiB'"), ONE.format("size='1 GiB'"),
+    ]  # fmt: skip
+    assert told[4] == "limit_memory: USAGE: not a size: '1 parsec' (unknown unit 'parsec')"
+    assert [line.split(" (")[0] for line in told[5:8]] == [
+        "limit_memory: USAGE: not a size: '-1 GiB'",
+        "limit_memory: USAGE: not a size: '-1'",
+        f"limit_memory: USAGE: not a size: '{1 << 70}'",
+    ]
+    assert told[8:] == [ONE.format("1.5"), ONE.format("True")]

@@ -22,20 +22,35 @@ def size_text(size: float) -> str:
 def paragraph(phase: Phase, limit: int | None) -> str:
     """The text of `Phase.text`."""
     added = phase.peak_bytes - phase.begin_bytes
-    sentences = [
+    first = (
         f"'{phase.name}' added {size_text(added)} at its peak to the "
-        f"{size_text(phase.begin_bytes)} held when it began{_verdict(added, limit)}.",
+        f"{size_text(phase.begin_bytes)} held when it began{_verdict(added, limit)}."
+    )
+    missed = phase.peak_bytes - phase.sampled_peak_bytes
+    # Below 2 % or 1 MiB it is not worth a sentence.
+    is_missed = missed > max(added // 50, 1 << 20)
+    if is_missed and phase.samples <= 1:
+        return f"{first} {_too_short(phase)}"
+    sentences = [
+        first,
         f"At the peak{_moment(phase)}: {_listed(phase.holders_at_peak)}.",
     ]
     if grown := _growth(phase):
         sentences.append(f"Since the begin: {_listed(grown, sign='+')}.")
-    missed = phase.peak_bytes - phase.sampled_peak_bytes
-    # Below 2 % or 1 MiB it is not worth a sentence.
-    if missed > max(added // 50, 1 << 20):
+    if is_missed:
         sentences.append(
             f"The kernel saw {size_text(missed)} more between two samples, in this process."
         )
     return " ".join(sentences)
+
+
+def _too_short(phase: Phase) -> str:
+    return (
+        "The peak is the kernel's high-water mark (VmHWM) of this process, without its children: "
+        f"in the {1000 * (phase.end_s - phase.begin_s):.1f} ms that it lasted there was no time "
+        "for a sample, which would name the holders. "
+        f"When it ended, {size_text(phase.end_bytes)} were held."
+    )
 
 
 def _verdict(added: int, limit: int | None) -> str:

@@ -20,19 +20,42 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _USE)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Reports a wrong marker in one line, before the test's fixtures are made."""
+    from modicum.errors import UsageError
+
+    try:
+        _limit_of(item)
+    except UsageError as error:
+        pytest.fail(f"limit_memory: {error}", pytrace=False)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    marker = item.get_closest_marker("limit_memory")
-    if marker is None:
+    limit = _limit_of(item)
+    if limit is None:
         return (yield)
-    if len(marker.args) != 1 or marker.kwargs:
-        raise pytest.UsageError(f"{item.nodeid}: use {_USE}")
-    from modicum import _modicum
     from modicum.memory.recording import phase
 
-    limit = _modicum.parse_size(marker.args[0])
     with phase(item.name) as held:
         result = yield
     if held.peak_bytes - held.begin_bytes > limit:
         pytest.fail(held.text(limit), pytrace=False)
     return result
+
+
+def _limit_of(item: pytest.Item) -> int | None:
+    """The bytes of the test's marker; None without one. Raises UsageError."""
+    marker = item.get_closest_marker("limit_memory")
+    if marker is None:
+        return None
+    from modicum import _modicum
+    from modicum.errors import refusal
+
+    given = [*map(repr, marker.args), *(f"{key}={of!r}" for key, of in marker.kwargs.items())]
+    size = marker.args[0] if len(given) == 1 and marker.args else None
+    if isinstance(size, bool) or not isinstance(size, int | str):
+        got = ", ".join(given) or "no argument"
+        raise refusal("USAGE", "not a size", expected='one size, such as "2 GiB"', got=got)
+    return _modicum.parse_size(str(size))

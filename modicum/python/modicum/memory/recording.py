@@ -49,6 +49,8 @@ class Phase:
     """The larger of the next two fields; use this one."""
     sampled_peak_bytes: int = 0
     """The peak of the samples. Never too high, but misses peaks between samples."""
+    samples: int = 0
+    """The number of samples after the one at the begin. The last one is taken at the end."""
     kernel_peak_bytes: int | None = None
     """The peak of this process alone, from its high-water mark (VmHWM). Misses no peak, but may be
     too high by mapped file pages. None if the kernel can't reset the mark."""
@@ -178,6 +180,7 @@ class _Recording:
     def _note(self, sample: Sample) -> None:
         self.samples.append(sample)
         for phase in self._open:
+            phase.samples += 1
             self._fold(phase, sample)
 
     def _fold(self, phase: Phase, sample: Sample) -> None:

@@ -1,0 +1,74 @@
+// The ranks that hold the same elements: those that differ only along mesh axes without a cut.
+#include <utility>
+
+#include "modicum/layout/layout.h"
+
+namespace modicum {
+namespace {
+
+// Whether each mesh axis has a cut.
+std::vector<bool> cut_axes(const Sharding& sharding) {
+  std::vector<bool> cuts(sharding.mesh.sizes.size());
+  for (const Cut& cut : sharding.cuts) {
+    for (const int axis : cut.axes) cuts[static_cast<size_t>(axis)] = true;
+  }
+  return cuts;
+}
+
+bool are_replicas(const Sharding& sharding, int rank, int other) {
+  const std::vector<bool> cuts = cut_axes(sharding);
+  int inner = 1;
+  for (size_t axis = cuts.size(); axis-- > 0; inner *= sharding.mesh.sizes[axis]) {
+    const int size = sharding.mesh.sizes[axis];
+    if (cuts[axis] && rank / inner % size != other / inner % size) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<int> replicas_of(const Sharding& sharding, int rank) {
+  const std::vector<bool> cuts = cut_axes(sharding);
+  std::vector<int> ranks = {0};
+  int inner = sharding.mesh.world_size();  // number of ranks along the axes inside `axis`
+  for (size_t axis = 0; axis < cuts.size(); ++axis) {
+    const int size = sharding.mesh.sizes[axis];
+    inner /= size;
+    const int own = rank / inner % size;
+    std::vector<int> further;
+    for (const int outer : ranks) {
+      for (int i = cuts[axis] ? own : 0; i < (cuts[axis] ? own + 1 : size); ++i) {
+        further.push_back(outer + i * inner);
+      }
+    }
+    ranks = std::move(further);
+  }
+  return ranks;
+}
+
+std::vector<int> replicas_of(const Layout& layout, int rank) {
+  if (!layout.flats.empty()) return {rank};
+  std::vector<int> ranks = replicas_of(layout.kinds.front(), rank);
+  for (const Sharding& sharding : layout.kinds) {
+    std::erase_if(ranks, [&](int other) { return !are_replicas(sharding, rank, other); });
+  }
+  return ranks;
+}
+
+ReplicaPlace replica_place(const Sharding& sharding, const TensorSpec& target, int rank) {
+  const bool is_cut = sharding.flattens || !target.shape.empty();  // no cut applies to a 0-d tensor
+  const std::vector<bool> cuts =
+      is_cut ? cut_axes(sharding) : std::vector<bool>(sharding.mesh.sizes.size());
+  ReplicaPlace place;
+  int inner = sharding.mesh.world_size();  // number of ranks along the axes inside `axis`
+  for (size_t axis = 0; axis < cuts.size(); ++axis) {
+    const int size = sharding.mesh.sizes[axis];
+    inner /= size;
+    if (cuts[axis]) continue;
+    place.index = place.index * size + rank / inner % size;
+    place.count *= size;
+  }
+  return place;
+}
+
+}  // namespace modicum
