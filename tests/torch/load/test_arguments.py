@@ -6,6 +6,7 @@ without a word; a model that keeps half of a load that failed; a missing name th
 a file holds it.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -532,7 +533,8 @@ def test_sets_of_names_are_sorted_on_every_rank() -> None:
     told = {
         subprocess.run(
             [sys.executable, "-c", program],
-            env={"PYTHONHASHSEED": str(seed)}, check=True, capture_output=True, text=True,
+            env=os.environ | {"PYTHONHASHSEED": str(seed)},
+            check=True, capture_output=True, text=True,
         ).stdout
         for seed in range(2)
     }  # fmt: skip

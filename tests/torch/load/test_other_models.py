@@ -110,7 +110,7 @@ def test_renamings_for_a_model_with_names_of_its_own() -> None:
 def resized(told: Told, world: int, directory: str) -> dict[str, bytes]:
     """The whole embedding and head with more rows, after a load on all ranks."""
     config = transformers.AutoConfig.from_pretrained(directory)
-    config.vocab_size += 5
+    config.vocab_size += config.vocab_size + 5  # more than one rank of three holds new rows
     with empty_parameters():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
