@@ -327,6 +327,8 @@ void define_save_plan(nb::module_& module) {
           "The bytes that a save holds on each rank, by purpose, without tensors and SharedGather.")
       .def_prop_ro("gather_bytes", &MadeSave::gather_bytes,
                    "Bytes of each rank's part of a SharedGather; 0: the save has none.")
+      .def("fetching_bytes", &MadeSave::fetching_bytes, "threads"_a,
+           "Bytes of the stacks and heaps of the threads that call `fetch`.")
       .def_prop_ro("copied", copied_names,
                    "Names of the stored tensors that are copied from the source.")
       .def_prop_ro("copied_bytes", copied_bytes, "Bytes of all copied tensors.")

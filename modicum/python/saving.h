@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <nanobind/stl/shared_ptr.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -20,6 +21,9 @@
 #include "modicum/training/training.h"
 
 namespace modicum::python {
+
+// The heap that glibc's malloc maps for a thread, as long as it does not grow.
+constexpr uint64_t kThreadHeapBytes = 132 * kKiB;
 
 // A SavePlan and the plan of the load that it inverts.
 struct MadeSave {
@@ -38,6 +42,11 @@ struct MadeSave {
     held[Purpose::plan] += loaded->plan.held_bytes();
     held[Purpose::staging] += plan.plan().staging.total_bytes - gather_bytes();
     return held;
+  }
+  // Stacks and heaps of the threads that call `fetch`, if the save may use `threads`.
+  uint64_t fetching_bytes(int threads) const noexcept {
+    const int workers = std::min(std::max(1, threads), plan.plan().staging.workers);
+    return static_cast<uint64_t>(workers) * (kThreadBytes + kThreadHeapBytes);
   }
 };
 

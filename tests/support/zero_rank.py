@@ -6,6 +6,8 @@ For each case DeepSpeed saves to FOLDER/CASE after STEPS steps and, under anothe
 more. FOLDER/CASE-saved.safetensors has gathered tensors: master/NAME, exp_avg/NAME and
 exp_avg_sq/NAME, which the engine holds at the first save; full/NAME, which DeepSpeed's own
 conversion reads from the first save; and later/NAME, the masters after the last step.
+
+The case "wide" is ZeRO-2 with 2 million parameters, saved once to FOLDER/wide after a step.
 """
 
 import os
@@ -67,6 +69,15 @@ class Small(nn.Module):
     def forward(self, step: int) -> Any:
         trained = (self.embed, self.up, self.norm, self.gain, self.deep)
         return sum(cell(step) for cell in trained)
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = Cell(2048, 640), Cell(640, 1024), Cell(640)
+
+    def forward(self, step: int) -> Any:
+        return self.up(step) + self.down(step) + self.norm(step)
 
 
 def small() -> Small:
@@ -162,9 +173,17 @@ def run(case: str, folder: Path) -> None:
     dist.barrier()
 
 
+def save_wide(folder: Path) -> None:
+    engine = engine_of("zero2", Wide())
+    engine.backward(engine(0))
+    engine.step()
+    engine.save_checkpoint(str(folder / "wide"))
+    dist.barrier()
+
+
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     for name in sys.argv[2:]:
-        run(name, Path(sys.argv[1]))
+        save_wide(Path(sys.argv[1])) if name == "wide" else run(name, Path(sys.argv[1]))
     sys.stdout.flush()
     os._exit(0)

@@ -624,6 +624,9 @@ class SavePlan:
     def gather_bytes(self) -> int:
         """Bytes of each rank's part of a SharedGather; 0: the save has none."""
 
+    def fetching_bytes(self, threads: int) -> int:
+        """Bytes of the stacks and heaps of the threads that call `fetch`."""
+
     @property
     def copied(self) -> list[str]:
         """Names of the stored tensors that are copied from the source."""

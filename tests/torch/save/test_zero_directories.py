@@ -143,8 +143,9 @@ def test_modicum_goes_on_as_deepspeed_does(folder: Path, tmp_path: Path, state_f
 def test_tensors_of_several_windows(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elements are converted in windows, here of seven."""
+    """Elements are converted in windows, here of at most seven, and the last two by themselves."""
     monkeypatch.setattr("modicum.torch.zero_convert._WINDOW", 7)
+    monkeypatch.setattr("modicum.torch.zero_convert._REST", 2)
     report = convert(folder / "zero3", tmp_path, state_format="fp32-split")
     saved = load_file(folder / "zero3-saved.safetensors")
     weights = tensors_of(Path(report.path).glob("*.safetensors"))
@@ -164,7 +165,9 @@ def test_the_halves_of_a_tie() -> None:
     """At a tie the upper half is rounded up in magnitude, never to even."""
     values = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F807FFF, 0]).int()
     values = values.view(torch.float32)
-    upper, lower = zero_convert._upper(values), zero_convert._lower(values)
+    upper, lower = torch.empty(5, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int16)
+    zero_convert._lower(values, lower)
+    zero_convert._upper(values.clone(), upper)
     assert [of.tolist() for of in map(bits, (upper, lower))] == [
         of.tolist() for of in map(bits, halves(values))
     ]

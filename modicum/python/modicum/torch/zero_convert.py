@@ -19,7 +19,6 @@ from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import TensorsWriting
 from modicum.torch.saving.zero import Cut, ZeroDirectory, ZeroTensor
 from modicum.torch.saving.zero_files import MASTER, MOMENTS
-from modicum.torch.shards.tensors import as_bytes
 
 Size = int | str
 Source = str | os.PathLike[str]
@@ -27,8 +26,9 @@ Source = str | os.PathLike[str]
 _FORMATS = ("fp32", "fp32-split")
 _SPLIT = {row["name"] for row in _modicum.state_formats() if row["master_low"] is not None}
 _WINDOW = 1 << 15
-"""How many elements are converted at once. torch's temporary tensors, up to 14 bytes an element,
-are not in the promise."""
+"""How many elements are converted at once. For more, torch would start threads."""
+_REST = 1 << 8
+"""How many elements are read into memory other than the view; see `_room`."""
 _SEED = 0
 """The default seed of AdamW. These formats draw no random bits."""
 
@@ -114,18 +114,33 @@ def _weight(name: str, of: ZeroTensor, form: Form) -> str:
 
 # ---- elements
 
-Make = Callable[[torch.Tensor], torch.Tensor]
-"""Converts float32 elements."""
+Convert = Callable[[torch.Tensor, torch.Tensor], object]
+"""Called with float32 elements, which it may overwrite, and the tensor to fill. Makes no temporary
+tensors."""
 
 
-def _upper(values: torch.Tensor) -> torch.Tensor:
+def _upper(values: torch.Tensor, into: torch.Tensor) -> None:
     """The upper halves of split masters: bfloat16, rounded half up in magnitude."""
-    return ((values.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+    values.view(torch.int32).add_(0x8000)
+    into.view(torch.int16).copy_(values.view(torch.int16)[1::2])
 
 
-def _lower(values: torch.Tensor) -> torch.Tensor:
+def _lower(values: torch.Tensor, into: torch.Tensor) -> None:
     """The lower halves of split masters: int16."""
-    return values.view(torch.int32).to(torch.int16)
+    into.copy_(values.view(torch.int16)[::2])
+
+
+def _rounded(values: torch.Tensor, into: torch.Tensor) -> None:
+    into.copy_(values)
+
+
+def _room(left: memoryview, size: int) -> memoryview:
+    """Memory for the next float32 elements, which become elements of `size` bytes at the beginning
+    of `left`: at its end, where they do not overlap those. Other memory if that is too short."""
+    count = min(len(left) // (4 + size), _WINDOW)
+    if count < _REST:
+        return memoryview(bytearray(4 * min(len(left) // size, _REST)))
+    return left[len(left) - 4 * count :]
 
 
 @dataclass(frozen=True)
@@ -134,23 +149,28 @@ class _Plane:
 
     cut: Cut
     dtype: str
-    make: Make | None = None
+    convert: Convert | None = None
     """None: the elements of the cut are written unchanged."""
 
     def read(self, first: int, view: memoryview) -> None:
         """Fills `view` with elements, beginning at `first`."""
-        if self.make is None:
+        if self.convert is None:
             return self.cut.read(first, view)
-        into = torch.frombuffer(view, dtype=getattr(torch, self.dtype))
-        for at in range(0, into.numel(), _WINDOW):
-            part = into[at : at + _WINDOW]
-            values = torch.empty(part.numel(), dtype=torch.float32)
-            self.cut.read(first + at, as_bytes(values).numpy().data)
-            part.copy_(self.make(values))
+        into, at = torch.frombuffer(view, dtype=getattr(torch, self.dtype)), 0
+        size = into.element_size()
+        while at < into.numel():
+            room = _room(view[at * size :], size)
+            self.cut.read(first + at, room)
+            values = torch.frombuffer(room, dtype=torch.float32)
+            self.convert(values, into[at : at + values.numel()])
+            at += values.numel()
         return None
 
 
 def _reader(planes: Mapping[str, _Plane]) -> Read:
+    for convert, dtype in {(of.convert, of.dtype) for of in planes.values()}:
+        if convert is not None:  # what torch keeps after the first use is not the save's memory
+            convert(torch.zeros(1), torch.empty(1, dtype=getattr(torch, dtype)))
     return lambda name, first, view: planes[name].read(first, view)
 
 
@@ -166,14 +186,9 @@ def _weights_of(
         elif dtype == "float32":
             planes[name] = _Plane(of.planes[MASTER], dtype)
         else:
-            make = _upper if formats.get(name) in _SPLIT else _rounded(dtype)
-            planes[name] = _Plane(of.planes[MASTER], dtype, make)
+            convert = _upper if formats.get(name) in _SPLIT else _rounded
+            planes[name] = _Plane(of.planes[MASTER], dtype, convert)
     return _reader(planes)
-
-
-def _rounded(dtype: str) -> Make:
-    to: torch.dtype = getattr(torch, dtype)
-    return lambda values: values.to(to)
 
 
 # ---- the state

@@ -8,6 +8,7 @@ into boxes (DCP's chunks). Each box is a zip archive of torch.save; a file holds
 Only tensors are read, and of them only the elements asked for. No pickle is executed (pickles.py).
 """
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,6 +49,9 @@ class DirectoryTensor:
     dtype: str
     shape: Shape
     boxes: list[Box]
+    begins: "array[int]"
+    """For each box the offset of its first element in its file; -1: not known yet. Made with the
+    boxes, so that reads do not add to the memory of a save."""
 
     @property
     def item_bytes(self) -> int:
@@ -64,7 +68,6 @@ class Directory:
     """Keys of other values: pickles, which are not read."""
     places: dict[str, Place] = field(default_factory=dict)
     """The path of a key in the state dict before it was flattened, if known."""
-    _lines: dict[Box, Line] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> "Directory":
@@ -86,14 +89,15 @@ class Directory:
         of = self.tensors[key]
         count = len(view) // of.item_bytes
         left = count
-        for box in of.boxes:
-            left -= self._read_box(of, box, first, view)
+        for number in range(len(of.boxes)):
+            left -= self._read_box(of, number, first, view)
         if left != 0:
             malformed("the boxes of a tensor do not cover it", FILE, tensor=key)
 
-    def _read_box(self, of: DirectoryTensor, box: Box, first: int, view: memoryview) -> int:
-        """Reads the elements that the box has of `view`'s range; returns their number."""
-        runs = _Runs(of.shape, box)
+    def _read_box(self, of: DirectoryTensor, number: int, first: int, view: memoryview) -> int:
+        """Reads the elements that a box has of `view`'s range; returns their number."""
+        runs = _Runs(of.shape, of.boxes[number])
+        line: Line | None = None
         end, size, read = first + len(view) // of.item_bytes, of.item_bytes, 0
         run = runs.last_at_or_before(first)
         while run < runs.count and runs.begin(run) < end:
@@ -101,15 +105,18 @@ class Directory:
             a, b = max(begin, first), min(begin + runs.numel, end)
             if a < b:
                 at = run * runs.numel + a - begin
-                self._line(of, box).read(at, view[(a - first) * size : (b - first) * size])
+                line = line or self._line(of, number)
+                line.read(at, view[(a - first) * size : (b - first) * size])
                 read += b - a
             run += 1
         return read
 
-    def _line(self, of: DirectoryTensor, box: Box) -> Line:
-        """Where the box's elements lie in its file; checks the dtype and shape of its archive."""
-        if box not in self._lines:
-            archive = Archive.open(self.path / box.file, box.begin, box.length)
+    def _line(self, of: DirectoryTensor, number: int) -> Line:
+        """Where a box's elements lie in its file; checks the dtype and shape of its archive."""
+        box = of.boxes[number]
+        path = self.path / box.file
+        if of.begins[number] < 0:
+            archive = Archive.open(path, box.begin, box.length)
             value = archive.value()
             try:
                 line = archive.line(value)
@@ -119,8 +126,8 @@ class Directory:
                 expected, got = f"{of.dtype} {[*box.sizes]}", f"{line.dtype} {[*line.shape]}"
                 what = "a box holds another tensor"
                 malformed(what, box.file, expected=expected, got=got)
-            self._lines[box] = line
-        return self._lines[box]
+            of.begins[number] = line.begin
+        return Line(path, of.dtype, box.sizes, of.begins[number])
 
 
 class _Runs:
@@ -241,7 +248,8 @@ def _tensor_of(key: str, value: Made, infos: _Infos) -> DirectoryTensor:
             malformed("a box has no place", FILE, tensor=key)
         boxes.append(Box(offsets, sizes, *infos[key, offsets]))
     _require_tiles(key, shape, boxes)
-    return DirectoryTensor(_dtype_of(key, value.member("properties")), shape, boxes)
+    begins = array("q", [-1]) * len(boxes)
+    return DirectoryTensor(_dtype_of(key, value.member("properties")), shape, boxes, begins)
 
 
 def _dtype_of(key: str, properties: Any) -> str:

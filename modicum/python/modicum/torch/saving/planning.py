@@ -139,7 +139,7 @@ def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
     facts = {"the plan": writing.plan.digest, "the state": state.told if state else "none"}
     ranks.agree_on(facts | dict(texts))
     own = ask.own
-    held = _together(writing.plan.held, state.held if state else {}, len(own or b""))
+    held = _together(writing.bytes_held, state.held if state else {}, len(own or b""))
     gather_bytes = max(writing.plan.gather_bytes, state.gather_bytes if state else 0)
     held["staging"] += gather_bytes
     snapshot = None

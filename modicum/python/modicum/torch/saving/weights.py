@@ -1,6 +1,7 @@
 """The model's part of a save. It is planned as a load of the same tensors, and run in reverse."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,13 @@ class Writing:
     held: Sequence[Held]
     fetch: Fetch | None = None
     """Provides elements of all targets if `held` is empty (streams.py, one rank); else None."""
+    fetch_bytes: int = 0
+    """The most bytes that the threads that call `fetch` hold for it."""
+
+    @property
+    def bytes_held(self) -> Counter[str]:
+        """The bytes by purpose that the save holds on each rank, without tensors."""
+        return Counter(self.plan.held) + Counter(staging=self.fetch_bytes)
 
     @cached_property
     def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:

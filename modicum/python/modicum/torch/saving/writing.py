@@ -143,7 +143,7 @@ class TensorsWriting:
 
     @property
     def held(self) -> Mapping[str, int]:
-        return self._writing.plan.held
+        return self._writing.bytes_held
 
     @property
     def gather_bytes(self) -> int:

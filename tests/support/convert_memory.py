@@ -1,0 +1,47 @@
+"""Converts a directory in this process, which has done nothing else, and prints what the conversion
+promised and held.
+
+convert_memory.py deepspeed|dcp DIRECTORY ROOT [STATE_FORMAT]
+
+JSON on stdout: `promised` and `held` in bytes; `rounding`, by how much the promise has rounded up
+the memory of the process; `refused`, whether 1 MiB less is refused before anything is written.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from modicum.errors import BudgetError
+from modicum.torch.saving import streams
+
+MIB = 1 << 20
+
+
+def main(kind: str, directory: str, root: Path, *words: str) -> None:
+    convert = importlib.import_module(f"modicum.torch.{kind}").convert
+    before: list[int] = []
+    measure = streams.memory_before
+
+    def noted() -> list[Any]:
+        memory = measure()
+        before.append(memory[0])
+        return memory
+
+    streams.memory_before = noted
+    how = {"state_format": words[0]} if words else {}
+    report = convert(directory, root, step=1, **how)
+    rounding, budget = -before[-1] % MIB, report.promised_bytes - MIB
+    other = root.with_name(f"{root.name}-refused")
+    try:
+        convert(directory, other, step=1, budget=budget, **how)
+        refused = False
+    except BudgetError:
+        refused = not other.exists()
+    told = {"promised": report.promised_bytes, "held": report.held_bytes}
+    print(json.dumps(told | {"rounding": rounding, "refused": refused}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:])
