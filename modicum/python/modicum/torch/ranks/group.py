@@ -59,6 +59,7 @@ class Ranks:
         self._meetings = 0  # the number so far; every rank takes part in every one
         self._longest_pause_s = 0.004 + world_size / 5000  # all ranks: 5000 polls a second
         self._pids: list[int] = []
+        self._on_wait: Callable[[], object] = lambda: None
         self._exchange: Exchange | None = None
         self._members: Sequence[int] = (rank,)
         self._lock = threading.Lock()  # guards the next four
@@ -71,10 +72,14 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, name="modicum-watch", daemon=True)
 
     @classmethod
-    def of_world(cls) -> Ranks:
+    def of_world(cls, on_wait: Callable[[], object] = lambda: None) -> Ranks:
         """This rank of torch.distributed's default group. Collective. Without a group: rank 0 in a
         world of size 1. With the backend "fake", which can't communicate, it has its rank and world
         size, and uses its own values as the values of all ranks.
+
+        Args:
+            on_wait: called again and again while this rank waits for others, here and in later
+                collectives. An exception in it is a failure of this rank.
 
         Raises:
             UsageError: the group has no store that can be cloned.
@@ -87,6 +92,7 @@ class Ranks:
             return cls(rank, world_size)
         store = default_store()
         ranks = cls(rank, world_size)
+        ranks._on_wait = on_wait
         try:
             ranks._meet(store)
         except BaseException as error:
@@ -313,6 +319,7 @@ class Ranks:
                 return
             if self._failed.wait(pause_s):
                 self.check()
+            self._on_wait()
             waited_s += pause_s
             if limit_s is not None and waited_s > limit_s:
                 self._miss_ranks(key, limit_s)
