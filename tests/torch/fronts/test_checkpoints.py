@@ -6,7 +6,8 @@ bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must f
 mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
 rotation that takes the newest whole checkpoint; options of an optimizer without tensors that are
-lost; checkpoints of accelerate's own that are no longer read; bars of no weights.
+lost; checkpoints of accelerate's own that are no longer read; bars of no weights; saves of
+adapters without COMMIT, of which no one is told.
 """
 
 import json
@@ -77,6 +78,7 @@ def test_accelerate(two: Ranks, tmp_path: Path, modicum: Path, model: str, optim
         assert after["loaded"] == before["saved"]
         assert after["then"] == before["then"]
     assert [one["path"] for one in saved[0]["reports"]] == [str(folder)]
+    assert saved[0]["warned"] == resumed[0]["warned"] == []
     names = {path.name for path in folder.iterdir()}
     assert names >= {"model.safetensors.index.json", "config.json", "COMMIT", "scheduler.bin"}
     assert not [name for name in names if name.endswith(".bin") and "model" in name]
@@ -95,6 +97,27 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
     own = two.ask("accelerate_saves", by="modicum", **how | {"folder": str(tmp_path / "own")})
     assert [one["then"] for one in own] == [one["then"] for one in theirs]
     assert [one["saved"] for one in own] == [one["saved"] for one in theirs]
+
+
+@pytest.mark.parametrize("by", ("saved", "trained"))
+def test_adapters_have_no_commit(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str, by: str
+) -> None:
+    """A save of adapters by accelerate or Trainer warns, once. The call that the warning names
+    saves them with COMMIT, and a script of accelerate goes on from there."""
+    pytest.importorskip("peft")
+    folder, root = tmp_path / "state", tmp_path / "steps"
+    how = {"directory": model, "root": str(root)}
+    (saved, other) = two.ask(f"adapters_{by}", folder=str(folder), **how)
+    assert list(folder.rglob("*")) and not list(folder.rglob("COMMIT"))
+    texts = [text for text in saved["warned"] if "with adapters" in text]
+    assert len(texts) == 1 and other["warned"] == []
+    assert "has no COMMIT" in texts[0] and "modicum.torch.save(" in texts[0]
+    assert_verifies(modicum, root)
+    assert (root / "step-2" / "adapter_model.safetensors").is_file()
+    if by == "saved":
+        with ranks(2, tmp_path / "ranks") as others:
+            assert others.ask("adapters_resumed", **how) == [saved["saved"], other["saved"]]
 
 
 def test_saved_again_into_the_same_directory(

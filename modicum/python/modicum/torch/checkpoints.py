@@ -45,6 +45,13 @@ from modicum.upstream.transformers import is_pretrained
 
 How = Mapping[str, Any]
 
+_ADAPTERS = (
+    "modicum: a model with adapters is saved by accelerate and PEFT, not by Modicum. The "
+    "checkpoint has no COMMIT, so a resume does not notice that a save was cut short. "
+    "modicum.torch.save(model, ROOT, step=N, optimizer=optimizer.optimizer) saves adapters "
+    "with COMMIT (docs/guide/accelerate.md)"
+)
+
 
 @dataclass
 class _Kept:
@@ -78,6 +85,7 @@ class Checkpoints:
         self._how, self._saved, self._read = how, saved, read
         self._open: _Open | None = None
         self._has_trainer = False
+        self._warned: set[str] = set()
 
     def replace(self, stack: ExitStack) -> None:
         """Replaces Trainer's functions until `stack` ends, once Trainer is imported. May be called
@@ -158,7 +166,18 @@ class Checkpoints:
         """Whether Modicum saves the model: it has loaded it, and FSDP2 shards it."""
         model = upstream.bare(model)
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
-        return is_loaded and accelerator.is_fsdp2 and not upstream.has_adapters(model)
+        if not is_loaded or not accelerator.is_fsdp2:
+            return False
+        has_adapters = upstream.has_adapters(model)
+        if has_adapters:
+            self._warn_once(_ADAPTERS, is_first=accelerator.is_main_process)
+        return not has_adapters
+
+    def _warn_once(self, what: str, *, is_first: bool) -> None:
+        """`is_first`: whether this is the rank that warns."""
+        if is_first and what not in self._warned:
+            self._warned.add(what)
+            warn_script(what)
 
     # ---- functions of accelerate
 
