@@ -6,8 +6,8 @@ bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must f
 mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
 rotation that takes the newest whole checkpoint; options of an optimizer without tensors that are
-lost; checkpoints of accelerate's own that are no longer read; bars of no weights; saves of
-adapters without COMMIT, of which no one is told.
+lost; checkpoints of accelerate's own that are no longer read; bars of no weights; older files of
+accelerate in a checkpoint of ours, and saves of adapters without COMMIT, of which no one is told.
 """
 
 import json
@@ -26,7 +26,7 @@ pytest.importorskip("accelerate")
 from ranks import Failed, Ranks, ranks  # noqa: E402  (after torch is known to be there)
 
 from modicum.torch.saving.inside import fault_of, rotate  # noqa: E402
-from modicum.upstream.checkpoints import save_config  # noqa: E402
+from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,39 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
     own = two.ask("accelerate_saves", by="modicum", **how | {"folder": str(tmp_path / "own")})
     assert [one["then"] for one in own] == [one["then"] for one in theirs]
     assert [one["saved"] for one in own] == [one["saved"] for one in theirs]
+
+
+def test_a_checkpoint_of_accelerates_below_ours(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str
+) -> None:
+    """The first save, and a resume, warn once each on one rank; the files stay as they are, and
+    Modicum's are read."""
+    folder = tmp_path / "state"
+    how = {"directory": model, "folder": str(folder), "by": "modicum"}
+    two.ask("accelerate_saves", **how | {"by": "accelerate"})
+    kept = {path: path.read_bytes() for path in folder.glob("*_0/*")}
+    assert kept
+    (saved, other) = two.ask("accelerate_saves", times=2, steps=1, **how)
+    (resumed, _) = two.ask("accelerate_resumes", **how)
+    assert resumed["then"] == saved["then"]
+    assert saved["warned"] == resumed["warned"] and other["warned"] == []
+    (text,) = saved["warned"]
+    assert text.startswith(f"modicum: {folder} also has optimizer_0, pytorch_model_fsdp_0, which ")
+    assert "save into a new directory" in text
+    assert {path: path.read_bytes() for path in folder.glob("*_0/*")} == kept
+
+
+def test_names_of_accelerates_own_files(tmp_path: Path) -> None:
+    """A directory of the second model is Modicum's, unless it has what torch writes into it."""
+    for name in ("pytorch_model_fsdp_1", "optimizer", "optimizer_1", "pytorch_model_fsdp_0"):
+        (tmp_path / name).mkdir()
+    for name in ("optimizer.bin", "optimizer.safetensors", "pytorch_model_fsdp_rank1.bin"):
+        (tmp_path / name).touch()
+    first = ["optimizer.bin", "pytorch_model_fsdp_0", "pytorch_model_fsdp_rank1.bin"]
+    assert own_names(tmp_path, 0) == first
+    assert own_names(tmp_path, 1) == ["optimizer_1"]
+    (tmp_path / "pytorch_model_fsdp_1" / ".metadata").touch()
+    assert own_names(tmp_path, 1) == ["optimizer_1", "pytorch_model_fsdp_1"]
 
 
 @pytest.mark.parametrize("by", ("saved", "trained"))
@@ -257,6 +290,7 @@ def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, mo
     (folder / "checkpoint-6" / "COMMIT").unlink()
     (folder / "checkpoint-6" / ".partial-6-host-1-1-0").mkdir()
     (folder / "checkpoint-4" / "trainer_state.json").unlink()
+    (folder / "checkpoint-2" / "pytorch_model_fsdp_0").mkdir()
     weights = next((folder / "checkpoint-4").glob("model*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
     (folder / "checkpoint-7").mkdir()
@@ -266,6 +300,7 @@ def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, mo
     assert "INTEGRITY: a file of the step has another length" in refused(two.hear())
     (again, _) = two.ask("trains", resume=True, **how)
     assert set(again["losses"]) == {3, 4, 5, 6}
+    assert [one for one in again["warned"] if "checkpoint-2 also has pytorch_model_fsdp_0" in one]
     assert again["end"] == whole["end"]
     for name in ("checkpoint-4", "checkpoint-6"):
         new, old = (

@@ -135,6 +135,8 @@ class Checkpoints:
             with Ranks.of_world().together() as ranks:
                 for kept in one.kept.values():
                     kept.flight.open(ranks)
+                for index in indices:
+                    self._warn_of_accelerates(directory, index, is_first=ranks.rank == 0)
             error: Exception | None = None
             try:
                 yield one
@@ -179,6 +181,15 @@ class Checkpoints:
             self._warned.add(what)
             warn_script(what)
 
+    def _warn_of_accelerates(self, directory: Path, index: int, *, is_first: bool) -> None:
+        """Warns if accelerate's own files of a model are in a checkpoint of Modicum's, too."""
+        found = upstream.own_names(directory, index) if is_first else []
+        if found:
+            what = f"modicum: {directory} also has {', '.join(found)}, which accelerate wrote. "
+            what += "They are neither read nor replaced here, but accelerate reads them outside of "
+            what += "loading(): remove them, or save into a new directory"
+            self._warn_once(what, is_first=is_first)
+
     # ---- functions of accelerate
 
     def _keeping_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,16 +232,18 @@ class Checkpoints:
             directory = _step_of(Path(of["input_dir"]), of["model_index"])
             if directory is None:
                 return original(*args, **kwargs)
-            self._load(of["accelerator"], of["model"], directory)
+            self._load(of["accelerator"], of["model"], directory, of["model_index"])
             return upstream.nothing_amiss()
 
         return load_fsdp_model
 
-    def _load(self, accelerator: Any, model: Any, directory: Path) -> None:
-        _require_fsdp2(accelerator, directory)
+    def _load(self, accelerator: Any, model: Any, step: Path, index: int = 0) -> None:
+        _require_fsdp2(accelerator, step)
+        directory, is_first = step.parent if index else step, accelerator.is_main_process
+        self._warn_of_accelerates(directory, index, is_first=is_first)
         names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
         how = {name: self._how()[name] for name in names}
-        self._read(load_inside(upstream.bare(model), directory, how))
+        self._read(load_inside(upstream.bare(model), step, how))
 
     def _loading_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
