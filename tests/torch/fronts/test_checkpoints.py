@@ -6,8 +6,9 @@ bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must f
 mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
 rotation that takes the newest whole checkpoint; options of an optimizer without tensors that are
-lost; checkpoints of accelerate's own that are no longer read; bars of no weights; older files of
-accelerate in a checkpoint of ours, and saves of adapters without COMMIT, of which no one is told.
+lost; checkpoints of accelerate's own that are no longer read; a tensor that no checkpoint fills;
+bars of no weights; older files of accelerate in a checkpoint of ours, and saves of adapters without
+COMMIT, of which no one is told.
 """
 
 import json
@@ -192,6 +193,18 @@ def test_a_checkpoint_that_was_not_committed(two: Ranks, tmp_path: Path, model: 
     (folder / "COMMIT").unlink()
     two.tell("accelerate_resumes", **how)
     assert "UNCOMMITTED: the step was not committed" in refused(two.hear())
+
+
+def test_a_model_with_more_tensors_is_refused(two: Ranks, tmp_path: Path, model: str) -> None:
+    """It names what the checkpoint lacks, and what to do."""
+    folder, larger = str(tmp_path / "state"), str(tmp_path / "larger")
+    two.ask("accelerate_saves", directory=model, folder=folder, by="modicum")
+    config = {"tie_word_embeddings": True, "num_hidden_layers": 3}
+    two.ask("write", directory=larger, family="qwen3", config=config, dtype="bfloat16")
+    two.tell("accelerate_resumes", directory=larger, folder=folder, by="modicum")
+    said = refused(two.hear())
+    assert "MISMATCH: the checkpoint lacks a tensor of the model: build the model that" in said
+    assert "tensor model.layers.2." in said
 
 
 def test_save_model(two: Ranks, tmp_path: Path, modicum: Path, model: str) -> None:

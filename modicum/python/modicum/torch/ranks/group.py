@@ -40,6 +40,7 @@ from modicum.upstream.torch_distributed import default_store
 TICK_S = 0.25
 """Seconds between two reads of `failed`."""
 PART_LIMIT_S = 2.0  # the longest wait until all ranks know that the load is over
+_ORDER = "the order of tensors"
 POLL_GROWTH = 1.25  # the factor by which the pause between polls grows
 
 
@@ -129,11 +130,7 @@ class Ranks:
                 facts if self.rank in (0, other) else None,
                 lambda brought: _first_difference(brought[0], brought[other]),
             )
-            what = f"{who} differs from rank 0 in {name}"
-            if name.startswith("tensor ") and "none" in (expected, got):
-                what += ": models that differ by rank are read by modicum.torch.dcp"
-            elif (" on meta" in expected) != (" on meta" in got):
-                what += ": build the model under empty_parameters() on every rank"
+            what = f"{who} differs from rank 0 in {name}{_remedy(name, expected, got)}"
         raise from_json(self._blaming(other, "CONFLICT", what, expected=expected, got=got))
 
     def agree_on(self, facts: Mapping[str, str]) -> None:
@@ -477,6 +474,20 @@ def _first_other(digests: list[str]) -> tuple[int, int, str, str] | None:
     return (others[0], len(others) - 1, digests[0], digests[others[0]]) if others else None
 
 
+def _remedy(name: str, expected: str, got: str) -> str:
+    """What to do about models that differ by rank; empty for other differences."""
+    if not name.startswith(("tensor ", _ORDER)):
+        return ""
+    if "none" in (expected, got):
+        return (
+            ": models that differ by rank are read by modicum.torch.dcp.HuggingFaceReader, and "
+            "saved by torch.distributed.checkpoint"
+        )
+    if (" on meta" in expected) != (" on meta" in got):
+        return ": build the model under empty_parameters() on every rank"
+    return ": build the same model, with the same dtypes and ties, on every rank"
+
+
 def _first_difference(one: list[Any], other: list[Any]) -> tuple[str, str, str]:
     """The first difference of two lists of (name, value): the name, and both values."""
     known, found = dict(one), dict(other)
@@ -484,4 +495,4 @@ def _first_difference(one: list[Any], other: list[Any]) -> tuple[str, str, str]:
         if known.get(name) != found.get(name):
             return name, known.get(name, "none"), found.get(name, "none")
     expected, got = next((a, b) for (a, _), (b, _) in zip(one, other, strict=True) if a != b)
-    return "the order of tensors", expected, got
+    return _ORDER, expected, got
