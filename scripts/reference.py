@@ -131,15 +131,26 @@ def members(node: ast.ClassDef) -> Iterator[str]:
             yield f"- `{shown.split(' -> ')[0]}`: {' '.join(text.split())}"
 
 
+def fields(node: ast.ClassDef) -> Iterator[str]:
+    """A line for each public attribute that the body annotates, with the text below it."""
+    for one, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if not isinstance(one, ast.AnnAssign) or ast.unparse(one.target).startswith("_"):
+            continue
+        text = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            text = f": {' '.join(after.value.value.split())}"
+        yield f"- `{ast.unparse(one.target)}: {ast.unparse(one.annotation)}`{text}"
+
+
 def entry(module: str, node: Node) -> Iterator[str]:
     yield from (f"### `{module}.{node.name}`", "", "```python", signature(node), "```", "")
     yield from markdown_of(ast.get_docstring(node) or "")
     if isinstance(node, ast.ClassDef):
         for one in constructors(node):
             yield from ("", *markdown_of(ast.get_docstring(one) or ""))
-        listed = list(members(node))
-        if listed:
-            yield from ("", "**Members**", "", *listed)
+        for heading, listed in (("Fields", [*fields(node)]), ("Members", [*members(node)])):
+            if listed:
+                yield from ("", f"**{heading}**", "", *listed)
     yield ""
 
 

@@ -2,7 +2,7 @@
 that other pages show equal the program's output; each refusal has an error and a test.
 
 Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb;
-the output of a plan changes; a refusal without its test.
+the output of a plan changes; a refusal without its test; a report whose fields the page omits.
 """
 
 import os
@@ -45,6 +45,13 @@ def test_a_signature_keeps_its_parameters_in_order() -> None:
     source = "def f(a, b=1, *rest, c, d='x', **more) -> int: ..."
     (node,) = reference.ast.parse(source).body
     assert reference.signature(node) == "f(a, b = 1, *rest, c, d = 'x', **more) -> int"
+
+
+def test_a_class_has_its_fields_with_the_text_below_them() -> None:
+    source = 'class A:\n    a: int\n    b: str = ""\n    """Of\n    b."""\n    _c: int\n    d = 1'
+    (node,) = reference.ast.parse(source).body
+    assert [*reference.fields(node)] == ["- `a: int`", "- `b: str`: Of b."]
+    assert "**Fields**" in reference.entry("m", node)
 
 
 def test_each_refusal_has_its_error_and_its_test(root: Path) -> None:

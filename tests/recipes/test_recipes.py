@@ -211,7 +211,7 @@ def test_tensors_that_a_model_lists_as_missing_are_left_to_it() -> None:
 def test_unexpected_tensors_are_an_error_unless_dropped(unexpected: Any) -> None:
     stored = stored_of(llama()) | {"model.layers.0.extra": ("float32", (3,))}
     if unexpected == "error":
-        with pytest.raises(front.UsageError, match="1 stored tensors are not in") as caught:
+        with pytest.raises(front.UsageError, match="1 stored tensor is not in") as caught:
             recipes.recipe_for(llama(), stored)
         assert caught.value.tensor == "model.layers.0.extra"
         return
@@ -520,7 +520,7 @@ def test_plan_accepts_the_recipe_of_the_command_line(
     assert main(words) == 2
     told = capsys.readouterr()
     assert told.out == ""
-    assert "modicum: MISMATCH: 1 stored tensors are not in the model" in told.err
+    assert "modicum: MISMATCH: 1 stored tensor is not in the model" in told.err
     path = saved / "recipe.json"
     words += ["--ignore-unexpected", "-o", str(path)]
     command = [sys.executable, "-m", "modicum.recipes", *words]

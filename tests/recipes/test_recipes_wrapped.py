@@ -217,7 +217,7 @@ def test_an_incomplete_adapter_or_one_without_a_base_is_refused() -> None:
         recipes.recipe_for(wrapped, stored)
     first = next(iter(stored))
     holed = {n: t for n, t in stored.items() if n != first}
-    with pytest.raises(front.UsageError, match="the checkpoint lacks 1 tensors") as caught:
+    with pytest.raises(front.UsageError, match="the checkpoint lacks 1 tensor of") as caught:
         recipes.recipe_for(wrapped, holed, present=base_of(wrapped))
     assert caught.value.tensor == f"{first}.fine"
     bad = {n.replace("layers.1", "layers.2"): t for n, t in stored.items()}
@@ -276,7 +276,7 @@ def test_a_plain_module_is_loaded_by_name() -> None:
     assert recipe.targets["layers.0.weight"] == {"op": "stored", "name": "layers.0.weight"}
     assert recipe.targets["head.weight"]["op"] == "alias"
     del stored["head.weight"], stored["layers.1.running_mean"]
-    with pytest.raises(front.UsageError, match="lacks 1 tensors") as caught:
+    with pytest.raises(front.UsageError, match="lacks 1 tensor of") as caught:
         recipes.recipe_for(model, stored)
     assert caught.value.tensor == "layers.1.running_mean"
     assert caught.value.got == "nearest 'layers.1.running_var'"

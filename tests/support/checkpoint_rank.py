@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,16 @@ def line(by: str, **options: Any) -> Iterator[Any]:
         yield loading
 
 
+@contextlib.contextmanager
+def warned() -> Iterator[list[str]]:
+    """The texts of Modicum's warnings within the context."""
+    texts: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(one.message) for one in caught if str(one.message).startswith("modicum:")]
+
+
 def reports(loading: Any) -> list[dict[str, Any]]:
     return [vars(saved) for saved in loading.saves] if loading is not None else []
 
@@ -44,7 +55,11 @@ def reports(loading: Any) -> list[dict[str, Any]]:
 # ---- accelerate
 
 
-def prepared(directory: str, optimizer: str, **plugin: Any) -> tuple[Any, ...]:
+def prepared(
+    directory: str, optimizer: str, adapters: bool = False, **plugin: Any
+) -> tuple[Any, ...]:
+    if adapters:
+        import peft  # noqa: F401  (loading() checks for it when the model is built)
     project = {name: plugin.pop(name) for name in ("project", "limit") if name in plugin}
     accelerator = accelerate_rank.accelerator_of(**plugin)
     if project:
@@ -52,6 +67,8 @@ def prepared(directory: str, optimizer: str, **plugin: Any) -> tuple[Any, ...]:
         config.project_dir, config.total_limit = project["project"], project["limit"]
         config.automatic_checkpoint_naming = True
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if adapters:
+        model = accelerate_rank.with_adapters(model)
     model.train()
     stepping = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(stepping, 0.5, total_iters=8)
@@ -89,11 +106,12 @@ def accelerate_saves(
     with line(by) as loading:
         made = prepared(directory, optimizer, **plugin)
         torch.manual_seed(7 + dist.get_rank())
-        for _ in range(times):
-            trained(made, steps)
-            made[0].save_state(folder)
-        saved = whole(made)
-        return {"saved": saved, "then": trained(made, STEPS_AFTER), "reports": reports(loading)}
+        with warned() as texts:
+            for _ in range(times):
+                trained(made, steps)
+                made[0].save_state(folder)
+        told = {"saved": whole(made), "then": trained(made, STEPS_AFTER)}
+        return told | {"reports": reports(loading), "warned": texts}
 
 
 def accelerate_resumes(
@@ -101,9 +119,9 @@ def accelerate_resumes(
 ) -> dict[str, Any]:
     with line(by) as loading:
         made = prepared(directory, optimizer, **plugin)
-        made[0].load_state(folder)
-        loaded = whole(made)
-        told = {"loaded": loaded, "then": trained(made, STEPS_AFTER)}
+        with warned() as texts:
+            made[0].load_state(folder)
+        told = {"loaded": whole(made), "then": trained(made, STEPS_AFTER), "warned": texts}
         return told | {"loads": len(loading.reports) if loading else 0}
 
 
@@ -114,6 +132,46 @@ def accelerate_saves_model(directory: str, folder: str, size: str) -> dict[str, 
         trained(made, 1)
         made[0].save_model(made[1], folder, max_shard_size=size)
         return {"saved": whole(made), "reports": reports(loading)}
+
+
+def adapters_saved(directory: str, folder: str, root: str) -> dict[str, Any]:
+    """Saves a model with adapters as accelerate does, twice, and then as the guide advises."""
+    with line("modicum") as loading:
+        accelerator, model, optimizer, _ = made = prepared(directory, "modicum", adapters=True)
+        trained(made, 2)
+        with warned() as texts:
+            accelerator.save_state(folder)
+            accelerator.save_state(f"{folder}-again")
+        modicum.torch.save(model, root, step=2, optimizer=optimizer.optimizer)
+        return {"saved": whole(made), "warned": texts, "reports": reports(loading)}
+
+
+class SaveAdapters(transformers.TrainerCallback):
+    """As docs/guide/accelerate.md has it."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def on_save(self, args: Any, state: Any, control: Any, **of: Any) -> None:
+        modicum.torch.save(
+            of["model"], self.root, step=state.global_step, optimizer=of["optimizer"].optimizer
+        )
+
+
+def adapters_trained(directory: str, folder: str, root: str) -> dict[str, Any]:
+    """Saves the adapters of Trainer's model in a callback."""
+    with line("modicum"), warned() as texts:
+        how = {"max_steps": 2, "save_steps": 2, "adapters": True}
+        trainer = trainer_of(directory, folder, "modicum", [SaveAdapters(root)], **how)
+        trainer.train()
+        return {"warned": texts}
+
+
+def adapters_resumed(directory: str, root: str) -> dict[str, str]:
+    with line("modicum"):
+        _, model, optimizer, _ = made = prepared(directory, "modicum", adapters=True)
+        modicum.torch.resume(model, root, optimizer=optimizer.optimizer, progress=False)
+        return whole(made)
 
 
 # ---- Trainer
@@ -140,7 +198,9 @@ class Recorder(transformers.TrainerCallback):
 
 
 def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **how: Any) -> Any:
-    sharded = how.pop("sharded", False)
+    sharded, adapters = how.pop("sharded", False), how.pop("adapters", False)
+    if adapters:
+        import peft  # noqa: F401  (loading() checks for it when the model is built)
     how = {"save_strategy": "steps"} | how
     arguments = transformers.TrainingArguments(
         folder, use_cpu=True, fsdp=True, learning_rate=1e-2, lr_scheduler_type="linear",
@@ -154,6 +214,8 @@ def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **ho
         report_to="none", disable_tqdm=True, **how,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if adapters:
+        model = accelerate_rank.with_adapters(model)
     rows = torch.randint(model.config.vocab_size, (24, 12), generator=torch.manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
     cls, options = OPTIMIZERS[optimizer], {"lr": 1e-2, "weight_decay": 0.01}
@@ -171,7 +233,8 @@ def trains(
     with line(by) as loading:
         recorder = Recorder(stop_at)
         trainer = trainer_of(directory, folder, optimizer, [recorder], **how)
-        trainer.train(resume_from_checkpoint=resume or None)
+        with warned() as texts:
+            trainer.train(resume_from_checkpoint=resume or None)
         if final:
             trainer.save_model()
         stepping = trainer.optimizer.optimizer
@@ -181,6 +244,7 @@ def trains(
             "end": saving_rank.whole(trainer.model, stepping),
             "best": trainer.state.best_model_checkpoint,
             "reports": reports(loading),
+            "warned": texts,
         }
 
 
@@ -239,6 +303,9 @@ ACTS: dict[str, Callable[..., Any]] = {
     "accelerate_saves": accelerate_saves,
     "accelerate_resumes": accelerate_resumes,
     "accelerate_saves_model": accelerate_saves_model,
+    "adapters_saved": adapters_saved,
+    "adapters_trained": adapters_trained,
+    "adapters_resumed": adapters_resumed,
     "trains": trains,
     "trains_in": trains_in,
     "patched": patched,

@@ -20,6 +20,7 @@ from torch_rank import told
 
 import modicum.torch
 from modicum import _modicum
+from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import weights
 
 STEPS_AFTER = 3
@@ -250,6 +251,36 @@ def slowly(
     return {"error": ""}
 
 
+def at_the_call(
+    directory: str, root: str, cut: Cut, kind: dict[str, Any], signals: int | None
+) -> dict[str, Any]:
+    """A save before whose first collective this rank sends itself `signals` SIGTERM; the error, by
+    its facts. None: one SIGTERM, before this rank calls `save`."""
+    model, _ = made(directory, cut, "fp32", "float32")
+    modicum.torch.load(model, directory, progress=False)
+    if signals is None:
+        signal.raise_signal(signal.SIGTERM)
+    meet = Ranks.of_world
+
+    def signalled(*how: Any) -> Ranks:
+        for _ in range(signals or 0):
+            signal.raise_signal(signal.SIGTERM)
+        return meet(*how)
+
+    begin = time.monotonic()
+    try:
+        with patch.object(Ranks, "of_world", signalled):
+            saving = modicum.torch.save(model, root, **kind)
+        if kind.get("background"):
+            saving.wait()
+    except Exception as error:
+        default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        message, took_s = str(error), time.monotonic() - begin
+        name = type(error).__name__
+        return {"error": name, "message": message, "default": default, "took_s": took_s}
+    return {"error": "", "default": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL}
+
+
 def handles(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     """Saves with a grace in a program whose rank 1 handles SIGTERM itself."""
     model, _ = made(directory, cut, "fp32", "float32")
@@ -308,4 +339,5 @@ ACTS: dict[str, Callable[..., Any]] = {
     "saves_adapters": saves_adapters,
     "resumes_adapters": resumes_adapters,
     "save_handling": handles,
+    "save_signalled": at_the_call,
 }

@@ -103,3 +103,9 @@ def refusal(category: str, what: str, **facts: str) -> UsageError:
     error = UsageError(f"{category}: {what}" + (f" ({told})" if told else ""))
     vars(error).update(known, category=category, code=exit_codes()[category])
     return error
+
+
+def counted(count: int, noun: str, *, verb: bool = False) -> str:
+    """`1 tensor` or `2 tensors`; with `verb` "is" or "are" after it."""
+    text = f"{count} {noun}" + ("" if count == 1 else "s")
+    return f"{text} {'is' if count == 1 else 'are'}" if verb else text

@@ -6,7 +6,9 @@ bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must f
 mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
 rotation that takes the newest whole checkpoint; options of an optimizer without tensors that are
-lost; checkpoints of accelerate's own that are no longer read; bars of no weights.
+lost; checkpoints of accelerate's own that are no longer read; a tensor that no checkpoint fills;
+bars of no weights; older files of accelerate in a checkpoint of ours, and saves of adapters without
+COMMIT, of which no one is told.
 """
 
 import json
@@ -25,7 +27,7 @@ pytest.importorskip("accelerate")
 from ranks import Failed, Ranks, ranks  # noqa: E402  (after torch is known to be there)
 
 from modicum.torch.saving.inside import fault_of, rotate  # noqa: E402
-from modicum.upstream.checkpoints import save_config  # noqa: E402
+from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,7 @@ def test_accelerate(two: Ranks, tmp_path: Path, modicum: Path, model: str, optim
         assert after["loaded"] == before["saved"]
         assert after["then"] == before["then"]
     assert [one["path"] for one in saved[0]["reports"]] == [str(folder)]
+    assert saved[0]["warned"] == resumed[0]["warned"] == []
     names = {path.name for path in folder.iterdir()}
     assert names >= {"model.safetensors.index.json", "config.json", "COMMIT", "scheduler.bin"}
     assert not [name for name in names if name.endswith(".bin") and "model" in name]
@@ -95,6 +98,60 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
     own = two.ask("accelerate_saves", by="modicum", **how | {"folder": str(tmp_path / "own")})
     assert [one["then"] for one in own] == [one["then"] for one in theirs]
     assert [one["saved"] for one in own] == [one["saved"] for one in theirs]
+
+
+def test_a_checkpoint_of_accelerates_below_ours(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str
+) -> None:
+    """The first save, and a resume, warn once each on one rank; the files stay as they are, and
+    Modicum's are read."""
+    folder = tmp_path / "state"
+    how = {"directory": model, "folder": str(folder), "by": "modicum"}
+    two.ask("accelerate_saves", **how | {"by": "accelerate"})
+    kept = {path: path.read_bytes() for path in folder.glob("*_0/*")}
+    assert kept
+    (saved, other) = two.ask("accelerate_saves", times=2, steps=1, **how)
+    (resumed, _) = two.ask("accelerate_resumes", **how)
+    assert resumed["then"] == saved["then"]
+    assert saved["warned"] == resumed["warned"] and other["warned"] == []
+    (text,) = saved["warned"]
+    assert text.startswith(f"modicum: {folder} also has optimizer_0, pytorch_model_fsdp_0, which ")
+    assert "save into a new directory" in text
+    assert {path: path.read_bytes() for path in folder.glob("*_0/*")} == kept
+
+
+def test_names_of_accelerates_own_files(tmp_path: Path) -> None:
+    """A directory of the second model is Modicum's, unless it has what torch writes into it."""
+    for name in ("pytorch_model_fsdp_1", "optimizer", "optimizer_1", "pytorch_model_fsdp_0"):
+        (tmp_path / name).mkdir()
+    for name in ("optimizer.bin", "optimizer.safetensors", "pytorch_model_fsdp_rank1.bin"):
+        (tmp_path / name).touch()
+    first = ["optimizer.bin", "pytorch_model_fsdp_0", "pytorch_model_fsdp_rank1.bin"]
+    assert own_names(tmp_path, 0) == first
+    assert own_names(tmp_path, 1) == ["optimizer_1"]
+    (tmp_path / "pytorch_model_fsdp_1" / ".metadata").touch()
+    assert own_names(tmp_path, 1) == ["optimizer_1", "pytorch_model_fsdp_1"]
+
+
+@pytest.mark.parametrize("by", ("saved", "trained"))
+def test_adapters_have_no_commit(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str, by: str
+) -> None:
+    """A save of adapters by accelerate or Trainer warns, once. The call that the warning names
+    saves them with COMMIT, and a script of accelerate goes on from there."""
+    pytest.importorskip("peft")
+    folder, root = tmp_path / "state", tmp_path / "steps"
+    how = {"directory": model, "root": str(root)}
+    (saved, other) = two.ask(f"adapters_{by}", folder=str(folder), **how)
+    assert list(folder.rglob("*")) and not list(folder.rglob("COMMIT"))
+    texts = [text for text in saved["warned"] if "with adapters" in text]
+    assert len(texts) == 1 and other["warned"] == []
+    assert "has no COMMIT" in texts[0] and "modicum.torch.save(" in texts[0]
+    assert_verifies(modicum, root)
+    assert (root / "step-2" / "adapter_model.safetensors").is_file()
+    if by == "saved":
+        with ranks(2, tmp_path / "ranks") as others:
+            assert others.ask("adapters_resumed", **how) == [saved["saved"], other["saved"]]
 
 
 def test_saved_again_into_the_same_directory(
@@ -136,6 +193,18 @@ def test_a_checkpoint_that_was_not_committed(two: Ranks, tmp_path: Path, model: 
     (folder / "COMMIT").unlink()
     two.tell("accelerate_resumes", **how)
     assert "UNCOMMITTED: the step was not committed" in refused(two.hear())
+
+
+def test_a_model_with_more_tensors_is_refused(two: Ranks, tmp_path: Path, model: str) -> None:
+    """It names what the checkpoint lacks, and what to do."""
+    folder, larger = str(tmp_path / "state"), str(tmp_path / "larger")
+    two.ask("accelerate_saves", directory=model, folder=folder, by="modicum")
+    config = {"tie_word_embeddings": True, "num_hidden_layers": 3}
+    two.ask("write", directory=larger, family="qwen3", config=config, dtype="bfloat16")
+    two.tell("accelerate_resumes", directory=larger, folder=folder, by="modicum")
+    said = refused(two.hear())
+    assert "MISMATCH: the checkpoint lacks a tensor of the model: build the model that" in said
+    assert "tensor model.layers.2." in said
 
 
 def test_save_model(two: Ranks, tmp_path: Path, modicum: Path, model: str) -> None:
@@ -234,6 +303,7 @@ def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, mo
     (folder / "checkpoint-6" / "COMMIT").unlink()
     (folder / "checkpoint-6" / ".partial-6-host-1-1-0").mkdir()
     (folder / "checkpoint-4" / "trainer_state.json").unlink()
+    (folder / "checkpoint-2" / "pytorch_model_fsdp_0").mkdir()
     weights = next((folder / "checkpoint-4").glob("model*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
     (folder / "checkpoint-7").mkdir()
@@ -243,6 +313,7 @@ def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, mo
     assert "INTEGRITY: a file of the step has another length" in refused(two.hear())
     (again, _) = two.ask("trains", resume=True, **how)
     assert set(again["losses"]) == {3, 4, 5, 6}
+    assert [one for one in again["warned"] if "checkpoint-2 also has pytorch_model_fsdp_0" in one]
     assert again["end"] == whole["end"]
     for name in ("checkpoint-4", "checkpoint-6"):
         new, old = (

@@ -160,8 +160,10 @@ def lacking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_missing_tensors_are_an_error(lacking: Path) -> None:
     assert refused(lacking, says="lacks 2 tensors").tensor == NORM
-    assert refused(lacking, says="lacks 1 tensors", missing="^lm_head").tensor == NORM
-    assert refused(lacking, says="lacks 1 tensors", missing=[NORM, "no.such|embed"]).tensor == HEAD
+    assert refused(lacking, says="lacks 1 tensor of", missing="^lm_head").tensor == NORM
+    assert (
+        refused(lacking, says="lacks 1 tensor of", missing=[NORM, "no.such|embed"]).tensor == HEAD
+    )
     assert refused(lacking, says="unknown init.* rule", missing={"": "twos"}).category == "USAGE"
 
 

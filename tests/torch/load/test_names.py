@@ -100,7 +100,7 @@ def without_a_gate(stored: dict[str, Any]) -> None:
     ("spoil", "tensor", "says"),
     [
         (misspelt, "model.layers.1.mlp.gte.weight", rf"unexpected.*nearest '{GATE}'"),
-        (without_a_gate, GATE, r"lacks 1 tensors.*missing.*nearest 'model\.layers\.0\.mlp\.gate"),
+        (without_a_gate, GATE, r"lacks 1 tensor of.*missing.*nearest 'model\.layers\.0\.mlp\.gate"),
         (with_one_more, "model.layers.2.mlp.gate.weight", r"1 stored.*nearest 'model\.layers\.\d"),
         (without_an_expert, "model.layers.0.mlp.experts.down_proj",
          r"another shape.*expected \[5, 39, 13\], got \[4, 39, 13\]"),

@@ -289,6 +289,31 @@ def test_ranks_that_disagree_all_name_the_culprit() -> None:
     assert facts["message"] == f"CONFLICT: {what} (expected d, got e)"
 
 
+def agreeing_on(told: Told, facts: list[dict[str, str]]) -> None:
+    with Ranks.of_world().together() as ranks:
+        ranks.agree_on(facts[told.rank])
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ({"tensor a": "f32 [2]"}, "tensor b: models that differ by rank are read by modicum."),
+        ({"tensor a": "f32 [2] on meta", "tensor b": "f32 [1]"}, "tensor a: build the model under"),
+        ({"tensor a": "f16 [2]", "tensor b": "f32 [1]"}, "tensor a: build the same model, with"),
+        ({"tensor b": "f32 [1]", "tensor a": "f32 [2]"}, "the order of tensors: build the same"),
+        ({"argument a": "1"}, "argument a (expected none, got 1)"),
+    ],
+    ids=("lacks", "meta", "dtype", "order", "argument"),
+)
+def test_what_to_do_about_models_that_differ(second: dict[str, str], said: str) -> None:
+    first = {"tensor a": "f32 [2]", "tensor b": "f32 [1]"}
+    if "argument a" in second:
+        second = second | first
+    ended = World(agreeing_on, 2, [first, second]).end()
+    facts = all_raise(ended, "IoError", 1, category="CONFLICT")
+    assert facts["message"].startswith(f"CONFLICT: rank 1 differs from rank 0 in {said}")
+
+
 def reducing(told: Told) -> Any:
     """The number of cases in which a Gloo thread holds a reduced tensor after the collective."""
     collectives.LIMIT_S, held = 60, 0

@@ -2,7 +2,8 @@
 save of both; a budget that lacks the room for the save is refused before a weight is read.
 
 Tested against the program. Must fail for these mutants: a load whose promise ends with the step; a
-save that is promised with the load's staging, which the budget has shrunk.
+save that is promised with the load's staging, which the budget has shrunk; a report of a resume
+that does not name the steps that it skipped.
 """
 
 from pathlib import Path
@@ -96,3 +97,18 @@ def test_the_save_asks_for_what_was_promised(directory: Path, tmp_path: Path) ->
     saved = modicum.torch.save(model, tmp_path / "root", step=1, optimizer=optimizer)
     assert saved.promised_bytes <= rank["promised_bytes"] + 16 * MIB  # Python's own
     assert str(saved).startswith(f"{saved.path}: ") and "visible after" in str(saved)
+
+
+def test_the_report_of_a_resume_as_text(directory: Path, tmp_path: Path) -> None:
+    model, optimizer, _ = loaded(directory)
+    modicum.torch.save(model, tmp_path, step=1, optimizer=optimizer)
+    (tmp_path / "step-9").mkdir()
+    with pytest.warns(UserWarning, match="step 9"):
+        resumed = modicum.torch.resume(model, tmp_path, optimizer=optimizer, progress=False)
+    assert isinstance(resumed, modicum.torch.Resumed)
+    skipped, read, *loads = str(resumed).splitlines()
+    assert skipped == f"skipped step 9: {resumed.skipped[0]['reason']}"
+    assert resumed.path == str(tmp_path / "step-1") and resumed.read_bytes > MIB
+    size, took = f"{resumed.read_bytes / MIB:.2f} MiB", f"{resumed.elapsed_s:.2f} s"
+    assert read == f"{resumed.path}: step 1, {size} read in {took}"
+    assert loads == str(resumed.load).splitlines()

@@ -2,7 +2,9 @@
 
 Must fail for these mutants: SIGTERM that is forgotten after the step is committed; a save that goes
 on beyond its grace; one rank alone that ends; a second SIGTERM that is ignored; a handler of the
-program that is replaced; a rate of the first, small pieces.
+program that is replaced; a rate of the first, small pieces; a SIGTERM that ends the process before
+the ranks have met; a rank that waits for others that have ended; a SIGTERM that is lost if the save
+fails.
 """
 
 import os
@@ -21,7 +23,7 @@ pytest.importorskip("transformers")
 from ranks import GONE, Ranks, ranks
 from sharding import Cut
 
-TWO = Cut("fsdp2", (2,))
+ONE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
 SENT_S = 20.0
 
 
@@ -67,12 +69,21 @@ def test_the_step_is_committed_within_the_grace(
     heard = two.hear()
     for rank in range(2):
         if rank in to:
-            two.processes[rank].join(10)
-            assert heard[rank] is GONE, heard
-            assert two.processes[rank].exitcode == -signal.SIGTERM
+            assert_ended(two, rank, heard[rank])
         else:
             assert heard[rank] == {"error": ""}
-    assert sorted(p.name for p in (tmp_path / "steps").iterdir()) == ["latest", "step-1"]
+    assert_committed(how, modicum)
+
+
+def assert_ended(group: Ranks, rank: int, answer: Any) -> None:
+    """SIGTERM has ended the rank."""
+    assert answer is GONE, answer
+    group.processes[rank].join(10)
+    assert group.processes[rank].exitcode == -signal.SIGTERM
+
+
+def assert_committed(how: dict[str, Any], modicum: Path) -> None:
+    assert sorted(p.name for p in Path(how["root"]).iterdir()) == ["latest", "step-1"]
     verified = subprocess.run([modicum, "verify", how["root"]], capture_output=True, text=True)
     assert verified.returncode == 0, verified.stderr
 
@@ -108,3 +119,57 @@ def test_a_handler_of_the_program_is_not_replaced(
         assert answer["error"] == "UsageError" and "handles SIGTERM itself" in answer["message"]
         assert answer["kept"]
     assert not (tmp_path / "steps").exists()
+
+
+@pytest.mark.parametrize("to", ((0, 1), (0,), (1,)), ids=("both", "first", "last"))
+@pytest.mark.parametrize("background", (False, True), ids=("foreground", "background"))
+def test_a_signal_before_the_ranks_meet_is_held(
+    two: Ranks, how: dict[str, Any], modicum: Path, to: tuple[int, ...], background: bool
+) -> None:
+    kind = {"step": 1, "grace": 60.0, "background": background}
+    each = {rank: {"signals": int(rank in to)} for rank in range(2)}
+    two.tell("save_signalled", each, kind=kind, **how)
+    for rank, answer in enumerate(two.hear()):
+        if rank in to:
+            assert_ended(two, rank, answer)
+        else:
+            assert answer == {"error": "", "default": True}
+    assert_committed(how, modicum)
+
+
+def test_a_signal_at_the_call_of_one_rank_alone(tmp_path: Path, modicum: Path) -> None:
+    """A save that fails ends by SIGTERM, too, after its error is printed."""
+    with ranks(1, tmp_path / "ranks") as one:
+        where = {"directory": str(tmp_path / "model"), "root": str(tmp_path / "steps"), "cut": ONE}
+        one.ask("write", directory=where["directory"], family="qwen3", dtype="float32")
+        how = where | {"signals": 0, "kind": {"step": 1, "grace": 60.0}}
+        assert one.ask("save_signalled", **how) == [{"error": "", "default": True}]
+        one.tell("save_signalled", **how | {"signals": 1})
+        assert_ended(one, 0, one.hear()[0])
+        assert "step-1" in one.logs() and "CONFLICT" in one.logs()
+    with ranks(1, tmp_path / "again") as one:
+        one.tell("save_signalled", **where, signals=1, kind={"step": 2, "grace": 60.0})
+        assert_ended(one, 0, one.hear()[0])
+    assert sorted(p.name for p in (tmp_path / "steps").iterdir()) == ["latest", "step-1", "step-2"]
+    verified = subprocess.run([modicum, "verify", where["root"]], capture_output=True, text=True)
+    assert verified.returncode == 0, verified.stderr
+
+
+def test_a_rank_does_not_wait_for_one_that_has_ended(two: Ranks, how: dict[str, Any]) -> None:
+    """SIGTERM has ended rank 1 before it called `save`: rank 0 has half of its grace."""
+    kind = {"step": 1, "grace": 3.0}
+    two.tell("save_signalled", {0: {"signals": 1}, 1: {"signals": None}}, kind=kind, **how)
+    first, last = two.hear()
+    assert_ended(two, 1, last)
+    assert first["error"] == "PreemptedError" and "nothing is written yet" in first["message"]
+    assert first["default"] and 1.0 < first["took_s"] < 5.5
+    assert not Path(how["root"]).exists()
+
+
+def test_two_signals_before_the_ranks_meet_end_the_save(two: Ranks, how: dict[str, Any]) -> None:
+    each = {0: {"signals": 2}, 1: {"signals": 0}}
+    two.tell("save_signalled", each, kind={"step": 1, "grace": 600.0}, **how)
+    for answer in two.hear():
+        assert answer["error"] == "PreemptedError" and "a second SIGTERM" in answer["message"]
+        assert answer["default"]
+    assert not Path(how["root"]).exists()

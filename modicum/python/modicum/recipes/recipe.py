@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import counted, refusal
 from modicum.recipes.adapters import Asked, begin_as_base
 from modicum.recipes.dtypes import FLOATS, Dtypes, any_of, cast, described, dtype_name
 from modicum.recipes.nodes import Node, caller, init
@@ -280,8 +280,8 @@ def _check_unexpected(
             raise refusal("MISMATCH", what, tensor=refused[0], got=got)
         raise refusal(
             "MISMATCH",
-            f"{len(refused)} stored tensors are not in the model (the first would be "
-            f"'{would_be}'); pass `unexpected` to drop them",
+            f"{counted(len(refused), 'stored tensor', verb=True)} not in the model (the first "
+            f"would be '{would_be}'); pass `unexpected` to drop them",
             tensor=refused[0],
             got=_near(would_be, keys),
         )
@@ -352,8 +352,8 @@ def _fill_gaps(
 def _check_lacking(lacking: list[str], structure: Structure, stored: Described) -> None:
     if lacking:
         key = next(part.keys[lacking[0]] for part in structure.parts if lacking[0] in part.keys)
-        what = f"the checkpoint lacks {len(lacking)} tensors of the model: missing='init', or "
-        what += "missing=[patterns of names], initialises them"
+        what = f"the checkpoint lacks {counted(len(lacking), 'tensor')} of the model: "
+        what += "missing='init', or missing=[patterns of names], initialises what it lacks"
         raise refusal("MISMATCH", what, tensor=lacking[0], got=_near(key, stored))
 
 

@@ -182,7 +182,8 @@ def _refuse_gaps(first_target: str, group: _Group) -> None:
         for array in group.collected[most][: len(group.collected[most]) * (pattern != most)]:
             wanted = array.node["name"].replace(*ends)
             if len(arrays) < len(group.collected[most]) and wanted not in there:
-                what = f"the source lacks a tensor that '{first_target}' is made of"
+                what = f"the source lacks a tensor that '{first_target}' is made of: complete "
+                what += "the checkpoint, since missing= does not fill a part of a tensor"
                 expected = f"as many as of {most}, {len(group.collected[most])}"
                 raise refusal(
                     "MISMATCH", what, tensor=wanted, expected=expected, got=str(len(arrays))

@@ -16,6 +16,8 @@ from modicum.torch.loading.load import load as load
 from modicum.torch.optim.adamw import AdamW as AdamW
 from modicum.torch.optim.protection import protect as protect
 from modicum.torch.saving.background import Saving as Saving
+from modicum.torch.saving.report import Resumed as Resumed
+from modicum.torch.saving.report import Saved as Saved
 from modicum.torch.saving.resume import resume as resume
 from modicum.torch.saving.save import save as save
 from modicum.torch.shards.rebinding import rebinding as rebinding

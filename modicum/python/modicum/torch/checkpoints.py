@@ -45,6 +45,13 @@ from modicum.upstream.transformers import is_pretrained
 
 How = Mapping[str, Any]
 
+_ADAPTERS = (
+    "modicum: a model with adapters is saved by accelerate and PEFT, not by Modicum. The "
+    "checkpoint has no COMMIT, so a resume does not notice that a save was cut short. "
+    "modicum.torch.save(model, ROOT, step=N, optimizer=optimizer.optimizer) saves adapters "
+    "with COMMIT (docs/guide/accelerate.md)"
+)
+
 
 @dataclass
 class _Kept:
@@ -78,6 +85,7 @@ class Checkpoints:
         self._how, self._saved, self._read = how, saved, read
         self._open: _Open | None = None
         self._has_trainer = False
+        self._warned: set[str] = set()
 
     def replace(self, stack: ExitStack) -> None:
         """Replaces Trainer's functions until `stack` ends, once Trainer is imported. May be called
@@ -127,6 +135,8 @@ class Checkpoints:
             with Ranks.of_world().together() as ranks:
                 for kept in one.kept.values():
                     kept.flight.open(ranks)
+                for index in indices:
+                    self._warn_of_accelerates(directory, index, is_first=ranks.rank == 0)
             error: Exception | None = None
             try:
                 yield one
@@ -158,7 +168,27 @@ class Checkpoints:
         """Whether Modicum saves the model: it has loaded it, and FSDP2 shards it."""
         model = upstream.bare(model)
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
-        return is_loaded and accelerator.is_fsdp2 and not upstream.has_adapters(model)
+        if not is_loaded or not accelerator.is_fsdp2:
+            return False
+        has_adapters = upstream.has_adapters(model)
+        if has_adapters:
+            self._warn_once(_ADAPTERS, is_first=accelerator.is_main_process)
+        return not has_adapters
+
+    def _warn_once(self, what: str, *, is_first: bool) -> None:
+        """`is_first`: whether this is the rank that warns."""
+        if is_first and what not in self._warned:
+            self._warned.add(what)
+            warn_script(what)
+
+    def _warn_of_accelerates(self, directory: Path, index: int, *, is_first: bool) -> None:
+        """Warns if accelerate's own files of a model are in a checkpoint of Modicum's, too."""
+        found = upstream.own_names(directory, index) if is_first else []
+        if found:
+            what = f"modicum: {directory} also has {', '.join(found)}, which accelerate wrote. "
+            what += "They are neither read nor replaced here, but accelerate reads them outside of "
+            what += "loading(): remove them, or save into a new directory"
+            self._warn_once(what, is_first=is_first)
 
     # ---- functions of accelerate
 
@@ -202,16 +232,18 @@ class Checkpoints:
             directory = _step_of(Path(of["input_dir"]), of["model_index"])
             if directory is None:
                 return original(*args, **kwargs)
-            self._load(of["accelerator"], of["model"], directory)
+            self._load(of["accelerator"], of["model"], directory, of["model_index"])
             return upstream.nothing_amiss()
 
         return load_fsdp_model
 
-    def _load(self, accelerator: Any, model: Any, directory: Path) -> None:
-        _require_fsdp2(accelerator, directory)
+    def _load(self, accelerator: Any, model: Any, step: Path, index: int = 0) -> None:
+        _require_fsdp2(accelerator, step)
+        directory, is_first = step.parent if index else step, accelerator.is_main_process
+        self._warn_of_accelerates(directory, index, is_first=is_first)
         names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
         how = {name: self._how()[name] for name in names}
-        self._read(load_inside(upstream.bare(model), directory, how))
+        self._read(load_inside(upstream.bare(model), step, how))
 
     def _loading_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

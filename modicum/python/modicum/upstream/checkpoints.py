@@ -93,6 +93,18 @@ def folder_of(model_index: int) -> str:
     return f"pytorch_model_fsdp_{model_index}"
 
 
+def own_names(directory: Path, model_index: int) -> list[str]:
+    """The entries of a checkpoint in which accelerate itself saves a model and its optimizer."""
+    number = f"_{model_index}" if model_index else "(_0)?"
+    name = re.compile(rf"(pytorch_model_fsdp|optimizer){number}(_rank\d+)?(\.bin)?")
+    found = {one for one in os.listdir(directory) if name.fullmatch(one)} - {"optimizer"}
+    # Modicum has a model after the first one in the same directory.
+    shared = folder_of(model_index) if model_index else ""
+    if shared in found and not (directory / shared / ".metadata").exists():
+        found.remove(shared)
+    return sorted(found)
+
+
 def bare(model: Any) -> Any:
     """The module without `torch.compile`'s wrapper."""
     while hasattr(model, "_orig_mod"):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import counted, refusal
 from modicum.memory.recording import reset_peak
 from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.structure import Structure, structure_of
@@ -175,10 +175,9 @@ def _warn_of_unused(made: Recipe, stored: Collection[str]) -> None:
     """Warns about stored tensors that `missing` replaces because their shapes differ."""
     made_anew = (name for name, node in made.targets.items() if node["op"] in ("init", "caller"))
     if lost := [name for name in made_anew if name in stored]:
-        what = (
-            f"{len(lost)} stored tensors of another shape are not used, because missing= declares "
-        )
-        what += f"them: {lost[0]}; resized='mean' keeps the stored rows of token embeddings"
+        what = f"{counted(len(lost), 'stored tensor', verb=True)} of another shape and not used, "
+        what += f"because of missing=: {lost[0]}; resized='mean' keeps the stored rows of token "
+        what += "embeddings"
         warnings.warn(f"modicum: {what}", stacklevel=3)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import counted, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node
@@ -93,7 +93,8 @@ def chosen_from(
     given = uneven | {canonical(name): tensor for name, tensor in state.items()}
     unknown = [name for name in given if name not in model.tensors]
     if unknown and not drops:
-        what = f"{len(unknown)} tensors of the state dict are not in the model"
+        what = f"{counted(len(unknown), 'tensor', verb=True)} in the state dict and not in the "
+        what += "model: strict=False drops what the model lacks"
         raise refusal("MISMATCH", what, tensor=unknown[0])
     alias_of: dict[str, str] = {}
     for names in ties_of(model.structure):
@@ -106,7 +107,8 @@ def chosen_from(
     for name, of in model.tensors.items():
         is_there = name in given or name in alias_of
         if not is_there and of.is_persistent and (strict or of.tensor.is_meta):
-            raise refusal("MISMATCH", "the state dict of rank 0 lacks a tensor", tensor=name)
+            what = "the state dict of rank 0 lacks a tensor: pass the model's whole state dict"
+            raise refusal("MISMATCH", what, tensor=name)
     names = [name for name in model.tensors if name in given and name not in alias_of]
     return {name: given[name] for name in names}, alias_of
 

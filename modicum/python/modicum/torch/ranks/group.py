@@ -29,8 +29,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from modicum._modicum import Board, exit_codes
+from modicum._modicum import Board
 from modicum.errors import Error, from_json, refusal
+from modicum.torch.ranks.documents import document_of, document_with, first_line
 from modicum.torch.ranks.exchange import Exchange
 from modicum.torch.ranks.liveness import LOOK_S, Neighbours, Process, ranks_per_node
 from modicum.torch.ranks.store import LoadStore
@@ -39,6 +40,7 @@ from modicum.upstream.torch_distributed import default_store
 TICK_S = 0.25
 """Seconds between two reads of `failed`."""
 PART_LIMIT_S = 2.0  # the longest wait until all ranks know that the load is over
+_ORDER = "the order of tensors"
 POLL_GROWTH = 1.25  # the factor by which the pause between polls grows
 
 
@@ -58,6 +60,7 @@ class Ranks:
         self._meetings = 0  # the number so far; every rank takes part in every one
         self._longest_pause_s = 0.004 + world_size / 5000  # all ranks: 5000 polls a second
         self._pids: list[int] = []
+        self._on_wait: Callable[[], object] = lambda: None
         self._exchange: Exchange | None = None
         self._members: Sequence[int] = (rank,)
         self._lock = threading.Lock()  # guards the next four
@@ -70,10 +73,14 @@ class Ranks:
         self._watcher = threading.Thread(target=self._watch, name="modicum-watch", daemon=True)
 
     @classmethod
-    def of_world(cls) -> Ranks:
+    def of_world(cls, on_wait: Callable[[], object] = lambda: None) -> Ranks:
         """This rank of torch.distributed's default group. Collective. Without a group: rank 0 in a
         world of size 1. With the backend "fake", which can't communicate, it has its rank and world
         size, and uses its own values as the values of all ranks.
+
+        Args:
+            on_wait: called again and again while this rank waits for others, here and in later
+                collectives. An exception in it is a failure of this rank.
 
         Raises:
             UsageError: the group has no store that can be cloned.
@@ -86,6 +93,7 @@ class Ranks:
             return cls(rank, world_size)
         store = default_store()
         ranks = cls(rank, world_size)
+        ranks._on_wait = on_wait
         try:
             ranks._meet(store)
         except BaseException as error:
@@ -122,11 +130,7 @@ class Ranks:
                 facts if self.rank in (0, other) else None,
                 lambda brought: _first_difference(brought[0], brought[other]),
             )
-            what = f"{who} differs from rank 0 in {name}"
-            if name.startswith("tensor ") and "none" in (expected, got):
-                what += ": models that differ by rank are read by modicum.torch.dcp"
-            elif (" on meta" in expected) != (" on meta" in got):
-                what += ": build the model under empty_parameters() on every rank"
+            what = f"{who} differs from rank 0 in {name}{_remedy(name, expected, got)}"
         raise from_json(self._blaming(other, "CONFLICT", what, expected=expected, got=got))
 
     def agree_on(self, facts: Mapping[str, str]) -> None:
@@ -159,7 +163,7 @@ class Ranks:
             self._received(call.result)
         except BaseException as error:
             # The others must see the reason before they see that connections end.
-            self.report(_document_of(error))
+            self.report(document_of(error))
             self._exchange.close()
             raise
 
@@ -205,7 +209,7 @@ class Ranks:
 
     def fail(self, error: BaseException) -> None:
         """Makes all ranks raise this error in what they do together. On any thread."""
-        self.report(_document_of(error))
+        self.report(document_of(error))
 
     def check(self) -> None:
         """Raises the first failure of any rank, if this rank knows of one."""
@@ -312,6 +316,7 @@ class Ranks:
                 return
             if self._failed.wait(pause_s):
                 self.check()
+            self._on_wait()
             waited_s += pause_s
             if limit_s is not None and waited_s > limit_s:
                 self._miss_ranks(key, limit_s)
@@ -344,7 +349,7 @@ class Ranks:
                 if tick * TICK_S % LOOK_S == 0:
                     self._check_neighbours()
         except BaseException as error:  # the thread that waits for ranks must see it
-            self._fail(self._naming_this_rank(_document_of(error)))
+            self._fail(self._naming_this_rank(document_of(error)))
 
     def _check_neighbours(self) -> None:
         self._shared.count(f"beat/{self.rank}", 1)
@@ -364,7 +369,7 @@ class Ranks:
                 progress(board.progress)
             progress(board.progress)
         except BaseException as error:  # ends the load, which runs on another thread
-            self._fail(self.report(_document_of(error)))
+            self._fail(self.report(document_of(error)))
 
     def _fail(self, document: str) -> None:
         with self._lock:
@@ -382,7 +387,7 @@ class Ranks:
         """Reports `error` to the others. Returns the error that this rank raises."""
         if self._store is None:
             return error
-        own = self._naming_this_rank(_document_of(error))
+        own = self._naming_this_rank(document_of(error))
         counts = self.report(own)
         self._part()
         if not isinstance(error, Exception) or (counts == own and not isinstance(error, Error)):
@@ -426,14 +431,14 @@ class Ranks:
     def _losing_the_store(self, how: str) -> Error:
         what = "the store of the process group, hosted by {}, " + how
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            self._fail(_document("PEER", what.format("the launcher")))
+            self._fail(document_with("PEER", what.format("the launcher")))
         else:
             self._fail(self._blaming(0, "PEER", what.format("rank 0")))
         return from_json(self._failure or "")
 
     def _blaming(self, culprit: int, category: str, what: str, **facts: str) -> str:
         pid = {"culprit_pid": self._pids[culprit]} if self._pids else {}
-        return _document(category, what, rank=self.rank, culprit_rank=culprit, **pid, **facts)
+        return document_with(category, what, rank=self.rank, culprit_rank=culprit, **pid, **facts)
 
     def _naming_this_rank(self, document: str) -> str:
         """`document`, with this rank as the culprit if none is set."""
@@ -452,11 +457,11 @@ class Ranks:
             if self._failed.wait(4 * TICK_S):
                 self.check()
             place = self._exchange.peer if self._exchange else None
-            why = _first_line(error)
+            why = first_line(error)
             if place is None:
                 others = f"the {len(self._members) - 1} ranks that it exchanges bytes with"
                 what = f"rank {self.rank} could not connect to {others}: {why}"
-                raise from_json(_document("PEER", what, rank=self.rank)) from None
+                raise from_json(document_with("PEER", what, rank=self.rank)) from None
             peer = self._members[place]
             what = f"the connection to rank {peer} (pid {self._pids[peer]}) ended: {why}"
             raise from_json(self._blaming(peer, "PEER", what)) from None
@@ -469,6 +474,20 @@ def _first_other(digests: list[str]) -> tuple[int, int, str, str] | None:
     return (others[0], len(others) - 1, digests[0], digests[others[0]]) if others else None
 
 
+def _remedy(name: str, expected: str, got: str) -> str:
+    """What to do about models that differ by rank; empty for other differences."""
+    if not name.startswith(("tensor ", _ORDER)):
+        return ""
+    if "none" in (expected, got):
+        return (
+            ": models that differ by rank are read by modicum.torch.dcp.HuggingFaceReader, and "
+            "saved by torch.distributed.checkpoint"
+        )
+    if (" on meta" in expected) != (" on meta" in got):
+        return ": build the model under empty_parameters() on every rank"
+    return ": build the same model, with the same dtypes and ties, on every rank"
+
+
 def _first_difference(one: list[Any], other: list[Any]) -> tuple[str, str, str]:
     """The first difference of two lists of (name, value): the name, and both values."""
     known, found = dict(one), dict(other)
@@ -476,25 +495,4 @@ def _first_difference(one: list[Any], other: list[Any]) -> tuple[str, str, str]:
         if known.get(name) != found.get(name):
             return name, known.get(name, "none"), found.get(name, "none")
     expected, got = next((a, b) for (a, _), (b, _) in zip(one, other, strict=True) if a != b)
-    return "the order of tensors", expected, got
-
-
-def _document(category: str, what: str, **facts: Any) -> str:
-    details = ", ".join(f"{name} {facts[name]}" for name in ("expected", "got") if name in facts)
-    message = f"{category}: {what}" + (f" ({details})" if details else "")
-    told = {"category": category, "code": exit_codes()[category], "message": message}
-    return json.dumps({"error": told | facts})
-
-
-def _document_of(error: BaseException) -> str:
-    if isinstance(error, Error):
-        known = {name: fact for name, fact in vars(error).items() if name in Error.__annotations__}
-        told = {"category": error.category, "code": error.code, "message": str(error)}
-        return json.dumps({"error": told | known})
-    if isinstance(error, KeyboardInterrupt):
-        return _document("CANCELLED", "interrupted")
-    return _document("INTERNAL", f"{type(error).__name__}: {_first_line(error)}")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+    return _ORDER, expected, got

@@ -103,7 +103,8 @@ class Saving:
         """Starts the save's thread.
 
         Args:
-            rest: closed at the end: leaves the ranks and removes uncommitted files.
+            rest: closed at the end: leaves the ranks, removes uncommitted files and sends a SIGTERM
+                again that was held back.
             called_s: how long the program has been in the call of `save`.
         """
         self._blocked_s = called_s
@@ -237,7 +238,6 @@ class Saving:
                 blocked_s = self._blocked_s + self._snapshot.waited_s
                 of_steps = {"blocked_s": blocked_s, "kept_bytes": self._snapshot.copied_bytes}
                 self._report = self._finish(outcome | of_steps)
-            self._sigterm.deliver()
         except BaseException as error:
             self._error = error
         finally:

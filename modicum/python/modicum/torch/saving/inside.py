@@ -137,7 +137,8 @@ def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> Re
         known = {id(tensors[name].tensor) for name in filled}
         for name, of in tensors.items():
             if id(of.tensor) not in known:
-                what = "the checkpoint lacks a tensor of the model"
+                what = "the checkpoint lacks a tensor of the model: build the model that was "
+                what += "saved, or pass the checkpoint to from_pretrained and missing= to loading()"
                 raise refusal("MISMATCH", what, file=directory.name, tensor=name)
     return resumed
 

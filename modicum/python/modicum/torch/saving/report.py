@@ -56,6 +56,7 @@ class Resumed:
 
     step: int
     path: str
+    """The step's directory."""
     skipped: list[dict[str, Any]]
     """Newer steps that are incomplete or damaged: a dict with `step` and `reason` for each."""
     load: Report

@@ -3,7 +3,7 @@
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import UsageError, refusal
 from modicum.torch.loading.goal import Model, Source
 from modicum.torch.loading.origin import Origin, origin_of, remember
 from modicum.torch.loading.planning import Size
@@ -99,8 +99,9 @@ def save(
         staging: host memory that a rank streams through; None: 8 MiB.
         grace: seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held back
             until the step is committed, and then ends the process. All ranks raise `PreemptedError`
-            at a second SIGTERM, or if a rank would need longer at its rate of writing. The program
-            must not have its own handler of SIGTERM. None: SIGTERM is not handled.
+            at a second SIGTERM, or if a rank would need longer at its rate of writing, or has
+            waited for the others for half of its grace before it writes. The program must not have
+            its own handler of SIGTERM. None: SIGTERM is not handled.
         background: returns while files are still written, from the same memory: an optimizer step
             waits where it would overwrite bytes that are not written yet (docs/guide/save.md).
 
@@ -135,9 +136,11 @@ def _save(
     in_flight.wait()
     flight = Flight()
     with ExitStack() as stack:
-        stack.callback(sigterm.release)
+        stack.push(sigterm.leave)
         stack.callback(flight.end)
-        ranks = stack.enter_context(Ranks.of_world().together())
+        with suppress(UsageError):  # raised below, where the other ranks learn of it
+            sigterm.hold()
+        ranks = stack.enter_context(Ranks.of_world(sigterm.while_waiting).together())
         sigterm.hold()
         begun = _begun(model, given, ask(sigterm), ranks, flight)
         if begun.planned.snapshot is not None:
@@ -145,7 +148,6 @@ def _save(
             return saving.start(stack.pop_all(), time.monotonic() - called)
         saved = _finished(model, begun, begun.write())
         _warn(saved, ranks)
-    sigterm.deliver()
     return saved
 
 

@@ -8,18 +8,21 @@ Each rank repeatedly estimates how long the rest of its writes will take. The fi
 exceed its grace fails, and with it all ranks: the step (a saved checkpoint directory) does not
 become visible. A rank that has written its part no longer estimates: after rank 0 has begun to
 commit, no rank fails for this reason.
+
+SIGTERM is held from the call on, before the ranks meet. A rank that has received it waits half of
+its grace for the others to come, since they may have ended by SIGTERM before they called `save`.
 """
 
-import json
 import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from modicum._modicum import exit_codes
-from modicum.errors import from_json, refusal
+from modicum.errors import PreemptedError, from_json, refusal
+from modicum.torch.ranks.documents import document_with
 
 COMMIT_S = 1.0
 """Time for the commit: a handful of syncs of the record, COMMIT and directories."""
@@ -39,14 +42,14 @@ class Sigterm:
 
     def __init__(self, grace_s: float | None = None) -> None:
         self.grace_s = grace_s
-        self._holds = self._is_over = False
+        self._holds = self._writes = self._is_over = False
         self._pid = os.getpid()
         self._arrived: list[float] = []
 
     def hold(self) -> None:
-        """From now on SIGTERM is only noted. Raises `UsageError` if the program has a handler or if
-        this is not the main thread."""
-        if self.grace_s is None:
+        """From now on SIGTERM is only noted; may be called again. Raises `UsageError` if the
+        program has a handler or if this is not the main thread."""
+        if self.grace_s is None or self._holds:
             return
         is_number = isinstance(self.grace_s, (int, float)) and not isinstance(self.grace_s, bool)
         if not is_number or not self.grace_s > 0:
@@ -57,45 +60,54 @@ class Sigterm:
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             what = "grace: the program handles SIGTERM itself, and its handler is not replaced"
             raise refusal("USAGE", what, expected="signal.SIG_DFL")
-        signal.signal(signal.SIGTERM, self._note)
         self._holds = True
+        signal.signal(signal.SIGTERM, self._note)
 
-    def release(self) -> None:
-        """SIGTERM acts again as before. On any thread."""
+    def leave(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """The end of a save, for `ExitStack.push`. SIGTERM acts again as before, and if one was
+        held back it is sent again, except after `PreemptedError`, which the program handles. On any
+        thread."""
         self._is_over = True
-        if threading.current_thread() is threading.main_thread():
-            self.restore()
+        self.restore()
+        if self._arrived and not isinstance(error, PreemptedError):
+            if error is not None:
+                traceback.print_exception(error)  # the process ends before its caller sees it
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def restore(self) -> None:
-        """Removes the handler, which `release` on another thread has left installed but without
+        """Removes the handler, which `leave` on another thread has left installed but without
         effect. Does nothing except on the main thread."""
         if self._holds and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._holds = False
 
-    def deliver(self) -> None:
-        """After a save: sends SIGTERM again if one was held back. On any thread."""
-        if self._arrived:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def while_waiting(self) -> None:
+        """Called again and again while this rank waits for others. Raises PREEMPTED if they have
+        not come within half of the grace. Does nothing once this rank writes."""
+        if not self._writes:
+            self._check(float("inf"), is_measured=False)
 
     def during(self, own_bytes: int) -> Callable[[int], None]:
         """Begins to measure this rank's writes, `own_bytes` in total. Returns a function that takes
         the bytes written so far and raises PREEMPTED if the rest does not fit into the grace."""
+        self._writes = True
         begin = time.monotonic()
 
         def check(written: int) -> None:
-            if self.grace_s is None or not self._arrived:
-                return
-            now = time.monotonic()
-            rest_s = _rest_s(own_bytes - written, written, now - begin)
-            left_s = self._arrived[0] + self.grace_s - now
-            if len(self._arrived) > 1:
-                raise _preempted("a second SIGTERM", rest_s, left_s)
-            is_measured = now - begin >= MEASURED_S or left_s < self.grace_s / 2
-            if is_measured and rest_s > left_s:
-                raise _preempted("SIGTERM", rest_s, left_s)
+            passed_s = time.monotonic() - begin
+            rest_s = _rest_s(own_bytes - written, written, passed_s)
+            self._check(rest_s, is_measured=passed_s >= MEASURED_S)
 
         return check
+
+    def _check(self, rest_s: float, *, is_measured: bool) -> None:
+        if self.grace_s is None or not self._arrived:
+            return
+        left_s = self._arrived[0] + self.grace_s - time.monotonic()
+        if len(self._arrived) > 1:
+            raise _preempted("a second SIGTERM", rest_s, left_s)
+        if (is_measured or left_s < self.grace_s / 2) and rest_s > left_s:
+            raise _preempted("SIGTERM", rest_s, left_s)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._is_over or os.getpid() != self._pid:  # the latter in a forked child
@@ -112,8 +124,6 @@ def _rest_s(left_bytes: int, written: int, passed_s: float) -> float:
 
 
 def _preempted(how: str, rest_s: float, left_s: float) -> Exception:
-    rest = "unknown" if rest_s == float("inf") else f"{rest_s:.1f} s"
-    what = f"PREEMPTED: {how} ended the save (the rest takes {rest}, the grace has "
-    what += f"{max(left_s, 0.0):.1f} s left)"
-    told = {"category": "PREEMPTED", "code": exit_codes()["PREEMPTED"], "message": what}
-    return from_json(json.dumps({"error": told}))
+    rest = "nothing is written yet" if rest_s == float("inf") else f"the rest takes {rest_s:.1f} s"
+    what = f"{how} ended the save ({rest}, the grace has {max(left_s, 0.0):.1f} s left)"
+    return from_json(document_with("PREEMPTED", what))

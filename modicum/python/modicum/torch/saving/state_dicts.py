@@ -264,7 +264,8 @@ class Named:
     def held(self, name: str, shardings: Shardings) -> Held:
         tensor = self.tensors.get(name)
         if tensor is None:
-            raise refusal("MISMATCH", "the state dict lacks a tensor of the model", tensor=name)
+            what = "the state dict lacks a tensor of the model: save all of model.state_dict()"
+            raise refusal("MISMATCH", what, tensor=name)
         local = local_of(tensor).detach()
         if not local.is_contiguous():
             what, got = "strides that are not row-major", str([*local.stride()])

@@ -1,0 +1,30 @@
+"""Errors as the JSON documents that ranks send to each other. They have the form that the command
+line prints with `--json`."""
+
+import json
+from typing import Any
+
+from modicum._modicum import exit_codes
+from modicum.errors import Error
+
+
+def document_with(category: str, what: str, **facts: Any) -> str:
+    """The document of an error. `expected` and `got` become a part of its message, too."""
+    details = ", ".join(f"{name} {facts[name]}" for name in ("expected", "got") if name in facts)
+    message = f"{category}: {what}" + (f" ({details})" if details else "")
+    told = {"category": category, "code": exit_codes()[category], "message": message}
+    return json.dumps({"error": told | facts})
+
+
+def document_of(error: BaseException) -> str:
+    if isinstance(error, Error):
+        known = {name: fact for name, fact in vars(error).items() if name in Error.__annotations__}
+        told = {"category": error.category, "code": error.code, "message": str(error)}
+        return json.dumps({"error": told | known})
+    if isinstance(error, KeyboardInterrupt):
+        return document_with("CANCELLED", "interrupted")
+    return document_with("INTERNAL", f"{type(error).__name__}: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
