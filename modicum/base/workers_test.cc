@@ -1,6 +1,7 @@
 #include "modicum/base/workers.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <array>
 #include <atomic>
@@ -24,6 +25,23 @@ TEST(RunWorkers, CallsEveryWorkerOnceOnItsOwnThread) {
   EXPECT_EQ(distinct.size(), 5U);
   EXPECT_EQ(distinct.count(std::thread::id()), 0U);
   EXPECT_EQ(threads[4], std::this_thread::get_id()) << "the last runs on the caller's";
+}
+
+// A rank that is bound to a NUMA node (numactl) keeps its threads there.
+TEST(RunWorkers, ThreadsRunOnTheCallersCpus) {
+  if (usable_cpus() < 2) GTEST_SKIP() << "one CPU";
+  cpu_set_t before;
+  ASSERT_EQ(sched_getaffinity(0, sizeof before, &before), 0);
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  ASSERT_EQ(sched_setaffinity(0, sizeof one, &one), 0);
+  std::array<cpu_set_t, 4> of{};
+  run_workers(4, [&](int worker) {
+    sched_getaffinity(0, sizeof(cpu_set_t), &of[static_cast<size_t>(worker)]);
+  });
+  ASSERT_EQ(sched_setaffinity(0, sizeof before, &before), 0);
+  for (const cpu_set_t& cpus : of) EXPECT_TRUE(CPU_EQUAL(&cpus, &one));
 }
 
 TEST(RunWorkers, OneWorkerNeedsNoThread) {

@@ -21,7 +21,10 @@ enum class Rule : uint8_t { torch, torch_amsgrad, deepspeed };
 // Constants of one call of `adamw`.
 struct Constants {
   AdamNumbers numbers;
-  float unscale;  // negated for `maximize`, which is exact
+  // The gradient's factors. `unscale` is negated for `maximize`, which is exact. If one of the two
+  // is 1, `first` is their product, and a second multiplication would change nothing.
+  float first, second;
+  bool has_second;
   // exp_avg is interpolated towards the gradient as by torch.lerp, from the end nearer to the
   // result.
   float lerp;          // weight, counted from that end
@@ -34,8 +37,12 @@ struct Constants {
 // Not inlined, so that the step reads its flags instead of computing them for each vector.
 HWY_NOINLINE Constants constants_of(const AdamNumbers& n) {
   const bool near = std::fabs(n.one_minus_beta1) < 0.5F;
+  const float unscale = n.maximize ? -n.unscale : n.unscale;
+  const bool has_second = std::fabs(unscale) != 1 && n.clip != 1;
   return {n,
-          n.maximize ? -n.unscale : n.unscale,
+          has_second ? unscale : unscale * n.clip,
+          n.clip,
+          has_second,
           near ? n.one_minus_beta1 : n.one_minus_beta1 - 1.0F,
           near,
           !n.decoupled && n.decay != 0,
@@ -45,7 +52,8 @@ HWY_NOINLINE Constants constants_of(const AdamNumbers& n) {
 
 template <class D>
 HWY_INLINE Floats<D> scaled(D d, const Constants& c, Floats<D> g) {
-  return hn::Mul(hn::Mul(g, hn::Set(d, c.unscale)), hn::Set(d, c.numbers.clip));
+  g = hn::Mul(g, hn::Set(d, c.first));
+  return c.has_second ? hn::Mul(g, hn::Set(d, c.second)) : g;
 }
 
 template <class D>
@@ -159,22 +167,38 @@ class Pieces {
     }
     const int64_t in_block = column_ % kScaleBlock;
     const int64_t n = std::min({kScaleBlock - in_block, row_ - column_, n_ - end_});
-    piece = {end_, end_ + n, in_block - end_, blocks_, block_keys(stream_, first_block_ + blocks_)};
-    end_ += n;
-    column_ += n;
-    if (column_ == row_) column_ = 0;
-    ++blocks_;
+    piece = {end_, end_ + n, in_block - end_, blocks_, keys_of(blocks_)};
+    advance(1, n);
     return true;
   }
 
+  // The next complete blocks, up to `most` of them. Returns how many.
+  int64_t next_complete(int64_t most, BlockKeys* keys) {
+    if (column_ % kScaleBlock != 0) return 0;
+    const int64_t count = std::min(most, std::min(row_ - column_, n_ - end_) / kScaleBlock);
+    for (int64_t b = 0; b < count; ++b) keys[b] = keys_of(blocks_ + b);
+    advance(count, count * kScaleBlock);
+    return count;
+  }
+  int64_t end() const { return end_; }
+  int64_t blocks() const { return blocks_; }
+
  private:
+  BlockKeys keys_of(int64_t block) const { return block_keys(stream_, first_block_ + block); }
+  void advance(int64_t blocks, int64_t n) {
+    blocks_ += blocks;
+    end_ += n;
+    column_ += n;
+    if (column_ == row_) column_ = 0;
+  }
+
   const int64_t n_;
   const uint64_t stream_;
   const int64_t row_;
   int64_t column_;  // column of element end_ in its row
   const int64_t first_block_;
   int64_t blocks_ = 0;  // blocks already returned
-  int64_t end_ = 0;     // end of the last piece
+  int64_t end_ = 0;     // end of the last one
 };
 
 template <class D>

@@ -99,6 +99,7 @@ struct Told {
   float unscale, clip;
   DType grad;
   DType out;
+  double beta2 = 0.999;
 };
 constexpr Told kTold[] = {
     {AdamSemantics::torch, true, false, false, true, 0.9, 1, 1, DType::bf16, DType::bf16},
@@ -112,6 +113,7 @@ AdamNumbers numbers_of(const Told& told, int64_t step) {
   AdamOptions options;
   options.semantics = told.semantics;
   options.beta1 = told.beta1;
+  options.beta2 = told.beta2;
   options.decoupled = told.decoupled;
   options.amsgrad = told.amsgrad;
   options.maximize = told.maximize;
@@ -126,8 +128,15 @@ AdamNumbers numbers_of(const Told& told, int64_t step) {
 struct Elements {
   int64_t first = 0;
   int64_t n = 0;
-  int64_t row = 0;  // AdamSpan::row
+  int64_t row = 0;      // AdamSpan::row
+  bool has_out = true;  // AdamSpan::out
 };
+
+AdamSpan span_of(HeldSpan& held, const Elements& of) {
+  AdamSpan span = held.span();
+  if (!of.has_out) span.out = nullptr;
+  return span;
+}
 
 HeldSpan begun(StateFormat format, const Told& told, const Elements& of) {
   HeldSpan held(format, of.first, of.n, 1, of.row);
@@ -137,24 +146,27 @@ HeldSpan begun(StateFormat format, const Told& told, const Elements& of) {
   return held;
 }
 
-void expect_reference(StateFormat format, const Told& told, const Elements& of, int64_t steps) {
+using GradientsOf = std::vector<float> (*)(int64_t step, int64_t n);
+
+void expect_reference(StateFormat format, const Told& told, const Elements& of, int64_t steps,
+                      GradientsOf gradients = spread_values) {
   HeldSpan expected = begun(format, told, of);
   std::vector<HeldSpan> held(isas().size(), expected);
   for (int64_t step = 1; step <= steps; ++step) {
-    const std::vector<float> grad = spread_values(step, of.n);
+    const std::vector<float> grad = gradients(step, of.n);
     const AdamNumbers numbers = numbers_of(told, step);
     expected.set_grad(grad);
-    reference_adamw(numbers, expected.span());
+    reference_adamw(numbers, span_of(expected, of));
     for (size_t i = 0; i < held.size(); ++i) {
       use_isa(isas()[i]);
       held[i].set_grad(grad);
-      adamw(numbers, held[i].span());
+      adamw(numbers, span_of(held[i], of));
     }
   }
   for (size_t i = 0; i < held.size(); ++i) {
     EXPECT_TRUE(held[i] == expected)
-        << isas()[i] << ", " << row_of(format).name << ", told " << &told - kTold << ", " << of.n
-        << " from " << of.first << ", rows of " << of.row;
+        << isas()[i] << ", " << row_of(format).name << ", betas " << told.beta1 << " " << told.beta2
+        << ", clip " << told.clip << ", " << of.n << " from " << of.first << ", rows of " << of.row;
   }
   use_isa(isas().front());
 }
@@ -181,6 +193,34 @@ TEST(AdamW, EqualsTheReferenceInRows) {
       for (const int64_t first : {int64_t{0}, int64_t{250}, (int64_t{1} << 33) + 77}) {
         expect_reference(row.format, kTold[0], {first, 700, of_row}, 2);
       }
+    }
+  }
+}
+
+// Zeros, whose roots are 0, and in step 2 a gradient whose root exceeds the largest code.
+std::vector<float> extreme_values(int64_t step, int64_t n) {
+  std::vector<float> values = spread_values(step, n);
+  for (size_t i = 3; i < values.size(); i += 7) values[i] = 0;
+  if (step == 2) values[static_cast<size_t>(n) / 2] = 1e30F;
+  return values;
+}
+
+// Without `out`, bf16 gradients are stepped two vectors at a time, and 8-bit moments in runs of
+// four blocks. With beta2 near 1, roots are small and their least offsets exceed the largest.
+TEST(AdamW, EqualsTheReferenceInPairsAndRuns) {
+  constexpr Told kPaired[] = {
+      {AdamSemantics::torch, true, false, false, true, 0.9, 1, 0.9F, DType::bf16, DType::bf16},
+      {AdamSemantics::torch, true, true, false, true, 0.9, 0.3F, 0.9F, DType::bf16, DType::bf16,
+       1 - 1e-7},
+      {AdamSemantics::deepspeed, false, false, false, true, 0.9, 0.5F, 1, DType::bf16, DType::bf16,
+       1 - 1e-7},
+  };
+  for (const StateFormatRow& row : all_state_formats()) {
+    for (const Told& told : kPaired) {
+      for (const int64_t n : {31, 168, 512, 1250}) {
+        expect_reference(row.format, told, {128, n, 0, false}, 4, extreme_values);
+      }
+      expect_reference(row.format, told, {1000, 2600, 1000, false}, 4, extreme_values);
     }
   }
 }

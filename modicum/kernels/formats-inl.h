@@ -8,6 +8,7 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 
@@ -242,9 +243,10 @@ HWY_INLINE Words<D> root_random(D, Words<D> random) {
 
 // The factor that turns a block's values into offsets, rounded up so that the value equal to the
 // scale gets the largest code.
-template <int kPlaces>
-HWY_INLINE float per_value(float scale) {
-  return (kTop<kPlaces> - 2) / std::max(scale, kLeastDivisor) * (1 + 0x1p-22F);
+template <int kPlaces, class D>
+HWY_INLINE Floats<D> per_value(D d, Floats<D> scale) {
+  const Floats<D> divisor = hn::Max(scale, hn::Set(d, kLeastDivisor));
+  return hn::Mul(hn::Div(hn::Set(d, kTop<kPlaces> - 2), divisor), hn::Set(d, 1 + 0x1p-22F));
 }
 template <class D>
 HWY_INLINE Floats<D> offset_of(D d, Floats<D> magnitude, float per) {
@@ -255,7 +257,9 @@ HWY_INLINE Floats<D> offset_of(D d, Floats<D> magnitude, float per) {
 // average.
 template <int kPlaces, class D>
 HWY_INLINE Words<D> rounded(D d, Floats<D> z, Words<D> random) {
-  return hn::Add(bits_of(d, hn::Min(z, hn::Set(d, kTop<kPlaces>))), random);
+  const hn::Rebind<uint32_t, D> du;
+  const Words<D> top = hn::Set(du, std::bit_cast<uint32_t>(kTop<kPlaces>));
+  return hn::Add(hn::Min(bits_of(d, z), top), random);
 }
 
 // Words whose highest byte is the code of the rounded offset z. `value` gives the sign.
@@ -266,31 +270,81 @@ HWY_INLINE Words<D> signed_code(D d, Words<D> z, Floats<D> value) {
 }
 // Only 0 has the code 0.
 template <class D>
-HWY_INLINE Words<D> root_code(D d, Words<D> z, Floats<D> root) {
+HWY_INLINE Words<D> zero_for_zero(D d, Words<D> z, Floats<D> root) {
   const hn::Rebind<uint32_t, D> du;
-  const auto is_positive = hn::RebindMask(du, hn::Gt(root, hn::Zero(d)));
-  return hn::IfThenElseZero(is_positive, hn::ShiftLeft<24 - kRootPlaces>(z));
+  return hn::IfThenElseZero(hn::RebindMask(du, hn::Gt(root, hn::Zero(d))), z);
+}
+// The largest rounded offset. A root beyond the scale, by its rounding or by `least_of`, has the
+// largest code, however it is rounded; so the cap may follow the rounding.
+constexpr uint32_t kMostRounded =
+    std::bit_cast<uint32_t>(kTop<kRootPlaces>) + (1U << kRootPlaces) - 1;
+template <class D>
+HWY_INLINE Words<D> root_code(D, Words<D> z) {
+  const hn::Rebind<uint32_t, D> du;
+  return hn::ShiftLeft<24 - kRootPlaces>(hn::Min(z, hn::Set(du, kMostRounded)));
 }
 template <class D>
 HWY_INLINE void store_codes(D, Words<D> words, std::byte* to, int64_t i) {
   const hn::Rebind<uint8_t, D> d8;
   store(d8, hn::TruncateTo(d8, hn::ShiftRight<24>(words)), to, i);
 }
+// The upper halves of words in the order of their elements.
 template <class D>
-HWY_INLINE void store_code_pair(D, Words<D> even, Words<D> odd, std::byte* to, int64_t i) {
+HWY_INLINE hn::Vec<hn::Repartition<uint16_t, D>> halves_of(D, const Pair<Words<D>>& words) {
+  const hn::Repartition<uint16_t, D> d16;
+  const auto even = hn::BitCast(d16, hn::ShiftRight<16>(words.even));
+  return hn::OddEven(hn::BitCast(d16, words.odd), even);
+}
+// root_code for pairs, in the lower bytes.
+template <class D>
+HWY_INLINE hn::Vec<hn::Repartition<uint16_t, D>> root_codes(D d, const Pair<Words<D>>& z) {
+  const hn::Repartition<uint16_t, D> d16;
+  const auto most = hn::Set(d16, kMostRounded >> 16);
+  return hn::ShiftRight<kRootPlaces - 16>(hn::Min(halves_of(d, z), most));
+}
+template <class D>
+HWY_INLINE void store_lower_bytes(D, hn::Vec<hn::Repartition<uint16_t, D>> halves, std::byte* to,
+                                  int64_t i) {
   const hn::Repartition<uint16_t, D> d16;
   const hn::Rebind<uint8_t, decltype(d16)> d8;
-  const auto halves =
-      hn::OddEven(hn::BitCast(d16, odd), hn::BitCast(d16, hn::ShiftRight<16>(even)));
-  store(d8, hn::TruncateTo(d8, hn::ShiftRight<8>(halves)), to, i);
+  store(d8, hn::TruncateTo(d8, halves), to, i);
 }
+#if HWY_TARGET != HWY_SCALAR
+// Stores the upper bytes of `upper` as exp_avg and the lower ones of `lower` as exp_avg_sq.
+template <class D>
+HWY_INLINE void store_codes_of_both(D, hn::Vec<hn::Repartition<uint16_t, D>> upper,
+                                    hn::Vec<hn::Repartition<uint16_t, D>> lower,
+                                    const AdamSpan& span, int64_t i) {
+  const hn::Repartition<uint16_t, D> d16;
+  const hn::Repartition<uint8_t, D> d8;
+  const hn::Repartition<uint64_t, D> d64;
+  const hn::Half<decltype(d8)> half;
+  // Lower bytes to the lower half of each 128 bits, then of the vector.
+  alignas(16) static constexpr uint8_t kBytes[16] = {0, 2, 4, 6, 8, 10, 12, 14,
+                                                     1, 3, 5, 7, 9, 11, 13, 15};
+  constexpr auto kWords = [] {
+    std::array<uint64_t, hn::MaxLanes(hn::Repartition<uint64_t, D>())> words{};
+    for (size_t w = 0; w < words.size(); ++w)
+      words[w] = w * 2 % words.size() + w * 2 / words.size();
+    return words;
+  }();
+  const auto both = hn::BitCast(d8, hn::IfVecThenElse(hn::Set(d16, 0xff00U), upper, lower));
+  const auto parted = hn::TableLookupBytes(both, hn::LoadDup128(d8, kBytes));
+  const auto words =
+      hn::TableLookupLanes(hn::BitCast(d64, parted), hn::SetTableIndices(d64, kWords.data()));
+  store(half, hn::LowerHalf(half, hn::BitCast(d8, words)), span.exp_avg_sq, i);
+  store(half, hn::UpperHalf(half, hn::BitCast(d8, words)), span.exp_avg, i);
+}
+#endif
 
 // Where the step between exp_avg's codes is large compared with the root, rounding exp_avg would
 // cause large updates. So a root is stored as at least 3/4 of that step, plus code 1.
 constexpr float kLeastRoot = 2 + 0x1p-4F;  // the offset of code 1
-HWY_INLINE float least_per_step(float exp_avg_scale, float root_scale) {
+template <class D>
+HWY_INLINE Floats<D> least_per_step(D d, Floats<D> exp_avg_scale, Floats<D> root_scale) {
   constexpr float kSteps = 0.75F / 16 * (kTop<kRootPlaces> - 2) / (kTop<kSignedPlaces> - 2);
-  return kSteps * exp_avg_scale / std::max(root_scale, kLeastDivisor);
+  const Floats<D> divisor = hn::Max(root_scale, hn::Set(d, kLeastDivisor));
+  return hn::Div(hn::Mul(hn::Set(d, kSteps), exp_avg_scale), divisor);
 }
 // The least offset of a root, given the rounded offset of exp_avg.
 template <class D>
@@ -324,6 +378,38 @@ HWY_INLINE float largest(const float* values, int64_t n) {
   for (; i < n; ++i) most = std::max(most, std::bit_cast<int32_t>(values[i]) & kMagnitude);
   return std::bit_cast<float>(most);
 }
+
+#if HWY_TARGET != HWY_SCALAR
+// The largest values of four complete blocks without negative values, by the same comparison.
+HWY_INLINE void largest_of_four(const float* values, float* most) {
+  const hn::ScalableTag<uint32_t> d;
+  const hn::FixedTag<uint32_t, 4> d4;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  alignas(64) uint32_t by_lane[hn::MaxLanes(d)];
+  const auto of_block = [&](int64_t b) {
+    const auto at = [&](int64_t k) {
+      return hn::BitCast(d, hn::LoadU(hn::ScalableTag<float>(), values + b * kScaleBlock + k));
+    };
+    auto first = at(0);
+    auto second = at(lanes);
+    for (int64_t k = 2 * lanes; k < kScaleBlock; k += 2 * lanes) {
+      first = hn::Max(first, at(k));
+      second = hn::Max(second, at(k + lanes));
+    }
+    hn::Store(hn::Max(first, second), d, by_lane);
+    auto four = hn::Load(d4, by_lane);
+    for (int64_t k = 4; k < lanes; k += 4) four = hn::Max(four, hn::Load(d4, by_lane + k));
+    return four;
+  };
+  const auto merged = [&](auto a, auto b) {
+    return hn::Max(hn::InterleaveLower(d4, a, b), hn::InterleaveUpper(d4, a, b));
+  };
+  const auto ab = merged(of_block(0), of_block(1));
+  const auto cd = merged(of_block(2), of_block(3));
+  const auto all = hn::Max(hn::ConcatLowerLower(d4, cd, ab), hn::ConcatUpperUpper(d4, cd, ab));
+  hn::StoreU(hn::BitCast(hn::FixedTag<float, 4>(), all), hn::FixedTag<float, 4>(), most);
+}
+#endif
 
 // The largest |exp_avg| and root that a code represents. It is below the square root of the largest
 // float, so that neither encoding nor squaring overflows.

@@ -200,15 +200,21 @@ HWY_INLINE Floats<D> load_floats(D d, DType dtype, const std::byte* from, int64_
 
 // ---- random bits
 
+// The random words of counters; `factor` is the block's second key.
+template <class D>
+HWY_INLINE Words<D> hashed(D, Words<D> x, uint32_t factor) {
+  const hn::Rebind<uint32_t, D> du;
+  x = hn::Xor(x, hn::ShiftRight<15>(x));
+  x = hn::Mul(x, hn::Set(du, factor));
+  return hn::Xor(x, hn::ShiftRight<16>(x));
+}
 // Random words of the elements `in_block` + offset of the block to which the keys belong.
 template <class D>
-HWY_INLINE Words<D> random_words(D, const uint32_t* keys, int64_t in_block, Words<D> offset) {
+HWY_INLINE Words<D> random_words(D d, const uint32_t* keys, int64_t in_block, Words<D> offset) {
   const hn::Rebind<uint32_t, D> du;
   const uint32_t first = keys[0] + static_cast<uint32_t>(in_block) * kCounterFactor;
-  Words<D> x = hn::Add(hn::Mul(offset, hn::Set(du, kCounterFactor)), hn::Set(du, first));
-  x = hn::Xor(x, hn::ShiftRight<15>(x));
-  x = hn::Mul(x, hn::Set(du, keys[1]));
-  return hn::Xor(x, hn::ShiftRight<16>(x));
+  const Words<D> counter = hn::Mul(offset, hn::Set(du, kCounterFactor));
+  return hashed(d, hn::Add(counter, hn::Set(du, first)), keys[1]);
 }
 // Random words from element `in_block` on.
 template <class D>

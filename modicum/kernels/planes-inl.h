@@ -120,8 +120,8 @@ struct EncodeNearest {
     const Floats<D> z = offset_of(d, hn::Abs(value), per);
     if (roots) {
       const Words<D> half = hn::Set(du, kNearest<kRootPlaces>);
-      const Words<D> code = rounded<kRootPlaces>(d, hn::Max(z, hn::Set(d, kLeastRoot)), half);
-      store_codes(d, root_code(d, code, value), to, i);
+      const Words<D> code = hn::Add(bits_of(d, hn::Max(z, hn::Set(d, kLeastRoot))), half);
+      store_codes(d, root_code(d, zero_for_zero(d, code, value)), to, i);
     } else {
       const Words<D> half = hn::Set(du, kNearest<kSignedPlaces>);
       store_codes(d, signed_code(d, rounded<kSignedPlaces>(d, z, half), value), to, i);
@@ -152,7 +152,10 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
       scale = largest(staged, n);
     }
     to.scales[piece.scale] = scale;
-    const float per = roots ? per_value<kRootPlaces>(scale) : per_value<kSignedPlaces>(scale);
+    const OneLane d;
+    const auto of = hn::Set(d, scale);
+    const float per =
+        hn::GetLane(roots ? per_value<kRootPlaces>(d, of) : per_value<kSignedPlaces>(d, of));
     for_lanes(EncodeNearest{staged, to.codes, roots, piece, per}, piece.begin, piece.end);
   }
 }

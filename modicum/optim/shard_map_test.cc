@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
 #include <vector>
 
 namespace modicum {
@@ -41,6 +42,37 @@ TEST(ShardIndex, StretchesTileTheShardAndDivideNoBlock) {
     EXPECT_EQ(at, index.numel());
     EXPECT_EQ(scales, index.scales());
     EXPECT_EQ(bucket + 1, index.buckets());
+  }
+}
+
+// commit_pages gives thread k of T the k-th part of T of every arena.
+TEST(Partition, AThreadStepsTheShareThatItCommitted) {
+  constexpr int64_t kRow = 300;
+  constexpr int64_t kSizes[] = {kRow * 9000, kRow * 20, kRow * 31000, kRow * 700};
+  AdamWSpec spec{.format = StateFormat::int8_moments, .groups = {{}}};
+  int64_t total = 0;
+  for (const int64_t n : kSizes) {
+    const std::string fqn = "w" + std::to_string(total);
+    spec.shards.push_back({.fqn = fqn, .runs = {{0, n}}, .row = kRow});
+    total += n;
+  }
+  const ShardMap map(spec);
+  for (const int threads : {1, 2, 5}) {
+    const Partition partition(map, threads);
+    int64_t stepped = 0;
+    for (int thread = 0; thread < threads; ++thread) {
+      const int64_t begin = total * thread / threads;
+      const int64_t end = total * (thread + 1) / threads;
+      partition.for_each_stretch(thread, [&](size_t shard, const Stretch& stretch) {
+        int64_t at = stretch.at;
+        for (size_t before = 0; before < shard; ++before) at += map.index(before).numel();
+        stepped += stretch.n;
+        ASSERT_GE(at, begin) << "thread " << thread << " of " << threads;
+        ASSERT_LE(at + stretch.n, end + kBucketElements + kScaleBlock)
+            << "thread " << thread << " of " << threads;
+      });
+    }
+    EXPECT_EQ(stepped, total);
   }
 }
 
