@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,6 +31,12 @@ class File {
   // bytes asked for and read), and IO, with errno's name and the offset, on any other failure.
   virtual void read(std::span<std::byte> into, uint64_t offset) = 0;
 
+  // As `read`, but around the page cache (O_DIRECT): each part is read into `room`, which begins on
+  // a page and has at least one, and copied from there. Returns false if that fails for any reason;
+  // the contents of `into` are then undefined.
+  virtual bool read_around(std::span<std::byte> into, uint64_t offset,
+                           std::span<std::byte> room) noexcept = 0;
+
   // Writes `from` at byte `offset`. Throws NOSPACE or IO.
   virtual void write(std::span<const std::byte> from, uint64_t offset) = 0;
   virtual void truncate(uint64_t size_bytes) = 0;
@@ -44,8 +51,9 @@ class File {
   virtual void close() = 0;
 
   // Hints about the page cache; they never fail.
-  // Whether every page of the range is cached; false if that can't be determined.
-  virtual bool is_cached(uint64_t begin, uint64_t end) noexcept = 0;
+  // The bytes of the range that are cached, nothing if that can't be determined. It is the length
+  // of the range only if every page of it is cached.
+  virtual std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept = 0;
   virtual void drop_cached(uint64_t begin, uint64_t end) noexcept = 0;
   // start_writeback begins to write the dirty pages of the range to the disk; finish_writeback
   // waits until they are written. `sync` reports the errors of both.

@@ -51,8 +51,9 @@ struct IoCall {
 };
 
 // Records every call and passes it on to `under`. The `fail_at`-th call, counted from 1, is
-// recorded but throws IO (EIO); 0: no call fails. Page cache hints are not counted: write-backs and
-// drops are recorded separately. Several threads may use it.
+// recorded but throws IO (EIO); 0: no call fails. Page cache hints and reads around it are not
+// counted: reads around it, drops and write-backs are recorded separately. Several threads may use
+// it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
@@ -70,10 +71,11 @@ class RecordingFileSystem final : public FileSystem {
   void sync_directory(const std::string& path) override;
 
   std::vector<IoCall> calls() const;
-  uint64_t bytes_read() const;  // sum over all "read" calls
+  uint64_t bytes_read() const;               // sum over all "read" calls
+  std::vector<IoCall> reads_around() const;  // those that succeeded
   std::vector<IoCall> drops() const;
   std::vector<IoCall> writebacks() const;  // `what` is "start" or "finish"
-  // From now on `is_cached` is false for a file until it is first read and true afterwards, as with
+  // From now on no page of a file is cached until it is first read, and all are afterwards, as with
   // a kernel that reads ahead.
   void be_cold();
   // Calls `act` once, before the `number`-th call (counted from 1) is passed on, to simulate

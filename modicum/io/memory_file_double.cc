@@ -199,7 +199,17 @@ class MemoryFile final : public File {
     is_open_ = false;
   }
 
-  bool is_cached(uint64_t, uint64_t) noexcept override { return true; }
+  bool read_around(std::span<std::byte> into, uint64_t offset,
+                   std::span<std::byte>) noexcept override {
+    const std::lock_guard lock(state_.mutex);
+    const std::string& bytes = inode().now.bytes;
+    if (offset > bytes.size() || into.size() > bytes.size() - offset) return false;
+    std::memcpy(into.data(), bytes.data() + offset, into.size());
+    return true;
+  }
+  std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept override {
+    return end - begin;
+  }
   void drop_cached(uint64_t, uint64_t) noexcept override {}
   void start_writeback(uint64_t, uint64_t) noexcept override {}
   void finish_writeback(uint64_t, uint64_t) noexcept override {}

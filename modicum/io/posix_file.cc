@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <cstring>
+#include <mutex>
 #include <utility>
 
 #include "modicum/io/descriptor.h"
@@ -66,6 +68,26 @@ class PosixFile final : public File {
       }
       done += static_cast<size_t>(got);
     }
+  }
+
+  bool read_around(std::span<std::byte> into, uint64_t offset,
+                   std::span<std::byte> room) noexcept override {
+    std::call_once(direct_opened_, [this] { open_direct(); });
+    if (!direct_) return false;
+    const uint64_t most = room.size() / kPageBytes * kPageBytes;
+    const uint64_t end = offset + into.size();
+    for (uint64_t at = offset; at < end;) {
+      const uint64_t begin = at / kPageBytes * kPageBytes;
+      const uint64_t size = std::min(most, round_up(end, kPageBytes) - begin);
+      const ssize_t got = uninterrupted(
+          [&] { return ::pread(direct_->get(), room.data(), size, static_cast<off_t>(begin)); });
+      const uint64_t next = std::min(end, begin + size);
+      // The last page of a file is shorter.
+      if (got < 0 || begin + static_cast<uint64_t>(got) < next) return false;
+      std::memcpy(into.data() + (at - offset), room.data() + (at - begin), next - at);
+      at = next;
+    }
+    return true;
   }
 
   void write(std::span<const std::byte> from, uint64_t offset) override {
@@ -125,12 +147,13 @@ class PosixFile final : public File {
   void close() override {
     const int open_fd = fd();
     descriptor_.release();
+    direct_.reset();
     // Linux releases the descriptor even if close fails, so EINTR must not be retried. `sync` has
     // reported the errors of writes.
     if (::close(open_fd) != 0 && errno != EINTR) fail_errno(errno, "close failed", {.file = name_});
   }
 
-  bool is_cached(uint64_t begin, uint64_t end) noexcept override;
+  std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept override;
 
   void drop_cached(uint64_t begin, uint64_t end) noexcept override {
     // For the kernel a length of 0 means up to the end of the file.
@@ -154,6 +177,19 @@ class PosixFile final : public File {
     return descriptor_.get();
   }
 
+  // Only where the file system states an alignment, and a page has it: file systems on a local disk
+  // do. Over a network, read-ahead is worth more than what O_DIRECT saves.
+  void open_direct() noexcept {
+    struct statx status {};
+    if (::statx(descriptor_.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0) return;
+    const uint32_t align = std::max(status.stx_dio_offset_align, status.stx_dio_mem_align);
+    if (align == 0 || kPageBytes % align != 0) return;
+    // Not the path, which may name another file by now.
+    std::array<char, 32> path{};
+    fmt::format_to_n(path.data(), path.size() - 1, "/proc/self/fd/{}", descriptor_.get());
+    direct_.emplace(Descriptor::open(path.data(), O_RDONLY | O_DIRECT));
+  }
+
   void sync_range(uint64_t begin, uint64_t end, unsigned int flags) noexcept {
     // For the kernel a length of 0 means up to the end of the file.
     if (begin >= end) return;
@@ -163,10 +199,12 @@ class PosixFile final : public File {
 
   Descriptor descriptor_;
   std::string name_;
+  std::once_flag direct_opened_;
+  std::optional<Descriptor> direct_;  // empty unless the file can be read around the page cache
 };
 
 // Uses cachestat(2), new in Linux 6.5; older C libraries lack its number.
-bool PosixFile::is_cached(uint64_t begin, uint64_t end) noexcept {
+std::optional<uint64_t> PosixFile::cached_bytes(uint64_t begin, uint64_t end) noexcept {
   constexpr long kCachestatCall = 451;
   struct Range {
     uint64_t begin;
@@ -179,11 +217,13 @@ bool PosixFile::is_cached(uint64_t begin, uint64_t end) noexcept {
     uint64_t evicted;
     uint64_t recently_evicted;
   };
-  if (begin >= end) return true;
+  if (begin >= end) return 0;
   Range range{begin, end - begin};
   Counts counts{};
-  if (::syscall(kCachestatCall, descriptor_.get(), &range, &counts, 0U) != 0) return false;
-  return counts.cached >= (end - 1) / kPageBytes - begin / kPageBytes + 1;
+  if (::syscall(kCachestatCall, descriptor_.get(), &range, &counts, 0U) != 0) return std::nullopt;
+  const uint64_t pages = (end - 1) / kPageBytes - begin / kPageBytes + 1;
+  if (counts.cached >= pages) return end - begin;
+  return std::min(counts.cached * kPageBytes, end - begin - 1);
 }
 
 // stat(2). Returns false if the path does not exist.

@@ -34,6 +34,7 @@ struct RecordingFileSystem::State {
   mutable std::mutex mutex;  // guards everything below
   std::vector<IoCall> calls;
   std::vector<IoCall> drops;
+  std::vector<IoCall> reads_around;
   std::vector<IoCall> writebacks;
   bool is_cold = false;
   std::set<std::string> read_since;  // base names of files read since be_cold
@@ -79,12 +80,18 @@ class RecordingFile final : public File {
     note("close");
     under_->close();
   }
-  bool is_cached(uint64_t begin, uint64_t end) noexcept override {
+  bool read_around(std::span<std::byte> into, uint64_t offset,
+                   std::span<std::byte> room) noexcept override {
+    if (!under_->read_around(into, offset, room)) return false;
+    note_hint(state_.reads_around, "read around", offset, offset + into.size());
+    return true;
+  }
+  std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept override {
     {
       const std::lock_guard lock(state_.mutex);
-      if (state_.is_cold) return state_.read_since.contains(under_->name());
+      if (state_.is_cold) return state_.read_since.contains(under_->name()) ? end - begin : 0;
     }
-    return under_->is_cached(begin, end);
+    return under_->cached_bytes(begin, end);
   }
   void drop_cached(uint64_t begin, uint64_t end) noexcept override {
     note_hint(state_.drops, "drop", begin, end);
@@ -187,6 +194,11 @@ void RecordingFileSystem::sync_directory(const std::string& path) {
 std::vector<IoCall> RecordingFileSystem::calls() const {
   const std::lock_guard lock(state_->mutex);
   return state_->calls;
+}
+
+std::vector<IoCall> RecordingFileSystem::reads_around() const {
+  const std::lock_guard lock(state_->mutex);
+  return state_->reads_around;
 }
 
 std::vector<IoCall> RecordingFileSystem::drops() const {

@@ -76,7 +76,8 @@ struct Transfer {
 struct Read {
   Extent at;
   bool direct = false;
-  Extent scale;  // the part of the scales that is read with FP8 codes to dequantise them
+  bool once = false;  // no other rank of the node needs it, except in its first and last page
+  Extent scale;       // the part of the scales that is read with FP8 codes to dequantise them
   std::span<const Transfer> transfers;  // valid during the call only
 
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
@@ -354,6 +355,8 @@ void for_each_node_read(const Plan& plan, int rank, FunctionRef<void(const NodeR
 void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
                               FunctionRef<void(const Transfer&)> fn);
 
+// Whether `rank` is the only one of its node that reads data files.
+bool reads_alone(const Plan& plan, int rank) noexcept;
 // Whether `rank` reads data files. A rank that doesn't receives all its bytes from one that does.
 bool reads_storage(const Plan& plan, int rank) noexcept;
 

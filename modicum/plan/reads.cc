@@ -21,6 +21,9 @@ constexpr uint64_t kSmallBytes = 64 * kKiB;
 constexpr uint64_t kUsefulPerGap = 64;
 // The most tiles in one read.
 constexpr size_t kGroupRows = 64;
+// The shortest read that may go around the page cache: read-ahead makes shorter ones faster, and
+// they share more of their pages with the neighbours.
+constexpr uint64_t kOnceBytes = 256 * kKiB;
 
 // The smallest extent that contains two extents of one file. An empty extent is ignored.
 Extent joined(const Extent& a, const Extent& b) {
@@ -29,10 +32,34 @@ Extent joined(const Extent& a, const Extent& b) {
   return {a.file, std::min(a.begin, b.begin), std::max(a.end, b.end)};
 }
 
+// Whether other ranks of the node read the same elements as `rank`.
+class Replicas {
+ public:
+  Replicas(const Plan& plan, int rank) : plan_(plan) {
+    const NodeRanks node = node_of(plan, rank);
+    for (const Sharding& sharding : plan.layout.kinds) {
+      const std::vector<int> ranks = replicas_of(sharding, rank);
+      read_.push_back(std::any_of(ranks.begin(), ranks.end(), [&](int other) {
+        return other != rank && node.first <= other && other < node.end;
+      }));
+    }
+  }
+  bool read(uint32_t target) const {
+    const Layout& layout = plan_.layout;
+    if (layout.is_flat(target)) return false;
+    return read_[layout.kind_of.empty() ? 0 : layout.kind_of[target]];
+  }
+
+ private:
+  const Plan& plan_;
+  std::vector<bool> read_;  // by kind
+};
+
 // Collects neighbouring small tiles and emits one read for them.
 class Coalescer {
  public:
-  Coalescer(const Plan& plan, FunctionRef<void(const Read&)> read) : plan_(plan), read_(read) {}
+  Coalescer(const Plan& plan, const Replicas& replicas, FunctionRef<void(const Read&)> read)
+      : plan_(plan), replicas_(replicas), read_(read) {}
 
   void add(const Transfer& tile) {
     const Extent span = span_of(plan_, tile);
@@ -48,7 +75,7 @@ class Coalescer {
   void flush() {
     if (rows_ == 0) return;
     const bool direct = rows_ == 1 && is_direct(plan_, group_[0]);
-    read_({at_, direct, scale_, std::span(group_).first(rows_)});
+    read_({at_, direct, is_read_once(), scale_, std::span(group_).first(rows_)});
     at_ = scale_ = {};
     useful_ = 0;
     rows_ = 0;
@@ -62,6 +89,11 @@ class Coalescer {
   }
 
  private:
+  bool is_read_once() const {
+    return rows_ == 1 && group_[0].runs.count == 1 && at_.bytes() >= kOnceBytes &&
+           !replicas_.read(group_[0].target);
+  }
+
   bool joins(const Transfer& tile, const Extent& span, const Extent& scale) const {
     if (rows_ == 0 || rows_ == kGroupRows || span.file != at_.file || span.begin < at_.begin)
       return false;
@@ -77,6 +109,7 @@ class Coalescer {
   }
 
   const Plan& plan_;
+  const Replicas& replicas_;
   FunctionRef<void(const Read&)> read_;
   std::array<Transfer, kGroupRows> group_;
   size_t rows_ = 0;
@@ -133,6 +166,7 @@ void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
                    FunctionRef<void(const Read&)> fn) {
   MODICUM_ASSERT(table.size() >= kReadTableRows);
   size_t rows = 0;
+  const Replicas replicas(plan, rank);
   const auto before = [](const Transfer& a, const Transfer& b) {
     return a.from != b.from ? a.from < b.from : a.runs.first < b.runs.first;
   };
@@ -142,7 +176,7 @@ void for_each_read(const Plan& plan, int rank, std::span<Transfer> table,
     if (!std::is_sorted(batch.begin(), batch.end(), before)) {
       std::sort(batch.begin(), batch.end(), before);
     }
-    Coalescer coalescer(plan, fn);
+    Coalescer coalescer(plan, replicas, fn);
     Tiler tiler(plan, coalescer);
     for (const Transfer& transfer : batch) tiler.add(transfer);
     coalescer.flush();

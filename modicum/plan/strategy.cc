@@ -47,6 +47,14 @@ std::vector<int> exchange_group(const Plan& plan, int rank) {
   return ranks;
 }
 
+bool reads_alone(const Plan& plan, int rank) noexcept {
+  const NodeRanks node = node_of(plan, rank);
+  for (int other = node.first; other < node.end; ++other) {
+    if (other != rank && reads_storage(plan, other)) return false;
+  }
+  return reads_storage(plan, rank);
+}
+
 bool reads_storage(const Plan& plan, int rank) noexcept {
   switch (plan.strategy().reader) {
     case Reader::every_rank:

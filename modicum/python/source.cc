@@ -60,7 +60,12 @@ class CallerFile final : public File {
   void sync() override { refuse_change(); }
   void close() override {}
   // Memory has no page cache.
-  bool is_cached(uint64_t, uint64_t) noexcept override { return true; }
+  bool read_around(std::span<std::byte>, uint64_t, std::span<std::byte>) noexcept override {
+    return false;
+  }
+  std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept override {
+    return end - begin;
+  }
   void drop_cached(uint64_t, uint64_t) noexcept override {}
   void start_writeback(uint64_t, uint64_t) noexcept override {}
   void finish_writeback(uint64_t, uint64_t) noexcept override {}

@@ -68,6 +68,19 @@ class Load {
                                     staging_.empty() ? 0 : share);
   }
 
+  // Reads around the page cache go through the rest of the staging.
+  DataReader::Options reading(int worker) const noexcept {
+    constexpr uint64_t kMost = 2 * kMiB, kLeast = 512 * kKiB;
+    const auto workers = static_cast<uint64_t>(workers_);
+    const auto rest =
+        staging_.bytes().subspan(std::min(staging_.bytes().size(), workers * share_of(0).size()));
+    const uint64_t bytes = std::min(kMost, rest.size() / workers / kPageBytes * kPageBytes);
+    DataReader::Options options;
+    if (reads_alone(plan_, at_.rank)) options.windows_behind = DataReader::kWindowsBehindAlone;
+    if (bytes >= kLeast) options.room = rest.subspan(static_cast<uint64_t>(worker) * bytes, bytes);
+    return options;
+  }
+
   // One thread of the load. Workers share the reads without a queue: each worker generates all
   // reads and carries out every count-th one.
   struct Worker {
@@ -76,7 +89,7 @@ class Load {
           count(workers),
           share(load.share_of(index)),
           slot(share.subspan(share.empty() ? 0 : load.plan_.staging.table_bytes)),
-          codes(load.checkpoint_),
+          codes(load.checkpoint_, load.reading(index_of)),
           scales(load.checkpoint_),
           writer(load.plan_, load.sink_, {load.coverage_, load.ties_}, load.options_, slot) {}
 
@@ -122,10 +135,10 @@ class Load {
       if (!worker.is_my_turn()) return;
       const Transfer& first = read.transfers.front();
       if (read.direct) {
-        fetch_into(worker.writer.place_of(first), first.from, read.at, worker.codes);
+        fetch_into(worker.writer.place_of(first), {first.from, read.at, read.once}, worker.codes);
         worker.writer.placed(first);
       } else {
-        fetch(worker, first.from, read.at, read.scale);
+        fetch(worker, {first.from, read.at, read.once}, read.scale);
         put(worker, read);
       }
     });
@@ -151,7 +164,7 @@ class Load {
     for_each_read(plan_, at_.rank, worker.table(), [&](const Read& read) {
       const size_t root = turn++ % group.size();
       const bool reads = group[root] == at_.rank;
-      if (reads) fetch(worker, read.transfers.front().from, read.at, read.scale);
+      if (reads) fetch(worker, {read.transfers.front().from, read.at}, read.scale);
       at_.exchange->broadcast(static_cast<int>(root), worker.slot.first(read.bytes()));
       if (!reads) received(read.bytes());
       put(worker, read);
@@ -168,7 +181,7 @@ class Load {
     for_each_node_read(plan_, at_.rank, [&](const NodeRead& read) {
       at_.board->check();
       const NodeRead::Wanted& wanted = read.wanted[place];
-      if (reads) fetch(worker, read.stored, read.at, read.scale);
+      if (reads) fetch(worker, {read.stored, read.at}, read.scale);
       if (group.size() > 1) {
         at_.exchange->broadcast(0, worker.slot.first(read.bytes()), {wanted.begin, wanted.end});
       }
@@ -187,21 +200,28 @@ class Load {
     make(worker);
   }
 
-  // One read of a part of `stored`, with a heartbeat.
-  void fetch_into(std::span<std::byte> into, uint32_t stored, const Extent& at,
-                  DataReader& reader) {
+  // A part of a stored tensor, and whether no other rank of the node needs it.
+  struct Fetched {
+    uint32_t stored = 0;
+    const Extent& at;
+    bool once = false;
+  };
+
+  // One read, with a heartbeat.
+  void fetch_into(std::span<std::byte> into, const Fetched& part, DataReader& reader) {
     at_.board->check();
-    naming_tensor(plan_.manifest->tensors[stored].spec.fqn,
-                  [&] { reader.read(at.file, at.begin, into); });
-    at_.board->beat(at_.rank, at.bytes());
+    naming_tensor(plan_.manifest->tensors[part.stored].spec.fqn,
+                  [&] { reader.read(part.at.file, part.at.begin, into, part.once); });
+    at_.board->beat(at_.rank, part.at.bytes());
   }
 
   // Reads stored bytes to the front of the worker's slot, and their scales right after them.
-  void fetch(Worker& worker, uint32_t stored, const Extent& at, const Extent& scale) {
-    fetch_into(worker.slot.first(at.bytes()), stored, at, worker.codes);
+  void fetch(Worker& worker, const Fetched& part, const Extent& scale) {
+    const uint64_t bytes = part.at.bytes();
+    fetch_into(worker.slot.first(bytes), part, worker.codes);
     if (scale.bytes() == 0) return;
-    fetch_into(worker.slot.subspan(at.bytes(), scale.bytes()),
-               plan_.manifest->tensors[stored].scale->tensor, scale, worker.scales);
+    fetch_into(worker.slot.subspan(bytes, scale.bytes()),
+               {plan_.manifest->tensors[part.stored].scale->tensor, scale}, worker.scales);
   }
 
   // The address of a transfer's first element in a slot whose first byte is byte `begin` of the
@@ -231,8 +251,8 @@ class Load {
   void fill_window(Worker& worker) {
     window_.for_each_read([&](const RankWindow::Read& read) {
       if (!worker.is_my_turn()) return;
-      fetch_into(window_memory_.bytes().subspan(read.place, read.at.bytes()), read.stored, read.at,
-                 worker.codes);
+      fetch_into(window_memory_.bytes().subspan(read.place, read.at.bytes()),
+                 {read.stored, read.at, reads_alone(plan_, at_.rank)}, worker.codes);
     });
   }
 

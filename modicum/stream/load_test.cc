@@ -605,6 +605,61 @@ TEST(LoadReads, EqualThePlansCountsAndAre8MiBAtMost) {
   }
 }
 
+// Must fail for these mutants: ranks that send what they read go around the page cache; runs that a
+// replica on the node reads, too; short runs.
+TEST(LoadReads, AreAroundThePageCacheForRunsThatOneRankOfTheNodeNeeds) {
+  Model model({spec("large", DType::bf16, {96, 64'000})});
+  Recipe recipe = identity_recipe(model.checkpoint.manifest);
+  const auto shares = [&](const Layout& layout, const char* strategy, int ranks_per_node) {
+    RecordingFileSystem recorded(model.files);
+    recorded.be_cold();
+    Checkpoint checkpoint = model.checkpoint;
+    checkpoint.files = &recorded;
+    const Plan plan = make_plan(checkpoint.manifest, recipe, layout,
+                                {.strategy = &strategy_named(strategy),
+                                 .ranks_per_node = ranks_per_node,
+                                 .staging_bytes = 8 * kMiB});
+    uint64_t digest = 0, around = 0;
+    for (const RankResult& result : load_all({&recorded, &checkpoint, &plan, 3})) {
+      digest += result.digest;
+    }
+    for (const IoCall& read : recorded.reads_around()) around += read.end - read.begin;
+    return std::pair(around / (96 * 64'000 * 2 / 100), digest);
+  };
+  for (const DType to : {DType::bf16, DType::f32}) {
+    set_dtype(recipe, to, "");
+    const auto [percent, digest] = shares(fsdp2_layout(4), "own-shard", 0);
+    EXPECT_EQ(percent, 100U);
+    const auto expect = [&](uint64_t wanted, const Layout& layout, const char* strategy,
+                            int ranks_per_node = 0) {
+      EXPECT_EQ(shares(layout, strategy, ranks_per_node), std::pair(wanted, digest)) << strategy;
+    };
+    expect(0, fsdp2_layout(4), "node-reader");
+    expect(0, fsdp2_layout(4, 1), "own-shard");  // short runs
+    expect(0, hsdp_layout(2, {2}), "own-shard");
+    expect(200, hsdp_layout(2, {2}), "own-shard", 2);  // each replica is on a node of its own
+    expect(0, hsdp_layout(2, {2}), "replica-striped", 2);
+  }
+}
+
+TEST(LoadReads, KeepOneWindowBehindIfNoOtherRankOfTheNodeReads) {
+  Model model({spec("large", DType::bf16, {96, 128'000})});
+  const Recipe recipe = identity_recipe(model.checkpoint.manifest);
+  const auto peak = [&](const char* strategy, int ranks_per_node) {
+    RecordingFileSystem recorded(model.files);
+    recorded.be_cold();
+    Checkpoint checkpoint = model.checkpoint;
+    checkpoint.files = &recorded;
+    const Plan plan =
+        plan_of(checkpoint, recipe, whole_layout(2), strategy_named(strategy), ranks_per_node);
+    return load_all({&recorded, &checkpoint, &plan})[0].outcome.page_cache_peak_bytes;
+  };
+  EXPECT_GT(model.checkpoint.manifest.data_bytes(), 20 * kMiB);
+  EXPECT_LE(peak("rank0-broadcast", 2), 16 * kMiB);
+  EXPECT_LE(peak("node-reader", 2), 16 * kMiB);
+  EXPECT_LE(peak("own-shard", 1), 16 * kMiB);
+}
+
 // values: one wrong bit anywhere, and padding other than zero, fails the check.
 TEST(CheckValues, OneWrongBitIsReported) {
   Model model(tiny_moe(DType::bf16));

@@ -19,7 +19,8 @@ void DataReader::open(uint32_t file) {
   const uint64_t size = checkpoint_.manifest.files[file].identity.size_bytes;
   was_cached_.clear();
   for (uint64_t begin = 0; begin < size; begin += kWindowBytes) {
-    was_cached_.push_back(file_->is_cached(begin, std::min(begin + kWindowBytes, size)));
+    const uint64_t bytes = std::min(kWindowBytes, size - begin);
+    was_cached_.push_back(file_->cached_bytes(begin, begin + bytes) == bytes);
   }
 }
 
@@ -37,7 +38,7 @@ void DataReader::close() noexcept {
 
 void DataReader::drop_first() noexcept {
   const Behind& behind = behind_.front();
-  if (behind.bytes > 0) {
+  if (!was_cached_[behind.index]) {
     file_->drop_cached(behind.index * kWindowBytes, (behind.index + 1) * kWindowBytes);
     cached_ -= behind.bytes;
   }
@@ -46,24 +47,31 @@ void DataReader::drop_first() noexcept {
 
 void DataReader::enter(uint64_t window) {
   if (window == window_) return;
-  if (behind_.size() > kWindowsBehind) drop_first();
+  if (behind_.size() > options_.windows_behind) drop_first();
   behind_.push_back({.index = window});
   window_ = window;
 }
 
-void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> into) {
+bool DataReader::reads_around(uint64_t begin, std::span<std::byte> into) noexcept {
+  if (options_.room.empty()) return false;
+  const std::optional<uint64_t> cached = file_->cached_bytes(begin, begin + into.size());
+  return cached && *cached < into.size() / 2 && file_->read_around(into, begin, options_.room);
+}
+
+void DataReader::read(uint32_t file, uint64_t begin, std::span<std::byte> into, bool once) {
   open(file);
+  const bool around = once && reads_around(begin, into);
   const uint64_t end = begin + into.size();
   // Old windows are dropped before the read fills new ones, so that the peak stays bounded.
   for (uint64_t at = begin; at < end; at = (window_ + 1) * kWindowBytes) {
     enter(at / kWindowBytes);
-    if (was_cached_[window_]) continue;
+    if (around || was_cached_[window_]) continue;
     const uint64_t n = std::min(end, (window_ + 1) * kWindowBytes) - at;
     behind_.back().bytes += n;
     cached_ += n;
     cached_peak_ = std::max(cached_peak_, cached_);
   }
-  file_->read(into, begin);
+  if (!around) file_->read(into, begin);
   bytes_read_ += into.size();
 }
 

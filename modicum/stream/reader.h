@@ -22,18 +22,29 @@ namespace modicum {
 //
 // A window that was completely cached when the file was opened stays cached. This is probed at
 // open, since later the kernel's read-ahead may have cached it.
+//
+// Bytes that no other rank of the node needs are read around the page cache, unless half of them
+// are cached.
 class DataReader {
  public:
   static constexpr size_t kWindowsBehind = 8;
-  explicit DataReader(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+  static constexpr size_t kWindowsBehindAlone = 1;  // no other rank of the node reads the files
+  struct Options {
+    size_t windows_behind = kWindowsBehind;
+    std::span<std::byte> room;  // for File::read_around; empty: no read is around the page cache
+  };
+  explicit DataReader(const Checkpoint& checkpoint) : DataReader(checkpoint, Options{}) {}
+  DataReader(const Checkpoint& checkpoint, const Options& options)
+      : checkpoint_(checkpoint), options_(options) {}
   explicit DataReader(const Checkpoint&&) = delete;
+  DataReader(const Checkpoint&&, const Options&) = delete;
   ~DataReader();
   DataReader(const DataReader&) = delete;
   DataReader& operator=(const DataReader&) = delete;
 
-  // Fills `into` from file offset `begin` on. Calls `finish` first if another file is open. Throws
-  // IO, FORMAT.TRUNC or CONFLICT.
-  void read(uint32_t file, uint64_t begin, std::span<std::byte> into);
+  // Fills `into` from file offset `begin` on. `once`: no other rank of the node needs these bytes.
+  // Calls `finish` first if another file is open. Throws IO, FORMAT.TRUNC or CONFLICT.
+  void read(uint32_t file, uint64_t begin, std::span<std::byte> into, bool once = false);
   // Call after the last read: closes the open file. Throws CONFLICT if it has changed since its
   // header was validated. Data of earlier reads are valid only once this has returned.
   void finish();
@@ -44,15 +55,17 @@ class DataReader {
  private:
   struct Behind {  // a window that this reader has entered
     uint64_t index = 0;
-    uint64_t bytes = 0;  // bytes read from it, unless it was cached at open
+    uint64_t bytes = 0;  // of the reads that filled the page cache
   };
 
+  bool reads_around(uint64_t begin, std::span<std::byte> into) noexcept;
   void open(uint32_t file);
   void enter(uint64_t window);
   void drop_first() noexcept;
   void close() noexcept;
 
   const Checkpoint& checkpoint_;
+  const Options options_;
   std::unique_ptr<File> file_;
   uint32_t file_index_ = 0;
   uint64_t window_ = UINT64_MAX;  // the current window

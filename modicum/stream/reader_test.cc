@@ -133,6 +133,28 @@ TEST(DataReader, SeekingBackCountsEachReadOnce) {
   EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}, {'a', 0}, {'a', 2}, {'a', 0}}));
 }
 
+// Must fail for these mutants: what other ranks need, too, is read around the page cache; pages
+// that the page cache has are read from the storage again.
+TEST(DataReader, ReadsAroundThePageCacheWhatNoOtherRankNeeds) {
+  Files files(20 << 20);
+  files.recorded.be_cold();
+  std::vector<std::byte> room(64 * kKiB), into(3 * kMiB);
+  DataReader reader(files.checkpoint, {.room = room});
+  const uint64_t data = files.checkpoint.manifest.tensors[0].at.begin;
+  reader.read(0, data + 7 * kMiB, into, true);
+  EXPECT_EQ(into[(7 * kMiB / 4099 + 1) * 4099 - 7 * kMiB],
+            std::byte{static_cast<unsigned char>(7 * kMiB / 4099 + 1 + 'a')});
+  EXPECT_EQ(reader.page_cache_peak_bytes(), 0U);
+  reader.read(0, data, into, false);
+  reader.read(0, data + 12 * kMiB, into, true);  // cached by the read before
+  const auto around = files.recorded.reads_around();
+  ASSERT_EQ(around.size(), 1U);
+  EXPECT_EQ(around[0].begin, data + 7 * kMiB);
+  EXPECT_EQ(around[0].end, data + 10 * kMiB);
+  EXPECT_EQ(reader.page_cache_peak_bytes(), 6 * kMiB);
+  EXPECT_EQ(reader.bytes_read(), 9 * kMiB);
+}
+
 // A plan counts each read as one call, even if the read crosses windows.
 TEST(DataReader, MakesOneCallPerRead) {
   Files files(20 << 20);
