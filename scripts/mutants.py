@@ -206,8 +206,8 @@ def test_python(arguments: str, python: Path, timeout_s: float) -> subprocess.Co
         "-p",
         "no:cacheprovider",
         *shlex.split(arguments),
-        "--modicum",
-        str(BUILD / "modicum"),
+        # As one word: pytest takes the root directory from words that are paths.
+        f"--modicum={BUILD / 'modicum'}",
     ]
     try:
         return subprocess.run(
