@@ -66,7 +66,7 @@ def dcp_saves(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[
 
 def dcp_loads(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[str, Any]:
     """Loads by DCP into a model and optimizer that have trained on, and trains on from there. Also
-    returns the entries of the loaded state dict that are neither the model's nor the optimizer's."""
+    returns the loaded entries that are neither the model's nor the optimizer's."""
     model, stepping = trained(directory, cut)
     steps(model, stepping, cut, range(7, 9))
     stepping.param_groups[0]["lr"] = 1.0

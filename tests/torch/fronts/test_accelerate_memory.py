@@ -27,7 +27,10 @@ WORLD = 4
 EXAMPLE = "examples/accelerate_fsdp2.py"
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 FAMILIES = (
-    Family("dense", "Qwen3ForCausalLM", "qwen3", LARGE_TEXT | {"num_hidden_layers": 16}, "bfloat16"),
+    Family(
+        "dense", "Qwen3ForCausalLM", "qwen3",
+        LARGE_TEXT | {"num_hidden_layers": 16}, "bfloat16",
+    ),
     Family(
         "experts", "Qwen3MoeForCausalLM", "qwen3_moe",
         LARGE_TEXT | EXPERTS | {"num_hidden_layers": 8}, "bfloat16",
