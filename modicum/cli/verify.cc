@@ -10,14 +10,14 @@
 namespace modicum {
 namespace {
 
-// Whether `path` is the directory of a step (a saved checkpoint directory), committed or not.
+// Whether `path` looks like the directory of a step (a saved checkpoint), committed or not.
 bool is_step(FileSystem& files, const std::string& path) {
   return files.exists(join_path(path, "COMMIT")) ||
          files.exists(join_path(path, "manifest.json")) || base_name(path).starts_with("step-") ||
          base_name(path).starts_with(".partial-");
 }
 
-// The directory names of the committed steps in `path`.
+// The subdirectories of `path` that are named as committed steps are.
 std::vector<std::string> steps_of(FileSystem& files, const std::string& path) {
   std::vector<std::string> names;
   for (const std::string& name : files.list(path)) {
@@ -33,7 +33,7 @@ void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, co
   if (!report.fault) report.fault = error;
 }
 
-// Adds the files of one step to the report, with `prefix` before their names.
+// Verifies one step. Adds its files, or the error, to the report, with `prefix` before their names.
 void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
               const std::string& prefix) {
   try {
@@ -51,8 +51,8 @@ void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
   }
 }
 
-// Checks the structure and, in the Hugging Face cache, the SHA-256 of each data file. Checkpoints
-// elsewhere have no digests.
+// Checks the structure of each data file and, in the Hugging Face cache, the SHA-256 of those whose
+// blob is named by it. Files elsewhere have no digest.
 void add_checkpoint(VerifyReport& report, FileSystem& files, const std::string& path) {
   try {
     const Checkpoint checkpoint = open_checkpoint(files, path);

@@ -10,8 +10,9 @@ namespace modicum {
 
 constexpr std::string_view kReportHelp =
     "run under `modicum watch`, and write memory over time by owner as an HTML file";
-// Execs `modicum watch --quiet --report REPORT -- modicum VERB ARGS`, where ARGS lack --report: so
-// there is a single way to record a run. Throws IO if REPORT can't be written, or if exec fails.
+// Replaces this process with `modicum watch --quiet --report REPORT -- modicum VERB ARGS`, so that
+// only `watch` records runs. ARGS is `args` without its --report. Throws IO if REPORT can't be
+// written, or if exec fails.
 [[noreturn]] void watch_instead(std::string_view verb, const Args& args, const std::string& report);
 
 }  // namespace modicum

@@ -20,7 +20,8 @@ struct ExcludedRange {
 
   std::atomic<uintptr_t> begin{kFree};
   std::atomic<size_t> size{0};
-  std::atomic<bool> is_reservation{false};  // this process is a child forked after `begin` was set
+  // An ancestor excluded the range before the fork: here only its addresses are reserved.
+  std::atomic<bool> is_reservation{false};
 
   bool is_live() const noexcept { return begin.load(std::memory_order_acquire) > kClaimed; }
   void* address() const noexcept {
@@ -64,7 +65,7 @@ void reserve_ranges() noexcept {
   errno = error;
 }
 
-// Registered at program start, before any mapping can be made.
+// Registered during static initialisation, before any Exclusion can exist.
 [[maybe_unused]] const int kIsRegistered = ::pthread_atfork(nullptr, nullptr, reserve_ranges);
 
 Block* block_after(Block& block) {
@@ -86,8 +87,8 @@ ExcludedRange* claim_row() {
 
 }  // namespace
 
-// Adds the row before madvise: a child forked in between inherits pages that no caller has received
-// yet. In the other order it would find the addresses free.
+// Adds the row before madvise: a child forked in between inherits the pages. In the other order it
+// would have neither the pages nor a reservation of their addresses.
 Exclusion::Exclusion(std::span<std::byte> range) : row_(claim_row()) {
   row_->size = range.size();
   row_->is_reservation = false;

@@ -20,7 +20,8 @@ namespace {
         .owners = owners_of(owners)});
 }
 
-// Calls `take`, which takes `bytes` for `purpose`. Adds the need and `held` to a NOMEM.
+// Calls `take`, which allocates `bytes` for `purpose`. If it throws NOMEM, adds the requested bytes
+// and the memory held to the error.
 template <typename Take>
 auto naming_need(Purpose purpose, uint64_t bytes, const Footprint& held, const Take& take) {
   try {

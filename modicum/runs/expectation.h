@@ -1,5 +1,5 @@
-// The expected values for the check of a load, read independently of the load. Part of the public
-// header of `runs`.
+// The expected values for the check of a load: read a second time, or computed for a checkpoint of
+// `synth`. Part of the public header of `runs`.
 #pragma once
 
 #include <functional>

@@ -12,8 +12,8 @@ struct ScalesAtHand {
   int64_t first = 0;
 };
 
-// The scales of `stored`, a tensor of codes: extent `read` of its scale tensor, which has been read
-// to `at_hand`. None if `read` is empty.
+// The scales of `stored`, a tensor of FP8 codes, that are in host memory: `at_hand` holds the bytes
+// of `read`, an extent of its scale tensor. Empty if `read` is empty.
 ScalesAtHand scales_read(const Plan& plan, uint32_t stored, const Extent& read,
                          const std::byte* at_hand);
 
@@ -24,7 +24,7 @@ class Conversion {
   Conversion(const Plan& plan, const Transfer& transfer, const ScalesAtHand& scales) noexcept;
 
   // Converts `n` contiguous stored elements at `from`, of which the first is element `first` of its
-  // tensor, and writes them to `to`. There neighbours are `to_step` elements apart.
+  // tensor, and writes the i-th to `to` + i * `to_step` elements.
   void run(const std::byte* from, int64_t first, std::byte* to, int64_t n,
            int64_t to_step = 1) const noexcept;
 

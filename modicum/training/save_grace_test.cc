@@ -20,7 +20,7 @@ TEST_F(Grace, IsGrantedWhenTheRestFits) {
   // 40 bytes in 8 s: the other 60 take 12 s, with a margin of a quarter 15 s, and 1 s to commit.
   for (const auto& [seconds, fits] : {std::pair{16, true}, {15, false}}) {
     SaveGrace grace = with_seconds(seconds);
-    board_.beat(0, 7);  // of the load
+    board_.beat(0, 7);  // progress of the load, which must not count
     grace.begin(0);
     grace.begin(1);
     clock_.advance_ns(8 * kNsPerSecond);
@@ -40,7 +40,7 @@ TEST_F(Grace, IsNotGrantedBeforeThereIsARate) {
   unwritten.begin(0);
   unwritten.begin(1);
   clock_.advance_ns(kNsPerSecond);
-  EXPECT_EQ(unwritten.granted_ns(), 0) << "nothing is written";
+  EXPECT_EQ(unwritten.granted_ns(), 0) << "no rank has written a byte yet";
 }
 
 TEST_F(Grace, IsDecidedOnce) {

@@ -40,7 +40,7 @@ def line(by: str, **options: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def warned() -> Iterator[list[str]]:
-    """The texts of Modicum's warnings within the context."""
+    """Collects the texts of Modicum's warnings. The list is filled when the context ends."""
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -126,7 +126,7 @@ def accelerate_resumes(
 
 
 def accelerate_saves_model(directory: str, folder: str, size: str) -> dict[str, Any]:
-    """`save_model` of a model with a changed config."""
+    """Trains one step, and calls `save_model`."""
     with line("modicum") as loading:
         made = prepared(directory, "torch")
         trained(made, 1)
