@@ -199,6 +199,8 @@ inline bool is_primary(const Sharding& sharding, const TensorSpec& target, int r
 // targets of the layout.
 std::vector<int> replicas_of(const Sharding& sharding, int rank);
 std::vector<int> replicas_of(const Layout& layout, int rank);
+// Calls `fn` once for each group of replicas of all targets, the group with the lowest rank first.
+void for_each_replica_group(const Layout& layout, FunctionRef<void(std::span<const int> ranks)> fn);
 
 // Splits the elements of `piece` at places [begin, end) of the buffer into runs that are contiguous
 // in both the buffer and the target. `global` is the row-major index of a run's first element in

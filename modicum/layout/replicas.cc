@@ -55,6 +55,18 @@ std::vector<int> replicas_of(const Layout& layout, int rank) {
   return ranks;
 }
 
+void for_each_replica_group(const Layout& layout,
+                            FunctionRef<void(std::span<const int> ranks)> fn) {
+  const int world = layout.world_size();
+  std::vector<bool> is_done(static_cast<size_t>(world));
+  for (int rank = 0; rank < world; ++rank) {
+    if (is_done[static_cast<size_t>(rank)]) continue;
+    const std::vector<int> group = replicas_of(layout, rank);
+    for (const int replica : group) is_done[static_cast<size_t>(replica)] = true;
+    fn(group);
+  }
+}
+
 ReplicaPlace replica_place(const Sharding& sharding, const TensorSpec& target, int rank) {
   const bool is_cut = sharding.flattens || !target.shape.empty();  // no cut applies to a 0-d tensor
   const std::vector<bool> cuts =

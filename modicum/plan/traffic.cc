@@ -32,26 +32,14 @@ Traffic traffic_of_reads(const Plan& plan, int rank, std::span<const int> group)
 }
 
 // Ranks that hold the same elements of every target, and so make the same reads.
-struct Replicas {
+struct Group {
   int first = 0;  // the lowest rank
   uint64_t count = 1;
 };
 
-std::vector<Replicas> replicas_of_all_ranks(const Plan& plan) {
-  std::vector<Replicas> all;
-  std::vector<bool> is_counted(static_cast<size_t>(plan.ranks()));
-  for (int rank = 0; rank < plan.ranks(); ++rank) {
-    if (is_counted[static_cast<size_t>(rank)]) continue;
-    const std::vector<int> group = replicas_of(plan.layout, rank);
-    for (const int replica : group) is_counted[static_cast<size_t>(replica)] = true;
-    all.push_back({rank, group.size()});
-  }
-  return all;
-}
-
 // The traffic of all of them. With replica-striped one of them makes each read and sends it to the
 // others; with own-shard each makes all reads.
-Traffic traffic_of_replicas(const Plan& plan, const Replicas& of) {
+Traffic traffic_of_group(const Plan& plan, const Group& of) {
   const uint64_t readers = plan.strategy().reader == Reader::replicas ? 1 : of.count;
   const Traffic one = traffic_of_reads(plan, of.first, std::array{of.first});
   return {.storage_read_bytes = saturating_mul(one.storage_read_bytes, readers),
@@ -184,18 +172,22 @@ Traffic traffic(const Plan& plan) {
     return sum;
   }
   const bool by_node = plan.strategy().reader == Reader::node_leader;
-  const auto step = static_cast<size_t>(ranks_per_node(plan));
-  const auto ranks = static_cast<size_t>(plan.ranks());
-  const std::vector<uint32_t> kinds = by_node ? kinds_of(plan) : std::vector<uint32_t>();
-  const std::vector<Replicas> all = by_node ? std::vector<Replicas>() : replicas_of_all_ranks(plan);
-  const size_t units = by_node ? (ranks + step - 1) / step : all.size();
+  std::vector<uint32_t> kinds;
+  std::vector<Group> units;  // nodes, by their first rank, or groups of replicas
+  if (by_node) {
+    kinds = kinds_of(plan);
+    for (int rank = 0; rank < plan.ranks(); rank += ranks_per_node(plan)) units.push_back({rank});
+  } else {
+    for_each_replica_group(plan.layout, [&](std::span<const int> ranks) {
+      units.push_back({ranks.front(), ranks.size()});
+    });
+  }
   std::mutex mutex;
-  const auto workers = std::min(units, static_cast<size_t>(usable_cpus()));
+  const auto workers = std::min(units.size(), static_cast<size_t>(usable_cpus()));
   run_workers(static_cast<int>(workers), [&](int worker) {
-    for (auto unit = static_cast<size_t>(worker); unit < units; unit += workers) {
-      const std::vector<Traffic> of =
-          by_node ? traffic_on_node(plan, static_cast<int>(unit * step), kinds)
-                  : std::vector{traffic_of_replicas(plan, all[unit])};
+    for (auto unit = static_cast<size_t>(worker); unit < units.size(); unit += workers) {
+      const std::vector<Traffic> of = by_node ? traffic_on_node(plan, units[unit].first, kinds)
+                                              : std::vector{traffic_of_group(plan, units[unit])};
       const std::lock_guard lock(mutex);
       for (const Traffic& one : of) sum += one;
     }

@@ -132,17 +132,11 @@ Phase step_phase(const Recipe& recipe, const Layout& layout, StateFormat format)
     });
     return training_footprint(states);
   };
-  const auto world = static_cast<size_t>(layout.world_size());
-  Phase phase{"step", std::vector<Footprint>(world)};
-  std::vector<bool> is_known(world);
-  for (int rank = 0; rank < layout.world_size(); ++rank) {
-    if (is_known[static_cast<size_t>(rank)]) continue;
-    const Footprint footprint = footprint_of(rank);
-    for (const int replica : replicas_of(layout, rank)) {
-      phase.of_rank[static_cast<size_t>(replica)] = footprint;
-      is_known[static_cast<size_t>(replica)] = true;
-    }
-  }
+  Phase phase{"step", std::vector<Footprint>(static_cast<size_t>(layout.world_size()))};
+  for_each_replica_group(layout, [&](std::span<const int> ranks) {
+    const Footprint footprint = footprint_of(ranks.front());
+    for (const int rank : ranks) phase.of_rank[static_cast<size_t>(rank)] = footprint;
+  });
   return phase;
 }
 

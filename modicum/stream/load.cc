@@ -249,10 +249,11 @@ class Load {
 
   // Reads this rank's window. A rank that receives its tensors by broadcast has no reads.
   void fill_window(Worker& worker) {
+    const bool once = reads_alone(plan_, at_.rank);
     window_.for_each_read([&](const RankWindow::Read& read) {
       if (!worker.is_my_turn()) return;
       fetch_into(window_memory_.bytes().subspan(read.place, read.at.bytes()),
-                 {read.stored, read.at, reads_alone(plan_, at_.rank)}, worker.codes);
+                 {read.stored, read.at, once}, worker.codes);
     });
   }
 
