@@ -55,20 +55,23 @@ def reports(loading: Any) -> list[dict[str, Any]]:
 # ---- accelerate
 
 
+def read_model(directory: str, adapters: bool) -> Any:
+    if adapters:
+        import peft  # noqa: F401  (loading() supports adapters only if peft is imported by now)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return accelerate_rank.with_adapters(model) if adapters else model
+
+
 def prepared(
     directory: str, optimizer: str, adapters: bool = False, **plugin: Any
 ) -> tuple[Any, ...]:
-    if adapters:
-        import peft  # noqa: F401  (loading() checks for it when the model is built)
     project = {name: plugin.pop(name) for name in ("project", "limit") if name in plugin}
     accelerator = accelerate_rank.accelerator_of(**plugin)
     if project:
         config = accelerator.project_configuration
         config.project_dir, config.total_limit = project["project"], project["limit"]
         config.automatic_checkpoint_naming = True
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    if adapters:
-        model = accelerate_rank.with_adapters(model)
+    model = read_model(directory, adapters)
     model.train()
     stepping = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LinearLR(stepping, 0.5, total_iters=8)
@@ -199,8 +202,6 @@ class Recorder(transformers.TrainerCallback):
 
 def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **how: Any) -> Any:
     sharded, adapters = how.pop("sharded", False), how.pop("adapters", False)
-    if adapters:
-        import peft  # noqa: F401  (loading() checks for it when the model is built)
     how = {"save_strategy": "steps"} | how
     arguments = transformers.TrainingArguments(
         folder, use_cpu=True, fsdp=True, learning_rate=1e-2, lr_scheduler_type="linear",
@@ -213,9 +214,7 @@ def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **ho
         per_device_train_batch_size=1, logging_steps=1, logging_nan_inf_filter=False,
         report_to="none", disable_tqdm=True, **how,
     )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    if adapters:
-        model = accelerate_rank.with_adapters(model)
+    model = read_model(directory, adapters)
     rows = torch.randint(model.config.vocab_size, (24, 12), generator=torch.manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
     cls, options = OPTIMIZERS[optimizer], {"lr": 1e-2, "weight_decay": 0.01}
