@@ -4,9 +4,10 @@
 //   SelfReports    head: pids | SelfReport | SelfReport | ...     made and read by the watcher
 //                               ^ claimed and written, without locks, by one process
 //
-// The table is in a file that all of them map; the environment variable kWatchVariable has its
-// path. A process may be killed between any two stores, and may write anything, so each field is an
-// atomic that the reader validates on its own. Times are SteadyClock's, the same in all processes.
+// The table is in a SharedPages that all of them map; the environment variable kWatchVariable has
+// its path. A process may be killed between any two stores, and may write anything, so each field
+// is an atomic that the reader validates on its own. Times are SteadyClock's, the same in all
+// processes.
 #pragma once
 
 #include <array>
