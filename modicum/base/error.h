@@ -2,8 +2,8 @@
 //
 // Every failure ends the operation and is thrown as an `Error`. The category determines the exit
 // code and the Python class. Facts (file, tensor, expected, got) are fields, so that callers need
-// not parse the message. The message is one line. Errors have no shared state: any thread may use
-// its own.
+// not parse the message. The message is one line. An Error shares no state and can be passed to
+// another thread.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The interface to files. Checkpoints are read and written only through it, so that tests can fail
-// the n-th call, lose unsynced writes, or record the reads.
+// The interface to files. C++ code reads and writes checkpoints only through it, so that tests can
+// fail the n-th call, lose unsynced writes, or record the reads.
 //
 // Ownership: a FileSystem outlives the Files it opened. Threads: several threads may read one File
 // concurrently, but only one may write or close it. Several processes may write disjoint parts of
