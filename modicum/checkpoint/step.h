@@ -22,9 +22,9 @@
 //
 // One rank, the leader, makes and publishes a step; all ranks write files in between. A step gets
 // its name, or inside a directory its COMMIT, only after all of it is durable. So after a kill or a
-// power cut at any time each step is complete, or is not taken for a step. Inside a directory the
-// previous step is lost then: a save removes the previous COMMIT when it begins. Nothing depends on
-// clocks, locks or the order of a directory's names.
+// power cut at any time, whatever counts as a step is complete. Inside a directory the previous
+// step is lost then: a save removes the previous COMMIT when it begins. Nothing depends on clocks,
+// locks or the order of a directory's names.
 #pragma once
 
 #include <cstdint>
