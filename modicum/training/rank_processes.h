@@ -28,7 +28,7 @@ struct World {
   int64_t begin_ns = 0;               // time just before the first fork
   std::function<int64_t()> grace_ns;  // see SuperviseOptions
   uint64_t budget_bytes = 0;          // budget of the node, for the report; 0: none
-  std::string need;                   // of memory, for an error; empty: unknown
+  std::string need;                   // the plan's need of memory, for an error; empty: unknown
   OwnReport own_report;               // each rank's process has its copy
   CgroupPeak cgroup_peak;             // since construction
 };
