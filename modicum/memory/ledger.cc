@@ -29,7 +29,7 @@ auto naming_need(Purpose purpose, uint64_t bytes, const Footprint& held, const T
   } catch (const Error& error) {
     if (error.category() != Category::no_memory) throw;
     Facts facts = error.facts();
-    facts.expected = fmt::format("{} bytes of {}", bytes, purpose_name(purpose));
+    facts.got = fmt::format("a request for {} bytes of {}", bytes, purpose_name(purpose));
     facts.owners = owners_of(held);
     fail(error.category(),
          fmt::format("{}; {} are held already", error.what_happened(), format_size(held.total())),

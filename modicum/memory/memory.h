@@ -131,7 +131,7 @@ class Ledger {
   // Maps `bytes`, rounded up to whole pages, and commits them on `threads` threads. Zero bytes give
   // an empty Buffer. On failure the ledger is unchanged and nothing stays mapped. Throws BUDGET
   // over the limit (`expected` is the limit, `got` the total that would be held, `owners` the
-  // memory held now), NOMEM if the kernel refuses (`expected` is the need, `owners` as for BUDGET),
+  // memory held now), NOMEM if the kernel refuses (`got` is the request, `owners` as for BUDGET),
   // and any exception of `poll`. `fork` decides what forked children see: no memory (excluded), the
   // same memory (shared; it stays in the kernel until the last process unmaps it) or a copy
   // (inherited; counts twice).

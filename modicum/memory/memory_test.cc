@@ -193,7 +193,7 @@ TEST(Ledger, AFailedMappingLeavesTheLedgerUnchanged) {
     ASSERT_TRUE(met) << size;
     EXPECT_EQ(met->category(), Category::no_memory) << met->what();
     EXPECT_EQ(ledger.held().total(), kPageBytes);
-    EXPECT_EQ(met->facts().expected, fmt::format("{} bytes of shards", size - kPageBytes));
+    EXPECT_EQ(met->facts().got, fmt::format("a request for {} bytes of shards", size - kPageBytes));
     EXPECT_NE(met->what_happened().find("; 4.00 KiB are held already"), std::string::npos)
         << met->what();
     ASSERT_EQ(met->facts().owners.size(), 1U);
