@@ -97,7 +97,7 @@ void AdamW::set_options(int group, const AdamOptions& options) {
   check_options(options);
   AdamOptions& of = spec_.groups.at(static_cast<size_t>(group));
   if (of.amsgrad != options.amsgrad) {
-    fail(Category::usage, "amsgrad can't change: its memory is allocated with the state");
+    fail(Category::usage, "amsgrad can't change: the state's constructor allocates its memory");
   }
   of = options;
 }

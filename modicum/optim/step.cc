@@ -136,9 +136,9 @@ class AdamW::Slots {
   int64_t used_ = 0;
 };
 
-// Computes one entry per group and step count. Its powers continue from the group's entry of the
-// last step with the next lower count, usually the count before. Shards that are left out get an
-// entry too, so that their powers are kept.
+// Computes one entry per group and step count. Of the group's entries of the last step, its powers
+// continue from the one with the highest count up to this one, usually the count before. Shards
+// that are left out get an entry too, so that their powers are kept.
 void AdamW::take_numbers(const StepOptions& options) {
   decltype(numbers_) taken;
   for (size_t shard = 0; shard < shards(); ++shard) {
