@@ -28,8 +28,8 @@ struct Constants {
   bool has_second;
   // As torch.lerp does, exp_avg moves towards the gradient from the nearer end: the result is
   // exp_avg or the gradient, plus lerp * (gradient - exp_avg).
-  float lerp;  // 1 - beta1, or -beta1 from the gradient
-  bool from_exp_avg;
+  float lerp;          // 1 - beta1, or -beta1 from the gradient
+  bool from_exp_avg;   // else from the gradient
   bool adds_decay;     // L2
   bool decays_master;  // decoupled
   float inverse_bias2;

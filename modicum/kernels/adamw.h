@@ -115,9 +115,10 @@ struct AdamSpan {
 // One step. Expects a finite gradient (see squares); does not write `grad`.
 void adamw(const AdamNumbers& numbers, const AdamSpan& span) noexcept;
 
-// Converts a plane of the state to fp32 and back. Export is exact. Import is exact into fp32 and,
-// for values that round to a finite bf16, into fp32-split. Else it rounds masters and bf16 moments
-// with the random bits of `numbers`, and 8-bit moments to the nearest code.
+// Converts a plane of the state to fp32 and back. Export is exact. Import is exact into fp32 planes
+// and, for values that round to a finite bf16, into split masters of 32 bits. It rounds split
+// masters of 24 bits and bf16 moments with the random bits of `numbers`, 8-bit moments to the
+// nearest code.
 enum class StatePlane : uint8_t { master, exp_avg, exp_avg_sq, max_exp_avg_sq };
 void export_state(const AdamSpan& span, StatePlane plane, float* to) noexcept;
 void import_state(const AdamNumbers& numbers, const AdamSpan& span, StatePlane plane,

@@ -103,8 +103,10 @@ void AdamW::set_options(int group, const AdamOptions& options) {
 }
 
 void AdamW::set_steps(size_t shard, int64_t steps) {
-  if (steps < 0)
-    fail(Category::usage, fmt::format("expected a step count of 0 or more, got {}", steps));
+  if (steps < 0) {
+    fail(Category::usage, fmt::format("expected a step count of 0 or more, got {}", steps),
+         {.tensor = this->shard(shard).fqn});
+  }
   steps_.at(shard) = steps;
 }
 

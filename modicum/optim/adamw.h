@@ -187,8 +187,9 @@ class AdamW {
   std::span<float> scales(size_t shard, Plane plane) const;
 
   // Reads or writes local elements as fp32, from element `at` on. Export is exact. Import is exact
-  // into fp32 and, for values that round to a finite bf16, into fp32-split. Else it rounds masters
-  // and bf16 moments as the parameter's last step did, and 8-bit moments to the nearest code.
+  // into fp32 planes and, for values that round to a finite bf16, into split masters of 32 bits. It
+  // rounds split masters of 24 bits and bf16 moments with the random bits of the parameter's last
+  // step, and 8-bit moments to the nearest code.
   // Throws MISMATCH for elements outside of the shard and for a plane that the group lacks; USAGE
   // if an import divides a block of 8-bit moments. Neither allocates.
   void export_to(size_t shard, StatePlane plane, int64_t at, std::span<float> to) const;
@@ -208,6 +209,7 @@ class AdamW {
   void settle(size_t shard, int64_t bucket, int64_t n);
   void take_norm(size_t shard, int64_t bucket);  // computes a complete bucket's norm
   void require_complete() const;
+  void require_finite() const;
   template <typename Fn>
   void for_each_norm(const Fn& fn) const;
   void forget_gradients();

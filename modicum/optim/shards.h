@@ -23,8 +23,8 @@ struct ShardRun {
 struct ShardSpec {
   std::string fqn;
   std::vector<ShardRun> runs;  // ascending, disjoint; empty if the rank holds no element
-  int64_t row = 0;             // elements per row: no block crosses a row's end (ScaleBlocks)
-  int group = 0;               // index into AdamWSpec::groups
+  int64_t row = 0;  // elements per row, at whose end a block ends (ScaleBlocks); 0: one row
+  int group = 0;    // index into AdamWSpec::groups
   // Caller-owned memory in local order; it must outlive the state and is not charged to its ledger.
   std::byte* master = nullptr;  // if given, the master: fp32, or the bf16 half of a split one
   // If given, steps write the parameter here as `out_dtype` (but see StepOptions::outlet).
