@@ -8,6 +8,7 @@ error.
 import contextlib
 import copy
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -44,6 +45,7 @@ from torch_front import (  # noqa: E402
 
 from modicum.errors import BudgetError, UsageError  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
+from modicum.upstream import transformers  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 accelerate_module = sys.modules["accelerate.accelerator"]
@@ -226,6 +228,18 @@ def test_files_other_than_safetensors(tmp_path: Any) -> None:
     with pytest.raises(UsageError, match="no safetensors") as refused, loading():
         BY_NAME["llama"].model_class.from_pretrained(tmp_path)
     assert refused.value.got == "pytorch_model.bin"
+
+
+def test_files_that_lack_one_of_the_index(tmp_path: Any) -> None:
+    files = {name: str(tmp_path / f"{name}.safetensors") for name in "abc"}
+    weights = {name: os.path.basename(file) for name, file in files.items()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(UsageError, match="other files than the index") as refused:
+        transformers.source_of([files["a"], files["b"]])
+    assert (refused.value.expected, refused.value.got) == (
+        "3 files",
+        "a difference in c.safetensors",
+    )
 
 
 def test_a_source_of_ones_own(one_rank: None, tmp_path: Any) -> None:

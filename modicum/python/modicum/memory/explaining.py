@@ -27,7 +27,7 @@ def paragraph(phase: Phase, limit: int | None) -> str:
         f"{size_text(phase.begin_bytes)} held when it began{_verdict(added, limit)}."
     )
     missed = phase.peak_bytes - phase.sampled_peak_bytes
-    # Below 2 % or 1 MiB it is not worth a sentence.
+    # A difference below 2 % or 1 MiB is not worth a sentence.
     is_missed = missed > max(added // 50, 1 << 20)
     if is_missed and phase.samples <= 1:
         return f"{first} {_too_short(phase)}"
@@ -73,8 +73,8 @@ def _moment(phase: Phase) -> str:
 
 
 def _growth(phase: Phase) -> dict[str, int]:
-    """The bytes that each holder has gained; empty if no name is the same, as when the process has
-    got children."""
+    """The bytes that each holder has gained. Empty if no name is the same, for example because the
+    process had no children at the begin: then its holders were kinds of memory."""
     before, after = phase.holders_at_begin, phase.holders_at_peak
     common = before.keys() & after.keys()
     if not common:

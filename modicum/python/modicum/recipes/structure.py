@@ -325,7 +325,7 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
     walk = _Walk(model)
     if adapter is not None and adapter not in walk.adapters:
         known = ", ".join(sorted(walk.adapters))
-        raise refusal("USAGE", f"no adapter '{adapter}' in the model", got=known)
+        raise refusal("USAGE", f"no adapter '{adapter}' in the model, which has: {known or 'none'}")
     if adapter is None and len(walk.adapters) == 1:
         (adapter,) = walk.adapters
     everything = list(walk.members())
@@ -339,7 +339,7 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
     for member in members.values():
         part = parts.get(id(member.root), outside)
         if member.adapter not in (None, "", adapter):
-            part.keys[member.name] = member.name  # another adapter's: not in the file
+            part.keys[member.name] = member.name  # of an adapter that is not in the file
             continue
         part.keys[member.name] = member.key
         if member.adapter is not None:

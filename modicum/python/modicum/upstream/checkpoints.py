@@ -98,7 +98,7 @@ def own_names(directory: Path, model_index: int) -> list[str]:
     number = f"_{model_index}" if model_index else "(_0)?"
     name = re.compile(rf"(pytorch_model_fsdp|optimizer){number}(_rank\d+)?(\.bin)?")
     found = {one for one in os.listdir(directory) if name.fullmatch(one)} - {"optimizer"}
-    # Modicum has a model after the first one in the same directory.
+    # Modicum writes models after the first one to a directory of the same name.
     shared = folder_of(model_index) if model_index else ""
     if shared in found and not (directory / shared / ".metadata").exists():
         found.remove(shared)
