@@ -45,7 +45,7 @@ from torch_front import (  # noqa: E402
 
 from modicum.errors import BudgetError, UsageError  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
-from modicum.upstream import transformers  # noqa: E402
+from modicum.upstream.transformers import source_of  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 accelerate_module = sys.modules["accelerate.accelerator"]
@@ -235,7 +235,7 @@ def test_files_that_lack_one_of_the_index(tmp_path: Any) -> None:
     weights = {name: os.path.basename(file) for name, file in files.items()}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
     with pytest.raises(UsageError, match="other files than the index") as refused:
-        transformers.source_of([files["a"], files["b"]])
+        source_of([files["a"], files["b"]])
     assert (refused.value.expected, refused.value.got) == (
         "3 files",
         "a difference in c.safetensors",
