@@ -2,8 +2,8 @@
 #
 # Compiles the files of modicum/ROOM/FOLDER, and the given files, into the library of ROOM. A header
 # of that room, FOLDER.h, declares `std::string_view FUNCTION(std::string_view file_name)`, which
-# returns a file's text, or an empty one if there is no file of this name. The source is written when
-# CMake configures, and again when a file has changed.
+# returns a file's text, or an empty one if no file has this name. The source is written when CMake
+# configures, and again when a file has changed.
 function(modicum_embed room folder function)
   file(GLOB files CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/modicum/${room}/${folder}/*)
   list(APPEND files ${ARGN})

@@ -278,8 +278,35 @@ Raises:
         is touched; NOMEM if the kernel refuses memory.
     UsageError: shards, options and format do not match.)";
 
+// The members that show or set the values of the state.
+void define_contents(nb::class_<State>& bound) {
+  bound
+      .def(
+          "plane", plane, "shard"_a, "plane"_a,
+          "The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq; the array "
+          "keeps the state alive.")
+      .def_prop_ro(
+          "staging",
+          [](const std::shared_ptr<State>& of) { return shown(of, of->staging.bytes()); },
+          "The bytes of the slots; the array keeps the state alive.")
+      .def("scales", scales, "shard"_a, "plane"_a, "The float32 scales of 8-bit moments, as bytes.")
+      .def("export_to", export_to, "shard"_a, "plane"_a, "to"_a, "at"_a = 0,
+           "Fills `to`, a float32 array, with the values of the elements from `at` on.")
+      .def("import_from", import_from, "shard"_a, "plane"_a, "values"_a, "at"_a = 0,
+           "Stores float32 values from element `at` on: exactly in float32 planes and in split "
+           "masters of 32 bits, as the nearest code in 8-bit moments, else rounded like in a step.")
+      .def_prop_ro(
+          "footprint", [](const State& of) { return by_purpose(of.footprint); },
+          "The bytes charged to the ledger, by purpose.")
+      .def(
+          "digest", digest,
+          "Digests `state` and `master` of this rank's values; their sums over ranks, modulo 2^64, "
+          "are those of all values.");
+}
+
 void define_state(nb::module_& module) {
-  nb::class_<State>(module, "AdamW", kStateDoc)
+  nb::class_<State> bound(module, "AdamW", kStateDoc);
+  bound
       .def(nb::new_(&state), "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "ledger"_a,
            "seed"_a = 0, "threads"_a = 0, "slots"_a = 0, "pin"_a.none() = nb::none(),
            "unpin"_a.none() = nb::none(), "pin_limit"_a = nb::none(), "fork"_a = "excluded")
@@ -332,28 +359,8 @@ void define_state(nb::module_& module) {
             of.shard(shard);
             of.adamw.set_steps(shard, steps);
           },
-          "shard"_a, "steps"_a, "Sets the step count of a shard's parameter.")
-      .def(
-          "plane", plane, "shard"_a, "plane"_a,
-          "The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq; the array "
-          "keeps the state alive.")
-      .def_prop_ro(
-          "staging",
-          [](const std::shared_ptr<State>& of) { return shown(of, of->staging.bytes()); },
-          "The bytes of the slots; the array keeps the state alive.")
-      .def("scales", scales, "shard"_a, "plane"_a, "The float32 scales of 8-bit moments, as bytes.")
-      .def("export_to", export_to, "shard"_a, "plane"_a, "to"_a, "at"_a = 0,
-           "Fills `to`, a float32 array, with the values of the elements from `at` on.")
-      .def("import_from", import_from, "shard"_a, "plane"_a, "values"_a, "at"_a = 0,
-           "Stores float32 values from element `at` on: exactly in float32 planes and in split "
-           "masters of 32 bits, as the nearest code in 8-bit moments, else rounded like in a step.")
-      .def_prop_ro(
-          "footprint", [](const State& of) { return by_purpose(of.footprint); },
-          "The bytes charged to the ledger, by purpose.")
-      .def(
-          "digest", digest,
-          "Digests `state` and `master` of this rank's values; their sums over ranks, modulo 2^64, "
-          "are those of all values.");
+          "shard"_a, "steps"_a, "Sets the step count of a shard's parameter.");
+  define_contents(bound);
 }
 
 }  // namespace

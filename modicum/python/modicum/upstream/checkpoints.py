@@ -225,6 +225,13 @@ def sorted_checkpoints(folder: str, prefix: str = "checkpoint") -> list[Path]:
     return [Path(one) for one in sort_checkpoints(folder, prefix)]
 
 
+def last_of(paths: Sequence[Path], accepts: Callable[[Path], bool]) -> str | None:
+    """The newest of `paths`, Trainer's checkpoints with the oldest first, for which `accepts` is
+    true; in the form of `get_last_checkpoint`."""
+    own = (path for path in reversed(paths) if _NUMBERED.fullmatch(path.name))
+    return next((str(path) for path in own if accepts(path)), None)
+
+
 # ---- known facts
 
 
@@ -289,18 +296,11 @@ def _trainer_finds_by_number() -> bool:
     )
 
 
-def last_of(paths: Sequence[Path], accepts: Callable[[Path], bool]) -> str | None:
-    """The newest of Trainer's checkpoints for which `accepts` is true, in the form of
-    `get_last_checkpoint`."""
-    own = (path for path in reversed(paths) if _NUMBERED.fullmatch(path.name))
-    return next((str(path) for path in own if accepts(path)), None)
-
-
 KNOWN = Known(
     "accelerate",
     ("1.15.0",),
     {
-        "accelerate.utils has save_fsdp_model and its like": _saves_by_functions,
+        "accelerate.utils saves and loads by save_fsdp_model and three more": _saves_by_functions,
         "Accelerator has save_state, load_state and save_model": _saves_by_methods,
     },
 )

@@ -34,7 +34,7 @@ class Managed:
 
     fsdp_param: Any
     unit: int
-    """Index of its parameter group, which FSDP2 gathers together, in the model."""
+    """Index of its parameter group in the model. FSDP2 gathers a group together."""
     padded_numel: int
     """Number of elements of each rank's padded buffer."""
     device: torch.device
