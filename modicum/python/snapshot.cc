@@ -1,4 +1,4 @@
-// Saves in the background: Snapshot, and create_files, which is called before.
+// Saves in the background: Snapshot, and create_files, which every rank must call first.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>

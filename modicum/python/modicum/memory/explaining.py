@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from modicum.errors import counted
+
 if TYPE_CHECKING:
     from modicum.memory.recording import Phase
 
@@ -83,8 +85,9 @@ def _growth(phase: Phase) -> dict[str, int]:
 
 
 def _listed(holders: dict[str, int], sign: str = "") -> str:
-    ordered = sorted(holders.items(), key=lambda item: -item[1])
-    shown = [f"{name} {sign}{size_text(size)}" for name, size in ordered[:_SHOWN] if size > 0]
-    if rest := sum(size for _, size in ordered[_SHOWN:] if size > 0):
-        shown.append(f"{len(ordered) - _SHOWN} others {sign}{size_text(rest)}")
+    positive = [(name, size) for name, size in holders.items() if size > 0]
+    ordered = sorted(positive, key=lambda item: -item[1])
+    shown = [f"{name} {sign}{size_text(size)}" for name, size in ordered[:_SHOWN]]
+    if rest := [size for _, size in ordered[_SHOWN:]]:
+        shown.append(f"{counted(len(rest), 'other')} {sign}{size_text(sum(rest))}")
     return ", ".join(shown) or "nothing"
