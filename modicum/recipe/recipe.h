@@ -115,8 +115,11 @@ class RecipeBuilder {
     std::optional<uint32_t> stored_as;
   };
   std::optional<uint32_t> find_stored(std::string_view name);
+  // The index of a stored tensor. Unknown: MISMATCH with the sentence `error` and the nearest name.
+  uint32_t require_stored(std::string_view name, std::string_view error);
   uint32_t push(Node node);
-  // A node without inputs that has the dtype and shape of `in`. MISMATCH if `in` has no dim `dim`.
+  // A node without inputs that has the dtype and shape of `in`. MISMATCH if `in` has no dim `dim`,
+  // UNSUPPORTED if it has more than 8 dims.
   Node along(Op op, int dim, uint32_t in) const;
   void resolve_aliases();
   void resolve(Alias alias, uint32_t of);

@@ -328,6 +328,81 @@ TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   EXPECT_EQ(category_of([&] { parse_recipe("{}", manifest); }), Category::mismatch);
 }
 
+std::string error_of(FunctionRef<void(RecipeBuilder&)> act, const Manifest& manifest) {
+  RecipeBuilder builder(manifest);
+  try {
+    act(builder);
+    builder.finish();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Recipe, AnErrorNamesTheWrongDimDtypeOrShape) {
+  const std::vector<int64_t> nine(9, 1);
+  Manifest manifest = manifest_of({{"a", {2, 3}}, {"b", {5, 4}}, {"ids", {2, 3}}, {"nine", nine}});
+  manifest.tensors[2].spec.dtype = DType::i64;
+  const auto error = [&](FunctionRef<void(RecipeBuilder&)> act) { return error_of(act, manifest); };
+  EXPECT_EQ(error([](RecipeBuilder& r) { r.slice(2, 0, 1, r.stored("a")); }),
+            "MISMATCH: 'slice' along a dim that its input does not have (expected a dim in [0, 2), "
+            "got 2)");
+  EXPECT_EQ(error([](RecipeBuilder& r) { r.stack(-1, {r.stored("a")}); }),
+            "MISMATCH: 'stack' along a dim that its output does not have (expected a dim in "
+            "[0, 2], got -1)");
+  EXPECT_EQ(error([](RecipeBuilder& r) { r.slice(0, 0, 1, r.stored("nine")); }),
+            "UNSUPPORTED: 'slice' of a tensor of more than 8 dims (got [1, 1, 1, 1, 1, 1, 1, 1, "
+            "1])");
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.permute({8, 7, 6, 5, 4, 3, 2, 1, 0}, r.stored("nine"));
+            }),
+            "UNSUPPORTED: 'permute' of a tensor of more than 8 dims (got [1, 1, 1, 1, 1, 1, 1, 1, "
+            "1])");
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.permute({1, 1}, r.stored("a"));
+            }),
+            "MISMATCH: 'permute' does not name each dim once (expected [0, 1] in any order, got "
+            "[1, 1])");
+  const std::string cat =
+      "MISMATCH: 'cat' along dim 0 of tensors that differ in dtype or another "
+      "dim (expected float32 [2, 3], got ";
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.cat(0, {r.stored("a"), r.stored("b")});
+            }),
+            cat + "float32 [5, 4])");
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.cat(0, {r.stored("a"), r.stored("ids")});
+            }),
+            cat + "int64 [2, 3])");
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.stack(0, {r.stored("a"), r.stored("ids")});
+            }),
+            "MISMATCH: 'stack' of tensors that differ in dtype or shape (expected float32 [2, 3], "
+            "got int64 [2, 3])");
+  EXPECT_EQ(error([](RecipeBuilder& r) { r.target("t", r.stored("ids"), DType::f32); }),
+            "UNSUPPORTED: a cast from int64 to float32 (tensor t, expected a cast from float32, "
+            "bfloat16, float16 or FP8 codes with scales)");
+}
+
+TEST(Recipe, AnUnknownNameIsRefusedWithTheNearestOne) {
+  const Manifest manifest = manifest_of({{"norm.weight", {2}}});
+  EXPECT_EQ(error_of([](RecipeBuilder& r) { r.stored("nrom.weight"); }, manifest),
+            "MISMATCH: the recipe names a tensor that the checkpoint does not hold; nearest is "
+            "'norm.weight' (tensor nrom.weight)");
+  EXPECT_EQ(error_of([](RecipeBuilder& r) { r.unused("norm.wieght"); }, manifest),
+            "MISMATCH: the recipe lists as unused a tensor that the checkpoint does not hold; "
+            "nearest is 'norm.weight' (tensor norm.wieght)");
+  EXPECT_EQ(error_of(
+                [](RecipeBuilder& r) {
+                  r.target("norm.weight", r.stored("norm.weight"));
+                  r.alias("first", "norm.weight");
+                  r.alias("second", "first");
+                },
+                manifest),
+            "MISMATCH: an alias of 'first', which is itself an alias or not a target (tensor "
+            "second)");
+}
+
 TEST(Recipe, ATargetOrAliasWithoutANameIsRefused) {
   const Manifest manifest = manifest_of({{"a", {2, 3}}});
   const std::string node = R"({"op":"stored","name":"a"})";

@@ -2,8 +2,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-
 #include <bit>
+#include <climits>
 
 #include "modicum/json/json.h"
 #include "modicum/recipe/recipe.h"
@@ -134,7 +134,7 @@ class Reading {
 
   uint32_t build(const Written& node) {
     const auto dim = [&] {
-      return static_cast<int>(std::clamp<int64_t>(need(node.dim, node, "dim"), -1, 64));
+      return static_cast<int>(std::clamp<int64_t>(need(node.dim, node, "dim"), INT_MIN, INT_MAX));
     };
     if (node.op == "stored") return builder_.stored(std::string_view(node.name));
     if (node.op == "cat" || node.op == "stack") {
