@@ -102,8 +102,9 @@ class RecipeBuilder {
   // other conversion.
   void target(std::string fqn, uint32_t root, std::optional<DType> dtype = std::nullopt,
               Role role = Role::param);
-  // The target `of` may be added later. Node `stored_as` must have the shape of `of` and the dtype
-  // of its root; the load compares its values with those of `of`.
+  // The target `of` may be added later. Node `stored_as` must have the shape of `of`, the dtype of
+  // its root, and scales if and only if the root has; the load compares its values with those of
+  // `of`. Without these conditions if the builder unties.
   void alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as = std::nullopt);
   void unused(std::string_view name);
   Recipe finish();
@@ -162,12 +163,13 @@ std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 
 // `--dtype` and `--keep-fp32`: sets the dtype of castable targets and of FP8 codes that all have
 // scales. Targets whose name contains a match of the regular expression `keep_fp32` get float32,
-// the others `dtype`. USAGE if the expression is invalid or matches nothing.
+// the others `dtype`. USAGE if the expression is invalid or matches no such target; MISMATCH if the
+// targets become too large (require_countable).
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32);
 
 // make_recipe returns the recipe of a load. It is parsed from `text` (recipe.json), or else the
-// identity with the tie of the word embeddings and without the scales of dequantised tensors. Then
-// set_dtype is applied.
+// identity without the scales of dequantised tensors; `tie_word_embeddings` adds the tie of the
+// word embeddings to the identity. Then set_dtype is applied.
 struct RecipeOptions {
   std::optional<std::string> text;
   bool tie_word_embeddings = false;

@@ -145,10 +145,8 @@ TEST(Recipe, PullBackAgreesWithElementSource) {
     const Manifest manifest = manifest_of({{"a", {2, 3, 4}}, {"b", {6, 2}}, {"c", {5}}});
     RecipeBuilder builder(manifest);
     std::vector<std::vector<int64_t>> shapes;
-    Recipe probe;  // finished after the same steps, to read shapes from it
+    Recipe probe;  // a finished copy, made after each op: shows the shape of its result
     std::vector<uint32_t> tops = {builder.stored("a"), builder.stored("b"), builder.stored("c")};
-    // After each op, a finished copy shows the node's shape.
-    std::vector<unsigned> steps;
     uint32_t top = tops[seed % 3];
     std::vector<int64_t> shape = manifest.tensors[seed % 3].spec.shape;
     const int depth = 1 + static_cast<int>(random() % 4);
@@ -238,7 +236,7 @@ TEST(Recipe, ATieStoredUnderBothNamesIsCompared) {
             Category::count);
 }
 
-// Ties in either direction, determined by the stored names.
+// The stored names determine which name of a tie is the alias.
 TEST(Recipe, IfOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   const auto tie_of = [](std::vector<std::string> names) -> NamedTie {
     std::vector<std::pair<std::string, std::vector<int64_t>>> tensors;
@@ -270,7 +268,7 @@ TEST(Recipe, IfOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   EXPECT_FALSE(recipe.is_compared(2));
 }
 
-// The second name of a tie has the dtype of the first, even untied.
+// The second name of a tie has the dtype of the first, even if it is untied.
 TEST(Recipe, UntyingKeepsTheCast) {
   const Manifest manifest = manifest_of({{"a", {2}}, {"b", {2}}});
   const std::string text = R"({"targets": {
@@ -322,6 +320,8 @@ TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   EXPECT_EQ(tensor, "t");
   EXPECT_EQ(category_of(parse(R"("t":{"op":"rotate","in":[]})"), &tensor), Category::unsupported);
   EXPECT_EQ(tensor, "t");
+  EXPECT_EQ(category_of(parse(R"("t":{"op":"stored","file":"x"})"), &tensor), Category::mismatch);
+  EXPECT_EQ(tensor, "t") << "an unknown key";
   EXPECT_EQ(category_of(parse(a + R"(,"t":{"op":"alias","of":"absent"})", R"(["b"])")),
             Category::mismatch);
   EXPECT_EQ(category_of([&] { parse_recipe("{\"targets\":{", manifest); }), Category::mismatch);
@@ -382,6 +382,25 @@ TEST(Recipe, AnErrorNamesTheWrongDimDtypeOrShape) {
   EXPECT_EQ(error([](RecipeBuilder& r) { r.target("t", r.stored("ids"), DType::f32); }),
             "UNSUPPORTED: a cast from int64 to float32 (tensor t, expected a cast from float32, "
             "bfloat16, float16 or FP8 codes with scales)");
+}
+
+TEST(RecipeText, AMissingKeyOrUnknownValueIsNamed) {
+  const Manifest manifest = manifest_of({{"a", {2, 3}}});
+  const auto error = [&](const std::string& node) -> std::string {
+    try {
+      parse_recipe(R"({"targets":{"t":)" + node + "}}", manifest);
+    } catch (const Error& refused) {
+      return refused.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(error(R"({"op":"stored"})"), "MISMATCH: 'stored' lacks its 'name' (tensor t)");
+  EXPECT_EQ(error(R"({"op":"alias"})"), "MISMATCH: 'alias' lacks its 'of' (tensor t)");
+  EXPECT_EQ(error(R"({"op":"rotate"})"),
+            "UNSUPPORTED: an unknown op 'rotate' (tensor t, expected stored, cat, stack, slice, "
+            "permute, gather, reshape, init, caller, alias)");
+  EXPECT_EQ(error(R"({"op":"init","rule":"twos","shape":[2],"dtype":"float32"})"),
+            "UNSUPPORTED: an unknown init rule 'twos' (tensor t, expected zeros, ones, normal)");
 }
 
 TEST(Recipe, AnUnknownNameIsRefusedWithTheNearestOne) {
