@@ -103,10 +103,10 @@ class RecipeBuilder {
   void target(std::string fqn, uint32_t root, std::optional<DType> dtype = std::nullopt,
               Role role = Role::param);
   // The target `of` may be added later. Node `stored_as` must have the shape of `of`, the dtype of
-  // its root, and scales if and only if the root has; the load compares its values with those of
-  // `of`. Without these conditions if the builder unties.
+  // its root, and scales if and only if the root has scales; the load compares its values with the
+  // values of `of`. With `unties`, none of these conditions applies.
   void alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as = std::nullopt);
-  void unused(std::string_view name);
+  void unused(std::string_view name);  // unknown: MISMATCH with the nearest name
   Recipe finish();
   const Node& node(uint32_t id) const;  // `id` was returned by this builder
 
