@@ -195,8 +195,8 @@ Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
 // The tensors that a save writes.
 //
 // A stored tensor is restored, under its name and in its shape, if the targets hold each of its
-// elements exactly once. Otherwise (it was sliced, or an element is repeated) the targets that take
-// its elements are written unchanged: under the targets' names, in the targets' shapes. So are
+// elements exactly once, all in one dtype. Otherwise (it was sliced, or an element is repeated) the
+// targets that take its elements are written unchanged: under the targets' names and shapes. So are
 // targets with values that were not stored (`init`, `caller`), and every target that shares a
 // stored tensor with an unchanged target.
 //
@@ -216,7 +216,7 @@ struct SavedTensor {
   bool is_copied = false;
 };
 struct SavedForm {
-  std::vector<SavedTensor> tensors;  // in the order of the stored ones, then of the targets
+  std::vector<SavedTensor> tensors;  // sorted by `stored`; those without it are last
   std::vector<bool> as_target;       // by target: whether it is written unchanged
   std::vector<uint32_t> left_out;    // stored tensors that are neither restored nor copied
 };
