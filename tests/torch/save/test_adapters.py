@@ -4,7 +4,8 @@ Tested against PEFT: the step has the files of `save_pretrained`, tensor for ten
 and `PeftModel.from_pretrained` gives the model that was saved. Must fail for these mutants: a
 PeftModel whose base model is saved, too; a trained tensor that is in no file; names of Modicum's
 instead of PEFT's; a config whose sets have another order on every rank; adapters that stay the new
-program's at a resume; a file of adapters that counts as the base model's source.
+program's at a resume; a file of adapters that counts as the base model's source; adapters inside
+wrappers of torch that PEFT does not find.
 """
 
 import json
@@ -22,6 +23,9 @@ peft = pytest.importorskip("peft")
 import torch_front  # noqa: E402
 from ranks import Ranks, ranks  # noqa: E402
 from sharding import Cut  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
+    checkpoint_wrapper,
+)
 
 import modicum.torch as front  # noqa: E402
 from modicum.errors import UsageError  # noqa: E402
@@ -76,6 +80,30 @@ def test_the_files_are_those_of_peft(tmp_path: Path, how: str) -> None:
     read = peft.PeftModel.from_pretrained(base, step).state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(read[name], tensor), name
+
+
+@pytest.mark.parametrize("how", CONFIGS)
+def test_wrappers_of_torch_change_nothing(tmp_path: Path, how: str) -> None:
+    """Names of modules inside activation checkpointing differ from those of the state dict, by
+    which PEFT finds no adapter."""
+    model, inside = wrapped(how, 1), wrapped(how, 1)
+    layers = inside.get_base_model().model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    layers[1] = torch.compile(layers[1])
+    steps = {
+        "plain": Path(front.save(model, tmp_path / "plain", step=5).path),
+        "wrapped": Path(front.save(torch.compile(inside), tmp_path / "wrapped", step=5).path),
+    }
+    expected = torch_front.stored_in(steps["plain"])
+    stored = torch_front.stored_in(steps["wrapped"])
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+    configs = [(step / "adapter_config.json").read_text() for step in steps.values()]
+    assert configs[0] == configs[1]
+    again = wrapped(how, 2)
+    front.resume(torch.compile(again), steps["wrapped"], progress=False)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
 
 
 @pytest.mark.parametrize("how", CONFIGS)

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import UsageError, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, caller
@@ -43,6 +43,18 @@ def only_adapters(model: Model, asked: bool | None) -> bool:
         what = "this tensor is trained, but PEFT's file lacks it: adapters=False saves all tensors"
         raise refusal("UNSUPPORTED", what, tensor=others[0])
     return asked
+
+
+def why_not_alone(module: nn.Module) -> str | None:
+    """Why a save of a model with adapters can't write the adapters alone; None if it can."""
+    if not _is_wrapped(module):
+        return "PEFT's layers are in it, but no PeftModel is around it"
+    model = Model.of(module)
+    try:
+        others = _trained_besides(model, names_of_peft(model))
+    except UsageError as error:
+        return str(error)
+    return f"it trains {others[0]}, which PEFT's file lacks" if others else None
 
 
 def _is_wrapped(module: nn.Module) -> bool:
