@@ -155,15 +155,25 @@ def accelerate_saves_model(
         return {"saved": whole(made), "reports": reports(loading)}
 
 
-def adapters_with_another(directory: str, folder: str) -> dict[str, Any]:
-    """Saves a PeftModel that also trains a norm of the base, twice."""
+def adapters_with_another(directory: str, folder: str, root: str) -> dict[str, Any]:
+    """Saves a PeftModel that also trains a norm of the base, twice by `save_state`, and then by
+    `modicum.torch.save`, as docs/guide/accelerate.md advises."""
     with script_context("modicum") as loading:
         made = prepared(directory, "modicum", adapters="and a norm")
         trained(made, 1)
         with warned() as texts:
             made[0].save_state(folder)
             made[0].save_state(f"{folder}-again")
-        return {"warned": texts, "reports": reports(loading)}
+        _, model, optimizer, _ = made
+        modicum.torch.save(model, root, step=1, optimizer=optimizer.optimizer, adapters=False)
+        return {"saved": whole(made), "warned": texts, "reports": reports(loading)}
+
+
+def adapters_with_another_resumed(directory: str, root: str) -> dict[str, str]:
+    with script_context("modicum"):
+        _, model, optimizer, _ = made = prepared(directory, "modicum", adapters="and a norm")
+        modicum.torch.resume(model, root, optimizer=optimizer.optimizer, progress=False)
+        return whole(made)
 
 
 # ---- Trainer
@@ -296,6 +306,7 @@ ACTS: dict[str, Callable[..., Any]] = {
     "accelerate_resumes": accelerate_resumes,
     "accelerate_saves_model": accelerate_saves_model,
     "adapters_with_another": adapters_with_another,
+    "adapters_with_another_resumed": adapters_with_another_resumed,
     "trains": trains,
     "trains_in": trains_in,
     "patched": patched,

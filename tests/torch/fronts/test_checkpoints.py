@@ -174,16 +174,23 @@ def test_adapters(two: Ranks, tmp_path: Path, modicum: Path, model: str, optimiz
     assert_peft_reads(folder, model, saved[0]["saved"])
 
 
-def test_adapters_and_another_trained_tensor(two: Ranks, tmp_path: Path, model: str) -> None:
-    """accelerate saves them, and a warning says why, once."""
+def test_adapters_and_another_trained_tensor(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str
+) -> None:
+    """accelerate saves them, and a warning says why, once. `modicum.torch.save` saves them with
+    COMMIT, and a script of accelerate goes on from there."""
     pytest.importorskip("peft")
-    folder = tmp_path / "state"
-    (told, other) = two.ask("adapters_with_another", directory=model, folder=str(folder))
+    folder, how = tmp_path / "state", {"directory": model, "root": str(tmp_path / "steps")}
+    (saved, other) = two.ask("adapters_with_another", folder=str(folder), **how)
     assert (folder / "pytorch_model_fsdp_0").exists() and not list(folder.rglob("COMMIT"))
-    (text,) = told["warned"]
-    assert other["warned"] == told["reports"] == []
+    (text,) = saved["warned"]
+    assert other["warned"] == saved["reports"] == []
     assert "it trains base_model.model.model.norm.weight, which PEFT's file lacks. The" in text
     assert "has no COMMIT" in text
+    assert_verifies(modicum, tmp_path / "steps")
+    with ranks(2, tmp_path / "ranks") as others:
+        resumed = others.ask("adapters_with_another_resumed", **how)
+    assert resumed == [saved["saved"], other["saved"]]
 
 
 def test_save_model_has_the_base_of_adapters(two: Ranks, tmp_path: Path, model: str) -> None:
