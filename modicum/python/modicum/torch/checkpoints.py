@@ -164,9 +164,8 @@ class Checkpoints:
                 raise refusal("UNSUPPORTED", what, file=kept.flight.directory.name)
             if ranks.rank == 0 and not one.has_config and is_pretrained(kept.model):
                 upstream.save_config(kept.model, kept.flight.directory)
-            adapters = upstream.has_adapters(kept.model)
-            saved = save_inside(kept.model, kept.flight, kept.optimizer, how, ranks, adapters)
-            self._saved(saved)
+            how["adapters"] = upstream.has_adapters(kept.model)
+            self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
 
     def _is_ours(self, accelerator: Any, model: Any) -> bool:
         """Whether Modicum saves the model: it has loaded it, and FSDP2 shards it."""

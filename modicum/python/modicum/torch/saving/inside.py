@@ -100,16 +100,15 @@ def save_inside(
     optimizer: torch.optim.Optimizer | None,
     how: Mapping[str, Any],
     ranks: Ranks,
-    adapters: bool,
 ) -> Saved:
     """Saves into the directory of `flight`, which is open, and commits. Collective. `how`: ledger,
-    budget, staging and shard_size, as for `save`. `adapters`: only those are saved."""
+    budget, staging, shard_size and adapters, as for `save`."""
     reshard(model)
     extra = None
     if optimizer is not None and not _has_tensors(optimizer):
         extra = {_GROUPS: json.loads(groups.text_of(optimizer, Model.of(model).names))}
         optimizer = None
-    form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=adapters)
+    form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=how["adapters"])
     ask = Ask(
         root=flight.directory, step=flight.number, keep=None, form=form,
         ledger=how["ledger"] or _modicum.Ledger(), budget=how["budget"], extra=extra, per_rank=None,
