@@ -29,6 +29,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noq
 
 import modicum.torch as front  # noqa: E402
 from modicum.errors import UsageError  # noqa: E402
+from modicum.torch.saving.adapters import why_not_alone  # noqa: E402
 
 TARGETS = ["q_proj", "down_proj"]
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -137,6 +138,16 @@ def test_the_base_model_is_saved_where_it_trains(tmp_path: Path) -> None:
     plain.add_adapter("other", CONFIGS["lora"]())
     with pytest.raises(UsageError, match="default, other"):
         front.save(plain, tmp_path / "steps", step=3)
+
+
+def test_why_adapters_are_not_saved_alone() -> None:
+    """The reasons that a warning gives when accelerate saves them."""
+    model = wrapped("lora", 1)
+    assert why_not_alone(model) is None
+    model.add_adapter("other", CONFIGS["lora"]())
+    assert "default, other" in str(why_not_alone(model))
+    bare = peft.inject_adapter_in_model(CONFIGS["lora"](), torch_front.empty("qwen3"))
+    assert "no PeftModel is around it" in str(why_not_alone(bare))
 
 
 def test_a_step_of_adapters_needs_a_model_with_adapters(tmp_path: Path) -> None:
