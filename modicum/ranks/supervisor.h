@@ -16,8 +16,8 @@ constexpr int kMaxRanksPerCore = 16;
 struct SuperviseOptions {
   // After this long without a heartbeat, outside a barrier, a rank's memory size is checked. The
   // rank has stalled (STALL) if the size is the same as at its previous check; the first check
-  // after a heartbeat only records it. If the rank waits for a file, the error names the file and
-  // offset.
+  // after a heartbeat only records it. If the rank is in a read or write of a file, the error names
+  // the file and the offset.
   int64_t stall_limit_ns = 60 * kNsPerSecond;
   // A rank stopped (SIGSTOP) for less than this is tolerated.
   int64_t stop_grace_ns = 2 * kNsPerSecond;
