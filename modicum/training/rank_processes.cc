@@ -28,7 +28,8 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
                                      : fmt::format("{} allows {}", limits[0].source,
                                                    format_size(limits[0].limit_bytes));
     if (!world.need.empty()) how += "; " + world.need;
-    return fmt::format("{}; {} had been read", how, format_size(progress_of(world.board)));
+    return fmt::format("{}; the ranks had read, received or written {}", how,
+                       format_size(progress_of(world.board)));
   };
   auto reporting = [&world, body](int rank) {
     world.own_report.begin([] { return read_pss(getpid()).value_or(0); });
