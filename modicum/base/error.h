@@ -2,7 +2,8 @@
 //
 // Every failure ends the operation and is thrown as an `Error`. The category determines the exit
 // code and the Python class. Facts (file, tensor, expected, got) are fields, so that callers need
-// not parse the message. The message is one line. Threads: values without shared state.
+// not parse the message. The message is one line. An Error shares no state and can be passed to
+// another thread.
 #pragma once
 
 #include <cstdint>
@@ -71,7 +72,7 @@ struct Owner {
 // Details of a failure, all optional. The message has those that are set, except the shortfall and
 // the owners.
 struct Facts {
-  std::string file;                 // base name, never a path from inside a checkpoint
+  std::string file;                 // base name of a file or directory
   std::string tensor;               // FQN as stored in the file
   std::optional<uint64_t> offset;   // byte offset in `file`
   std::optional<int> rank;          // the rank that reports the failure
@@ -103,7 +104,7 @@ class Error : public std::exception {
 
 [[noreturn]] void fail(Category category, std::string what_happened, Facts facts = {});
 
-// Calls `act`. Throws an Error of `act` again with `fqn` as its tensor, unless it names one.
+// Calls `act`. If `act` throws an Error without a tensor, rethrows it with `fqn` as its tensor.
 template <typename Act>
 void naming_tensor(const std::string& fqn, Act act) {
   try {
@@ -115,8 +116,8 @@ void naming_tensor(const std::string& fqn, Act act) {
   }
 }
 
-// A name from a file, made printable: control bytes become \xNN, and "..." replaces all after 256
-// bytes.
+// A name from a file, made printable: control bytes become \xNN, and "..." replaces what follows
+// the first 256 bytes of the result.
 std::string printable(std::string_view name);
 
 [[noreturn]] void assertion_failed(const char* condition, const char* file, int line);

@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-TEST(Error, EveryCategoryHasANameOfItsOwnAndAnExitCode) {
+TEST(Error, EveryCategoryHasAUniqueNameAndAnExitCode) {
   std::set<std::string_view> names;
   for (int i = 0; i < static_cast<int>(Category::count); ++i) {
     const auto category = static_cast<Category>(i);
@@ -19,7 +19,8 @@ TEST(Error, EveryCategoryHasANameOfItsOwnAndAnExitCode) {
   }
 }
 
-// The enum and the table of names are two lists. Checks the first and last category of each family.
+// The enum and the table of names are two lists. Of FORMAT and INDEX, the first and the last
+// category are compared; of the rest, every one.
 TEST(Error, TheTableIsInTheOrderOfTheEnum) {
   struct Wanted {
     Category category;
@@ -41,6 +42,8 @@ TEST(Error, TheTableIsInTheOrderOfTheEnum) {
       {Category::uncommitted, "UNCOMMITTED", 19},
       {Category::conflict, "CONFLICT", 20},
       {Category::preempted, "PREEMPTED", 21},
+      {Category::unsupported, "UNSUPPORTED", 2},
+      {Category::mismatch, "MISMATCH", 2},
       {Category::usage, "USAGE", 2},
       {Category::internal, "INTERNAL", 70},
       {Category::cancelled, "CANCELLED", 130},

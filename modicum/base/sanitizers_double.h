@@ -1,4 +1,5 @@
-// Whether the tests run under a sanitizer. Tests of memory ask, since a sanitizer needs memory too.
+// Whether the tests run under a sanitizer. It holds memory of its own and replaces pthread_create,
+// so tests that measure memory or replace that function are skipped.
 #pragma once
 
 namespace modicum {

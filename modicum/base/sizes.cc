@@ -82,7 +82,7 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
   const auto [at, error] = std::from_chars(number.data(), end, value);
   if (error != std::errc() || at != end) refuse("not a number");
   const double bytes = std::floor(value * unit->factor);
-  if (!(bytes < 9.2e18)) refuse("too large");  // 2^63 is 9.22e18
+  if (!(bytes < 0x1p63)) refuse("too large");
   return static_cast<uint64_t>(bytes);
 }
 

@@ -39,8 +39,8 @@ constexpr std::optional<T> checked_mul(T a, std::type_identity_t<T> b) noexcept 
   return std::nullopt;
 }
 
-// UINT64_MAX if the result overflows. Used for bytes times a user-chosen number of ranks, which are
-// compared with a limit: an overflow then exceeds it.
+// UINT64_MAX if the result overflows. For bytes that are compared with a limit, such as a sum over
+// a user-chosen number of ranks: a result that overflows exceeds every limit.
 constexpr uint64_t saturating_add(uint64_t a, uint64_t b) noexcept {
   return b > UINT64_MAX - a ? UINT64_MAX : a + b;
 }
@@ -48,8 +48,8 @@ constexpr uint64_t saturating_mul(uint64_t a, uint64_t b) noexcept {
   return a != 0 && b > UINT64_MAX / a ? UINT64_MAX : a * b;
 }
 
-// The smallest multiple of `step` that is not below `value`; the largest one in 64 bits if that
-// overflows.
+// The smallest multiple of `step` that is not below `value`. If it does not fit 64 bits, the
+// largest multiple that does.
 constexpr uint64_t round_up(uint64_t value, uint64_t step) noexcept {
   if (value > UINT64_MAX - (step - 1)) return UINT64_MAX / step * step;
   return (value + step - 1) / step * step;
@@ -59,8 +59,8 @@ constexpr int64_t ceil_div(int64_t value, int64_t by) noexcept {
   return value / by + (value % by != 0 ? 1 : 0);
 }
 
-// The candidate with the smallest edit distance; "" if it exceeds 3, or both 1 and half the name's
-// length.
+// The candidate with the smallest edit distance to `name`; "" if that distance is over
+// min(3, max(1, name.size() / 2)).
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
 // "; nearest is 'NAME'", the end of a message, with nearest_name; "" if there is none.
 std::string nearest_hint(std::string_view name, const std::vector<std::string>& candidates);

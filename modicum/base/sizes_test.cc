@@ -34,8 +34,9 @@ TEST(ParseSize, AcceptsTheUnitsOfSlurmSystemdAndDocker) {
   EXPECT_EQ(parse_size("1 GiB"), kGiB);
   EXPECT_EQ(parse_size("1.5 gib"), kGiB + kGiB / 2);
   EXPECT_EQ(parse_size("16gb"), 16'000'000'000U);
-  EXPECT_EQ(parse_size("010"), 10U);
 }
+
+TEST(ParseSize, ALeadingZeroDoesNotMeanOctal) { EXPECT_EQ(parse_size("010"), 10U); }
 
 TEST(ParseSize, FractionsAreRoundedDownToAByte) {
   EXPECT_EQ(parse_size("1.5GiB"), kGiB + kGiB / 2);
@@ -48,6 +49,11 @@ TEST(ParseSize, WholeNumbersAreExactUpToTheLimit) {
   EXPECT_EQ(parse_size("9007199254740993"), 9007199254740993U) << "not through a double";
   EXPECT_EQ(parse_size("9223372036854775807"), kMost);
   EXPECT_EQ(parse_size("8388607TiB"), uint64_t{8388607} << 40);
+}
+
+TEST(ParseSize, FractionsReachTheSameLimitOf2To63) {
+  EXPECT_EQ(parse_size("8388607.5TiB"), (uint64_t{1} << 63) - (uint64_t{1} << 39));
+  EXPECT_THROW(parse_size("8388608.0TiB"), Error);
 }
 
 TEST(ParseSize, RefusesOtherTexts) {

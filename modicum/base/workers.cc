@@ -1,5 +1,6 @@
 #include "modicum/base/workers.h"
 
+#include <fmt/format.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -24,7 +25,7 @@ void run_workers(int workers, FunctionRef<void(int worker)> work) {
       if (!first) first = std::current_exception();
     }
   };
-  // No worker begins before all threads exist, since finished work could not be undone.
+  // No worker begins before all threads exist: if one can't be started, no work has to be undone.
   enum Gate { closed, open, abandoned };
   std::atomic<Gate> gate = closed;
   auto behind_the_gate = [&](int worker) noexcept {
@@ -46,8 +47,9 @@ void run_workers(int workers, FunctionRef<void(int worker)> work) {
   if (!out_of_threads) guarded(workers - 1);
   for (std::thread& thread : threads) thread.join();
   if (out_of_threads) {
-    fail(Category::no_memory, "a worker thread could not be started",
-         {.expected = std::to_string(workers - 1), .got = std::to_string(threads.size())});
+    fail(Category::no_memory, "the worker threads could not all be started",
+         {.expected = fmt::format("{} threads", workers - 1),
+          .got = std::to_string(threads.size())});
   }
   if (first) std::rethrow_exception(first);
 }

@@ -17,14 +17,15 @@
 namespace modicum {
 namespace {
 
-TEST(RunWorkers, CallsEveryWorkerOnceOnItsOwnThread) {
+TEST(RunWorkers, CallsEveryWorkerOnItsOwnThread) {
   std::array<std::thread::id, 5> threads;
   run_workers(
       5, [&](int worker) { threads[static_cast<size_t>(worker)] = std::this_thread::get_id(); });
   const std::set<std::thread::id> distinct(threads.begin(), threads.end());
   EXPECT_EQ(distinct.size(), 5U);
   EXPECT_EQ(distinct.count(std::thread::id()), 0U);
-  EXPECT_EQ(threads[4], std::this_thread::get_id()) << "the last runs on the caller's";
+  EXPECT_EQ(threads[4], std::this_thread::get_id())
+      << "the last worker runs on the caller's thread";
 }
 
 // A rank that is bound to a NUMA node (numactl) keeps its threads there.
@@ -50,18 +51,18 @@ TEST(RunWorkers, OneWorkerNeedsNoThread) {
   EXPECT_EQ(thread, std::this_thread::get_id());
 }
 
-TEST(RunWorkers, AnExceptionReachesTheCallerAfterAllHaveEnded) {
+TEST(RunWorkers, AnExceptionReachesTheCallerAfterAllHaveRun) {
   for (int bad = 0; bad < 3; ++bad) {
-    std::atomic<int> ended = 0;
+    std::atomic<int> ran = 0;
     try {
       run_workers(3, [&](int worker) {
-        ++ended;
+        ++ran;
         if (worker == bad) fail(Category::io, "worker " + std::to_string(worker));
       });
       ADD_FAILURE() << bad;
     } catch (const Error& error) {
       EXPECT_EQ(error.what_happened(), "worker " + std::to_string(bad));
-      EXPECT_EQ(ended, 3);
+      EXPECT_EQ(ran, 3);
     }
   }
 }

@@ -52,7 +52,8 @@ void unfused_step(const Unfused& of, int threads, const AdamNumbers& numbers, fl
   });
   GradNorm norm;
   for (const GradNorm& part : norms) norm += part;
-  // The factor is 1, since the maximum is twice the norm. The pass is made nevertheless.
+  // The factor is 1, since the maximum is twice the norm. The pass is made nevertheless, because a
+  // real step makes it.
   const float clip = clip_factor(norm.norm(), 2 * norm.norm());
   pass(threads, of.n, [&](int, int64_t at, int64_t n) { scale(grad(at), clip, n); });
   pass(threads, of.n, [&](int, int64_t at, int64_t n) {
@@ -87,7 +88,8 @@ uint64_t whole_copy_bytes(const BaselineTask& task) {
   return round_up(task.copy_bytes, 2 * kPageBytes);
 }
 
-// Times one round of work, which starts on all ranks at once. Round -1 is a warm-up: not recorded.
+// Times one round of work, which all ranks begin at the same time. Round -1 is a warm-up and not
+// recorded.
 class Stopwatch {
  public:
   Stopwatch(FunctionRef<void()> line_up, Clock& clock) : line_up_(line_up), clock_(clock) {}
@@ -120,8 +122,8 @@ void measure_copies(const BaselineTask& task, Ledger& ledger, Stopwatch& watch,
   }
 }
 
-// The number of parameters to step: as many as fit, fused and unfused, into the memory of the state
-// under test. At least one bucket.
+// The number of parameters of the timed steps: as many as the memory of the state under test holds,
+// fused and unfused. At least one bucket, at most kMostParams.
 int64_t params_of(const BaselineTask& task) {
   const uint64_t state_bytes = adamw_footprint(task.spec).total();
   const int64_t numel = std::max<int64_t>(1, task.spec.shards[0].numel());
@@ -171,7 +173,7 @@ Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRe
   const Outlet outlet{.ring = ring.bytes(), .send = [](const ReadyChunk&) {}};
   AdamW fused(fused_spec(task), ledger, task.threads);
   for (int round = -1; round < Baselines::kRounds; ++round) {  // round -1: warm-up
-    // Parameters and gradients are small hashes, moments are 0.
+    // Parameters and gradients are small pseudo-random numbers, moments are 0.
     pass(task.threads, n, [&](int, int64_t at, int64_t count) {
       synth_fill(0, DType::f32, at, count, unfused.master + 4 * at);
       std::memcpy(unfused.grad + 4 * at, unfused.master + 4 * at, 4 * static_cast<size_t>(count));

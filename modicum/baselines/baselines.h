@@ -1,5 +1,6 @@
-// Public header of `baselines`: comparisons. deepspeed.h forecasts DeepSpeed's memory; this file
-// times the optimizer step against two baselines.
+// The public header of `baselines`: what Modicum is compared with. deepspeed.h forecasts
+// DeepSpeed's memory; this file times the optimizer step and two baselines, a copy of memory and an
+// unfused step.
 //
 // All ranks measure the same work at the same time, kRounds times each:
 //
@@ -20,7 +21,8 @@ namespace modicum {
 
 // The step under test, on one rank.
 struct BaselineTask {
-  // Has one shard. Both steps together use about the memory of its state, so fewer elements.
+  // Has one shard. The timed steps have fewer elements than this shard: the states of the fused and
+  // of the unfused step together take about the memory of its state.
   AdamWSpec spec;
   int threads = 1;
   uint64_t ring_bytes = 0;  // size of the ring through which bf16 parameters are sent; 0: none

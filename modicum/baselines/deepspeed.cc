@@ -199,11 +199,11 @@ class ConfigReader {
   // DeepSpeed's rule: a batch is micro batches x accumulation steps x ranks.
   int64_t accumulation_steps(int ranks) const {
     if (!batch_ || !micro_batch_) return std::max<int64_t>(1, accumulation_.value_or(1));
-    // Counts are below 1e18, but the product may overflow: then INT64_MAX, so that `steps` is 0.
-    const int64_t at_once =
+    // Counts are below 1e18, but their product may overflow. It is then INT64_MAX, and `steps` 0.
+    const int64_t per_step =
         checked_mul(std::max<int64_t>(1, *micro_batch_), int64_t{ranks}).value_or(INT64_MAX);
-    const int64_t steps = *batch_ / at_once;
-    if (steps == 0 || steps * at_once != *batch_) {
+    const int64_t steps = *batch_ / per_step;
+    if (steps == 0 || steps * per_step != *batch_) {
       fail(Category::usage, fmt::format("train_batch_size {} is not a multiple of "
                                         "train_micro_batch_size_per_gpu {} x {} ranks",
                                         *batch_, *micro_batch_, ranks));
@@ -244,7 +244,7 @@ std::vector<PerParam> buffers_of(const DeepSpeedConfig& config) {
   const bool pins = config.optimizer.pin_memory;
   std::vector<PerParam> buffers = {{"fp32 master", 4, "init", pins}};
   if (config.stage < 3) {
-    buffers.push_back({"bf16 staging of the whole partition", 2, "init", pins});
+    buffers.push_back({"16-bit staging of the whole partition", 2, "init", pins});
     buffers.push_back({"fp32 gradients", 4, "init", pins});
     if (config.accumulation_steps > 1) {
       buffers.push_back({kAccumulated, 2, "step_1", pins});
@@ -303,8 +303,9 @@ class Forecast {
   }
 
   // Pages written before a fork are copied when they are written again, and a step writes all of
-  // them. Workers are forked before step 1; if they are not persistent, again before each epoch, so
-  // that buffers of step 1 are copied, too. Pinned pages belong to the driver and are not copied.
+  // them. Workers are forked before step 1. If they are not persistent, they are forked again
+  // before each epoch, and then the buffers of step 1 are copied, too. Pinned pages belong to the
+  // driver and are not copied.
   void fork_lines(bool persistent) {
     for (const PerParam& buffer : buffers_of(config_)) {
       if (buffer.is_pinned) continue;

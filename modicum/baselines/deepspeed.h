@@ -1,5 +1,5 @@
 // A forecast of the host memory that DeepSpeed holds for a model, allocation by allocation, from
-// its configuration (docs/internals/memory.md). Functions may be called on any thread.
+// its configuration (docs/guide/deepspeed.md). Functions may be called on any thread.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ struct DeepSpeedConfig {
   Offload optimizer;
   Offload param;
   int64_t accumulation_steps = 1;
-  int64_t sub_group_size = 1000000000;  // elements; stage 3 divides its states into such groups
+  int64_t sub_group_size = 1000000000;  // elements; stage 3 divides a rank's state into such groups
 };
 // Reads a ds_config.json. Throws USAGE if it is not JSON, a number is out of range, or its batch
 // sizes disagree. Throws UNSUPPORTED, which names the key, for a setting with an unknown effect on

@@ -50,7 +50,7 @@ void check_sha256(FileSystem& files, const std::string& path, const std::string&
                   FunctionRef<void()> poll) {
   const std::string got = sha256_of(*files.open(path), poll);
   if (got == expected) return;
-  fail(Category::integrity, "the file's SHA-256 is not the one that the cache names it by",
+  fail(Category::integrity, "the file's SHA-256 differs from the file's name in the cache",
        {.file = base_name(path), .expected = expected, .got = got});
 }
 

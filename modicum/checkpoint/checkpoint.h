@@ -48,8 +48,9 @@ struct Checkpoint {
   std::vector<std::string> warnings;            // one line per defect that does not prevent loading
 };
 
-// `path` is a directory with one `*.safetensors` file or an index and its shards, a single file, or
-// the name of a model in the local Hugging Face cache (`org/name`; no network). On failure throws
+// `path` is a directory with an index and its shards, or with a single `*.safetensors` file, or
+// with model.safetensors among other files; the path of an index or of a safetensors file; or the
+// name of a model in the local Hugging Face cache (`org/name`; no network). On failure throws
 // FORMAT.*, INDEX.*, CONFLICT or IO, with file and tensor.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path);
 
@@ -89,8 +90,9 @@ Manifest output_manifest(const FileSpecs& files, std::string_view stem = kModelS
 std::string output_header(const Manifest& manifest, uint32_t file);
 // The text of the index; empty for a single file, which needs none.
 std::string output_index(const Manifest& manifest);
-// The names of the files in the checkpoint's directory that belong to the model and are not
-// weights: config, generation config, tokenizer, templates and custom code.
+// The names of the files in the checkpoint's directory that are not weights but have the ending of
+// a config, a tokenizer, a template or custom code: .json, .txt, .model, .py, .jinja, .tiktoken,
+// .spm. Without indexes, a step's manifest.json and names that begin with a dot.
 std::vector<std::string> companion_files(const Checkpoint& checkpoint);
 // The dtypes of a saved checkpoint whose dtypes differ from the source's.
 struct NewForm {

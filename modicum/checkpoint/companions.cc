@@ -39,9 +39,16 @@ size_t end_of_value(std::string_view text, size_t at) {
   return text.size();
 }
 
-// Removes the member `key`, whose value is at [begin, end), and one comma next to it.
-Edit removed_member(std::string_view text, std::string_view key, size_t begin, size_t end) {
-  Edit edit{text.rfind(fmt::format("\"{}\"", key), begin), end, ""};
+// The opening quote of the key whose value begins at `begin`. The key may have \u escapes, but no
+// escaped quote.
+size_t begin_of_key(std::string_view text, size_t begin) {
+  const size_t closing = text.rfind('"', begin - 1);
+  return text.rfind('"', closing - 1);
+}
+
+// Removes the member whose value is at [begin, end), and one comma next to it.
+Edit removed_member(std::string_view text, size_t begin, size_t end) {
+  Edit edit{begin_of_key(text, begin), end, ""};
   const size_t next = text.find_first_not_of(" \t\r\n", end);
   if (next != std::string_view::npos && text[next] == ',') {
     edit.end = text.find_first_not_of(" \t\r\n", next + 1);
@@ -65,7 +72,7 @@ class ConfigEdits {
             {begin, end_of_value(text_, begin), fmt::format("\"{}\"", torch_name(form_.dtype))});
       } else if (key == "quantization_config") {
         if (form_.has_codes) return;
-        edits.push_back(removed_member(text_, key, begin, end_of_value(text_, begin)));
+        edits.push_back(removed_member(text_, begin, end_of_value(text_, begin)));
       } else if (kind == JsonValue::Kind::object) {
         object(member);
       }

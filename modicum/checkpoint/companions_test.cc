@@ -5,7 +5,8 @@
 namespace modicum {
 namespace {
 
-// Catches: a comma too many or too few; an edit of the same name inside a string or a list.
+// Catches: a comma too many or too few; an edit of the same name inside a string or a list; a key
+// that is found only if it is written without escapes.
 TEST(ConfigOf, ChangesOnlyDtypeAndQuantizationConfig) {
   for (const auto& [from, to] : std::vector<std::pair<std::string, std::string>>{
            {R"({"dtype": "float32", "a": 1.0e-5})", R"({"dtype": "bfloat16", "a": 1.0e-5})"},
@@ -20,6 +21,7 @@ TEST(ConfigOf, ChangesOnlyDtypeAndQuantizationConfig) {
             R"({"a": "quantization_config"})"},
            {R"({"a": 1, "quantization_config" : [2] , "b": 2})", R"({"a": 1, "b": 2})"},
            {R"({"quantization_config": 5})", R"({})"},
+           {R"({"a": 1, "quantization\u005fconfig": 2})", R"({"a": 1})"},
            {R"({"dtype": null})", R"({"dtype": null})"},
            {"[1", "[1"}}) {
     EXPECT_EQ(config_of(from, {DType::bf16}), to);

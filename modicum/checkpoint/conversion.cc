@@ -112,11 +112,12 @@ void ConversionJournal::read_journal(const Inputs& inputs) {
   if (journal && journal->inputs == inputs.digest.hex()) {
     finished_ = std::move(journal->files);
   } else if (files_.is_directory(partial_)) {
-    remove_tree(files_, partial_);  // files made from other inputs
+    remove_tree(files_, partial_);  // files made from other inputs, or without a valid journal
   }
 }
 
-// Removes unfinished files, and drops finished ones that no longer exist from the list.
+// Removes unfinished files. A finished file that is missing or has another size counts as
+// unfinished.
 void ConversionJournal::keep_finished() {
   const auto bytes_of_file = [&](const std::string& name) {
     const std::string path = join_path(partial_, name);

@@ -35,7 +35,7 @@ class ConversionJournal {
   struct Inputs {
     Digest digest;    // covers everything that decides the output's bytes
     StepOwner owner;  // this process
-    std::function<bool(const StepOwner&)> is_dead;  // whether an earlier conversion's process ended
+    std::function<bool(const StepOwner&)> is_dead;  // whether an earlier call's process has ended
   };
   // Begins a conversion to `out`, or resumes an earlier one with equal inputs. Removes the files of
   // an earlier one with other inputs. Throws CONFLICT if `out` exists or a live process converts to

@@ -74,7 +74,7 @@ class IndexParser {
     const uint64_t offset = value.offset();
     const std::string file = value.string();
     if (!is_shard_name(file)) {
-      fail(Category::index_path, "the index names a file outside its directory",
+      fail(Category::index_path, "invalid file name in the index",
            {.file = index_.name,
             .tensor = tensor_,
             .offset = offset,
@@ -156,7 +156,7 @@ void warn_of_unmapped(const Manifest& manifest, const std::vector<bool>& is_mapp
   for (size_t file = 0; file < unmapped.size(); ++file) {
     if (unmapped[file].empty()) continue;
     const TensorSpec& first = manifest.tensors[unmapped[file].front()].spec;
-    warnings.push_back(fmt::format("{}: {} of its tensors not in the index, the first is {}",
+    warnings.push_back(fmt::format("{}: {} tensor(s) are not in the index; the first is {}",
                                    printable(manifest.files[file].name), unmapped[file].size(),
                                    printable(first.fqn)));
   }

@@ -99,7 +99,7 @@ TEST(Index, InvalidIndexesAreRefused) {
   }
 }
 
-TEST(Index, PathsOutsideTheDirectoryAreRefusedBeforeAnyFileIsOpened) {
+TEST(Index, InvalidShardNamesAreRefusedBeforeAnyShardIsOpened) {
   const std::vector<std::string> names = {"../one.safetensors",
                                           "/m/one.safetensors",
                                           "sub/one.safetensors",
@@ -130,7 +130,7 @@ TEST(Index, PathsOutsideTheDirectoryAreRefusedBeforeAnyFileIsOpened) {
   }
 }
 
-TEST(Index, AllMissingShardsAreNamedAtOnce) {
+TEST(Index, TheErrorNamesAllMissingShards) {
   const auto error = failure_of(index_with(
       {{"a", "one.safetensors"}, {"x", "lost.safetensors"}, {"y", "gone.safetensors"}}, 0));
   ASSERT_TRUE(error);
@@ -188,7 +188,7 @@ TEST(Index, UnmappedTensorsAndWrongTotalsAreWarnings) {
   EXPECT_EQ(checkpoint.manifest.tensors.size(), 3U);
   ASSERT_EQ(checkpoint.warnings.size(), 2U);
   EXPECT_EQ(checkpoint.warnings[0],
-            "one.safetensors: 1 of its tensors not in the index, the first is a");
+            "one.safetensors: 1 tensor(s) are not in the index; the first is a");
   EXPECT_NE(checkpoint.warnings[1].find("total_size is 8"), std::string::npos);
   for (const char* total : {"9.0", "\"9\"", "-1", "1e3", "null", "9223372036854775808"}) {
     files.put(kIndex, std::string(R"({"metadata":{"total_size":)") + total +
@@ -216,7 +216,7 @@ TEST(Index, TruncationsAndMutationsAreErrorsOrValid) {
       files.put(kIndex, mutated);
       const auto error = failure(files, "/m");
       if (!error) ++accepted;
-      ASSERT_TRUE(!error || exit_code(error->category()) == 11) << error->what();
+      ASSERT_TRUE(!error || exit_code(error->category()) == 11) << error->what();  // INDEX.*
     }
   }
   EXPECT_GT(accepted, 0);

@@ -61,7 +61,7 @@ Source look_into(FileSystem& files, const std::string& directory) {
   if (indexes.size() > 1) ambiguous(indexes, "several indexes in one directory");
   if (indexes.size() == 1) return {directory, indexes.front(), true, names};
   if (shards.size() == 1) return {directory, shards.front(), false, names};
-  // Other programs put a file with optimizer state next to a model of a single file.
+  // Not ambiguous: other programs write files such as optimizer.safetensors next to a model.
   if (contains(shards, kUsualFile)) return {directory, kUsualFile, false, names};
   if (shards.size() > 1) ambiguous(shards, "several safetensors files and no index");
   const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
@@ -128,10 +128,14 @@ std::string cached_snapshot(FileSystem& files, const std::string& path) {
   const std::string reference = join_path(model, "refs/main");
   if (!files.exists(reference)) return "";
   const std::unique_ptr<File> file = files.open(reference);
-  if (file->identity().size_bytes > kPageBytes) refuse(Category::io, "no revision", reference);
+  const auto refuse_revision = [&] {
+    fail(Category::io, "refs/main of the cached model is not the name of a snapshot",
+         {.file = reference});
+  };
+  if (file->identity().size_bytes > kPageBytes) refuse_revision();
   std::string revision = read_text(*file);
   while (!revision.empty() && revision.back() == '\n') revision.pop_back();
-  if (!is_component(revision)) refuse(Category::io, "no revision", reference);
+  if (!is_component(revision)) refuse_revision();
   return join_path(join_path(model, "snapshots"), revision);
 }
 
@@ -157,7 +161,7 @@ Source find_source(FileSystem& files, const std::string& path) {
   refuse(Category::io, "the path appeared while it was opened", path);
 }
 
-// R29: refuses an index with a single file of the same model that the index does not name.
+// R29: refuses index X.safetensors.index.json next to a file X.safetensors that it does not name.
 void prove_unambiguous(FileSystem& files, const Source& source, const Index& index) {
   constexpr std::string_view kSuffix = ".index.json";
   const std::string single = source.file.substr(0, source.file.size() - kSuffix.size());
@@ -261,7 +265,7 @@ void require_countable(const Manifest& manifest) {
        {.file = manifest.files[largest->at.file].name,
         .tensor = largest->spec.fqn,
         .expected = fmt::format("at most {} bytes together", kMaxModelBytes),
-        .got = fmt::format("{}", bytes)});
+        .got = fmt::format("{} bytes", bytes)});
 }
 
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {

@@ -245,8 +245,7 @@ TEST(Open, AnInvalidConfigIsAWarningAndAFault) {
   EXPECT_EQ(open_checkpoint(files, "/m").config.tie_fault->category(), Category::format_limit);
 }
 
-// If config.json is a directory, a FIFO or a dangling link, the warning has the file system's
-// error.
+// config.json is a directory here. A FIFO or a dangling link fails in the same way, by IO.
 TEST(Open, AConfigThatIsNotAFileIsAWarning) {
   MemoryFileSystem files;
   files.put("/m/model.safetensors", kSmall);
@@ -361,7 +360,7 @@ TEST(Open, AFileThatChangesWhileItIsReadIsAConflict) {
       EXPECT_EQ(error->facts().file, call.file);
     }
   }
-  EXPECT_EQ(conflicts, 2);
+  EXPECT_EQ(conflicts, 2);  // one read of the index, one of config.json
 }
 
 TEST(Open, CopiesHaveEqualIdentitiesAndChangedFilesDoNot) {

@@ -37,7 +37,8 @@ Header read_header(File& file, uint32_t file_index);
 
 // Checks R8. Throws FORMAT.NAME.
 void prove_name(std::string_view name, const std::string& file);
-// Returns the bytes of a tensor. Checks R12 and R13; throws FORMAT.OVERFLOW or FORMAT.ALIGN.
+// Returns the size of a tensor in bytes. Checks the sizes in R12 and R13. Throws FORMAT.OVERFLOW or
+// FORMAT.ALIGN.
 uint64_t proven_bytes(const TensorSpec& spec, const std::string& file);
 
 // model.safetensors.index.json, validated as far as possible without its shards (R21, R22).
@@ -56,9 +57,9 @@ void prove_shards_exist(const Index& index, FileSystem& files, const std::string
 void prove_index(const Index& index, const Manifest& manifest, std::vector<std::string>& warnings);
 
 // Pairs each tensor of FP8 codes with its scale: the tensor NAME_scale_inv, else NAME_scale. The
-// block size is block_of or, with a warning, likely_block. likely_block is not used if the config's
-// block size could not be read. If both are empty, the scale is paired with block size 0, which
-// does not fit (BlockScale::fits), and a warning is added.
+// block size is the result of block_of. If that is empty, it is the result of likely_block, with a
+// warning; likely_block is not called if the config's block size could not be read. If there is no
+// result, the block size is 0 x 0, for which BlockScale::fits is false, and a warning is added.
 void pair_scales(Manifest& manifest, const ModelConfig& config, std::vector<std::string>& warnings);
 
 // The value of Manifest::identity.
@@ -67,7 +68,8 @@ Digest identity_of(const Manifest& manifest);
 // large.
 void require_countable(const Manifest& manifest);
 
-// Adds warnings for names in a directory that are weights but no file of the manifest.
+// `names`: the files in the checkpoint's directory. Adds warnings for safetensors files that are
+// not in the manifest, for pickled weights and for an adapter's config.
 void warn_of_unread_files(const std::vector<std::string>& names, const Manifest& manifest,
                           std::vector<std::string>& warnings);
 

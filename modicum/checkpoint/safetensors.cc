@@ -73,7 +73,7 @@ bool is_plain_integer(std::string_view text, uint64_t offset) {
                       std::string_view(".eE").find(number[end]) == std::string_view::npos);
 }
 
-// Parses a header's text: first as JSON (R4 to R7), then by its schema (R8 to R12).
+// Parses a header's text: first as JSON (R4 to R7), then by its schema (R8 to R12, R14).
 class HeaderParser {
  public:
   HeaderParser(std::string_view text, Header& header, uint32_t file_index)
@@ -272,7 +272,7 @@ void prove_name(std::string_view name, const std::string& file) {
        {.file = file,
         .tensor = std::string(name),
         .expected = fmt::format("1 to {} bytes, none of them a control byte", kLongestName),
-        .got = fmt::format("{} bytes", name.size())});
+        .got = control ? "a control byte" : fmt::format("{} bytes", name.size())});
 }
 
 uint64_t proven_bytes(const TensorSpec& spec, const std::string& file) {

@@ -97,7 +97,7 @@ TEST(Safetensors, HeadersOtherThanAJsonObjectAreRefused) {
       {"leading zero", file_bytes(u8("[01]", "[0,1]"), 1), Category::format_json},
       {"NaN", file_bytes(u8("[NaN]", "[0,1]"), 1), Category::format_json},
       {"nesting", file_bytes("{\"a\":" + std::string(100000, '['), 0), Category::format_json},
-      {"JSON after a schema fault", file_bytes("{\"a\":1,]", 0), Category::format_json},
+      {"invalid JSON after a schema fault", file_bytes("{\"a\":1,]", 0), Category::format_json},
   });
 }
 
@@ -162,7 +162,7 @@ TEST(Safetensors, InvalidEntriesAreRefused) {
       {"dim nested", file_bytes(u8("[[1]]", "[0,1]"), 1), schema, "t"},
       {"65 dims", file_bytes(u8(dims65, "[0,1]"), 1), schema, "t"},
       {"one offset", file_bytes(u8("[1]", "[1]"), 1), schema, "t"},
-      {"no offsets in it", file_bytes(u8("[1]", "[]"), 1), schema, "t"},
+      {"empty offsets", file_bytes(u8("[1]", "[]"), 1), schema, "t"},
       {"three offsets", file_bytes(u8("[1]", "[0,1,1]"), 1), schema, "t"},
       {"negative offset", file_bytes(u8("[1]", "[-1,0]"), 1), schema, "t"},
       {"negative pair", file_bytes(u8("[0]", "[-2,-2]"), 0), schema, "t"},
@@ -235,6 +235,8 @@ TEST(Safetensors, ErrorsGiveOffsetExpectedAndGot) {
   const auto cut = failure_of(file_bytes(u8("[7]", "[0,7]"), 5));
   EXPECT_EQ(cut->facts().expected, "7 bytes of data");
   EXPECT_EQ(cut->facts().got, "5 bytes of data");
+  const auto name = failure_of(file_bytes(object(member("a\\nb", 0, 1)), 1));
+  EXPECT_EQ(name->facts().got, "a control byte");
 }
 
 TEST(Safetensors, ValidFilesAreAccepted) {
@@ -308,7 +310,7 @@ TEST(Safetensors, TensorsAreSortedByOffset) {
   EXPECT_EQ(manifest.data_bytes(), 4U);
 }
 
-// Every byte string gives an Error or a manifest that tiles the data, and never a crash or a hang.
+// Expects FORMAT.* (exit code 10), or a manifest whose tensors tile the data.
 void expect_error_or_tiling(const std::string& bytes) {
   MemoryFileSystem files;
   files.put(kPath, bytes);

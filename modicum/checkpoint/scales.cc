@@ -12,8 +12,8 @@ namespace {
 
 constexpr std::array<std::string_view, 2> kScaleEndings = {"_scale_inv", "_scale"};
 
-// The tensors that may be scales, by name. A hash table: half of a large model's tensors are
-// scales.
+// The tensors that may be scales, by name. A hash table, since half of a large FP8 model's tensors
+// are scales.
 using Scales = std::unordered_map<std::string_view, uint32_t>;
 
 Scales scales_of(const Manifest& manifest) {
@@ -72,7 +72,7 @@ void pair_scales(Manifest& manifest, const ModelConfig& config,
       break;
     }
   }
-  inferred.warn("is taken from shapes: config.json does not give it", warnings);
+  inferred.warn("is taken from shapes: config.json gives none that fits", warnings);
   unknown.warn("is unknown; they can be loaded only as codes", warnings);
 }
 

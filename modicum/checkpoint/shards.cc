@@ -17,7 +17,8 @@ void sort_as_written(FileSpecs& files) {
   for (auto& file : files) std::sort(file.begin(), file.end(), goes_before);
 }
 
-// The metadata that safetensors.torch.save_file writes and transformers requires.
+// The metadata that save_pretrained of transformers writes. Older versions of from_pretrained
+// refuse a file without it.
 const std::map<std::string, std::string>& metadata() {
   static const std::map<std::string, std::string> kMetadata = {{"format", "pt"}};
   return kMetadata;
@@ -78,12 +79,12 @@ Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
     file.identity.size_bytes = end;
     manifest.files.push_back(std::move(file));
   }
-  // The stable sort keeps empty tensors at the same offset in the order of the header.
-  std::stable_sort(manifest.tensors.begin(), manifest.tensors.end(),
-                   [](const Stored& a, const Stored& b) {
-                     return std::tie(a.at.file, a.at.begin, a.at.end, a.spec.fqn) <
-                            std::tie(b.at.file, b.at.begin, b.at.end, b.spec.fqn);
-                   });
+  // The order of an opened manifest. It differs from that of `files` for empty tensors, which have
+  // equal extents.
+  std::sort(manifest.tensors.begin(), manifest.tensors.end(), [](const Stored& a, const Stored& b) {
+    return std::tie(a.at.file, a.at.begin, a.at.end, a.spec.fqn) <
+           std::tie(b.at.file, b.at.begin, b.at.end, b.spec.fqn);
+  });
   manifest.tensors.shrink_to_fit();
   require_countable(manifest);
   manifest.identity = identity_of(manifest);

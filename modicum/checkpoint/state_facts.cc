@@ -76,7 +76,7 @@ StateFacts parse_state(const std::string& text) {
     fail(Category::integrity, error.what(), {.file = kStateFile, .offset = error.offset});
   }
   if (optimizer != "adamw") {
-    fail(Category::unsupported, "the state is not one of AdamW",
+    fail(Category::unsupported, "the state is of another optimizer",
          {.file = kStateFile, .expected = "adamw", .got = printable(optimizer)});
   }
   if (row_of(facts.format).has_scales() && codes != kCodes) {

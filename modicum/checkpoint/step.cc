@@ -278,7 +278,10 @@ FoundStep open_step(FileSystem& files, const std::string& path) {
   }
   FoundStep found{commit.step, path, parse_record(manifest)};
   if (found.record.uuid != commit.uuid || found.record.step != commit.step) {
-    fail(Category::integrity, "the manifest is of another step", {.file = kManifest});
+    fail(Category::integrity, "manifest.json and COMMIT are of different steps",
+         {.file = kManifest,
+          .expected = fmt::format("step {}, uuid {}", commit.step, printable(commit.uuid)),
+          .got = fmt::format("step {}, uuid {}", found.record.step, printable(found.record.uuid))});
   }
   for (const StepFile& file : found.record.files) {
     if (!files.exists(join_path(path, file.name))) {
@@ -308,7 +311,8 @@ Steps find_steps(FileSystem& files, const std::string& root, size_t most,
     try {
       FoundStep found = open_step(files, join_path(root, step_name(number)));
       if (found.step != number) {
-        steps.skipped.push_back({number, fmt::format("it holds step {}", found.step)});
+        steps.skipped.push_back(
+            {number, fmt::format("the directory has the record of step {}", found.step)});
         continue;
       }
       steps.found.push_back(std::move(found));

@@ -17,13 +17,14 @@
 //   DIR/.partial-13-OWNER-UUID/    in flight: the step's files, until they are renamed into DIR
 //   DIR/COMMIT                     written last, when every file of the step has its final name
 //
-// A directory with a `.partial-` directory and no COMMIT is an incomplete step of Modicum's: a
-// failed save leaves its `.partial-` directory, empty.
+// A directory with a `.partial-` directory and no COMMIT is an incomplete step: a failed save
+// empties its `.partial-` directory, and leaves it as the mark of the failure.
 //
 // One rank, the leader, makes and publishes a step; all ranks write files in between. A step gets
-// its name only after all of it is durable, so a kill or a power cut at any time leaves either the
-// step or the state before it. Nothing depends on clocks, locks or the order of a directory's
-// names.
+// its name, or inside a directory its COMMIT, only after all of it is durable. So after a kill or a
+// power cut at any time, whatever counts as a step is complete. Inside a directory the previous
+// step is lost then: a save removes the previous COMMIT when it begins. Nothing depends on clocks,
+// locks or the order of a directory's names.
 #pragma once
 
 #include <cstdint>
@@ -98,11 +99,11 @@ struct StepInFlight {
 // The content of optimizer/state.json: facts about AdamW's state that its tensors don't hold. The
 // state.json of another optimizer names that optimizer, and parse_state refuses it.
 struct StateFacts {
-  StateFormat format = StateFormat::fp32;  // as requested
+  StateFormat format = StateFormat::fp32;  // as requested; see state_format_of for a parameter's
   uint64_t seed = 0;
   int64_t steps = 0;                        // step count of each parameter not in `steps_of`
   std::map<std::string, int64_t> steps_of;  // step counts that differ, by FQN
-  std::vector<std::string> without_state;   // parameters that are not trained
+  std::vector<std::string> without_state;   // tensors of the model that have no state
   std::optional<uint64_t> digest;           // AdamW::digest().state, summed over the ranks
 
   int64_t steps_made_by(const std::string& fqn) const {
@@ -111,8 +112,8 @@ struct StateFacts {
   }
 };
 constexpr const char* kStateFile = "state.json";
-// optimizer/recipe.json: the recipe (see `recipe`) that makes the parameters from the step's
-// tensors. Absent if the step's tensors are exactly the parameters, under their names.
+// optimizer/recipe.json: the recipe that makes the parameters from the step's tensors. Absent if
+// the parameters are stored as they are, under their own names.
 constexpr const char* kStateRecipeFile = "recipe.json";
 std::string state_json(const StateFacts& facts);
 // Throws INTEGRITY for an invalid text, UNSUPPORTED for another optimizer or other 8-bit codes.
@@ -138,7 +139,7 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
 // COMMIT, and makes the names of all files durable. The step's files must be synced. The caller
 // makes the directory visible. Throws CONFLICT if it has a manifest; IO; NOSPACE.
 void commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record);
-// Removes the files of a failed save. Never throws; a later save removes the rest.
+// Removes the files of a failed save. Never throws; a later save removes what could not be removed.
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept;
 
 // An intact step: it is committed, its record is valid, and its files have the recorded lengths.

@@ -55,7 +55,9 @@ StepFile read_file(JsonValue& value) {
     if (key == "digested_bytes") file.digested_bytes = static_cast<uint64_t>(member.integer());
     if (key == "digest") file.digest = digest_value(member);
   });
-  if (!is_plain_name(file.name)) refuse("a file is named outside the step's directory");
+  if (!is_plain_name(file.name)) {
+    refuse(fmt::format("invalid file name '{}' in the record", printable(file.name)));
+  }
   if (file.digested_bytes > file.bytes) refuse("a digest covers more bytes than its file has");
   return file;
 }

@@ -55,6 +55,7 @@ void expect_intact(FileSystem& files, const FoundStep& found) {
   }
 }
 
+// The category of the call's error; Category::count if the call succeeds.
 Category category_of(FunctionRef<void()> call) {
   try {
     call();
@@ -259,7 +260,7 @@ TEST(Steps, APowerCutAtAnyCallLosesNothing) {
     }
     if (!is_cut) break;
   }
-  EXPECT_GT(cuts, 30);
+  EXPECT_GT(cuts, 30);  // a save makes over 30 calls
 }
 
 // ---- inside a directory
@@ -308,7 +309,7 @@ void expect_whole_or_uncommitted(FileSystem& files, int64_t cut_at) {
   EXPECT_TRUE(has_name_in_flight(files)) << cut_at;
 }
 
-TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastOne) {
+TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastStep) {
   MemoryFileSystem files;
   put_directory(files, 1);
   StepInFlight step = begin_step_in(files, kInside, 2, kOwner);
@@ -379,7 +380,7 @@ TEST(StepInside, APowerCutAtAnyCallLeavesAWholeStepOrNone) {
       is_saved = true;
     } catch (const PowerCut&) {
     }
-    for (const bool loses : {false, true}) {  // a kill, then a power cut
+    for (const bool loses : {false, true}) {  // after a kill, then after a power cut
       if (loses) under.lose_unsynced();
       expect_whole_or_uncommitted(under, cut_at);
       if (is_saved) {
@@ -388,7 +389,7 @@ TEST(StepInside, APowerCutAtAnyCallLeavesAWholeStepOrNone) {
     }
     if (!is_cut) break;
   }
-  EXPECT_GT(cuts, 30);
+  EXPECT_GT(cuts, 30);  // a save makes over 30 calls
 }
 
 }  // namespace

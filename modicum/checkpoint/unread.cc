@@ -10,12 +10,12 @@ namespace {
 
 constexpr const char* kAdapterConfig = "adapter_config.json";
 
-// Adds one warning for all of these files.
+// Adds one warning that names the first of these files.
 void warn_of(const std::vector<std::string>& unread, std::string_view what,
              std::vector<std::string>& warnings) {
   if (unread.empty()) return;
-  warnings.push_back(fmt::format("{} {} in the directory not read; the first is {}", unread.size(),
-                                 what, printable(unread.front())));
+  warnings.push_back(fmt::format("{} {} in the directory are not read; the first is {}",
+                                 unread.size(), what, printable(unread.front())));
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::st
       refuse(Category::format_dup, "two tensors have the same name");
     for (const int64_t dim : spec.shape) MODICUM_ASSERT(dim >= 0);
     const auto end = checked_add(begins.back(), proven_bytes(spec, file));
-    if (!end) refuse(Category::format_overflow, "the file's size does not fit");
+    if (!end) refuse(Category::format_overflow, "the file's size does not fit 64 bits");
     begins.push_back(*end);
   }
   return begins;

@@ -25,7 +25,7 @@ constexpr auto kVerbs = std::to_array<Verb>({
     {"resume", "load the newest intact step", run_resume},
     {"verify", "check files and values of a saved step", run_verify},
     {"convert", "write a checkpoint with another dtype, recipe or file size", run_convert},
-    {"reshard", "write a step in other files or another state format", run_reshard},
+    {"reshard", "copy a step with other file sizes or another state format", run_reshard},
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},
     {"step", "step the optimizer alone: bytes per parameter, speed next to a copy", run_step},
     {"doctor", "list limits of this machine and habits of a program that cost memory", run_doctor},

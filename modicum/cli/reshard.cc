@@ -22,16 +22,16 @@ void add_reshard_flags(CLI::App& app, ReshardFlags& flags) {
   app.add_option("STEP", flags.run.directory, "a saved step, such as ROOT/step-100")->required();
   app.add_option("OUT", flags.out, "the new step, such as NEW/step-100")->required();
   app.add_option("--state-format", flags.format,
-                 "of the optimizer's state: " + format_names() + "; default: as saved");
+                 "new format of the optimizer's state: " + format_names() + "; default: as saved");
   app.add_option("--shard-size", flags.shard_size,
-                 "largest size of a file; default: files as in the step");
-  app.add_option("--staging", flags.run.staging, "staging buffer; default 8 MiB");
+                 "largest size of a file; default: the division into files of STEP");
+  app.add_option("--staging", flags.run.staging, "size of the staging buffer; default 8 MiB");
 }
 
 }  // namespace
 
 int run_reshard(const Args& args) {
-  CLI::App app("write a step in other files, or its optimizer's state in another format",
+  CLI::App app("copy a step into files of another size, or with another optimizer state format",
                "modicum reshard");
   ReshardFlags flags;
   add_reshard_flags(app, flags);

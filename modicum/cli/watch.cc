@@ -93,28 +93,30 @@ int watch(const WatchFlags& flags, const Args& command) {
 
 int run_watch(const Args& args) {
   CLI::App app(
-      "run COMMAND and measure the memory of its whole process tree; exits as COMMAND does, with "
-      "128 + signal if it died of one. The summary goes to stderr; with --json one document goes "
-      "to stdout, and COMMAND's stdout to stderr",
+      "run COMMAND and measure the memory of its whole process tree. Exits with COMMAND's exit "
+      "code, or with 128 + N if signal N ended COMMAND. The summary goes to stderr. With --json, a "
+      "JSON document goes to stdout and COMMAND's stdout goes to stderr",
       "modicum watch");
   WatchFlags flags;
   add_common_flags(app, flags.common);
   app.add_option("--limit", flags.limit,
-                 "run COMMAND in a memory cgroup of its own with this limit, swap included");
+                 "limit on the memory of COMMAND's process tree, swap included; makes a memory "
+                 "cgroup for it");
   app.add_option("--trace", flags.trace,
-                 "a file for the memory by process and owner, and the phases, over time, as "
-                 "Perfetto and Chrome open it; an existing one is replaced");
+                 "write memory over time by process and owner, and phases, to this file, which "
+                 "Perfetto and Chrome (chrome://tracing) open; replaces an existing file");
   app.add_option("--report", flags.report,
-                 "an HTML file with the same as a chart, and with tables; also with --compare");
+                 "write memory over time to this HTML file, as a chart and tables; with "
+                 "--compare, the comparison");
   app.add_option("--compare", flags.compare,
-                 "two documents that --json has printed: which run held more, when and what; "
-                 "without COMMAND")
+                 "compare the runs of two JSON documents that --json printed: which held more "
+                 "memory, when, and of which owner; takes no COMMAND")
       ->expected(2);
   const auto [own, command] = split_at_dashes(args);
   if (const auto done = parse(app, own)) return *done;
   if (!flags.compare.empty()) {
     if (!command.empty() || !flags.limit.empty() || !flags.trace.empty()) {
-      fail(Category::usage, "--compare takes two documents, and neither COMMAND nor its options");
+      fail(Category::usage, "--compare takes no COMMAND, no --limit and no --trace");
     }
     return compare(flags);
   }

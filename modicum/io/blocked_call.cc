@@ -11,8 +11,9 @@
 namespace modicum {
 namespace {
 
-// The numbers in /proc/PID/task/TID/syscall: the call, then its arguments. The first number is
-// decimal, the others are hexadecimal. A thread outside of calls has the text "running".
+// The numbers in /proc/PID/task/TID/syscall: the call, then its arguments, of which pread and
+// pwrite have (file, buffer, size, offset). The first number is decimal, the others are
+// hexadecimal. The text of a thread on a CPU is "running".
 struct Syscall {
   int64_t number = -1;
   uint64_t file = 0, offset = 0;
@@ -43,7 +44,7 @@ std::optional<BlockedCall> blocked_call(pid_t pid) {
       if (has_offset) blocked.offset = call.offset;
       return blocked;
     }
-  } catch (const Error&) {  // the process or the thread has ended
+  } catch (const Error&) {  // the process or the thread has ended, or may not be inspected
   }
   return std::nullopt;
 }

@@ -9,13 +9,13 @@
 
 namespace modicum {
 
-// A system call on a file in which a thread is.
+// A system call on a file that has not returned yet.
 struct BlockedCall {
   std::string file;                // base name
-  std::optional<uint64_t> offset;  // of pread and pwrite, where the call began
+  std::optional<uint64_t> offset;  // the argument of pread and pwrite
 };
 // The call of the first thread of process `pid` that is in pread, pwrite, fsync or fdatasync.
-// nullopt if none is, or if the kernel does not tell.
+// nullopt if no thread is, or if this process may not inspect `pid`.
 std::optional<BlockedCall> blocked_call(pid_t pid);
 
 }  // namespace modicum

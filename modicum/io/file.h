@@ -1,10 +1,10 @@
-// The interface to files. Checkpoints are read and written only through it, so that tests can fail
-// the n-th call, lose unsynced writes, or record the reads.
+// The interface to files. C++ code reads and writes checkpoints only through it, so that tests can
+// fail the n-th call, lose unsynced writes, or record the reads.
 //
 // Ownership: a FileSystem outlives the Files it opened. Threads: several threads may read one File
-// at once, but only one may write or close it. Several processes may write disjoint parts of one
-// file if each opens it separately. Inputs are never mapped: a file that shrinks during a read must
-// be an error, not a SIGBUS.
+// concurrently, but only one may write or close it. Several processes may write disjoint parts of
+// one file if each opens it separately. Inputs are never mapped: a file that shrinks during a read
+// must be an error, not a SIGBUS.
 #pragma once
 
 #include <cstddef>
@@ -31,9 +31,9 @@ class File {
   // bytes asked for and read), and IO, with errno's name and the offset, on any other failure.
   virtual void read(std::span<std::byte> into, uint64_t offset) = 0;
 
-  // As `read`, but around the page cache (O_DIRECT): each part is read into `room`, which begins on
-  // a page and has at least one, and copied from there. Returns false if that fails for any reason;
-  // the contents of `into` are then undefined.
+  // As `read`, but bypasses the page cache (O_DIRECT): each part is read into `room`, which is
+  // page-aligned and has a page or more, and copied from there. Returns false if that fails for any
+  // reason; the contents of `into` are then undefined.
   virtual bool read_around(std::span<std::byte> into, uint64_t offset,
                            std::span<std::byte> room) noexcept = 0;
 
@@ -50,9 +50,10 @@ class File {
   // closes without an error.
   virtual void close() = 0;
 
-  // Hints about the page cache; they never fail.
-  // The bytes of the range that are cached, nothing if that can't be determined. It is the length
-  // of the range only if every page of it is cached.
+  // The functions below are about the page cache and never fail.
+
+  // How many bytes of the range are cached; nullopt if the kernel can't tell. The result equals the
+  // length of the range only if every page of the range is cached.
   virtual std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept = 0;
   virtual void drop_cached(uint64_t begin, uint64_t end) noexcept = 0;
   // start_writeback begins to write the dirty pages of the range to the disk; finish_writeback
@@ -76,8 +77,8 @@ class FileSystem {
   // Opens an existing regular file for writing. Throws IO in the cases of `open`.
   virtual std::unique_ptr<File> open_to_write(const std::string& path) = 0;
 
-  // Both follow symbolic links: a dangling link does not exist. They throw IO if a directory on the
-  // path may not be searched.
+  // `exists` and `is_directory` follow symbolic links: for a dangling link they return false. They
+  // throw IO if a directory on the path may not be searched.
   virtual bool exists(const std::string& path) = 0;
   virtual bool is_directory(const std::string& path) = 0;
   // The path that a symbolic link holds; empty for other files.

@@ -44,16 +44,16 @@ class MemoryFileSystem final : public FileSystem {
 
 // A call recorded by RecordingFileSystem.
 struct IoCall {
-  std::string what;  // "open", "read", "write", "sync", ...
-  std::string file;  // base name
-  uint64_t begin = 0;
+  std::string what;    // "open", "read", "write", "sync", ...
+  std::string file;    // base name
+  uint64_t begin = 0;  // range of a read, write or page cache call; size of truncate and allocate
   uint64_t end = 0;
 };
 
 // Records every call and passes it on to `under`. The `fail_at`-th call, counted from 1, is
-// recorded but throws IO (EIO); 0: no call fails. Page cache hints and reads around it are not
-// counted: reads around it, drops and write-backs are recorded separately. Several threads may use
-// it.
+// recorded but throws IO (EIO); 0: no call fails. The calls about the page cache (read_around and
+// those after `close` in File) don't count: read_around, drops and write-backs have lists of their
+// own. Several threads may use it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
@@ -75,11 +75,11 @@ class RecordingFileSystem final : public FileSystem {
   std::vector<IoCall> reads_around() const;  // those that succeeded
   std::vector<IoCall> drops() const;
   std::vector<IoCall> writebacks() const;  // `what` is "start" or "finish"
-  // From now on no page of a file is cached until it is first read, and all are afterwards, as with
-  // a kernel that reads ahead.
+  // From now on `cached_bytes` reports no page of a file until the file is first read, and then
+  // every page, as if the kernel had read the whole file ahead.
   void be_cold();
-  // Calls `act` once, before the `number`-th call (counted from 1) is passed on, to simulate
-  // another process. Call this before the first recorded call.
+  // Calls `act` once, before the `number`-th call (counted from 1) is passed on: `act` can do what
+  // another process would do at this moment. Call this before the first recorded call.
   void before_call(int64_t number, std::function<void()> act);
   // The `fail_at`-th call fails with this errno instead of EIO.
   void fail_with(int error);

@@ -261,7 +261,7 @@ TEST(PosixFile, RefusesDanglingAndCircularLinks) {
   EXPECT_NE(met->what_happened().find("ELOOP"), std::string::npos) << met->what();
 }
 
-TEST(PosixFile, RefusesAFifoAtOnce) {
+TEST(PosixFile, RefusesAFifoWithoutWaiting) {
   const TempDir temp;
   ASSERT_EQ(mkfifo((temp / "fifo").c_str(), 0600), 0);
   const std::optional<Error> met = error_of([&] { PosixFileSystem().open(temp / "fifo"); });
@@ -287,6 +287,7 @@ TEST(PosixFile, AFailedWriteReportsItsOffset) {
   const TempDir temp;
   PosixFileSystem files;
   const std::unique_ptr<File> file = files.create(temp / "a");
+  // Of the bytes 50 to 349, the first call writes 50 to 99; the second one, at 100, fails.
   const rlimit small{.rlim_cur = 100, .rlim_max = before.rlim_max};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
   const std::optional<Error> met =
@@ -297,7 +298,8 @@ TEST(PosixFile, AFailedWriteReportsItsOffset) {
   EXPECT_STREQ(met->what(), "IO: write failed: EFBIG (File too large) (file a, offset 100)");
 }
 
-// Catches: File::allocate reserves no space, or fills the disk before it fails.
+// Catches: File::allocate reserves no space, fills the disk before it fails, or needs free space
+// for what the file holds already.
 TEST(PosixFile, AllocatedSpaceIsReserved) {
   const TempDir temp;
   PosixFileSystem files;
@@ -388,8 +390,8 @@ TEST(PosixFile, CountsCachedBytes) {
   EXPECT_EQ(file->cached_bytes(0, 1 << 20), 2 * kPageBytes);
 }
 
-// Must fail for these mutants: the bytes before the first page's range are not skipped; a file's
-// end within the range is not noticed.
+// Must fail for these mutants: the bytes before the range on its first page are not skipped; the
+// end of the file within the range is not noticed; the reads fill the page cache.
 TEST(PosixFile, ReadsAroundThePageCache) {
   constexpr uint64_t kSize = 40 * kPageBytes + 1234;
   const TempDir temp;
@@ -519,7 +521,7 @@ TEST(RecordingFileSystem, RecordsCallsInOrder) {
 }
 
 TEST(RecordingFileSystem, FailsExactlyTheNthCall) {
-  for (int64_t n = 1; n <= 6; ++n) {
+  for (int64_t n = 1; n <= 6; ++n) {  // `save` makes six calls; the fifth is the rename
     MemoryFileSystem memory;
     RecordingFileSystem files(memory, n);
     const std::optional<Error> met = error_of([&] { save(files); });
@@ -536,7 +538,7 @@ TEST(RecordingFileSystem, FailsExactlyTheNthCall) {
   EXPECT_EQ(memory.get("a"), "0123456789");
 }
 
-TEST(ReadText, ReadsFilesWhoseSizeIsUnknown) {
+TEST(ReadText, ReadsKernelFilesWhoseSizeIsUnknown) {
   const std::optional<std::string> status = read_kernel_text("/proc/self/status");
   ASSERT_TRUE(status);
   EXPECT_NE(status->find("VmRSS:"), std::string::npos);

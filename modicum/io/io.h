@@ -1,4 +1,5 @@
-// The public header of `io`: files and /proc. Model and checkpoint files are accessed only here.
+// The public header of `io`: files and /proc. C++ code accesses model and checkpoint files only
+// through this room.
 #pragma once
 
 #include "modicum/io/blocked_call.h"   // IWYU pragma: export

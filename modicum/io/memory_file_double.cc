@@ -123,7 +123,7 @@ struct MemoryFileSystem::State {
   }
 
   std::mutex mutex;
-  std::deque<Inode> inodes;  // a deque, so that references stay valid when one is added
+  std::deque<Inode> inodes;  // a deque keeps references valid when an inode is added
   int64_t ticks = 0;         // clock of mtime_ns, advanced by each change
 };
 

@@ -14,7 +14,7 @@
 namespace modicum {
 namespace {
 
-// The number N of the descriptor that the path names.
+// The number of the descriptor that the path names, such as 5 for /dev/fd/5.
 std::optional<int> descriptor_in(std::string_view path) {
   if (path == "/dev/stdout") return STDOUT_FILENO;
   if (path == "/dev/stderr") return STDERR_FILENO;
@@ -32,10 +32,12 @@ std::optional<int> descriptor_in(std::string_view path) {
 // file. On failure the result is not valid and errno is set.
 Descriptor opened(const std::string& path) {
   if (const auto fd = descriptor_in(path)) {
-    // Above 2: as a standard stream the duplicate would receive other code's output.
+    // Above 2: if a standard stream is closed, the duplicate would take its number, and so receive
+    // what other code prints.
     return Descriptor(fcntl(*fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1));
   }
-  // O_NONBLOCK: a FIFO without a reader fails at once. O_NOCTTY: a terminal does not become ours.
+  // O_NONBLOCK: a FIFO without a reader fails immediately. O_NOCTTY: a terminal does not become the
+  // controlling terminal of this process.
   return Descriptor::open(path.c_str(), O_WRONLY | O_NONBLOCK | O_NOCTTY);
 }
 

@@ -31,7 +31,7 @@ std::string refused(const std::string& path) {
   return "opened";
 }
 
-TEST(OutputStream, IsTheDescriptorThatItsNameHas) {
+TEST(OutputStream, WritesToTheDescriptorThatItsPathNames) {
   int ends[2];
   ASSERT_EQ(pipe(ends), 0);
   for (const std::string folder : {"/dev/fd/", "/proc/self/fd/"}) {
@@ -48,7 +48,7 @@ TEST(OutputStream, IsTheDescriptorThatItsNameHas) {
   close(ends[1]);
 }
 
-TEST(OutputStream, AFileBehindADescriptorGoesOn) {
+TEST(OutputStream, ARedirectedFileContinuesAtItsOffset) {
   const TempDir temp;
   const std::string path = temp / "redirected";
   const int fd = open(path.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600);
@@ -60,12 +60,12 @@ TEST(OutputStream, AFileBehindADescriptorGoesOn) {
   EXPECT_EQ(text, "first then");
   EXPECT_FALSE(OutputStream::open(path).has_value()) << "a regular file";
   unlink(path.c_str());
-  EXPECT_FALSE(OutputStream::open(path).has_value()) << "nothing";
+  EXPECT_FALSE(OutputStream::open(path).has_value()) << "no such file";
   EXPECT_FALSE(OutputStream::open("/dev/fd/").has_value());
   EXPECT_FALSE(OutputStream::open(temp.path()).has_value());
 }
 
-TEST(OutputStream, AFifoHasAReader) {
+TEST(OutputStream, AFifoNeedsAReader) {
   const TempDir temp;
   const std::string path = temp / "fifo";
   ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);

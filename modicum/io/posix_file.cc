@@ -82,7 +82,7 @@ class PosixFile final : public File {
       const ssize_t got = uninterrupted(
           [&] { return ::pread(direct_->get(), room.data(), size, static_cast<off_t>(begin)); });
       const uint64_t next = std::min(end, begin + size);
-      // The last page of a file is shorter.
+      // The file may end on the last page that is read, but not before `next`.
       if (got < 0 || begin + static_cast<uint64_t>(got) < next) return false;
       std::memcpy(into.data() + (at - offset), room.data() + (at - begin), next - at);
       at = next;
@@ -120,8 +120,9 @@ class PosixFile final : public File {
     fail_errno(errno, "cannot reserve space", {.file = name_, .offset = size_bytes});
   }
 
-  // fallocate that fails has first taken all free space, so other processes meet a full disk:
-  // throws NOSPACE before that. Counts blocks reserved for root as free, as root may use them.
+  // Throws NOSPACE before fallocate would: a fallocate that fails takes all free space first, and
+  // in the meantime other processes can't write. Blocks that are reserved for root count as free,
+  // since this process may be root's.
   void require_free(uint64_t size_bytes) {
     struct stat status {};
     struct statvfs system {};
@@ -177,14 +178,15 @@ class PosixFile final : public File {
     return descriptor_.get();
   }
 
-  // Only where the file system states an alignment, and a page has it: file systems on a local disk
-  // do. Over a network, read-ahead is worth more than what O_DIRECT saves.
+  // Leaves `direct_` empty unless the file system reports an alignment that divides a page, as file
+  // systems on a local disk do. Network file systems report none, and gain more from the kernel's
+  // read-ahead than O_DIRECT saves.
   void open_direct() noexcept {
     struct statx status {};
     if (::statx(descriptor_.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0) return;
     const uint32_t align = std::max(status.stx_dio_offset_align, status.stx_dio_mem_align);
     if (align == 0 || kPageBytes % align != 0) return;
-    // Not the path, which may name another file by now.
+    // Opened through /proc, because the path may name another file by now.
     std::array<char, 32> path{};
     fmt::format_to_n(path.data(), path.size() - 1, "/proc/self/fd/{}", descriptor_.get());
     direct_.emplace(Descriptor::open(path.data(), O_RDONLY | O_DIRECT));
@@ -200,7 +202,7 @@ class PosixFile final : public File {
   Descriptor descriptor_;
   std::string name_;
   std::once_flag direct_opened_;
-  std::optional<Descriptor> direct_;  // empty unless the file can be read around the page cache
+  std::optional<Descriptor> direct_;  // for read_around
 };
 
 // Uses cachestat(2), new in Linux 6.5; older C libraries lack its number.

@@ -53,18 +53,18 @@ std::string identity_text(const FileIdentity& of) {
 }  // namespace
 
 std::string read_text(File& file) {
-  const FileIdentity proven = file.identity();
-  std::string text(proven.size_bytes, '\0');
+  const FileIdentity before = file.identity();
+  std::string text(before.size_bytes, '\0');
   file.read(std::as_writable_bytes(std::span(text)), 0);
-  require_unchanged(file, proven);
+  require_unchanged(file, before);
   return text;
 }
 
-void require_unchanged(File& file, const FileIdentity& proven) {
+void require_unchanged(File& file, const FileIdentity& before) {
   const FileIdentity identity = file.identity();
-  if (identity == proven) return;
+  if (identity == before) return;
   fail(Category::conflict, "the file has changed since it was first read",
-       {.file = file.name(), .expected = identity_text(proven), .got = identity_text(identity)});
+       {.file = file.name(), .expected = identity_text(before), .got = identity_text(identity)});
 }
 
 }  // namespace modicum

@@ -1,5 +1,5 @@
-// Reads small files completely (/proc, /sys/fs/cgroup, recipes), checks that a file is unchanged,
-// and queries the space of a file system.
+// Reads small files (/proc, /sys/fs/cgroup, recipes) in one piece, writes kernel files, checks that
+// a file is unchanged, and queries the space of a file system.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ std::optional<FileSystemSpace> space_of(const std::string& path);
 // File::read.
 std::string read_text(File& file);
 
-// Throws CONFLICT, naming the file, unless its identity still equals `proven`, the earlier one.
-void require_unchanged(File& file, const FileIdentity& proven);
+// Throws CONFLICT, naming the file, unless its identity equals `before`, which was read earlier.
+void require_unchanged(File& file, const FileIdentity& before);
 
 }  // namespace modicum

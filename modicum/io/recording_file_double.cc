@@ -10,8 +10,8 @@
 namespace modicum {
 
 struct RecordingFileSystem::State {
-  // Records a call before it is passed on, and throws if it is to fail. Call without a lock held,
-  // since `act` may make calls.
+  // Records a call before it is passed on, and throws if it is to fail. Must be called without
+  // `mutex`, since `act` may make calls.
   void note(std::string what, std::string file, uint64_t begin = 0, uint64_t end = 0) {
     const IoCall call{std::move(what), std::move(file), begin, end};
     int64_t number = 0;
@@ -27,7 +27,7 @@ struct RecordingFileSystem::State {
   }
 
   int64_t fail_at = 0;
-  int error = EIO;  // errno of that failure
+  int error = EIO;  // errno of the `fail_at`-th call
   int64_t cut_at = 0;
   int64_t act_at = 0;
   std::function<void()> act;

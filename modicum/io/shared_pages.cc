@@ -49,7 +49,7 @@ SharedPages SharedPages::make(uint64_t bytes) {
 
 std::optional<SharedPages> SharedPages::open(const std::string& path, uint64_t bytes) noexcept {
   struct stat status {};
-  // Checked before open, which could act on a device.
+  // The type is checked before open, since opening a device can have an effect.
   if (stat(path.c_str(), &status) != 0 || !has_size(status, bytes)) return std::nullopt;
   Descriptor file = Descriptor::open(path.c_str(), O_RDWR | O_NONBLOCK);
   if (!file.is_valid() || fstat(file.get(), &status) != 0 || !has_size(status, bytes)) {

@@ -9,9 +9,9 @@
 
 namespace modicum {
 
-// The path is /proc/PID/fd/N of the process that made the memory, so no file is left behind if this
+// The path is /proc/PID/fd/N of a process that has the memory, so no file is left behind if that
 // process is killed. The memory is sealed against truncation, so no store into it raises SIGBUS.
-// The kernel frees it once no process maps it or holds its descriptor. Move-only.
+// The kernel frees it once no process maps it or holds a descriptor of it. Move-only.
 class SharedPages {
  public:
   // Throws IO or NOSPACE if the kernel refuses.
@@ -24,7 +24,7 @@ class SharedPages {
   ~SharedPages();
 
   std::span<std::byte> bytes() const noexcept { return memory_; }
-  // For `open`, while this object lives and only in the process that constructed it.
+  // The path by which other processes `open` the memory, as long as this process has this object.
   std::string path() const;
 
   // Marks the memory as used by this process, until the process ends, starts another program (exec)

@@ -16,7 +16,7 @@ namespace modicum {
 namespace {
 
 // Must fail for these mutants: `open` accepts an ordinary file of the right size; mapped memory can
-// be truncated; a mark outlasts the program that has set it.
+// be truncated; a mark of one process counts for all.
 
 constexpr uint64_t kBytes = 4 * kPageBytes;
 
@@ -67,7 +67,7 @@ TEST(SharedPages, AreMarkedUntilAnotherProgramIsStarted) {
   EXPECT_FALSE(made.is_marked_by(child + 1));
   ASSERT_EQ(write(go_on[1], "g", 1), 1);
   await(told[0]);
-  EXPECT_FALSE(made.is_marked_by(child)) << "it runs another program";
+  EXPECT_FALSE(made.is_marked_by(child)) << "the child runs another program";
   ASSERT_EQ(write(go_on[1], "\n", 1), 1);
   int status = 0;
   ASSERT_EQ(waitpid(child, &status, 0), child);

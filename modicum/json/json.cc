@@ -1,7 +1,7 @@
-// Not simdjson's on-demand parser: that needs a padded copy, an index of 4 bytes per token and a
-// string buffer (3 times the size of a header of many small tensors), reports no exact offsets, and
-// has undefined behaviour on some malformed input. simdjson validates the UTF-8, where its speed
-// counts, and is the oracle of the tests.
+// This parser is our own because simdjson's on-demand parser needs a padded copy, an index of 4
+// bytes per token and a string buffer (3 times the size of a header of many small tensors), reports
+// no exact offsets, and has undefined behaviour on some malformed input. We use simdjson to
+// validate UTF-8, where its speed counts, and as the oracle of the tests.
 #include "modicum/json/json.h"
 
 #include <algorithm>
@@ -44,12 +44,13 @@ void append_utf8(std::string& out, uint32_t code) {
   add(0x80 | (code & 0x3f));
 }
 
-// Reads tokens. `at` is at the token's first byte before each call, and after its last byte then.
+// Reads tokens. Each call begins with `at` on the first byte of a token and ends with `at` behind
+// the last one.
 struct Cursor {
   std::string_view text;
   size_t at = 0;
 
-  // Returns NUL at the end of the text. That is unambiguous, since JSON cannot contain a NUL.
+  // The next byte; NUL at the end of the text, since no token contains a NUL.
   char peek() const noexcept { return at < text.size() ? text[at] : '\0'; }
   void skip_space() noexcept {
     while (at < text.size() &&
@@ -300,8 +301,8 @@ std::string_view JsonReader::key_text(const Key& key, std::string& unescaped) co
   return cursor.string(unescaped);
 }
 
-// Checks the keys from `first` on and drops them. Compares texts, since an attacker can make equal
-// hashes.
+// Checks the keys from `first` on and drops them. Compares the texts of keys with equal hashes,
+// since different keys can have the same hash.
 void JsonReader::refuse_duplicates(size_t first) {
   std::string one;
   std::string other;

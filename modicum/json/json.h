@@ -33,7 +33,8 @@ enum class JsonFault : uint8_t {
   syntax,     // not JSON (also a lone surrogate, a raw control byte, nesting over 64)
   duplicate,  // a key occurs twice in one object
   type,       // a value of another type than expected (a string instead of a number)
-  range,      // integer: not 0|[1-9][0-9]* or over 2^63-1; number: no double; text: 4 GiB or more
+  range,      // integer: not 0|[1-9][0-9]*, or over 2^63-1; number: out of the range of a double;
+              // document: 4 GiB or more
   trailing,   // text after the document
 };
 
@@ -44,10 +45,10 @@ struct JsonError : std::runtime_error {
   uint64_t offset;  // byte offset in the text
 };
 
-// A value, to be taken at most once, by `object` or a call below it, within the callback that
-// received it. A value that was not taken is checked and skipped after the callback. A callback may
-// catch a JsonError and continue if its fault is `type` (the value can still be taken) or `range`
-// (the value has been taken).
+// A value, which the callback that receives it takes at most once, with one of the functions from
+// `object` to `skip`. A value that was not taken is checked and skipped after the callback. A
+// callback may catch the JsonError of such a call on its value, and continue, if the fault is
+// `type` (the value can still be taken) or `range` (the value has been taken).
 class JsonValue {
  public:
   enum class Kind : uint8_t { object, array, string, number, boolean, null };
@@ -109,7 +110,7 @@ class JsonWriter {
   }
   // The document so far.
   const std::string& text() const noexcept { return text_; }
-  std::string take() noexcept { return std::move(text_); }  // the same, for large documents
+  std::string take() noexcept { return std::move(text_); }  // moves the document out: no copy
 
  private:
   void separate();

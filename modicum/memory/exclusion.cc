@@ -1,5 +1,6 @@
 #include "modicum/memory/exclusion.h"
 
+#include <fmt/format.h>
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -7,8 +8,9 @@
 #include <atomic>
 #include <cerrno>
 #include <memory>
+#include <system_error>
 
-#include "modicum/memory/commit.h"
+#include "modicum/base/base.h"
 
 namespace modicum {
 
@@ -94,7 +96,8 @@ Exclusion::Exclusion(std::span<std::byte> range) : row_(claim_row()) {
   row_->is_reservation = false;
   row_->begin.store(reinterpret_cast<uintptr_t>(range.data()), std::memory_order_release);
   if (::madvise(range.data(), range.size(), MADV_DONTFORK) == 0) return;
-  fail_to_commit(errno, range.size());
+  fail(Category::no_memory, fmt::format("cannot exclude {} bytes from forked children: {}",
+                                        range.size(), std::generic_category().message(errno)));
 }
 
 void Exclusion::Free::operator()(ExcludedRange* row) const noexcept {

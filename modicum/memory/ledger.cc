@@ -20,8 +20,8 @@ namespace {
         .owners = owners_of(owners)});
 }
 
-// Calls `take`, which allocates `bytes` for `purpose`. If it throws NOMEM, adds the requested bytes
-// and the memory held to the error.
+// Calls `take`, which allocates `bytes` for `purpose`. If it throws NOMEM, adds this need and the
+// memory held to the error.
 template <typename Take>
 auto naming_need(Purpose purpose, uint64_t bytes, const Footprint& held, const Take& take) {
   try {
@@ -29,10 +29,10 @@ auto naming_need(Purpose purpose, uint64_t bytes, const Footprint& held, const T
   } catch (const Error& error) {
     if (error.category() != Category::no_memory) throw;
     Facts facts = error.facts();
-    if (facts.got.empty()) facts.got = fmt::format("{} bytes of {}", bytes, purpose_name(purpose));
+    facts.got = fmt::format("a request for {} bytes of {}", bytes, purpose_name(purpose));
     facts.owners = owners_of(held);
     fail(error.category(),
-         fmt::format("{}; {} are held", error.what_happened(), format_size(held.total())),
+         fmt::format("{}; {} are held already", error.what_happened(), format_size(held.total())),
          std::move(facts));
   }
 }
@@ -97,14 +97,15 @@ Charge Ledger::charge_shared(Purpose purpose, std::span<std::byte> part) {
 }
 
 void Ledger::require_room(const Footprint& needed, std::string_view what) const {
-  Footprint held = this->held();
-  held += needed;
+  Footprint all = held();
   const uint64_t limit = limit_bytes();
-  if (held.total() <= limit) return;
+  const uint64_t left = limit - std::min(limit, all.total());
+  all += needed;
+  if (all.total() <= limit) return;
   fail_over_budget(
-      fmt::format("no room in the budget for {} of {}: {} too little", format_size(needed.total()),
-                  what, format_size(held.total() - limit)),
-      limit, held.total(), held);
+      fmt::format("{} needs {}, and the budget has {} left: {} too little", what,
+                  format_size(needed.total()), format_size(left), format_size(all.total() - limit)),
+      limit, all.total(), all);
 }
 
 Charge Ledger::adopt(Purpose purpose, uint64_t bytes) { return book(purpose, bytes); }
@@ -116,8 +117,10 @@ Charge Ledger::book(Purpose purpose, uint64_t bytes, bool is_copied) {
   // Compares without forming the sum, which may overflow.
   if (more > limit_bytes_ - std::min(before, limit_bytes_)) {
     fail_over_budget(
-        fmt::format("no room in the budget for {} bytes of {}{}", bytes, purpose_name(purpose),
-                    is_copied ? ", counted twice since forked children may keep copies" : ""),
+        fmt::format("no room in the budget for {} bytes of {}{}; {} are held already", bytes,
+                    purpose_name(purpose),
+                    is_copied ? " (counted twice, since forked children may keep copies)" : "",
+                    format_size(before)),
         limit_bytes_, saturating_add(before, more), held_);
   }
   held_[purpose] += bytes;

@@ -131,8 +131,8 @@ class Ledger {
   // Maps `bytes`, rounded up to whole pages, and commits them on `threads` threads. Zero bytes give
   // an empty Buffer. On failure the ledger is unchanged and nothing stays mapped. Throws BUDGET
   // over the limit (`expected` is the limit, `got` the total that would be held, `owners` the
-  // memory held now), NOMEM if the kernel refuses (`got` is the need, `owners` as for BUDGET), and
-  // any exception of `poll`. `fork` decides what forked children see: no memory (excluded), the
+  // memory held now), NOMEM if the kernel refuses (`got` is the request, `owners` as for BUDGET),
+  // and any exception of `poll`. `fork` decides what forked children see: no memory (excluded), the
   // same memory (shared; it stays in the kernel until the last process unmaps it) or a copy
   // (inherited; counts twice).
   Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, Poll poll = kNoPoll,
@@ -143,8 +143,8 @@ class Ledger {
   // Commits and charges a page-aligned part of a shared mapping that has not been written yet. The
   // pages live as long as the Mapping. Throws BUDGET or NOMEM.
   Charge charge_shared(Purpose purpose, std::span<std::byte> part);
-  // Throws BUDGET, naming `what`, if `needed` and the memory held now exceed the limit. Called
-  // before allocations that consist of several charges.
+  // Throws BUDGET, naming `what`, if `needed` and the memory held now together exceed the limit.
+  // Called before allocations that consist of several charges.
   void require_room(const Footprint& needed, std::string_view what) const;
   // Books memory that the caller owns; maps nothing. Throws BUDGET.
   Charge adopt(Purpose purpose, uint64_t bytes);

@@ -130,6 +130,8 @@ TEST(Ledger, RequireRoomIsAllOrNothing) {
   const auto error = error_of([&] { ledger.require_room(needed, "a state"); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->category(), Category::budget);
+  EXPECT_EQ(error->what_happened(),
+            "a state needs 12.00 KiB, and the budget has 12.00 KiB left: 1 B too little");
   EXPECT_EQ(error->facts().shortfall_bytes, 1U);
   EXPECT_EQ(ledger.held().total(), kPageBytes);
 }
@@ -160,8 +162,8 @@ TEST(Ledger, ExceedingTheLimitMapsNothing) {
   ASSERT_TRUE(met);
   EXPECT_EQ(met->category(), Category::budget);
   EXPECT_STREQ(met->what(),
-               "BUDGET: no room in the budget for 68719476736 bytes of shards "
-               "(expected 1048576, got 68719479736)");
+               "BUDGET: no room in the budget for 68719476736 bytes of shards; 2.93 KiB are held "
+               "already (expected 1048576, got 68719479736)");
   EXPECT_EQ(met->facts().shortfall_bytes, 68719479736 - kMiB);
   ASSERT_EQ(met->facts().owners.size(), 2U);
   EXPECT_EQ(met->facts().owners[0].purpose, "header");
@@ -191,8 +193,9 @@ TEST(Ledger, AFailedMappingLeavesTheLedgerUnchanged) {
     ASSERT_TRUE(met) << size;
     EXPECT_EQ(met->category(), Category::no_memory) << met->what();
     EXPECT_EQ(ledger.held().total(), kPageBytes);
-    EXPECT_EQ(met->facts().got, fmt::format("{} bytes of shards", size - kPageBytes));
-    EXPECT_NE(met->what_happened().find("; 4.00 KiB are held"), std::string::npos) << met->what();
+    EXPECT_EQ(met->facts().got, fmt::format("a request for {} bytes of shards", size - kPageBytes));
+    EXPECT_NE(met->what_happened().find("; 4.00 KiB are held already"), std::string::npos)
+        << met->what();
     ASSERT_EQ(met->facts().owners.size(), 1U);
     EXPECT_EQ(met->facts().owners[0].bytes, kPageBytes);
   }
@@ -200,8 +203,9 @@ TEST(Ledger, AFailedMappingLeavesTheLedgerUnchanged) {
 
 TEST(Ledger, AFailedCommitReturnsItsEntry) {
   Mapping mapping = Mapping::shared(kPageBytes);
-  if (madvise(mapping.bytes().data(), kPageBytes, 23) != 0) {
-    GTEST_SKIP() << "this kernel commits only page by page and can't refuse";
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE
+  if (madvise(mapping.bytes().data(), kPageBytes, kPopulateWrite) != 0) {
+    GTEST_SKIP() << "this kernel commits pages only when they are touched, and can't refuse";
   }
   const std::span<std::byte> gone = mapping.bytes();
   mapping = Mapping();
@@ -488,6 +492,9 @@ TEST(Fork, ForeignMemoryCanBeExcludedAndIncludedAgain) {
   const auto error = error_of([&] { const Exclusion none({data, kSize}); });
   ASSERT_TRUE(error);
   EXPECT_EQ(error->category(), Category::no_memory);
+  EXPECT_EQ(error->what_happened(),
+            "cannot exclude 16384 bytes from forked children: Cannot allocate memory")
+      << "madvise reports an unmapped range as ENOMEM";
 }
 
 TEST(Ledger, SharedMappingsAreSeenByForkedChildren) {

@@ -4,9 +4,10 @@
 //   SelfReports    head: pids | SelfReport | SelfReport | ...     made and read by the watcher
 //                               ^ claimed and written, without locks, by one process
 //
-// The table is in a file that all of them map; the environment variable kWatchVariable has its
-// path. A process may be killed between any two stores, and may write anything, so each field is an
-// atomic that the reader validates on its own. Times are SteadyClock's, the same in all processes.
+// The table is in a SharedPages that all of them map; the environment variable kWatchVariable has
+// its path. A process may be killed between any two stores, and may write anything, so each field
+// is an atomic that the reader validates on its own. Times are SteadyClock's, the same in all
+// processes.
 #pragma once
 
 #include <array>
@@ -53,7 +54,7 @@ struct alignas(4096) SelfReport {
   std::atomic<int64_t> begin_ns;  // set last; 0: ignore the rest
   std::atomic<int32_t> rank;      // -1: unknown
   std::atomic<uint32_t> promised_phases;
-  std::atomic<uint64_t> baseline_bytes;       // memory before the load, without retained heap
+  std::atomic<uint64_t> baseline_bytes;       // held at the claim, without the retained heap
   std::atomic<uint64_t> retained_heap_bytes;  // at the last report_heap()
   std::atomic<uint64_t> budget_bytes;         // budget of the node; 0: none
   std::array<std::atomic<uint64_t>, kPurposes> held;  // by all ledgers of the process

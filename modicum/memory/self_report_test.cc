@@ -12,8 +12,8 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: a forked child that writes its parent's report; a phase
-// that has not ended and is overwritten; a report of an ended process that counts as another's.
+// Must fail for these mutants: a forked child writes its parent's report; a running phase is
+// overwritten; a report keeps the figures of the program before an exec.
 
 // A table in this process's private memory.
 class Table {
@@ -102,7 +102,7 @@ TEST(SelfReport, MoreProcessesThanPlacesReportNothing) {
   EXPECT_EQ(reports.claim(100'000, 0), &reports.reports[5]);
 }
 
-// An outer phase remains in the table after many inner ones, of which the last remain.
+// An outer phase stays in the table while many inner ones overwrite each other.
 TEST(SelfReport, APhaseThatLastsIsKept) {
   const Table table;
   SelfReport& report = *SelfReports::make_in(table.memory()).claim(getpid(), 0);

@@ -159,7 +159,7 @@ std::optional<uint64_t> limit_of(const Level& level) {
 }
 
 // Sets the page cache, which the kernel reclaims before it refuses memory or kills, and the shared
-// memory. In v1 the names without "total_" exclude the children.
+// memory. In v1 the figures without the prefix "total_" exclude child cgroups.
 void add_usage(const Level& level, MemoryLimit& to) {
   const auto stat = read_kernel_text(level.directory + "/memory.stat");
   if (!stat) return;

@@ -29,8 +29,8 @@ struct ProcessMemory {
 
   // The memory attributed to this process, without the page cache.
   uint64_t held() const noexcept { return pss_anon + pss_shmem + page_tables; }
-  // An estimate of the highest `held`: now, plus the difference of VmHWM, which misses no peak, and
-  // `rss`.
+  // An estimate of the highest `held`: its present value plus what the RSS has lost since its peak
+  // (VmHWM - VmRSS). The kernel updates VmHWM itself, so that no short peak is missed.
   uint64_t peak_held() const noexcept { return held() + (peak_rss > rss ? peak_rss - rss : 0); }
 };
 
@@ -41,15 +41,16 @@ ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
 bool reset_peak_rss();
 
 // Identifies a process even after its pid is reused. `host` identifies the host, its boot and the
-// container, in letters, digits, dots and underscores. `started` is the kernel's start time of the
-// process, 0 if there is no such process.
+// container, in letters, digits, dots and underscores. `started` is the start time in the kernel's
+// clock ticks, 0 if there is no such process.
 struct ProcessIdentity {
   std::string host;
   int64_t pid = 0;
   uint64_t started = 0;
 };
 ProcessIdentity identify_process(int64_t pid, const std::string& root = "");
-// Whether the process has ended. False if that can't be determined: the process is of another host.
+// Whether the process has ended. False if it is of another host or container, since that can't be
+// determined from here.
 bool is_dead(const ProcessIdentity& of, const std::string& root = "");
 
 // Bytes and facts from /proc/PID/status. Reading this one file takes about 20 us. The kernel walks
@@ -77,10 +78,10 @@ struct MappingSums {
 
   bool operator==(const MappingSums&) const = default;
 };
-// The kernel walks every page: 10 to 50 ms per GiB. nullopt if they can't be read: ended, another
-// user's process, a kernel before 5.4.
+// The kernel walks every page: 10 to 50 ms per GiB. nullopt if the sums can't be read: the process
+// has ended or is another user's, or the kernel is older than 5.4.
 std::optional<MappingSums> read_mapping_sums(int pid, const std::string& root = "");
-// Its `pss` alone.
+// The `pss` of read_mapping_sums.
 std::optional<uint64_t> read_pss(int pid, const std::string& root = "");
 
 // Minor page faults of a process so far; 0 if there is no such process. A copy-on-write costs one.
@@ -211,7 +212,8 @@ struct MemoryPressure {
 
   bool operator==(const MemoryPressure&) const = default;
 };
-// Of the first of `groups` that has it (v2 only), else of the node. nullopt on kernels without PSI.
+// The pressure of the first of `groups` that reports one (v2 only), else of the node. nullopt on
+// kernels without PSI.
 std::optional<MemoryPressure> memory_pressure(std::span<const MemoryCgroup> groups,
                                               const std::string& root = "");
 

@@ -67,7 +67,7 @@ void count_shared(Program& program, const Processes& all, const std::string& roo
       tree = read_tree(pid, {}, root);
     } catch (const Error&) {
       if (pid == program.pid) throw;
-      continue;  // it has ended
+      continue;  // the process has ended
     }
     program.exposed_bytes += tree.rest.shared_bytes;
     program.copied_bytes += tree.rest.copied_bytes;
@@ -195,10 +195,8 @@ void read_own(Program& program, const std::string& root) {
   const auto smaps = read_kernel_text(directory + "/smaps");
   if (!smaps) {
     facts.file = "smaps";
-    fail(Category::io,
-         "cannot read the memory map of the process: run as its user, or as root; at most 16 MiB "
-         "of text are read",
-         std::move(facts));
+    facts.expected = "a process of this user (or to run as root), and a file of at most 16 MiB";
+    fail(Category::io, "cannot read the memory map of the process", std::move(facts));
   }
   const std::vector<Mapping> mappings = mappings_in(*smaps);
   if (mappings.empty()) fail(Category::io, "the process has ended", std::move(facts));
@@ -218,7 +216,7 @@ void read_own(Program& program, const std::string& root) {
   try {
     program.open_files = PosixFileSystem().list(directory + "/fd").size();
   } catch (const Error&) {
-    program.open_files = 0;  // it has ended meanwhile
+    program.open_files = 0;  // the process has ended meanwhile
   }
 }
 

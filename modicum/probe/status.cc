@@ -105,7 +105,7 @@ std::vector<int> children_of(int pid, const std::string& root) {
   try {
     threads = PosixFileSystem().list(file_of(pid, "task", root));
   } catch (const Error&) {
-    return children;  // it has ended
+    return children;  // the process has ended
   }
   for (const std::string& thread : threads) {
     const std::string text =

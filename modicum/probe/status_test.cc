@@ -78,7 +78,7 @@ TEST(Status, ChildrenAreThoseOfAllThreads) {
   EXPECT_EQ(last_pid(machine.root()), 4321U);
 }
 
-TEST(Status, FaultsAreCountedAfterTheName) {
+TEST(Status, FieldsOfStatAreCountedFromTheEndOfTheName) {
   Machine machine;
   machine.put("/proc/7/stat", "7 (a) 5 b) S 1 2 3 4 -1 6 77 8 9 10\n");
   EXPECT_EQ(read_minor_faults(7, machine.root()), 77U);

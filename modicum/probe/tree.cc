@@ -19,7 +19,7 @@ constexpr uint64_t kPresent = uint64_t{1} << 63;
 constexpr uint64_t kOfFile = uint64_t{1} << 61;       // a file page or shared memory
 constexpr uint64_t kExclusive = uint64_t{1} << 56;    // mapped by one process only
 constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // 0 without CAP_SYS_ADMIN
-constexpr uint64_t kBlockPages = 65536;               // pages read at once
+constexpr uint64_t kBlockPages = 65536;               // pages per read
 
 std::string directory_of(int pid, const std::string& root) {
   return root + "/proc/" + std::to_string(pid);
@@ -108,8 +108,9 @@ class Pages {
         mapped_(mapped_in(read_kernel_text(directory_of(pid, root) + "/maps").value_or(""))) {}
 
   // Whether this process can have inherited the root process's area. If the area is excluded from
-  // forks (MADV_DONTFORK), only a child forked earlier can; it maps the whole area, while a later
-  // child may have mapped other memory into a part of the gap.
+  // forks (MADV_DONTFORK), only a child that was forked before the exclusion can. Such a child maps
+  // the whole area; a later one has a gap there, and may have mapped other memory into a part of
+  // it.
   bool may_show(const Area& area) const { return area.is_inherited || covers(mapped_, area.at); }
 
   void read(uint64_t address, std::span<uint64_t> entries) {
@@ -150,8 +151,8 @@ class SharedPages {
     bool by_first = false;  // whether the root process does
   };
 
-  // Adds the entry of a process; the root process comes first. Returns the index of its row. Frames
-  // beyond the last row count there.
+  // Adds the entry of a process; the root process comes first. Returns the index of its row. If the
+  // table is full, all further frames share its last row.
   size_t add(uint64_t entry, bool is_first) noexcept {
     const uint64_t frame = entry & kFrame;
     size_t at = 0;
@@ -266,7 +267,7 @@ void for_each_page(const Area& area, std::vector<Pages>& processes,
       try {
         processes[i].read(begin, entries[i]);
       } catch (const Error&) {
-        if (i == 0) throw;  // a child may have ended: it counts nothing
+        if (i == 0) throw;  // but a child that has ended has no pages
       }
     }
     for (uint64_t at = 0; at < n; ++at) {
@@ -322,7 +323,7 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
       pages.emplace_back(child, root);
       process_of.push_back(tree.processes.size() - 1);
     } catch (const Error&) {
-      continue;  // it has ended
+      continue;  // the child has ended
     }
   }
   const std::optional<std::string> smaps = read_kernel_text(directory + "/smaps");
@@ -418,7 +419,7 @@ void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64
   if (members.size() < 2) return;
   const std::string smaps = directory_of(forks[parent].pid, root) + "/smaps";
   const std::vector<Area> areas = areas_in(read_kernel_text(smaps).value_or(""));
-  std::vector<Area> own = areas;  // without areas of its ancestors, which count there
+  std::vector<Area> own = areas;  // less the ancestors' areas: copies in them count there
   forks[parent].areas = areas;
   for (auto from = forks[parent].from; from; from = forks[*from].from) {
     own = without(own, forks[*from].areas);

@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint64_t kPresent = uint64_t{1} << 63;
 constexpr uint64_t kOfFile = uint64_t{1} << 61;
-constexpr uint64_t kAlone = kPresent | uint64_t{1} << 56;  // and no other process maps it
+constexpr uint64_t kAlone = kPresent | uint64_t{1} << 56;  // no other process maps the page
 constexpr std::string_view kAuxv = "the same until a program is started";
 
 // A process of 64 pages, whose private memory is pages 16 to 31 in the default `smaps`.
@@ -256,7 +256,7 @@ void write_to(std::byte* data, size_t size) {
   for (size_t at = 0; at < size; at += kPageBytes) data[at] = std::byte{1};
 }
 
-// The own and copied bytes of a block. Half of it is written again while two children are alive.
+// The memory of a block of kSize bytes, half of which is written again while two children live.
 RangeMemory held_by_block(bool left_out) {
   void* const block =
       mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

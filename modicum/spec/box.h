@@ -27,7 +27,7 @@ struct Box {
   static constexpr int kMaxDims = 8;
 
   int64_t at = 0;
-  int rank = 0;
+  int rank = 0;                       // the number of dims
   std::array<BoxDim, kMaxDims> dims;  // only the first `rank` are initialised
 
   void push(const BoxDim& dim) {

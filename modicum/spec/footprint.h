@@ -26,10 +26,10 @@ enum class Purpose : uint8_t {
   master,
   grad,
   moments,
-  staging,  // read slots, cast slots and exchange ring of a load; gradients as they arrive
-  init,
-  snapshot,
-  fork,  // copy-on-write duplicates of inherited memory that forked children may keep
+  staging,   // read slots, cast slots and exchange ring of a load; gradients as they arrive
+  init,      // tensors that a PyTorch model initialises during the load
+  snapshot,  // copies of values that training steps overwrite during a background save
+  fork,      // copy-on-write duplicates of inherited memory that forked children may keep
   count
 };
 
@@ -55,7 +55,7 @@ void sort_by_bytes(std::vector<Owner>& owners);
 
 // A phase of a run, with one footprint per rank.
 struct Phase {
-  std::string name;                // "open", "load", "hold"
+  std::string name;                // "open", "load", "hold", "step", ...
   std::vector<Footprint> of_rank;  // indexed by rank
 };
 
@@ -88,7 +88,7 @@ constexpr uint64_t kLauncherBytes = 8 * kMiB;
 constexpr uint64_t kBaselineBytes = 2 * kMiB;
 // What a thread holds: the touched pages of its stack, and their page table.
 constexpr uint64_t kThreadBytes = 24 * kKiB;
-// As many threads have room in kBaselineBytes.
+// kBaselineBytes has room for this many threads.
 constexpr int kBaselineThreads = 64;
 // The memory of a rank's `threads` that kBaselineBytes has no room for.
 uint64_t thread_bytes(int threads) noexcept;

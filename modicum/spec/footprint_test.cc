@@ -40,17 +40,21 @@ TEST(Promise, ANodesPeakIsTheSumOfEachRanksOwnPeakAndTheLauncher) {
   EXPECT_EQ(promise.on_node(0, &promise.phases[1]), of(1002, 50, 0));
 }
 
-TEST(Promise, APeakHasItsPhase) {
+TEST(Promise, PeakPhaseHasTheHighestTotal) {
   const Promise promise = two_nodes();
   EXPECT_EQ(promise.peak_phase(0).name, "load");
   EXPECT_EQ(promise.peak_phase(1).name, "hold");
+  EXPECT_EQ(promise.peak_phase(2).name, "load") << "the first of equal phases";
   EXPECT_EQ(promise.rank_peak_bytes(1), 31u);
 }
 
-TEST(PageTables, AreEightBytesAPageInWholePagesAndOnePageAGiB) {
-  EXPECT_EQ(page_table_bytes(0), 0u);
+TEST(PageTables, AreEightBytesPerPageInWholePagesAndAPagePerGiB) {
+  EXPECT_EQ(page_table_bytes(0), 0U);
+  EXPECT_EQ(page_table_bytes(1), kPageBytes);
   EXPECT_EQ(page_table_bytes(2 * kMiB), 2 * kPageBytes);
   EXPECT_EQ(page_table_bytes(kGiB), 512 * kPageBytes + kPageBytes);
+  EXPECT_EQ(page_table_bytes(4 * kGiB), 4 * (512 * kPageBytes + kPageBytes));
+  EXPECT_EQ(page_table_bytes(kGiB + 2 * kMiB), 513 * kPageBytes + 2 * kPageBytes);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Fingerprints of sets of places. They show whether strided runs fill a range exactly once.
+// Fingerprints of sets of element indices: the sum of x^index for a point x. They show whether
+// strided runs cover a range exactly once.
 #pragma once
 
 #include <array>

@@ -7,7 +7,8 @@
 namespace modicum {
 namespace {
 
-// `moment` is the dtype of exp_avg; int8 codes of exp_avg_sq are unsigned.
+// The last column, `moment`, is the dtype of both moments, except that exp_avg_sq is u8 where
+// exp_avg is i8.
 constexpr std::array<StateFormatRow, 7> kRows = {{
     {StateFormat::fp32, "fp32", DType::f32, DType::boolean, DType::f32, DType::f32},
     {StateFormat::fp32_split, "fp32-split", DType::bf16, DType::i16, DType::bf16, DType::f32},
@@ -20,13 +21,13 @@ constexpr std::array<StateFormatRow, 7> kRows = {{
     {StateFormat::int8_moments_fp32, "int8-moments-fp32", DType::f32, DType::boolean, DType::f32,
      DType::i8},
 }};
-constexpr size_t kAsked = 5;  // the first ones can be requested
+constexpr size_t kRequestable = 5;  // a user can request the first five rows
 
 }  // namespace
 
 std::span<const StateFormatRow> all_state_formats() noexcept { return kRows; }
 std::span<const StateFormatRow> state_formats() noexcept {
-  return std::span(kRows).first<kAsked>();
+  return std::span(kRows).first<kRequestable>();
 }
 
 const StateFormatRow& row_of(StateFormat format) noexcept {

@@ -1,5 +1,5 @@
-// The table of state formats: the bytes per parameter of host-side training. Promises, the
-// optimizer and reports all take these numbers from it.
+// The table of state formats: the dtypes of an optimizer's state, and so its bytes per parameter.
+// Promises, the optimizer and reports all take these numbers from it.
 #pragma once
 
 #include <algorithm>

@@ -19,10 +19,10 @@ constexpr ArchTraits kQwen3Next{.has_qk_norm = true, .has_query_gate = true, .ha
 
 constexpr DType kBf16 = DType::bf16;
 
-// tiny-moe and tiny-fp8 are for tests. tiny-moe has the tensors of qwen3_moe in a few KB; its
-// widths have few divisors. tiny-fp8 has the tensors of DeepSeek-V3 in half a MB, with incomplete
-// scale blocks at both edges. It lacks the MTP layer: transformers recognises that only by the
-// number 61.
+// tiny-moe and tiny-fp8 are for tests. tiny-moe has the tensors of qwen3_moe in a few KB; most
+// numbers of ranks don't divide its widths. tiny-fp8 has the tensors of DeepSeek-V3 in half a MB,
+// with incomplete scale blocks at both edges. It lacks the MTP layer, which transformers recognises
+// only by the layer number 61.
 constexpr std::array<Arch, 16> kArchs = {{
     {"gpt2", 12, DType::f32, kPlain, list_gpt2},
     {"llama-3.2-1b", 16, kBf16, kPlain, list_llama},
@@ -105,7 +105,7 @@ ArchWidths widths_of(const Arch& arch) {
   ArchWidths w{arch.traits};
   w.vocab = of("vocab_size");
   w.hidden = first_of({"hidden_size", "n_embd"});
-  // GPT-2's config has "n_inner": null, which means four times the hidden size.
+  // GPT-2's config has no n_inner: it defaults to four times the hidden size.
   w.intermediate = numbers.contains("n_embd") ? 4 * w.hidden : of("intermediate_size");
   w.heads = first_of({"num_attention_heads", "n_head"});
   w.kv_heads = of("num_key_value_heads");

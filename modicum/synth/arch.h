@@ -63,9 +63,9 @@ struct ArchWidths : ArchTraits {
     int64_t hidden = 0;
     int64_t intermediate = 0;
     int64_t channels = 0;
-    int64_t frames = 0;
-    int64_t patch = 0;
-    int64_t merge = 0;
+    int64_t frames = 0;  // in a patch
+    int64_t patch = 0;   // its width and height
+    int64_t merge = 0;   // merge x merge patches become one token
   } tower = {};
 };
 

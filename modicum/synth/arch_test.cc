@@ -41,7 +41,8 @@ TEST_P(ArchNumbers, EqualTheHubs) {
 
 // gpt2: 124,439,808 parameters and twelve masks of 1024 x 1024. gpt-oss: 1,804,459,584 weights in
 // bf16, and per layer and expert (5760 + 2880) rows of 90 blocks of 16 bytes and a scale. tiny-fp8:
-// weights, two routers' biases, and 39 scales for attention, 18 for the MLP and 60 for experts.
+// weights, the biases of two routers of 4 experts, and 39 scales for attention, 18 for the MLP and
+// 60 for experts.
 INSTANTIATE_TEST_SUITE_P(
     Hub, ArchNumbers,
     testing::Values(Known{"gpt2", 160, 124'439'808 + 12 * 1024 * 1024, 548'090'880},
@@ -199,7 +200,8 @@ TEST(Arch, TensorsAreInTheOrderOfTheStateDict) {
                 "ln_f.bias"}));
 }
 
-TEST(Arch, FewerLayersAreAPrefix) {
+TEST(Arch, TheNumberOfLayersCanBeChosen) {
+  // Embedding and final norm (the head is tied), and eleven tensors per layer.
   const auto two = arch_tensors(arch_named("qwen3-0.6b"), 2);
   EXPECT_EQ(two.size(), 2U + 2 * 11);
   EXPECT_EQ(two.back().fqn, "model.norm.weight");

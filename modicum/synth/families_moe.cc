@@ -78,7 +78,7 @@ void add_coded_mlp(TensorList& list, const std::string& prefix, int64_t hidden,
   add_coded(list, prefix + "down_proj", hidden, intermediate);
 }
 
-// Multi-head latent attention. Queries are projected down and up again; keys and values are, too,
+// Multi-head latent attention. Queries are projected down and up again, and so are keys and values
 // together. All heads share one key with rotary embedding.
 void add_latent_attention(TensorList& list, const std::string& prefix, const ArchWidths& w) {
   const ArchWidths::LatentAttention& latent = w.latent;

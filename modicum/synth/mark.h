@@ -18,7 +18,7 @@ namespace modicum {
 //
 // In a sparse file the first 4096 bytes of each tensor are written. For each world size W, so are
 // 2048 bytes on each side of every boundary between shards of Shard(0); a shard has ceil(rows / W)
-// rows. Ranges are rounded to multiples of synth_granule(). All other bytes read as zeros.
+// rows. Ranges are widened to multiples of synth_granule(). All other bytes read as zeros.
 //
 //   rows 10, world size 4:   0  1  2 | 3  4  5 | 6  7  8 | 9
 //   written                  ####   ###       ###       ###

@@ -168,7 +168,7 @@ void check(const SynthOptions& options) {
            std::string(torch_name(*options.dtype)));
   }
   if (!options.edges.empty() && !options.is_sparse) {
-    refuse("--edges needs --sparse", "--edges without --sparse");
+    fail(Category::usage, "--edges needs --sparse");
   }
   for (const int64_t world : options.edges) {
     if (world < 1) refuse("a world size must be at least 1", std::to_string(world));

@@ -13,9 +13,10 @@
 namespace modicum {
 
 struct SynthOptions {
-  std::string arch;                           // a name of arch_names()
-  int layers = 0;                             // 0: as many as the model has
-  uint64_t shard_size_bytes = 5'000'000'000;  // most data per file; a larger tensor gets a file
+  std::string arch;  // a name of arch_names()
+  int layers = 0;    // 0: as many as the model has
+  uint64_t shard_size_bytes =
+      5'000'000'000;           // most data per file; a larger tensor has a file alone
   std::optional<DType> dtype;  // f32, bf16 or f16; nullopt: as on the hub, see arch.h
   bool is_sparse = false;      // see SynthMark
   std::vector<int64_t> edges;  // world sizes, see SynthMark; only if is_sparse

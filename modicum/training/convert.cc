@@ -10,8 +10,8 @@
 namespace modicum {
 namespace {
 
-// A digest of everything that determines the bytes of the output. Inodes and modification times of
-// the source's files are used instead of their values.
+// A digest of everything that determines the bytes of the output. The source's files are identified
+// by device, inode and mtime, since reading their data would take as long as the conversion.
 Digest inputs_of(const ConvertTask& task) {
   Hasher hasher;
   const Plan& plan = task.load.plan;

@@ -17,8 +17,8 @@ namespace modicum {
 class ConvertedForm {
  public:
   struct Options {
-    // Size of a file. If empty, the source's division into files is kept: a target goes into the
-    // file of its first stored tensor.
+    // Largest size of a file. If empty, the source's division into files is kept: a target goes
+    // into the file of its first stored tensor.
     std::optional<uint64_t> shard_bytes;
     std::string_view stem = kModelStem;  // first part of the files' names
     // Names of tensors that get a place in the files, but are not written from a target.

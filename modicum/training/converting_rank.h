@@ -16,8 +16,8 @@ namespace modicum {
 StepOwner owner_of_conversion();
 bool is_owner_dead(const StepOwner& owner);
 
-// A file of which tensors without a target have yet to be written, such as planes of an optimizer's
-// state in a new format.
+// A file with tensors that have no target, such as planes of an optimizer's state in a new format.
+// They are yet to be written.
 struct FileToComplete {
   const Manifest& manifest;
   uint32_t file = 0;
@@ -39,8 +39,9 @@ struct ConvertPart {
   const ConvertedForm& form;
   std::string folder;  // in the output: "", or "optimizer/"
   bool keeps_holes = false;
-  // Set if the output is a step (a saved checkpoint directory). Called for each written tensor,
-  // throws if its values are not the expected ones. The journal then records the chunks' digests.
+  // Set if the output is a step (a saved checkpoint directory). Called for each written tensor;
+  // throws if its values are not the expected ones. If set, the journal records the chunks'
+  // digests.
   std::function<void(const ChunkSums& sums, uint32_t tensor)> checks;
   // Writes the tensors that have no target; empty if there are none. Requires `checks`.
   std::function<FileOutcome(const FileToComplete& of)> completes;

@@ -12,7 +12,7 @@ namespace {
 void require_node_flags(const RunFlags& flags, const NodeFlags& node) {
   if (!node.is_any()) return;
   if (flags.optimizer == "none") {
-    fail(Category::usage, "--reference, --backup and --engine-tp need a trainer",
+    fail(Category::usage, "--reference, --backup and --engine-tp require an optimizer",
          {.expected = "--optimizer adamw:FORMAT", .got = "--optimizer none"});
   }
   if (node.engine_tp == 0 || flags.ranks % node.engine_tp == 0) return;

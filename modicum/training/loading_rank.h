@@ -39,8 +39,8 @@ struct LoadingRank {
     load.outcome().baseline_bytes = baseline_bytes;
   }
 
-  // Returns `of` with the peaks since the last call. All ranks call it at the same time, and none
-  // goes on until all have read their peaks.
+  // Returns `of` with the peaks since the last call, or since construction. All ranks call it at
+  // the same time, and none goes on until all have read their peaks.
   RankOutcome phase_of(RankOutcome of, Board& board) {
     board.barrier(of.rank);
     of.ledger_peak_bytes = ledger.peak_since_mark();

@@ -61,7 +61,8 @@ struct StepsTaken {
   float unscale = 1;  // factor that undoes the last step's loss scale
   LossScale loss_scale;
   int32_t skipped = 0;  // steps with a gradient that was not finite
-  double step_s = 0;    // median of the slowest rank's time per step; 0: all steps were skipped
+  // Median of the slowest rank's time per step, over the last 1024 steps; 0: all were skipped.
+  double step_s = 0;
 };
 
 // A training step: gradients, the norm over all ranks, clipping, then AdamW's step, which is

@@ -20,8 +20,9 @@ struct Trained {
   std::vector<const std::byte*> cast_from;
 };
 
-// The parameters that `rank` has loaded, one element per state format (state_format_of). The loaded
-// memory becomes the master, or receives the low-precision parameter after each step.
+// The parameters that `rank` has loaded, one element for each state format that they have
+// (state_format_of). The loaded memory becomes the master, or receives the low-precision parameter
+// after each step.
 std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded);
 
 // Allocates all memory of the steps at construction; together with the gradients' staging it is

@@ -48,7 +48,8 @@ class RankLoad {
   // Charges the ledger for the memory other than shards that outlives the load: manifest, plan, and
   // this rank's part of the ring.
   void book_what_stays();
-  // Stores the ledger's and the kernel's peaks since construction in the outcome.
+  // Stores the ledger's peak since construction, and the kernel's since the process last called
+  // reset_peak_rss, in the outcome.
   void note_peaks();
   // A heartbeat. Throws PEER if another rank failed.
   void beat() const;

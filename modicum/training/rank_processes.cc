@@ -28,7 +28,7 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
                                      : fmt::format("{} allows {}", limits[0].source,
                                                    format_size(limits[0].limit_bytes));
     if (!world.need.empty()) how += "; " + world.need;
-    return fmt::format("{}; the ranks had read, received or written {}", how,
+    return fmt::format("{}; {} had been read or written", how,
                        format_size(progress_of(world.board)));
   };
   auto reporting = [&world, body](int rank) {

@@ -28,7 +28,7 @@ struct World {
   int64_t begin_ns = 0;               // time just before the first fork
   std::function<int64_t()> grace_ns;  // see SuperviseOptions
   uint64_t budget_bytes = 0;          // budget of the node, for the report; 0: none
-  std::string need;                   // the plan's need, for an error's text; empty: unknown
+  std::string need;                   // the plan's need of memory, for an error; empty: unknown
   OwnReport own_report;               // each rank's process has its copy
   CgroupPeak cgroup_peak;             // since construction
 };
@@ -37,9 +37,9 @@ struct World {
 // error names the memory limit, `world.need` and the progress.
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show);
 
-// In a process per rank, constructs a Rank(world, rank) and calls its live(). Returns the results
-// by rank; they must be trivially copyable. Every Rank object lives until all live() have returned.
-// Throws the errors of run_ranks.
+// Runs Rank(world, rank).live() in a process per rank, and returns the results, which must be plain
+// data, by rank. Every Rank object lives until all ranks have returned from live(). Throws the
+// errors of run_ranks.
 template <typename Rank, typename OfWorld>
 auto outcomes_of(OfWorld& world, ShowBytes show) {
   using Outcome = decltype(std::declval<Rank&>().live());

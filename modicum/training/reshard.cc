@@ -21,7 +21,7 @@ bool is_in(const FoundStep& step, const std::string& name) {
                      [&](const StepFile& file) { return file.name == name; });
 }
 
-// The parameters that have state in the step, as if its state had format `format`.
+// The parameters that have state in the step, with their formats if its state had format `format`.
 std::vector<StateOf> parameters_of(const FoundStep& step, const StateFacts& facts,
                                    StateFormat format, FileSystem& files) {
   RunFlags flags{.directory = step.path, .layout = "none"};
@@ -117,7 +117,7 @@ std::vector<ConvertPart> parts_of(const ReshardTask& task) {
   return parts;
 }
 
-// Writes the files other than tensors, and the step's record.
+// Writes the files that hold no tensors, and the step's record.
 class Publication {
  public:
   Publication(const ReshardTask& task, ConversionJournal& conversion, const Digest& inputs)
@@ -205,7 +205,8 @@ uint64_t digest_of(const std::vector<StepTensor>& tensors) {
 }
 
 // Checks the parts of the source that the rank does not check: headers and files without tensors.
-// If the state changes its format also all values, since these can't be compared after the write.
+// If the state's format changes, also checks all values, since the new ones have no recorded
+// digest.
 void check_source(const ReshardTask& task) {
   FileSystem& files = *task.load.run.files;
   for (const StepFile& file : task.step.record.files) check_digest(files, task.step.path, file);
@@ -231,7 +232,10 @@ ReshardForm::ReshardForm(const FoundStep& step, const Run& weights, const Reshar
   if (restate_ != nullptr) of.without = restate_->weights();
   weights_.emplace(weights.checkpoint, weights.recipe, of);
   if (of.stem == kAdapterStem && weights_->manifest().files.size() > 1) {
-    fail(Category::unsupported, "adapters are one file", {.file = source.files.front().name});
+    fail(Category::unsupported, "an adapter must stay a single file; give a larger --shard-size",
+         {.file = source.files.front().name,
+          .expected = "1 file",
+          .got = fmt::format("{} files", weights_->manifest().files.size())});
   }
   if (!state_run_ || state_) return;
   state_.emplace(state_run_->checkpoint, state_run_->recipe,
@@ -278,7 +282,7 @@ Footprint ReshardForm::footprint(const Plan& plan) const {
   const uint64_t of_weights = plan.promise.ledger_limit_bytes(0);
   held[Purpose::plan] += of_state - std::min(of_state, of_weights);
   held[Purpose::plan] += ChunkSums::held_bytes(state_->manifest());
-  if (restate_ != nullptr) {  // the names of both manifests
+  if (restate_ != nullptr) {  // upper limit of its maps from the names of both manifests
     held[Purpose::header] += state_run_->checkpoint.manifest.held_bytes();
     held[Purpose::header] += weights_->manifest().held_bytes();
   }

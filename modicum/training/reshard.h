@@ -15,7 +15,7 @@ class Restate;
 struct StateFacts;
 
 struct ReshardOptions {
-  std::optional<uint64_t> shard_bytes;  // size of a file; empty: the step's division into files
+  std::optional<uint64_t> shard_bytes;  // largest size of a file; empty: files as in the step
   std::optional<StateFormat> format;    // format of the optimizer's state; empty: as saved
   std::string staging;                  // see RunFlags::staging
 };
@@ -25,9 +25,10 @@ struct ReshardOptions {
 class ReshardForm {
  public:
   // `weights`: the run of the step's model, in which every stored tensor is a target, unsharded.
-  // Throws MISMATCH if a format is given and the step has no state; UNSUPPORTED if the state is of
+  // If a format is given, throws MISMATCH if the step has no state; UNSUPPORTED if the state is of
   // another optimizer than AdamW, or if a parameter's master changes and the parameter is not
-  // stored under its own name; and the errors of open_run.
+  // stored under its own name. Also throws UNSUPPORTED if an adapter would be divided into several
+  // files; and the errors of open_run.
   ReshardForm(const FoundStep& step, const Run& weights, const ReshardOptions& options);
   ~ReshardForm();
   ReshardForm(const ReshardForm&) = delete;

@@ -156,9 +156,10 @@ Restate::Restate(const Checkpoint& weights, const Checkpoint& state, const State
                              weights.manifest.tensors[found->second].spec.dtype == spec.dtype;
       if (!is_stored) {
         fail(Category::unsupported,
-             "the parameter is not stored under its own name; its master can't change its format",
+             "the parameter is not stored under its own name, dtype and shape; its master can't "
+             "change its format",
              {.tensor = spec.fqn,
-              .expected = fmt::format("a format with masters as those of {}", row_of(of.from).name),
+              .expected = fmt::format("a format with the masters of {}", row_of(of.from).name),
               .got = std::string(row_of(of.to).name)});
       }
       changed_weights_.insert(spec.fqn);
@@ -172,7 +173,7 @@ void Restate::convert(const Parameter& of, StatePlane plane, const std::vector<T
   const int64_t numel = numel_of(of.spec.shape);
   const ScaleBlocks blocks(moment_row(of.spec.shape));
   Window& window = places.window;
-  // Begin and size in bytes of the part of a tensor that belongs to elements [first, first + n).
+  // The begin and the size, in bytes, of the part of a tensor for elements [first, first + n).
   const auto stretch = [&](const Tensor& tensor, int64_t first, int64_t n) {
     if (tensor.slot != kScales) {
       return std::pair(bytes_of(tensor.dtype, first), bytes_of(tensor.dtype, n));

@@ -17,8 +17,8 @@
 namespace modicum {
 
 // The planes of a step that change their format. Their values are converted to fp32 and from there
-// to the new format, as by AdamW::export_to and import_from with the saved seed and step counts. So
-// the bits are the same as if an AdamW of the new format had loaded the state.
+// to the new format, as by AdamW::export_to and import_from with the saved seed and step counts.
+// The bits are therefore those of an AdamW of the new format that has imported the old one's state.
 //
 // bf16 w, fp32 -> fp32-split            fp32 -> bf16-moments
 //
@@ -26,8 +26,8 @@ namespace modicum {
 //   exp_avg    =  exp_avg                 exp_avg    -> exp_avg
 //   exp_avg_sq =  exp_avg_sq              exp_avg_sq -> exp_avg_sq
 //
-// Planes with `->` are converted here, in windows of kElements; planes with `=` are copied as any
-// other tensor. `weights` and `state` must outlive the object. Not thread-safe.
+// Planes with `->` are converted here, in windows of at most kElements; planes with `=` are copied
+// like any other tensor. `weights` and `state` must outlive the object. Not thread-safe.
 class Restate {
  public:
   // `from`, `to`: the state of the same parameters, in the same order. Throws UNSUPPORTED, naming

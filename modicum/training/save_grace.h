@@ -29,7 +29,8 @@ class SaveGrace {
   // Call after SIGTERM. The first call decides: the grace, or 0 if the remaining time is longer. It
   // is also 0 if a rank did not call begin() before or no byte is written: then there is no rate.
   int64_t granted_ns();
-  // Whether the granted time has passed since the decision. Decides if granted_ns did not.
+  // Whether the granted time has passed since the decision. Decides if granted_ns has not been
+  // called.
   bool is_over();
 
  private:

@@ -67,7 +67,7 @@ TEST_F(Grace, IsOverAfterItsTime) {
   EXPECT_TRUE(grace.is_over());
 }
 
-TEST_F(Grace, NoneIsOverAtOnce) {
+TEST_F(Grace, OfZeroSecondsIsOverImmediately) {
   SaveGrace grace = with_seconds(0);
   grace.begin(0);
   grace.begin(1);

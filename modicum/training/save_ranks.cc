@@ -215,7 +215,7 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
   return phases;
 }
 
-// Reads the step again, since the digests of ranks do not show which file has changed.
+// Reads the step again to find the changed tensor, which the sums of the ranks' digests don't show.
 [[noreturn]] void fail_values(const ResumeTask& task) {
   const Verified verified = verify_step(*task.load.run.files, task.step.path, [] {});
   if (const Error* const fault = verified.first_fault()) throw *fault;

@@ -27,9 +27,9 @@ struct SaveTask {
 // The memory that saving the buffers of `run` adds to a promise (PlanOptions::save). `state` is
 // null without an optimizer.
 Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state);
-// Loads, trains and saves. On failure no new step is visible. Throws the errors of run_ranks and
-// StepSave; PREEMPTED after SIGTERM, unless the save may finish (SaveTask::grace_ns) or is already
-// being published.
+// Loads, trains and saves. On failure no new step is visible, unless publish_step fails after its
+// rename. Throws the errors of run_ranks and StepSave; PREEMPTED after SIGTERM, unless the save may
+// finish (SaveTask::grace_ns) or is already being published.
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show);
 
 // The optimizer's state of a step, which must have one. The constructor throws the errors of
@@ -63,7 +63,7 @@ struct RehearsalTask {
   uint64_t seed = 0;  // for gradients and random bits
   std::optional<double> max_norm;
   // If given, must have the same load, steps and seed. The ranks then save after the steps, and
-  // make one more step. A run that resumes must have the same state after that step.
+  // make one more step, so that the caller can compare its state with that of a resumed run.
   const SaveTask* save = nullptr;
 };
 // Throws the errors of save_in_ranks.

@@ -41,7 +41,7 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
                       HostSink& shards, const RankOptimizer* optimizer) {
   const ReportedPhase phase(at.ledger->reporter(), "save");
   if (at.gather != nullptr) at.gather->commit(*at.ledger);
-  // The names of the state's files, and the sums of both parts, are held until the end.
+  // The manifest and the sums of the state's files, until the end of the save.
   const Footprint state = task.state != nullptr ? task.state->footprint() : Footprint{};
   const Charge header = at.ledger->adopt(Purpose::header, state[Purpose::header]);
   const Charge plan = at.ledger->adopt(Purpose::plan, state[Purpose::plan]);

@@ -63,7 +63,7 @@ using HeldShards = FunctionRef<void(FunctionRef<void(const HeldShard&)>)>;
 // the parameter, if the shard has a part of a block: each rank then has its own scale for its part.
 void require_whole_blocks(const ShardSpec& shard, int64_t numel);
 
-constexpr uint64_t kStateFileBytes = 5 * kGiB;  // largest file: as transformers divides models
+constexpr uint64_t kStateFileBytes = 5 * kGiB;  // largest size of a file
 
 // The tensors of a state, and their files.
 class StateFiles {

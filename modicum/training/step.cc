@@ -33,15 +33,15 @@ struct StepWorld : World {
 struct StepOutcome {
   // Memory of this rank before its state is allocated; rank 0 adds the launcher's.
   uint64_t fixed_bytes = 0;
-  // Peaks in step 1 and in the later steps: of this rank with its children; of the state's charges.
-  std::array<uint64_t, 2> kernel_bytes{};
-  std::array<uint64_t, 2> ledger_bytes{};
+  // Peaks in step 1 and in the later steps.
+  std::array<uint64_t, 2> kernel_bytes{};  // of this rank with its children
+  std::array<uint64_t, 2> ledger_bytes{};  // of the charges that the optimizer adds
   Baselines baselines;
   StepsTaken taken;
   StateDigest digest;  // this rank's part
 };
 
-// A rank's shard of the only parameter. Shards begin and end with buckets.
+// A rank's shard of the only parameter, cut at the ends of buckets.
 AdamWSpec spec_of(const StepTask& task, int rank) {
   const int64_t buckets = ceil_div(task.params, kBucketElements);
   const auto cut = [&](int64_t r) {
@@ -120,7 +120,7 @@ class StepRank {
     const Children children(task_.children);
     for (int step = 1; step <= task_.steps; ++step) {
       // In the middle step there are two sets of children, as if a data loader started the workers
-      // of the next epoch before it ended those of the last one.
+      // of the next epoch before it ended those of the previous one.
       std::optional<Children> more;
       if (step > 1 && step == task_.steps / 2 + 1) more.emplace(task_.children);
       steps.step(step);
@@ -161,7 +161,7 @@ class StepRank {
   bool can_reset_ = false;
 };
 
-// Phases of the promise: the comparison before the steps, then the steps.
+// The phases are the two parts of the comparison, memcpy and optimizers, then the steps.
 Promise promise_of(const StepTask& task, uint64_t copy_bytes) {
   std::vector<Phase> phases = {{"copy", {}}, {"compare", {}}, {"step", {}}};
   // Two sets of children coexist: see take_steps.
@@ -187,7 +187,7 @@ uint64_t copy_bytes_of(const StepTask& task, const std::optional<Budget>& budget
   const uint64_t peak = promise_of(task, wanted).node_peak_bytes(0);
   if (peak <= budget->bytes) return wanted;
   const auto ranks = static_cast<uint64_t>(task.ranks);
-  // Two pages, since both buffers are rounded up.
+  // Two pages, since both buffers are rounded up to pages.
   const uint64_t over = ceil_div(peak - budget->bytes, ranks) + 2 * kPageBytes;
   const uint64_t least = baseline_footprint(baseline_of(task, 0, 0)).total() / 2;
   return std::max(wanted - std::min(wanted, over), least);

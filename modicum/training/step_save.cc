@@ -158,7 +158,7 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
   saved.path = step_.root;
   if (!step_.is_inside) saved.path = join_path(step_.root, fmt::format("step-{}", step_.step));
   for (const std::string& name : left_) {
-    saved.warnings.push_back(fmt::format("{} is left over or in flight", name));
+    saved.warnings.push_back(fmt::format("{} of another save is left over or in flight", name));
   }
   return saved;
 }

@@ -17,12 +17,12 @@ struct SavedStep {
   int64_t step = 0;
   std::string path;
   StepRecord record;
-  uint64_t written_bytes = 0;  // by the leader: files other than the ranks' data files
+  uint64_t written_bytes = 0;  // all files but the data files
   std::vector<std::string> warnings;
 };
 
-// A further file of a step. `name` may begin with kExtraDirectory or kStateDirectory, which must
-// exist. Without `text` a rank must have written the file, durably.
+// A further file of a step. `name` may be in kExtraDirectory or kStateDirectory, which must then
+// exist. Without `text` a rank must have written and synced the file.
 struct NewFile {
   std::string name;
   std::optional<std::string> text;

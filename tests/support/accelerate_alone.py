@@ -1,4 +1,4 @@
-"""Builds and prepares a model with accelerate on one rank, in the test's own process."""
+"""Builds and prepares a model with accelerate on one rank, in the process of the test."""
 
 from typing import Any
 

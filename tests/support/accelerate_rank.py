@@ -24,8 +24,8 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 
 @contextlib.contextmanager
 def fsdp2_on_cpus() -> Iterator[Any]:
-    """Makes accelerate use FSDP2 on CPUs, as the example does, with new state inside and
-    afterwards. Yields the example's module."""
+    """Makes accelerate use FSDP2 on CPUs, as the example does. Resets accelerate's global state at
+    both ends of the context. Yields the example's module."""
     from accelerate.state import AcceleratorState, GradientState
 
     module = example("accelerate_fsdp2")
@@ -188,15 +188,16 @@ def bound(model: Any, optimizer: Any) -> list[list[str]]:
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-# ---- the example, whole
+# ---- the complete example
 
 
 def script(cage: str, words: list[str]) -> None:
-    """Runs the unchanged example in a memory cgroup. Its output is in the rank's log."""
+    """Runs the unchanged example in a memory cgroup, whose cgroup.procs is `cage`. The output is in
+    the rank's log."""
     Path(cage).write_text(str(os.getpid()))
-    # Freed gathers are unmapped at once; otherwise glibc keeps them and they count as held.
+    # glibc then unmaps buffers of all-gathers when they are freed; else they would count as held.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
-    # A collection would write to every object from before the fork and so copy its page: 50 MiB.
+    # A collection writes to every object from before the fork, and so would copy 50 MiB of pages.
     gc.freeze()
     with fsdp2_on_cpus() as module:
         sys.argv = [module.__file__, *words]

@@ -33,7 +33,7 @@ def losses_of(model: Any, optimizer: Any, backward: Any) -> list[float]:
 
 
 def told(body: Callable[[list[float]], None]) -> dict[str, Any]:
-    """The losses, and the message of a typed refusal, empty if there is none."""
+    """The losses, and the message of a modicum.Error; empty if there is none."""
     losses: list[float] = []
     try:
         with nearest_sqrt():
@@ -49,9 +49,13 @@ def from_pretrained(directory: str) -> Any:
 
 
 def prepared(directory: str, way: str, sent: bool = False) -> dict[str, Any]:
-    """Trains by a script of accelerate. `way`: "torch", "zero" (torch with lr 0), "modicum",
-    "loading" (Modicum's AdamW within `loading`), or "loading, named lines" (the lines that its
-    refusal names)."""
+    """Trains by a script of accelerate.
+
+    Args:
+        way: "torch", "zero" (torch with lr 0), "modicum", "loading" (Modicum's AdamW within
+            `loading`), or "loading, named lines" (the lines that the refusal of "modicum" names).
+        sent: accelerate's `cpu_ram_efficient_loading`.
+    """
 
     def body(losses: list[float]) -> None:
         around: Any = contextlib.nullcontext()
@@ -74,8 +78,8 @@ def prepared(directory: str, way: str, sent: bool = False) -> dict[str, Any]:
 
 
 def by_hand(directory: str, when: str, by: str = "modicum") -> dict[str, Any]:
-    """Trains with `fully_shard`, the optimizer being made after it or before it. `when` also says
-    whether the groups of an optimizer made before get the new parameters."""
+    """Trains with `fully_shard`. `when` the optimizer is made: "after" sharding, "before" it, or
+    "before, told": before it, and its groups get the sharded parameters."""
 
     def body(losses: list[float]) -> None:
         model = from_pretrained(directory)
@@ -91,7 +95,7 @@ def by_hand(directory: str, when: str, by: str = "modicum") -> dict[str, Any]:
 
 
 def one_rank_refuses(directory: str, what: str) -> dict[str, Any]:
-    """In a second step only the last rank refuses. The others must not wait for it."""
+    """After some steps, only the last rank refuses a call. The others must not wait for it."""
     torch.manual_seed(0)
     model = from_pretrained(directory)
     torch_rank.sharded(model, [dist.get_world_size()], False)
@@ -139,8 +143,8 @@ def one_rank_lacks_memory(directory: str) -> dict[str, Any]:
 
 
 def one_rank_cannot_unfreeze(directory: str, how: str) -> dict[str, Any]:
-    """Only the last rank's ledger has no room for a parameter that is trained from the second step
-    on."""
+    """Only the last rank's ledger has no room for parameters that are first trained after some
+    steps."""
     torch.manual_seed(0)
     model = from_pretrained(directory)
     torch_rank.sharded(model, [dist.get_world_size()], False)

@@ -72,7 +72,8 @@ def joined(upper: Array, lower: Array) -> Array:
 
 
 class Codes:
-    """The codes of exp_avg (dropped = 19, top = 496) or of roots (18, 504)."""
+    """The codes of exp_avg (dropped = 19, top = 496), or of the square roots of exp_avg_sq
+    (18, 504)."""
 
     def __init__(self, dropped: int, top: int) -> None:
         self.dropped, self.top, self.range = U32(dropped), F(top), F(top - 2)
@@ -86,7 +87,7 @@ class Codes:
         return fma(magnitude, (self.range / scale) * F(1 + 2.0**-22), F(2))
 
     def rounded(self, z: Array, r: Array) -> Array:
-        """The bits of an offset after rounding; the code is above the dropped ones."""
+        """The bits of an offset after rounding, including the dropped bits below the code."""
         return np.minimum(z, self.top).view(U32) + r
 
     def code(self, bits: Array) -> Array:
@@ -176,7 +177,7 @@ class Blocks:
         return x ^ (x >> U32(16))
 
     def largest(self, x: Array) -> Array:
-        """The largest value of each block."""
+        """The largest magnitude in each block."""
         return np.maximum.reduceat(np.abs(x), self.starts)
 
 

@@ -79,20 +79,21 @@ def measured(name: str) -> dict[str, int]:
         forked = pss_anon(pids)
         train(model, optimizer, 2)
         written = pss_anon(pids)
-    held = sum(optimizer.held[state_format].values()) - numel
+    held = optimizer.held[state_format]
     return {
         "parameters": numel,
         "parameter_bytes": sum(p.nbytes for p in model.parameters()),
         "made": made,
         "stepped": stepped,
-        "ledger": held,
+        "ledger": sum(size for purpose, size in held.items() if purpose != "parameters"),
         "written_with_children": written - forked,
     }
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    tiny = nn.Linear(256, 256, bias=False)  # first-use memory, of autograd's thread, too
+    # Takes the memory that torch and autograd's thread allocate at their first use.
+    tiny = nn.Linear(256, 256, bias=False)
     train(tiny, modicum.torch.AdamW(tiny.parameters()), 1)
     del tiny
     print(json.dumps({name: measured(name) for name in sys.argv[1:]}))

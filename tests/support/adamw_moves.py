@@ -140,7 +140,7 @@ def parameters_move(memory: str, folder: Path) -> None:
         before = [p.data_ptr() for p in mine.parameters()]
         change(mine)
         if change is resize_there_and_back and before == [p.data_ptr() for p in mine.parameters()]:
-            steps(mine, ours, 1)  # it is where it was
+            steps(mine, ours, 1)  # the allocator has returned the same addresses
             continue
         for call in (ours.step, ours.state_dict, ours.digest):
             refused(call, "AdamW has state of", change)

@@ -47,7 +47,7 @@ def five_steps(directory: str, mesh: list[int], by: str) -> dict[str, Any]:
 
 
 def bring_gradients(model: Any, scale: float = 1.0) -> None:
-    """Sets gradients that are the same in every world size, and without ranks."""
+    """Sets gradients that are the same for every world size, and without a process group."""
     for i, parameter in enumerate(model.parameters()):
         generator = torch.Generator().manual_seed(i)
         whole = scale * torch.randn(parameter.shape, generator=generator)
@@ -58,7 +58,7 @@ def bring_gradients(model: Any, scale: float = 1.0) -> None:
 
 
 def three_steps(model: Any, state_format: str, threads: int) -> dict[str, int]:
-    """The digest of the state after three steps on so many threads."""
+    """The digest of the state after three steps on `threads` threads."""
     with patch.object(optimizer_states, "cpus_of_rank", lambda: threads):
         optimizer = modicum.torch.AdamW(model.named_parameters(), state_format=state_format)
     for step in range(3):
@@ -75,7 +75,7 @@ def norm(directory: str, mesh: list[int]) -> dict[str, Any]:
     model = model_of(directory, mesh)
     optimizer = modicum.torch.AdamW(model.parameters())
     bring_gradients(model)
-    # The same on every rank for every sharding; each element once.
+    # Counts each element once: the same on every rank, for every sharding.
     fp64 = math.sqrt(
         math.fsum(p.grad.full_tensor().double().square().sum().item() for p in model.parameters())
     )
@@ -99,7 +99,7 @@ def norm(directory: str, mesh: list[int]) -> dict[str, Any]:
 
 
 def skip(directory: str, mesh: list[int], bad: str) -> dict[str, Any]:
-    """Steps in which the last rank has a gradient that is not finite."""
+    """A step in which rank 3 has a gradient that is not finite, between two finite steps."""
     model = model_of(directory, mesh)
     optimizer = modicum.torch.AdamW(model.parameters())
     bring_gradients(model)

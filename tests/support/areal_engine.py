@@ -78,7 +78,8 @@ class Engine:
 
 
 class only_by_path:
-    """Within this context each load finds all parameters on meta, and all buffers with values."""
+    """Asserts that each load within the context gets a model with all parameters on meta, and all
+    buffers with values."""
 
     def __enter__(self) -> None:
         self.load = modicum.torch.load
@@ -98,7 +99,7 @@ def assert_loaded(made: Engine, directory: str, oracle: str | None) -> None:
     """Compares with `from_pretrained` in one process, buffers included."""
     assert isinstance(made.engine.optimizer, modicum.torch.AdamW)
     held = made.tensors()
-    if oracle is None:  # a value head, whose rows no file has
+    if oracle is None:  # the value head is new: no file has it
         kind = transformers.AutoModelForTokenClassification
         whole = kind.from_pretrained(directory, dtype=torch.float32, num_labels=1)
         new = {n for n in held if n.startswith("score")}
@@ -122,7 +123,7 @@ def assert_recovers(made: Engine, folder: str, directory: str, changes: dict[str
     from areal.api import SaveLoadMeta
 
     meta = SaveLoadMeta(path=f"{folder}/recover", weight_format="dcp", with_optim=True)
-    for _ in range(2):  # the second replaces the first
+    for _ in range(2):  # the second save replaces the first
         made.engine.save(meta)
     assert len(list(Path(meta.path).glob("step-*"))) == 1
     loss, expected = made.step(7), made.tensors()
@@ -135,8 +136,8 @@ def assert_recovers(made: Engine, folder: str, directory: str, changes: dict[str
 
 
 def assert_exports(made: Engine, folder: str) -> None:
-    """The files have the engine's values in its compute dtype, and an export replaces the one
-    before."""
+    """The files have the engine's values in its compute dtype, and an export replaces the previous
+    one."""
     from areal.api import SaveLoadMeta
 
     made.engine.config.dtype = "bfloat16"

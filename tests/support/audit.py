@@ -14,8 +14,8 @@ _HOOKS: list[Any] = []
 
 @contextmanager
 def nothing_happens(number: int, opened: str = "no file") -> Iterator[None]:
-    """Asserts that the body causes none of EVENTS but the opening of files with this ending. The
-    audit hook, which cannot be removed, is one per process."""
+    """Asserts that the body causes none of EVENTS, except that it may open files whose names end in
+    `opened`. All calls share one audit hook, since a hook cannot be removed."""
 
     def hook(event: str, arguments: Any) -> None:
         if _LISTENING and event in EVENTS:
@@ -36,6 +36,8 @@ def nothing_happens(number: int, opened: str = "no file") -> Iterator[None]:
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
+    """The data with 1, 2 or 4 random changes: a bit, a byte, a cut, a repetition, or opcodes that
+    call os.system."""
     made = bytearray(data)
     for _ in range(chance.choice((1, 1, 2, 4))):
         at = chance.randrange(len(made) - 9)

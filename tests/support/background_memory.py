@@ -18,7 +18,7 @@ import modicum.torch
 
 ROUNDS = 5
 PAUSE = 1.0
-"""The pause, in durations of a save in the foreground: "at least bytes / disk rate"."""
+"""The pause, as a multiple of the duration of a save in the foreground."""
 
 
 def trained(directory: str, by: str) -> tuple[Any, Any]:
@@ -89,8 +89,8 @@ def by_modicum(directory: str, root: str) -> dict[str, Any]:
 
 
 def by_dcp(directory: str, root: str) -> dict[str, Any]:
-    """Steps as `by_modicum`, with one save by DCP. Makes the directory when the steps before it
-    have passed."""
+    """Steps as `by_modicum`, with one save by DCP. Makes the directory `root` just before the save:
+    it shows that a rank was not killed earlier."""
     model, optimizer = trained(directory, "torch")
     for _ in range(ROUNDS):
         step(model, optimizer, 0)

@@ -1,5 +1,5 @@
-"""Acts of `torch_rank.py` that save in the background and step on meanwhile. Their writes are as
-slow as `slow` says: the ranks run with fixtures/faulty_files.c."""
+"""Acts of `torch_rank.py` that save in the background and make steps meanwhile. The ranks run with
+fixtures/faulty_files.c, by which `slow` delays their writes."""
 
 import contextlib
 import os
@@ -66,7 +66,7 @@ def both(
 ) -> dict[str, Any]:
     """Saves a step in the foreground, and in the background during further steps. `kind`: optimizer
     and dtype; `room`: as for `window`."""
-    pause_us = 20 if cut.dim == 1 else 4000  # each row is written on its own
+    pause_us = 20 if cut.dim == 1 else 4000  # along dim 1 each row is a separate write
     with window(*room):
         model, stepping = loaded(directory, cut, *kind)
         own = {"rank": dist.get_rank()}
@@ -78,7 +78,7 @@ def both(
         with slow(pause_us):
             saving = modicum.torch.save(model, f"{root}/back", background=True, **how)
             was_done = saving.done()
-            if room[0] != 0:  # else there is no room for its values at the save
+            if room[0] != 0:  # without a window the buffer's values are not copied at the save
                 model.seen.add_(1)  # as a forward does
             steps(model, stepping, cut, range(2, 3))
             is_visible = Path(root, "back/step-2").exists()
@@ -203,8 +203,8 @@ def promised(directory: str, root: str, cut: Cut, size: int) -> dict[str, Any]:
 def preempted(
     directory: str, root: str, cut: Cut, marks: str, how_long: tuple[float | None, int]
 ) -> dict[str, Any]:
-    """Trains on during a save until SIGTERM ends the process or the save. `how_long`: the grace,
-    and the pause of each write."""
+    """Waits for a save during which the test sends SIGTERM: the process ends, or the save raises.
+    `how_long`: the grace in seconds, and the pause of each write in microseconds."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     grace, pause_us = how_long
     with slow(pause_us):
@@ -214,7 +214,7 @@ def preempted(
         try:
             while not saving.done():
                 time.sleep(0.05)
-            time.sleep(5)  # SIGTERM ends the process
+            time.sleep(5)  # the save is done: SIGTERM ends the process within this time
         except Exception as error:
             return told_of(error)
     return {"error": ""}

@@ -1,5 +1,5 @@
-"""Acts of `torch_rank.py`: unchanged scripts of accelerate and Trainer that save checkpoints and go
-on from them, with or without `modicum.torch.accelerate.loading` around them."""
+"""Acts of `torch_rank.py`: scripts that save checkpoints and resume by accelerate's and Trainer's
+own calls, within `modicum.torch.accelerate.loading` or without it."""
 
 import contextlib
 import ctypes
@@ -28,8 +28,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 @contextlib.contextmanager
-def line(by: str, **options: Any) -> Iterator[Any]:
-    """The context around the script; for "modicum" it is Modicum's."""
+def script_context(by: str, **options: Any) -> Iterator[Any]:
+    """FSDP2 on CPUs with seed 1 and, if `by` is "modicum", within `loading(**options)`. Yields the
+    result of `loading`, else None."""
     around: Any = contextlib.nullcontext()
     if by == "modicum":
         around = modicum.torch.accelerate.loading(progress=False, **options)
@@ -49,6 +50,7 @@ def warned() -> Iterator[list[str]]:
 
 
 def reports(loading: Any) -> list[dict[str, Any]]:
+    """The reports of all saves within `loading`."""
     return [vars(saved) for saved in loading.saves] if loading is not None else []
 
 
@@ -57,7 +59,7 @@ def reports(loading: Any) -> list[dict[str, Any]]:
 
 def read_model(directory: str, adapters: bool) -> Any:
     if adapters:
-        import peft  # noqa: F401  (loading() supports adapters only if peft is imported by now)
+        import peft  # noqa: F401  (loading() checks for it when the model is built)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return accelerate_rank.with_adapters(model) if adapters else model
 
@@ -65,6 +67,12 @@ def read_model(directory: str, adapters: bool) -> Any:
 def prepared(
     directory: str, optimizer: str, adapters: bool = False, **plugin: Any
 ) -> tuple[Any, ...]:
+    """The accelerator, and the prepared model, optimizer and scheduler.
+
+    Args:
+        plugin: arguments of `accelerator_of`; `project`, a directory for automatically named
+            checkpoints; `limit`, how many of these accelerate keeps.
+    """
     project = {name: plugin.pop(name) for name in ("project", "limit") if name in plugin}
     accelerator = accelerate_rank.accelerator_of(**plugin)
     if project:
@@ -79,8 +87,9 @@ def prepared(
 
 
 def trained(made: tuple[Any, ...], count: int) -> list[tuple[str, str]]:
-    """Trains. Returns losses and rates, in all bits; tokens come from torch's generator, whose
-    state is saved, too."""
+    """Makes `count` steps. Returns the loss and the learning rate of each, in hexadecimal, which
+    shows all bits. The tokens come from torch's default generator, whose state accelerate saves:
+    after a resume they are those of an uninterrupted run."""
     accelerator, model, optimizer, scheduler = made
     vocabulary = model.get_input_embeddings().num_embeddings
     numbers = []
@@ -96,6 +105,7 @@ def trained(made: tuple[Any, ...], count: int) -> list[tuple[str, str]]:
 
 
 def whole(made: tuple[Any, ...]) -> dict[str, str]:
+    """`saving_rank.whole` of the result of `prepared`."""
     _, model, optimizer, _ = made
     return saving_rank.whole(model, optimizer.optimizer)
 
@@ -104,9 +114,9 @@ def accelerate_saves(
     directory: str, folder: str | None, by: str, optimizer: str = "torch", *,
     steps: int = 2, times: int = 1, **plugin: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Makes steps, calls `save_state`, and makes further steps. Returns the state at the save, and
-    the results of the steps after it."""
-    with line(by) as loading:
+    """Makes `steps` steps and calls `save_state`, `times` times, then makes STEPS_AFTER more steps.
+    Returns the state at the last save, and the results of the steps after it."""
+    with script_context(by) as loading:
         made = prepared(directory, optimizer, **plugin)
         torch.manual_seed(7 + dist.get_rank())
         with warned() as texts:
@@ -120,7 +130,7 @@ def accelerate_saves(
 def accelerate_resumes(
     directory: str, folder: str | None, by: str, optimizer: str = "torch", **plugin: Any
 ) -> dict[str, Any]:
-    with line(by) as loading:
+    with script_context(by) as loading:
         made = prepared(directory, optimizer, **plugin)
         with warned() as texts:
             made[0].load_state(folder)
@@ -129,8 +139,8 @@ def accelerate_resumes(
 
 
 def accelerate_saves_model(directory: str, folder: str, size: str) -> dict[str, Any]:
-    """Trains one step, and calls `save_model`."""
-    with line("modicum") as loading:
+    """Makes one step, and calls `save_model` with files of at most `size`."""
+    with script_context("modicum") as loading:
         made = prepared(directory, "torch")
         trained(made, 1)
         made[0].save_model(made[1], folder, max_shard_size=size)
@@ -138,8 +148,9 @@ def accelerate_saves_model(directory: str, folder: str, size: str) -> dict[str, 
 
 
 def adapters_saved(directory: str, folder: str, root: str) -> dict[str, Any]:
-    """Saves a model with adapters as accelerate does, twice, and then as the guide advises."""
-    with line("modicum") as loading:
+    """Saves a model with adapters by `save_state`, twice, and then by `modicum.torch.save`, as
+    docs/guide/accelerate.md advises."""
+    with script_context("modicum") as loading:
         accelerator, model, optimizer, _ = made = prepared(directory, "modicum", adapters=True)
         trained(made, 2)
         with warned() as texts:
@@ -150,7 +161,7 @@ def adapters_saved(directory: str, folder: str, root: str) -> dict[str, Any]:
 
 
 class SaveAdapters(transformers.TrainerCallback):
-    """As docs/guide/accelerate.md has it."""
+    """The callback that docs/guide/accelerate.md advises for Trainer."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -163,7 +174,7 @@ class SaveAdapters(transformers.TrainerCallback):
 
 def adapters_trained(directory: str, folder: str, root: str) -> dict[str, Any]:
     """Saves the adapters of Trainer's model in a callback."""
-    with line("modicum"), warned() as texts:
+    with script_context("modicum"), warned() as texts:
         how = {"max_steps": 2, "save_steps": 2, "adapters": True}
         trainer = trainer_of(directory, folder, "modicum", [SaveAdapters(root)], **how)
         trainer.train()
@@ -171,7 +182,7 @@ def adapters_trained(directory: str, folder: str, root: str) -> dict[str, Any]:
 
 
 def adapters_resumed(directory: str, root: str) -> dict[str, str]:
-    with line("modicum"):
+    with script_context("modicum"):
         _, model, optimizer, _ = made = prepared(directory, "modicum", adapters=True)
         modicum.torch.resume(model, root, optimizer=optimizer.optimizer, progress=False)
         return whole(made)
@@ -181,7 +192,8 @@ def adapters_resumed(directory: str, root: str) -> dict[str, str]:
 
 
 class Recorder(transformers.TrainerCallback):
-    """Notes the losses by step, in all bits, and ends the training after a step."""
+    """Records the loss of each step, in hexadecimal, and the names of the checkpoints after each
+    save. Ends the training after step `stop_at`."""
 
     def __init__(self, stop_at: int | None) -> None:
         self.losses: dict[int, str] = {}
@@ -228,8 +240,9 @@ def trains(
     directory: str, folder: str, by: str, optimizer: str = "torch", *,
     stop_at: int | None = None, resume: bool | str = False, final: bool = False, **how: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Runs an unchanged script of Trainer. `final`: ends with `trainer.save_model()`."""
-    with line(by) as loading:
+    """Trains by Trainer. `final`: ends with `trainer.save_model()`. `how`: TrainingArguments, and
+    `sharded` and `adapters` of `trainer_of`."""
+    with script_context(by) as loading:
         recorder = Recorder(stop_at)
         trainer = trainer_of(directory, folder, optimizer, [recorder], **how)
         with warned() as texts:
@@ -248,16 +261,17 @@ def trains(
 
 
 def trains_in(cage: str, **said: Any) -> None:
-    """Runs `trains` in a memory cgroup."""
+    """Runs `trains` in the memory cgroup whose cgroup.procs is `cage`."""
     Path(cage).write_text(str(os.getpid()))
+    # For both lines see accelerate_rank.script.
     ctypes.CDLL(None).mallopt(accelerate_rank.M_MMAP_THRESHOLD, 1 << 18)
     gc.freeze()
     trains(**said)
 
 
 def patched() -> dict[str, Any]:
-    """The names of accelerate and transformers that a `loading` changes: inside it, and after it
-    has ended normally or by an exception."""
+    """The functions that `loading` replaces: all of them; those that differ within the context;
+    and those that differ after it has ended, normally and by an exception."""
     import accelerate
     import accelerate.accelerator
     import accelerate.utils
@@ -289,7 +303,7 @@ def patched() -> dict[str, Any]:
     with modicum.torch.accelerate.loading():
         inside = differing(before)
         imported = transformers.trainer.save_fsdp_model
-        vars(Recorder)  # a module that is imported meanwhile has the function, too
+        # As in a module that is imported within the context: it gets the replacement.
         globals()["save_fsdp_model"] = imported
     told = {"all": [*before], "inside": inside, "after": differing(before)}
     told["imported"] = globals().pop("save_fsdp_model") is imported

@@ -57,7 +57,7 @@ def trained(directory: str, cut: Cut) -> tuple[Any, Any]:
 
 
 def dcp_saves(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[str, Any]:
-    """Saves by DCP, and trains on. `plain`: with a writer that knows no model."""
+    """Saves by DCP, and trains on. `plain`: the writer gets neither model nor optimizer."""
     model, stepping = trained(directory, cut)
     known = {} if plain else {"model": model, "optimizer": stepping}
     writer = Writer(root, step=2, **known)

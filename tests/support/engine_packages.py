@@ -1,4 +1,5 @@
-"""The releases of the engines for which integrations/ has patches, and an environment with them."""
+"""The releases of the engines for which integrations/ has patches and of torchtitan, and an
+environment with them."""
 
 import subprocess
 from pathlib import Path

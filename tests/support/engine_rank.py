@@ -85,11 +85,12 @@ def _whole(dtype: torch.dtype, **kind: bool) -> Toy:
 
 
 def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
-    """A model before sharding, built in one of the ways in which engines build it."""
+    """A model before sharding, built in one of the ways in which engines build it. "alike": on all
+    ranks on meta."""
     if how == "alike":
         with empty_parameters():
             return _whole(dtype, **kind)
-    if how == "moved to meta":  # SkyRL's order: rank 0 keeps the buffers of no state dict
+    if how == "moved to meta":  # SkyRL's order: rank 0 keeps the non-persistent buffers
         model = _whole(dtype, **kind)
         kept = model.inverse
         model.to("meta")
@@ -159,12 +160,12 @@ def state_dict_loaded(
 
     Args:
         form: "accelerate", "engine" (verl's), "areal" or "skyrl".
-        built: how, before it is cut.
-        stored: the dict's floating-point dtype, if another.
+        built: how the model is built before it is sharded; see `_built`.
+        stored: the dict's floating-point dtype, if it differs from the model's.
         by: "modicum"; "torch": sharded with its values; "upstream": what Modicum replaces.
         omit: names that the dict lacks.
         path: a file, which rank 0 writes, in the place of the dict.
-        options: more words to the function.
+        options: further arguments of the function.
     """
     as_dtype = getattr(torch, dtype)
     full = _whole(getattr(torch, stored or dtype), **kind)
@@ -189,12 +190,12 @@ def state_dict_loaded(
     optimizer = torch.optim.SGD(trained, lr=0.1)
     if by == "upstream":
         _upstream(form, model, state)
-        optimizer = None  # it has the parameters from before
+        optimizer = None  # it refers to the parameters from before the load
     else:
         before = list(model.parameters())
         assert _drop_in(form, model, state, offload, **options or {}) is model
         assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
-    if form == "accelerate":  # puts these back itself
+    if form == "accelerate":  # which restores non-persistent buffers itself
         model.register_buffer("inverse", full.inverse, persistent=False)
     return _after(model, optimizer)
 
@@ -287,7 +288,7 @@ def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any
         model: Any = Large().to(getattr(torch, dtype))
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     torch.manual_seed(3)
-    # By rows in separate memory, so that no other rank has the whole tensor.
+    # Each tensor's shape and seed. After the measurement every rank draws the values to compare.
     drawn = {n: [p.shape, torch.randint(1 << 30, ())] for n, p in model.named_parameters()}
     full = {n: _drawn(*of) for n, of in drawn.items()} if dist.get_rank() == 0 else {}
     if full:
@@ -340,15 +341,16 @@ class Rows(nn.Module):
 
 
 def dict_consumed(fails_at: int | None = None, consume: bool = True) -> dict[str, Any]:
-    """A state dict of rank 0 that is consumed: anonymous memory of this rank, less that of before,
-    at each read and afterwards, and the names that are left in the dict.
+    """Loads a state dict of rank 0 with `consume`. Returns the growth of this rank's anonymous and
+    shared memory, at each read and at the end, and the names that are left in the dict.
 
     Args:
         fails_at: the read of the dict that raises.
     """
     from torch_rank import held_bytes
 
-    # From now on malloc gives memory of this size from its heap, as in a process that has run.
+    # Freeing 31 MiB raises malloc's mmap threshold to that size: it then takes the tensors from its
+    # heap, as in a process that has run for some time.
     del [torch.empty(31 << 20, dtype=torch.uint8)][:]
     with empty_parameters():
         model: Any = Rows()

@@ -31,7 +31,7 @@ class Family:
     config: Config
     dtype: str = "float32"
     hub: Callable[[Tensors, Any], Tensors] | None = None
-    # Parameters that no file holds: the class makes them.
+    # A pattern of the names of parameters that no file holds, since the class computes them.
     made_by_class: str | None = None
     # Added to config.json after the model is written.
     quantization: Config | None = None
@@ -64,7 +64,7 @@ class Family:
 
 
 def fill(model: Any) -> None:
-    """Fills tensors with random values, small ones, so that outputs stay finite."""
+    """Fills floating-point tensors with random values, small enough that outputs stay finite."""
     maker = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -72,7 +72,7 @@ def fill(model: Any) -> None:
                 tensor.normal_(0, 0.05, generator=maker)
 
 
-# ---- where the hub differs from what save_pretrained writes
+# ---- files of the hub that differ from those of save_pretrained
 
 
 def renamed(*pairs: tuple[str, str]) -> Callable[[Tensors, Any], Tensors]:
@@ -115,15 +115,15 @@ def with_head_too(tensors: Tensors, model: Any) -> Tensors:
 
 
 def transposed_experts(tensors: Tensors, model: Any) -> Tensors:
-    """Experts as [expert, in, out]; saving writes them as the class has them."""
+    """Stores experts as [expert, in, out]; save_pretrained stores them as [expert, out, in]."""
     return {
         n: t.transpose(1, 2).contiguous() if ".mlp.experts." in n else t for n, t in tensors.items()
     }
 
 
 def convolutions_apart(tensors: Tensors, model: Any) -> Tensors:
-    """Queries, keys and values of their own sizes; saving divides the joined one into three equal
-    parts."""
+    """Stores each joined convolution as three, with the sizes of queries, keys and values;
+    save_pretrained divides it into three equal parts."""
     made = {n: t for n, t in tensors.items() if "_conv1d." not in n}
     for name, joined in model.state_dict().items():
         if ".linear_attn.conv1d." in name:

@@ -28,8 +28,9 @@ class Hit:
 
 
 def be(page: Path, how: tuple[int, int], at: int = NEVER) -> None:
-    """`FaultyFiles.be`, given its page."""
-    with page.open("r+b" if page.exists() else "w+b") as file:  # the same file, which is mapped
+    """Does what `FaultyFiles.be` does, for its page."""
+    # Programs have mapped the page, so it must stay the same file.
+    with page.open("r+b" if page.exists() else "w+b") as file:
         file.write(_PAGE.pack(0, at, *how, b"", b""))
 
 
@@ -73,11 +74,13 @@ class FaultyFiles:
         return Hit(calls, *(part.rstrip(b"\0").decode() for part in (call, path)))
 
     def be(self, how: tuple[int, int], at: int = NEVER) -> None:
-        """From now on, in all programs. `how`: as for `run`, or SLOW with microseconds."""
+        """Sets the fault of all programs from now on. `how`: as for `run`, or SLOW with
+        microseconds."""
         be(self.page, how, at)
 
     def environment(self, root: Path) -> dict[str, str]:
-        """The environment of a program, for the files below `root`. Call `be` before it starts."""
+        """The environment of a program, for the files below `root`. Call `be` before the program
+        starts."""
         return {
             "LD_PRELOAD": str(self.library),
             "FAULTY_ROOT": str(root),

@@ -36,12 +36,13 @@ class Phase:
 
 def job(directory: str, folder: str, steps: int) -> dict[str, Any]:
     """Trains with `modicum.torch.AdamW` in float32. Returns bytes of this process."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)  # freed gathers are unmapped at once
+    # For mallopt and freeze see accelerate_rank.script.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
     gc.collect()
-    gc.freeze()  # a collection would copy the pages from before the fork
+    gc.freeze()
     baseline = held()
     phases: dict[str, Phase] = {name: Phase() for name in ("load", "step", "save")}
-    with checkpoint_rank.line("modicum") as loading:
+    with checkpoint_rank.script_context("modicum") as loading:
         with phases["load"]:
             made = checkpoint_rank.prepared(directory, "modicum")
         torch.manual_seed(7 + dist.get_rank())

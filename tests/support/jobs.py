@@ -17,7 +17,7 @@ class Held:
 
     promised: int
     ours: int
-    """As the kernel counts them."""
+    """What the kernel counts of the promised memory."""
     process: int
     """Interpreters and libraries, before the job."""
     kept: int

@@ -1,4 +1,4 @@
-"""A program for torchrun: acts of torch_rank.py on every rank, whose answers go to a file.
+"""A program for torchrun that runs acts of torch_rank.py and writes each rank's answers to a file.
 
 node_rank.py ACTS FOLDER: ACTS is a JSON list of [act, arguments], `cut` as a list; FOLDER/RANK.json
 has the answers in this order.

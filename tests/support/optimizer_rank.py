@@ -1,5 +1,5 @@
-"""Acts of `torch_rank.py`: whole scripts of accelerate, Trainer and TRL with `modicum.torch.AdamW`
-in place of torch's."""
+"""Acts of `torch_rank.py`: complete scripts with accelerate, Trainer, TRL or FSDP2 alone that train
+with torch's AdamW or with `modicum.torch.AdamW`."""
 
 import contextlib
 import tempfile
@@ -29,7 +29,7 @@ def script(
         kind: "accelerate", "trainer", "sft" or "hand".
         by: "torch": torch's AdamW without Modicum; "modicum": ours within `loading()`; "outside":
             ours without it.
-        how: where the optimizer is made (`made`), and its options.
+        how: further arguments of the function in KINDS, and `options` of `loading`.
     """
     if adapters:
         import peft  # noqa: F401  (loading() checks for it when the model is built)
@@ -55,6 +55,7 @@ def script(
 
 
 def facts(optimizer: Any, loading: Any) -> dict[str, Any]:
+    """The elements with state on this rank, and the reports of Modicum's optimizer and load."""
     optimizer = getattr(optimizer, "optimizer", optimizer)
     told: dict[str, Any] = {"trained": 0}
     for p in optimizer.state:
@@ -77,6 +78,7 @@ def model_of(directory: str, adapters: bool) -> Any:
 
 
 def experts_of(config: Any) -> dict[str, str]:
+    """The default implementation of experts supports only even sizes on CPUs."""
     is_mixture = hasattr(config, "num_experts_per_tok")
     return {"experts_implementation": "eager"} if is_mixture else {}
 
@@ -121,7 +123,8 @@ class Script(NamedTuple):
     steps: int
     losses: list[float]
     inputs: list[dict[str, Any]]
-    """Both are filled during the run: the loss and the model's arguments of each step."""
+    """`losses` and `inputs` are filled during the run: the loss and the model's arguments of each
+    step."""
 
 
 def by_accelerate(
@@ -130,7 +133,8 @@ def by_accelerate(
     sent: bool = False,
     **options: Any,
 ) -> Any:
-    """Trains by accelerate. `made`: the optimizer is made "before" or "after" prepare."""
+    """Trains by accelerate. `made`: the optimizer is made "before" or "after" prepare; `sent`:
+    accelerate's `cpu_ram_efficient_loading`."""
     directory, by, adapters = script[:3]
     accelerator = accelerate_rank.accelerator_of(cpu_ram_efficient_loading=sent)
     model = model_of(directory, adapters)
@@ -158,9 +162,14 @@ def by_hand(
     inputs: list[list[dict[str, Any]]] | None = None,
     **options: Any,
 ) -> Any:
-    """A script with FSDP2. `made`: when the optimizer is made: "before" sharding, with `rebinding`;
-    "sharded": between sharding and the load; "after" both. `told`: whether the load gets the
-    optimizer as an argument. `inputs`: of each rank, its model's arguments in each step."""
+    """Trains with FSDP2 alone.
+
+    Args:
+        made: when the optimizer is made: "before" sharding, with `rebinding`; "sharded": between
+            sharding and the load; "after" both.
+        told: whether the load gets the optimizer as an argument.
+        inputs: by rank, the model's arguments in each step.
+    """
     directory, by, adapters = script[:3]
     script.inputs.extend(inputs[dist.get_rank()] if inputs else [])
     with modicum.torch.empty_parameters():
@@ -203,7 +212,7 @@ def arguments(kind: Any, folder: str, steps: int, **more: Any) -> Any:
 
 
 def noting(kind: Any, script: "Script", made: str) -> Any:
-    """A Trainer that notes its losses and the arguments of the model's calls."""
+    """A Trainer that records its losses and the arguments of the model's calls."""
     by, losses = script.by, script.losses
 
     class Noting(kind):  # type: ignore[misc]

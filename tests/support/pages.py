@@ -130,7 +130,7 @@ def run_document(
     ranks: int = 2, samples: int = 100, grown: int = 4, name: str = ""
 ) -> dict[str, Any]:
     """A run as `watch --json` describes it: each rank fills its shards, then its moments, `grown`
-    MiB a sample; another process named `name` holds the same all the time."""
+    MiB a sample; another process named `name` holds 30 MiB throughout."""
     half = samples // 2
     tracks: list[dict[str, Any]] = []
     for rank in range(ranks):

@@ -167,6 +167,9 @@ def joined(op: str, dim: int, inputs: Iterable[dict[str, Any]]) -> dict[str, Any
     return {"op": op, "dim": dim, "in": list(inputs)}
 
 
+# ---- contents of a safetensors file
+
+
 def header_of(file: Path) -> tuple[dict[str, Any], int]:
     """A safetensors header and where the data begins."""
     with file.open("rb") as opened:

@@ -1,7 +1,7 @@
 """Real ranks: processes that form a process group over gloo.
 
 `ranks` starts ranks that run acts of `torch_rank.py` by name until they are closed. `World` starts
-ranks that each run one function of a test and end. Forked ranks come, in a second, from a server
+ranks that each run one function of a test and end. Ranks are forked, within a second, from a server
 that has imported torch and transformers; *fresh* ones are new interpreters, as torchrun starts
 them, and share no memory with another process.
 """
@@ -272,7 +272,7 @@ class Told(NamedTuple):
 
 
 class World:
-    """`size` processes in a process group, started at once. Rank 0's process has the store."""
+    """`size` processes in a process group. Rank 0's process has the store."""
 
     _running: set["World"] = set()
 
@@ -323,7 +323,8 @@ class World:
                 line.send("go on")
 
     def end(self, without: tuple[int, ...] = ()) -> dict[int, Ended]:
-        """The end of every rank; `without` are ranks that were killed or are stopped."""
+        """Waits for every rank and returns how it ended. `without`: ranks that were killed or are
+        stopped."""
         try:
             ranks = [rank for rank in range(len(self._lines)) if rank not in without]
             return {rank: self._ending(rank) for rank in ranks}
@@ -342,7 +343,7 @@ class World:
     @classmethod
     @contextlib.contextmanager
     def killing(cls) -> Iterator[None]:
-        """At its end the context kills the worlds that were started in it. A stopped rank that
+        """Kills, at the end of the context, the worlds that were started in it. A stopped rank that
         remained would keep pytest from exiting, since multiprocessing waits for its processes."""
         before = set(cls._running)
         try:
@@ -380,7 +381,7 @@ def _run_body(
         facts = {**vars(error), "message": str(error)}
         ended = Ended(error=type(error).__name__, facts=facts)
     pipe.send(ended._replace(at_s=time.monotonic()))
-    os._exit(0)  # at once, and on rank 0 the store with it
+    os._exit(0)  # without a shutdown; on rank 0 this also ends the store
 
 
 def _held_port() -> socket.socket:

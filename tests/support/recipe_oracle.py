@@ -43,7 +43,8 @@ def evaluate(node: dict[str, Any], stored: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def skeleton(node: dict[str, Any]) -> str:
-    """The form of a node: its ops and dims, without other numbers; equal inputs once."""
+    """The form of a node: its ops and dims, without other numbers. Inputs of equal form are given
+    once."""
     if node["op"] == "stored":
         return "stored"
     inside = " ".join(dict.fromkeys(skeleton(part) for part in node["in"]))
@@ -76,7 +77,7 @@ def settings_of(op: Any) -> str:
 
 
 def chain_of(converter: Any) -> str:
-    """The name of a converter's chain of operations in the table."""
+    """The name of a converter's chain of operations, as the table of conversions has it."""
     ops = " + ".join(settings_of(op) for op in converter.operations)
     return f"{ops} {len(converter.source_patterns)}:{len(converter.target_patterns)}"
 
@@ -126,7 +127,7 @@ AFTER = ("", ".weight", "weight", ".2.weight", ".2.norm.weight", "_2.weight", "x
 
 
 def names_for(transform: Any, pattern_index: int) -> Iterator[str]:
-    """Names that one pattern of a transform matches, taken alone."""
+    """Names that one pattern of a transform matches, whatever other transforms do to them."""
     pattern = transform.source_patterns[pattern_index]
     body = sample_of(pattern.replace("*.", r".*\."))
     for before, after in itertools.product(BEFORE, AFTER):
@@ -158,8 +159,8 @@ def source_names(
 
 def shapes_of(converter: Any, size: int) -> tuple[int, list[Shape], list[Shape] | None]:
     """The number of tensors that a `*` matches, the shape under each source pattern, and the shapes
-    of the model's targets where an operation asks for them. Awkward but legal; `size` is 0, 1 or
-    2."""
+    of the model's targets where an operation asks for them. `size` is 0, 1 or 2; the shapes are as
+    uneven as the operations permit."""
     kinds = [type(op).__name__ for op in converter.operations]
     sources, targets = len(converter.source_patterns), len(converter.target_patterns)
     rows, columns = ((5, 7), (1, 4), (8, 3))[size]
@@ -175,7 +176,7 @@ def shapes_of(converter: Any, size: int) -> tuple[int, list[Shape], list[Shape] 
             shape[dim] = rows + i
         return experts, [tuple(shape) for shape in shapes], None
     if kinds == ["Chunk"]:
-        # The last chunk is short by as much as it can be, by one, and not at all.
+        # By `size`, the last chunk is short by one, by as much as it can be, and not at all.
         each = (3, 2 * targets, 2)[size]
         total = each * targets - (1, targets - 1, 0)[size]
         return 1, [((total, columns), (total,), (total, 2, columns))[size]], None
@@ -198,7 +199,7 @@ def shapes_of(converter: Any, size: int) -> tuple[int, list[Shape], list[Shape] 
     shape = (4, rows, columns)[: op.dim1 + 1] if size else (4, 5, 5)[: op.dim1 + 1]
     swapped = [*shape]
     swapped[op.dim0], swapped[op.dim1] = swapped[op.dim1], swapped[op.dim0]
-    # With check_dims: a square one, then both ways round.
+    # With check_dims, by `size`: square, stored transposed, and stored as in the model.
     return 1, [shape], [tuple(swapped) if size == 1 else shape] if op.check_dims else None
 
 
@@ -286,7 +287,7 @@ class Loaded:
 
 
 def load_upstream(transforms: Sequence[Any], ids: Ids, model: Names, **options: Any) -> Loaded:
-    """`from_pretrained`'s own loop over the stored tensors. Transforms are used up."""
+    """`from_pretrained`'s own loop over the stored tensors. The transforms can't be used again."""
     load_config = LoadStateDictConfig(weight_mapping=list(transforms), dtype=torch.int64, **options)
     tensors = {name: torch.from_numpy(array) for name, array in ids.tensors.items()}
     info, _ = upstream.convert_and_load_state_dict_in_model(model, tensors, load_config)

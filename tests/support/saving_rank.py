@@ -32,8 +32,8 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 
 def made(directory: str, cut: Cut, optimizer: str, dtype: str) -> tuple[Any, Any]:
-    """A model on meta, sharded, and an optimizer without memory; a norm is frozen. `optimizer`: a
-    state format of Modicum's, or a name of OPTIMIZERS."""
+    """A sharded model on meta with a frozen norm, and an optimizer that has no state yet.
+    `optimizer`: a state format of Modicum's, or a name of OPTIMIZERS."""
     config = transformers.AutoConfig.from_pretrained(directory, experts_implementation="eager")
     with modicum.torch.empty_parameters():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -217,7 +217,7 @@ def resumes_adapters(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 def slowly(
     directory: str, root: str, cut: Cut, grace: float, slow: tuple[float, str]
 ) -> dict[str, Any]:
-    """A save from a slow device; the error, by its facts.
+    """Saves from a slow device. Returns the error, and whether SIGTERM has its default handler.
 
     Args:
         slow: the seconds that each piece takes, and a directory that gets a file of this rank when
@@ -254,8 +254,9 @@ def slowly(
 def at_the_call(
     directory: str, root: str, cut: Cut, kind: dict[str, Any], signals: int | None
 ) -> dict[str, Any]:
-    """A save before whose first collective this rank sends itself `signals` SIGTERM; the error, by
-    its facts. None: one SIGTERM, before this rank calls `save`."""
+    """Saves. Before the save's first collective this rank sends itself `signals` SIGTERM; None: one
+    SIGTERM before it calls `save`. Returns the error, and whether SIGTERM has its default
+    handler."""
     model, _ = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, progress=False)
     if signals is None:
@@ -302,8 +303,8 @@ def handles(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 
 
 def promised(directory: str, root: str, cut: Cut, optimizer: str) -> dict[str, Any]:
-    """Makes a resume that is refused by a byte, and then one that fits. Returns the refusal, the
-    promise, and the kernel's peak."""
+    """Makes a resume that is refused, as the budget is half of the promise, and then one that fits.
+    Returns the refusal, the promise, and the kernel's peak."""
     model, stepping = made(directory, cut, optimizer, "float32")
     resumed = modicum.torch.resume(model, root, optimizer=stepping, budget="none", progress=False)
     node = resumed.load.document["nodes"][0]

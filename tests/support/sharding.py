@@ -46,7 +46,7 @@ def playing_rank(rank: int, world: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        sys.excepthook = hook  # torch has put the rank's name before every line
+        sys.excepthook = hook  # torch's puts the rank's name before every line
 
 
 @contextmanager
@@ -180,7 +180,7 @@ def playing_deepspeed_rank(rank: int, world: int) -> Iterator[None]:
     import deepspeed
     import deepspeed.comm.comm as communication
 
-    backend = import_module("deepspeed.comm.torch")  # the name leads to torch itself
+    backend = import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself
     words = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": 0}
     before = dict(os.environ)
     shared_memory = backend.build_shm_op
@@ -217,7 +217,7 @@ def zero12_shards(stage: int, world: int, round_robin: bool) -> Callable[[Tensor
     """The shards of a rank by `DeepSpeedZeroOptimizer`: its partition of every group, without
     padding.
 
-    It leaves out parameters without elements, before it assigns them in turn.
+    DeepSpeed drops parameters without elements before it assigns the others round robin.
     """
 
     def shards(tensors: Tensors, rank: int) -> Tensors:
@@ -247,7 +247,7 @@ def zero12_shards(stage: int, world: int, round_robin: bool) -> Callable[[Tensor
 def zero3_shards(world: int) -> Callable[[Tensors, int], Tensors]:
     """The shards of a rank by `deepspeed.zero.Init`, without padding.
 
-    Tensors without dims and those that aren't floating point are no ZeRO-3 parameters here.
+    Tensors without dims and those that aren't floating point are not partitioned.
     """
 
     def shards(tensors: Tensors, rank: int) -> Tensors:

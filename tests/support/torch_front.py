@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import modicum.torch
 from modicum import Report
 
-# More experts than one digit counts.
+# More than ten experts: as text, expert 10 sorts before expert 2.
 MIXTRAL_16 = Family("mixtral_16", "MixtralForCausalLM", "mixtral", TEXT | {"num_local_experts": 16})
 BY_NAME = {family.name: family for family in (*FAMILIES, MIXTRAL_16)}
 WORLDS = (1, 2, 3)
@@ -113,8 +113,9 @@ def _parallelize(model: nn.Module, mesh: Any) -> None:
 
 
 def left_whole(model: nn.Module) -> set[str]:
-    """The parameters that FSDP2 can't shard: those without dims, and those whose module has
-    parameters of another dtype. A unit, which is at least a module, has one dtype."""
+    """The parameters that FSDP2 can't shard: those without dims, and those of another dtype than
+    other parameters of their module, since a unit of FSDP2 is at least a module and has one
+    dtype."""
     names = set()
     for path, module in model.named_modules():
         own = dict(module.named_parameters(path, recurse=False))
@@ -193,7 +194,7 @@ def parameters_of(model: nn.Module) -> Tensors:
 
 
 def ties_of(tensors: Tensors) -> set[frozenset[str]]:
-    """The names of each tensor."""
+    """The set of each tensor's names."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(name)
@@ -222,7 +223,7 @@ def assert_holds(model: nn.Module, whole: nn.Module, cut: Cut, rank: int) -> Non
 
 
 def differs(got: Any, expected: Any) -> bool:
-    """Whether a tensor of another loader has wrong values."""
+    """Whether dtype, shape or bits differ."""
     try:
         assert_same(got, expected, "")
     except AssertionError:

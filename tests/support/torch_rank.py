@@ -1,4 +1,4 @@
-"""The acts of a rank (`ranks.py`): `ACTS` at the end is their table."""
+"""Acts: functions that a rank of `ranks.py` runs by name. `ACTS` at the end lists them."""
 
 import contextlib
 import gc
@@ -72,7 +72,8 @@ def built(
 
     Args:
         by: "modicum": on meta. "torch": loaded by `from_pretrained` before it is sharded.
-            "to_empty": with uninitialised memory.
+            "to_empty": with uninitialised memory, filled with NaN.
+        masters: whether FSDP2 casts the parameters to bfloat16 and reduces gradients in float32.
     """
     as_dtype = getattr(torch, dtype) if dtype else "auto"
     kind = transformers.AutoModelForCausalLM
@@ -157,9 +158,10 @@ def train(
     """Five steps of AdamW.
 
     Args:
-        by: "modicum", "to_empty" before a load by it, or "torch": `from_pretrained` on every rank.
-        optimizer: when it is made: "before" sharding (and rebound), "between" that and the load, or
-            "after" both.
+        by: "modicum"; "to_empty": a load by Modicum into memory with values; or "torch":
+            `from_pretrained` on every rank.
+        optimizer: when it is made: "before" sharding, with `rebinding`; "between" sharding and the
+            load; or "after" both.
     """
     made = None
     if by == "torch":
@@ -372,7 +374,8 @@ ACTS: dict[str, Callable[..., Any]] = {
     "example": trained_by_example,
 }
 
-import accelerate_rank  # noqa: E402  (whose acts are made of those above)
+# At the end, since these modules import this one.
+import accelerate_rank  # noqa: E402
 import adamw_binding_rank  # noqa: E402
 import adamw_rank  # noqa: E402
 import background_memory  # noqa: E402

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 WORLD = 2
-# torchtitan exchanges rows of heads: whole ones on each rank.
+# torchtitan's adapter permutes rows within each head: with these sizes a rank has whole heads.
 SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -107,7 +107,7 @@ class Trainer:
         )  # fmt: skip
         for unit in self.model.modules():
             if isinstance(unit, FSDPModule):
-                unit.set_force_sum_reduction_for_comms(True)  # gloo can only add
+                unit.set_force_sum_reduction_for_comms(True)  # gloo has sums, no averages
         self.model.to_empty(device="cpu")
         with torch.no_grad():
             self.model.init_weights(buffer_device=None)
@@ -189,7 +189,7 @@ def serve(rank: int, folder: str, page: str) -> None:
     final, of_theirs = (read(f"{folder}/{who}/step-3") for who in ("ours", "theirs"))
     assert final.keys() == of_theirs.keys()
     assert all(torch.equal(final[name], of_theirs[name]) for name in final)
-    os.write(1, b"trained\n")  # at once: the ranks share the pipe, and stdout is not buffered here
+    os.write(1, b"trained\n")  # a single write of the line, since the ranks share the pipe
     os._exit(0)
 
 

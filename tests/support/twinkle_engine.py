@@ -15,7 +15,8 @@ from areal_engine import write
 from torch.distributed.tensor import DTensor
 
 WORLD = 2
-# Its accelerate strategy refuses "no"; a loss in bfloat16 has steps of 1 / 32 here.
+# twinkle's accelerate strategy refuses "no". In bfloat16 losses of 4 to 8 are multiples of 1 / 32,
+# so that strategy takes more steps until the loss has fallen.
 PRECISION = {"native_fsdp": "no", "accelerate": "bf16"}
 STEPS = {"native_fsdp": 2, "accelerate": 6}
 
@@ -85,7 +86,7 @@ def serve(rank: int, folder: str, strategy: str) -> None:
     if rank == 0:
         Path(folder_of_state).mkdir()
     dist.barrier()
-    for _ in range(2):  # the second replaces the first
+    for _ in range(2):  # the second save replaces the first
         model._save_optimizer(folder_of_state, adapter_name="")
     assert len(list(Path(folder_of_state, "optimizer.pt").glob("step-*"))) == 1
     loss, expected = step(model, 7), tensors(model.model)

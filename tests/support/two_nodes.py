@@ -1,5 +1,5 @@
-"""Two nodes on one machine: network namespaces with a cable between them, each with a host name of
-its own, in which torchrun starts ranks. Takes root, and Debian's iproute2 and util-linux."""
+"""Two nodes on one machine: network namespaces, connected by a veth pair, each with a separate host
+name, in which torchrun starts ranks. Requires root, and Debian's iproute2 and util-linux."""
 
 import contextlib
 import os
@@ -18,7 +18,7 @@ LIMIT_S = 120.0
 def why_not() -> str:
     """The reason why there can't be two nodes here; empty if there can."""
     if os.geteuid() != 0:
-        return "network namespaces take root"
+        return "network namespaces require root"
     missing = [name for name in ("ip", "unshare", "mount") if shutil.which(name) is None]
     if missing:
         return f"no {missing[0]} here"
@@ -43,8 +43,8 @@ class Nodes:
     def torchrun(
         self, script: Path, words: Sequence[str], hidden: Path | None = None
     ) -> list[subprocess.CompletedProcess[str]]:
-        """Runs a program on two ranks of each node. `hidden`: a directory that node b sees as an
-        empty directory of its own."""
+        """Runs a program on two ranks of each node. `hidden`: a directory that is empty on node
+        b."""
         started = [self._start(node, script, words, hidden) for node in range(2)]
         ended = []
         for process in started:

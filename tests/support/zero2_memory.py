@@ -2,8 +2,8 @@
 
     zero2_memory.py WORDS OF THE EXAMPLE...
 
-Prints a line of JSON after each epoch: the example's own figures, and Pss_Anon, Pss_Shmem and VmPTE
-of its process and of its data loader's workers, from the kernel.
+Prints a line of JSON after each epoch: the example's own figures, and `tree_bytes`: by the kernel's
+count, Pss_Anon, Pss_Shmem and VmPTE of its process and of its data loader's workers together.
 """
 
 import importlib.util

@@ -283,6 +283,16 @@ def test_an_optimizer_of_a_child_is_told(directory: Path, act: str) -> None:
     assert answer[0] == "UsageError" and WORDS in answer[1], answer
 
 
+def test_the_core_refuses_where_no_function_of_torch_is_called(directory: Path) -> None:
+    """The guard of torch's functions refuses most calls. Others must not end in SIGSEGV."""
+    trainer = Trainer(loaded(directory, fork="shared"), state_format="fp32")
+    trainer.step()
+    state = next(iter(trainer.optimizer._bound.states.values()))
+    name, text, is_ours = in_child(state.digest)()
+    assert (name, is_ours) == ("UsageError", True)
+    assert "forked without the optimizer's memory" in text
+
+
 # ---- shared
 
 
@@ -342,9 +352,11 @@ def test_values_that_a_child_writes(directory: Path) -> None:
 def test_shared_memory_outlives_the_parents_tensors(
     directory: Path, values: dict[str, Any]
 ) -> None:
-    """A child reads after its parent has freed one parameter, and then all."""
-    model = loaded(directory, fork="shared")
-    ledger = model.embed.weight  # keeps the rest of the memory
+    """A child reads after its parent has freed all parameters. Until the last one is freed, the
+    ledger holds the whole mapping, since parts of shared memory cannot be freed."""
+    ledger = modicum.Ledger()
+    model = loaded(directory, fork="shared", ledger=ledger)
+    whole = ledger.held["shards"]
     read, write = os.pipe()
 
     def act() -> bool:
@@ -354,9 +366,10 @@ def test_shared_memory_outlives_the_parents_tensors(
         return bool(torch.equal(own, expected))
 
     wait = in_child(act)
-    del model.head
     del model.embed
-    del ledger
+    assert ledger.held["shards"] == whole
+    del model.head
+    assert "shards" not in ledger.held
     os.write(write, b"x")
     assert wait() is True
 
