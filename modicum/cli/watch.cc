@@ -66,7 +66,10 @@ WatchTask task_of(const WatchFlags& flags, const Args& command) {
                  .restore_signals = restore_signal_actions};
   if (!flags.limit.empty()) {
     task.limit_bytes = parse_size(flags.limit);
-    if (*task.limit_bytes == 0) fail(Category::usage, "--limit must be above 0");
+    if (*task.limit_bytes == 0) {
+      fail(Category::usage, "--limit out of range",
+           {.expected = "above 0", .got = printable(flags.limit)});
+    }
   }
   return task;
 }
@@ -93,28 +96,29 @@ int watch(const WatchFlags& flags, const Args& command) {
 
 int run_watch(const Args& args) {
   CLI::App app(
-      "run COMMAND and measure the memory of its whole process tree; exits as COMMAND does, with "
-      "128 + signal if it died of one. The summary goes to stderr; with --json one document goes "
-      "to stdout, and COMMAND's stdout to stderr",
+      "run COMMAND and measure the memory of its process tree; exits as COMMAND does, or with "
+      "128 + signal if a signal ended it. The summary goes to stderr; with --json one document "
+      "goes to stdout, and COMMAND's stdout to stderr",
       "modicum watch");
   WatchFlags flags;
   add_common_flags(app, flags.common);
   app.add_option("--limit", flags.limit,
-                 "run COMMAND in a memory cgroup of its own with this limit, swap included");
+                 "run COMMAND in a new memory cgroup with this limit, swap included");
   app.add_option("--trace", flags.trace,
-                 "a file for the memory by process and owner, and the phases, over time, as "
-                 "Perfetto and Chrome open it; an existing one is replaced");
+                 "write memory by process and owner, and the phases, over time, to a file for "
+                 "Perfetto and Chrome; replaces an existing file");
   app.add_option("--report", flags.report,
-                 "an HTML file with the same as a chart, and with tables; also with --compare");
-  app.add_option("--compare", flags.compare,
-                 "two documents that --json has printed: which run held more, when and what; "
-                 "without COMMAND")
+                 "write the same as an HTML file with a chart and tables; also with --compare");
+  app.add_option(
+         "--compare", flags.compare,
+         "without COMMAND: two documents printed by --json; tells which run held more, when "
+         "and what")
       ->expected(2);
   const auto [own, command] = split_at_dashes(args);
   if (const auto done = parse(app, own)) return *done;
   if (!flags.compare.empty()) {
     if (!command.empty() || !flags.limit.empty() || !flags.trace.empty()) {
-      fail(Category::usage, "--compare takes two documents, and neither COMMAND nor its options");
+      fail(Category::usage, "--compare runs no command: leave out COMMAND, --limit and --trace");
     }
     return compare(flags);
   }
