@@ -43,8 +43,7 @@ void add_step_flags(CLI::App& app, StepFlags& flags) {
   app.add_option("--grad-dtype", flags.grad_dtype,
                  "dtype of the gradients: float32 (default), bfloat16 or float16");
   app.add_option("--isa", flags.isa,
-                 fmt::format("instruction set of the kernels: {}; default: the first",
-                             fmt::join(isas(), ", ")));
+                 fmt::format("{}; default: the first", fmt::join(isas(), ", ")));
   app.add_option("--fork-children", flags.task.children,
                  "children that each rank forks and keeps until the last step")
       ->check(CLI::Range(0, 64));
