@@ -96,29 +96,30 @@ int watch(const WatchFlags& flags, const Args& command) {
 
 int run_watch(const Args& args) {
   CLI::App app(
-      "run COMMAND and measure the memory of its process tree; exits as COMMAND does, or with "
-      "128 + signal if a signal ended it. The summary goes to stderr; with --json one document "
-      "goes to stdout, and COMMAND's stdout to stderr",
+      "run COMMAND and measure the memory of its whole process tree. Exits with COMMAND's exit "
+      "code, or with 128 + N if signal N ended COMMAND. The summary goes to stderr. With --json, a "
+      "JSON document goes to stdout and COMMAND's stdout goes to stderr",
       "modicum watch");
   WatchFlags flags;
   add_common_flags(app, flags.common);
   app.add_option("--limit", flags.limit,
-                 "run COMMAND in a new memory cgroup with this limit, swap included");
+                 "limit on the memory of COMMAND's process tree, swap included; makes a memory "
+                 "cgroup for it");
   app.add_option("--trace", flags.trace,
-                 "write memory by process and owner, and the phases, over time, to a file for "
-                 "Perfetto and Chrome; replaces an existing file");
+                 "write memory over time by process and owner, and phases, to this file, which "
+                 "Perfetto and Chrome (chrome://tracing) open; replaces an existing file");
   app.add_option("--report", flags.report,
-                 "write the same as an HTML file with a chart and tables; also with --compare");
-  app.add_option(
-         "--compare", flags.compare,
-         "without COMMAND: two documents printed by --json; tells which run held more, when "
-         "and what")
+                 "write memory over time to this HTML file, as a chart and tables; with "
+                 "--compare, the comparison");
+  app.add_option("--compare", flags.compare,
+                 "compare the runs of two JSON documents that --json printed: which held more "
+                 "memory, when, and of which owner; takes no COMMAND")
       ->expected(2);
   const auto [own, command] = split_at_dashes(args);
   if (const auto done = parse(app, own)) return *done;
   if (!flags.compare.empty()) {
     if (!command.empty() || !flags.limit.empty() || !flags.trace.empty()) {
-      fail(Category::usage, "--compare runs no command: leave out COMMAND, --limit and --trace");
+      fail(Category::usage, "--compare takes no COMMAND, no --limit and no --trace");
     }
     return compare(flags);
   }

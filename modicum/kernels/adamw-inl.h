@@ -1,5 +1,5 @@
-// One AdamW step over a span, in the state formats without 8-bit codes. Internal to `kernels`;
-// compiled once per target.
+// AdamW's arithmetic, and one step over a span in the state formats without 8-bit codes. Internal
+// to `kernels`; compiled once per target.
 #if defined(MODICUM_KERNELS_ADAMW_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MODICUM_KERNELS_ADAMW_INL_H_
 #undef MODICUM_KERNELS_ADAMW_INL_H_
@@ -21,14 +21,15 @@ enum class Rule : uint8_t { torch, torch_amsgrad, deepspeed };
 // Constants of one call of `adamw`.
 struct Constants {
   AdamNumbers numbers;
-  // The gradient's factors. `unscale` is negated for `maximize`, which is exact. If one of the two
-  // is 1, `first` is their product, and a second multiplication would change nothing.
+  // The gradient's factors: `unscale`, negated for `maximize`, and `clip`. If one of them is 1 or
+  // -1, `first` is their product and the gradient is multiplied only once, which gives the same
+  // bits.
   float first, second;
   bool has_second;
-  // exp_avg is interpolated towards the gradient as by torch.lerp, from the end nearer to the
-  // result.
-  float lerp;          // weight, counted from that end
-  bool from_exp_avg;   // whether that end is exp_avg, not the gradient
+  // As torch.lerp does, exp_avg moves towards the gradient from the nearer end: the result is
+  // exp_avg or the gradient, plus lerp * (gradient - exp_avg).
+  float lerp;          // 1 - beta1, or -beta1 from the gradient
+  bool from_exp_avg;   // else from the gradient
   bool adds_decay;     // L2
   bool decays_master;  // decoupled
   float inverse_bias2;
@@ -128,8 +129,9 @@ HWY_INLINE int64_t for_pairs(const Op& op, int64_t begin, int64_t end) {
   for (; i + 2 * lanes <= end; i += 2 * lanes) op.pair(d, i);
   return i;
 }
-// Vectors are stepped in pairs if gradient and master have 16 bits per element, since packing a
-// single vector costs as much as its arithmetic. pairs_of is the part known only at run time.
+// Vectors are stepped in pairs if gradients, masters and moments have at most 16 bits per element,
+// since packing a single vector costs as much as its arithmetic. has_pairs is the condition on the
+// format, pairs_of the one that is known only at run time.
 constexpr bool has_pairs(StateFormat format) {
   return HWY_TARGET != HWY_SCALAR && has_random(format) && is_split(format);
 }

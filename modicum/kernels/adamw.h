@@ -1,7 +1,7 @@
-// AdamW over contiguous elements in every state format; accumulation and norms of gradients. One
-// source is compiled for all instruction sets and dispatched at run time. Results are bit-equal on
-// all of them, for any number of threads and any division into calls (for 8-bit moments see
-// AdamSpan).
+// AdamW over contiguous elements in every state format; squares of gradients. One source is
+// compiled for all instruction sets and dispatched at run time. Results are bit-equal on all of
+// them. A step's results are also bit-equal for any number of threads and any division into calls
+// (for 8-bit moments see AdamSpan).
 //
 // The arithmetic is pure and noexcept: no allocation, no checks. Callers guarantee the shapes.
 #pragma once
@@ -115,8 +115,10 @@ struct AdamSpan {
 // One step. Expects a finite gradient (see squares); does not write `grad`.
 void adamw(const AdamNumbers& numbers, const AdamSpan& span) noexcept;
 
-// Converts a plane of the state to fp32 and back. Export is exact; import is exact into fp32 and
-// fp32-split, else rounded as a step rounds, with the random bits of `numbers`.
+// Converts a plane of the state to fp32 and back. Export is exact. Import is exact into fp32 planes
+// and, for values that round to a finite bf16, into split masters of 32 bits. It rounds split
+// masters of 24 bits and bf16 moments with the random bits of `numbers`, 8-bit moments to the
+// nearest code.
 enum class StatePlane : uint8_t { master, exp_avg, exp_avg_sq, max_exp_avg_sq };
 void export_state(const AdamSpan& span, StatePlane plane, float* to) noexcept;
 void import_state(const AdamNumbers& numbers, const AdamSpan& span, StatePlane plane,
@@ -131,10 +133,11 @@ struct GradNorm {
   // The norm of the gradients times `unscale`.
   double norm(double unscale = 1) const noexcept;
 };
-// Sums the squares of `n` elements in fp64, in a fixed order.
+// Sums the squares of `n` elements in fp64, in an order that depends on `n` only: a sum over two
+// calls may differ from one call's in its last bits.
 GradNorm squares(const std::byte* grad, DType dtype, int64_t n) noexcept;
 
-// The instruction sets for which this program has kernels, best first, with the names of `--isa`:
+// The instruction sets for which this program has kernels, best first, as `--isa` names them:
 // those that this machine runs, and those that it does not run.
 std::vector<std::string_view> isas();
 std::vector<std::string_view> isas_not_run();

@@ -60,7 +60,7 @@ float read_master(const AdamSpan& s, int64_t i) {
   const uint32_t high = static_cast<uint32_t>(at<uint16_t>(s.master, i)) << 16;
   const bool is_short = s.format == StateFormat::int8_moments_24;
   const int32_t low = is_short ? at<int8_t>(s.master_low, i) * 256 : at<int16_t>(s.master_low, i);
-  // The caller has overwritten the upper half: the lower half cannot belong to it.
+  // With these upper halves, the lower half belongs to a value that the caller has overwritten.
   const bool is_zero = (high & 0x7fffffffU) == 0;
   const bool is_infinite_or_nan = (high & 0x7f800000U) == 0x7f800000U;
   if (is_infinite_or_nan || (is_zero && low < 0)) return std::bit_cast<float>(high);
@@ -124,7 +124,8 @@ uint8_t root_code(float root, float scale, float least, uint32_t word) {
   const float z = std::max(std::fma(root, per_value(scale, 502), 2.0F), least);
   return static_cast<uint8_t>(rounded_code(std::min(z, 504.0F), 32, word % 0x40000U, 18));
 }
-// 3/4 of the step between exp_avg's codes at this one, plus code 1.
+// The least offset of a root: 3/4 of the step between exp_avg's codes at this code, converted to a
+// root's offsets, plus 2.0625, the offset of root code 1.
 float least_root(uint8_t exp_avg_code, float exp_avg_scale, float root_scale) {
   const float per_step = 0.75F / 16 * 502 / 494 * exp_avg_scale / std::max(root_scale, 0x1p-100F);
   return std::fma(std::ldexp(2.0F, exp_avg_code % 128 / 16), per_step, 2.0625F);

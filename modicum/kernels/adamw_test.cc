@@ -73,6 +73,7 @@ void expect_near_torch(const TorchRun& run) {
   }
 }
 
+// Torch's own square roots are not always rounded to nearest, and differ between machines.
 TEST(AdamW, IsCloseToTorchWithItsOwnSquareRoots) {
   for (size_t i = 0; i < kTorchRuns.size(); ++i) {
     SCOPED_TRACE("run " + std::to_string(i));
@@ -91,8 +92,8 @@ TEST(AdamW, EqualsTorchAfter1000Steps) {
   use_isa(isas().front());
 }
 
-// Options of a step, one choice from each row.
-struct Told {
+// A case of a step: options, factors and dtypes.
+struct StepCase {
   AdamSemantics semantics;
   bool decoupled, amsgrad, maximize, bias_correction;
   double beta1;
@@ -101,7 +102,7 @@ struct Told {
   DType out;
   double beta2 = 0.999;
 };
-constexpr Told kTold[] = {
+constexpr StepCase kStepCases[] = {
     {AdamSemantics::torch, true, false, false, true, 0.9, 1, 1, DType::bf16, DType::bf16},
     {AdamSemantics::torch, false, false, true, true, 0.4, 0.125F, 0.37F, DType::f16, DType::f16},
     {AdamSemantics::torch, true, true, false, false, 0.95, 1, 0.7F, DType::f32, DType::bf16},
@@ -109,18 +110,18 @@ constexpr Told kTold[] = {
     {AdamSemantics::deepspeed, false, false, false, false, 0.8, 0.5F, 1, DType::f32, DType::bf16},
 };
 
-AdamNumbers numbers_of(const Told& told, int64_t step) {
+AdamNumbers numbers_of(const StepCase& one, int64_t step) {
   AdamOptions options;
-  options.semantics = told.semantics;
-  options.beta1 = told.beta1;
-  options.beta2 = told.beta2;
-  options.decoupled = told.decoupled;
-  options.amsgrad = told.amsgrad;
-  options.maximize = told.maximize;
-  options.bias_correction = told.bias_correction;
+  options.semantics = one.semantics;
+  options.beta1 = one.beta1;
+  options.beta2 = one.beta2;
+  options.decoupled = one.decoupled;
+  options.amsgrad = one.amsgrad;
+  options.maximize = one.maximize;
+  options.bias_correction = one.bias_correction;
   AdamNumbers numbers = adam_numbers(options, step, 0xfeedbeefU);
-  numbers.unscale = told.unscale;
-  numbers.clip = told.clip;
+  numbers.unscale = one.unscale;
+  numbers.clip = one.clip;
   return numbers;
 }
 
@@ -138,23 +139,23 @@ AdamSpan span_of(HeldSpan& held, const Elements& of) {
   return span;
 }
 
-HeldSpan begun(StateFormat format, const Told& told, const Elements& of) {
+HeldSpan begun(StateFormat format, const StepCase& one, const Elements& of) {
   HeldSpan held(format, of.first, of.n, 1, of.row);
-  held.grad_dtype = told.grad;
-  held.out_dtype = told.out;
-  import_state(numbers_of(told, 1), held.span(), StatePlane::master, spread_values(0, of.n).data());
+  held.grad_dtype = one.grad;
+  held.out_dtype = one.out;
+  import_state(numbers_of(one, 1), held.span(), StatePlane::master, spread_values(0, of.n).data());
   return held;
 }
 
 using GradientsOf = std::vector<float> (*)(int64_t step, int64_t n);
 
-void expect_reference(StateFormat format, const Told& told, const Elements& of, int64_t steps,
+void expect_reference(StateFormat format, const StepCase& one, const Elements& of, int64_t steps,
                       GradientsOf gradients = spread_values) {
-  HeldSpan expected = begun(format, told, of);
+  HeldSpan expected = begun(format, one, of);
   std::vector<HeldSpan> held(isas().size(), expected);
   for (int64_t step = 1; step <= steps; ++step) {
     const std::vector<float> grad = gradients(step, of.n);
-    const AdamNumbers numbers = numbers_of(told, step);
+    const AdamNumbers numbers = numbers_of(one, step);
     expected.set_grad(grad);
     reference_adamw(numbers, span_of(expected, of));
     for (size_t i = 0; i < held.size(); ++i) {
@@ -165,15 +166,15 @@ void expect_reference(StateFormat format, const Told& told, const Elements& of, 
   }
   for (size_t i = 0; i < held.size(); ++i) {
     EXPECT_TRUE(held[i] == expected)
-        << isas()[i] << ", " << row_of(format).name << ", betas " << told.beta1 << " " << told.beta2
-        << ", clip " << told.clip << ", " << of.n << " from " << of.first << ", rows of " << of.row;
+        << isas()[i] << ", " << row_of(format).name << ", betas " << one.beta1 << " " << one.beta2
+        << ", clip " << one.clip << ", " << of.n << " from " << of.first << ", rows of " << of.row;
   }
   use_isa(isas().front());
 }
 
 TEST(AdamW, EqualsTheReferenceAfter1000Steps) {
   for (const StateFormatRow& row : all_state_formats()) {
-    for (const Told& told : kTold) expect_reference(row.format, told, {120, 45}, 1000);
+    for (const StepCase& one : kStepCases) expect_reference(row.format, one, {120, 45}, 1000);
   }
 }
 
@@ -181,7 +182,7 @@ TEST(AdamW, EqualsTheReferenceAtAnyOffsetAndLength) {
   for (const StateFormatRow& row : all_state_formats()) {
     for (const int64_t first : {int64_t{0}, int64_t{5}, int64_t{127}, (int64_t{1} << 33) + 77}) {
       for (const int64_t n : {0, 1, 7, 128, 131, 400}) {
-        for (const Told& told : kTold) expect_reference(row.format, told, {first, n}, 2);
+        for (const StepCase& one : kStepCases) expect_reference(row.format, one, {first, n}, 2);
       }
     }
   }
@@ -191,7 +192,7 @@ TEST(AdamW, EqualsTheReferenceInRows) {
   for (const StateFormatRow& row : all_state_formats()) {
     for (const int64_t of_row : {100, 128, 129, 300, 1000}) {
       for (const int64_t first : {int64_t{0}, int64_t{250}, (int64_t{1} << 33) + 77}) {
-        expect_reference(row.format, kTold[0], {first, 700, of_row}, 2);
+        expect_reference(row.format, kStepCases[0], {first, 700, of_row}, 2);
       }
     }
   }
@@ -205,10 +206,11 @@ std::vector<float> extreme_values(int64_t step, int64_t n) {
   return values;
 }
 
-// Without `out`, bf16 gradients are stepped two vectors at a time, and 8-bit moments in runs of
-// four blocks. With beta2 near 1, roots are small and their least offsets exceed the largest.
+// bf16 gradients without `out` are stepped two vectors at a time, and 8-bit moments in runs of up
+// to four blocks. With beta2 near 1, roots are small and their least offsets exceed the largest
+// code.
 TEST(AdamW, EqualsTheReferenceInPairsAndRuns) {
-  constexpr Told kPaired[] = {
+  constexpr StepCase kPaired[] = {
       {AdamSemantics::torch, true, false, false, true, 0.9, 1, 0.9F, DType::bf16, DType::bf16},
       {AdamSemantics::torch, true, true, false, true, 0.9, 0.3F, 0.9F, DType::bf16, DType::bf16,
        1 - 1e-7},
@@ -216,23 +218,23 @@ TEST(AdamW, EqualsTheReferenceInPairsAndRuns) {
        1 - 1e-7},
   };
   for (const StateFormatRow& row : all_state_formats()) {
-    for (const Told& told : kPaired) {
+    for (const StepCase& one : kPaired) {
       for (const int64_t n : {31, 168, 512, 1250}) {
-        expect_reference(row.format, told, {128, n, 0, false}, 4, extreme_values);
+        expect_reference(row.format, one, {128, n, 0, false}, 4, extreme_values);
       }
-      expect_reference(row.format, told, {1000, 2600, 1000, false}, 4, extreme_values);
+      expect_reference(row.format, one, {1000, 2600, 1000, false}, 4, extreme_values);
     }
   }
 }
 
-// A division between rows changes no bit, whatever the rows' length.
+// Rows of 300 elements end with a short block, and calls end with rows.
 TEST(AdamW, IsBitEqualForAnyDivisionIntoRows) {
   for (const StateFormatRow& row : all_state_formats()) {
     constexpr int64_t kRow = 300;
-    HeldSpan whole = begun(row.format, kTold[0], {2 * kRow, 4 * kRow, kRow});
+    HeldSpan whole = begun(row.format, kStepCases[0], {2 * kRow, 4 * kRow, kRow});
     HeldSpan cut = whole;
     for (int64_t step = 1; step <= 3; ++step) {
-      const AdamNumbers numbers = numbers_of(kTold[0], step);
+      const AdamNumbers numbers = numbers_of(kStepCases[0], step);
       for (HeldSpan* held : {&whole, &cut}) held->set_grad(spread_values(step, 4 * kRow));
       adamw(numbers, whole.span());
       for (int64_t k = 3; k >= 0; --k) adamw(numbers, cut.part(k * kRow, kRow));
@@ -245,10 +247,10 @@ TEST(AdamW, IsBitEqualForAnyDivisionIntoRows) {
 TEST(AdamW, IsBitEqualForAnyDivisionIntoCalls) {
   for (const StateFormatRow& row : all_state_formats()) {
     const int64_t first = 3 * kScaleBlock;
-    HeldSpan whole = begun(row.format, kTold[0], {first, 1000});
+    HeldSpan whole = begun(row.format, kStepCases[0], {first, 1000});
     HeldSpan cut = whole;
     for (int64_t step = 1; step <= 3; ++step) {
-      const AdamNumbers numbers = numbers_of(kTold[0], step);
+      const AdamNumbers numbers = numbers_of(kStepCases[0], step);
       for (HeldSpan* held : {&whole, &cut}) held->set_grad(spread_values(step, 1000));
       adamw(numbers, whole.span());
       const std::vector<int64_t> cuts = row.has_scales()
@@ -262,7 +264,8 @@ TEST(AdamW, IsBitEqualForAnyDivisionIntoCalls) {
   }
 }
 
-// With lr 0 the parameter does not change, and `out` must be its cast.
+// The gradients are 0 and nothing decays: the parameter does not change, and `out` must be its
+// cast.
 TEST(AdamW, OutIsRoundedAsByCast) {
   constexpr int64_t kN = 1 << 17;
   for (const std::string_view isa : isas()) {

@@ -9,7 +9,7 @@
 namespace modicum {
 
 constexpr int64_t kTorchCount = 1003;
-constexpr std::array<int64_t, 5> kTorchSteps = {1, 2, 10, 100, 1000};
+constexpr std::array<int64_t, 5> kTorchSteps = {1, 2, 10, 100, 1000};  // the steps of `after`
 // Digests of the parameter, exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq, recorded with
 // square roots rounded to nearest.
 using TorchDigests = std::array<uint64_t, 4>;

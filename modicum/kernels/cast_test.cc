@@ -43,7 +43,7 @@ long double round_half_even(long double value) {
   return rest > 0.5L || (rest == 0.5L && floor_is_odd) ? floor + 1 : floor;
 }
 
-// `x` must not be NaN.
+// `value` must not be NaN.
 uint32_t encode(long double value, Format f) {
   const uint32_t sign = (std::signbit(value) ? 1U : 0U) << (f.mantissa_bits + f.exponent_bits);
   const uint32_t infinity = ((1U << f.exponent_bits) - 1) << f.mantissa_bits;

@@ -15,9 +15,9 @@ HWY_BEFORE_NAMESPACE();
 namespace modicum {
 namespace HWY_NAMESPACE {
 
-// A run is up to kRunBlocks complete blocks, or part of one block. It is stepped in short passes:
-// the codes of a block depend on its largest moments, and a processor overlaps more iterations of
-// short loop bodies than of a long one.
+// A run is up to kRunBlocks blocks of kScaleBlock elements, or a shorter block, or part of one. It
+// is stepped in short passes: the codes of a block depend on its largest moments, and a processor
+// overlaps more iterations of short loop bodies than of a long one.
 //
 //   moments   gradient, old codes          -> new moments in fp32, staged; then their scales
 //   random    keys                         -> random words, staged
@@ -26,8 +26,8 @@ namespace HWY_NAMESPACE {
 constexpr int64_t kRunBlocks = 4;
 constexpr int64_t kRunElements = kRunBlocks * kScaleBlock;
 
-// Elements ahead of the current one whose planes are fetched: two runs. One thread was 3 % faster
-// with AVX-512 than with the processor's own prefetching alone.
+// Prefetches the planes this many elements ahead: two runs. With AVX-512 one thread was 3 % faster
+// than with the processor's own prefetching alone.
 constexpr int64_t kAhead = 2 * kRunElements;
 HWY_INLINE void fetch_ahead(const std::byte* plane, int64_t i, int64_t bytes) {
   hwy::Prefetch(plane + (i + kAhead) * bytes);
@@ -68,7 +68,7 @@ struct Run {
   }
 };
 
-// ---- the first pass
+// ---- the pass `moments`
 
 template <StateFormat kFormat, Rule kRule>
 struct Moments {
@@ -83,7 +83,7 @@ struct Moments {
   struct Old {
     Floats<D> g, m, v, most;
   };
-  // The new moments of a vector, from element k on.
+  // Stages the new moments of the vector that begins at element k.
   template <class D>
   HWY_INLINE void stage(D d, const Old<D>& old, int64_t k) const {
     const Floats<D> m = next_exp_avg<kRule>(d, c, old.g, old.m);
@@ -142,7 +142,7 @@ struct Moments {
   }
 };
 
-// Sets the scales of all blocks of a run, the largest of `magnitudes`.
+// Sets the scale of each block of a run to the largest of its magnitudes.
 HWY_INLINE void measure(const Run& run, const float* magnitudes, MomentBlocks& of) {
 #if HWY_TARGET != HWY_SCALAR
   if (run.n == kRunElements) return largest_of_four(magnitudes, of.scale);
@@ -179,7 +179,7 @@ HWY_INLINE bool set_scales(const AdamSpan& span, const Run& run, Staged& staged)
   return fits;
 }
 
-// ---- random words
+// ---- the pass `random`
 
 struct Random {
   AdamSpan span;
@@ -197,8 +197,8 @@ struct Random {
     const uint32_t* keys = run->keys[k / kScaleBlock].word;
     store(d, random_word_pair(d, keys, run->in_block + k % kScaleBlock), k);
   }
-  // All of kRunBlocks complete blocks. The same places of all blocks are neighbouring iterations,
-  // since they share their counters.
+  // For kRunBlocks complete blocks. The inner loop is over the blocks: equal places in all blocks
+  // have equal counters.
   template <class D>
   HWY_INLINE void all_pairs(D d) const {
     const hn::Rebind<uint32_t, D> du;
@@ -227,7 +227,7 @@ struct Random {
   }
 };
 
-// ---- the second pass
+// ---- the pass `masters`
 
 template <StateFormat kFormat, Rule kRule>
 struct Masters {
@@ -266,7 +266,7 @@ struct Masters {
   }
 };
 
-// ---- the third pass
+// ---- the pass `codes`
 
 template <bool kAmsgrad>
 struct Codes {
@@ -331,7 +331,7 @@ struct Codes {
 
 // ---- a step
 
-// Steps the first elements of a run in pairs; returns where the rest begins.
+// Makes a pass over a run in pairs of vectors while they fit; returns where the rest begins.
 template <class Pass>
 HWY_INLINE int64_t cover_pairs(const Pass& pass, const Run& run) {
   return for_pairs(pass, 0, run.n);
@@ -368,7 +368,7 @@ HWY_INLINE void step_run(const Constants& c, const AdamSpan& span, const Run& ru
   cover<kFormat>(Codes<kAmsgrad>{span, &staged, run.begin}, run);
 }
 
-// The next complete blocks, or the next part of a block; false after the last.
+// Sets `run` to the next run; false after the last.
 template <StateFormat kFormat>
 HWY_INLINE bool next_run(Pieces<kFormat>& pieces, Run& run) {
   run.begin = pieces.end();

@@ -1,9 +1,9 @@
 // FP8 codes times their scales. Codes are widened by arithmetic instead of a table, so that the
 // compiler vectorises whole blocks.
 //
-// A normal product of two normal numbers does not depend on the flush-to-zero mode. Codes are
-// normal or zero, and scales nearly always are: then a single multiplication per code suffices.
-// Scales near the ends of fp32's range use integer arithmetic, code by code.
+// A normal product of two normal numbers does not depend on the flush-to-zero mode. As fp32, codes
+// are normal or zero, and scales are nearly always far from the ends of fp32's range: then a single
+// multiplication per code suffices. Other scales use integer arithmetic, code by code.
 #include <algorithm>
 #include <bit>
 #include <cassert>
@@ -21,8 +21,8 @@ constexpr uint32_t kNan = 0x7fc00000U;
 constexpr int kPlaces = 23;    // bits of fp32's mantissa
 constexpr int kLowest = -149;  // exponent of the smallest denormal of fp32
 
-// Finite codes have magnitudes from 2^-16 to 2^16: with a scale between these bounds all products
-// are normal.
+// Finite codes are 0 or have magnitudes from 2^-16 to 2^16: with a scale between these bounds all
+// products are 0 or normal.
 constexpr uint32_t kPlainFrom = (127U - 100) << kPlaces;
 constexpr uint32_t kPlainTo = (127U + 100) << kPlaces;
 
@@ -99,7 +99,7 @@ uint32_t any_product(uint32_t a, uint32_t b) noexcept {
   return sign | static_cast<uint32_t>(std::min(bits, int64_t{kInfinity}));
 }
 
-// Codes that share a scale, which may be outside of [kPlainFrom, kPlainTo].
+// Multiplies codes by a scale of any value.
 template <typename Code, typename To>
 __attribute__((noinline)) void any_run(const std::byte* codes, float scale, std::byte* to,
                                        int64_t n, int64_t to_step) noexcept {

@@ -30,8 +30,9 @@ constexpr bool has_random(StateFormat format) { return format >= StateFormat::bf
 // ---- the master parameter
 
 // Joins the two halves to an fp32. If the caller has overwritten the upper half since the last
-// step, the lower half belongs to another value. A sum outside of the finite range of bf16 shows
-// that (+-0 with a negative lower half gives a NaN); then the result is the upper half alone.
+// step, the lower half belongs to another value. The result is the upper half alone if the sum does
+// not round to a finite bf16: infinities and NaNs stay such, and +-0 with a negative lower half
+// would give a NaN.
 template <class D>
 HWY_INLINE Floats<D> joined(D d, Ints<D> upper, Ints<D> lower) {
   const hn::Rebind<int32_t, D> di;
@@ -157,8 +158,8 @@ constexpr uint32_t kExponent = 0x7f800000U;
 template <int kPlaces>
 constexpr float kTop = std::bit_cast<float>(kLeastOffset +
                                             ((kPlaces == kSignedPlaces ? 127U : 255U) << kPlaces));
-// The least divisor of values: in a block with a smaller scale the codes are smaller, and no
-// quotient overflows.
+// Values are divided by their block's scale, or by this if the scale is smaller, so that no
+// quotient overflows. Such a block does not reach the largest code.
 constexpr float kLeastDivisor = 0x1p-100F;
 
 // (z - 2) * (1 / (top - 2)) with one rounding.
@@ -319,7 +320,7 @@ HWY_INLINE void store_codes_of_both(D, hn::Vec<hn::Repartition<uint16_t, D>> upp
   const hn::Repartition<uint8_t, D> d8;
   const hn::Repartition<uint64_t, D> d64;
   const hn::Half<decltype(d8)> half;
-  // Lower bytes to the lower half of each 128 bits, then of the vector.
+  // Moves the lower bytes to the lower half of each 128 bits, then to that of the vector.
   alignas(16) static constexpr uint8_t kBytes[16] = {0, 2, 4, 6, 8, 10, 12, 14,
                                                      1, 3, 5, 7, 9, 11, 13, 15};
   constexpr auto kWords = [] {
@@ -338,7 +339,7 @@ HWY_INLINE void store_codes_of_both(D, hn::Vec<hn::Repartition<uint16_t, D>> upp
 #endif
 
 // Where the step between exp_avg's codes is large compared with the root, rounding exp_avg would
-// cause large updates. So a root is stored as at least 3/4 of that step, plus code 1.
+// cause large updates. So a root is stored as at least 3/4 of that step, plus the value of code 1.
 constexpr float kLeastRoot = 2 + 0x1p-4F;  // the offset of code 1
 template <class D>
 HWY_INLINE Floats<D> least_per_step(D d, Floats<D> exp_avg_scale, Floats<D> root_scale) {

@@ -44,7 +44,7 @@ struct Streams {
 };
 
 // Adds `rows` rows of kColumns elements of each stream, from the stream's element `begin` on.
-// (Arrays of scalable vectors are not allowed.)
+// (s0 to s7 are no array, since C++ has no arrays of scalable vectors.)
 HWY_INLINE void add_rows(const Streams& of, int64_t begin, int64_t rows, double* sums) {
   const auto [grad, dtype, apart] = of;
   const DoubleTag d;

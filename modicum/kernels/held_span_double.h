@@ -9,7 +9,8 @@
 
 namespace modicum {
 
-// A plane of `bytes` that begins `skew` bytes into its vector, so that a sanitizer checks its end.
+// A plane of `bytes` that begins `skew` bytes into its vector and ends where the vector ends, so
+// that a sanitizer finds accesses beyond its end.
 class HeldPlane {
  public:
   HeldPlane() = default;

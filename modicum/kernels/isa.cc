@@ -83,8 +83,9 @@ void use_isa(std::string_view name) {
     if (isa.name == name) return hwy::GetChosenTarget().Update(isa.target);
     names.emplace_back(isa.name);
   }
-  fail(Category::usage, fmt::format("no kernels for the instruction set '{}' run here, but for {}",
-                                    printable(name), fmt::join(names, ", ")));
+  fail(Category::usage,
+       fmt::format("kernels for the instruction set '{}' don't run here", printable(name)),
+       {.expected = fmt::format("one of {}", fmt::join(names, ", ")), .got = printable(name)});
 }
 
 }  // namespace modicum

@@ -16,9 +16,9 @@ namespace modicum {
 // become infinities; denormals are kept, whatever the caller's flush-to-zero mode. fp16 <-> bf16
 // goes through fp32. Equal dtypes are copied. No other pair may be passed; the plan refuses them.
 //
-// NaNs stay NaNs. In bf16 every NaN becomes 0x7fc0, as in torch 2.13's scalar code (its AVX2 code
-// gives 0xffff). fp32 <-> fp16 keeps the sign and the upper payload bits and sets the quiet bit;
-// bf16 -> fp32 keeps all bits; both as in torch's vector code.
+// NaNs stay NaNs. Casts from fp32 and fp16 to bf16 make every NaN 0x7fc0, as torch 2.13's scalar
+// code does (its AVX2 code gives 0xffff). fp32 <-> fp16 keeps the sign and the upper payload bits
+// and sets the quiet bit; bf16 -> fp32 keeps all bits; both as in torch's vector code.
 void cast(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype,
           int64_t n) noexcept;
 
@@ -45,8 +45,8 @@ struct ScaledCodes {
 void dequant(const ScaledCodes& from, std::byte* to, DType to_dtype, int64_t n,
              int64_t to_step = 1) noexcept;
 
-// Converts stored scales to fp32, exactly. A byte of F8_E8M0 or U8 means 2^(byte - 127), except
-// 255: NaN in F8_E8M0 and infinity in U8, as in transformers.
+// Converts stored scales to fp32, exactly: fp32, bf16, fp16, F8_E8M0 or U8. A byte of F8_E8M0 or U8
+// means 2^(byte - 127), except 255: NaN in F8_E8M0 and infinity in U8, as in transformers.
 void widen_scales(const std::byte* from, DType dtype, int64_t n, float* to) noexcept;
 
 // Copies `n` bytes by stores that bypass the caches, which is fastest if the target is much larger
@@ -58,14 +58,15 @@ uint64_t name_hash(std::string_view name) noexcept;
 
 // The synthesised value of element `index` of the tensor whose name hashes to `tensor_hash`: a
 // counter-based hash, finite in every dtype, independent of the division into calls. Floats of 16
-// bits and more have magnitudes from 2^-16 to 1, any sign and any mantissa (some fp16 are denormal,
-// and bf16 is the upper half of fp32); F8 is any code but NaN and infinity; BOOL is 0 or 1; other
-// dtypes have any bits. Files depend on these values: they never change. Writes elements [first,
-// first + n); for dtypes below a byte, `first` and `n` are even (multiples of four for 6 bits).
+// bits and more have magnitudes in [2^-16, 1), any sign and any mantissa, except that fp16 has
+// magnitudes in [0, 1), one in eight denormal or 0; bf16 is the upper half of fp32. F8 is any code
+// but NaN and infinity; BOOL is 0 or 1; other dtypes have any bits. Files depend on these values:
+// they never change. Writes elements [first, first + n); for dtypes below a byte, `first` and `n`
+// are even (multiples of four for 6 bits).
 void synth_fill(uint64_t tensor_hash, DType dtype, int64_t first, int64_t n,
                 std::byte* to) noexcept;
 
-// The rules of a recipe's `init`, in the order of that list. `normal` draws from N(0, std^2) by a
+// The rules of a recipe's `init`, in the order of InitRule. `normal` draws from N(0, std^2) by a
 // hash of (seed, index), independent of the division into calls. dtype: fp32, bf16 or fp16.
 enum class InitKind : uint8_t { zeros, ones, normal };
 struct InitFill {

@@ -22,7 +22,8 @@ namespace modicum {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// `D` is a tag of float vectors, except in `load` and `store`. The other tags have as many lanes.
+// `D` is a tag of float vectors, except in `load` and `store`. Words and Ints have as many lanes as
+// Floats.
 template <class D>
 using Floats = hn::Vec<D>;
 template <class D>
@@ -110,8 +111,8 @@ HWY_INLINE void store_u16_pair(D d, const Pair<Words<D>>& v, std::byte* to, int6
   store_u16_halves(d, hn::ShiftRight<16>(v.even), v.odd, to, i);
 }
 
-// a * b + c with one rounding. Highway's MulAdd rounds twice on hardware without FMA; there
-// std::fma, exact and slow, handles one lane at a time.
+// a * b + c with one rounding. For targets without FMA Highway's MulAdd would round twice, so
+// std::fma computes one lane at a time, which is slow.
 template <class D>
 HWY_INLINE Floats<D> fma(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
 #if HWY_NATIVE_FMA
@@ -129,7 +130,8 @@ HWY_INLINE Floats<D> fma(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
 #endif
 }
 
-// ---- bf16 and fp16, by the methods of floats.h
+// ---- bf16 and fp16, by the methods of floats.h. Other than there, load_f16 keeps a NaN's quiet
+// bit as it is, and narrow_f16 makes every NaN 0x7e00 with its sign.
 
 template <class D>
 HWY_INLINE Floats<D> load_bf16(D d, const std::byte* from, int64_t i) {
@@ -200,7 +202,7 @@ HWY_INLINE Floats<D> load_floats(D d, DType dtype, const std::byte* from, int64_
 
 // ---- random bits
 
-// The random words of counters; `factor` is the block's second key.
+// Hashes counters to random words; `factor` is the block's second key.
 template <class D>
 HWY_INLINE Words<D> hashed(D, Words<D> x, uint32_t factor) {
   const hn::Rebind<uint32_t, D> du;
@@ -220,7 +222,7 @@ HWY_INLINE Words<D> random_words(D d, const uint32_t* keys, int64_t in_block, Wo
 template <class D>
 HWY_INLINE Words<D> random_words(D d, const uint32_t* keys, int64_t in_block) {
   const hn::Rebind<uint32_t, D> du;
-  return random_words(d, keys, in_block, hn::Iota(du, 0));  // a compile-time constant
+  return random_words(d, keys, in_block, hn::Iota(du, 0));
 }
 template <class D>
 HWY_INLINE Pair<Words<D>> random_word_pair(D d, const uint32_t* keys, int64_t in_block) {

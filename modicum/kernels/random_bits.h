@@ -9,7 +9,8 @@
 
 namespace modicum {
 
-// From these keys the 32-bit words of a block's elements are computed: a summand and an odd factor.
+// The keys of a block, from which the 32-bit words of its elements are computed: word[0] is a
+// summand, word[1] an odd factor.
 struct BlockKeys {
   uint32_t word[2] = {};
 };

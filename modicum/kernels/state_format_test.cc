@@ -27,9 +27,9 @@ std::vector<float> exported(HeldSpan& held, StatePlane plane) {
 
 // ---- split masters
 
-constexpr uint32_t kPatterns = 0x1000;  // per call, so that they stay in the L1 cache
+constexpr uint32_t kPatterns = 0x1000;  // per call; few, so that they stay in the cache
 
-// Imports the kPatterns fp32 patterns from `first` on into the two halves and exports them.
+// Whether the kPatterns fp32 patterns from `first` on come back from an import into two halves.
 bool patterns_are_exact(uint32_t first, HeldSpan& held, std::vector<float>& values,
                         std::vector<float>& back) {
   for (uint32_t i = 0; i < kPatterns; ++i) values[i] = std::bit_cast<float>(first + i);
@@ -38,7 +38,8 @@ bool patterns_are_exact(uint32_t first, HeldSpan& held, std::vector<float>& valu
   return std::memcmp(values.data(), back.data(), values.size() * sizeof(float)) == 0;
 }
 
-int64_t wrong_patterns(uint32_t begin, uint32_t step) {
+// The number of calls with a wrong pattern, of every `step`-th call from the `begin`-th on.
+int64_t wrong_calls(uint32_t begin, uint32_t step) {
   HeldSpan held(StateFormat::fp32_split, 0, kPatterns);
   std::vector<float> values(kPatterns);
   std::vector<float> back(kPatterns);
@@ -60,7 +61,7 @@ TEST(StateFormat, ASplitMasterIsExactForEveryFloatInTheRangeOfBf16) {
   int64_t wrong[kThreads] = {};
   std::vector<std::thread> threads;
   for (uint32_t t = 0; t < kThreads; ++t) {
-    threads.emplace_back([&wrong, t] { wrong[t] = wrong_patterns(t, kStep); });
+    threads.emplace_back([&wrong, t] { wrong[t] = wrong_calls(t, kStep); });
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_EQ(wrong[0] + wrong[1], 0);
@@ -211,7 +212,7 @@ TEST(StateFormat, ImportedMomentsHaveTheNearestCode) {
     const float root_scale = held.exp_avg_sq_scale[i / kScaleBlock];
     const float value = std::fabs(values[i]);
     ASSERT_LE(std::fabs(m[i] - values[i]), half_step(value / scale, 494, 16) * scale * 1.001F);
-    const float least = root_scale / 16 / 502;  // no code 0
+    const float least = root_scale / 16 / 502;  // code 1, since only 0 has code 0
     ASSERT_LE(std::fabs(std::sqrt(v[i]) - value),
               std::max(least, half_step(value / root_scale, 502, 32) * root_scale) * 1.001F);
     ASSERT_TRUE(v[i] > 0 || values[i] == 0);
@@ -243,7 +244,8 @@ TEST(StateFormat, BlocksOfZerosAndOfDenormalsAreRepresented) {
 TEST(StateFormat, AHugeGradientAffectsOnlyItsElement) {
   const int64_t n = 2 * kScaleBlock;
   for (const StateFormatRow& row : all_state_formats()) {
-    // Too large for the codes: exp_avg alone, the root of exp_avg_sq, and exp_avg_sq itself.
+    // 1.5e20 exceeds the codes of exp_avg, 4e20 also those of the root; from 6e20 on, exp_avg_sq
+    // is infinite.
     for (const float huge : {1.5e20F, 4e20F, 6e20F, 2e38F, 0x1.fffffep127F}) {
       for (const std::string_view isa : isas()) {
         use_isa(isa);
@@ -309,7 +311,7 @@ HeldSpan stored(StateFormat format, const std::vector<float>& gradients) {
   return held;
 }
 
-// The mean of `errors` is zero within its standard error.
+// Expects that the mean of `errors` is zero within four standard errors.
 void expect_unbiased(const std::vector<double>& errors, const std::string& what) {
   double sum = 0;
   double sum_of_squares = 0;

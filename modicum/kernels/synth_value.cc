@@ -17,8 +17,8 @@ MODICUM_INLINE uint64_t hash64(uint64_t tensor_hash, int64_t index) noexcept {
   return x ^ (x >> 31);
 }
 
-// The types below make an element's bits from its hash; if it has fewer than 64, from the upper
-// ones.
+// The types below make an element's bits from its hash. An element of fewer than 64 bits is made
+// from the hash's upper bits.
 
 // Random sign and mantissa; four bits of the exponent field choose one of the sixteen binades of
 // [2^-16, 1).

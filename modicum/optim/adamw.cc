@@ -97,14 +97,16 @@ void AdamW::set_options(int group, const AdamOptions& options) {
   check_options(options);
   AdamOptions& of = spec_.groups.at(static_cast<size_t>(group));
   if (of.amsgrad != options.amsgrad) {
-    fail(Category::usage, "amsgrad can't change: its memory is allocated with the state");
+    fail(Category::usage, "amsgrad can't change: the state's constructor allocates its memory");
   }
   of = options;
 }
 
 void AdamW::set_steps(size_t shard, int64_t steps) {
-  if (steps < 0)
-    fail(Category::usage, fmt::format("expected a step count of 0 or more, got {}", steps));
+  if (steps < 0) {
+    fail(Category::usage, fmt::format("expected a step count of 0 or more, got {}", steps),
+         {.tensor = this->shard(shard).fqn});
+  }
   steps_.at(shard) = steps;
 }
 

@@ -3,8 +3,8 @@
 //   AdamWSpec          a value; adamw_footprint(spec) is the memory that the state will hold
 //      |  AdamW(spec, ledger, ...)          charges, commits and pins all of it, or throws
 //      v
-//   READY              moments and our own masters are zero; caller-owned masters are unchanged;
-//      |               import_from, set_steps, set_options
+//   READY              moments and masters are zero, except masters that the caller owns, which
+//      |               are unchanged; import_from, set_steps, set_options
 //      |  arrive | arrived_in_place | leave_out                     <-------------+
 //      v                                                                          |
 //   ARRIVING           until every shard has arrived or was left out;             |
@@ -28,11 +28,11 @@
 //
 // Gradients: every element arrives once per step. The thread that completes a bucket sums its
 // squares while the bucket is still in the cache; `norm` adds the buckets in a fixed order. So the
-// norm has the same bits for any order of arrival, any pieces and any number of threads.
+// norm of a rank has the same bits for any order of arrival, any pieces and any number of threads.
 //
 // Threads: arrive, arrived_in_place and leave_out may run concurrently, and so may export_to and
 // import_from for disjoint elements. All other calls: one thread, while no gradient arrives. After
-// a fork only the parent may use the state.
+// a fork only the parent may change the state; a child can read it unless it is Fork::excluded.
 #pragma once
 
 #include <array>
@@ -97,20 +97,22 @@ struct Outlet {
   // a split master, which is sent in place.
   std::span<std::byte> ring;
   std::function<void(const ReadyChunk&)> send;
-  std::function<void(int slot)> wait;  // empty: a slot may be reused at once
+  std::function<void(int slot)> wait;  // empty: a slot may be reused as soon as `send` returns
 };
 // Called on the step's threads with memory of parameters and state that the step is about to
 // overwrite. Must not throw.
 using BeforeOverwrite = std::function<void(std::span<const std::byte>)>;
 
-// A slot holds 2-byte elements: a bucket, which may exceed kBucketElements by part of a block.
+// A slot holds a bucket in a 2-byte dtype. Buckets end where blocks of scales end, so one may have
+// almost kScaleBlock elements more than kBucketElements.
 constexpr uint64_t kRingSlotBytes = round_up((kBucketElements + kScaleBlock) * 2, kPageBytes);
 
 // Gradients are multiplied by `unscale`, then by `clip`.
 struct StepOptions {
-  float unscale = 1.0F;            // finite, above 0
-  float clip = 1.0F;               // finite, 0 or more
-  const Outlet* outlet = nullptr;  // may be nullptr
+  float unscale = 1.0F;  // finite, above 0
+  float clip = 1.0F;     // finite, 0 or more
+  // May be nullptr. Unless the master is split, new parameters go to the outlet in place of `out`.
+  const Outlet* outlet = nullptr;
   // Calls refresh_masters for each bucket just before it is stepped.
   bool refresh_masters = false;
   const BeforeOverwrite* before_overwrite = nullptr;  // may be nullptr
@@ -130,9 +132,9 @@ class AdamW {
   // Charges and commits the state on `threads` threads; `step`, `refresh_masters` and `digest` use
   // as many. On failure nothing stays charged. Throws BUDGET, before a page is touched, if the
   // ledger's or the pinner's limit is exceeded; NOMEM; any exception of `poll` or `pin`; MISMATCH,
-  // naming the parameter, for runs that are empty or overlap, a group out of range, or caller-owned
-  // memory (`master`, `out`) that overlaps; USAGE for options out of range; UNSUPPORTED for options
-  // that the chosen semantics lack.
+  // naming the parameter, for runs that are empty or not ascending, a group out of range, or
+  // caller-owned memory (`master`, `out`) that overlaps; USAGE for options out of range;
+  // UNSUPPORTED for options that the chosen semantics lack.
   AdamW(AdamWSpec spec, Ledger& ledger, int threads, Pinner pinner = {}, Poll poll = kNoPoll);
   ~AdamW();
   AdamW(const AdamW&) = delete;
@@ -184,10 +186,12 @@ class AdamW {
   std::span<std::byte> plane(size_t shard, Plane plane) const;
   std::span<float> scales(size_t shard, Plane plane) const;
 
-  // Reads or writes local elements as fp32, from element `at` on. Export is exact; import is exact
-  // into fp32 and fp32-split, else rounded as a step rounds. Throws MISMATCH for elements outside
-  // of the shard and for a plane that the group lacks; USAGE if an import divides a block of 8-bit
-  // moments. Neither allocates.
+  // Reads or writes local elements as fp32, from element `at` on. Export is exact. Import is exact
+  // into fp32 planes and, for values that round to a finite bf16, into split masters of 32 bits. It
+  // rounds split masters of 24 bits and bf16 moments with the random bits of the parameter's last
+  // step, and 8-bit moments to the nearest code.
+  // Throws MISMATCH for elements outside of the shard and for a plane that the group lacks; USAGE
+  // if an import divides a block of 8-bit moments. Neither allocates.
   void export_to(size_t shard, StatePlane plane, int64_t at, std::span<float> to) const;
   void import_from(size_t shard, StatePlane plane, int64_t at, std::span<const float> from);
 
@@ -205,6 +209,7 @@ class AdamW {
   void settle(size_t shard, int64_t bucket, int64_t n);
   void take_norm(size_t shard, int64_t bucket);  // computes a complete bucket's norm
   void require_complete() const;
+  void require_finite() const;
   template <typename Fn>
   void for_each_norm(const Fn& fn) const;
   void forget_gradients();

@@ -1,4 +1,4 @@
-// Gradients that arrive, and their norm, which is computed meanwhile.
+// The arrival of gradients. The norm of a bucket is computed when its last element arrives.
 #include <fmt/format.h>
 
 #include <atomic>
@@ -88,11 +88,15 @@ void AdamW::arrived_in_place(size_t shard, int64_t at, int64_t n) {
 void AdamW::leave_out(size_t shard) {
   const std::lock_guard lock(mutex_);
   Arriving& of = arriving_.at(shard);
-  if (of.arrived.count() > 0) fail_about(shard, "its gradient has arrived already");
+  if (of.arrived.count() > 0) {
+    fail_about(shard, fmt::format("its gradient can't be left out: {} elements have arrived",
+                                  of.arrived.count()));
+  }
   of.left_out = true;
 }
 
-// acq_rel: the thread that delivers a bucket's last element sees the other threads' writes to it.
+// acq_rel: the thread that delivers a bucket's last element sees the gradients that other threads
+// wrote.
 void AdamW::settle(size_t shard, int64_t bucket, int64_t n) {
   Bucket& of = buckets(shard)[static_cast<size_t>(bucket)];
   const std::atomic_ref<int64_t> left(of.left);

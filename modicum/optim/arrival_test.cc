@@ -116,7 +116,10 @@ TEST(Arrival, ANonFiniteGradientIsFlaggedAtAnyPlace) {
       }
       EXPECT_FALSE(state.norm().finite);
       EXPECT_EQ(state.norm().sum_of_squares, 0);
-      EXPECT_EQ(error_of([&] { state.step(); })->category(), Category::usage);
+      const auto met = error_of([&] { state.step(); });
+      ASSERT_TRUE(met);
+      EXPECT_EQ(met->category(), Category::usage);
+      EXPECT_EQ(met->facts().tensor, "embed.weight");
     }
   }
 }

@@ -8,7 +8,8 @@ namespace modicum {
 float clip_factor(double norm, double max_norm) noexcept;
 
 // The loss scale of torch.amp.GradScaler: a step with a non-finite gradient multiplies `scale` by
-// `backoff_factor`; `growth_interval` finite steps in a row multiply it by `growth_factor`.
+// `backoff_factor`; `growth_interval` finite steps in a row multiply it by `growth_factor`, unless
+// that gives infinity.
 struct LossScale {
   float scale = 65536.0F;
   float growth_factor = 2.0F;

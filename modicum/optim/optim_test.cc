@@ -1,6 +1,7 @@
 // House test: the memory of the state. Must fail for these mutants: scales, buckets or
 // max_exp_avg_sq that are held and not promised; a budget check after the first page; memory that a
-// forked child copies; memory allocated by a step; a pin that is rounded, repeated or missing.
+// forked child copies; memory allocated by a step; an arena that is pinned twice, at another size
+// or not at all.
 #include "modicum/optim/optim.h"
 
 #include <gtest/gtest.h>
@@ -49,6 +50,8 @@ TEST(AdamWFootprint, EqualsTheChargeToTheByte) {
   }
 }
 
+// Master, gradient, exp_avg and exp_avg_sq, with an fp32 scale per 128 elements for each 8-bit
+// moment: 4 + 4 + 4 + 4, 4 + 2 + 4 + 4, 4 + 2 + 2 + 2, 4 + 2 + 2 (1 + 4/128) and so on.
 TEST(AdamWFootprint, IsTheFormatsBytesPerParameter) {
   const std::vector<double> expected = {16, 14, 10, 8.0625, 7.0625, 12, 10.0625};
   const int64_t n = int64_t{1} << 32;
@@ -61,6 +64,8 @@ TEST(AdamWFootprint, IsTheFormatsBytesPerParameter) {
   }
 }
 
+// Every plane is read and written, except the gradient, which is read: in fp32, 2 (4 + 4 + 4) + 4,
+// and 2 for `out`.
 TEST(AdamWFootprint, BytesMovedAreAsDocumented) {
   EXPECT_EQ(bytes_moved_per_parameter(StateFormat::fp32, true), 30);
   EXPECT_EQ(bytes_moved_per_parameter(StateFormat::fp32_split, false), 26);
@@ -141,7 +146,7 @@ TEST(AdamW, AMasterThatOverlapsItsOwnOutIsRefused) {
   std::vector<std::byte> memory(1 << 10);
   AdamWSpec spec{.shards = {{.fqn = "a", .runs = {{0, 100}}}}};
   spec.shards[0].master = memory.data();
-  spec.shards[0].out = memory.data() + 398;
+  spec.shards[0].out = memory.data() + 398;  // the master has 100 * 4 bytes
   Ledger ledger;
   const auto met = error_of([&] { AdamW(spec, ledger, 1); });
   ASSERT_TRUE(met);
@@ -244,7 +249,7 @@ class Child {
 };
 
 TEST(AdamW, StepsAllocateNothingNextToForkedChildren) {
-  if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own for every byte of ours";
+  if (kIsSanitized) GTEST_SKIP() << "sanitizers hold shadow memory";
   if (pss_anon(getpid()) == 0) GTEST_SKIP() << "this kernel has no Pss_Anon";
   for (const StateFormat format : {StateFormat::fp32, StateFormat::int8_moments}) {
     Ledger ledger;
@@ -268,7 +273,7 @@ TEST(AdamW, StepsAllocateNothingNextToForkedChildren) {
     const uint64_t after_one = tree();
     ledger.mark();
     step();
-    const Child again;  // an epoch later
+    const Child again;  // like a DataLoader's worker in the next epoch
     step();
     step();
     EXPECT_LT(tree() + pss_anon(again.pid()), after_one + promised / 20) << format_name(format);

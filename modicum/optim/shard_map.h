@@ -9,10 +9,10 @@
 //   stretches [0, 5536)  [5536, 8000)  [8000, 8500)        contiguous locally and globally, within
 //                                                          one bucket
 //
-// Buckets and blocks of scales are defined by *global* index, so that norms and 8-bit codes have
-// the same bits for every sharding that divides no block. A bucket ends where a block ends: with
-// rows of 300 (blocks of 128, 128 and 44) the first bucket has 65,656 elements, since its last
-// block is [65528, 65656).
+// Blocks of scales and buckets are defined by *global* index: 8-bit codes have the same bits for
+// every sharding that divides no block, and a bucket's norm for every sharding that does not divide
+// the bucket. A bucket ends where a block ends: with rows of 300 (blocks of 128, 128 and 44) the
+// first bucket has 65,656 elements, since its last block is [65528, 65656).
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ struct Stretch {
 // One shard: its runs, its blocks of scales and its buckets.
 class ShardIndex {
  public:
-  explicit ShardIndex(const ShardSpec& spec);  // MISMATCH if runs overlap
+  explicit ShardIndex(const ShardSpec& spec);  // MISMATCH unless runs are ascending and not empty
 
   int64_t numel() const noexcept { return numel_; }
   int64_t scales() const noexcept { return scales_; }
@@ -48,7 +48,8 @@ class ShardIndex {
   int64_t bucket_begin(int64_t bucket) const noexcept { return before(global_begin(bucket)); }
   // The local end of the bucket that holds local element `at`.
   int64_t bucket_end_around(int64_t at) const noexcept;
-  // Whether a block of scales begins or the shard ends at local index `at`.
+  // Whether a scale's elements begin at local index `at`, at the begin of a block or of a run, or
+  // the shard ends there.
   bool is_block_edge(int64_t at) const noexcept;
 
   // Visits the stretches of local elements [begin, end), split at the ends of buckets.
@@ -86,7 +87,7 @@ class ShardIndex {
 
 // A bucket's norm, computed when `left` reaches 0.
 struct Bucket {
-  int64_t left = 0;  // arrivals still expected: elements times passes
+  int64_t left = 0;  // elements that have not arrived in this step
   GradNorm norm;
 };
 
@@ -97,9 +98,9 @@ struct PlaneBytes {
   uint64_t scales = 0;
 };
 PlaneBytes plane_bytes(const StateFormatRow& row, Plane plane, const ShardIndex& shard);
-// Bytes of a plane's arena before its first shard. All arenas are aligned to huge pages. With equal
-// offsets the planes of an element would share low address bits and evict each other from the
-// cache: a step would take 1.5 times as long. 640 is ten cache lines.
+// Bytes of a plane's arena before its first shard. Arenas are aligned to huge pages (to pages, if
+// smaller). With equal offsets the planes of an element would share low address bits and evict each
+// other from the cache: a step would take 1.5 times as long. 640 is ten cache lines.
 constexpr uint64_t bytes_before(Plane plane) noexcept { return static_cast<uint64_t>(plane) * 640; }
 
 // All shards of a rank, and their places in the arenas, one arena per plane (`offset` is

@@ -172,7 +172,7 @@ std::vector<Written> written_of_caller(const AdamWSpec& spec) {
   return all;
 }
 
-// If any two pieces of memory overlap, so do some two that are neighbours by address.
+// Sorts the pieces by address: if any two of them overlap, so do two neighbours.
 void require_memory_apart(const AdamWSpec& spec) {
   std::vector<Written> all = written_of_caller(spec);
   const std::less<const std::byte*> before;

@@ -23,11 +23,12 @@ struct ShardRun {
 struct ShardSpec {
   std::string fqn;
   std::vector<ShardRun> runs;  // ascending, disjoint; empty if the rank holds no element
-  int64_t row = 0;             // elements per row: no block crosses a row's end (ScaleBlocks)
-  int group = 0;               // index into AdamWSpec::groups
+  int64_t row = 0;  // elements per row, at whose end a block ends (ScaleBlocks); 0: one row
+  int group = 0;    // index into AdamWSpec::groups
   // Caller-owned memory in local order; it must outlive the state and is not charged to its ledger.
-  std::byte* master = nullptr;    // if given, the master: fp32, or the bf16 half of a split one
-  std::byte* out = nullptr;       // if given, steps write the parameter here as `out_dtype`
+  std::byte* master = nullptr;  // if given, the master: fp32, or the bf16 half of a split one
+  // If given, steps write the parameter here as `out_dtype` (but see StepOptions::outlet).
+  std::byte* out = nullptr;
   DType out_dtype = DType::bf16;  // bf16 or f16
   // Whether this is the primary replica: only primary ones count in `norm` and `digest`.
   bool counts = true;
@@ -73,7 +74,8 @@ class AdamWCount {
   // `owns_master`: the state holds the master, not the caller; `shard.master` is ignored.
   void add(const ShardSpec& shard, bool owns_master);
   Footprint footprint() const;
-  // Heap bytes of the state's tables, about 0.5 KiB per shard. The ledger is not charged for them.
+  // Heap bytes of the state's tables, about 0.5 KiB per shard and 48 bytes per run. The ledger is
+  // not charged for them.
   uint64_t held_bytes() const noexcept { return held_bytes_; }
 
  private:
@@ -83,8 +85,8 @@ class AdamWCount {
   uint64_t held_bytes_ = 0;
 };
 
-// Bytes per parameter that a step reads and writes, scales included. They limit its speed.
-// `out`: the step also writes a 2-byte copy of the new parameter.
+// Bytes per parameter that a step without amsgrad reads and writes, scales included. They limit the
+// step's speed. `out`: the step also writes a 2-byte copy of the new parameter.
 double bytes_moved_per_parameter(StateFormat format, bool out) noexcept;
 
 }  // namespace modicum

@@ -49,9 +49,20 @@ void AdamW::step_all(std::span<const StateStep> steps) {
 void AdamW::prepare_step(const StepOptions& options) {
   require_factor("unscale", options.unscale, false);
   require_factor("clip", options.clip, true);
-  if (!norm().finite) fail(Category::usage, "a gradient is not finite: skip this step");
+  require_finite();
   if (options.outlet != nullptr) check_outlet(*options.outlet);
   take_numbers(options);
+}
+
+void AdamW::require_finite() const {
+  const std::vector<GradNorm> of_shards = norms();
+  for (size_t shard = 0; shard < shards(); ++shard) {
+    if (of_shards[shard].finite) continue;
+    const std::string& fqn = spec_.shards[shard].fqn;
+    fail(Category::usage,
+         fmt::format("parameter '{}': its gradient is not finite; skip this step", printable(fqn)),
+         {.tensor = fqn});
+  }
 }
 
 void AdamW::finish_step() {
@@ -136,9 +147,9 @@ class AdamW::Slots {
   int64_t used_ = 0;
 };
 
-// Computes one entry per group and step count. Its powers continue from the group's entry of the
-// last step with the next lower count, usually the count before. Shards that are left out get an
-// entry too, so that their powers are kept.
+// Computes one entry per group and step count. Of the group's entries of the last step, its powers
+// continue from the one with the highest count up to this one, usually the count before. Shards
+// that are left out get an entry too, so that their powers are kept.
 void AdamW::take_numbers(const StepOptions& options) {
   decltype(numbers_) taken;
   for (size_t shard = 0; shard < shards(); ++shard) {

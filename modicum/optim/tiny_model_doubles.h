@@ -79,14 +79,14 @@ inline Piece piece_of(size_t shard, int64_t at, const std::vector<float>& values
           reinterpret_cast<const std::byte*>(values.data()), DType::f32};
 }
 
-// The whole gradient of one step, parameter by parameter.
+// Delivers the whole gradient of a step, parameter by parameter.
 inline void deliver_tiny(AdamW& state, uint64_t step) {
   for (size_t shard = 0; shard < state.shards(); ++shard) {
     state.arrive(piece_of(shard, 0, tiny_values(state.shard(shard), step)));
   }
 }
 
-// Every byte of the state that a skipped step must keep: all planes but the gradients.
+// What a skipped step must keep: the bytes of all planes but the gradients, and the step counts.
 inline std::vector<std::byte> bytes_of_state(const AdamW& state) {
   std::vector<std::byte> bytes;
   for (size_t shard = 0; shard < state.shards(); ++shard) {

@@ -26,12 +26,12 @@ void AdamW::import_from(size_t shard, StatePlane plane, int64_t at, std::span<co
   if (row_.has_scales() && plane != StatePlane::master &&
       !(index.is_block_edge(at) && index.is_block_edge(at + n))) {
     fail(Category::usage,
-         fmt::format("moments of {} are imported in whole blocks of {}; elements {} to {} of '{}' "
-                     "divide a block",
+         fmt::format("moments of {} are imported in whole blocks of up to {} elements; elements {} "
+                     "to {} of '{}' divide a block",
                      row_.name, kScaleBlock, at, at + n, printable(spec_.shards[shard].fqn)));
   }
   AdamNumbers numbers = adam_numbers(options_of(shard), 1, spec_.seed);
-  numbers.step = steps_[shard];  // so that it rounds with the random bits of its last step
+  numbers.step = steps_[shard];  // import rounds with the random bits of the shard's last step
   index.for_each_stretch(at, at + n, [&](const Stretch& stretch) {
     import_state(numbers, span_of(shard, stretch), plane, from.data() + (stretch.at - at));
   });
@@ -45,7 +45,7 @@ void AdamW::require_held(size_t shard, StatePlane plane, int64_t at, int64_t n) 
                fmt::format("expected elements within [0, {2}), got {0} to {1}", at, at + n, numel));
   }
   if (plane == StatePlane::max_exp_avg_sq && !options_of(shard).amsgrad) {
-    fail_about(shard, "its group keeps no maximum (amsgrad)");
+    fail_about(shard, "its group has no max_exp_avg_sq, since amsgrad is off");
   }
 }
 

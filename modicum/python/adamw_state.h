@@ -17,8 +17,8 @@
 
 namespace modicum::python {
 
-// A shard as Python passes it: (fqn, shape, runs as (first, n), group, master, out).
-using WrittenRuns = std::vector<std::pair<int64_t, int64_t>>;
+using WrittenRuns = std::vector<std::pair<int64_t, int64_t>>;  // (first, n)
+// A shard as Python passes it: (fqn, shape, runs, group, master, out).
 using WrittenShard =
     std::tuple<std::string, std::vector<int64_t>, WrittenRuns, int, nb::object, nb::object>;
 
@@ -28,8 +28,10 @@ struct Written {
   std::vector<AnyArray> arrays;
 };
 
-// Converts shards from Python. Throws USAGE, MISMATCH or UNSUPPORTED, which names the parameter, if
-// an array does not fit the format.
+// Converts shards from Python. Throws USAGE for an unknown `format`. About `master` and `out`,
+// naming the parameter, it throws USAGE unless they are writable contiguous host arrays, MISMATCH
+// for a size that is not the shard's or a master's dtype that is not the format's, UNSUPPORTED for
+// other dtypes.
 Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
                 const std::string& format, uint64_t seed);
 
@@ -54,8 +56,8 @@ struct State {
   const Pinner pinner;
   Buffer staging;  // the ring of a step; between steps, gradients in flight use it
 
-  // `count`: threads. Throws the errors of AdamW's constructor. Python's signal handlers run on the
-  // calling thread meanwhile.
+  // `count`: threads. Throws as AdamW's constructor does, and a signal handler's exception:
+  // Python's signal handlers run on the calling thread meanwhile.
   State(Written made, std::shared_ptr<Ledger> of, int slots, int count, const Pinner& pins);
   ~State();
   State(const State&) = delete;
@@ -68,9 +70,8 @@ struct State {
   AdamW& here();
 };
 
-// Passes new parameters to the Python functions `send` and `wait`, which must outlive it. After a
-// first error, which it keeps, it sends nothing. The threads of a step call it, and take the GIL
-// for each call.
+// An Outlet that calls the Python functions `send` and `wait`, which must outlive it, on the
+// threads of a step, with the GIL. It keeps the first error of a call and makes no call after that.
 class Sending {
  public:
   Sending(State& state, const nb::object& send, const nb::object& wait, const std::string& dtype);

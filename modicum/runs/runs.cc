@@ -105,6 +105,18 @@ Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& che
   return recipe;
 }
 
+// Errors name the file.
+DeepSpeedConfig deepspeed_config(FileSystem& files, const std::string& path, int ranks) {
+  const std::string text = text_of(files, path);
+  try {
+    return read_deepspeed(text, ranks);
+  } catch (const Error& error) {
+    Facts facts = error.facts();
+    facts.file = base_name(path);
+    fail(error.category(), error.what_happened(), std::move(facts));
+  }
+}
+
 void require_within(std::string_view what, int value, int least, int most) {
   if (value >= least && value <= most) return;
   fail(Category::usage, fmt::format("{} out of range", what),
@@ -250,9 +262,8 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
                     .past = past};
   if (!deepspeed.config.empty()) {
     const int ranks_of_node = std::min(flags.ranks, flags.ranks_per_node.value_or(flags.ranks));
-    const std::string text = text_of(files, deepspeed.config);
     report.deepspeed = deepspeed_forecast(
-        read_deepspeed(text, flags.ranks), trained_sizes(run.recipe),
+        deepspeed_config(files, deepspeed.config, flags.ranks), trained_sizes(run.recipe),
         {flags.ranks, ranks_of_node, deepspeed.workers, deepspeed.persistent_workers});
   }
   report.budget = planned_budget(flags, of_plan, past);

@@ -13,7 +13,7 @@ namespace modicum {
 namespace {
 
 // The files of cgroup-v2.rst (Linux 6.1) in a temporary directory. No kernel adds control files to
-// a new group there, so a group can be made, but its limit can't be set.
+// a new cgroup there, so a cgroup can be made, but its limit can't be set.
 class MachineInV2 {
  public:
   MachineInV2(std::string_view max, std::string_view high) {
@@ -52,11 +52,11 @@ TEST(MemoryCage, InV2AGroupWithALimitIsNotLeft) {
   }
 }
 
-TEST(MemoryCage, InV2ItIsMadeNextToTheOwnGroupWhichHasProcesses) {
+TEST(MemoryCage, InV2ItIsMadeNextToACgroupThatHasProcesses) {
   MachineInV2 machine("max\n", "max\n");
-  const std::string told = machine.refusal();
-  EXPECT_NE(told.find("/jobs/modicum-watch-"), std::string::npos) << told;
-  EXPECT_NE(told.find("its limit can't be set"), std::string::npos) << told;
+  const std::string refusal = machine.refusal();
+  EXPECT_NE(refusal.find("cannot limit a new memory cgroup"), std::string::npos) << refusal;
+  EXPECT_NE(refusal.find("/jobs/modicum-watch-"), std::string::npos) << refusal;
   EXPECT_EQ(machine.groups_in("/sys/fs/cgroup/jobs"), 1U) << "the new group is removed";
 }
 

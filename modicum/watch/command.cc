@@ -34,6 +34,8 @@ int64_t cpu_ns() {
   return int64_t{time.tv_sec} * kNsPerSecond + time.tv_nsec;
 }
 
+std::string reason(int error) { return std::generic_category().message(error); }
+
 // Blocks the forwarded signals and SIGCHLD, and reads them from a descriptor.
 class Signals {
  public:
@@ -44,7 +46,7 @@ class Signals {
     for (const int signal : kForwarded) sigaddset(&set, signal);
     sigprocmask(SIG_BLOCK, &set, &before_);
     fd_ = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
-    if (fd_ < 0) fail(Category::io, "cannot receive signals: signalfd failed");
+    if (fd_ < 0) fail(Category::io, "cannot receive signals: signalfd: " + reason(errno));
   }
   ~Signals() {
     close(fd_);
@@ -70,7 +72,7 @@ class Signals {
 struct Surroundings {
   const Signals& signals;
   const MemoryCage* cage = nullptr;
-  std::string reports;  // the path of the table of reports
+  std::string reports;  // the path of the table in which processes report about themselves
 };
 
 // Runs in the forked process: becomes the command. Writes errno to `told` if that fails; a
@@ -92,9 +94,11 @@ struct Surroundings {
 
 // Starts the command. Returns its pid after its exec has succeeded.
 int start(const WatchTask& task, const Surroundings& in) {
+  const std::string cannot = fmt::format("cannot start '{}': ", printable(task.command[0]));
   int told[2];
-  if (pipe2(told, O_CLOEXEC) != 0) fail(Category::io, "cannot make a pipe");
+  if (pipe2(told, O_CLOEXEC) != 0) fail(Category::io, cannot + "pipe2: " + reason(errno));
   const pid_t pid = fork();
+  const int fork_error = errno;
   if (pid == 0) become(task, in, told[1]);
   close(told[1]);
   int error = 0;
@@ -102,11 +106,10 @@ int start(const WatchTask& task, const Surroundings& in) {
   while (pid > 0 && (got = read(told[0], &error, sizeof error)) < 0 && errno == EINTR) {
   }
   close(told[0]);
-  if (pid < 0) fail(Category::no_memory, "cannot fork for the command");
+  if (pid < 0) fail(Category::no_memory, cannot + "fork: " + reason(fork_error));
   if (got <= 0) return pid;
   waitpid(pid, nullptr, 0);
-  fail(Category::io, fmt::format("cannot start '{}': {}", printable(task.command[0]),
-                                 std::generic_category().message(error)));
+  fail(Category::io, cannot + reason(error));
 }
 
 class Watcher {
@@ -158,11 +161,12 @@ class Watcher {
   bool is_same_program(int pid) const {
     if (reports_.is_marked_by(pid)) return true;
     const auto status = read_status(pid);
-    // An ending process frees its memory before it loses the mark; one with memory has run exec.
+    // A process that has lost the mark and has memory has run exec: an ending one frees its memory
+    // first.
     return !status || !status->is_alive || status->peak_rss == 0;
   }
 
-  // Handles what happens until `due_ns`. Returns false when that time has come.
+  // Handles the next signals and ends of processes. Returns false if none come before `due_ns`.
   bool wait_until(int64_t due_ns) {
     std::vector<pollfd> waited = {{signals_.fd(), POLLIN, 0}};
     deaths_->add_to(waited);
@@ -202,7 +206,8 @@ class Watcher {
     }
   }
 
-  // The kill in the kernel's log, which the kernel writes right after it has counted the kill.
+  // Returns a kill of a watched process from the kernel's log. Waits up to 20 ms for the message,
+  // which the kernel writes right after it has counted the kill.
   std::optional<OomKill> logged_kill() {
     std::vector<OomKill> without_group;
     for (int attempt = 0; log_.is_readable() && attempt < 10; ++attempt) {

@@ -13,7 +13,7 @@ namespace modicum {
 
 struct WatchTask {
   std::vector<std::string> command;     // looked up in PATH
-  bool is_stdout_for_us = false;        // the command's stdout then goes to stderr
+  bool is_stdout_for_us = false;        // true: the command's stdout goes to stderr
   std::optional<uint64_t> limit_bytes;  // of a memory cgroup that is made for the command
   // Called in the forked process before exec. Restores the signal settings that the caller changed.
   std::function<void()> restore_signals = [] {};

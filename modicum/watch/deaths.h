@@ -13,11 +13,11 @@
 namespace modicum {
 
 // The kernel counts an OOM kill in the cgroup before it sends the signal. A pidfd reports the end
-// of a process at once, so the killed process is the first to end after the count has grown. Other
-// processes, which a launcher ends because of the kill, end later.
+// of a process without delay, so the killed process is the first to end after the count has grown.
+// Other processes, which a launcher ends because of the kill, end later.
 class Deaths {
  public:
-  static constexpr size_t kMostFollowed = 512;  // one descriptor each
+  static constexpr size_t kMostFollowed = 512;  // each takes one file descriptor
 
   // `groups`: the cgroups whose kills count.
   explicit Deaths(std::vector<MemoryCgroup> groups);
@@ -25,10 +25,12 @@ class Deaths {
   Deaths(const Deaths&) = delete;
   Deaths& operator=(const Deaths&) = delete;
 
-  // Opens a pidfd for each process that has none, as far as the limit on open files allows.
+  // Opens a pidfd for each process that has none, up to kMostFollowed in all and as far as the
+  // limit on open files allows.
   void follow(const std::vector<int>& pids);
   void add_to(std::vector<pollfd>& waited) const;
-  // The processes whose descriptors poll reports as ready in `waited`. They are followed no more.
+  // Returns the processes whose descriptors poll(2) has marked as ready in `waited`, and closes
+  // these descriptors.
   std::vector<int> ended(const std::vector<pollfd>& waited);
 
   // Whether the kernel has counted a kill since construction, or since killed_of last found one.

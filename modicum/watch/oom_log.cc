@@ -58,10 +58,10 @@ OomLog::~OomLog() {
 
 std::vector<OomKill> OomLog::next() {
   std::vector<OomKill> kills;
-  std::array<char, 8192> message;  // one read returns one message, at most so long
+  std::array<char, 8192> message;  // one read returns one message, which is not longer
   while (fd_ >= 0) {
     const ssize_t got = read(fd_, message.data(), message.size());
-    if (got < 0 && (errno == EINTR || errno == EPIPE)) continue;  // EPIPE: overwritten
+    if (got < 0 && (errno == EINTR || errno == EPIPE)) continue;  // EPIPE: messages were lost
     if (got <= 0) break;
     const std::string_view text(message.data(), static_cast<size_t>(got));
     if (auto group = oom_group_in(text)) group_ = *std::move(group);

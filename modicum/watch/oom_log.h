@@ -10,11 +10,12 @@
 namespace modicum {
 
 struct OomKill {
-  int pid = 0;  // in the kernel's own pid namespace
+  int pid = 0;  // in the initial pid namespace
   std::string name;
   uint64_t held_bytes = 0;  // anonymous and shared memory at the kill
-  // The path of the cgroup whose limit was reached, in the kernel's own cgroup namespace. Empty if
-  // the machine had no memory left, or if the message that names the cgroup was rate-limited away.
+  // The path of the cgroup whose limit was reached, in the initial cgroup namespace. Empty if the
+  // machine had no memory left, or if the kernel's rate limit dropped the message that names the
+  // cgroup.
   std::string group;
 };
 
@@ -44,7 +45,7 @@ class OomLog {
 
  private:
   int fd_ = -1;
-  std::string group_;  // named by a message whose kill was not read yet
+  std::string group_;  // named by the last message whose kill has not been read yet
 };
 
 }  // namespace modicum

@@ -41,18 +41,18 @@ struct OwnedMemory {
 struct WatchedProcess {
   int pid = 0;
   int parent = 0;
-  std::string name;                 // its last one: exec changes it
+  std::string name;                 // of the last program that it has run (exec)
   std::optional<int> rank;          // from its own report, else from its environment
-  std::string_view rank_variable;   // the variable that has the rank, as "RANK"; empty: none
+  std::string_view rank_variable;   // the variable that gave the rank, as "RANK"; empty: none
   double begin_s = 0;               // when it was first seen
   double end_s = 0;                 // when it was last seen
   uint64_t peak_bytes = 0;          // its own highest Pss_Anon + Pss_Shmem
   uint64_t held_at_peak_bytes = 0;  // when the tree held most
-  // Pages copied since it was forked (ForkCopies), when the whole tree had most of them.
+  // In pages copied since it was forked (ForkCopies), when the whole tree had most of them.
   uint64_t cow_duplicate_bytes = 0;
   int forked_from = 0;          // a pid; 0 if `cow_duplicate_bytes` is 0
   uint64_t peak_rss_bytes = 0;  // VmHWM: misses no peak, and counts mapped files
-  // The most in huge pages at a reading of its Pss; nullopt: there was none.
+  // The most that was in huge pages when its Pss was read; nullopt: Pss was never read.
   std::optional<uint64_t> huge_page_bytes;
 };
 
@@ -68,7 +68,7 @@ struct WatchSample {
   uint64_t page_cache_bytes = 0;  // mapped by the tree; with --limit, charged to its cgroup
   uint64_t charged_bytes = 0;     // with --limit: to the command's cgroup, page cache included
   std::vector<Share> shares;      // the largest first
-  OwnedMemory others;             // sum of the processes without a share, which hold less
+  OwnedMemory others;             // sum of the processes without a share
 };
 
 // A phase that a process has reported.
@@ -90,7 +90,7 @@ struct WatchedKill {
   std::optional<int> rank;
   int signal = 9;
   double at_s = 0;
-  uint64_t limit_bytes = 0;       // --limit, else the limit that had least memory left
+  uint64_t limit_bytes = 0;       // --limit, else the limit with the least memory left
   std::string limit_source;       // "--limit", or as MemoryLimit::source
   uint64_t held_bytes = 0;        // by the killed process: from the kernel's log, or last sampled
   uint64_t tree_held_bytes = 0;   // by the tree: last sampled, corrected for the killed process

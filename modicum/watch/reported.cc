@@ -15,8 +15,8 @@ Footprint footprint_of(std::span<const std::atomic<uint64_t>, kPurposes> from) n
   return of;
 }
 
-// The purposes of the ledgers that Pss of the process contains, in KiB: without page tables and the
-// copies of forked children, which it lacks, and the baseline, which is divided separately.
+// The memory of a process's ledgers that its Pss counts, in KiB. Pss counts neither page tables nor
+// the copies that forked children hold; the baseline (`process`) is divided separately.
 Footprint ledger_kib(Footprint held) noexcept {
   held[Purpose::process] = held[Purpose::page_tables] = held[Purpose::fork] = 0;
   for (uint64_t& bytes : held.bytes) bytes /= kKiB;

@@ -24,13 +24,15 @@ struct ReportedMemory {
 
 // Divides the memory that the kernel counts for a process among its owners. The sum is always
 // `held_bytes` in whole KiB, whatever the process reports. The ledger also counts memory that is
-// booked but not written yet, which the kernel does not count: the largest purpose is cut by it.
+// booked but not written yet, which the kernel does not count: the largest purpose is cut by the
+// difference.
 //
 //   held 100 MiB, baseline 2, ledger: shards 500, staging 8
 //     process 2 | shards 90 | staging 8 | unexplained 0
 //
-// Once the whole ledger has been written it is never cut. If the kernel then counts less, the
-// baseline is cut instead: forked children share its pages, and each process counts a part of them.
+// Once the whole ledger has been written, the baseline is cut before the ledger if the kernel
+// counts less: forked children share the pages of the baseline, and each process counts a part of
+// them.
 class Division {
  public:
   // To be called with successive readings of one process. `copied_bytes`: the part of `held_bytes`
@@ -47,18 +49,19 @@ class Division {
 class ReportedProcesses {
  public:
   static constexpr size_t kMostPhases = 2048;  // ended ones; beyond, they are joined or dropped
-  static constexpr size_t kMostEnded = 256;    // reports kept, once twice as many have ended
+  // Reports of ended processes. Once there are twice as many, the oldest are dropped.
+  static constexpr size_t kMostEnded = 256;
 
   // Whether a living process still runs the program that began its report.
   using IsSameProgram = std::function<bool(int pid)>;
 
-  // `begin_ns`: the start of the command. Without `is_same_program`, no process ever execs.
+  // `begin_ns`: the start of the command. Without `is_same_program`, exec is never assumed.
   ReportedProcesses(SelfReports& table, int64_t begin_ns, IsSameProgram is_same_program = {})
       : table_(table), begin_ns_(begin_ns), is_same_program_(std::move(is_same_program)) {}
 
   // Reads all reports. `alive`: the pids of the living processes, ascending; the reports of others
   // are read for the last time, and their places in the table become free. If a process has
-  // replaced its program (exec), the report of the earlier program ends and is forgotten.
+  // replaced its program (exec), the earlier program's phases end and its memory is forgotten.
   void read(int64_t now_ns, std::span<const int> alive);
   // The report of a process now, or the last one before it ended. nullopt if it made none.
   std::optional<ReportedMemory> memory_of(int pid) const;

@@ -21,8 +21,8 @@ constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
 constexpr int kRankReads = 3;
 constexpr int64_t kRecentNs = 5 * kNsPerSecond;
 constexpr size_t kMostRecent = 256;
-// The Pss of a new process that is this small is read with its first status: it takes less than a
-// millisecond.
+// The Pss of a new process that is this small is read with its first status: that takes at most
+// about 2 ms.
 constexpr uint64_t kSmallBytes = 32 * kMiB;
 
 // The smallest change of `bytes` that matters: 1/64, at least 1 MiB.

@@ -1,9 +1,10 @@
 // Samples the memory of a process tree at a bounded CPU cost. Internal to `watch`.
 //
 // A sample reads the status of each process (about 20 us), which counts a shared page in full for
-// each of its processes. Pss divides shared pages, but costs 10 to 50 ms per GiB, so it is read
-// near new peaks only. Between these exact readings, the estimate for a process is its last Pss
-// plus the private memory (RssAnon) that it has gained since. With a parent and its forked child:
+// each of its processes. Pss divides shared pages, but costs 10 to 50 ms per GiB, so it is rarely
+// read except near new peaks. Between these exact readings, the estimate for a process is its last
+// Pss plus the private memory (RssAnon) that it has gained since. With a parent and its forked
+// child:
 //
 //                 at first   allocates   forks      the parent writes
 //   RssAnon            100         160   160, 160            160, 160
@@ -51,7 +52,7 @@ class TreeSampler {
   static constexpr int64_t kShortestPauseNs = 20 * kNsPerMs;  // except near the limit
   static constexpr int64_t kPauseNearLimitNs = 4 * kNsPerMs;
   static constexpr size_t kMostShares = 64;  // in one sample
-  // So many processes get a WatchedProcess when they are found. Later ones get one when they hold
+  // This many processes get a WatchedProcess when they are found. Later ones get one when they hold
   // more than 1/64 of the peak, up to 8 times as many in all; the others count in the sums only.
   static constexpr size_t kMostProcesses = 512;
 
@@ -105,7 +106,7 @@ class TreeSampler {
     uint64_t faults = 0;        // minor page faults, when last read
     uint64_t copied_bytes = 0;  // copied since a fork (ForkCopies), when last read
     Division division;          // its state between samples
-    int rank_reads = 0;         // of its environment, since its name last changed
+    int rank_reads = 0;         // readings of its environment since its name last changed
 
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
     uint64_t mapped_bytes() const noexcept { return rss_bytes() + status.rss_file; }
@@ -150,7 +151,7 @@ class TreeSampler {
   int64_t pause_ns_ = kShortestPauseNs;
 
   bool owes_copies_ = false;     // Pss was read, the copies were not
-  bool has_new_copies_ = false;  // Pss was last read since pages had been copied
+  bool has_new_copies_ = false;  // Pss was last read because pages had been copied
   uint64_t rss_at_exact_ = 0;    // rss_sum() when Pss was last read
   uint64_t rss_before_ = 0;      // rss_sum() at the last sample
   int64_t steady_since_ns_;      // rss_sum() has hardly changed since this time
@@ -160,7 +161,7 @@ class TreeSampler {
 
   uint64_t peak_bytes_ = 0;
   double peak_at_s_ = 0;
-  uint64_t unseen_bytes_ = 0;       // came and went since the last sample, by VmHWM
+  uint64_t unseen_bytes_ = 0;       // by VmHWM, memory that came and went since the last sample
   uint64_t peak_rss_bytes_ = 0;     // the highest VmHWM of any process so far
   uint64_t peak_at_most_ = 0;       // WatchRecord::peak_at_most_bytes
   uint64_t most_copies_ = 0;        // WatchRecord::cow_duplicate_bytes

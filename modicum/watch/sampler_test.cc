@@ -43,7 +43,7 @@ struct Process {
 // A sampler and the /proc that it reads.
 class Sampled {
  public:
-  // `reading_ns`: each reading of the CPU time returns so much more.
+  // `reading_ns`: the CPU time grows by this much with each reading.
   explicit Sampled(SamplerOptions options = {}, int64_t reading_ns = kNsPerMs / 20) {
     options.root_pid = kWatcher;
     options.root = machine_.root();
@@ -145,6 +145,7 @@ TEST(Sampler, WhatCameAndWentBetweenTwoSamplesIsInThePeakAtMost) {
   tree.sample_after();
   const WatchRecord record = tree.finish();
   EXPECT_EQ(record.peak_bytes, 31'000 * kKiB);
+  // The first sample, 18'500 - (12'000 + 500) of process 11, and 21'000 - 20'000 of process 12.
   EXPECT_EQ(record.peak_at_most_bytes, (30'000 + 6'000 + 1'000) * kKiB);
   EXPECT_TRUE(record.may_have_missed_peak());
 }
@@ -231,7 +232,7 @@ TEST(Sampler, HugePagesAreReadWhenMemoryIsSteady) {
   tree.sample_after();
   tree.put(11, {.anon_kib = 100'000, .huge_kib = 90'112});
   for (int i = 0; i < 4; ++i) tree.sample_after();
-  EXPECT_EQ(tree.sampler().find(11)->huge_page_bytes, 0U) << "still growing, for all it knows";
+  EXPECT_EQ(tree.sampler().find(11)->huge_page_bytes, 0U) << "memory may still grow";
   for (int i = 0; i < 4; ++i) tree.sample_after();
   EXPECT_EQ(tree.sampler().find(11)->huge_page_bytes, 90'112 * kKiB);
   tree.put(11, {.anon_kib = 100'000, .huge_kib = 2048});
@@ -249,7 +250,8 @@ TEST(Sampler, HugePagesOfALargeTreeAreNotReadBeforeThereIsCredit) {
   EXPECT_EQ(tree.finish().processes.at(0).huge_page_bytes, 0U);
 }
 
-// Two processes that share their memory since a fork, until one writes all of it.
+// Two processes that share their memory since a fork, until one writes all of it. Two expensive
+// samples leave a debt below kMostDebtNs (1 s), eight a larger one.
 TEST(Sampler, CopiesAreReadOnCreditUpToALimit) {
   for (const int samples : {2, 8}) {
     Sampled tree;

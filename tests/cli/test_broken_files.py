@@ -96,7 +96,14 @@ def test_an_unknown_key_of_deepspeeds_is_refused(modicum: Path, tmp_path: Path, 
     config = tmp_path / "ds_config.json"
     config.write_text(f'{{"bf16": {{"enabled": true}}, "unknown": {value}}}')
     error = failure(modicum, 2, "plan", tied_checkpoint(tmp_path / "m"), "--deepspeed", config)
-    assert error["category"] == "UNSUPPORTED"
+    assert (error["category"], error["file"]) == ("UNSUPPORTED", "ds_config.json")
+
+
+def test_a_ds_config_that_is_no_json_is_named(modicum: Path, tmp_path: Path) -> None:
+    config = tmp_path / "ds_config.json"
+    config.write_text('{"bf16": ')
+    error = failure(modicum, 2, "plan", tied_checkpoint(tmp_path / "m"), "--deepspeed", config)
+    assert (error["category"], error["file"], error["offset"]) == ("USAGE", "ds_config.json", 9)
 
 
 @pytest.mark.parametrize("strategy", ["own-shard", "node-reader", "replica-striped"])

@@ -203,7 +203,7 @@ def test_pins_each_arena_once() -> None:
         (lambda of: of.plane(9, "grad"), "no shard 9 of 2"),
         (lambda of: of.plane(0, "momentum"), "unknown plane 'momentum'"),
         (lambda of: of.export_to(0, "grad", torch.ones(1)), "unknown plane 'grad'"),
-        (lambda of: of.export_to(0, "max_exp_avg_sq", torch.ones(1)), "keeps no maximum"),
+        (lambda of: of.export_to(0, "max_exp_avg_sq", torch.ones(1)), "has no max_exp_avg_sq"),
         (lambda of: of.export_to(0, "master", torch.ones(3).double()), "float32 array"),
         (lambda of: of.import_from(0, "master", torch.ones(6)[::2]), "float32 array"),
         (lambda of: of.arrive(0, torch.ones(6)[::2]), "a contiguous array"),
