@@ -95,7 +95,7 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--frozen", flags.frozen,
                  "REGEX of parameters that are not trained: they have no state");
   app.add_option("--destination", flags.destination,
-                 "cpu (default), or discard: drop what is loaded, as after a copy to a device");
+                 "cpu (default), or discard: drop loaded bytes, as after a copy to a device");
   app.add_option("--staging", flags.staging,
                  "staging buffer of each rank, allocated at its start; default 8 MiB");
   app.add_option("--baseline", flags.baseline,

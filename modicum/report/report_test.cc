@@ -194,8 +194,8 @@ TEST(LoadReport, TextHasPromiseAndOutcome) {
             "digest 00000000000000ab\n");
 }
 
-// Next to a node's kernel_peak_bytes, which adds up peaks that its ranks may have had at different
-// times, stands the cgroup's highest usage at one time.
+// A node's kernel_peak_bytes adds up peaks that its ranks may have had at different times;
+// cgroup_peak_bytes is the cgroup's highest usage at one time.
 TEST(LoadReport, EachNodeHasThePeakOfTheRunsCgroup) {
   LoadReport report = small_load();
   report.cgroup_peak_bytes = 117 * kMiB;

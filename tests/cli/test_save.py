@@ -422,7 +422,6 @@ def test_an_unfinished_save_is_not_committed(
     assert "UNCOMMITTED" in done.stderr
 
 
-
 def test_killed_saves_leave_an_intact_step(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     root = tmp_path / "root"
     first = run_json(modicum, "save", gpt2, root, "--step", 1, "--ranks", 2)
