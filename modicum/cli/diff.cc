@@ -16,7 +16,10 @@ int run_diff(const Args& args) {
   CommonFlags flags;
   std::string of_a, of_b;
   add_common_flags(app, flags);
-  app.add_option("A", of_a, "a step or a checkpoint: a directory, a file, or ORG/NAME")->required();
+  app.add_option("A", of_a,
+                 "a step or a checkpoint: a directory, a file, or ORG/NAME in the local Hugging "
+                 "Face cache")
+      ->required();
   app.add_option("B", of_b, "the step or checkpoint to compare with")->required();
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;

@@ -27,8 +27,8 @@ constexpr auto kVerbs = std::to_array<Verb>({
     {"convert", "write a checkpoint with another dtype, recipe or file size", run_convert},
     {"reshard", "copy a step with other file sizes or another state format", run_reshard},
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},
-    {"step", "step the optimizer alone: bytes per parameter, speed next to a copy", run_step},
-    {"doctor", "list limits of this machine and habits of a program that cost memory", run_doctor},
+    {"step", "step the optimizer without a load; bytes per parameter, speed", run_step},
+    {"doctor", "find limits of this machine, or traits of a program, that cost memory", run_doctor},
     {"watch", "run any command and measure the memory of its process tree", run_watch},
 });
 
@@ -48,10 +48,11 @@ void add_common_flags(CLI::App& app, CommonFlags& flags) {
   app.add_flag("-v,--verbose", flags.verbose,
                "inspect: a line per tensor; doctor: advice on each finding");
   app.add_option("--threads", flags.threads,
-                 "threads (load, rehearse, step: per rank); default: usable CPUs")
+                 "threads of each rank; default: the usable CPUs divided by the ranks")
       ->check(CLI::Range(1, 1024));
   app.add_option("--budget", flags.budget,
-                 "host memory per node: SIZE, auto (left by cgroup and node) or none");
+                 "host memory per node: SIZE, none, or auto (what cgroup and node have left); "
+                 "default: auto, for plan and doctor none");
   app.add_option("--progress", flags.progress, "auto, plain or none; on stderr")
       ->check(CLI::IsMember({"auto", "plain", "none"}));
 }
@@ -61,7 +62,7 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
                  "a directory, a file, or ORG/NAME in the local Hugging Face cache")
       ->required();
   app.add_option("--ranks", flags.ranks, "rank processes; default 1");
-  app.add_option("--ranks-per-node", flags.ranks_per_node, "default: all on one node");
+  app.add_option("--ranks-per-node", flags.ranks_per_node, "default: all ranks on one node");
   app.add_option(
       "--strategy", flags.strategy,
       "own-shard (default), node-reader, replica-striped, rank0-broadcast, full-per-rank");
@@ -73,7 +74,7 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
       "AxB: hsdp replicate x shard, tp-fsdp dp x tp; AxBxC: shard or dp over two mesh axes");
   app.add_option("--shard-dim", flags.shard_dim, "the tensor dim to shard; default 0");
   app.add_option("--tp-rowwise", flags.tp_rowwise,
-                 "REGEX of tensors that TP shards along dim 1; the rest along dim 0");
+                 "REGEX of tensors that TP shards along dim 1; all others: along dim 0");
   app.add_option("--tp-packed", flags.tp_packed,
                  "REGEX of tensors with two packed halves (gate and up), each sharded along dim 0");
   app.add_option("--tp-replicate", flags.tp_replicate, "REGEX of tensors that TP replicates");
@@ -88,16 +89,17 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as stored");
   app.add_flag("--untie", flags.untie,
                "load both copies of a tied tensor that is stored twice; default: compare them");
-  app.add_option(
-      "--optimizer", flags.optimizer,
-      fmt::format("none, or adamw:FORMAT to include the optimizer's state; {}", format_names()));
+  app.add_option("--optimizer", flags.optimizer,
+                 fmt::format("none, or adamw:FORMAT to include the optimizer's state; FORMAT: {}",
+                             format_names()));
   app.add_option("--frozen", flags.frozen,
                  "REGEX of parameters that are not trained: they have no state");
-  app.add_option("--destination", flags.destination, "cpu (default), or discard (digest and drop)");
+  app.add_option("--destination", flags.destination,
+                 "cpu (default), or discard: drop loaded bytes, as after a copy to a device");
   app.add_option("--staging", flags.staging,
                  "staging buffer of each rank, allocated at its start; default 8 MiB");
   app.add_option("--baseline", flags.baseline,
-                 "memory of a rank process before Modicum; default 2 MiB");
+                 "memory of a rank process before it uses Modicum; default 2 MiB");
 }
 
 namespace {
@@ -148,7 +150,8 @@ void take_decimal_numbers(CLI::App& app) {
   }
 }
 
-// `help` with no line over 100 columns. The rest of a row begins where CLI11 begins descriptions.
+// Breaks lines of `help` at 100 columns. The rest of an option's line is indented to the column at
+// which CLI11 begins descriptions.
 std::string wrapped(const std::string& help) {
   constexpr size_t kColumns = 100;
   constexpr size_t kDescription = 30;

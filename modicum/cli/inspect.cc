@@ -11,7 +11,8 @@ int run_inspect(const Args& args) {
   CommonFlags flags;
   std::string directory;
   add_common_flags(app, flags);
-  app.add_option("DIR", directory, "a directory, a file, or ORG/NAME in the Hugging Face cache")
+  app.add_option("DIR", directory,
+                 "a directory, a file, or ORG/NAME in the local Hugging Face cache")
       ->required();
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;

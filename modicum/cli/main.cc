@@ -33,7 +33,7 @@ int explain(const Error& error, bool json) {
     try {
       print(error_json(error) + "\n");
     } catch (const Error&) {
-      // stdout can't be written, which may be `error` itself. stderr and the exit code report it.
+      // stdout can't be written; `error` may be that failure. stderr and the exit code report it.
     }
   }
   print_error(fmt::format("modicum: {}\n", error.what()));

@@ -67,7 +67,7 @@ LastWords last_words(int signal, bool json) {
 constexpr std::array<int, 4> kChanged = {SIGPIPE, SIGXFSZ, SIGINT, SIGTERM};
 std::array<struct sigaction, kChanged.size()> before{};
 
-extern "C" void exit_at_once(int signal) {
+extern "C" void exit_immediately(int signal) {
   const LastWords& words = signal == SIGINT ? on_int : on_term;
   if (!has_begun_stdout.load()) {  // else the result may be partly written
     write_all(STDOUT_FILENO, words.document.data(), std::strlen(words.document.data()), 0);
@@ -95,8 +95,8 @@ void restore_signal_actions() noexcept {
 void exit_on_stop_signals(bool json) {
   on_int = last_words(SIGINT, json);
   on_term = last_words(SIGTERM, json);
-  signal(SIGINT, exit_at_once);
-  signal(SIGTERM, exit_at_once);
+  signal(SIGINT, exit_immediately);
+  signal(SIGTERM, exit_immediately);
 }
 
 void print(std::string_view text) {

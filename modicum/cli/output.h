@@ -5,20 +5,21 @@
 
 namespace modicum {
 
-// Must be called before any file is opened. If descriptor 0, 1 or 2 is closed, opens it on a
-// descriptor that can be neither read nor written; otherwise a file opened later could become
-// stdout. Also ignores SIGPIPE and SIGXFSZ, so that a failing write returns an error.
+// Must be called before any file is opened. If descriptor 0, 1 or 2 is closed, opens it in a way
+// that permits neither reads nor writes: otherwise a file opened later could become stdout. Also
+// ignores SIGPIPE and SIGXFSZ, so that a failing write returns an error.
 void guard_standard_descriptors() noexcept;
 
-// Before an exec, restores the signal actions that guard_standard_descriptors found. Also for
-// forked children: async-signal-safe.
+// Restores the signal actions that guard_standard_descriptors found; to be called before an exec.
+// Async-signal-safe, so a forked child may call it.
 void restore_signal_actions() noexcept;
 
-// From now on SIGINT and SIGTERM end the process immediately, with its exit code and an error on
-// stderr (with `json` on stdout, too). While files must be cleaned up, a StopSignals replaces this.
+// From now on SIGINT and SIGTERM end the process immediately, with exit code 130 or 21 and an error
+// on stderr (with `json` also on stdout). A StopSignals object, for code with files to clean up,
+// replaces these handlers while it exists.
 void exit_on_stop_signals(bool json);
 
-// Writes all of `text` to stdout. Throws IO if that fails. After it, SIGINT and SIGTERM are
+// Writes all of `text` to stdout. Throws IO if that fails. Afterwards SIGINT and SIGTERM are
 // ignored, since the result is final.
 void print(std::string_view text);
 

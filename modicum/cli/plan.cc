@@ -25,17 +25,21 @@ int run_plan(const Args& args) {
                  "with --deepspeed: forked data-loader workers per rank; default 0");
   app.add_flag("--persistent-workers", deepspeed.persistent_workers,
                "with --deepspeed: workers live for all epochs; default: forked per epoch");
-  app.add_option("--from", of_plan.from,
-                 "run.json, of `watch --json` or of a refused run: find the smallest change that "
-                 "fits its limit, or --budget");
+  app.add_option(
+      "--from", of_plan.from,
+      "run.json, printed by `watch --json` or by a refused run: find the smallest change "
+      "with which this run fits its limit, or --budget");
   app.add_flag("--reference", of_plan.node.reference,
-               "reinforcement learning: a frozen reference model with the trainer's layout");
+               "reinforcement learning: add a frozen reference model with the trainer's layout");
   app.add_option("--engine-tp", of_plan.node.engine_tp,
-                 "weights of inference engines in host memory (asleep), one engine per N ranks")
+                 "reinforcement learning: add the weights of sleeping inference engines, which lie "
+                 "in host memory, one engine per N ranks")
       ->check(CLI::Range(1, kMaxRanks));
   app.add_flag("--backup", of_plan.node.backup,
-               "a host copy of each rank's parameters, made at the first refit");
-  app.add_option("--report", page, "write the phases on the fullest node as an HTML file");
+               "reinforcement learning: add a host copy of each rank's parameters, made at the "
+               "first refit");
+  app.add_option("--report", page,
+                 "write the memory of the fullest node, by phase, as an HTML file");
   if (const auto done = parse(app, args)) return *done;
   of_plan.budget = common.budget;
   flags.threads = common.threads;

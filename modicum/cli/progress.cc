@@ -32,7 +32,7 @@ void Progress::show(uint64_t bytes) {
   const double rate = elapsed_s > 0 ? static_cast<double>(bytes) / elapsed_s : 0;
   std::string text = fmt::format("{} of {}", format_size(bytes), format_size(total_bytes_));
   if (bytes >= total_bytes_) {
-    text += ", finishing";  // checks, digests and dumps read no more bytes of the checkpoint
+    text += ", finishing";  // checks, digests and dumps follow, and are not counted
   } else if (rate > 0) {
     text += fmt::format(", {}/s, {:.0f} s left", format_size(static_cast<uint64_t>(rate)),
                         static_cast<double>(total_bytes_ - bytes) / rate);

@@ -19,8 +19,8 @@ struct RehearseFlags {
   std::string report;
 };
 
-// The flags of the resumed run: those of this run with `resume_ranks` ranks. A mesh does not fit
-// another number of ranks, so then the resumed run has the default layout.
+// The flags of the resumed run: those of this run with `resume_ranks` ranks. If that is another
+// number of ranks, a mesh does not fit it, and the resumed run has the default layout instead.
 RunFlags resumed_flags(const RehearseFlags& flags) {
   RunFlags resumed = flags.run;
   resumed.ranks = *flags.resume_ranks;
@@ -102,19 +102,22 @@ void require_equal_digests(const RehearseReport& report) {
 }  // namespace
 
 int run_rehearse(const Args& args) {
-  CLI::App app("load, then step AdamW with synthetic gradients, within one budget; save and resume",
-               "modicum rehearse");
+  CLI::App app(
+      "load, then step AdamW with synthetic gradients, within one budget; with --save also save "
+      "and resume",
+      "modicum rehearse");
   RehearseFlags flags;
   add_common_flags(app, flags.common);
   add_run_flags(app, flags.run);
   add_oversubscribe_flag(app, flags.common);
-  app.add_option("--steps", flags.steps, "default 3")->check(CLI::Range(1, 1000000000));
+  app.add_option("--steps", flags.steps, "optimizer steps; default 3")
+      ->check(CLI::Range(1, 1000000000));
   add_seed(app, flags.seed, "of gradients and random bits");
-  app.add_option("--clip", flags.clip, "largest gradient norm");
+  app.add_option("--clip", flags.clip, "largest gradient norm; default: no clipping");
   app.add_option("--save", flags.save,
                  "a ROOT: save the last step there, end the ranks, and resume with new ones");
   app.add_option("--resume-ranks", flags.resume_ranks,
-                 "the ranks that resume; default: as many as --ranks")
+                 "with --save: the number of ranks that resume; default: that of --ranks")
       ->check(CLI::Range(1, kMaxRanks));
   app.add_option("--report", flags.report, std::string(kReportHelp));
   if (const auto done = parse(app, args)) return *done;

@@ -21,7 +21,8 @@ std::string optimizer_of(const StateFacts& facts, const std::string& flag) {
   return asked;
 }
 
-// The path of the recipe with which the state was saved; empty: no recipe, so the identity.
+// The path of the recipe with which the state was saved; empty if the parameters are the stored
+// tensors.
 std::string recipe_of_state(const FoundStep& step) {
   const std::string name = join_path(kStateDirectory, kStateRecipeFile);
   for (const StepFile& file : step.record.files) {
@@ -43,6 +44,10 @@ FoundStep step_at(FileSystem& files, const std::string& root, std::vector<Skippe
 
 LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundStep& step,
                        const ResumeSteps& then) {
+  if (then.steps > 0 && flags.optimizer == "none") {
+    fail(Category::usage, "--steps needs an optimizer",
+         {.expected = "--optimizer adamw:FORMAT", .got = "--optimizer none"});
+  }
   PosixFileSystem files;
   flags.directory = step.path;
   std::optional<ResumeState> state;

@@ -15,7 +15,8 @@ struct ResumeSteps {
 };
 // Loads a step and its optimizer's state, then makes optimizer steps. Uses the step's directory
 // instead of `flags.directory`; an empty `flags.optimizer` means the saved one. Throws MISMATCH or
-// UNSUPPORTED if the state does not fit the flags, and BUDGET if the plan does not fit the budget.
+// UNSUPPORTED if the state does not fit the flags, USAGE for steps with --optimizer none, and
+// BUDGET if the plan does not fit the budget.
 LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundStep& step,
                        const ResumeSteps& then);
 

@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// The value of --grace in ns, at most 1e9 s.
+// --grace in ns. Values above 1e9 s count as 1e9 s.
 int64_t grace_ns_of(double seconds) {
   constexpr double kMost = 1e9;
   return static_cast<int64_t>(std::min(positive("--grace", seconds), kMost) * kNsPerSecond);
@@ -45,10 +45,10 @@ int run_save(const Args& args) {
   app.add_option("--shard-size", flags.shard_size,
                  "largest size of a file; default: files as in the source");
   app.add_option("--keep", flags.keep,
-                 "afterwards remove all intact steps but the newest KEEP; default: none")
+                 "afterwards remove all intact steps but the newest KEEP; default: keep all")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));
   app.add_option("--unused", flags.unused,
-                 "copy or drop: stored tensors that the recipe leaves unused")
+                 "copy (default) or drop the stored tensors that the recipe leaves unused")
       ->check(CLI::IsMember({"copy", "drop"}));
   app.add_option("--steps", flags.steps, "optimizer steps before the save; default 0")
       ->check(CLI::Range(0, 1000000000));

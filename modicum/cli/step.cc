@@ -38,24 +38,26 @@ void add_step_flags(CLI::App& app, StepFlags& flags) {
   add_seed(app, flags.task.seed, "of parameters, gradients and random bits");
   app.add_option("--clip", flags.clip, "largest gradient norm");
   app.add_option("--loss-scale", flags.loss_scale,
-                 "scale gradients as torch.amp.GradScaler does; from 65536, or the value given")
+                 "scale gradients as torch.amp.GradScaler does; initial scale, default 65536")
       ->expected(0, 1);
   app.add_option("--grad-dtype", flags.grad_dtype,
-                 "float32, bfloat16 or float16: dtype of arriving gradients");
+                 "dtype of the gradients: float32 (default), bfloat16 or float16");
   app.add_option("--isa", flags.isa,
                  fmt::format("{}; default: the first", fmt::join(isas(), ", ")));
   app.add_option("--fork-children", flags.task.children,
                  "children that each rank forks and keeps until the last step")
       ->check(CLI::Range(0, 64));
-  app.add_flag("--no-compare", flags.no_compare, "leave out the copy and the five unfused passes");
+  app.add_flag("--no-compare", flags.no_compare,
+               "don't measure a copy and an AdamW of five unfused passes for comparison");
 }
 
-double number_of(const std::string& flag, const std::string& text) {
+double positive_number(const std::string& flag, const std::string& text) {
   double value = 0;
   const char* const end = text.data() + text.size();
   const auto [at, error] = std::from_chars(text.data(), end, value);
-  if (error != std::errc() || at != end) value = 0;
-  return positive(flag, value);
+  if (error == std::errc() && at == end) return positive(flag, value);
+  fail(Category::usage, fmt::format("{} is not a number", flag),
+       {.expected = "a finite number above 0", .got = printable(text)});
 }
 
 StepTask task_of(const StepFlags& flags, const CLI::App& app) {
@@ -73,7 +75,7 @@ StepTask task_of(const StepFlags& flags, const CLI::App& app) {
   if (app.count("--loss-scale") > 0) {
     const bool is_given = !flags.loss_scale.empty() && !flags.loss_scale[0].empty();
     task.loss_scale =
-        static_cast<float>(is_given ? number_of("--loss-scale", flags.loss_scale[0]) : 65536);
+        static_cast<float>(is_given ? positive_number("--loss-scale", flags.loss_scale[0]) : 65536);
   }
   task.compares = !flags.no_compare;
   return task;

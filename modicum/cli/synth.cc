@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kChunkBytes = 4 * kMiB;  // kChunkBytes of synth/write.cc: a thread's buffer
+constexpr uint64_t kChunkBytes = 4 * kMiB;  // a thread's buffer; as kChunkBytes of synth/write.cc
 
 std::string json_of(const SynthResult& made) {
   JsonWriter json;
@@ -54,13 +54,13 @@ int run_synth(const Args& args) {
       ->required();
   app.add_option("--layers", options.layers, "only the first N layers")
       ->check(CLI::Range(1, 100000));
-  app.add_option("--shard-size", shard_size, "largest data of a file; default 5 GB");
+  app.add_option("--shard-size", shard_size, "largest size of a file's data; default 5 GB");
   app.add_option("--dtype", dtype,
-                 "float32, bfloat16 or float16, unpacked; default: as on the hub");
+                 "float32, bfloat16 or float16, without quantisation; default: as on the hub");
   app.add_flag("--sparse", options.is_sparse,
-               "data in each tensor's first page only; takes little disk");
+               "write data to each tensor's first page only, to save disk space");
   app.add_option("--edges", options.edges,
-                 "with --sparse: data around the shard boundaries of these world sizes, too")
+                 "with --sparse: also write data around the shard boundaries of these world sizes")
       ->delimiter(',');
   if (const auto done = parse(app, args)) return *done;
   options.dtype = dtype_flag(dtype);

@@ -69,14 +69,14 @@ void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
                   FunctionRef<std::string()> text);
 
 // Parses the flags of a verb. Returns exit code 0 if help was printed, else nullopt. Throws USAGE
-// for invalid arguments: for an unknown flag with the nearest name, also for an empty value.
+// for invalid arguments and empty values; for an unknown flag, with the nearest name.
 std::optional<int> parse(CLI::App& app, const Args& args);
 
 // For verbs without a plan. Throws BUDGET unless the process and `bytes` for `purpose` fit the
 // budget.
 void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes);
 
-// Shows progress on stderr: with `--progress plain` a new line each time; with `auto` one line that
+// Shows progress on stderr: with `--progress plain` a new line every 5 s; with `auto` one line that
 // is rewritten, if stderr is a terminal and --quiet is absent.
 class Progress {
  public:

@@ -10,18 +10,20 @@
 namespace modicum {
 namespace {
 
-// Whether `path` looks like the directory of a step (a saved checkpoint), committed or not.
-bool is_step(FileSystem& files, const std::string& path) {
+// Whether the directory `path` has the name or the files of a step (a saved checkpoint), committed
+// or not.
+bool looks_like_step(FileSystem& files, const std::string& path) {
   return files.exists(join_path(path, "COMMIT")) ||
          files.exists(join_path(path, "manifest.json")) || base_name(path).starts_with("step-") ||
          base_name(path).starts_with(".partial-");
 }
 
-// The subdirectories of `path` that are named as committed steps are.
-std::vector<std::string> steps_of(FileSystem& files, const std::string& path) {
+// The names of the subdirectories of `path` that start with `prefix`.
+std::vector<std::string> directories_in(FileSystem& files, const std::string& path,
+                                        std::string_view prefix) {
   std::vector<std::string> names;
   for (const std::string& name : files.list(path)) {
-    if (name.starts_with("step-") && files.is_directory(join_path(path, name))) {
+    if (name.starts_with(prefix) && files.is_directory(join_path(path, name))) {
       names.push_back(name);
     }
   }
@@ -33,7 +35,8 @@ void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, co
   if (!report.fault) report.fault = error;
 }
 
-// Verifies one step. Adds its files, or the error, to the report, with `prefix` before their names.
+// Verifies one step. Adds its files to the report, or the error if the step can't be opened.
+// `prefix` is put before the names of files.
 void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
               const std::string& prefix) {
   try {
@@ -51,8 +54,8 @@ void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
   }
 }
 
-// Checks the structure of each data file and, in the Hugging Face cache, the SHA-256 of those whose
-// blob is named by it. Files elsewhere have no digest.
+// Opens the checkpoint, which checks the structure of all its files. In the Hugging Face cache also
+// checks the SHA-256 of each data file whose blob is named by its SHA-256.
 void add_checkpoint(VerifyReport& report, FileSystem& files, const std::string& path) {
   try {
     const Checkpoint checkpoint = open_checkpoint(files, path);
@@ -78,12 +81,14 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
   VerifyReport report;
   if (!files.is_directory(path)) {
     add_checkpoint(report, files, path);
-  } else if (is_step(files, path)) {
+  } else if (looks_like_step(files, path)) {
     add_step(report, files, path, "");
-  } else if (const std::vector<std::string> steps = steps_of(files, path); !steps.empty()) {
+  } else if (const auto steps = directories_in(files, path, "step-"); !steps.empty()) {
     for (const std::string& name : steps) {
       add_step(report, files, join_path(path, name), name + "/");
     }
+  } else if (!directories_in(files, path, ".partial-").empty()) {
+    add_step(report, files, path, "");  // a save into `path` has not finished: UNCOMMITTED
   } else {
     add_checkpoint(report, files, path);
   }
@@ -93,13 +98,16 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
 }  // namespace
 
 int run_verify(const Args& args) {
-  CLI::App app("check a step, all steps of a ROOT, or a checkpoint's structure and SHA-256",
-               "modicum verify");
+  CLI::App app(
+      "check the files and values of one step or of all steps of a ROOT; of another checkpoint the "
+      "structure and, in the Hugging Face cache, the SHA-256",
+      "modicum verify");
   CommonFlags flags;
   std::string path;
   add_common_flags(app, flags);
   app.add_option("DIR", path,
-                 "a step, a ROOT of steps, or a checkpoint: a directory, a file, or ORG/NAME")
+                 "a step, the ROOT of several steps, or a checkpoint: a directory, a file, or "
+                 "ORG/NAME in the local Hugging Face cache")
       ->required();
   if (const auto done = parse(app, args)) return *done;
   require_budget(flags, Purpose::staging, ChunkSums::kChunkBytes);

@@ -1,5 +1,7 @@
 #include "modicum/layout/layout.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 
@@ -96,7 +98,8 @@ class Held {
       return;
     }
     if (count_ == parts_.size()) {
-      fail(Category::unsupported, "a shard has more than 16 chunks along a dim");
+      fail(Category::unsupported,
+           fmt::format("a shard has more than {} chunks along a dim", parts_.size()));
     }
     parts_[count_++] = chunk;
   }
@@ -119,7 +122,7 @@ bool hold_along(const Sharding& sharding, const Dims& dims, size_t d, int rank, 
 }
 
 // The part of each dim of a target that a rank holds. Neighbouring dims without cuts are merged, so
-// that at most kMaxDims remain.
+// that a target with k cut dims has at most 2k + 1 dims in its boxes.
 class Cutting {
  public:
   Cutting(const Sharding& sharding, const TensorSpec& target, int rank, bool wants_pieces)
@@ -185,19 +188,29 @@ class Cutting {
   std::vector<std::pair<int, Held>> packed_;
 };
 
-void require_sense(const Sharding& sharding) {
+void refuse_below(int least, int got, const char* what) {
+  if (got >= least) return;
+  fail(Category::usage, what,
+       {.expected = fmt::format("at least {}", least), .got = fmt::format("{}", got)});
+}
+
+void require_valid(const Sharding& sharding) {
   for (const int size : sharding.mesh.sizes) {
-    if (size < 1) fail(Category::usage, "a mesh axis has no ranks");
+    refuse_below(1, size, "a mesh axis has no ranks");
   }
   std::vector<bool> used(sharding.mesh.sizes.size());
   for (const Cut& cut : sharding.cuts) {
-    if (cut.dim < 0) fail(Category::usage, "a tensor dim is below 0");
-    if (cut.packed < 1) fail(Category::usage, "a dim has fewer than 1 packed part");
+    refuse_below(0, cut.dim, "a cut is along a tensor dim below 0");
+    refuse_below(1, cut.packed, "a cut has fewer than 1 packed part");
     for (const int axis : cut.axes) {
       if (axis < 0 || static_cast<size_t>(axis) >= used.size()) {
-        fail(Category::usage, "a cut is along an axis that the mesh does not have");
+        fail(Category::usage, "a cut is along an axis that the mesh does not have",
+             {.expected = fmt::format("an axis in [0, {})", used.size()),
+              .got = fmt::format("{}", axis)});
       }
-      if (used[static_cast<size_t>(axis)]) fail(Category::usage, "two cuts are along one axis");
+      if (used[static_cast<size_t>(axis)]) {
+        fail(Category::usage, fmt::format("two cuts are along mesh axis {}", axis));
+      }
       used[static_cast<size_t>(axis)] = true;
     }
   }
@@ -250,14 +263,14 @@ uint64_t Layout::held_bytes() const noexcept {
 }
 
 Layout make_layout(std::string_view name, Sharding sharding) {
-  require_sense(sharding);
+  require_valid(sharding);
   Layout layout{.name = std::string(name)};
   layout.kinds.push_back(std::move(sharding));
   return layout;
 }
 
 uint8_t add_kind(Layout& layout, Sharding sharding) {
-  require_sense(sharding);
+  require_valid(sharding);
   if (sharding.mesh.world_size() != layout.world_size()) {
     fail(Category::usage, "two meshes of one layout have different world sizes",
          {.expected = std::to_string(layout.world_size()),

@@ -119,8 +119,8 @@ uint8_t add_expert_kind(Layout& layout, int fsdp, int ep, int shard_dim = 0);
 Layout zero3_layout(int world_size, Targets targets);
 // ZeRO-1 and -2: one flat group per floating dtype, padded to a multiple of 2 x ranks elements.
 // Targets of dtypes without gradients are replicated. `round_robin` orders a group as DeepSpeed's
-// round_robin_gradients does: target i is assigned to rank i % ranks, and the group holds rank 0's
-// targets first, then rank 1's, ...
+// round_robin_gradients does: the i-th target that has elements is assigned to rank i % ranks, and
+// the group holds rank 0's targets first, then rank 1's, ...
 Layout flat_layout(std::string_view name, int world_size, Targets targets, bool round_robin);
 
 // The indices [lo, hi) of one dim. No initialisers, since millions of chunks are made.
@@ -152,8 +152,8 @@ struct LocalBuffer {
 
 LocalBuffer local_buffer(const Sharding& sharding, const TensorSpec& target, int rank);
 LocalBuffer local_buffer(const FlatGroup& flat, int rank) noexcept;
-// The number of a class of ranks. Ranks of one class have buffers of equal sizes for every target,
-// so that memory need be computed for only one of them.
+// A key of the rank's class. Ranks with equal keys have buffers of equal sizes for every target, so
+// that memory need be computed for only one of them.
 uint64_t buffer_class(const Layout& layout, int rank) noexcept;
 // The shape of the rank's local tensor in torch: `[0, ...]` for an empty shard.
 std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& target, int rank);
@@ -208,7 +208,7 @@ void for_each_replica_group(const Layout& layout, FunctionRef<void(std::span<con
 void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
                          FunctionRef<void(int64_t global, int64_t local, int64_t n)> run);
 
-// Adds all members of the layout to a digest.
+// Adds the layout to a digest: all members but `places`, which follow from `flats`.
 void digest_layout(const Layout& layout, Hasher& hasher);
 
 // The alignment of buffers in a rank's arena.

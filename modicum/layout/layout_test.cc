@@ -69,7 +69,7 @@ TEST(Layout, ChunkSizesEqualTorchs) {
   EXPECT_EQ(sizes(17, 8), (V{3, 3, 3, 3, 3, 2, 0, 0}));
   EXPECT_EQ(sizes(1, 2), (V{1, 0}));
   EXPECT_EQ(sizes(0, 3), (V{0, 0, 0}));
-  EXPECT_EQ(chunk_of(3, 8, 7).lo, 3);  // an empty shard lies at the end
+  EXPECT_EQ(chunk_of(3, 8, 7).lo, 3) << "an empty shard begins at the dim's end";
 }
 
 TEST(Layout, PiecesEqualTorchsChunks) {
@@ -226,7 +226,7 @@ TEST(Layout, TpCutsFirstAndFsdpCutsItsShards) {
   }
 }
 
-// If DTensor's placements (strided, shard) were applied left to right, rank 4 would hold this row.
+// If DTensor's placements (strided, shard) were applied left to right, rank 4 would hold row 6.
 TEST(Layout, AnUnevenTpShardIsCutByFsdp) {
   const Sharding sharding = tp_fsdp_layout({3}, 2).kinds[0];
   EXPECT_EQ(held_ids(sharding, tensor({7}), 4), Ids{});
@@ -271,6 +271,7 @@ TEST(Layout, FlatGroupsEqualDeepSpeeds) {
   EXPECT_EQ(flat.part, 6);
   EXPECT_FALSE(layout.is_flat(1));
   EXPECT_FALSE(layout.is_flat(3));
+  // The elements [lo, hi) of target t on the rank, and the place of the first in the rank's buffer.
   const auto held = [&](uint32_t t, int rank) {
     const Box box = flat_piece(flat, layout.places[t].begin, numel_of(targets[t]->shape), rank);
     return box.empty() ? Ids{} : Ids{box.dims[0].lo, box.dims[0].hi, box.at};
@@ -356,7 +357,7 @@ TEST(Layout, TensorsOfManyDimsAreMergedToFewDims) {
   EXPECT_EQ(held_ids(fsdp2_layout(2), target, 1), (std::vector<int64_t>{}));
 }
 
-// Includes shards of several pieces that alternate in memory.
+// Shards of the packed layout consist of several pieces that alternate in memory.
 TEST(Layout, GlobalRunsMapLocalElementsToTheTarget) {
   const Layout plain = fsdp2_layout(3, 1);
   const Layout packed =
@@ -430,7 +431,7 @@ TEST(Layout, RunsListARanksElementsInMemoryOrder) {
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-TEST(Layout, RunsOfOddShapes) {
+TEST(Layout, AScalarHasOneRunAnEmptyTensorNoneAndInvalidOrdersAreRefused) {
   const Sharding whole = whole_layout(2).kinds[0];
   const Sharding halves = fsdp2_layout(2, 1).kinds[0];
   using Elements = std::vector<ElementRun>;

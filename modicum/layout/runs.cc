@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -13,8 +15,10 @@ std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Shardi
   std::pair<TensorSpec, Sharding> made(target, sharding);
   const size_t dims = target.shape.size();
   const auto refuse = [&] {
-    fail(Category::usage, "expected an order that lists each dim of the tensor once",
-         {.tensor = target.fqn});
+    fail(Category::usage, "the order does not list each dim of the tensor once",
+         {.tensor = target.fqn,
+          .expected = fmt::format("the {} dims from 0 on in any order", dims),
+          .got = fmt::format("[{}]", fmt::join(order, ", "))});
   };
   if (order.size() != dims) refuse();
   std::vector<int> place_of(dims, -1);

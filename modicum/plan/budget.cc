@@ -9,6 +9,7 @@
 #include "modicum/plan/plan.h"
 
 namespace modicum {
+
 int worst_node(const Promise& promise) {
   const std::vector<uint64_t> peaks = promise.node_peaks();
   return static_cast<int>(std::max_element(peaks.begin(), peaks.end()) - peaks.begin());
@@ -56,13 +57,13 @@ namespace {
 // The bytes of --staging that a rank holds in a phase of the promise.
 uint64_t staging_in(const Plan& plan, size_t phase) {
   if (phase == kLoadPhase) return plan.staging.total_bytes;
-  const uint64_t ring = phase < kHoldPhase ? 0 : plan.staging.ring_part_bytes;
+  const uint64_t ring = phase <= kHoldPhase ? 0 : plan.staging.ring_part_bytes;
   const bool is_save = plan.options.save && phase == kLoadPhases + plan.options.after.size();
   return is_save ? ring + round_up(plan.options.staging_bytes, kPageBytes) : ring;
 }
 
-// The least reduction of --staging after which every phase of a rank is `less_bytes` below the
-// rank's peak. UINT64_MAX if a phase that holds no staging is above that.
+// The least reduction of --staging after which every phase of a rank is at least `less_bytes` below
+// the rank's peak. UINT64_MAX if a phase that holds no staging is higher than that.
 uint64_t reduction_of(const Plan& plan, int rank, uint64_t less_bytes) {
   const uint64_t asked = round_up(plan.options.staging_bytes, kPageBytes);
   const uint64_t peak = plan.promise.rank_peak_bytes(rank);

@@ -47,8 +47,8 @@ std::vector<uint64_t> arena_begins(const Plan& plan, int rank) {
   begins.reserve(buffer_count(plan) + 1);
   uint64_t end = 0;
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {
-    const bool is_ours = destination_of(plan, b) == Destination::cpu;
-    const uint64_t bytes = is_ours ? buffer_of(plan, b, rank).bytes() : 0;
+    const bool is_in_arena = destination_of(plan, b) == Destination::cpu;
+    const uint64_t bytes = is_in_arena ? buffer_of(plan, b, rank).bytes() : 0;
     const uint64_t begin = bytes > 0 ? round_up(end, kBufferAlignment) : end;
     begins.push_back(begin);
     end = begin + bytes;

@@ -119,7 +119,7 @@ class RandomRecipe {
   RecipeBuilder builder_;
 };
 
-// The bytes of all targets; saturates at 2^96.
+// The bytes of all targets, each target's capped at 2^96.
 Wide true_bytes(const Recipe& recipe) {
   Wide sum = 0;
   for (size_t t = 0; t < recipe.targets.size(); ++t) {
@@ -134,17 +134,17 @@ Wide true_bytes(const Recipe& recipe) {
   return sum;
 }
 
-struct Layouts {
+struct LayoutCase {
   Layout layout;
   Wide copies;  // the number of ranks that hold each element
 };
 
-std::vector<Layouts> layouts_of(const Recipe& recipe) {
+std::vector<LayoutCase> layouts_of(const Recipe& recipe) {
   std::vector<const TensorSpec*> targets;
   for (size_t t = 0; t < recipe.targets.size(); ++t) {
     targets.push_back(recipe.is_alias(t) ? nullptr : &recipe.targets[t].spec);
   }
-  std::vector<Layouts> all;
+  std::vector<LayoutCase> all;
   all.push_back({whole_layout(7), 7});
   all.push_back({fsdp2_layout(5), 1});
   all.push_back({fsdp2_layout(3, 1), 1});
@@ -164,7 +164,7 @@ void expect_true_promise(const Recipe& recipe, const Manifest& manifest, Outcome
   const Wide bytes = true_bytes(recipe);
   const auto pebibytes = static_cast<uint64_t>(bytes >> 50);
   outcome.over_a_pebibyte += pebibytes > 0 ? 1 : 0;
-  for (const Layouts& of : layouts_of(recipe)) {
+  for (const LayoutCase& of : layouts_of(recipe)) {
     for (const Strategy& strategy : strategies()) {
       std::optional<Plan> plan;
       try {
@@ -212,7 +212,7 @@ TEST(HugeRecipes, AreRefusedOrCountedInFull) {
   EXPECT_GT(outcome.over_a_pebibyte, 20);
 }
 
-// --gtest_also_run_disabled_tests
+// Runs with --gtest_also_run_disabled_tests only.
 TEST(HugeRecipes, DISABLED_AHundredThousandAreRefusedOrCountedInFull) { try_recipes(2, 100000); }
 
 TEST(HugeRecipes, AHugeValidRecipeIsPlannedAndDoesNotFit) {
@@ -229,7 +229,8 @@ TEST(HugeRecipes, AHugeValidRecipeIsPlannedAndDoesNotFit) {
   EXPECT_FALSE(fits(plan.promise, {kGiB, "flag"}));
 }
 
-// With wrapping arithmetic each of these promised a few MiB: products of 4 and 0, a sum of 0.
+// In 64 bits the bytes of the first two wrap to 4 and 0. The third has two targets of 2^60 bytes,
+// kMaxModelBytes each.
 TEST(HugeRecipes, SizesThatWrapAreRefusedByName) {
   const Manifest manifest = small_manifest();
   const auto refused = [&](const std::vector<std::vector<int64_t>>& shapes) {

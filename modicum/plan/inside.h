@@ -40,8 +40,8 @@ Extent scale_extent(const Plan& plan, const Transfer& transfer);
 
 // --- the part of a transfer that fits into a tile of staging ---
 
-// The largest read straight into a local buffer or a window: short enough to report progress often
-// and to drop the page cache behind the reader.
+// The largest direct read or write, and the largest read into a window: short enough to report
+// progress often and to drop the page cache behind the reader.
 constexpr uint64_t kMostReadBytes = 8 * kMiB;
 
 // The extent from the first to the last byte of a transfer's stored elements, gaps included.

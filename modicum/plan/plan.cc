@@ -47,7 +47,7 @@ std::vector<Tie> ties_of(const Recipe& recipe) {
   return ties;
 }
 
-// A pass counts each tensor's targets, a second pass fills them in, in the plan's order.
+// The first pass counts each tensor's targets; the second fills them in, in the plan's order.
 Uses uses_of(const Plan& plan) {
   const auto for_each_use = [&](const auto& fn) {
     for (const uint32_t t : plan.order) {
@@ -139,8 +139,8 @@ Promise promise_of(const Plan& plan) {
   if (plan.options.resume) phases.push_back({"resume", {}});
   const uint64_t header = plan.manifest->held_bytes();
   const uint64_t held = plan.held_bytes();
-  // All reading ranks have windows of one size, all other ranks of another. Rank 0 always reads; if
-  // any rank does not read, the last one does not.
+  // Strategies with windows have all ranks read, or rank 0 only. So rank 0 has a reader's window,
+  // and the last rank has that of the other ranks, if there are any.
   const uint64_t of_reader = RankWindow(plan, 0).bytes();
   const uint64_t of_others = RankWindow(plan, plan.ranks() - 1).bytes();
   std::map<uint64_t, uint64_t> shards_of_class;
@@ -208,7 +208,7 @@ void refuse_uncountable(const Plan& plan) {
     fail(Category::mismatch, "the ranks of a node would hold more bytes than can be counted",
          {.tensor = largest == targets.end() ? "" : largest->spec.fqn,
           .expected = fmt::format("at most {} bytes", INT64_MAX),
-          .got = peak == UINT64_MAX ? "more than 2^64" : fmt::format("{}", peak)});
+          .got = peak == UINT64_MAX ? "2^64 or more" : fmt::format("{}", peak)});
   }
 }
 
@@ -256,7 +256,7 @@ Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, Pl
   if (layout.kinds.empty()) fail(Category::usage, "a plan needs at least one rank");
   if (options.staging_bytes < kMinStagingBytes) {
     fail(Category::usage, "staging is too small to stream through",
-         {.expected = fmt::format("at least {}", kMinStagingBytes),
+         {.expected = fmt::format("at least {} bytes", kMinStagingBytes),
           .got = fmt::format("{}", options.staging_bytes)});
   }
   Plan plan;

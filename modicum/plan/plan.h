@@ -1,5 +1,5 @@
-// The public header of `plan`: Manifest x Recipe x Layout x Strategy -> Plan and Promise. Makes no
-// system calls and opens no file.
+// The public header of `plan`: Manifest x Recipe x Layout x Strategy -> Plan and Promise. Opens
+// no file; `traffic` starts threads.
 //
 // A plan consists of its inputs plus generators: `for_each_stored_transfer` yields the elements and
 // their destinations; `for_each_read`, `for_each_node_read` and `RankWindow` yield the reads that
@@ -76,8 +76,9 @@ struct Transfer {
 struct Read {
   Extent at;
   bool direct = false;
-  bool once = false;  // no other rank of the node needs it, except in its first and last page
-  Extent scale;       // the part of the scales that is read with FP8 codes to dequantise them
+  // At least 256 KiB that no other rank of the node needs, except in the first and last page.
+  bool once = false;
+  Extent scale;  // the part of the scales that is read with FP8 codes to dequantise them
   std::span<const Transfer> transfers;  // valid during the call only
 
   uint64_t bytes() const noexcept { return at.bytes() + scale.bytes(); }
@@ -99,8 +100,9 @@ struct PlanOptions {
   // Later phases of the promise: each rank's charges on top of phase `hold` and its part of the
   // ring. Page tables are added.
   std::vector<Phase> after;
-  // Each adds a last phase of the same name: a rank's charges on top of the phases above while it
-  // saves (`save`) or reads a saved state (`resume`). `staging_bytes` are added to `save`.
+  // Each adds a phase of the same name at the end: a rank's charges while it saves (`save`) or
+  // reads a saved state (`resume`), on top of the last phase of `after`, or of `hold` if `after` is
+  // empty. `staging_bytes` are added to `save`.
   std::optional<Footprint> save, resume;
 };
 
@@ -254,7 +256,8 @@ std::optional<Error> refusal_of(const Promise& promise, const Budget& budget);
 void require_fits(const Promise& promise, const Budget& budget);
 // Returns the plan with its staging reduced just enough to fit, but not below `least_bytes`. If it
 // does not fit even then, returns the plan with `least_bytes`, so that the refusal reports the true
-// shortfall. Returns the plan unchanged if it fits, or if less staging would not lower its peak.
+// shortfall. Returns the plan unchanged if it fits, if its staging is not above `least_bytes`, or
+// if less staging would not lower its peak.
 Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes = kMinDefaultStagingBytes);
 
 // The first two owners, with the names that `named` gives to their purposes.

@@ -508,7 +508,7 @@ TEST_F(Planned, TooLittleStagingOrNoRankIsAUsageError) {
 // --- promise and budget ---
 
 TEST_F(Planned, ThePromiseHasTheFootprintOfEachPhase) {
-  const uint64_t model = 2000000 + 32 + 64 + 60000;  // each tensor ends on 64 bytes
+  const uint64_t model = 2000000 + 64 + 60000;  // a, b and c, each on a 64-byte boundary
   for (const Strategy& strategy : strategies()) {
     const Plan of = plan(strategy.name, 4);
     ASSERT_EQ(of.promise.phases.size(), 3U);
@@ -706,7 +706,7 @@ TEST_F(Planned, ANodesLeaderReadsWhatItsRanksNeedOnce) {
   EXPECT_EQ(read(whole_layout(4)), 2 * model);
 }
 
-// Catches: a leader that reads for another node; a promise that merges the nodes.
+// Catches: a second node whose leader reads; a promise that merges the nodes.
 TEST_F(Planned, IfOnlyRank0CanReadItBroadcastsToAllNodes) {
   Manifest held = manifest_;
   held.only_rank_0 = true;

@@ -11,13 +11,13 @@
 namespace modicum {
 namespace {
 
-// Runs of a strided transfer that are at least this long are read one by one. For shorter runs a
-// system call costs more than reading the gaps.
+// Runs of a strided transfer that are at least this long are read one by one. For shorter runs with
+// gaps of less than a page, a system call costs more than reading the gaps.
 constexpr uint64_t kOwnReadBytes = 2 * kKiB;
 // Tiles up to this size may be read together with their neighbours.
 constexpr uint64_t kSmallBytes = 64 * kKiB;
-// Gaps between such tiles are at most 1/64 of the tiles' bytes, so that over-read stays below
-// 1.6 %.
+// Gaps between such tiles are at most 1/64 of the tiles' bytes: joining them reads at most 1.6 %
+// more.
 constexpr uint64_t kUsefulPerGap = 64;
 // The most tiles in one read.
 constexpr size_t kGroupRows = 64;
@@ -32,7 +32,7 @@ Extent joined(const Extent& a, const Extent& b) {
   return {a.file, std::min(a.begin, b.begin), std::max(a.end, b.end)};
 }
 
-// Whether other ranks of the node read the same elements as `rank`.
+// Whether other ranks of the node read the same elements of a target as `rank`.
 class Replicas {
  public:
   Replicas(const Plan& plan, int rank) : plan_(plan) {
@@ -44,7 +44,7 @@ class Replicas {
       }));
     }
   }
-  bool read(uint32_t target) const {
+  bool read_same(uint32_t target) const {
     const Layout& layout = plan_.layout;
     if (layout.is_flat(target)) return false;
     return read_[layout.kind_of.empty() ? 0 : layout.kind_of[target]];
@@ -91,7 +91,7 @@ class Coalescer {
  private:
   bool is_read_once() const {
     return rows_ == 1 && group_[0].runs.count == 1 && at_.bytes() >= kOnceBytes &&
-           !replicas_.read(group_[0].target);
+           !replicas_.read_same(group_[0].target);
   }
 
   bool joins(const Transfer& tile, const Extent& span, const Extent& scale) const {
@@ -118,6 +118,7 @@ class Coalescer {
   uint64_t useful_ = 0;
 };
 
+// Cuts transfers into tiles for the Coalescer.
 class Tiler {
  public:
   Tiler(const Plan& plan, Coalescer& out) : plan_(plan), out_(out) {}

@@ -15,15 +15,16 @@ namespace {
          {.tensor = codes.spec.fqn});
   }
   const TensorSpec& scale = plan.manifest->tensors[codes.scale->tensor].spec;
-  fail(Category::mismatch,
-       fmt::format("the block size of FP8 codes is neither in config.json nor determined by the "
-                   "grid of '{}'",
-                   printable(scale.fqn)),
-       {.tensor = codes.spec.fqn,
-        .expected = fmt::format("a weight_block_size, or a grid that only one block size cuts {} "
-                                "into",
-                                shape_text(codes.spec.shape)),
-        .got = shape_text(scale.shape)});
+  fail(
+      Category::mismatch,
+      fmt::format("the block size of FP8 codes is neither in config.json nor determined by the "
+                  "grid of '{}'",
+                  printable(scale.fqn)),
+      {.tensor = codes.spec.fqn,
+       .expected = fmt::format("weight_block_size in config.json, or a grid that exactly one block "
+                               "size gives for codes of {}",
+                               shape_text(codes.spec.shape)),
+       .got = shape_text(scale.shape)});
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ Reading reading_of(const Plan& plan, int rank) {
 }
 
 // The scale of each code is inside the read's extent of scales.
-void expect_scales_at_hand(const Plan& plan, const Read& read, const Transfer& t) {
+void expect_scales_of_codes_are_read(const Plan& plan, const Read& read, const Transfer& t) {
   const Stored& codes = plan.manifest->tensors[t.from];
   const Stored& scales = plan.manifest->tensors[codes.scale->tensor];
   const ScaleGrid grid = scale_grid(*plan.manifest, codes);
@@ -92,7 +92,7 @@ void expect_sound(const Plan& plan, int rank) {
     for (const Transfer& t : reading.transfers[i]) {
       ASSERT_EQ(t.from, reading.transfers[i][0].from);
       ASSERT_TRUE(t.dequantises());
-      expect_scales_at_hand(plan, read, t);
+      expect_scales_of_codes_are_read(plan, read, t);
     }
   }
   ASSERT_EQ(traffic_of_rank(plan, rank).storage_read_bytes, bytes);
@@ -126,7 +126,8 @@ TEST(ScaleReads, FitInTheTileTogetherWithTheirCodes) {
   }
 }
 
-// Codes [200, 300] in blocks of [128, 128]: rows 66..131 lie in both rows of blocks. A column cut
+// Codes [200, 300] in blocks of [128, 128]: rank 1's rows 67..133 lie in both rows of blocks. A cut
+// along columns
 // reads whole rows of the grid. A tile within one row of codes reads part of one grid row.
 TEST(ScaleReads, AreWholeRowsOfTheGridOrPartOfOneRow) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 3}}, {{1, 400}, {1, 4}}});
@@ -159,6 +160,7 @@ TEST(ScaleReads, AddAtMost2Percent) {
       EXPECT_LE(all.storage_read_bytes, bytes + bytes / 50) << world;
     }
   }
+  // Tiles of the default staging are larger, and the scales add at most 0.5 %.
   for (const Destination destination : {Destination::cpu, Destination::copy}) {
     const Plan plan =
         make_plan(manifest, recipe, fsdp2_layout(4),

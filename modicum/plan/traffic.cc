@@ -14,8 +14,8 @@
 namespace modicum {
 namespace {
 
-// With own-shard and replica-striped: the ranks of `group` take turns reading. With own-shard it is
-// one rank.
+// With own-shard and replica-striped: the ranks of `group` take turns reading. With own-shard
+// `group` is one rank.
 Traffic traffic_of_reads(const Plan& plan, int rank, std::span<const int> group) {
   Traffic sum;
   std::vector<Transfer> table(kReadTableRows);
@@ -37,8 +37,8 @@ struct Group {
   uint64_t count = 1;
 };
 
-// The traffic of all of them. With replica-striped one of them makes each read and sends it to the
-// others; with own-shard each makes all reads.
+// The traffic of all ranks of a group. With replica-striped one rank makes each read and sends it
+// to the others; with own-shard each rank makes all reads.
 Traffic traffic_of_group(const Plan& plan, const Group& of) {
   const uint64_t readers = plan.strategy().reader == Reader::replicas ? 1 : of.count;
   const Traffic one = traffic_of_reads(plan, of.first, std::array{of.first});

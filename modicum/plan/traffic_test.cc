@@ -5,8 +5,8 @@
 namespace modicum {
 namespace {
 
-// Must fail if replicas that read alone are counted as if they shared their reads, or if ranks
-// count as replicas that hold equal elements of some targets only.
+// Must fail if replicas that read alone are counted as if they shared their reads, or if ranks that
+// hold equal elements of only some targets are counted as replicas.
 TEST(TrafficOfReplicas, IsTheSumOverTheRanks) {
   Manifest manifest;
   manifest.files.push_back({"model.safetensors"});

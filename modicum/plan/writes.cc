@@ -114,8 +114,9 @@ class Joiner {
 
 }  // namespace
 
-// Examining rank 0 is enough for tensors that are cut along a dim: it has a part of each. Of a flat
-// group, other ranks may have divided rows and rank 0 none. Then every rank writes its own rows.
+// Examining rank 0 is enough for tensors that are cut along a dim: it has a part of each. In a flat
+// group other ranks may have divided rows and rank 0 none. Then no rows are gathered, and every
+// rank writes its own.
 bool gathers(const Plan& plan) {
   if (std::min(ranks_per_node(plan), plan.ranks()) < 2) return false;
   return std::any_of(plan.order.begin(), plan.order.end(),

@@ -1,4 +1,4 @@
-// The order in which ranks write.
+// The order in which ranks write, and the staging for their divided rows.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -58,7 +58,7 @@ TEST(Writes, StagingHasAGatherForDividedRowsOnANode) {
 // With whole rows, ranks begin at different tensors. With divided rows, ranks write to the same
 // pages, so all walk the tensors in the same order. Catches: another order with divided rows; rows
 // in neither walk or in both.
-TEST(Writes, RanksThatSharePagesWalkTogether) {
+TEST(Writes, RanksThatSharePagesWalkInTheSameOrder) {
   const Manifest manifest = manifest_of_matrices();
   const Recipe recipe = make_recipe(manifest, {});
   std::vector<uint32_t> in_order;

@@ -18,7 +18,7 @@ void put(char (&into)[N], const std::string& text) noexcept {
   into[n] = '\0';
 }
 
-// The inverse of owners_of(). Owners that are not purposes are dropped.
+// The inverse of owners_of(). Drops owners whose name is not that of a purpose.
 Footprint footprint_of(const std::vector<Owner>& owners) noexcept {
   Footprint footprint;
   for (const Owner& owner : owners) {
@@ -29,7 +29,8 @@ Footprint footprint_of(const std::vector<Owner>& owners) noexcept {
   return footprint;
 }
 
-// The interval of polls. It grows with the ranks, so that many waiting ones use little CPU time.
+// The polling interval. It grows with the number of ranks, so that many waiting ranks use little
+// CPU time.
 int64_t poll_ns_of(int ranks) noexcept { return kNsPerMs * std::clamp(ranks / 64, 1, 100); }
 
 }  // namespace
@@ -70,7 +71,7 @@ Error error_of(const ErrorRecord& record) {
 void Board::check() const {
   if (const auto failed = failure()) {
     const std::optional<int> culprit = failed->culprit_rank ? failed->culprit_rank : failed->rank;
-    const int64_t pid = failed->culprit_rank ? failed->culprit_pid.value_or(0) : failed->pid;
+    const auto pid = failed->culprit_rank ? failed->culprit_pid : std::optional(failed->pid);
     const std::string who = culprit ? fmt::format("rank {}", *culprit) : "the launcher";
     fail(Category::peer, fmt::format("{} failed: {}", who, failed->what),
          {.culprit_rank = culprit, .culprit_pid = pid});
@@ -144,9 +145,10 @@ void SharedBoard::wait_for_all(int rank, uint32_t round) {
     check();
     clock_.sleep_ns(poll_ns_of(ranks_));
   }
-  slot(rank).waiting.store(0, std::memory_order_relaxed);
-  // The time in the barrier must not count as silence.
+  // Before `waiting` is reset, so that the supervisor never takes the time in the barrier for
+  // silence.
   slot(rank).beat_ns.store(clock_.now_ns(), std::memory_order_relaxed);
+  slot(rank).waiting.store(0, std::memory_order_release);
 }
 
 void SharedBoard::barrier(int rank) {
@@ -172,7 +174,7 @@ int64_t SharedBoard::last_beat_ns(int rank) const noexcept {
   return slot(rank).beat_ns.load(std::memory_order_relaxed);
 }
 bool SharedBoard::is_waiting(int rank) const noexcept {
-  return slot(rank).waiting.load(std::memory_order_relaxed) != 0;
+  return slot(rank).waiting.load(std::memory_order_acquire) != 0;
 }
 void SharedBoard::set_done(int rank) noexcept {
   slot(rank).done.store(1, std::memory_order_release);

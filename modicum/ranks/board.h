@@ -11,8 +11,8 @@
 // Every other rank throws PEER at its next `check`, or while it waits in a barrier. The launcher
 // then ends all ranks and throws the first failure (supervisor.h).
 //
-// Threads: a Board may be used from several threads of a rank. No call blocks forever: a call that
-// waits throws as soon as any rank has failed.
+// Threads: a Board may be used from several threads of a rank. A call that waits for other ranks
+// throws PEER soon after a failure has been reported.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,8 @@ struct ErrorRecord {
   char expected[128] = {};
   char got[128] = {};
 };
-// `rank`, the reporting one, is recorded unless the error names a rank.
+// `rank` is the reporting rank (nullopt: the launcher). If the error itself names a rank, that one
+// is recorded instead.
 ErrorRecord record_of(const Error& error, std::optional<int> rank);
 Error error_of(const ErrorRecord& record);
 
@@ -59,14 +60,15 @@ class Board {
   // Records the first failure and ignores later ones. Returns whether `failure` was recorded.
   virtual bool report(const ErrorRecord& failure) noexcept = 0;
   virtual std::optional<ErrorRecord> failure() const = 0;
-  // Waits until every rank has made as many calls of it as this one. Throws PEER, which names the
-  // culprit, if a rank fails meanwhile.
+  // Waits until every rank has called `barrier` or `agree` as often as this rank has. Throws PEER,
+  // which names the culprit, if a rank fails meanwhile.
   virtual void barrier(int rank) = 0;
   // A barrier that also compares digests. If a digest differs from rank 0's, every rank throws
   // CONFLICT, which names the first such rank. Must be called at most once per board.
   virtual void agree(int rank, const Digest& digest) = 0;
 
-  // Throws PEER if a rank has failed. For loops that make no other call that would throw it.
+  // Throws PEER if a failure has been reported. For loops that make no other call of the board that
+  // would throw it.
   void check() const;
 };
 
@@ -93,7 +95,7 @@ class SharedBoard final : public Board {
   // Stores a rank's result, truncated to kResultBytes. The launcher reads it after the rank ended.
   void post(int rank, std::span<const std::byte> result) noexcept;
   std::span<const std::byte> posted(int rank) const noexcept;
-  // The same for a trivially copyable value. Each rank must have posted one of this type.
+  // The same for a trivially copyable value. `rank` must have posted a value of this type.
   template <typename Outcome>
   Outcome posted_value(int rank) const {
     static_assert(sizeof(Outcome) <= kResultBytes && std::is_trivially_copyable_v<Outcome>);

@@ -13,7 +13,7 @@ namespace modicum {
 
 // The call at which a rank fails. Calls of all ranks are counted together, from 1; 0: never.
 struct BoardScript {
-  int64_t fail_at_check = 0;  // number of the call of `failure` (`check` calls it once)
+  int64_t fail_at_check = 0;  // number of the call of `failure()`; each `check` makes one
   int64_t fail_at_beat = 0;   // number of the heartbeat; the next `check` throws
   int culprit_rank = 7;       // the rank that fails
 };

@@ -8,8 +8,8 @@
 
 namespace modicum {
 
-// Sleeps while `word` equals `value`, at most 50 ms, so that the caller can check for failed peers.
-// May return early. `word` may be shared between processes.
+// Sleeps while `word` equals `value`, but at most 50 ms, so that the caller can check for failed
+// peers. May return early. `word` may be shared between processes.
 void wait_on(const std::atomic<uint32_t>& word, uint32_t value) noexcept;
 void wake_all(const std::atomic<uint32_t>& word) noexcept;
 

@@ -30,7 +30,7 @@ SharedRing::SharedRing(int ranks, uint64_t part_bytes)
   MODICUM_ASSERT(part_bytes % kPageBytes == 0);
   MODICUM_ASSERT(slot_bytes_ > 0);
   auto* const fresh = new (control_.bytes().data()) Control;
-  // All slots begin as taken, so that the first root may fill them.
+  // All slots begin as taken, so that the first root need not wait.
   for (auto& taken : fresh->taken) taken.store(static_cast<uint32_t>(ranks - 1));
 }
 
@@ -60,7 +60,7 @@ void RingExchange::send(std::span<const std::byte> bytes) {
     wait_until(taken, board_, rank_, [&](uint32_t now) { return now == readers; });
     const size_t n = std::min<size_t>(bytes.size(), ring_.slot_bytes_);
     std::memcpy(ring_.data_.bytes().data() + turn_ % kSlots * ring_.slot_bytes_, bytes.data(), n);
-    taken.store(0, std::memory_order_relaxed);  // `filled` publishes it
+    taken.store(0, std::memory_order_relaxed);  // published by the store to `filled`
     control.filled.store(++turn_, std::memory_order_release);
     wake_all(control.filled);
     bytes = bytes.subspan(n);

@@ -9,8 +9,8 @@
 
 namespace modicum {
 
-// One rank's endpoint for broadcasts. Used by one thread at a time. All ranks must make the same
-// calls in the same order.
+// One rank's endpoint for broadcasts within a group of ranks, in which each has a place, from 0.
+// Used by one thread at a time. All ranks of the group must make the same calls in the same order.
 class Exchange {
  public:
   virtual ~Exchange() = default;
@@ -23,8 +23,8 @@ class Exchange {
     size_t begin = 0;
     size_t end = SIZE_MAX;
   };
-  // Copies `bytes` from the rank at place `root` of the group to all others. A receiver needs only
-  // the bytes in `wanted`; the rest of its `bytes` is unspecified. Throws PEER if a rank fails
+  // Copies `bytes` from the rank at place `root` to all others. A receiver needs only the bytes in
+  // `wanted`; the rest of its `bytes` is unspecified. Throws PEER if a rank fails
   // meanwhile.
   virtual void broadcast(int root, std::span<std::byte> bytes, Part wanted) = 0;
   void broadcast(int root, std::span<std::byte> bytes) { broadcast(root, bytes, Part{}); }
@@ -37,8 +37,9 @@ class Exchange {
 //   root       fill -> fill -> fill -> fill -> waits until all readers have taken turn 0
 //   readers    copy ..... copy ..... copy .....
 //
-// `filled` counts the turns that the roots have filled. `taken[slot]` counts the readers that have
-// copied the slot's latest turn. A tensor larger than a slot takes several turns.
+// A turn is one use of a slot: the root fills it, the readers copy it. A tensor larger than a slot
+// takes several turns. `filled` counts the turns that the roots have filled. `taken[slot]` counts
+// the readers that have copied the slot's latest turn.
 class SharedRing {
  public:
   // `part_bytes` is memory per rank, a multiple of the page size.
@@ -58,7 +59,7 @@ class SharedRing {
 
 class RingExchange final : public Exchange {
  public:
-  // `rank` is the number on the board, `place` the one among the ranks of this ring.
+  // `rank` is this rank's number on the board, `place` its number among the ranks of this ring.
   RingExchange(SharedRing& ring, Board& board, int rank, int place) noexcept
       : ring_(ring), board_(board), rank_(rank), place_(place) {}
   Charge commit(Ledger& ledger) override;

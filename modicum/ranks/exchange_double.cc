@@ -31,7 +31,7 @@ void ThreadExchange::broadcast(int root, std::span<std::byte> bytes, Part /*want
   ++turn_;
   if (rank_ == root) {
     hub_.wait(lock, board_, [this] { return hub_.to_take_ == 0; });
-    hub_.on_.assign(bytes.begin(), bytes.end());
+    hub_.sent_bytes_.assign(bytes.begin(), bytes.end());
     hub_.to_take_ = hub_.ranks_ - 1;
     hub_.sent_ = turn_;
     // If a later broadcast has begun, all ranks have copied this one.
@@ -39,8 +39,8 @@ void ThreadExchange::broadcast(int root, std::span<std::byte> bytes, Part /*want
     return;
   }
   hub_.wait(lock, board_, [this] { return hub_.sent_ >= turn_; });
-  MODICUM_ASSERT(hub_.on_.size() == bytes.size());
-  if (!bytes.empty()) std::memcpy(bytes.data(), hub_.on_.data(), bytes.size());
+  MODICUM_ASSERT(hub_.sent_bytes_.size() == bytes.size());
+  if (!bytes.empty()) std::memcpy(bytes.data(), hub_.sent_bytes_.data(), bytes.size());
   --hub_.to_take_;
 }
 

@@ -32,10 +32,10 @@ class ThreadHub {
 
   const int ranks_;
   const uint64_t part_bytes_;
-  mutable std::mutex mutex_;   // guards everything below
-  uint64_t sent_ = 0;          // broadcasts begun by their roots
-  int to_take_ = 0;            // receivers that have yet to copy the current broadcast
-  std::vector<std::byte> on_;  // copy of its bytes: a root whose wait fails may free them
+  mutable std::mutex mutex_;           // guards everything below
+  uint64_t sent_ = 0;                  // broadcasts begun by their roots
+  int to_take_ = 0;                    // receivers that have yet to copy the current broadcast
+  std::vector<std::byte> sent_bytes_;  // a copy, since a root whose wait fails may free its bytes
   std::vector<Call> calls_;
 };
 

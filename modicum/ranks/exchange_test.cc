@@ -19,9 +19,9 @@ uint64_t slot_bytes(int world, uint64_t part_bytes) {
   return part_bytes * static_cast<uint64_t>(world) / 4;
 }
 
-// Byte `i` of the tensor sent in turn `turn`.
-std::byte sent(int turn, size_t i) {
-  return static_cast<std::byte>((static_cast<size_t>(turn) * 37 + i * 11 + i / 251) & 0xff);
+// Byte `i` of broadcast number `call`.
+std::byte sent(int call, size_t i) {
+  return static_cast<std::byte>((static_cast<size_t>(call) * 37 + i * 11 + i / 251) & 0xff);
 }
 
 std::vector<size_t> sizes_around_slots(int world, uint64_t part_bytes) {
@@ -31,17 +31,17 @@ std::vector<size_t> sizes_around_slots(int world, uint64_t part_bytes) {
 
 // Broadcasts every size from every root. Returns whether every byte was right.
 bool all_arrive(Exchange& exchange, int rank, int world, const std::vector<size_t>& sizes) {
-  int turn = 0;
+  int call = 0;
   for (int root = 0; root < world; ++root) {
     for (const size_t size : sizes) {
-      ++turn;
+      ++call;
       std::vector<std::byte> bytes(size);
       if (rank == root) {
-        for (size_t i = 0; i < size; ++i) bytes[i] = sent(turn, i);
+        for (size_t i = 0; i < size; ++i) bytes[i] = sent(call, i);
       }
       exchange.broadcast(root, bytes);
       for (size_t i = 0; i < size; ++i) {
-        if (bytes[i] != sent(turn, i)) return false;
+        if (bytes[i] != sent(call, i)) return false;
       }
     }
   }
@@ -62,27 +62,27 @@ TEST(RingExchange, ThreadsReceiveEverySizeFromEveryRoot) {
 }
 
 // Forks a process per rank and returns how many of their bodies returned true.
-int count_well(int world, const std::function<bool(int rank)>& body) {
+int count_succeeded(int world, const std::function<bool(int rank)>& body) {
   std::vector<pid_t> children;
   for (int rank = 0; rank < world; ++rank) {
     const pid_t child = fork();
     if (child == 0) {
-      bool well = false;
+      bool is_true = false;
       try {
-        well = body(rank);
+        is_true = body(rank);
       } catch (const std::exception&) {
       }
-      _exit(well ? 0 : 1);
+      _exit(is_true ? 0 : 1);
     }
     children.push_back(child);
   }
-  int well = 0;
+  int succeeded = 0;
   for (const pid_t child : children) {
     int status = 0;
     EXPECT_EQ(waitpid(child, &status, 0), child);
-    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) ++well;
+    if (WIFEXITED(status) && WEXITSTATUS(status) == 0) ++succeeded;
   }
-  return well;
+  return succeeded;
 }
 
 TEST(RingExchange, ProcessesReceiveEverySizeFromEveryRoot) {
@@ -90,14 +90,14 @@ TEST(RingExchange, ProcessesReceiveEverySizeFromEveryRoot) {
   for (int world = 2; world <= 5; ++world) {
     SharedBoard board(world, clock);
     SharedRing ring(world, kPageBytes);
-    const int well = count_well(world, [&](int rank) {
+    const int succeeded = count_succeeded(world, [&](int rank) {
       Ledger ledger;
       RingExchange exchange(ring, board, rank, rank);
       const Charge charge = exchange.commit(ledger);
       board.barrier(rank);
       return all_arrive(exchange, rank, world, sizes_around_slots(world, kPageBytes));
     });
-    EXPECT_EQ(well, world);
+    EXPECT_EQ(succeeded, world);
   }
 }
 
@@ -144,7 +144,7 @@ void expect_end_by_peer(int waiter, int root, size_t bytes) {
     std::vector<std::byte> memory(bytes);
     try {
       exchange.broadcast(root, memory);
-      ADD_FAILURE() << "the peer never joined";
+      ADD_FAILURE() << "expected PEER, got no error";
     } catch (const Error& error) {
       EXPECT_EQ(error.category(), Category::peer);
       EXPECT_EQ(error.facts().culprit_rank, 1 - waiter);
@@ -154,6 +154,7 @@ void expect_end_by_peer(int waiter, int root, size_t bytes) {
 }
 
 TEST(RingExchange, AFailedReaderEndsAWaitingSender) {
+  // The ring has four slots, so the sender waits before it fills the first one again.
   expect_end_by_peer(0, 0, 5 * slot_bytes(2, kPageBytes));
 }
 
@@ -189,6 +190,7 @@ TEST(ThreadExchange, DeliversAndRecordsEveryBroadcast) {
       EXPECT_EQ(ledger.held()[Purpose::staging], 3 * kPageBytes);
       EXPECT_TRUE(all_arrive(exchange, rank, world, {0, 1, 5000}));
     });
+    // Each rank takes part in the broadcasts of `world` roots, of three sizes each.
     EXPECT_EQ(hub.calls().size(), static_cast<size_t>(world * world) * 3);
     for (const ThreadHub::Call& call : hub.calls()) EXPECT_LT(call.root, world);
   }

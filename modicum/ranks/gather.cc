@@ -133,10 +133,10 @@ bool Gather::note(uint64_t slot, uint32_t begin, uint32_t length) noexcept {
 }
 
 // Waits for all ranks, writes this rank's slot of the round just filled, if any, and begins the
-// earliest round that a rank wants. Its half is free: each rank has written its slot there before
-// it arrived here.
+// earliest round that a rank wants, in the other half. That half is free: each rank wrote its slot
+// there before it arrived here.
 void Gather::meet(uint64_t wanted, WriteOut write) {
-  // Relaxed: `arrived` publishes it, as well as the slots and lists.
+  // Relaxed: `arrived` publishes this store, as well as the slots and lists.
   shared_.head(place_).next[half()].store(wanted, std::memory_order_relaxed);
   std::atomic<uint32_t>& arrived = shared_.head(0).arrived;
   const uint32_t all = (step_ + 1) * static_cast<uint32_t>(shared_.ranks_);
@@ -178,7 +178,7 @@ void Gather::write_own(WriteOut write) {
     if (end > begin) write(window + begin, slot.subspan(begin, end - begin));
   };
   for (size_t from = 0;; ++from) {
-    // Mostly the next run belongs to the next rank. Otherwise the lowest begin is searched.
+    // Usually the next run belongs to the next rank. If not, search for the lowest begin.
     size_t first = from % ranks;
     if (begin_of(cursors_[first]) != end) {
       for (size_t other = 0; other < ranks; ++other) {

@@ -40,7 +40,8 @@ class SharedGather {
   SharedGather(int ranks, uint64_t part_bytes, SharedPages pages);
   Head& head(int place) const noexcept;
   std::span<std::byte> half_of(int place, size_t half) const noexcept;
-  // The list of the runs that the rank at place `from` has put into the slot of the one at `place`.
+  // The list of the runs that the rank at place `from` has put into the slot of the rank at
+  // `place`.
   std::span<Row> list_of(int place, size_t half, int from) const noexcept;
   std::byte* slot_of(int place, size_t half) const noexcept;
 
@@ -62,13 +63,14 @@ class SharedGather {
 //
 // When they meet, each rank announces the round of its next bytes. The earliest of these rounds is
 // filled next; so rounds without bytes are skipped. Bytes may be put in any order; each is written
-// once. If all ranks put theirs in about the same order, a window's bytes are written together.
+// once. If all ranks put their bytes in about the same order, a window's bytes are written
+// together.
 //
 // Used by one thread at a time. Calls throw PEER if a rank fails meanwhile; after that, the memory
 // must not be used again.
 class Gather {
  public:
-  // `rank` is the number on the board, `place` the one among the ranks of the node.
+  // `rank` is this rank's number on the board, `place` its number among the ranks of the node.
   Gather(SharedGather& shared, Board& board, int rank, int place);
 
   // Commits this rank's part and charges it as staging while this object lives. Throws BUDGET or

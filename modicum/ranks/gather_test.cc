@@ -103,7 +103,7 @@ Puts rows_of(int world, uint64_t row, uint64_t rows) {
   return puts;
 }
 
-TEST(Gather, RowsAreWrittenAsWindows) {
+TEST(Gather, EachWindowOfCompleteRowsIsWrittenInOneCall) {
   for (int world = 1; world <= 5; ++world) {
     for (const uint64_t part : {1, 6, 100, 4096, 5000}) {
       const uint64_t row = part * static_cast<uint64_t>(world);
@@ -115,16 +115,17 @@ TEST(Gather, RowsAreWrittenAsWindows) {
   }
 }
 
-// One rank puts no bytes, and another none in the last half: these stay unwritten.
-TEST(Gather, UnevenRanksAndHolesAreWritten) {
+// One rank puts no bytes, and another none in the last half: their bytes stay unwritten.
+TEST(Gather, HolesStayUnwritten) {
   Puts puts = rows_of(4, 1000, 100);
   puts[1].clear();
   puts[2].resize(50);
-  // Column 3 adjoins column 0 of the next row. In the last 50 rows column 2 is missing.
+  // Column 1 is a hole in each of the 100 rows, so each use of the gather needs a write per row.
   EXPECT_GE(gathered(puts, 100'000, 3), 3U * 100);
 }
 
-// Runs of any length in any order, so that lists become full and addresses go back.
+// Runs of random length; in every second trial also in random order, so that lists become full and
+// addresses go back.
 TEST(Gather, AnyOrderIsWrittenOnce) {
   std::minstd_rand dice(7);
   for (int trial = 0; trial < 20; ++trial) {
@@ -152,16 +153,17 @@ TEST(Gather, RanksThatGoBackTogetherWriteTogether) {
       for (uint64_t r = odd; r < end; r += 2) sorted[rank].push_back(puts[rank][r]);
     }
   }
-  EXPECT_EQ(gathered(sorted, 100 * 4 * 512), 100U);
+  EXPECT_EQ(gathered(sorted, 100 * 4 * 512), 100U) << "expected one write per row";
 }
 
-TEST(Gather, ProcessesMapItByItsPath) {
+TEST(Gather, ProcessesMapTheMemoryByItsPath) {
   SteadyClock clock;
   const Puts puts = rows_of(3, 3 * 70, 300);
   SharedBoard board(3, clock);
   const SharedGather shared(3, kPartBytes);
   const Written written(3 * 70 * 300);
-  EXPECT_FALSE(SharedGather::open(shared.path(), 2, kPartBytes).has_value()) << "of another size";
+  EXPECT_FALSE(SharedGather::open(shared.path(), 2, kPartBytes).has_value())
+      << "its size is that of 3 ranks";
   std::vector<pid_t> children;
   for (int rank = 0; rank < 3; ++rank) {
     const pid_t child = fork();
@@ -219,7 +221,7 @@ TEST(Gather, AFailedRankEndsTheWait) {
     Gather gather(shared, board, rank, rank);
     try {
       gather.finish([](uint64_t, std::span<const std::byte>) {});
-      ADD_FAILURE() << "the peer never came";
+      ADD_FAILURE() << "expected PEER, got no error";
     } catch (const Error& error) {
       EXPECT_EQ(error.category(), Category::peer);
       EXPECT_EQ(error.facts().culprit_rank, 1);

@@ -17,8 +17,8 @@ void OwnReport::begin(FunctionRef<uint64_t()> baseline) {
   if (table == nullptr) return;
   pages_.emplace(std::move(*opened));
   const uint64_t held_bytes = baseline();
-  // Before the claim: the watcher takes a report of an unmarked process for an older program's,
-  // which has called exec.
+  // The mark must precede the claim: if a process has a report but no mark, the watcher concludes
+  // that the program which claimed the report has since replaced itself by exec.
   if (!pages_->mark()) return;
   const uint64_t retained_bytes = std::min(held_bytes, retained_heap_bytes());
   SelfReport* const report = table->claim(getpid(), held_bytes - retained_bytes);

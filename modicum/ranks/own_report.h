@@ -1,5 +1,5 @@
-// The report of this process to the `modicum watch` that runs it. Part of the public header of
-// `ranks`.
+// The report of this process to the `modicum watch` that it runs under. Part of the public header
+// of `ranks`.
 #pragma once
 
 #include <cstdint>

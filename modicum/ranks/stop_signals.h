@@ -19,7 +19,8 @@ class StopSignals {
   StopSignals(const StopSignals&) = delete;
   StopSignals& operator=(const StopSignals&) = delete;
 
-  // CANCELLED after SIGINT, PREEMPTED after SIGTERM (the last signal counts), nullopt before one.
+  // CANCELLED after SIGINT, PREEMPTED after SIGTERM (the last signal counts), nullopt before the
+  // first signal.
   std::optional<Error> received() const;
   // The number of signals received so far.
   int count() const noexcept;

@@ -120,7 +120,7 @@ class Supervisor {
     try {
       fork_all(gate, body);
     } catch (const Error&) {
-      end_all(0);  // before the gate opens, so that no body runs
+      end_all(0);  // before ~StartGate opens the gate, so that no body runs
       throw;
     }
   }
@@ -151,7 +151,8 @@ class Supervisor {
     bool gone = false;
     bool killed = false;
     int64_t stopped_at_ns = -1;   // when the supervisor noticed a SIGSTOP; -1: running
-    std::string size_in_silence;  // text of /proc/PID/statm at the last overdue check; "": none yet
+    std::string size_in_silence;  // text of /proc/PID/statm at the last check; "": none yet
+    int64_t checked_at_ns = 0;    // time of the heartbeat that the last check recorded
   };
 
   void fork_all(StartGate& gate, FunctionRef<void(int rank)> body) {
@@ -177,14 +178,14 @@ class Supervisor {
     for (int rank = 0; rank < board_.ranks(); ++rank) board_.beat(rank, 0);
   }
 
-  // Whether ranks may go on after the signal `stopped`. The first call after SIGTERM fixes the
-  // length of the grace period; later ones compare the time and the number of signals with it.
+  // Whether ranks may go on after the signal `stopped`. The first call after SIGTERM begins the
+  // grace period. Later calls check that it has not passed and that no further signal has arrived.
   bool is_in_grace(const Error& stopped) {
     if (!options_.grace_ns || stopped.category() != Category::preempted) return false;
     const int64_t now = clock_.now_ns();
     if (!grace_) grace_ = Grace{.begin_ns = now, .ns = options_.grace_ns()};
     const int64_t passed_ns = now - grace_->begin_ns;
-    // Signals of the first second are repetitions of the first one and do not end the grace period.
+    // SIGTERMs of the first second repeat the first one and do not end the grace period.
     if (passed_ns < kNextInGroupNs) grace_->signals = stop_.count();
     return passed_ns < grace_->ns && stop_.count() == grace_->signals;
   }
@@ -221,13 +222,16 @@ class Supervisor {
   }
 
   // While the kernel commits its memory, a rank sends no heartbeats, but its size changes. So a
-  // changed size counts as a heartbeat; at the first check any size differs from "".
+  // changed size counts as a heartbeat; so does the first check of a silence, which has no earlier
+  // size to compare with.
   void judge_silence(int rank) {
     Child& child = children_[static_cast<size_t>(rank)];
     std::string size = read_kernel_text(fmt::format("/proc/{}/statm", child.pid)).value_or("");
-    if (size != child.size_in_silence) {
+    const bool is_first = board_.last_beat_ns(rank) != child.checked_at_ns;
+    if (is_first || size != child.size_in_silence) {
       child.size_in_silence = std::move(size);
       board_.beat(rank, 0);
+      child.checked_at_ns = board_.last_beat_ns(rank);
       return;
     }
     Error stalled = blame_for(
@@ -311,12 +315,12 @@ class Supervisor {
   // The grace period, which begins when the first SIGTERM is noticed.
   struct Grace {
     int64_t begin_ns = 0, ns = 0;
-    int signals = 0;  // number of SIGINT and SIGTERM received in its first second
+    int signals = 0;  // SIGINTs and SIGTERMs received up to the end of its first second
   };
   std::optional<Grace> grace_;  // nullopt: no SIGTERM yet, or no options_.grace_ns
   bool has_ended_ = false;      // end_all has been called
   // The error of the first rank that died of SIGTERM, and when the supervisor noticed it. It is
-  // thrown after kNextInGroupNs, unless this process receives SIGTERM or SIGINT until then.
+  // thrown after kNextInGroupNs, unless this process receives SIGTERM or SIGINT before then.
   std::optional<Error> terminated_;
   int64_t terminated_at_ns_ = 0;
   // The first failure that the supervisor found. It is thrown if the board has none: a rank that

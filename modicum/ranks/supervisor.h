@@ -15,8 +15,9 @@ constexpr int kMaxRanksPerCore = 16;
 
 struct SuperviseOptions {
   // After this long without a heartbeat, outside a barrier, a rank's memory size is checked. The
-  // rank has stalled (STALL) if the size is the same as at its previous check; the first such
-  // check only records it. The error names the file that the rank waits for, and the offset there.
+  // rank has stalled (STALL) if the size is the same as at its previous check; the first check
+  // after a heartbeat only records it. If the rank is in a read or write of a file, the error names
+  // the file and the offset.
   int64_t stall_limit_ns = 60 * kNsPerSecond;
   // A rank stopped (SIGSTOP) for less than this is tolerated.
   int64_t stop_grace_ns = 2 * kNsPerSecond;
@@ -24,7 +25,8 @@ struct SuperviseOptions {
   std::function<void()> tick = [] {};
   // Returns how long ranks may go on after the first SIGTERM to this process; called once, after
   // that signal. If it is set, ranks ignore SIGTERM. SIGINT ends the run immediately. So does
-  // another SIGTERM, unless it arrives in the first second: `timeout` and others send two.
+  // another SIGTERM, unless it arrives within a second of the first one: `timeout` and others send
+  // two.
   std::function<int64_t()> grace_ns;
   // Returns the evidence that the kernel's OOM killer has acted since the ranks began, or "".
   std::function<std::string()> out_of_memory = [] { return std::string(); };
@@ -44,8 +46,8 @@ struct SuperviseOptions {
 //   SIGINT or SIGTERM to this process        CANCELLED or PREEMPTED, also if ranks received it too;
 //                                            after SIGTERM not before `grace_ns` has passed
 //
-// An exception of `options.tick` is thrown, too. Threads: this process must have no other. During
-// the call it handles SIGINT and SIGTERM.
+// An exception of `options.tick` ends the ranks and is thrown, too. Threads: this process must have
+// no others. During the call, it handles SIGINT and SIGTERM.
 void run_ranks(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,
                const SuperviseOptions& options = {});
 

@@ -60,7 +60,7 @@ class Supervised : public testing::Test {
     return failure;
   }
 
-  // Expects a failure with the category and text of `blame` that names its culprit and that pid.
+  // Expects a failure with the category and text of `blame` that names the culprit and its pid.
   struct Blame {
     int culprit = 0;
     Category category = Category::peer;
@@ -241,7 +241,7 @@ TEST_F(Supervised, ASilentRankHasStalled) {
 }
 
 // A pread that never returns, as on storage that hangs: the kernel asks a listener, which does not
-// answer. Ends with exit code 3 if it can't be made.
+// answer. Exits with code 3 if the listener can't be installed.
 [[noreturn]] void hang_in_pread(const std::string& path, off_t offset) {
   std::array<sock_filter, 4> filter = {{BPF_STMT(BPF_LD | BPF_W | BPF_ABS, 0),
                                         BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, SYS_pread64, 0, 1),
@@ -283,6 +283,19 @@ TEST_F(Supervised, ARankWhoseMemoryGrowsHasNotStalled) {
                                     }
                                   },
                                   {.stall_limit_ns = 400 * kNsPerMs});
+  EXPECT_FALSE(failure.has_value()) << failure->what();
+}
+
+// The second silence begins after heartbeats, so it must not be compared with the first.
+TEST_F(Supervised, TwoSilencesBelowTwiceTheLimitAreNoStall) {
+  const auto failure = failure_of(1,
+                                  [this](SharedBoard& board, int rank) {
+                                    for (int silence = 0; silence < 2; ++silence) {
+                                      board.beat(rank, 1);
+                                      clock_.sleep_ns(1500 * kNsPerMs);
+                                    }
+                                  },
+                                  {.stall_limit_ns = 1000 * kNsPerMs});
   EXPECT_FALSE(failure.has_value()) << failure->what();
 }
 
@@ -351,7 +364,7 @@ TEST_F(InGrace, RanksFinishAfterSigterm) {
   EXPECT_EQ(shared().decisions, 1);
 }
 
-TEST_F(InGrace, ItsEndEndsTheRun) {
+TEST_F(InGrace, TheEndOfTheGracePeriodEndsTheRun) {
   const pid_t launcher = getpid();
   for (const int64_t grace_ns : {int64_t{0}, 200 * kNsPerMs}) {
     const auto failure = failure_of(
@@ -443,7 +456,7 @@ TEST_F(Supervised, RanksDieWithTheLauncher) {
   char byte = 0;
   for (int rank = 0; rank < 2; ++rank) ASSERT_EQ(read(ends[0], &byte, 1), 1);
   kill(launcher, SIGKILL);
-  EXPECT_EQ(read(ends[0], &byte, 1), 0) << "a rank is still there";
+  EXPECT_EQ(read(ends[0], &byte, 1), 0) << "expected end of file";
   close(ends[0]);
   EXPECT_EQ(waitpid(launcher, nullptr, 0), launcher);
 }

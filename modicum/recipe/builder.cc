@@ -20,6 +20,19 @@ size_t at(int64_t i) { return static_cast<size_t>(i); }
        {.expected = std::move(expected), .got = std::move(got)});
 }
 
+// "float32 [2, 3]", or "float8_e4m3fn [2, 3] with scales".
+std::string text_of(DType dtype, const std::vector<int64_t>& shape, bool is_scaled = false) {
+  return fmt::format("{} {}{}", torch_name(dtype), shape_text(shape),
+                     is_scaled ? " with scales" : "");
+}
+
+void require_supported_dims(Op op, const std::vector<int64_t>& shape) {
+  if (shape.size() <= kMaxRank) return;
+  fail(Category::unsupported,
+       fmt::format("'{}' of a tensor of more than {} dims", op_name(op), kMaxRank),
+       {.got = shape_text(shape)});
+}
+
 // The number of elements of a node. Throws MISMATCH if a dim is negative, or if the elements or
 // bytes exceed the limits.
 int64_t require_countable(const Node& node) {
@@ -33,7 +46,7 @@ int64_t require_countable(const Node& node) {
   if (!numel || !checked_bytes(node.dtype, node.shape)) {
     fail(Category::mismatch, fmt::format("'{}' makes a tensor that is too large", op_name(node.op)),
          {.expected = fmt::format("at most {} bytes", kMaxModelBytes),
-          .got = fmt::format("{} {}", torch_name(node.dtype), shape_text(node.shape))});
+          .got = text_of(node.dtype, node.shape)});
   }
   return *numel;
 }
@@ -69,8 +82,7 @@ void require_countable(const Recipe& recipe) {
     fail(Category::mismatch, "the recipe's targets are too large",
          {.tensor = spec.fqn,
           .expected = fmt::format("at most {} bytes together", kMaxModelBytes),
-          .got = fmt::format("{} {}, and those before it", torch_name(spec.dtype),
-                             shape_text(spec.shape))});
+          .got = text_of(spec.dtype, spec.shape) + " and the targets before it"});
   }
 }
 
@@ -105,9 +117,10 @@ const Node& RecipeBuilder::node(uint32_t id) const {
 
 Node RecipeBuilder::along(Op op, int dim, uint32_t in) const {
   const Node& of = node(in);
-  if (dim < 0 || at(dim) >= of.shape.size() || of.shape.size() > kMaxRank) {
-    refuse(
-        fmt::format("'{}' along dim {} of a tensor of {} dims", op_name(op), dim, of.shape.size()));
+  require_supported_dims(op, of.shape);
+  if (dim < 0 || at(dim) >= of.shape.size()) {
+    refuse(fmt::format("'{}' along a dim that its input does not have", op_name(op)),
+           fmt::format("a dim in [0, {})", of.shape.size()), fmt::format("{}", dim));
   }
   return {.op = op, .dtype = of.dtype, .dim = dim, .shape = of.shape};
 }
@@ -120,17 +133,18 @@ std::optional<uint32_t> RecipeBuilder::find_stored(std::string_view name) {
   return find_name(by_name_, name, name_of);
 }
 
-uint32_t RecipeBuilder::stored(std::string_view name) {
+uint32_t RecipeBuilder::require_stored(std::string_view name, std::string_view error) {
   const auto found = find_stored(name);
-  if (!found) {
-    std::vector<std::string> names;
-    for (const Stored& s : manifest_.tensors) names.push_back(s.spec.fqn);
-    const std::string near = nearest_name(name, names);
-    fail(Category::mismatch, "the recipe names a tensor that the checkpoint does not hold",
-         {.tensor = std::string(name),
-          .got = near.empty() ? "" : fmt::format("nearest '{}'", near)});
-  }
-  return stored(*found);
+  if (found) return *found;
+  std::vector<std::string> names;
+  for (const Stored& s : manifest_.tensors) names.push_back(s.spec.fqn);
+  fail(Category::mismatch, fmt::format("{}{}", error, nearest_hint(name, names)),
+       {.tensor = std::string(name)});
+}
+
+uint32_t RecipeBuilder::stored(std::string_view name) {
+  return stored(
+      require_stored(name, "the recipe names a tensor that the checkpoint does not hold"));
 }
 
 uint32_t RecipeBuilder::stored(uint32_t tensor) {
@@ -150,12 +164,15 @@ uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
   for (const uint32_t id : in) {
     std::vector<int64_t> rest = along(Op::cat, dim, id).shape;
     const auto sum = checked_add(total, rest[at(dim)]);
-    if (!sum) refuse("'cat' makes a dim over 2^63-1", "", shape_text(rest));
+    if (!sum) {
+      refuse("'cat' makes a dim that is too large", "at most 2^63-1",
+             fmt::format("{} + {}", total, rest[at(dim)]));
+    }
     total = *sum;
     rest[at(dim)] = made.shape[at(dim)];
     if (rest != made.shape || node(id).dtype != made.dtype) {
-      refuse("'cat' of tensors that differ in more than the dim", shape_text(made.shape),
-             shape_text(rest));
+      refuse(fmt::format("'cat' along dim {} of tensors that differ in dtype or another dim", dim),
+             text_of(made.dtype, made.shape), text_of(node(id).dtype, node(id).shape));
     }
   }
   made.shape[at(dim)] = total;
@@ -168,11 +185,13 @@ uint32_t RecipeBuilder::stack(int dim, std::vector<uint32_t> in) {
   Node made{.op = Op::stack, .dtype = node(in[0]).dtype, .dim = dim, .shape = node(in[0]).shape};
   for (const uint32_t id : in) {
     if (node(id).shape != made.shape || node(id).dtype != made.dtype) {
-      refuse("'stack' of tensors that differ", shape_text(made.shape), shape_text(node(id).shape));
+      refuse("'stack' of tensors that differ in dtype or shape", text_of(made.dtype, made.shape),
+             text_of(node(id).dtype, node(id).shape));
     }
   }
   if (dim < 0 || static_cast<size_t>(dim) > made.shape.size()) {
-    refuse(fmt::format("'stack' along dim {} of tensors of {} dims", dim, made.shape.size()));
+    refuse("'stack' along a dim that its output does not have",
+           fmt::format("a dim in [0, {}]", made.shape.size()), fmt::format("{}", dim));
   }
   made.shape.insert(made.shape.begin() + dim, static_cast<int64_t>(in.size()));
   made.in = std::move(in);
@@ -185,19 +204,21 @@ uint32_t RecipeBuilder::slice(int dim, int64_t start, int64_t stop, uint32_t in)
   made.arg = {start};
   int64_t& size = made.shape[at(dim)];
   if (start < 0 || stop < start || stop > size) {
-    refuse(fmt::format("'slice' [{}, {}) of a dim of {}", start, stop, size));
+    refuse(fmt::format("'slice' [{}, {}) of a dim of size {}", start, stop, size));
   }
   size = stop - start;
   return push(std::move(made));
 }
 
 uint32_t RecipeBuilder::permute(std::vector<int64_t> dims, uint32_t in) {
+  require_supported_dims(Op::permute, node(in).shape);
   std::vector<int64_t> sorted = dims;
   std::sort(sorted.begin(), sorted.end());
   std::vector<int64_t> all(node(in).shape.size());
   std::iota(all.begin(), all.end(), 0);
-  if (sorted != all || all.size() > kMaxRank) {
-    refuse("'permute' does not name each dim once", shape_text(all), shape_text(dims));
+  if (sorted != all) {
+    refuse("'permute' does not name each dim once", shape_text(all) + " in any order",
+           shape_text(dims));
   }
   Node made{.op = Op::permute, .dtype = node(in).dtype, .in = {in}, .arg = std::move(dims)};
   for (const int64_t d : made.arg) made.shape.push_back(node(in).shape[at(d)]);
@@ -209,7 +230,9 @@ uint32_t RecipeBuilder::gather(int dim, std::vector<int64_t> index, uint32_t in)
   made.in = {in};
   int64_t& size = made.shape[at(dim)];
   for (const int64_t i : index) {
-    if (i < 0 || i >= size) refuse(fmt::format("'gather' of index {} from a dim of {}", i, size));
+    if (i < 0 || i >= size) {
+      refuse(fmt::format("'gather' of index {} from a dim of size {}", i, size));
+    }
   }
   size = static_cast<int64_t>(index.size());
   made.arg = std::move(index);
@@ -254,12 +277,13 @@ void RecipeBuilder::target(std::string fqn, uint32_t root, std::optional<DType> 
   const DType wanted = dtype.value_or(made.dtype);
   const bool has_numbers = is_castable(made.dtype) || made.is_scaled;
   if (wanted != made.dtype && !(is_castable(wanted) && has_numbers)) {
+    const char* expected = !is_castable(wanted) ? "a cast to float32, bfloat16 or float16"
+                           : is_fp8_code(made.dtype)
+                               ? "a scale for each stored tensor of FP8 codes"
+                               : "a cast from float32, bfloat16, float16 or FP8 codes with scales";
     fail(Category::unsupported,
-         is_fp8_code(made.dtype) ? "a cast of FP8 codes that do not all have a scale"
-                                 : "a cast that is not between float32, bfloat16 and float16",
-         {.tensor = fqn,
-          .expected = std::string(torch_name(wanted)),
-          .got = std::string(torch_name(made.dtype))});
+         fmt::format("a cast from {} to {}", torch_name(made.dtype), torch_name(wanted)),
+         {.tensor = fqn, .expected = expected});
   }
   recipe_.targets.push_back({{std::move(fqn), role, wanted, made.shape}, root});
 }
@@ -270,13 +294,8 @@ void RecipeBuilder::alias(std::string fqn, std::string of, std::optional<uint32_
 }
 
 void RecipeBuilder::unused(std::string_view name) {
-  const auto found = find_stored(name);
-  if (!found) {
-    fail(Category::mismatch,
-         "the recipe lists a tensor as unused that the checkpoint does not hold",
-         {.tensor = std::string(name)});
-  }
-  recipe_.unused.push_back(*found);
+  recipe_.unused.push_back(require_stored(
+      name, "the recipe lists as unused a tensor that the checkpoint does not hold"));
 }
 
 void RecipeBuilder::resolve_aliases() {
@@ -289,8 +308,10 @@ void RecipeBuilder::resolve_aliases() {
   for (Alias& alias : aliases_) {
     const auto found = find_name(made, alias.of, name_of);
     if (!found) {
-      fail(Category::mismatch, "an alias of a target that the recipe lacks",
-           {.tensor = alias.fqn, .expected = alias.of});
+      fail(Category::mismatch,
+           fmt::format("an alias of '{}', which is itself an alias or not a target",
+                       printable(alias.of)),
+           {.tensor = alias.fqn});
     }
     resolve(std::move(alias), *found);
   }
@@ -312,12 +333,12 @@ void RecipeBuilder::resolve(Alias alias, uint32_t of) {
     }
     if (!alike || read.shape != spec.shape) {
       fail(Category::mismatch,
-           fmt::format("a tensor that is tied to '{}' has another shape or dtype; --untie loads "
-                       "both",
+           fmt::format("a tensor that is tied to '{}' has another shape or dtype, or only one of "
+                       "them has scales; --untie (in Python: untie=True) loads both",
                        printable(alias.of)),
            {.tensor = spec.fqn,
-            .expected = fmt::format("{} {}", torch_name(dtype), shape_text(spec.shape)),
-            .got = fmt::format("{} {}", torch_name(read.dtype), shape_text(read.shape))});
+            .expected = text_of(dtype, spec.shape, is_scaled),
+            .got = text_of(read.dtype, read.shape, read.is_scaled)});
     }
     made.in = {*alias.stored_as};
   }

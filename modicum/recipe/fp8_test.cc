@@ -107,6 +107,32 @@ TEST(Fp8Recipe, CodesWithoutAScaleAreNotCast) {
             Category::unsupported);
 }
 
+TEST(Fp8Recipe, ARefusedCastNamesTheDtypeOrTheMissingScale) {
+  const Manifest manifest = fp8_manifest({"a", "bare"});
+  const auto cast = [&](std::string_view name, DType dtype) {
+    RecipeBuilder builder(manifest);
+    const uint32_t codes = builder.stored(name);
+    return std::string(failure_of([&] { builder.target("t", codes, dtype); })->what());
+  };
+  EXPECT_EQ(cast("a", DType::i64),
+            "UNSUPPORTED: a cast from float8_e4m3fn to int64 (tensor t, expected a cast to "
+            "float32, bfloat16 or float16)");
+  EXPECT_EQ(cast("bare", DType::bf16),
+            "UNSUPPORTED: a cast from float8_e4m3fn to bfloat16 (tensor t, expected a scale for "
+            "each stored tensor of FP8 codes)");
+}
+
+TEST(Fp8Recipe, ATieOfTensorsOfWhichOneHasScalesIsRefused) {
+  const Manifest manifest = fp8_manifest({"a", "bare"});
+  RecipeBuilder builder(manifest);
+  builder.target("a", builder.stored("a"));
+  builder.alias("bare", "a", builder.stored("bare"));
+  EXPECT_STREQ(failure_of([&] { builder.finish(); })->what(),
+               "MISMATCH: a tensor that is tied to 'a' has another shape or dtype, or only one of "
+               "them has scales; --untie (in Python: untie=True) loads both (tensor bare, "
+               "expected float8_e4m3fn [256, 128] with scales, got float8_e4m3fn [256, 128])");
+}
+
 TEST(Fp8Recipe, AnAliasIsDequantisedToo) {
   const Manifest manifest = fp8_manifest({"a"});
   const Recipe recipe =

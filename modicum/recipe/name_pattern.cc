@@ -26,7 +26,8 @@ NamePattern::NamePattern(std::string_view flag, std::string_view expression)
   fail(Category::usage,
        fmt::format("{} is not a regular expression of RE2: {}", flag,
                    printable(expression_->error())),
-       {.expected = "https://github.com/google/re2/wiki/Syntax", .got = printable(expression)});
+       {.expected = "the syntax of https://github.com/google/re2/wiki/Syntax",
+        .got = printable(expression)});
 }
 
 NamePattern::NamePattern(NamePattern&&) noexcept = default;

@@ -86,7 +86,8 @@ class Reshape {
   // over the group's dims before `d`.
   void rows(size_t g, size_t d, int64_t base, const Box& out) {
     const size_t end = groups_[g].from_end;
-    if (d == end) return split(g, groups_[g].to_begin, {0, 1, 0}, out);  // `to` has dims of size 1
+    if (d == end)
+      return split(g, groups_[g].to_begin, {0, 1, 0}, out);  // the `to` dims have size 1
     const BoxDim& dim = from_.dims[d];
     base *= dim.size;
     if (d + 1 == end) {

@@ -102,10 +102,11 @@ class RecipeBuilder {
   // other conversion.
   void target(std::string fqn, uint32_t root, std::optional<DType> dtype = std::nullopt,
               Role role = Role::param);
-  // The target `of` may be added later. Node `stored_as` must have the shape of `of` and the dtype
-  // of its root; the load compares its values with those of `of`.
+  // The target `of` may be added later. Node `stored_as` must have the shape of `of`, the dtype of
+  // its root, and scales if and only if the root has scales; the load compares its values with the
+  // values of `of`. With `unties`, none of these conditions applies.
   void alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as = std::nullopt);
-  void unused(std::string_view name);
+  void unused(std::string_view name);  // unknown: MISMATCH with the nearest name
   Recipe finish();
   const Node& node(uint32_t id) const;  // `id` was returned by this builder
 
@@ -115,8 +116,11 @@ class RecipeBuilder {
     std::optional<uint32_t> stored_as;
   };
   std::optional<uint32_t> find_stored(std::string_view name);
+  // The index of a stored tensor. Unknown: MISMATCH with the sentence `error` and the nearest name.
+  uint32_t require_stored(std::string_view name, std::string_view error);
   uint32_t push(Node node);
-  // A node without inputs that has the dtype and shape of `in`. MISMATCH if `in` has no dim `dim`.
+  // A node without inputs that has the dtype and shape of `in`. MISMATCH if `in` has no dim `dim`,
+  // UNSUPPORTED if it has more than 8 dims.
   Node along(Op op, int dim, uint32_t in) const;
   void resolve_aliases();
   void resolve(Alias alias, uint32_t of);
@@ -159,12 +163,13 @@ std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 
 // `--dtype` and `--keep-fp32`: sets the dtype of castable targets and of FP8 codes that all have
 // scales. Targets whose name contains a match of the regular expression `keep_fp32` get float32,
-// the others `dtype`. USAGE if the expression is invalid or matches nothing.
+// the others `dtype`. USAGE if the expression is invalid or matches no such target; MISMATCH if the
+// targets become too large (require_countable).
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32);
 
 // make_recipe returns the recipe of a load. It is parsed from `text` (recipe.json), or else the
-// identity with the tie of the word embeddings and without the scales of dequantised tensors. Then
-// set_dtype is applied.
+// identity without the scales of dequantised tensors; `tie_word_embeddings` adds the tie of the
+// word embeddings to the identity. Then set_dtype is applied.
 struct RecipeOptions {
   std::optional<std::string> text;
   bool tie_word_embeddings = false;
@@ -190,8 +195,8 @@ Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
 // The tensors that a save writes.
 //
 // A stored tensor is restored, under its name and in its shape, if the targets hold each of its
-// elements exactly once. Otherwise (it was sliced, or an element is repeated) the targets that take
-// its elements are written unchanged: under the targets' names, in the targets' shapes. So are
+// elements exactly once, all in one dtype. Otherwise (it was sliced, or an element is repeated) the
+// targets that take its elements are written unchanged: under the targets' names and shapes. So are
 // targets with values that were not stored (`init`, `caller`), and every target that shares a
 // stored tensor with an unchanged target.
 //
@@ -211,7 +216,7 @@ struct SavedTensor {
   bool is_copied = false;
 };
 struct SavedForm {
-  std::vector<SavedTensor> tensors;  // in the order of the stored ones, then of the targets
+  std::vector<SavedTensor> tensors;  // sorted by `stored`; those without it are last
   std::vector<bool> as_target;       // by target: whether it is written unchanged
   std::vector<uint32_t> left_out;    // stored tensors that are neither restored nor copied
 };

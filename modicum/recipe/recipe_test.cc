@@ -145,10 +145,8 @@ TEST(Recipe, PullBackAgreesWithElementSource) {
     const Manifest manifest = manifest_of({{"a", {2, 3, 4}}, {"b", {6, 2}}, {"c", {5}}});
     RecipeBuilder builder(manifest);
     std::vector<std::vector<int64_t>> shapes;
-    Recipe probe;  // finished after the same steps, to read shapes from it
+    Recipe probe;  // a finished copy, made after each op: shows the shape of its result
     std::vector<uint32_t> tops = {builder.stored("a"), builder.stored("b"), builder.stored("c")};
-    // After each op, a finished copy shows the node's shape.
-    std::vector<unsigned> steps;
     uint32_t top = tops[seed % 3];
     std::vector<int64_t> shape = manifest.tensors[seed % 3].spec.shape;
     const int depth = 1 + static_cast<int>(random() % 4);
@@ -238,7 +236,7 @@ TEST(Recipe, ATieStoredUnderBothNamesIsCompared) {
             Category::count);
 }
 
-// Ties in either direction, determined by the stored names.
+// The stored names determine which name of a tie is the alias.
 TEST(Recipe, IfOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   const auto tie_of = [](std::vector<std::string> names) -> NamedTie {
     std::vector<std::pair<std::string, std::vector<int64_t>>> tensors;
@@ -270,7 +268,7 @@ TEST(Recipe, IfOnlyTheHeadIsStoredTheEmbeddingIsItsAlias) {
   EXPECT_FALSE(recipe.is_compared(2));
 }
 
-// The second name of a tie has the dtype of the first, even untied.
+// The second name of a tie has the dtype of the first, even if it is untied.
 TEST(Recipe, UntyingKeepsTheCast) {
   const Manifest manifest = manifest_of({{"a", {2}}, {"b", {2}}});
   const std::string text = R"({"targets": {
@@ -322,10 +320,106 @@ TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   EXPECT_EQ(tensor, "t");
   EXPECT_EQ(category_of(parse(R"("t":{"op":"rotate","in":[]})"), &tensor), Category::unsupported);
   EXPECT_EQ(tensor, "t");
+  EXPECT_EQ(category_of(parse(R"("t":{"op":"stored","file":"x"})"), &tensor), Category::mismatch);
+  EXPECT_EQ(tensor, "t") << "an unknown key";
   EXPECT_EQ(category_of(parse(a + R"(,"t":{"op":"alias","of":"absent"})", R"(["b"])")),
             Category::mismatch);
   EXPECT_EQ(category_of([&] { parse_recipe("{\"targets\":{", manifest); }), Category::mismatch);
   EXPECT_EQ(category_of([&] { parse_recipe("{}", manifest); }), Category::mismatch);
+}
+
+std::string error_of(FunctionRef<void(RecipeBuilder&)> act, const Manifest& manifest) {
+  RecipeBuilder builder(manifest);
+  try {
+    act(builder);
+    builder.finish();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Recipe, AnErrorNamesTheWrongDimDtypeOrShape) {
+  const std::vector<int64_t> nine(9, 1);
+  Manifest manifest = manifest_of({{"a", {2, 3}}, {"b", {5, 4}}, {"ids", {2, 3}}, {"nine", nine}});
+  manifest.tensors[2].spec.dtype = DType::i64;
+  const auto error = [&](FunctionRef<void(RecipeBuilder&)> act) { return error_of(act, manifest); };
+  EXPECT_EQ(error([](RecipeBuilder& r) { r.slice(2, 0, 1, r.stored("a")); }),
+            "MISMATCH: 'slice' along a dim that its input does not have (expected a dim in [0, 2), "
+            "got 2)");
+  EXPECT_EQ(error([](RecipeBuilder& r) { r.stack(-1, {r.stored("a")}); }),
+            "MISMATCH: 'stack' along a dim that its output does not have (expected a dim in "
+            "[0, 2], got -1)");
+  EXPECT_EQ(error([](RecipeBuilder& r) { r.slice(0, 0, 1, r.stored("nine")); }),
+            "UNSUPPORTED: 'slice' of a tensor of more than 8 dims (got [1, 1, 1, 1, 1, 1, 1, 1, "
+            "1])");
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.permute({8, 7, 6, 5, 4, 3, 2, 1, 0}, r.stored("nine"));
+            }),
+            "UNSUPPORTED: 'permute' of a tensor of more than 8 dims (got [1, 1, 1, 1, 1, 1, 1, 1, "
+            "1])");
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.permute({1, 1}, r.stored("a"));
+            }),
+            "MISMATCH: 'permute' does not name each dim once (expected [0, 1] in any order, got "
+            "[1, 1])");
+  const std::string cat =
+      "MISMATCH: 'cat' along dim 0 of tensors that differ in dtype or another "
+      "dim (expected float32 [2, 3], got ";
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.cat(0, {r.stored("a"), r.stored("b")});
+            }),
+            cat + "float32 [5, 4])");
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.cat(0, {r.stored("a"), r.stored("ids")});
+            }),
+            cat + "int64 [2, 3])");
+  EXPECT_EQ(error([](RecipeBuilder& r) {
+              r.stack(0, {r.stored("a"), r.stored("ids")});
+            }),
+            "MISMATCH: 'stack' of tensors that differ in dtype or shape (expected float32 [2, 3], "
+            "got int64 [2, 3])");
+  EXPECT_EQ(error([](RecipeBuilder& r) { r.target("t", r.stored("ids"), DType::f32); }),
+            "UNSUPPORTED: a cast from int64 to float32 (tensor t, expected a cast from float32, "
+            "bfloat16, float16 or FP8 codes with scales)");
+}
+
+TEST(RecipeText, AMissingKeyOrUnknownValueIsNamed) {
+  const Manifest manifest = manifest_of({{"a", {2, 3}}});
+  const auto error = [&](const std::string& node) -> std::string {
+    try {
+      parse_recipe(R"({"targets":{"t":)" + node + "}}", manifest);
+    } catch (const Error& refused) {
+      return refused.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(error(R"({"op":"stored"})"), "MISMATCH: 'stored' lacks its 'name' (tensor t)");
+  EXPECT_EQ(error(R"({"op":"alias"})"), "MISMATCH: 'alias' lacks its 'of' (tensor t)");
+  EXPECT_EQ(error(R"({"op":"rotate"})"),
+            "UNSUPPORTED: an unknown op 'rotate' (tensor t, expected stored, cat, stack, slice, "
+            "permute, gather, reshape, init, caller, alias)");
+  EXPECT_EQ(error(R"({"op":"init","rule":"twos","shape":[2],"dtype":"float32"})"),
+            "UNSUPPORTED: an unknown init rule 'twos' (tensor t, expected zeros, ones, normal)");
+}
+
+TEST(Recipe, AnUnknownNameIsRefusedWithTheNearestOne) {
+  const Manifest manifest = manifest_of({{"norm.weight", {2}}});
+  EXPECT_EQ(error_of([](RecipeBuilder& r) { r.stored("nrom.weight"); }, manifest),
+            "MISMATCH: the recipe names a tensor that the checkpoint does not hold; nearest is "
+            "'norm.weight' (tensor nrom.weight)");
+  EXPECT_EQ(error_of([](RecipeBuilder& r) { r.unused("norm.wieght"); }, manifest),
+            "MISMATCH: the recipe lists as unused a tensor that the checkpoint does not hold; "
+            "nearest is 'norm.weight' (tensor norm.wieght)");
+  EXPECT_EQ(error_of(
+                [](RecipeBuilder& r) {
+                  r.target("norm.weight", r.stored("norm.weight"));
+                  r.alias("first", "norm.weight");
+                  r.alias("second", "first");
+                },
+                manifest),
+            "MISMATCH: an alias of 'first', which is itself an alias or not a target (tensor "
+            "second)");
 }
 
 TEST(Recipe, ATargetOrAliasWithoutANameIsRefused) {

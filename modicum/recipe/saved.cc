@@ -9,7 +9,8 @@ namespace modicum {
 namespace {
 
 constexpr uint32_t kNone = UINT32_MAX;
-// The point of the fingerprints. A constant is safe, since no recipe is made to collide with it.
+// The point of the fingerprints: x in powers.h. A constant is safe, since no recipe is made
+// to collide with it.
 constexpr uint64_t kPoint = 0x0b4d'9a3c'71e5'2f87;
 
 // The elements that targets take from a stored tensor. Each of its elements is taken exactly once
@@ -88,7 +89,7 @@ class Form {
       Taken& taken = taken_[s];
       if (taken.dtype && *taken.dtype != dtype) kept_[s] = false;
       taken.dtype = dtype;
-      if (is_scaled(t, s)) spent_.insert(manifest_.tensors[s].scale->tensor);
+      if (dequantises(t, s)) spent_.insert(manifest_.tensors[s].scale->tensor);
     }
     const Node& node = recipe_.nodes[root];
     if (node.op == Op::stored) {  // most targets
@@ -152,8 +153,8 @@ class Form {
     form_.tensors.push_back({std::move(spec), s, is_copied});
   }
 
-  // Whether a tensor that no target reads is copied. The scales of codes that are not dequantised
-  // are always copied.
+  // Whether a tensor that no target reads is copied. Scales of codes that are not dequantised are
+  // copied even if `copies_unused` is false, unless the recipe lists them as unused.
   bool is_copy(uint32_t s) const {
     if (spent_.contains(s) || names_.contains(manifest_.tensors[s].spec.fqn)) return false;
     return options_.copies_unused ||
@@ -161,7 +162,7 @@ class Form {
   }
 
   // Whether target `t` dequantises the codes `s`.
-  bool is_scaled(uint32_t t, uint32_t s) const {
+  bool dequantises(uint32_t t, uint32_t s) const {
     return is_dequantised(recipe_, recipe_.targets[t]) && manifest_.tensors[s].scale.has_value();
   }
 

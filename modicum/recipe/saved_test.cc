@@ -94,7 +94,8 @@ TEST(SavedForm, ConversionsAreInverted) {
   prove(recipe, manifest, form);
 }
 
-// Covers: elements that no target holds, or two; targets with values that were not stored.
+// Stored elements that no target holds or that are held twice, and targets with values that were
+// not stored.
 TEST(SavedForm, TargetsThatCantBeInvertedAreSavedAsTargets) {
   const Manifest manifest = stored({{"cut", {6, 4}},
                                     {"gap", {6, 2}},
@@ -121,8 +122,9 @@ TEST(SavedForm, TargetsThatCantBeInvertedAreSavedAsTargets) {
   prove(recipe, manifest, form);
 }
 
-// A target that shares a stored tensor with a target that can't be inverted.
-TEST(SavedForm, TargetsThatShareAStoredTensorAreSavedAlike) {
+// `bc` can't be inverted, since no target holds the last row of c. `ab` shares b with it, so both
+// are saved as targets.
+TEST(SavedForm, TargetsThatShareAStoredTensorAreBothSavedAsTargets) {
   const Manifest manifest = stored({{"a", {4, 2}}, {"b", {4, 2}}, {"c", {4, 2}}});
   RecipeBuilder b(manifest);
   b.target("ab", b.cat(0, {b.stored("a"), b.slice(0, 0, 2, b.stored("b"))}));
@@ -174,7 +176,7 @@ TEST(SavedForm, ComputedTargetsAreNotSaved) {
   prove(recipe, manifest, form);
 }
 
-TEST(SavedForm, DtypesAreTheTargetsUnlessRequested) {
+TEST(SavedForm, FloatsAreSavedInTheTargetsDtypeUnlessAnotherIsRequested) {
   Manifest manifest = stored({{"w", {4, 4}}, {"ids", {3}}});
   manifest.tensors[1].spec.dtype = DType::i64;
   Recipe recipe = make_recipe(manifest, {.dtype = DType::f32});
@@ -215,7 +217,7 @@ TEST(SavedForm, TwoTensorsWithOneNameAreAMismatch) {
   b.target("a", b.stored("b"));
   try {
     saved_form(b.finish(), manifest);
-    FAIL();
+    FAIL() << "nothing was refused";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::mismatch);
     EXPECT_EQ(error.facts().tensor, "b");

@@ -2,8 +2,8 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-
 #include <bit>
+#include <climits>
 
 #include "modicum/json/json.h"
 #include "modicum/recipe/recipe.h"
@@ -15,12 +15,21 @@ constexpr std::array<std::string_view, 3> kRules = {"zeros", "ones", "normal"}; 
 
 // A parsed node. The keys that its op needs are not yet checked.
 struct Written {
-  std::string op, name, of, rule, dtype;
+  std::string op, rule, dtype;
+  std::optional<std::string> name, of;
   std::optional<int64_t> dim, start, stop;
   std::optional<double> std;
   std::vector<int64_t> dims, index, shape;
   std::vector<Written> in;
 };
+
+std::string all_op_names() {
+  std::string names;
+  for (auto op = Op::stored; op <= Op::alias; op = static_cast<Op>(static_cast<int>(op) + 1)) {
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", op_name(op));
+  }
+  return names;
+}
 
 std::vector<int64_t> read_integers(JsonValue& value) {
   std::vector<int64_t> numbers;
@@ -64,7 +73,7 @@ Written read_node(JsonValue& value) {
   return node;
 }
 
-// Builds a recipe from parsed nodes. Every error names the target.
+// Builds a recipe from parsed nodes. Every error of `target` names the target.
 class Reading {
  public:
   Reading(const Manifest& manifest, bool unties) : builder_(manifest, unties) {}
@@ -88,18 +97,24 @@ class Reading {
   static std::optional<DType> dtype_of(const Written& node) {
     if (node.dtype.empty()) return std::nullopt;
     const auto dtype = dtype_from_torch_name(node.dtype);
-    if (!dtype) fail(Category::mismatch, "an unknown dtype", {.got = printable(node.dtype)});
+    if (!dtype) {
+      fail(Category::mismatch, "an unknown dtype",
+           {.expected = "a name such as float32", .got = printable(node.dtype)});
+    }
     return dtype;
   }
 
   template <typename T>
-  static T need(const std::optional<T>& value, const Written& node, std::string_view key) {
+  static const T& need(const std::optional<T>& value, const Written& node, std::string_view key) {
     if (!value) fail(Category::mismatch, fmt::format("'{}' lacks its '{}'", node.op, key));
     return *value;
   }
 
   uint32_t only_input(const Written& node) {
-    if (node.in.size() != 1) fail(Category::mismatch, fmt::format("'{}' takes one input", node.op));
+    if (node.in.size() != 1) {
+      fail(Category::mismatch, fmt::format("'{}' takes one input", node.op),
+           {.expected = "1", .got = fmt::format("{}", node.in.size())});
+    }
     return input(node.in[0]);
   }
 
@@ -118,8 +133,9 @@ class Reading {
       fail(Category::mismatch, "an alias has a 'dtype'",
            {.expected = "no dtype: an alias has its target's", .got = printable(node.dtype)});
     }
-    if (node.in.empty()) return builder_.alias(fqn, node.of);
-    builder_.alias(fqn, node.of, only_input(node));
+    const std::string& of = need(node.of, node, "of");
+    if (node.in.empty()) return builder_.alias(fqn, of);
+    builder_.alias(fqn, of, only_input(node));
   }
 
   uint32_t init(const Written& node) {
@@ -129,14 +145,16 @@ class Reading {
       const double std = kind == InitRule::normal ? need(node.std, node, "std") : 0;
       return builder_.init(kind, std, node.shape, need(dtype_of(node), node, "dtype"));
     }
-    fail(Category::unsupported, fmt::format("an unknown init rule '{}'", printable(node.rule)));
+    fail(Category::unsupported, fmt::format("an unknown init rule '{}'", printable(node.rule)),
+         {.expected = fmt::format("{}", fmt::join(kRules, ", "))});
   }
 
   uint32_t build(const Written& node) {
     const auto dim = [&] {
-      return static_cast<int>(std::clamp<int64_t>(need(node.dim, node, "dim"), -1, 64));
+      return static_cast<int>(std::clamp<int64_t>(need(node.dim, node, "dim"), INT_MIN, INT_MAX));
     };
-    if (node.op == "stored") return builder_.stored(std::string_view(node.name));
+    if (node.op == "stored")
+      return builder_.stored(std::string_view(need(node.name, node, "name")));
     if (node.op == "cat" || node.op == "stack") {
       std::vector<uint32_t> in;
       for (const Written& each : node.in) in.push_back(input(each));
@@ -155,7 +173,8 @@ class Reading {
       return builder_.caller(callers_++, node.shape, need(dtype_of(node), node, "dtype"));
     }
     if (node.op == "alias") fail(Category::mismatch, "'alias' is inside another op");
-    fail(Category::unsupported, fmt::format("an unknown op '{}'", printable(node.op)));
+    fail(Category::unsupported, fmt::format("an unknown op '{}'", printable(node.op)),
+         {.expected = all_op_names()});
   }
 
   RecipeBuilder builder_;
@@ -218,7 +237,9 @@ Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties
           has_targets = true;
           value.object([&](std::string_view fqn, JsonValue& node) {
             const std::string name(fqn);
-            reading.target(name, read_node(node));
+            Written written;
+            naming_tensor(name, [&] { written = read_node(node); });
+            reading.target(name, written);
           });
         } else if (key == "unused") {
           value.array([&](JsonValue& name) { reading.builder().unused(name.string()); });

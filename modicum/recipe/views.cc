@@ -1,5 +1,7 @@
 #include "modicum/recipe/views.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <functional>
 #include <map>
@@ -22,7 +24,8 @@ void append(Set& set, int64_t lo, int64_t hi) {
     return;
   }
   if (set.size() == kMostIntervals) {
-    fail(Category::unsupported, "a recipe shuffles too many single elements to be inverted");
+    fail(Category::unsupported, "a recipe shuffles too many single elements to be inverted",
+         {.expected = fmt::format("at most {} intervals of a tensor", kMostIntervals)});
   }
   set.push_back({lo, hi});
 }

@@ -95,7 +95,7 @@ void require_whole(const Read& of, const std::string& name) {
   if (!of.peak_bytes) refuse(name, "it has no peak", "no member peak.bytes");
   for (const size_t length : of.lengths) {
     if (length == of.t_s.size()) continue;
-    refuse(name, "an owner lacks a number for each sample",
+    refuse(name, "an owner needs one number per sample",
            fmt::format("{} numbers for {} samples", length, of.t_s.size()));
   }
 }
@@ -113,7 +113,8 @@ uint64_t amount_in(const Bytes& bytes, const std::string& key) {
   return found == bytes.end() ? 0 : found->second;
 }
 
-// The key whose bytes differ most between the two; "" if none differs.
+// The key whose bytes differ most between `a` and `b`; "" if none differs. `in_both`: only of the
+// keys that both have.
 std::string differs_most(const Bytes& a, const Bytes& b, bool in_both) {
   Bytes all = a;
   all.insert(b.begin(), b.end());
@@ -220,20 +221,20 @@ std::string RunComparison::sentence() const {
     return fmt::format("{} and {} have the same peak, {}", a.name, b.name,
                        format_size(a.peak_bytes));
   }
-  const bool a_is_more = a.peak_bytes > b.peak_bytes;
-  const WatchedRun& more = a_is_more ? a : b;
-  const WatchedRun& less = a_is_more ? b : a;
+  const bool is_a_higher = a.peak_bytes > b.peak_bytes;
+  const WatchedRun& more = is_a_higher ? a : b;
+  const WatchedRun& less = is_a_higher ? b : a;
   std::string text =
       fmt::format("the peak of {} is {} higher than that of {} ({} against {})", more.name,
                   format_size(more.peak_bytes - less.peak_bytes), less.name,
                   format_size(more.peak_bytes), format_size(less.peak_bytes));
   if (const std::string most = owner(); !most.empty()) {
-    text += fmt::format("; of the owners at the peaks \"{}\" differs most ({} against {})",
+    text += fmt::format("; at the peaks, the owner \"{}\" differs most ({} against {})",
                         owner_words(most), format_size(amount_in(more.owners, most)),
                         format_size(amount_in(less.owners, most)));
   }
   if (const std::string most = phase(); !most.empty()) {
-    text += fmt::format("; of the phases of both `{}` differs most ({} against {})", most,
+    text += fmt::format("; of the phases that both have, `{}` differs most ({} against {})", most,
                         format_size(amount_in(more.phases, most)),
                         format_size(amount_in(less.phases, most)));
   }

@@ -24,7 +24,8 @@ WatchedRun parse_run(std::string_view text, const std::string& name);
 struct RunComparison {
   WatchedRun a, b;
 
-  // The owner whose bytes differ most; a run without it counts as 0. Empty: none differs.
+  // The owner whose bytes at the two peaks differ most; in a run without it they are 0. Empty: none
+  // differs.
   std::string owner() const;
   // The phase whose bytes differ most, among those that both runs have. Empty: none differs.
   std::string phase() const;

@@ -99,7 +99,7 @@ std::string deepspeed_text(const DeepSpeedForecast& of) {
   };
   text += '\n';
   for (const std::string_view phase : kPhases) total(phase, of.bytes_at(phase));
-  text += "\nours, all of it from the beginning\n";
+  text += "\nModicum's optimizer state by format, held from the beginning\n";
   for (const DeepSpeedForecast::Ours& ours : of.ours) total(row_of(ours.format).name, ours.bytes);
   return text;
 }

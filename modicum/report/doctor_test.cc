@@ -60,7 +60,7 @@ bool has(const DoctorFacts& facts, std::string_view id) {
                      [&](const Finding& of) { return of.id == id; });
 }
 
-TEST(Findings, OfAHealthyMachineNeedNothing) {
+TEST(Findings, OfAHealthyMachineAreAllInfo) {
   for (const DoctorFacts& facts : {healthy(), training()}) {
     for (const Finding& of : findings_of(facts)) {
       EXPECT_EQ(of.severity, Severity::info) << of.id << ": " << of.summary;
@@ -70,8 +70,8 @@ TEST(Findings, OfAHealthyMachineNeedNothing) {
   }
 }
 
-// Must fail if one level's limit hides another's, or if the limit itself is judged instead of the
-// bytes left.
+// Must fail if only one level of the cgroup chain is reported, or if a level's severity depends on
+// the size of its limit instead of the bytes left.
 TEST(Findings, EachLevelOfMemoryIsJudgedByWhatItHasLeft) {
   DoctorFacts facts = healthy();
   facts.limits = {{"cgroup v1 /a/b", 400 * kMiB, 10 * kMiB, 0, 0},
@@ -98,7 +98,8 @@ TEST(Findings, WithoutACgroupsLimitTheNodeIsTheLimit) {
   EXPECT_FALSE(has(facts, "page_cache"));
 }
 
-// Must fail if page cache counts twice, or if a full group with little page cache gets a warning.
+// Must fail if page cache counts twice as used memory, or if a full group with little page cache
+// gets a warning.
 TEST(Findings, PageCacheIsAWarningOnlyInAFullGroup) {
   DoctorFacts facts = healthy();
   const auto with = [&](uint64_t available, uint64_t cache) {
@@ -110,7 +111,7 @@ TEST(Findings, PageCacheIsAWarningOnlyInAFullGroup) {
   EXPECT_EQ(with(300, 300), "info 300M of 1000M");
 }
 
-TEST(Findings, KillsAndSwapAreWarnings) {
+TEST(Findings, OomKillsAndUsedSwapAreWarnings) {
   DoctorFacts facts = healthy();
   EXPECT_FALSE(has(facts, "oom_kills"));
   EXPECT_EQ(text_of(facts, "swap"), "info 0 of 0");
@@ -146,8 +147,9 @@ TEST(Findings, StrictOvercommitLimitsUntouchedMemory) {
   EXPECT_EQ(text_of(facts, "overcommit"), "danger 2 of 102400M");
 }
 
-// Must fail if a limit counts that CAP_IPC_LOCK lifts, or that exceeds the memory limit.
-TEST(Findings, LockedMemoryIsAWarningWhereItBinds) {
+// Must fail if there is a warning although the process has CAP_IPC_LOCK, which lifts the limit, or
+// although the limit is above the memory limit.
+TEST(Findings, ALimitOnLockedMemoryIsAWarningOnlyIfItApplies) {
   DoctorFacts facts = healthy();
   EXPECT_EQ(text_of(facts, "memlock"), "info unlimited");
   facts.settings.locked_memory = ResourceLimit{8 * kMiB, 8 * kMiB};
@@ -170,7 +172,7 @@ TEST(Findings, HugePagesThatAreNeverUsedAreAWarning) {
   EXPECT_FALSE(has(facts, "transparent_huge_pages"));
 }
 
-TEST(Findings, TheSharedMemoryOfDockerIsADanger) {
+TEST(Findings, DockersDefaultOf64MibInDevShmIsADanger) {
   DoctorFacts facts = healthy();
   const auto with = [&](uint64_t size, uint64_t free) {
     facts.settings.shm_bytes = size * kMiB;
@@ -225,8 +227,8 @@ TEST(Findings, ForkExposureIsADangerWhereItsCopiesDoNotFit) {
   EXPECT_EQ(text_of(facts, "fork_copies"), "warning 1024M");
 }
 
-// Must fail if advice that helps waits for a warning, or is for data loaders only.
-TEST(Findings, SmallExposuresAndHeapsHaveAdviceToo) {
+// Must fail if there is advice only with a warning, or advice only for data loaders.
+TEST(Findings, From64MibOnExposuresAndHeapsHaveAdviceWithoutAWarning) {
   DoctorFacts facts = training();
   const auto advice = [&](std::string_view id) { return find(findings_of(facts), id).advice; };
   const auto summary = [&](std::string_view id) { return find(findings_of(facts), id).summary; };
@@ -254,8 +256,8 @@ TEST(Findings, SmallExposuresAndHeapsHaveAdviceToo) {
   EXPECT_EQ(advice("malloc_arenas"), "malloc_trim(0) returns the free part");
 }
 
-// Must fail if nothing is called 0 B.
-TEST(Findings, NothingIsNotASize) {
+// Must fail if an amount of zero is printed as "0 B" instead of a word.
+TEST(Findings, ZeroIsPrintedAsAWord) {
   DoctorFacts facts = training();
   facts.limits[0].page_cache_bytes = 0;
   facts.settings.swap_bytes = facts.settings.swap_free_bytes = kGiB;
@@ -270,7 +272,7 @@ TEST(Findings, NothingIsNotASize) {
 }
 
 // Must fail if the helper processes of multiprocessing count as children.
-TEST(Findings, StartMethodsAreCounted) {
+TEST(Findings, ChildrenAreCountedByStartMethod) {
   DoctorFacts facts = training();
   EXPECT_EQ(text_of(facts, "start_method"), "info none");
   facts.program->children = {{1, 4242, StartMethod::spawn, 0},

@@ -85,8 +85,8 @@ void add_kills(const DoctorFacts& facts, Found& found) {
        .value = facts.oom_kills,
        .severity = Severity::warning,
        .summary = fmt::format("the cgroup chain has had {} OOM kill(s)", facts.oom_kills),
-       .advice = "`dmesg | grep -i oom` names the processes; compare the job's peak "
-                 "with the limit by `modicum plan --budget`"});
+       .advice = "`dmesg | grep -i oom` names the processes; `modicum plan --budget` tells whether "
+                 "the job fits the limit"});
 }
 
 void add_budget(const DoctorFacts& facts, Found& found) {
@@ -120,7 +120,7 @@ void add_swap(const DoctorFacts& facts, Found& found) {
                                                     used == 0 ? "none" : format_size(used),
                                                     format_size(*of.swap_bytes)),
        .advice = *of.swap_bytes == 0
-                     ? "nothing to do; memory over a limit ends a process at once"
+                     ? "nothing to do; without swap, memory over a limit ends a process immediately"
                      : "memory in swap is missing from RSS, and a step waits for the disk: "
                        "`swapoff -a`, or vm.swappiness=0, while training"});
 }
@@ -211,12 +211,12 @@ void add_shm(const DoctorFacts& facts, Found& found) {
                   .severity = Severity::warning,
                   .summary = "there is no /dev/shm",
                   .advice =
-                      "batches of data-loader workers pass through it; too small, and a "
-                      "worker ends with a bus error: docker --shm-size=16g or --ipc=host; "
+                      "batches of data-loader workers pass through it; if it is full, a worker "
+                      "ends with a bus error: docker --shm-size=16g or --ipc=host; "
                       "Kubernetes: an emptyDir of medium Memory at /dev/shm"};
   if (of.shm_bytes) {
-    constexpr uint64_t kOfDocker = 64 * kMiB;
-    const bool is_tiny = *of.shm_bytes <= kOfDocker || of.shm_free_bytes < kOfDocker;
+    constexpr uint64_t kDockersDefault = 64 * kMiB;
+    const bool is_tiny = *of.shm_bytes <= kDockersDefault || of.shm_free_bytes < kDockersDefault;
     const bool is_small = of.shm_free_bytes < kGiB;
     finding.value = *of.shm_bytes - std::min(*of.shm_bytes, of.shm_free_bytes);
     finding.limit_bytes = of.shm_bytes;
@@ -240,8 +240,8 @@ void add_address_space(const DoctorFacts& facts, Found& found) {
                              "reserves more than the node has: `ulimit -v unlimited`"});
 }
 
-// The severity of a limit on a count, which is known with --pid only. `usual`: a limit below it is
-// a warning even if the count is unknown.
+// The severity of a limit on a count. The count is known only with --pid; if it is unknown, a limit
+// below `usual` is a warning.
 Severity severity_of_count(std::optional<uint64_t> count, uint64_t limit, uint64_t usual) {
   if (!count) return limit < usual ? Severity::warning : Severity::info;
   if (*count > limit / 10 * 9) return Severity::danger;
@@ -251,10 +251,10 @@ Severity severity_of_count(std::optional<uint64_t> count, uint64_t limit, uint64
 void add_mappings(const DoctorFacts& facts, Found& found) {
   const auto& most = facts.settings.max_map_count;
   if (!most) return;
-  constexpr uint64_t kOfLinux = 65530;
+  constexpr uint64_t kLinuxDefault = 65530;
   std::optional<uint64_t> count;
   if (facts.program) count = facts.program->mappings;
-  const Severity severity = severity_of_count(count, *most, kOfLinux);
+  const Severity severity = severity_of_count(count, *most, kLinuxDefault);
   found.push_back(
       {.id = "max_map_count",
        .value = count.value_or(*most),

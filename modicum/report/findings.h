@@ -1,4 +1,4 @@
-// Parts of the rules of `doctor`. Internal to `report`.
+// What the two files of rules of `doctor` share. Internal to `report`.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace modicum {
 
 using Found = std::vector<Finding>;
 
-// The available bytes of the tightest limit.
+// The available bytes of the limit that has least left; UINT64_MAX without a limit.
 uint64_t available_bytes(const DoctorFacts& facts);
 // Whether `bytes` is more than 1 GiB or more than a tenth of available_bytes.
 bool is_large(const DoctorFacts& facts, uint64_t bytes);

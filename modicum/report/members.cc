@@ -19,10 +19,10 @@ void rank_object(JsonWriter& out, const Promise& promise, const RankOutcome& ran
   out.end_object();
 }
 
-uint64_t node_kernel_peak(const Kept& kept, int node) {
-  uint64_t sum = kept.launcher_bytes;
-  for (const RankOutcome& rank : kept.ranks) {
-    if (kept.promise.is_on(node, rank.rank)) sum += rank.kernel_peak_bytes;
+uint64_t node_kernel_peak(const PromiseAndOutcomes& of, int node) {
+  uint64_t sum = of.launcher_bytes;
+  for (const RankOutcome& rank : of.ranks) {
+    if (of.promise.is_on(node, rank.rank)) sum += rank.kernel_peak_bytes;
   }
   return sum;
 }
@@ -77,19 +77,19 @@ std::string budget_text(const std::optional<Budget>& budget) {
   return fmt::format("\nbudget {} per node ({})\n", format_size(budget->bytes), budget->source);
 }
 
-void outcome_members(JsonWriter& out, const Kept& kept) {
+void outcome_members(JsonWriter& out, const PromiseAndOutcomes& of) {
   out.key("nodes").begin_array();
-  for (int node = 0; node < kept.promise.nodes(); ++node) {
-    const uint64_t promised = kept.promise.node_peak_bytes(node);
+  for (int node = 0; node < of.promise.nodes(); ++node) {
+    const uint64_t promised = of.promise.node_peak_bytes(node);
     out.begin_object().member("node", node).member("promised_bytes", promised);
     out.member("peak_bytes", promised);
-    out.member("kernel_peak_bytes", node_kernel_peak(kept, node));
-    if (kept.cgroup_peak_bytes) out.member("cgroup_peak_bytes", *kept.cgroup_peak_bytes);
-    out.member("launcher_bytes", kept.launcher_bytes);
+    out.member("kernel_peak_bytes", node_kernel_peak(of, node));
+    if (of.cgroup_peak_bytes) out.member("cgroup_peak_bytes", *of.cgroup_peak_bytes);
+    out.member("launcher_bytes", of.launcher_bytes);
     out.end_object();
   }
   out.end_array().key("ranks").begin_array();
-  for (const RankOutcome& rank : kept.ranks) rank_object(out, kept.promise, rank);
+  for (const RankOutcome& rank : of.ranks) rank_object(out, of.promise, rank);
   out.end_array();
 }
 
@@ -103,27 +103,27 @@ void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_
   out.end_array();
 }
 
-std::string outcome_text(const Kept& kept) {
+std::string outcome_text(const PromiseAndOutcomes& of) {
   std::string text = fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", "", "promised",
                                  "ledger", "kernel", "unexplained", "page cache");
-  const auto line = [&text](const std::string& who, uint64_t promised, const RankOutcome& of,
+  const auto line = [&text](const std::string& who, uint64_t promised, const RankOutcome& has,
                             const std::string& unexplained) {
     const auto size_or_nothing = [](uint64_t size) { return size == 0 ? "" : format_size(size); };
     text += fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", who, format_size(promised),
-                        size_or_nothing(of.ledger_peak_bytes), format_size(of.kernel_peak_bytes),
-                        unexplained, size_or_nothing(of.page_cache_peak_bytes));
+                        size_or_nothing(has.ledger_peak_bytes), format_size(has.kernel_peak_bytes),
+                        unexplained, size_or_nothing(has.page_cache_peak_bytes));
   };
-  for (const RankOutcome& rank : kept.ranks) {
-    line(fmt::format("rank {}", rank.rank), kept.promise.rank_peak_bytes(rank.rank), rank,
+  for (const RankOutcome& rank : of.ranks) {
+    line(fmt::format("rank {}", rank.rank), of.promise.rank_peak_bytes(rank.rank), rank,
          signed_size(rank.unexplained_bytes()));
   }
-  for (int node = 0; node < kept.promise.nodes(); ++node) {
-    line(fmt::format("node {}", node), kept.promise.node_peak_bytes(node),
-         {.kernel_peak_bytes = node_kernel_peak(kept, node)}, "");
+  for (int node = 0; node < of.promise.nodes(); ++node) {
+    line(fmt::format("node {}", node), of.promise.node_peak_bytes(node),
+         {.kernel_peak_bytes = node_kernel_peak(of, node)}, "");
   }
-  if (kept.cgroup_peak_bytes) {
+  if (of.cgroup_peak_bytes) {
     text += fmt::format("cgroup   {} at most at one time, page cache included\n",
-                        format_size(*kept.cgroup_peak_bytes));
+                        format_size(*of.cgroup_peak_bytes));
   }
   return text;
 }

@@ -20,25 +20,25 @@ void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
 std::string budget_text(const std::optional<Budget>& budget);  // an empty line, then one line
 
 // The promise and the measured memory of all ranks, of a whole run or of one phase.
-struct Kept {
+struct PromiseAndOutcomes {
   const Promise& promise;
   std::span<const RankOutcome> ranks;  // by rank
   uint64_t launcher_bytes = 0;
   std::optional<uint64_t> cgroup_peak_bytes = std::nullopt;
 };
-void outcome_members(JsonWriter& out, const Kept& kept);  // `nodes` and `ranks`
-std::string outcome_text(const Kept& kept);               // a table
+void outcome_members(JsonWriter& out, const PromiseAndOutcomes& of);  // `nodes` and `ranks`
+std::string outcome_text(const PromiseAndOutcomes& of);               // a table
 void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_t launcher_bytes);
 
-// A part of a job: `rehearse` and `plan` report it as one phase.
+// A part of a job, which `plan` reports as one phase.
 struct JobPhase {
   std::string_view name;
   Promise promise;
 };
 std::vector<JobPhase> phases_of(const JobPromise& job);
 
-// The member `rl` of a node, and the table of the requested strategy's fullest node.
-void timeline_member(JsonWriter& out, const NodeTimeline& of);
+void timeline_member(JsonWriter& out, const NodeTimeline& of);  // the member `rl` of a node
+// A table of the requested strategy's fullest node; empty without timelines.
 std::string timeline_text(const PlanReport& report);
 // The timeline of the node that holds most. Requires of.timelines.
 int fullest_timeline(const StrategyReport& of);

@@ -8,8 +8,8 @@
 namespace modicum {
 namespace {
 
-// Whether a holder other than the trainer has a copy of the trainer's weights. The reference has
-// none: the trainer's weights differ from it from the first step on.
+// Whether the holder has a second copy of the trainer's weights. The reference has other weights:
+// the trainer's differ from them after the first step.
 bool is_copy(const NodeTimeline::Holder& of) {
   return of.name != "trainer" && of.name != "reference";
 }
@@ -42,8 +42,9 @@ NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64
     trainer.push_back(of.node_peak_bytes(node));
   };
   add_phase("load", load);
-  // While the reference loads, the trainer's parameters stay, and the load's figure counts them and
-  // the staging, which both loads need alike.
+  // While the reference loads, the trainer holds its parameters, and the second load needs a
+  // staging buffer of the same size: together the figure of the trainer's load. The reference's
+  // parameters are added below, as another holder.
   if (flags.reference) add_phase("load_reference", load);
   if (flags.engine_tp > 0) add_phase("start_engine", load);
   add_phase("step", step);

@@ -6,7 +6,7 @@
 namespace modicum {
 namespace {
 
-// The purposes of a ledger, the owners of `watch`, and those of recordings made in Python.
+// The purposes of a ledger, the owners of `watch`, and the owners of recordings made in Python.
 constexpr std::array<OwnerWords, 18> kOwners = {{
     {"process", "the process itself"},
     {"page_tables", "page tables"},

@@ -1,4 +1,4 @@
-// Names of the owners of memory for people, on the page and in every text. Internal to `report`.
+// Readable names of the owners of memory, for the page and for texts. Internal to `report`.
 #pragma once
 
 #include <span>

@@ -26,7 +26,10 @@ class PastRunReader {
       if (key == "timeline") read_timeline(value);
       if (key == "error") held = read_refusal(value);
     });
-    if (!held) fail(Category::usage, "neither a run of `watch --json` nor a refused run");
+    if (!held) {
+      fail(Category::usage, "the document has no peak",
+           {.expected = "the output of `watch --json`, or an error BUDGET"});
+    }
     run_.held_bytes = *held;
     for (const auto& limit : {of_kill_, given_, of_group_, of_budget_}) {
       if (!run_.limit_bytes) run_.limit_bytes = limit;
@@ -51,7 +54,7 @@ class PastRunReader {
     });
   }
 
-  // Only the error BUDGET has figures: returns nullopt for any other.
+  // The bytes that a run refused with BUDGET would have held; nullopt for any other error.
   std::optional<uint64_t> read_refusal(JsonValue& error) {
     std::optional<uint64_t> got, expected;
     error.object([&](std::string_view key, JsonValue& value) {

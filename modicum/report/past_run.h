@@ -12,7 +12,7 @@ namespace modicum {
 struct PastRun {
   std::string file;                     // base name of its document
   uint64_t held_bytes = 0;              // its peak; the promised one if it was refused
-  std::optional<uint64_t> limit_bytes;  // of its memory on the node
+  std::optional<uint64_t> limit_bytes;  // on its memory per node
   bool is_refused = false;              // it failed with BUDGET before it began
   std::string killed;                   // the process that the kernel killed; empty: none
 };

@@ -19,8 +19,8 @@ struct Step {
   Phase phase;
 };
 
-// A job's phases: those of its load by their names, then its step and its save. A resume has phases
-// of the same names, so they get a prefix, except its last one, `resume`.
+// The phases of a load, or those of a job: its load's, step, save, and its resume's. The resume
+// loads, too: these phases get the prefix "resume: ", as in "resume: open".
 std::vector<Step> steps_of(const StrategyReport& of) {
   std::vector<Step> steps;
   if (!of.job) {
@@ -57,7 +57,7 @@ std::vector<Step> steps_of(const StrategyReport& of, const NodeTimeline& line) {
   return steps;
 }
 
-// Ranks of one node with equal memory in every phase, or ranks of several such tracks (tracks_of).
+// Ranks of one node that hold equal memory in every phase; for the smallest tracks see tracks_of.
 struct Track {
   std::vector<int> ranks;       // ascending; empty: the launcher
   std::vector<Footprint> held;  // sum over the ranks, by phase
@@ -116,7 +116,7 @@ std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& 
   return tracks;
 }
 
-// Null keys are those of `watch --json` that a plan has no values for: the page expects them.
+// The page expects all keys of `watch --json`; those for which a plan has no value are null.
 void track_object(JsonWriter& out, const Track& track, int node) {
   out.begin_object().member("label", track.label()).member("pid", 0).member("node", node);
   out.key("rank").null().key("promise_bytes").null().key("owners").begin_object();
@@ -178,7 +178,7 @@ std::string sentence_of(const PlanReport& report) {
   std::string sentence;
   for (const char c : verdict_text(report))
     sentence += c == '\n' ? std::string("; ") : std::string(1, c);
-  // verdict_text begins and ends with a newline: without the two "; " that came from them.
+  // verdict_text begins and ends with a newline; this drops the "; " that each of them became.
   return sentence.substr(2, sentence.size() - 4);
 }
 

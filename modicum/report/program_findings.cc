@@ -13,7 +13,8 @@
 namespace modicum {
 namespace {
 
-// Whether advice helps. Memory that is too little for a warning may grow, or be held by each rank.
+// Whether a finding gets advice. Also for memory that is too little for a warning: it may grow, and
+// each rank may hold as much.
 bool is_worth_advice(const DoctorFacts& facts, uint64_t bytes) {
   return bytes >= 64 * kMiB || is_large(facts, bytes);
 }
@@ -33,8 +34,8 @@ void add_forks(const DoctorFacts& facts, Found& found) {
                                       format_size(of.exposed_bytes))
                         : "nothing is shared with forked children",
       .advice = is_danger || is_worth_advice(facts, of.exposed_bytes)
-                    ? "keep it out of them: fork=\"excluded\" (the default of Modicum), "
-                      "modicum.torch.protect for tensors and optimizers of others, or "
+                    ? "keep it out of forked children: fork=\"excluded\" (the default of Modicum), "
+                      "modicum.torch.protect for tensors and optimizers of other libraries, or "
                       "madvise(MADV_DONTFORK); or don't fork: "
                       "multiprocessing.get_context(\"forkserver\") or \"spawn\", "
                       "DataLoader(multiprocessing_context=\"forkserver\")"
@@ -49,7 +50,7 @@ void add_forks(const DoctorFacts& facts, Found& found) {
        .summary = fmt::format("{} has been copied since the fork and is held twice",
                               format_size(of.copied_bytes)),
        .advice = "it is free again when the children end: see fork_exposure, and "
-                 "modicum.memory.attribute for its owners"});
+                 "modicum.memory.attribute, which names its owners"});
 }
 
 void add_start_method(const DoctorFacts& facts, Found& found) {

@@ -80,11 +80,12 @@ void refusal_members(JsonWriter& out, const PlanReport& report) {
   out.end_array();
 }
 
-// Each figure is that of the fullest node in this phase.
+// A table of the job's phases, by strategy. Each figure is that of the node that is fullest in this
+// phase.
 std::string job_text(const PlanReport& report) {
   if (report.strategies.empty() || !report.strategies.front().job) return "";
-  std::string text = fmt::format(
-      "\nnode peak of each phase, with a save, and a resume by as many ranks\n{:<17}", "");
+  std::string text =
+      fmt::format("\nfullest node of each phase; the resume is by as many ranks\n{:<17}", "");
   for (const JobPhase& phase : phases_of(*report.strategies.front().job)) {
     text += fmt::format(" {:>12}", phase.name);
   }

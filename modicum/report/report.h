@@ -38,7 +38,7 @@ struct JobPromise {
   uint64_t node_peak_bytes(int node) const;
 };
 
-// What a node holds as well as the trainer in reinforcement learning.
+// What a node holds in addition to the trainer in reinforcement learning.
 struct NodeFlags {
   bool reference = false;  // a second, frozen model, loaded by the trainer's layout
   bool backup = false;     // a copy of each rank's parameters
@@ -66,11 +66,12 @@ struct StrategyReport {
   std::string_view strategy;
   Promise promise;
   Traffic traffic;
-  uint64_t needed_bytes = 0;            // of stored elements that some rank needs
+  uint64_t needed_bytes = 0;            // stored bytes that shards need, summed over the ranks
   std::optional<JobPromise> job;        // only with an optimizer
   std::vector<NodeTimeline> timelines;  // by node; only with NodeFlags
 
-  // Bytes read / bytes needed. Above 1 if ranks read each other's elements, or gaps between runs.
+  // Bytes read / bytes needed. Above 1 if ranks read elements of other ranks, or gaps between runs;
+  // below 1 if one read serves several ranks.
   double overread_ratio() const noexcept;
 };
 
@@ -121,8 +122,8 @@ struct PlanReport {
   std::optional<bool> fits;               // with the requested strategy; none: no budget
   std::optional<bool> job_fits;           // the same for its job; none: no job
   std::optional<bool> node_fits;          // with all holders; none: no budget or no NodeFlags
-  std::optional<Error> refusal;           // BUDGET with its facts, if it does not fit
-  std::optional<Error> wider_refusal;     // BUDGET, if only more than the load does not fit
+  std::optional<Error> refusal;           // BUDGET, if the requested strategy's load does not fit
+  std::optional<Error> wider_refusal;     // BUDGET, if the job, all holders or DeepSpeed don't fit
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
   std::optional<PastRun> past;  // of --from; its limit is the default budget
@@ -197,7 +198,7 @@ std::string digest_text(uint64_t digest);  // 16 hex digits
 std::string load_json(const LoadReport& report);
 std::string load_text(const LoadReport& report);
 
-// A load and optimizer steps within one budget; a save, and a resume by other ranks.
+// A load and optimizer steps within one budget; optionally a save, and a resume by new ranks.
 struct RehearseReport {
   struct Saved {
     int64_t step = 0;

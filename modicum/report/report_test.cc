@@ -1,4 +1,4 @@
-// Golden tests: JSON keys and columns of the texts are a contract with scripts.
+// Golden tests of the JSON documents, whose keys are a contract with scripts, and of the texts.
 #include "modicum/report/report.h"
 
 #include <fmt/format.h>
@@ -9,8 +9,9 @@
 namespace modicum {
 namespace {
 
-// Two nodes, the first with two ranks. The peak of rank 1 is in another phase than those of the
-// other ranks.
+// Two nodes, the first with ranks 0 and 1. Rank 1 has its peak in phase `hold`, the others in
+// `load`. A node's peak_bytes is the sum of its ranks' own peaks and the launcher's 8 MiB: for node
+// 0 110 MiB + (2 MiB + 1) + 8 MiB = 125829121, one byte more than in its fullest phase.
 Promise small_promise() {
   Promise promise;
   promise.launcher_bytes = 8 * kMiB;
@@ -88,7 +89,7 @@ TEST(PlanReport, JsonHasEveryPhaseOfEveryNode) {
       R"("node":1,"peak_bytes":115343360}]}],"budget":null,"fits":null})");
 }
 
-TEST(PlanReport, JsonSaysWhetherTheBudgetFits) {
+TEST(PlanReport, JsonSaysWhetherTheRunFitsTheBudget) {
   PlanReport report = small_plan();
   report.strategies.clear();
   report.budget = Budget{1 * kGiB, "cgroup v1 /\"a\""};
@@ -99,7 +100,7 @@ TEST(PlanReport, JsonSaysWhetherTheBudgetFits) {
             R"("budget":{"bytes":1073741824,"source":"cgroup v1 /\"a\""},"fits":false})");
 }
 
-TEST(PlanReport, TextIsATableOfTheStrategies) {
+TEST(PlanReport, TextHasALinePerStrategyAndTheVerdict) {
   PlanReport report = small_plan();
   report.strategies.push_back(report.strategies[0]);
   report.strategies[1].strategy = "rank0-broadcast";
@@ -193,9 +194,9 @@ TEST(LoadReport, TextHasPromiseAndOutcome) {
             "digest 00000000000000ab\n");
 }
 
-// The kernel figure of a node sums the ranks' peaks, which may be at different times; the maximum
-// of the cgroup is one moment's sum.
-TEST(LoadReport, HasTheMaximumOfTheRunsCgroup) {
+// A node's kernel_peak_bytes adds up peaks that its ranks may have had at different times;
+// cgroup_peak_bytes is the cgroup's highest usage at one time.
+TEST(LoadReport, EachNodeHasThePeakOfTheRunsCgroup) {
   LoadReport report = small_load();
   report.cgroup_peak_bytes = 117 * kMiB;
   const std::string json = load_json(report);
@@ -211,8 +212,8 @@ TEST(LoadReport, HasTheMaximumOfTheRunsCgroup) {
 
 TEST(LoadReport, TextLeavesOutCheckDigestAndBudgetIfUnused) {
   LoadReport report = small_load();
-  report.ranks.resize(1);
-  report.checkpoint.bytes = 80 * kMiB;
+  report.ranks.resize(1);               // reads 100 MiB
+  report.checkpoint.bytes = 80 * kMiB;  // 100 / 80 = 1.250
   EXPECT_EQ(load_text(report),
             "own-shard: 100.00 MiB loaded in 1.25 s, 100.00 MiB read (1.250 x checkpoint); "
             "coverage proven\n"
@@ -223,8 +224,9 @@ TEST(LoadReport, TextLeavesOutCheckDigestAndBudgetIfUnused) {
             "node 1     118.00 MiB                  5.00 MiB                          \n");
 }
 
-TEST(RankOutcome, UnexplainedIsNegativeIfTheLedgerExceedsTheKernel) {
+TEST(RankOutcome, UnexplainedIsNegativeIfLedgerAndBaselineExceedTheKernel) {
   const RankOutcome outcome = outcome_of(1, kMiB, 2 * kMiB);
+  // Kernel 2 MiB - ledger 1 MiB - baseline 2 MiB.
   EXPECT_EQ(outcome.unexplained_bytes(), -static_cast<int64_t>(kMiB));
   LoadReport report = small_load();
   report.ranks = {outcome};

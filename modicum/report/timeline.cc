@@ -59,7 +59,8 @@ void owners_member(JsonWriter& out, const WatchRecord& record, const TimelineTra
   out.end_object();
 }
 
-// The promise at each sample. A later phase that lasts at the sample is an inner one: it wins.
+// The promise at each sample. If several phases of the process include the sample, the one that
+// began last is the innermost, and its promise counts.
 void promise_member(JsonWriter& out, const WatchRecord& record, const TimelineTrack& track) {
   std::vector<std::optional<uint64_t>> promised(record.samples.size());
   bool is_any = false;

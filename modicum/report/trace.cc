@@ -38,7 +38,7 @@ void counters(JsonWriter& out, const WatchRecord& record, const TimelineTrack& t
     const double at_s = record.samples[s].at_s;
     const bool lives = track.lives_at(at_s);
     if (!lives && !lived) continue;
-    lived = lives;  // one event with zeros follows its end
+    lived = lives;  // the first sample after its end becomes an event with zeros
     counter(out, track, at_s, lives ? &track.owned[s] : nullptr);
   }
   if (lived) counter(out, track, record.elapsed_s, nullptr);

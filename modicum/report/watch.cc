@@ -79,12 +79,12 @@ void pressure_member(JsonWriter& out, const WatchRecord& record) {
   out.member("full_s", seconds(of.full_us)).end_object();
 }
 
-// Shorter waits are usual, and no reason to act.
+// Empty for waits below 1 % of the run or below 0.1 s, which are usual.
 std::string pressure_text(const WatchRecord& record) {
   if (!record.pressure) return "";
   const MemoryPressure& of = *record.pressure;
   if (seconds(of.some_us) < std::max(0.01 * record.elapsed_s, 0.1)) return "";
-  return fmt::format("waited for memory: some process {:.1f} s, all at once {:.1f} s ({})\n",
+  return fmt::format("waited for memory: some process {:.1f} s, all processes {:.1f} s ({})\n",
                      seconds(of.some_us), seconds(of.full_us), of.source);
 }
 
@@ -130,7 +130,7 @@ std::string what_would_fit(const WatchRecord& record, const WatchedKill& of) {
   }
   if (record.cow_duplicate_bytes >= kMiB) {
     return fmt::format(
-        "{} of it were copies of pages since a fork: without them this much would have been free",
+        "{} were copies of pages made since a fork: without them this much would have been free",
         format_size(record.cow_duplicate_bytes));
   }
   const uint64_t others = of.tree_held_bytes - std::min(of.tree_held_bytes, of.held_bytes);

@@ -12,11 +12,10 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: a process holds memory before it began; a promise outside of its
-// phase; another process explains the peak; a comparison names an equal owner or phase; a document
-// of another program is compared; an owner is named by its key; a data worker has its rank's label.
-
-using std::string_literals::operator""s;
+// Must fail for these mutants: a process has memory before it began; a promise counts outside of
+// its phase; the peak is explained by a process that did not hold most; a comparison names an owner
+// or phase that does not differ; a document of another program is accepted; an owner is named by
+// its key instead of words; a worker process is labelled as its rank.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
@@ -75,13 +74,13 @@ TEST(WatchReport, ATimelineHasTheOwnersOfEachProcessWhileItLives) {
             R"(92.00 KiB, of which parameters 90.00 KiB"}})");
 }
 
-TEST(WatchReport, TheLimitOfTheCommandComesBeforeTheGroups) {
+TEST(WatchReport, TheLimitOfTheCommandReplacesThatOfItsCgroup) {
   WatchRecord record = recorded();
   record.limit_bytes = 5000;
   EXPECT_NE(timeline_of(record).find(R"("limit_bytes":5000)"), std::string::npos);
 }
 
-TEST(WatchReport, ManyProcessesHaveTracksOfTheLargest) {
+TEST(WatchReport, Only32ProcessesHaveTracksTheOthersShareOne) {
   WatchRecord record;
   record.samples.resize(1);
   for (uint32_t process = 0; process < 40; ++process) {
@@ -91,13 +90,14 @@ TEST(WatchReport, ManyProcessesHaveTracksOfTheLargest) {
   record.samples[0].others = owned({{at(WatchOwner::held), 1000}});
   const auto tracks = tracks_of(record);
   ASSERT_EQ(tracks.size(), 33U);
-  EXPECT_EQ(tracks[0].pid(), 108);
+  EXPECT_EQ(tracks[0].pid(), 108);  // 100 to 107 hold least: 1 to 8 KiB
   EXPECT_EQ(tracks.back().label, "others");
   EXPECT_EQ(tracks.back().owned[0].total_bytes(), (1000 + 8 * 9 / 2) * kKiB);
 }
 
-// With SLURM and torchrun together, the launcher has a rank, too.
-TEST(WatchReport, AProcessBelowARankIsNamedByItsNameAndThatRank) {
+// The worker has inherited RANK from its parent, which is a rank. torchrun's own rank comes from
+// another variable, so the process that it starts is a rank itself.
+TEST(WatchReport, AChildThatInheritsItsRankIsLabelledByNameAndRank) {
   WatchRecord record;
   record.processes = {
       {.pid = 5, .name = "torchrun", .rank = 0, .rank_variable = "SLURM_PROCID", .end_s = 9},
@@ -111,7 +111,7 @@ TEST(WatchReport, AProcessBelowARankIsNamedByItsNameAndThatRank) {
                                               "rollout"}));
 }
 
-TEST(WatchReport, APeakBetweenPhasesComesAfterTheLast) {
+TEST(WatchReport, TheCauseOfAPeakBetweenPhasesNamesThePhaseBefore) {
   WatchRecord record = recorded();
   record.phases.insert(record.phases.begin(),
                        {.pid = 6, .name = "open", .begin_s = 0.1, .end_s = 0.12});
@@ -144,11 +144,11 @@ TEST(WatchReport, HasHugePagesAndLongWaits) {
                 R"("pressure":{"source":"cgroup v2 /a","some_s":1.25,"full_s":0.05})"),
             std::string::npos);
   EXPECT_NE(watch_text(record).find(
-                "waited for memory: some process 1.2 s, all at once 0.1 s (cgroup v2 /a)\n"),
+                "waited for memory: some process 1.2 s, all processes 0.1 s (cgroup v2 /a)\n"),
             std::string::npos);
 }
 
-TEST(WatchReport, TheCauseOfAPeakWithoutReportsIsAProcess) {
+TEST(WatchReport, WithoutPhasesAndOwnersTheCauseOfAPeakIsAProcess) {
   WatchRecord record = recorded();
   record.phases.clear();
   record.samples.erase(record.samples.begin() + 1);
@@ -231,8 +231,8 @@ TEST(Comparison, NamesTheOwnerAndThePhaseThatDifferMost) {
   EXPECT_EQ(runs.phase(), "load");
   EXPECT_EQ(runs.sentence(),
             "the peak of b.json is 1.96 KiB higher than that of a.json (2.95 KiB against 1011 B); "
-            "of the owners at the peaks \"parameters\" differs most (2.93 KiB against 1000 B); of "
-            "the phases of both `load` differs most (2.95 KiB against 1011 B)");
+            "at the peaks, the owner \"parameters\" differs most (2.93 KiB against 1000 B); of the "
+            "phases that both have, `load` differs most (2.95 KiB against 1011 B)");
   const std::string json = comparison_json(runs);
   EXPECT_NE(json.find(R"("difference_bytes":2010,"owner":"shards","phase":"load")"),
             std::string::npos);
@@ -241,7 +241,7 @@ TEST(Comparison, NamesTheOwnerAndThePhaseThatDifferMost) {
 }
 
 // A phase of only one run can't explain the difference; an owner of only one run can.
-TEST(Comparison, OfThePhasesOnlyThoseOfBothCount) {
+TEST(Comparison, APhaseMustBeInBothRunsAnOwnerNeedNot) {
   const RunComparison runs{{.owners = {{"shards", 10}}, .phases = {{"load", 10}, {"step", 11}}},
                            {.owners = {{"held", 99}}, .phases = {{"load", 12}, {"save", 90}}}};
   EXPECT_EQ(runs.phase(), "load");
@@ -249,7 +249,7 @@ TEST(Comparison, OfThePhasesOnlyThoseOfBothCount) {
   EXPECT_NE(comparison_text(runs).find("\n  not attributed "), std::string::npos);
 }
 
-TEST(Comparison, OfARunWithItselfNamesNothing) {
+TEST(Comparison, OfARunWithItselfNamesNoOwnerAndNoPhase) {
   const WatchedRun run = parse_run(document(1000, 10, 50), "a.json");
   const RunComparison runs{run, run};
   EXPECT_EQ(runs.owner(), "");

@@ -59,6 +59,7 @@ TEST(Expectation, ATransposedMatrixIsReadByPages) {
       ASSERT_EQ(got, value_at(row * kColumns + column)) << row << ", " << column;
     }
   }
+  // 60'000 bytes that begin within a page touch at most 14 + 2 pages.
   EXPECT_LE(matrix.reads(), kRows * kColumns / static_cast<int64_t>(kPageBytes) + 2);
   EXPECT_EQ(beats, kRows * kColumns);
 }
@@ -75,7 +76,7 @@ TEST(Expectation, AnyStretchHasTheFilesBytes) {
   }
 }
 
-// Must fail if cached bytes from before a change of the file are used.
+// Must fail if a page of a changed file is used.
 TEST(Expectation, AFileThatHasChangedIsAConflict) {
   Matrix matrix;
   Expectation expected(matrix.checkpoint, [] {});
@@ -84,7 +85,7 @@ TEST(Expectation, AFileThatHasChangedIsAConflict) {
   matrix.memory.put("/m/model.safetensors", matrix.memory.get("/m/model.safetensors"));
   try {
     expected(1, kRows * kColumns - 1, 1, {&got, 1});
-    FAIL() << "accepted";
+    FAIL() << "expected CONFLICT, got no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::conflict);
   }

@@ -54,7 +54,7 @@ Layout meshed_layout(const RunFlags& flags) {
 }
 
 // Refuses flags that don't apply to the layout.
-void refuse_strangers(const RunFlags& flags) {
+void refuse_inapplicable(const RunFlags& flags) {
   const bool is_meshed = flags.layout == "hsdp" || flags.layout == "tp-fsdp";
   const bool is_flat = flags.layout == "zero1" || flags.layout == "zero2";
   const auto only_for = [&](bool given, bool allowed, std::string_view flag, std::string_view of) {
@@ -97,8 +97,8 @@ struct Kind {
 }  // namespace
 
 Layout asked_layout(const RunFlags& flags, Targets targets) {
-  refuse_strangers(flags);
   const std::string_view name = known_layout(flags.layout);
+  refuse_inapplicable(flags);
   if (name == "zero3") return zero3_layout(flags.ranks, targets);
   if (name.starts_with("zero")) return flat_layout(name, flags.ranks, targets, flags.round_robin);
   Layout layout = meshed_layout(flags);

@@ -3,12 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-
 #include <utility>
 
 #include "modicum/probe/probe.h"
 
 namespace modicum {
+
 int nodes_of(const RunFlags& flags) noexcept {
   return static_cast<int>(ceil_div(flags.ranks, flags.ranks_per_node.value_or(flags.ranks)));
 }
@@ -158,7 +158,8 @@ Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options) {
 
 namespace {
 
-// The parsed flags. The comma operators validate other flags first, in the order of the errors.
+// The parsed flags. The comma operators validate flags that are parsed elsewhere; they are at these
+// members so that the first invalid flag in a fixed order is reported.
 struct ParsedFlags {
   explicit ParsedFlags(const RunFlags& flags)
       : dtype((require_sense(flags), dtype_flag(flags.dtype))),
@@ -231,7 +232,8 @@ void require_sense(const DeepSpeedFlags& deepspeed) {
   }
 }
 
-// The budget of --budget, else the limit of the run of --from.
+// The budget of --budget, else the limit of the earlier run of --from. With --from, a budget is
+// required.
 std::optional<Budget> planned_budget(const RunFlags& flags, const PlanFlags& more,
                                      const std::optional<PastRun>& past) {
   std::optional<Budget> budget;
@@ -276,11 +278,11 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
       report.fits = !report.refusal;
     }
     // Without replicas, replica-striped reads as own-shard does: its traffic is not counted again.
-    const bool is_own_shard = strategy.reader == Reader::replicas && !plan.staging.exchanges;
-    const Traffic sent = is_own_shard && of_own_shards ? *of_own_shards : traffic(plan);
-    if (strategy.name == "own-shard") of_own_shards = sent;
-    needed_bytes = std::max(needed_bytes, sent.needed_bytes);  // 0 if not counted
-    report.strategies.push_back({strategy.name, std::move(plan.promise), sent});
+    const bool reads_own_shards = strategy.reader == Reader::replicas && !plan.staging.exchanges;
+    const Traffic counted = reads_own_shards && of_own_shards ? *of_own_shards : traffic(plan);
+    if (strategy.name == "own-shard") of_own_shards = counted;
+    needed_bytes = std::max(needed_bytes, counted.needed_bytes);  // 0 with some strategies
+    report.strategies.push_back({strategy.name, std::move(plan.promise), counted});
   }
   for (StrategyReport& of : report.strategies) of.needed_bytes = needed_bytes;
   if (report.refusal) report.alternatives = would_fit(run, *report.budget);

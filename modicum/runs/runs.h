@@ -1,8 +1,8 @@
 // The public header of `runs`: turns flags into an opened checkpoint, a recipe, a layout and a
 // plan. The command line and Python share it, so that both make the same plans.
 //
-// RunFlags has the user's texts. open_run parses each flag once, before it opens a file; later code
-// has typed values only. Any thread.
+// RunFlags has the texts that the user gave. open_run validates them before it opens a file, except
+// whether they suit the checkpoint; the Run that it returns has typed values. Any thread.
 #pragma once
 
 #include <optional>
@@ -37,25 +37,26 @@ struct RunFlags {
   std::string layout = "fsdp2";
   std::string mesh;   // "AxB" or "AxBxC": hsdp's replicas x shards, tp-fsdp's dp x tp
   int shard_dim = 0;  // 0 to kMaxShardDim
-  // Regular expressions of tensors that tp-fsdp shards otherwise than along dim 0 as a whole.
+  // Regular expressions of the tensors that tp-fsdp shards along dim 1, shards along dim 0 in
+  // packed parts, or replicates. It shards all others along dim 0.
   std::string tp_rowwise, tp_packed, tp_replicate;
   std::string expert_mesh;  // "AxB": FSDP x EP
   std::string experts{kDefaultExperts};
   bool round_robin = false;  // with zero1 and zero2
-  std::string dtype;
-  std::string keep_fp32;
-  std::string recipe;
+  std::string dtype;         // "": as stored
+  std::string keep_fp32;     // a regular expression: tensors that are loaded as float32
+  std::string recipe;        // a path, or ""
   bool untie = false;  // a tied tensor that is stored under both names is loaded as two targets
   std::string optimizer = "none";  // or "adamw:FORMAT": ranks hold the optimizer's state, too
   std::string frozen;              // a regular expression: parameters that the optimizer leaves out
   std::vector<std::string> without_state;  // FQNs of more frozen parameters (from a saved state)
-  std::string destination = "cpu";
-  std::string staging;
-  std::string baseline;
-  int threads = 0;  // of each rank; 0: threads_per_rank
+  std::string destination = "cpu";         // or "discard"
+  std::string staging;                     // a size; "": kDefaultStagingBytes
+  std::string baseline;                    // a size; "": kBaselineBytes
+  int threads = 0;                         // of each rank; 0: threads_per_rank
 };
-// The threads of each of `ranks` processes on this machine: `asked`, or if that is 0, its CPUs
-// divided by the ranks.
+// The threads of each of `ranks` processes on this machine: `asked`, or if that is 0, the CPUs that
+// this process may use, divided by the ranks, but at least 1.
 int threads_per_rank(int asked, int ranks);
 
 // A run before its plan: the opened checkpoint, the recipe, the layout and the options.
@@ -66,7 +67,7 @@ struct Run {
   Layout layout;
   PlanOptions options;
   std::optional<StateFormat> optimizer;  // the plan then has a phase `step` for its state
-  bool staging_given = false;
+  bool staging_given = false;            // by the user; such staging is not shrunk to fit a budget
 };
 // Throws USAGE for invalid or contradicting flags before it opens a file, and for a regular
 // expression that matches no tensor. Else throws as open_checkpoint, and MISMATCH or UNSUPPORTED if
@@ -79,8 +80,9 @@ Run run_of(FileSystem& files, const RunFlags& flags, Checkpoint checkpoint);
 // embedding is tied, the block size of dequantised FP8 codes), throws the config's error with the
 // tensor.
 Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options);
-// The layout of the flags for these targets. Throws USAGE if flags contradict each other or a
-// regular expression matches none of the targets. Without targets, validates the flags only.
+// The layout that the flags describe, for these targets. Throws USAGE if flags contradict each
+// other or a regular expression matches none of the targets. Without targets, validates the flags
+// only.
 Layout asked_layout(const RunFlags& flags, Targets targets);
 // The targets of a recipe by index; null for aliases.
 std::vector<const TensorSpec*> targets_of(const Recipe& recipe);
@@ -103,11 +105,11 @@ struct PlanFlags {
   NodeFlags node;
   std::string from;  // the document of an earlier run, whose limit is the default budget
 };
-// The report of verb `plan` without StrategyReport::job: each strategy's promise for the run of
-// `flags`; with a budget, whether the requested strategy fits it, and if not, runs that would.
-// Reads headers, index and config only. Calls `more` at the end with the opened run, to add to the
-// report.
 using MoreOfPlan = FunctionRef<void(const Run& run, PlanReport& report)>;
+// The report of verb `plan` without StrategyReport::job: each strategy's promise for the run of
+// `flags`; with a budget, whether the requested strategy fits it, and if not, runs that would. Of
+// the checkpoint, reads headers, index and config only. Calls `more` at the end with the opened
+// run, to add to the report.
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan,
                        MoreOfPlan more);
 

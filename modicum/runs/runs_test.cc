@@ -40,7 +40,7 @@ TEST(Runs, InvalidFlagsAreRefusedBeforeAnyFileIsOpened) {
   MemoryFileSystem memory;
   put_checkpoint(memory);
   RecordingFileSystem files(memory);
-  const std::vector<std::function<void(RunFlags&)>> senseless = {
+  const std::vector<std::function<void(RunFlags&)>> invalid = {
       [](RunFlags& f) { f.ranks = 0; },
       [](RunFlags& f) { f.ranks = kMaxRanks + 1; },
       [](RunFlags& f) { f.ranks_per_node = 0; },
@@ -53,11 +53,24 @@ TEST(Runs, InvalidFlagsAreRefusedBeforeAnyFileIsOpened) {
       [](RunFlags& f) { f.destination = "gpu"; },
       [](RunFlags& f) { f.staging = "much"; },
       [](RunFlags& f) { f.baseline = "-1"; }};
-  for (const auto& change : senseless) {
+  for (const auto& change : invalid) {
     EXPECT_EQ(failure(files, flags_of(change)), Category::usage);
   }
   EXPECT_TRUE(files.calls().empty());
   EXPECT_EQ(failure(files, flags_of([](RunFlags&) {})), std::nullopt);
+}
+
+// Must fail if a flag is said not to apply to a layout that does not exist.
+TEST(Runs, AnUnknownLayoutIsNamedBeforeFlagsThatDependOnIt) {
+  MemoryFileSystem files;
+  put_checkpoint(files);
+  try {
+    open_run(files, {.directory = "/model", .layout = "fsdp3", .shard_dim = 1});
+    ADD_FAILURE() << "expected USAGE, got no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::usage);
+    EXPECT_EQ(error.what_happened(), "unknown layout 'fsdp3'; nearest is 'fsdp2'");
+  }
 }
 
 TEST(Runs, TheLastNodeMayHaveFewerRanks) {
@@ -67,7 +80,7 @@ TEST(Runs, TheLastNodeMayHaveFewerRanks) {
   EXPECT_EQ(nodes_of({.ranks = 2, .ranks_per_node = 4}), 1);
 }
 
-TEST(Runs, FitsIsAboutTheRequestedStrategy) {
+TEST(Runs, FitsTellsWhetherTheRequestedStrategyFits) {
   MemoryFileSystem files;
   put_checkpoint(files);
   RunFlags flags{.directory = "/model", .ranks = 4, .staging = "1MiB"};
@@ -179,8 +192,8 @@ TEST(Runs, IfABlockSizeDependsOnABrokenConfigTheConfigsErrorIsThrown) {
                             numbers));
 }
 
-// The over-read: contiguous shards read almost no other bytes; columns of a narrow matrix are read
-// together with the gaps between them.
+// The overread ratio is bytes read / bytes needed. For contiguous shards almost all bytes are
+// needed; the columns of a narrow matrix are read together with the gaps between them.
 TEST(Runs, ThePlanReportsTheOverread) {
   MemoryFileSystem files;
   files.make_directory("/model");

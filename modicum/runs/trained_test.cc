@@ -227,7 +227,7 @@ TEST(Trained, FrozenParametersHaveNoState) {
   EXPECT_EQ(all, (Names{"embed", "gate_up", "norm", "half", "scalar"}));
   EXPECT_EQ(trained_without("^(embed|half)$").first, (Names{"gate_up", "norm", "scalar"}));
   EXPECT_EQ(trained_without("head").first, (Names{"gate_up", "norm", "half", "scalar"}))
-      << "the tie's other name";
+      << "'head' is an alias of 'embed'";
   EXPECT_EQ(trained_without("norm", {"half", "scalar"}).first, (Names{"embed", "gate_up"}));
   EXPECT_EQ(trained_without(".").first, Names{});
   EXPECT_EQ(trained_without(".").second, 0U);
@@ -270,13 +270,14 @@ TEST(Trained, AShardOfTooManyRunsIsRefused) {
   const Recipe recipe = builder.finish();
   try {
     step_phase(recipe, fsdp2_layout(2, 1), StateFormat::fp32);
-    ADD_FAILURE() << "planned";
+    ADD_FAILURE() << "expected UNSUPPORTED, got no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::unsupported);
     EXPECT_EQ(error.facts().tensor, "tall");
   }
   const Phase whole_rows = step_phase(recipe, fsdp2_layout(2), StateFormat::fp32);
-  EXPECT_GT(whole_rows.of_rank[0].total(), uint64_t{12} << 23) << "moments and gradient of half";
+  // Moments (8 bytes) and gradient (4 bytes) of half of the 2^24 elements.
+  EXPECT_GT(whole_rows.of_rank[0].total(), uint64_t{12} << 23);
 }
 
 // Must fail if a rank's footprint is that of a rank with other shards.
@@ -287,7 +288,7 @@ TEST(Trained, ReplicasHaveTheStepPhaseOfTheirShards) {
   const Recipe recipe = builder.finish();
   const Phase of_shards = step_phase(recipe, fsdp2_layout(3), StateFormat::fp32);
   const Phase hsdp = step_phase(recipe, hsdp_layout(2, {3}), StateFormat::fp32);
-  ASSERT_NE(of_shards.of_rank[0], of_shards.of_rank[2]) << "4 rows are 2, 2 and 0";
+  ASSERT_NE(of_shards.of_rank[0], of_shards.of_rank[2]) << "3 ranks have 2, 2 and 0 of 4 rows";
   for (size_t rank = 0; rank < 6; ++rank) {
     EXPECT_EQ(hsdp.of_rank[rank], of_shards.of_rank[rank % 3]) << rank;
   }

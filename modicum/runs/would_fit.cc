@@ -14,7 +14,7 @@ namespace {
 
 // A set of changes to the requested run.
 struct Change {
-  bool staging = false;  // less than requested, or less than the default may shrink to
+  bool staging = false;  // less than requested, or than the least that the default shrinks to
   const Strategy* strategy = nullptr;
   std::optional<StateFormat> format;
   bool nodes = false;  // fewer ranks per node
@@ -73,7 +73,7 @@ class Search {
  private:
   int per_node(int ranks) const noexcept { return ranks > 0 ? ranks : run_.layout.world_size(); }
 
-  // The plan with `change` and so many ranks per node, if it fits.
+  // The plan with `change` and `ranks_per_node`, if it fits.
   std::optional<Plan> plan_of(const Change& change, int ranks_per_node) {
     PlanOptions options = run_.options;
     options.ranks_per_node = ranks_per_node;

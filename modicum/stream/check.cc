@@ -25,7 +25,7 @@ class ValueCheck {
   ValueCheck(const Plan& plan, int rank, ExpectedElements expected, const LoadOptions& options)
       : plan_(plan), rank_(rank), expected_(expected), options_(options), fp8_(plan, expected) {}
 
-  // Checks elements [at, at + n) of a local buffer.
+  // Checks the elements of a local buffer in `held`, the first of which is element `at`.
   void local(uint32_t buffer, int64_t at, std::span<const std::byte> held) {
     const LocalBuffer local = buffer_of(plan_, buffer, rank_);
     const auto n = static_cast<int64_t>(held.size()) * 8 / bits_per_element(local.dtype);
@@ -97,7 +97,7 @@ class ValueCheck {
     while (got[at] == expected_bytes_[at]) ++at;
     at = at / size * size;
     fail(Category::integrity,
-         fmt::format("the loaded value of element {} differs from the stored one",
+         fmt::format("the loaded value of element {} differs from the expected one",
                      first + static_cast<int64_t>(at) * 8 / bits),
          {.tensor = target.spec.fqn,
           .rank = rank_,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <random>
+#include <utility>
 
 namespace modicum {
 namespace {
@@ -60,7 +61,7 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
 void Coverage::tick(const Transfer& done) noexcept {
   const Runs& r = done.runs;
   if (r.count <= 0 || r.length <= 0) return;
-  // A compared alias has no buffer: its target's number serves as a buffer number.
+  // The local buffer of a compared alias is empty; the comparison is counted under its number.
   const uint32_t number = done.compared ? done.target : done.buffer;
   Written& written = written_[number];
   const Places& places = expected_[number];
@@ -82,13 +83,18 @@ void Coverage::prove() const {
     if (!written.outside && written.count == end - begin && written.fingerprint == fingerprint) {
       continue;
     }
-    fail(Category::integrity,
-         written.outside ? "a transfer was written outside its local buffer"
-                         : "the elements of a local buffer were not written exactly once each",
-         {.tensor = buffer_name(plan_, b),
-          .rank = rank_,
-          .expected = fmt::format("{} elements", end - begin),
-          .got = fmt::format("{} elements", written.count.load())});
+    Facts facts{.tensor = buffer_name(plan_, b), .rank = rank_};
+    if (written.outside) {
+      facts.expected = fmt::format("elements [{}, {})", begin, end);
+      facts.got = "an element outside";
+      fail(Category::integrity, "a transfer was written outside its local buffer",
+           std::move(facts));
+    }
+    facts.expected = fmt::format("{} elements", end - begin);
+    facts.got = fmt::format("{} elements{}", written.count.load(),
+                            written.count == end - begin ? ", some of them more than once" : "");
+    fail(Category::integrity, "the elements of a local buffer were not written exactly once each",
+         std::move(facts));
   }
 }
 

@@ -20,8 +20,8 @@ namespace modicum {
 // If the places are not exactly 0, 1, ..., n - 1, each once, the two sums are different polynomials
 // of a degree below n. These agree at n - 1 points at most, so a defect goes unnoticed with a
 // probability of at most n / 2^61 (2e-9 for 4 billion elements). A place outside the buffer is
-// always an error. An alias that is compared with its target has no buffer: its fingerprint is over
-// the places of the target. `tick` may be called by any thread.
+// always an error. An alias that is compared with its target has no buffer; its fingerprint is over
+// the places of its target. `tick` may be called by any thread.
 class Coverage {
  public:
   // `point`: above 1 and below Powers::kPrime, independent of the plan.

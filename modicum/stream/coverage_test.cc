@@ -50,7 +50,7 @@ class Buffer1 {
   Plan plan_;
 };
 
-// Contiguous transfers of 1 to 9 elements; neighbours have different lengths.
+// Contiguous transfers of pseudo-random lengths, 1 to 9 elements.
 Places stretches(int64_t numel) {
   Places places;
   uint64_t state = 7;
@@ -63,8 +63,8 @@ Places stretches(int64_t numel) {
   return places;
 }
 
-// The transfers of a `rows` x `columns` matrix: most of it written column by column, as a transpose
-// does, a few rows written row by row.
+// The transfers of a `rows` x `columns` matrix: its upper half is written column by column, as by a
+// transpose, the other rows one by one.
 Places turned(int64_t rows, int64_t columns) {
   const int64_t half = rows / 2;
   return {{.count = columns, .length = half, .at = 0, .at_stride = 1, .at_step = columns},
@@ -140,8 +140,8 @@ TEST(Coverage, SwappedLengthsAndPlacesAreDetected) {
   }
 }
 
-// Sets of places that equal a correct set in their count, sum and sum of squares (the last set also
-// in the sum of cubes). A proof by such sums would accept them.
+// Sets of places that equal the correct set in their count and sum; the second and third also in
+// the sum of squares, the third also in the sum of cubes. A proof by such sums would accept them.
 TEST(Coverage, WrongPlacesWithEqualPowerSumsAreDetected) {
   const auto singles = [](std::vector<int64_t> of) {
     Places places;
@@ -160,6 +160,8 @@ TEST(Coverage, PlacesOutsideOfTheBufferAreDetected) {
   const auto failure = Buffer1(2).failure_of({{.length = 2, .at = 1}, {.length = 1, .at = 0}});
   ASSERT_TRUE(failure.has_value());
   EXPECT_STREQ(failure->what_happened().c_str(), "a transfer was written outside its local buffer");
+  EXPECT_EQ(failure->facts().expected, "elements [0, 2)");
+  EXPECT_EQ(failure->facts().got, "an element outside");
   EXPECT_FALSE(Buffer1(4).proves({{.count = 2, .length = 2, .at = 1, .at_stride = 2, .at_step = -1},
                                   {.length = 1, .at = -1}}));
 }
@@ -179,6 +181,10 @@ TEST(Coverage, TheFailureNamesTheTensorAndTheCounts) {
   EXPECT_EQ(failure->facts().rank, 0);
   EXPECT_EQ(failure->facts().expected, "10 elements");
   EXPECT_EQ(failure->facts().got, "9 elements");
+  // As many writes as elements: place 8 twice, place 9 never.
+  const auto repeated = Buffer1(10).failure_of({{.length = 9}, {.length = 1, .at = 8}});
+  ASSERT_TRUE(repeated.has_value());
+  EXPECT_EQ(repeated->facts().got, "10 elements, some of them more than once");
 }
 
 // The closed forms agree with adding one element at a time.
@@ -193,7 +199,7 @@ TEST(Coverage, ClosedFormsEqualElementwiseSums) {
   }
 }
 
-// Buffers up to the limit of 1 EiB. At 2^60 places the error bound of n / 2^61 is large, and the
+// Buffers up to the limit of 1 EiB. At 2^60 places the error bound of n / 2^61 is large, and some
 // lengths divide p - 1, so some random points accept the wrong transfers. The point 37 generates
 // the field's multiplicative group: none of its powers below the (p - 1)th is 1.
 TEST(Coverage, WideBuffersDoNotOverflow) {

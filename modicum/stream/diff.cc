@@ -76,7 +76,7 @@ std::string_view kind_name(Difference::Kind kind) noexcept {
 
 Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
                  FunctionRef<void(uint64_t)> poll) {
-  std::map<std::string_view, const Stored*> left;  // tensors of B that A did not name so far
+  std::map<std::string_view, const Stored*> left;  // tensors of B not yet found in A
   for (const Stored& stored : b.manifest.tensors) left[stored.spec.fqn] = &stored;
   const auto& tensors = a.manifest.tensors;
   std::vector<std::optional<Difference>> of(tensors.size());

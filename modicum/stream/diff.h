@@ -16,7 +16,9 @@ struct Difference {
   std::string tensor;
   Kind kind = Kind::values;
   int64_t first_index = 0;  // row-major index of the first differing element
-  int64_t count = 0;  // number of differing elements; all (of A's) unless the kind is `values`
+  // The number of differing elements. Unless the kind is `values`, that is all elements of the
+  // tensor: of A's, or of B's for only_in_b.
+  int64_t count = 0;
 };
 std::string_view kind_name(Difference::Kind kind) noexcept;
 
@@ -26,10 +28,10 @@ struct Differences {
   uint64_t bytes = 0;             // bytes compared in each checkpoint
 };
 
+constexpr uint64_t kDiffBytes = 8 * kMiB;
 // Compares names, dtypes, shapes and, bit for bit, values, but not the division into files. Holds
 // kDiffBytes for each thread. Calls `poll` between reads, on any thread; an exception from it ends
 // the call. Throws FORMAT.TRUNC, IO; CONFLICT if a file changed.
-constexpr uint64_t kDiffBytes = 8 * kMiB;
 Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
                  FunctionRef<void(uint64_t more_bytes)> poll);
 

@@ -94,7 +94,8 @@ std::span<const std::byte> ExpectedFp8::numbers(uint32_t stored, int64_t first,
               scale_columns);
     for (int64_t column = element % columns; column < columns && i < codes.size(); ++column, ++i) {
       const double scale = row_[static_cast<size_t>(one_for_all ? 0 : column / block_columns)];
-      // 4 bits times 24 bits are exact in double, so the product is rounded once, to fp32.
+      // Significands have up to 4 and 24 bits. Their product is exact in double, so it is rounded
+      // only once, to fp32.
       const auto product = static_cast<float>(values[static_cast<size_t>(codes[i])] * scale);
       numbers_[i] = std::isnan(product) ? std::bit_cast<float>(0x7fc00000U) : product;
     }

@@ -7,7 +7,7 @@
 
 namespace modicum {
 
-// Takes copies, as a device does, into its own host memory.
+// Has no host memory of its buffers, like a device. `copy` and `fetch` access private ones.
 class FakeDeviceSink final : public Sink {
  public:
   FakeDeviceSink(const Plan& plan, int rank);

@@ -113,7 +113,7 @@ float widened(DType dtype, const std::byte* at) {
   return value;
 }
 
-// A code's value by the scalar kernel, which is tested against ldexp.
+// A code's value, by the kernel with the scale 1.
 float code_of(DType dtype, std::byte code) {
   const float one = 1;
   float value = 0;
@@ -121,8 +121,8 @@ float code_of(DType dtype, std::byte code) {
   return value;
 }
 
-// Element `element` of stored tensor `name`, dequantised to `to`. Blocks have ceil(size / count)
-// elements, or 128 if that gives the same number of blocks.
+// Element `element` of stored tensor `name`, dequantised to `to`. Along a dim, blocks have 128
+// elements if that gives the number of scales in both dims, else size / number of scales.
 std::vector<std::byte> number(const Model& model, const std::string& name, int64_t element,
                               DType to) {
   const Tensor& codes = model.tensors.at(name);
@@ -242,7 +242,7 @@ void load_one(const Setting& s, const Plan& plan, int rank, Board& board, Exchan
     ASSERT_GE(got.size(), due.size());
     ASSERT_TRUE(std::equal(due.begin(), due.end(), got.begin()))
         << spec.fqn << " as " << torch_name(spec.dtype) << ", rank " << rank << " of " << s.world
-        << " along " << s.dim << ", " << plan.strategy().name << (host ? "" : ", discard");
+        << " along " << s.dim << ", " << plan.strategy().name << (host ? "" : ", by copies");
     check_elements(plan, {rank, t, 0, got}, expected_of(s.model));
   }
 }
@@ -358,7 +358,7 @@ TEST(LoadFp8, AWrongScaleFailsTheCheck) {
   model.tensors.at("e.1.up.weight_scale_inv").bytes[15] ^= std::byte{2};  // the last block's scale
   try {
     check_values(plan, 0, sink, expected_of(model));
-    FAIL() << "a wrong scale passed";
+    FAIL() << "expected INTEGRITY, got no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::integrity);
     EXPECT_EQ(error.facts().tensor, "e.1.up.weight");

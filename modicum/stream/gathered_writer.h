@@ -22,7 +22,7 @@ class GatheredWriter {
   GatheredWriter(const Manifest& manifest, const RankContext& at, const SaveFiles& to,
                  ChunkSums& sums);
 
-  // `bytes` must be smaller than a slot of the Gather. Throws NOSPACE, IO or PEER.
+  // Throws NOSPACE, IO or PEER.
   void put(const Extent& at, std::span<const std::byte> bytes);
   // Writes the rest, makes the written bytes durable, and adds the counters to `outcome`. Throws as
   // `put`.

@@ -95,7 +95,7 @@ class Load {
 
     bool is_my_turn() noexcept { return next++ % count == index; }
     bool is_last() const noexcept { return index == count - 1; }
-    // The transfers of one read, in the staging.
+    // Scratch space of the generator of reads, in the staging.
     std::span<Transfer> table() const {
       auto* const rows = reinterpret_cast<Transfer*>(share.data());
       std::uninitialized_default_construct_n(rows, kReadTableRows);

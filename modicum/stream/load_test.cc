@@ -38,7 +38,7 @@ void put_model(FileSystem& files, const std::string& path, const Specs& specs) {
   out.finish();
 }
 
-// Sizes 0..40 along dim 0 with and without inner dims; 0-d tensors, integers, bools.
+// Sizes 0..40 along dim 0 or 1; a 0-d tensor, integers, bools.
 Specs odd_sizes(DType dtype) {
   Specs specs = {spec("scalar", dtype, {}), spec("ids", DType::i64, {7}),
                  spec("mask", DType::boolean, {3, 5})};
@@ -147,8 +147,7 @@ Plan plan_of(const Checkpoint& checkpoint, const Recipe& recipe, Layout layout,
       {.strategy = &strategy, .ranks_per_node = ranks_per_node, .staging_bytes = kStaging});
 }
 
-// --- the simulator: computes the memory of a load without the room `plan` ---
-
+// The memory of a load, computed without the room `plan`.
 struct Simulated {
   uint64_t shards = 0, window = 0, staging = 0;
 };
@@ -178,7 +177,7 @@ Simulated simulate(const Specs& stored, const std::vector<TensorSpec>& targets,
     held.window = pages(rank == 0 ? model : largest);
     if (world > 1) held.staging = kStaging / static_cast<uint64_t>(world) / 4096 * 4096;
   }
-  // Each rank holds an equal part of the ring; the rest of its staging streams.
+  // A rank's part of a ring is taken from this staging.
   if (strategy == "own-shard" || strategy == "node-reader" || strategy == "replica-striped") {
     held.staging = kStaging;
   }
@@ -504,7 +503,7 @@ TEST(LoadFault, ExceedingTheLimitFailsBeforeAnyDataIsRead) {
   try {
     HostSink sink(plan, 0, ledger);
     load(model.checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
-    FAIL() << "nothing was refused";
+    FAIL() << "expected BUDGET, got no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::budget);
   }
@@ -569,7 +568,7 @@ TEST(LoadFault, AFileOverwrittenAtAnyMomentIsAConflict) {
   }
 }
 
-// own-shard reads few bytes more than once; rank0-broadcast reads on rank 0 only.
+// Reads also fetch small gaps between shards: here at most 2 % more bytes than the checkpoint has.
 TEST(LoadReads, OwnShardReadsTheCheckpointOnceOverAllRanks) {
   Model model(odd_sizes(DType::bf16));
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -605,8 +604,8 @@ TEST(LoadReads, EqualThePlansCountsAndAre8MiBAtMost) {
   }
 }
 
-// Must fail for these mutants: ranks that send what they read go around the page cache; runs that a
-// replica on the node reads, too; short runs.
+// Must fail if these are read around the page cache: what a rank sends to others; runs that a
+// replica on the same node reads, too; short runs.
 TEST(LoadReads, AreAroundThePageCacheForRunsThatOneRankOfTheNodeNeeds) {
   Model model({spec("large", DType::bf16, {96, 64'000})});
   Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -655,12 +654,13 @@ TEST(LoadReads, KeepOneWindowBehindIfNoOtherRankOfTheNodeReads) {
     return load_all({&recorded, &checkpoint, &plan})[0].outcome.page_cache_peak_bytes;
   };
   EXPECT_GT(model.checkpoint.manifest.data_bytes(), 20 * kMiB);
+  // Two windows of 8 MiB: the current one, and one behind it.
   EXPECT_LE(peak("rank0-broadcast", 2), 16 * kMiB);
   EXPECT_LE(peak("node-reader", 2), 16 * kMiB);
   EXPECT_LE(peak("own-shard", 1), 16 * kMiB);
 }
 
-// values: one wrong bit anywhere, and padding other than zero, fails the check.
+// values: one wrong bit in the first or last byte of a buffer, padding included, fails the check.
 TEST(CheckValues, OneWrongBitIsReported) {
   Model model(tiny_moe(DType::bf16));
   const Recipe recipe = moe_recipe(model.checkpoint.manifest);
@@ -682,7 +682,7 @@ TEST(CheckValues, OneWrongBitIsReported) {
         sink.host(t)[at] ^= std::byte{4};
         try {
           check_values(plan, rank, sink, expected);
-          ADD_FAILURE() << "a wrong bit passed";
+          ADD_FAILURE() << "expected INTEGRITY, got no error";
         } catch (const Error& error) {
           EXPECT_EQ(error.category(), Category::integrity);
           EXPECT_EQ(error.facts().tensor, recipe.targets[t].spec.fqn);

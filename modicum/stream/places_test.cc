@@ -126,7 +126,7 @@ TEST(Places, EachTargetGoesToItsOwnDestination) {
       EXPECT_EQ(floats(sink.host(3)), rows_of(rank, 1000)) << strategy << rank;
       ASSERT_FALSE(world.asked.empty());
       for (const auto thread : world.asked) EXPECT_EQ(thread, std::this_thread::get_id());
-      // Two of four targets are in the arena: 80 bytes each, the second one aligned.
+      // Two of four targets are in the arena: 80 bytes each, the second one on a 64-byte boundary.
       EXPECT_EQ(arena_begins(plan, rank), (std::vector<uint64_t>{0, 0, 0, 128, 208}));
       EXPECT_EQ(ledger.held()[Purpose::shards], kPageBytes);
       EXPECT_EQ(sink.release().bytes().size(), kPageBytes);
@@ -141,7 +141,7 @@ TEST(Places, GivenMemoryOfAnotherSizeIsRefusedByName) {
   std::vector<std::byte> given(4 * kColumns * sizeof(float) - 1);
   try {
     const HostSink sink(plan, 0, ledger, {{}, given});
-    FAIL() << "was taken";
+    FAIL() << "expected USAGE, got no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.category(), Category::usage);
     EXPECT_EQ(error.facts().tensor, "given");
@@ -204,7 +204,7 @@ TEST(HostSink, PoisoningCanBeCancelled) {
     if (++polls == 3) throw Stopped{};
   };
   EXPECT_THROW(sink.poison(poll), Stopped);
-  EXPECT_EQ(pages_in_memory(sink.host(0)), 32 * kMiB / kPageBytes);
+  EXPECT_EQ(pages_in_memory(sink.host(0)), 32 * kMiB / kPageBytes) << "16 MiB after each poll";
 }
 
 }  // namespace

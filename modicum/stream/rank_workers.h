@@ -6,9 +6,9 @@
 
 namespace modicum {
 
-// Calls run_workers, and reports a failure to the board at once, which cancels this rank's other
-// workers and the other ranks. Throws the first failure. That is never a failure that the report
-// has caused, since the first is stored before it is reported.
+// Calls run_workers. If a worker fails, reports the failure to the board immediately; this rank's
+// other workers and the other ranks then end with PEER. Throws the first failure. It is never one
+// of these PEER errors, since a failure is stored here before it is reported.
 void run_rank_workers(Board& board, int rank, int count, FunctionRef<void(int worker)> work);
 
 }  // namespace modicum

@@ -137,8 +137,9 @@ class Save {
     }
 
     const int index;
-    int64_t next = 0;                              // number of the next write
-    const std::span<std::byte> share, tile, room;  // staging: all, for the saved dtype, for casts
+    int64_t next = 0;  // number of the next write
+    // This worker's staging, and its parts for bytes to write (`tile`) and for elements to cast.
+    const std::span<std::byte> share, tile, room;
     DataWriter writer;
     DataReader source;
   };
@@ -178,7 +179,7 @@ class Save {
     sums_.add(at, bytes);
   }
 
-  // A transfer's elements, which are in host memory in the saved dtype and order.
+  // The elements of a run that is contiguous in host memory, in the buffer's dtype.
   std::span<const std::byte> bytes_at(const Transfer& t) const noexcept {
     return run_.from.host(t.buffer).subspan(bytes_of(t.to_dtype, t.runs.at),
                                             bytes_of(t.to_dtype, t.runs.length));
@@ -203,9 +204,9 @@ class Save {
       return cast(bytes_at(t).data(), t.to_dtype, to, t.from_dtype, t.runs.length);
     }
     if (along && !t.casts()) return fetch(t, 0, {to, bytes_of(t.to_dtype, t.runs.length)});
-    // Otherwise copied to `room` before the cast: in one piece from a device or a snapshot, or
-    // element by element if the buffer has another order. `most` is a multiple of 8, so that parts
-    // of elements smaller than a byte end on a byte.
+    // Other runs are copied to `room` before the cast: contiguous ones from a device or a snapshot,
+    // others element by element. `most` is a multiple of 8, so that parts of elements smaller than
+    // a byte end on a byte.
     std::array<std::byte, 4096> gathered;
     const std::span<std::byte> room = along ? worker.room : std::span(gathered);
     const auto most = static_cast<int64_t>(room.size() * 8) / bits_per_element(t.to_dtype) / 8 * 8;

@@ -62,10 +62,10 @@ struct SaveFiles {
   const std::string& directory;
 };
 
-// Creates file `file` of `manifest` in its full size, with its header. Space::reserved: later
-// writes can't run out of space. Space::sparse: only written pages take space. Returns the bytes
-// written. Throws CONFLICT if the file exists, NOSPACE or IO.
+// reserved: later writes can't run out of space. sparse: only written pages take space.
 enum class Space : uint8_t { reserved, sparse };
+// Creates file `file` of `manifest` in its full size, with its header. Returns the bytes written.
+// Throws CONFLICT if the file exists, NOSPACE or IO.
 uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& to,
                      Space space = Space::reserved);
 
@@ -76,42 +76,43 @@ struct SaveOutcome {
   uint64_t gathered_bytes = 0;  // bytes that this rank put into the node's Gather
 };
 
-// Saves rank `at.rank`'s part of the plan from `from`, the buffers that were loaded. All ranks call
-// it at the same time; `sums` receives the sums of this rank's writes. All memory but the buffers
-// is charged to `at.ledger` and committed before the first byte is written.
+struct SaveRun {
+  const Checkpoint& source;
+  const SavePlan& plan;
+  const RankContext& at;
+  Sink& from;       // the buffers that were loaded
+  int threads = 1;  // upper limit
+  Snapshot* snapshot = nullptr;
+};
+// Saves one rank's part of the plan. All ranks call it at the same time; `sums` receives the sums
+// of this rank's writes. All memory but the buffers is charged to the rank's ledger and committed
+// before the first byte is written.
 //
 // On success this rank's writes are synced, but not the directory. The files are complete once all
 // ranks have returned and the merged sums are proven. On failure the caller must discard the
 // directory. Throws NOSPACE, IO; CONFLICT if a file exists; UNSUPPORTED if a buffer can't be read;
 // BUDGET, NOMEM; PEER if another rank failed.
 //
-// If the plan's staging has a gather part, `at.gather` is required and must be committed: the ranks
-// of a node then collect the short runs of rows that are divided among ranks, and write them
-// together.
+// If the plan's staging has a gather part, RankContext::gather is required and must be committed:
+// the ranks of a node then collect the short runs of rows that are divided among ranks, and write
+// them together.
 //
 // A background save has a `snapshot`, for which expect_writes was called, and reads host memory
-// through it. Before, all ranks must call create_files and pass a barrier. The save itself has no
-// barrier then.
-struct SaveRun {
-  const Checkpoint& source;
-  const SavePlan& plan;
-  const RankContext& at;
-  Sink& from;
-  int threads = 1;  // upper limit
-  Snapshot* snapshot = nullptr;
-};
+// through it. Its SavePlan must be made from a plan with Destination::copy, so that no write is
+// direct. Before it, all ranks must call create_files and pass a barrier; the save itself has no
+// barrier.
 SaveOutcome save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums);
 // Calls snapshot.expect for all host memory that rank `rank` reads in a save of this plan. The
 // snapshot must cover this memory.
 void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& from);
 
-// Creates every which.ranks-th file of `manifest` from number which.rank on, with its header and
-// reserved space, so that a full disk fails here. Returns the bytes written. Throws CONFLICT if a
-// file exists, NOSPACE or IO; PEER if another rank failed.
 struct RankOfMany {
   int rank = 0;
   int ranks = 1;
 };
+// Creates every which.ranks-th file of `manifest` from number which.rank on, with its header and
+// reserved space, so that a full disk fails here. Returns the bytes written. Throws CONFLICT if a
+// file exists, NOSPACE or IO; PEER if another rank failed.
 uint64_t create_files(const Manifest& manifest, const SaveFiles& to, Board& board,
                       const RankOfMany& which);
 

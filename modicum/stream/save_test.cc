@@ -145,8 +145,8 @@ std::vector<Layout> layouts(const Recipe& recipe) {
                              zero3_layout(3, targets), flat_layout("zero2", 4, targets, false)};
   all.push_back(tp_fsdp_layout({2}, 2));
   all.back().kind_of.assign(recipe.targets.size(), static_cast<uint8_t>(TpKind::columns));
-  all.back().kind_of[4] = static_cast<uint8_t>(TpKind::rows);
-  all.back().kind_of[5] = static_cast<uint8_t>(TpKind::replicated);
+  all.back().kind_of[4] = static_cast<uint8_t>(TpKind::rows);        // embed
+  all.back().kind_of[5] = static_cast<uint8_t>(TpKind::replicated);  // bias
   return all;
 }
 
@@ -181,7 +181,7 @@ TEST(Save, SavedFilesEqualTheLoadedOnes) {
       uint64_t size = 0;
       for (const DataFile& file : saved.manifest().files) size += file.identity.size_bytes;
       EXPECT_EQ(written, size);
-      EXPECT_EQ(read, 77U);
+      EXPECT_EQ(read, 77U) << "expected the size of 'unread'";
       // Rows of "conv", which is transposed, are gathered in every layout but "zero2": in its flat
       // group rank 0 has no element of "conv".
       EXPECT_EQ(gathered > 0, plan.ranks() > 1 && layout.name != "zero2");
@@ -286,7 +286,7 @@ TEST(Save, DeviceBuffersAreSavedThroughStaging) {
     }
     for (const Stored& stored : opened.manifest.tensors) {
       if (stored.spec.fqn != "conv") continue;
-      const std::vector<std::byte> before = values_of(model()[5]);
+      const std::vector<std::byte> before = values_of(model()[5]);  // conv
       std::vector<std::byte> expected(2 * before.size());
       cast(before.data(), DType::bf16, expected.data(), DType::f32, 70 * 90);
       EXPECT_EQ(stored_bytes(opened, stored), expected);
@@ -294,7 +294,7 @@ TEST(Save, DeviceBuffersAreSavedThroughStaging) {
   }
 }
 
-void expect_ends(const Checkpoint& checkpoint, const Plan& plan) {
+void expect_each_failure_ends_all_ranks(const Checkpoint& checkpoint, const Plan& plan) {
   const SavePlan saved(checkpoint, plan, {.shard_bytes = 100'000});
   const std::string out = "/out";
   for (int64_t fail_at = 1;; ++fail_at) {
@@ -339,7 +339,7 @@ TEST(SaveFault, AFailingCallEndsAllRanks) {
   for (const int dim : {0, 1}) {
     const Plan plan = make_plan(checkpoint.manifest, recipe, fsdp2_layout(2, dim),
                                 {.strategy = &strategy_named("own-shard")});
-    expect_ends(checkpoint, plan);
+    expect_each_failure_ends_all_ranks(checkpoint, plan);
   }
 }
 
@@ -418,6 +418,28 @@ TEST(ChunkSums, AnElementWrittenTwiceOrNeverIsDetected) {
            {{0, 2}, {0, 2}, {4, 6'000'000}}}) {
     EXPECT_THROW(prove(wrong), Error);
   }
+}
+
+TEST(ChunkSums, TheFailureNamesTheFileTheTensorAndTheCounts) {
+  const Manifest manifest = output_manifest({{spec("w", DType::bf16, {10})}});
+  const std::vector<std::byte> values(20);
+  const auto failure_of = [&](uint64_t first_bytes, uint64_t more_bytes) -> Facts {
+    ChunkSums sums(manifest, kPoint);
+    sums.add(0, 0, std::span(values).first(first_bytes));
+    sums.add(0, 0, std::span(values).first(more_bytes));
+    try {
+      sums.prove();
+    } catch (const Error& error) {
+      return error.facts();
+    }
+    return {};
+  };
+  const Facts missing = failure_of(18, 0);
+  EXPECT_EQ(missing.file, "model.safetensors");
+  EXPECT_EQ(missing.tensor, "w");
+  EXPECT_EQ(missing.expected, "10 elements from element 0 on");
+  EXPECT_EQ(missing.got, "9 elements");
+  EXPECT_EQ(failure_of(18, 2).got, "10 elements, some of them more than once");
 }
 
 }  // namespace

@@ -40,8 +40,8 @@ void Conversion::run(const std::byte* from, int64_t first, std::byte* to, int64_
   cast_strided(from, from_dtype_, to, to_dtype_, n, to_step);
 }
 
-// Goes row by row, since each row of codes has its own row of scales, and in a row by kScalesAtOnce
-// blocks at a time.
+// Goes row by row, since the next row of codes may have another row of scales; in a row, by at most
+// kScalesAtOnce blocks at a time.
 void Conversion::dequantise(const std::byte* from, int64_t first, std::byte* to, int64_t n,
                             int64_t to_step) const noexcept {
   const int64_t to_bytes = to_step * bytes_per_element(to_dtype_);

@@ -13,7 +13,7 @@
 
 namespace modicum {
 
-// Several threads may call it at once, but during a load never for the same element.
+// Several threads may use a sink at the same time, but during a load never for the same element.
 class Sink {
  public:
   virtual ~Sink() = default;

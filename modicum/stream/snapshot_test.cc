@@ -1,4 +1,4 @@
-// In any order of reads and overwrites, the save must read the values of the beginning. Must fail
+// In any order of reads and overwrites, the save must read the values at `charge`. Must fail
 // for these mutants: a block is overwritten before it is read; a copy is read for another block, or
 // freed before all of its bytes are read; more memory is used than charged; the window's pages are
 // committed without a copy; a step waits forever, or for a save that has ended.
@@ -28,7 +28,7 @@ Bytes random_bytes(size_t size, uint32_t seed) {
   return bytes;
 }
 
-// Three tensors, and one that overlaps the last: it is read twice.
+// Three tensors, and a part of the third as a fourth one; so this part is read twice.
 struct Model {
   std::vector<Bytes> memory = {random_bytes(5 * kBlock + 12, 1), random_bytes(100, 2),
                                random_bytes(3 * kBlock - 4, 3)};
@@ -147,12 +147,14 @@ TEST(Snapshot, TakesNoMemoryBeforeTheFirstCopy) {
   snapshot.charge(ledger);
   EXPECT_GE(ledger.held()[Purpose::snapshot], kWindow);
   EXPECT_LT(resident_bytes(), before + kWindow / 2);
-  // Not all of the memory: the window has no room for that, so the call would wait for a reader.
+  // Not all of the memory: it may touch one block more than the window has places for, and the call
+  // would wait for a reader.
   snapshot.before_overwrite(std::span(memory).first(kWindow / 4 * 3));
   EXPECT_GE(resident_bytes(), before + kWindow / 2);
 }
 
-// Memory that the save does not read, or has read, is overwritten at once, even without a window.
+// Memory that the save does not read, or has read, is overwritten without a wait, even without a
+// window.
 TEST(Snapshot, NobodyWaitsForWhatIsNotRead) {
   Bytes memory = random_bytes(4 * kBlock, 1), elsewhere(kBlock);
   Ledger ledger;

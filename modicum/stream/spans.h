@@ -26,9 +26,6 @@ struct StoredSpan {
 // Calls its argument for each span of this rank.
 using Spans = FunctionRef<void(FunctionRef<void(const StoredSpan&)>)>;
 
-// Writes this rank's spans to new files. All ranks call it at the same time, and their spans
-// together must cover each byte of each tensor once. A background save (with a snapshot) charges
-// kSnapshotStagingBytes; otherwise no staging is needed. In all other respects like `save`.
 struct SpansSave {
   const Manifest& manifest;
   const RankContext& at;
@@ -36,6 +33,9 @@ struct SpansSave {
   Snapshot* snapshot = nullptr;
 };
 constexpr uint64_t kSnapshotStagingBytes = 1 * kMiB;
+// Writes this rank's spans to new files. All ranks call it at the same time, and their spans
+// together must cover each byte of each tensor once. A background save (with a snapshot) charges
+// kSnapshotStagingBytes; otherwise no staging is needed. In all other respects like `save`.
 SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, ChunkSums& sums);
 // Reads into this rank's spans. Returns the bytes read. Throws FORMAT.TRUNC, IO; CONFLICT if a file
 // changed; PEER if another rank failed.

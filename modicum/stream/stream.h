@@ -27,7 +27,7 @@ struct RankContext {
   Board* board = nullptr;
   Exchange* exchange = nullptr;  // required if the plan exchanges
   Ledger* ledger = nullptr;      // charged for everything that the load holds
-  Gather* gather = nullptr;      // saves: collects the short runs of the node's ranks
+  Gather* gather = nullptr;      // collects the short runs of the node's ranks, in a save
 };
 
 struct LoadOptions {
@@ -43,15 +43,15 @@ struct LoadOptions {
 // that made their plans in different processes must first agree on `plan.inputs` (Board::agree).
 //
 // On success every element of every local buffer, padding included, was written exactly once
-// (Coverage), and stored aliases equal their targets. On failure the contents of the sink are
-// undefined. Throws FORMAT.TRUNC, IO; CONFLICT if a file changed; INTEGRITY if coverage is not
-// proven; MISMATCH, naming both tensors, if tied tensors are both stored and their values differ;
-// BUDGET, NOMEM; PEER if another rank failed.
+// (Coverage), and the values of stored aliases equal those of their targets. On failure the
+// contents of the sink are undefined. Throws FORMAT.TRUNC, IO; CONFLICT if a file changed;
+// INTEGRITY if coverage is not proven; MISMATCH, naming both tensors, if tied tensors are both
+// stored and their values differ; BUDGET, NOMEM; PEER if another rank failed.
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  const LoadOptions& options = {});
 
-// Puts the expected elements [first, first + n) of a stored tensor into `into`. Must not get them
-// by a load.
+// Puts the expected elements [first, first + n) of a stored tensor into `into`. Must not use `load`
+// for that, since it would compare a load with itself.
 using ExpectedElements =
     FunctionRef<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
 
@@ -72,8 +72,8 @@ void check_elements(const Plan& plan, const HeldElements& held, ExpectedElements
 void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expected,
                   const LoadOptions& options = {});
 
-// The rank's part of the digest, computed from the sink's host memory. This function and the next
-// two call `poll` before each tensor; an exception from it ends the call.
+// The rank's part of the model's digest (DigestSum), from the sink's host memory. This and the next
+// two functions call `poll` before each tensor; an exception from it ends the call.
 uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll);
 
 // The rank's part of the digest of stored tensors, computed from the elements that the load has put
@@ -83,12 +83,12 @@ uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoP
 uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink, const std::vector<bool>& of,
                                Poll poll = kNoPoll);
 
-// Writes `rank`'s local tensors without padding, under their own names, aliases included, to one
-// safetensors file. Throws CONFLICT if the file exists, IO or NOSPACE.
 struct DumpFile {
   FileSystem& files;
   const std::string& path;
 };
+// Writes `rank`'s local tensors without padding, aliases included, to one safetensors file. Throws
+// CONFLICT if the file exists, IO or NOSPACE.
 void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll poll = kNoPoll);
 
 }  // namespace modicum

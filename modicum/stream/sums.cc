@@ -136,10 +136,13 @@ void ChunkSums::prove() const {
       if (chunks[c].count == numel && chunks[c].fingerprint == powers_.sum(first, 1, numel)) {
         continue;
       }
+      const bool is_repeated = chunks[c].count == numel;
       fail(Category::integrity, "the elements of a saved tensor were not written exactly once each",
-           {.tensor = spec.fqn,
-            .expected = fmt::format("{} from element {} on", numel, first),
-            .got = fmt::format("{}", chunks[c].count)});
+           {.file = manifest_.files[manifest_.tensors[s].at.file].name,
+            .tensor = spec.fqn,
+            .expected = fmt::format("{} elements from element {} on", numel, first),
+            .got = fmt::format("{} elements{}", chunks[c].count,
+                               is_repeated ? ", some of them more than once" : "")});
     }
   }
 }

@@ -57,7 +57,7 @@ void Ties::prove(int rank) const {
     const std::string& alias = plan_.recipe->targets[plan_.ties[i].alias].spec.fqn;
     fail(Category::mismatch,
          fmt::format("'{}' is tied to '{}', but both are stored and their values differ; --untie "
-                     "loads both",
+                     "(in Python: untie=True) loads both",
                      printable(alias), printable(of)),
          {.tensor = alias, .rank = rank});
   }

@@ -92,7 +92,7 @@ Recipe tied(const Model& model, std::optional<DType> dtype = std::nullopt, bool 
                      {.tie_word_embeddings = true, .untie = untie, .dtype = dtype});
 }
 
-// Calls back for plans with every strategy, every destination and a few cuts.
+// Calls `act` with plans for every strategy, two destinations and several layouts.
 void for_each_plan(const Model& model, const Recipe& recipe,
                    const std::function<void(const Plan&)>& act) {
   std::vector<const TensorSpec*> targets;
@@ -116,7 +116,7 @@ void for_each_plan(const Model& model, const Recipe& recipe,
   }
 }
 
-// exact: both tensors are read, one is held, and the digest is the same as for a file with one.
+// exact: both tensors are read, one is held, and the digest is that of a file without the head.
 TEST(Ties, EqualTiedTensorsAreReadTwiceAndHeldOnce) {
   for (const auto& [from, to] : {std::pair{DType::bf16, DType::bf16}, {DType::f32, DType::bf16}}) {
     const Model model(from);

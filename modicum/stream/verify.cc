@@ -12,6 +12,10 @@
 namespace modicum {
 namespace {
 
+std::string form_of(const TensorSpec& spec) {
+  return fmt::format("{} {}", torch_name(spec.dtype), shape_text(spec.shape));
+}
+
 class Verify {
  public:
   Verify(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
@@ -55,7 +59,8 @@ class Verify {
     check_digest(files_, step_.path, file);
   }
 
-  // check_digested has verified the headers, so tensor offsets are right.
+  // Each header is verified by check_digested, of this or another caller, so that a wrong offset of
+  // a tensor is a fault, too.
   void check_tensors(const std::string& directory, const std::string& prefix,
                      const std::vector<StepTensor>& tensors) {
     std::map<std::string_view, const StepTensor*> recorded;
@@ -70,16 +75,25 @@ class Verify {
       }
       const auto of = recorded.find(stored.spec.fqn);
       guarded(*file, [&] {
-        if (of == recorded.end() || of->second->spec != stored.spec) {
+        if (of == recorded.end()) {
           fail(Category::integrity, "the step's record does not list this tensor",
                {.file = name, .tensor = stored.spec.fqn});
+        }
+        if (of->second->spec != stored.spec) {
+          fail(Category::integrity, "the step's record lists another dtype or shape",
+               {.file = name,
+                .tensor = stored.spec.fqn,
+                .expected = form_of(of->second->spec),
+                .got = form_of(stored.spec)});
         }
         check_tensor(checkpoint, stored, *of->second);
         ++out_.tensors_checked;
       });
     }
     if (out_.first_fault() == nullptr && checkpoint.manifest.tensors.size() != recorded.size()) {
-      fail(Category::integrity, "the step's record lists more tensors than its files hold");
+      fail(Category::integrity, "the step's record lists more tensors than its files hold",
+           {.expected = fmt::format("{} tensors", recorded.size()),
+            .got = fmt::format("{} tensors", checkpoint.manifest.tensors.size())});
     }
   }
 

@@ -17,20 +17,21 @@ struct VerifiedFile {
 };
 struct Verified {
   std::vector<VerifiedFile> files;
-  uint64_t tensors_checked = 0;  // tensors whose digests equal the recorded ones
+  uint64_t tensors_checked = 0;  // tensors without a fault
 
   const Error* first_fault() const noexcept;
 };
-// Reads every byte of the step that open_step finds at `path`. First checks the digests of files;
-// if all are right, checks the values of tensors. Records the first fault of each file and goes on;
-// a fault of a value has the tensor, the offset of the chunk and both digests. Holds 4 MiB. Calls
-// `poll` before each read; an exception from it ends the call. Several callers can share the reads
-// by `part`: caller number `index` of `count`. Throws the errors of open_step and open_checkpoint;
-// INTEGRITY if the record and the files do not list the same files and tensors.
+// For callers that share the reads: the part of caller number `index` of `count`.
 struct VerifyPart {
   uint64_t index = 0;
   uint64_t count = 1;
 };
+// Reads every byte of the step that open_step finds at `path`. First checks the digests of files;
+// if all are right, checks the values of tensors. Records the first fault of each file and goes on;
+// a fault of a value has the tensor, the offset of the chunk and both digests. Holds 4 MiB. Calls
+// `poll` before each read, which may end the call by throwing CANCELLED or PREEMPTED. Throws the
+// errors of open_step and open_checkpoint; INTEGRITY if the files hold fewer tensors than the
+// record lists, or a file that it does not list.
 Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
                      const VerifyPart& part = {});
 

@@ -28,7 +28,7 @@ TEST(Walk, AParameterFromItsFileToTheLastRank) {
   out.write(1, 0, values);
   out.finish();
 
-  // checkpoint: 8 bytes of length, then two lines of JSON, padded to 8 bytes.
+  // checkpoint: the header is 8 bytes of length, then JSON, padded to a multiple of 8 bytes.
   const Checkpoint checkpoint = open_checkpoint(files, "/m");
   const uint64_t data = checkpoint.manifest.files[0].header_bytes;
   EXPECT_EQ(data % 8, 0U);

@@ -9,7 +9,8 @@
 namespace modicum {
 namespace {
 
-// Size of a buffer on the stack, since a plan for host memory has no cast room in its staging.
+// Elements to compare are cast on the stack, since a plan for host memory has no cast room in its
+// staging.
 constexpr size_t kCompareRoomBytes = 4096;
 
 int64_t bytes_at(DType dtype, int64_t elements) noexcept {
@@ -74,7 +75,8 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
 // Sink::copy takes a line: elements that are contiguous in the destination. If a run is contiguous
 // there, it is a line; otherwise (a transpose) a line has one element of each run, collected in
 // `room`. Lines longer than the room are copied in parts; if a line's elements are not neighbours
-// either, one by one. A part has a multiple of 8 elements, so that it ends on a byte.
+// in the destination either, one by one. A part has a multiple of 8 elements, so that it ends on a
+// byte.
 //
 //   source, 2 runs of 3        destination, transposed: at_step 2, at_stride 1
 //     a b c                      a d b e c f

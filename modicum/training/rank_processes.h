@@ -37,9 +37,9 @@ struct World {
 // error names the memory limit, `world.need` and the progress.
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show);
 
-// Runs Rank(world, rank).live() in a process per rank, and returns the results, which must be plain
-// data, by rank. Every Rank object lives until all ranks have returned from live(). Throws the
-// errors of run_ranks.
+// In a process per rank, constructs a Rank(world, rank) and calls its live(). Returns the results
+// by rank; they must be trivially copyable. Every Rank object lives until all ranks have returned
+// from live(). Throws the errors of run_ranks.
 template <typename Rank, typename OfWorld>
 auto outcomes_of(OfWorld& world, ShowBytes show) {
   using Outcome = decltype(std::declval<Rank&>().live());

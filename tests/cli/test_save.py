@@ -4,7 +4,9 @@ the save is killed at any moment; every changed byte is found, and its file name
 
 Must fail for these mutants: a step that is visible before it is complete; files of a dead save that
 are kept, or of a living one that are removed; a byte that no digest covers; a newest step that is
-chosen without a check; a save that the prediction does not include; a SHA-256 that is not compared.
+chosen without a check; a save that the prediction does not include; a SHA-256 that is not compared;
+a directory with an unfinished save that passes as a checkpoint; steps of an optimizer that was not
+loaded.
 """
 
 import hashlib
@@ -228,6 +230,8 @@ def test_states_that_do_not_fit_are_refused(modicum: Path, gpt2: Path, tmp_path:
     assert error["category"] == "UNSUPPORTED" and "adamw:fp32-split" in error["message"]
     other = failure(modicum, 2, "resume", root, "--dtype", "float32")
     assert other["category"] == "MISMATCH" and other["tensor"]
+    without = failure(modicum, 2, "resume", root, "--optimizer", "none", "--steps", 1)
+    assert without["category"] == "USAGE" and without["got"] == "--optimizer none"
     run_json(modicum, "save", gpt2, root, "--step", 2)
     assert failure(modicum, 2, "resume", root, "--steps", 1)["category"] == "MISMATCH"
     assert run_json(modicum, "resume", root)["state_digest"] is None
@@ -402,6 +406,20 @@ def test_the_caches_digests_are_checked(modicum: Path, moe: Path, tmp_path: Path
 
 
 # ---- kills
+
+
+@pytest.mark.parametrize("holds_files", [False, True])
+def test_an_unfinished_save_is_not_committed(
+    modicum: Path, moe: Path, tmp_path: Path, holds_files: bool
+) -> None:
+    """Of the first save in a ROOT, or of one into a directory that has the files of a model."""
+    directory = tmp_path / "checkpoint-7"
+    if holds_files:
+        shutil.copytree(moe, directory)
+    (directory / ".partial-7-host-1-1-0").mkdir(parents=True)
+    done = run(modicum, "verify", directory, "--json")
+    assert done.code == 19 and not done.json["ok"]
+    assert "UNCOMMITTED" in done.stderr
 
 
 def test_killed_saves_leave_an_intact_step(modicum: Path, gpt2: Path, tmp_path: Path) -> None:

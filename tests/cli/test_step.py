@@ -103,6 +103,10 @@ def test_invalid_flags_are_usage_errors(modicum: Path, words: tuple[str, ...]) -
     assert failure(modicum, 2, "step", *words)["category"] == "USAGE"
 
 
+def test_a_loss_scale_that_is_no_number_is_named(modicum: Path) -> None:
+    assert failure(modicum, 2, "step", "--loss-scale", "x")["got"] == "x"
+
+
 # ---- bytes
 
 

@@ -54,11 +54,12 @@ def test_a_job_has_its_save_and_its_resume(modicum: Path, gpt2: Path, tmp_path: 
     assert max(bytes_ for name, bytes_ in drawn.items() if "resume" in name) >= promised["resume"]
 
 
-def test_ranks_that_differ_are_tracks(modicum: Path, tmp_path: Path) -> None:
+def test_ranks_with_different_memory_have_separate_tracks(modicum: Path, tmp_path: Path) -> None:
     run_json(modicum, "synth", tmp_path / "moe", "--arch", "tiny-moe")
     page = tmp_path / "plan.html"
     plan = run_json(modicum, "plan", tmp_path / "moe", "--ranks", 40, "--report", page)
     tracks = document_of(page)["timeline"]["tracks"]
+    # At most 16 tracks of ranks, and the launcher's.
     assert 2 <= len(tracks) <= 17 and tracks[-1]["label"] == "launcher"
     for label in (track["label"] for track in tracks):
         if of_row := re.fullmatch(r"ranks (\d+) to (\d+) \((\d+) ranks\)", label):
@@ -83,7 +84,9 @@ def test_an_older_page_survives_a_failure(modicum: Path, gpt2: Path, tmp_path: P
     for path in (tmp_path, tmp_path / "none" / "plan.html", tmp_path / "link.html"):
         assert failure(modicum, 13, "plan", gpt2, "--report", path)["file"]
     told = run(modicum, "plan", gpt2, "--report", "/dev/stderr")
-    assert told.code == 0 and told.stderr.startswith("<!doctype html>"), "no file can replace it"
+    assert told.code == 0 and told.stderr.startswith("<!doctype html>"), (
+        "a descriptor is written to"
+    )
 
 
 def test_it_is_drawn(chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path) -> None:

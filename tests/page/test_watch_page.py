@@ -40,7 +40,9 @@ def test_a_watched_command(chromium: Any, modicum: Path, tmp_path: Path) -> None
         assert held > 80 * MIB and f"{sizes(held)} held" in of.reading()
 
 
-def test_a_page_that_cant_be_written_is_told_first(modicum: Path, tmp_path: Path) -> None:
+def test_a_page_that_cant_be_written_fails_before_the_command(
+    modicum: Path, tmp_path: Path
+) -> None:
     ran = tmp_path / "ran"
     page = tmp_path / "none" / "run.html"
     error = failure(modicum, 13, "watch", "--report", page, "--json", "--", "touch", ran)

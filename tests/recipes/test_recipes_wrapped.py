@@ -426,7 +426,7 @@ def headless(name: str, labels: int = 3) -> tuple[Any, dict[str, Any]]:
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForTokenClassification"])
 def test_a_head_over_a_causal_model_is_declared(name: str) -> None:
     model, stored = headless(name)
-    with pytest.raises(front.UsageError, match="pass `unexpected`") as caught:
+    with pytest.raises(front.UsageError, match="`unexpected` drops them") as caught:
         recipes.recipe_for(model, stored)
     assert caught.value.tensor == "lm_head.weight"
     with pytest.raises(front.UsageError, match="missing=.init.") as caught:

@@ -57,15 +57,21 @@ def reports(loading: Any) -> list[dict[str, Any]]:
 # ---- accelerate
 
 
-def read_model(directory: str, adapters: bool) -> Any:
+def read_model(directory: str, adapters: bool | str) -> Any:
+    """`adapters`: whether PEFT's wrapper is around the model. It then trains "and a norm": one of
+    the base, too; "and norms": copies of all norms, which PEFT saves with the adapters."""
     if adapters:
         import peft  # noqa: F401  (loading() checks for it when the model is built)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return accelerate_rank.with_adapters(model) if adapters else model
+    copied = {"modules_to_save": ["norm"]} if adapters == "and norms" else {}
+    made = accelerate_rank.with_adapters(model, **copied) if adapters else model
+    if adapters == "and a norm":
+        model.model.norm.weight.requires_grad_(True)
+    return made
 
 
 def prepared(
-    directory: str, optimizer: str, adapters: bool = False, **plugin: Any
+    directory: str, optimizer: str, adapters: bool | str = False, **plugin: Any
 ) -> tuple[Any, ...]:
     """The accelerator, and the prepared model, optimizer and scheduler.
 
@@ -138,52 +144,34 @@ def accelerate_resumes(
         return told | {"loads": len(loading.reports) if loading else 0}
 
 
-def accelerate_saves_model(directory: str, folder: str, size: str) -> dict[str, Any]:
+def accelerate_saves_model(
+    directory: str, folder: str, size: str, adapters: bool = False
+) -> dict[str, Any]:
     """Makes one step, and calls `save_model` with files of at most `size`."""
     with script_context("modicum") as loading:
-        made = prepared(directory, "torch")
+        made = prepared(directory, "torch", adapters)
         trained(made, 1)
         made[0].save_model(made[1], folder, max_shard_size=size)
         return {"saved": whole(made), "reports": reports(loading)}
 
 
-def adapters_saved(directory: str, folder: str, root: str) -> dict[str, Any]:
-    """Saves a model with adapters by `save_state`, twice, and then by `modicum.torch.save`, as
-    docs/guide/accelerate.md advises."""
+def adapters_with_another(directory: str, folder: str, root: str) -> dict[str, Any]:
+    """Saves a PeftModel that also trains a norm of the base, twice by `save_state`, and then by
+    `modicum.torch.save`, as docs/guide/accelerate.md advises."""
     with script_context("modicum") as loading:
-        accelerator, model, optimizer, _ = made = prepared(directory, "modicum", adapters=True)
-        trained(made, 2)
+        made = prepared(directory, "modicum", adapters="and a norm")
+        trained(made, 1)
         with warned() as texts:
-            accelerator.save_state(folder)
-            accelerator.save_state(f"{folder}-again")
-        modicum.torch.save(model, root, step=2, optimizer=optimizer.optimizer)
+            made[0].save_state(folder)
+            made[0].save_state(f"{folder}-again")
+        _, model, optimizer, _ = made
+        modicum.torch.save(model, root, step=1, optimizer=optimizer.optimizer, adapters=False)
         return {"saved": whole(made), "warned": texts, "reports": reports(loading)}
 
 
-class SaveAdapters(transformers.TrainerCallback):
-    """The callback that docs/guide/accelerate.md advises for Trainer."""
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-
-    def on_save(self, args: Any, state: Any, control: Any, **of: Any) -> None:
-        modicum.torch.save(
-            of["model"], self.root, step=state.global_step, optimizer=of["optimizer"].optimizer
-        )
-
-
-def adapters_trained(directory: str, folder: str, root: str) -> dict[str, Any]:
-    """Saves the adapters of Trainer's model in a callback."""
-    with script_context("modicum"), warned() as texts:
-        how = {"max_steps": 2, "save_steps": 2, "adapters": True}
-        trainer = trainer_of(directory, folder, "modicum", [SaveAdapters(root)], **how)
-        trainer.train()
-        return {"warned": texts}
-
-
-def adapters_resumed(directory: str, root: str) -> dict[str, str]:
+def adapters_with_another_resumed(directory: str, root: str) -> dict[str, str]:
     with script_context("modicum"):
-        _, model, optimizer, _ = made = prepared(directory, "modicum", adapters=True)
+        _, model, optimizer, _ = made = prepared(directory, "modicum", adapters="and a norm")
         modicum.torch.resume(model, root, optimizer=optimizer.optimizer, progress=False)
         return whole(made)
 
@@ -221,6 +209,7 @@ def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **ho
             "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "cpu_ram_efficient_loading": False,
+            "activation_checkpointing": bool(adapters),
             "state_dict_type": "SHARDED_STATE_DICT" if sharded else "FULL_STATE_DICT",
         },
         per_device_train_batch_size=1, logging_steps=1, logging_nan_inf_filter=False,
@@ -316,9 +305,8 @@ ACTS: dict[str, Callable[..., Any]] = {
     "accelerate_saves": accelerate_saves,
     "accelerate_resumes": accelerate_resumes,
     "accelerate_saves_model": accelerate_saves_model,
-    "adapters_saved": adapters_saved,
-    "adapters_trained": adapters_trained,
-    "adapters_resumed": adapters_resumed,
+    "adapters_with_another": adapters_with_another,
+    "adapters_with_another_resumed": adapters_with_another_resumed,
     "trains": trains,
     "trains_in": trains_in,
     "patched": patched,

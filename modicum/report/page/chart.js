@@ -11,7 +11,7 @@ function rows_of(run) {
     return [at, ...layers, total[i] + (cache?.[i] ?? 0), promise[i], ...curves];
   });
   if (!run.has_steps) return rows;
-  // Steps: a phase has the same values until the next one begins.
+  // Two points per phase, so that the chart has steps: values are constant within a phase.
   return rows.flatMap(([at, ...of]) => [[at, ...of], [at + 1 - 1e-6, ...of]]);
 }
 

@@ -3,8 +3,8 @@
 // from processes and files, so they are set as text only, never as HTML.
 
 const CACHE = "page cache";
-const FAR = 2;  // a limit above this many times the peak is written as text, not drawn
-const ZOOM = 0.5;
+const FAR = 2;  // a limit above FAR times the peak is written as text, not drawn
+const ZOOM = 0.5;  // the part of the visible time that remains after "Zoom in"
 
 const page = JSON.parse(document.getElementById("document").textContent);
 const OWNERS = page.owners;  // key -> words, in stacking order
@@ -49,8 +49,8 @@ function fill(table, caption, head, rows) {
 
 // ---- the memory of a run
 
-// The sums over the processes that are shown, by sample. The promise is null at a sample at which
-// a process with promises is in no phase.
+// The sums over the processes that are shown, by sample. The promise is null at a sample at which a
+// living process that makes promises is in no phase.
 function sums(run, shown = run.shown) {
   const n = run.line.t_s.length;
   const held = Object.fromEntries(run.owners.map((owner) => [owner, new Array(n).fill(0)]));
@@ -79,8 +79,8 @@ function highest(values) {
   return values.reduce((best, value, at) => (value > values[best] ? at : best), 0);
 }
 
-// The phases of all processes as bands: overlapping phases of one name become one band. Overlapping
-// bands are in different rows.
+// The phases of all processes as bands: overlapping phases of one name become one band. Bands that
+// overlap by more than a quarter of the shorter one are in different rows.
 function bands_of(phases) {
   const bands = [];
   const latest = new Map();  // by name
@@ -95,7 +95,7 @@ function bands_of(phases) {
   }
   const last = [];  // the last band of each row
   for (const band of bands) {
-    // Ranks begin a phase at different times: a short overlap counts as none.
+    // Ranks begin a phase at slightly different times, so that bands overlap for a short time.
     const is_free = (before) =>
       before.end_s - band.begin_s <= 0.25 * Math.min(
         before.end_s - before.begin_s, band.end_s - band.begin_s);
@@ -344,7 +344,7 @@ function run_of(document_, label) {
   run.bands = bands_of(line.phases);
   run.sums = sums(run);
   run.at_peak = highest(run.sums.total);
-  run.curves = line.curves ?? [];  // of memory that the processes do not hold
+  run.curves = line.curves ?? [];  // of memory outside of the processes, such as a device's
   const most = Math.max(...run.sums.total, ...run.sums.promise,
                         ...run.curves.flatMap((curve) => curve.bytes));
   run.levels = [{ name: "limit", bytes: line.limit_bytes, dash: [], paint: "--limit" },

@@ -8,7 +8,8 @@ committed before the script's own files are written, or resumed although it was 
 rotation that takes the newest whole checkpoint; options of an optimizer without tensors that are
 lost; checkpoints of accelerate's own that are no longer read; a tensor that no checkpoint fills;
 bars of no weights; older files of accelerate in a checkpoint of ours, and saves of adapters without
-COMMIT, of which no one is told.
+COMMIT, of which no one is told; a base model that is saved with its adapters, and one that
+`save_model` leaves out; adapters that a resume takes for the model.
 """
 
 import json
@@ -25,9 +26,11 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from ranks import Failed, Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from safetensors.torch import load_file  # noqa: E402
 
 from modicum.torch.saving.inside import fault_of, rotate  # noqa: E402
 from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
+from modicum.upstream.wrappers import canonical  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,23 @@ def assert_reads(directory: Path, saved: dict[str, str]) -> None:
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, parameter in loaded.named_parameters():
         assert told(parameter) == saved[name], name
+
+
+PEFTS = {"adapter_config.json", "adapter_model.safetensors"}
+STEPS = {"COMMIT", "manifest.json", "optimizer"}
+
+
+def assert_peft_reads(directory: Path, base: str, saved: dict[str, str]) -> None:
+    """Asserts that PEFT reads the saved adapters."""
+    from peft import PeftModel
+    from torch_rank import told
+
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = {canonical(name): value for name, value in saved.items()}
+    read = PeftModel.from_pretrained(loaded, directory)
+    assert sum("lora_" in name for name in expected) > 4
+    for name, parameter in read.named_parameters():
+        assert told(parameter) == expected[name], name
 
 
 def refused(heard: list[Any]) -> str:
@@ -133,25 +153,54 @@ def test_names_of_accelerates_own_files(tmp_path: Path) -> None:
     assert own_names(tmp_path, 1) == ["optimizer_1", "pytorch_model_fsdp_1"]
 
 
-@pytest.mark.parametrize("by", ("saved", "trained"))
-def test_adapters_have_no_commit(
-    two: Ranks, tmp_path: Path, modicum: Path, model: str, by: str
-) -> None:
-    """A save of adapters by accelerate or Trainer warns, once. The call that the warning names
-    saves them with COMMIT, and a script of accelerate goes on from there."""
+@pytest.mark.parametrize("optimizer", ("torch", "modicum"))
+def test_adapters(two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str) -> None:
+    """Of a PeftModel its adapters alone are saved, also under activation checkpointing, where
+    PEFT itself would save none."""
     pytest.importorskip("peft")
-    folder, root = tmp_path / "state", tmp_path / "steps"
-    how = {"directory": model, "root": str(root)}
-    (saved, other) = two.ask(f"adapters_{by}", folder=str(folder), **how)
-    assert list(folder.rglob("*")) and not list(folder.rglob("COMMIT"))
-    texts = [text for text in saved["warned"] if "with adapters" in text]
-    assert len(texts) == 1 and other["warned"] == []
-    assert "has no COMMIT" in texts[0] and "modicum.torch.save(" in texts[0]
-    assert_verifies(modicum, root)
-    assert (root / "step-2" / "adapter_model.safetensors").is_file()
-    if by == "saved":
-        with ranks(2, tmp_path / "ranks") as others:
-            assert others.ask("adapters_resumed", **how) == [saved["saved"], other["saved"]]
+    folder = tmp_path / "state"
+    how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
+    how |= {"adapters": True, "activation_checkpointing": True}
+    saved = two.ask("accelerate_saves", **how)
+    with ranks(2, tmp_path / "ranks") as others:
+        resumed = others.ask("accelerate_resumes", **how)
+    for before, after in zip(saved, resumed, strict=True):
+        assert after["loaded"] == before["saved"]
+        assert after["then"] == before["then"]
+    assert saved[0]["warned"] == resumed[0]["warned"] == []
+    names = {path.name for path in folder.iterdir()}
+    assert names == PEFTS | STEPS | {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
+    assert_verifies(modicum, folder)
+    assert_peft_reads(folder, model, saved[0]["saved"])
+
+
+def test_adapters_and_another_trained_tensor(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str
+) -> None:
+    """accelerate saves them, and a warning says why, once. `modicum.torch.save` saves them with
+    COMMIT, and a script of accelerate goes on from there."""
+    pytest.importorskip("peft")
+    folder, how = tmp_path / "state", {"directory": model, "root": str(tmp_path / "steps")}
+    (saved, other) = two.ask("adapters_with_another", folder=str(folder), **how)
+    assert (folder / "pytorch_model_fsdp_0").exists() and not list(folder.rglob("COMMIT"))
+    (text,) = saved["warned"]
+    assert other["warned"] == saved["reports"] == []
+    assert "it trains base_model.model.model.norm.weight, which PEFT's file lacks. The" in text
+    assert "has no COMMIT" in text
+    assert_verifies(modicum, tmp_path / "steps")
+    with ranks(2, tmp_path / "ranks") as others:
+        resumed = others.ask("adapters_with_another_resumed", **how)
+    assert resumed == [saved["saved"], other["saved"]]
+
+
+def test_save_model_has_the_base_of_adapters(two: Ranks, tmp_path: Path, model: str) -> None:
+    """accelerate's own file, which is read by programs without PEFT."""
+    pytest.importorskip("peft")
+    how = {"directory": model, "folder": str(tmp_path / "model"), "size": "10GB"}
+    (told, _) = two.ask("accelerate_saves_model", adapters=True, **how)
+    assert told["reports"] == [] and not (tmp_path / "model" / "COMMIT").exists()
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert "base_model.model.model.norm.weight" in stored
 
 
 def test_saved_again_into_the_same_directory(
@@ -270,6 +319,30 @@ def test_trainer(
     assert found >= {"COMMIT", "trainer_state.json", "scheduler.pt", "rng_state_1.pth"}
     assert found >= {"training_args.bin", "optimizer", "config.json"}
     assert not [name for name in found if name.startswith(("optimizer.", "pytorch_model", "."))]
+
+
+def test_trainer_with_adapters(two: Ranks, tmp_path: Path, modicum: Path, model: str) -> None:
+    """The losses of the uninterrupted run, and files of PEFT's in each directory."""
+    pytest.importorskip("peft")
+    folder = tmp_path / "out"
+    how = {"directory": model, "by": "modicum", "optimizer": "modicum"}
+    how |= {"adapters": "and norms", "max_steps": 4, "save_steps": 2, "save_total_limit": 1}
+    (expected, _) = two.ask("trains", folder=str(tmp_path / "whole"), **how)
+    (first, _) = two.ask("trains", folder=str(folder), stop_at=2, **how)
+    with ranks(2, tmp_path / "ranks") as others:
+        (second, _) = others.ask("trains", folder=str(folder), resume=True, final=True, **how)
+    assert first["losses"] | second["losses"] == expected["losses"]
+    assert set(second["losses"]) == {3, 4} and second["end"] == expected["end"]
+    assert first["warned"] == second["warned"] == []
+    assert second["saved"] == [["checkpoint-4"]]
+    for directory in (folder / "checkpoint-4", folder):
+        assert_verifies(modicum, directory)
+        assert_peft_reads(directory, model, second["end"])
+    found = {path.name for path in (folder / "checkpoint-4").iterdir()}
+    assert found == PEFTS | STEPS | {
+        "README.md", "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json",
+        "training_args.bin",
+    }  # fmt: skip
 
 
 def test_the_best_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:

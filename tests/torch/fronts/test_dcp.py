@@ -4,7 +4,7 @@ model that `from_pretrained` loads.
 Tested against outside oracles, `from_pretrained` sharded by torch.chunk and torch's own reader.
 Must fail for these mutants: a box in the wrong place; a strided shard read as one box; a conversion
 of stored names only; a reinterpretation of bits instead of a cast; a tensor that every rank reads
-as a whole.
+as a whole; buffers of `to_empty` that keep its garbage.
 """
 
 import os
@@ -194,6 +194,21 @@ def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(given[0]) == len(state) - 1
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
     assert_parts(state, "llama_tied", Cut("none", (1,)), 0)
+
+
+def test_buffers_after_to_empty() -> None:
+    """They are in no state dict, but the reader knows the model."""
+    expected = from_pretrained("llama").model.rotary_emb.inv_freq
+    torch.use_deterministic_algorithms(True)  # to_empty fills memory with NaN
+    try:
+        restored, kept = (empty("llama").to_empty(device="cpu") for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pytest.warns(UserWarning, match=r"restored by the model's own rule.*inv_freq"):
+        read(restored, HuggingFaceReader(checkpoint_of("llama"), restored))
+    assert_same(restored.model.rotary_emb.inv_freq, expected, "inv_freq")
+    read(kept, HuggingFaceReader(checkpoint_of("llama"), kept, buffers="keep"))
+    assert kept.model.rotary_emb.inv_freq.isnan().all()
 
 
 def test_no_more_than_staging_is_held() -> None:

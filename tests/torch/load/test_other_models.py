@@ -3,7 +3,8 @@ on each rank, or a tie that tensor parallelism has cut.
 
 Tested against `from_pretrained`, with real ranks. Must fail for these mutants: an argument of
 `load` that has no effect; new rows that depend on the world; ranks whose models differ and that
-wait for each other, load something else, or do not say how they differ; a tie that is lost.
+wait for each other, load something else, or do not say how they differ; a tie that is lost; a
+reference to a group that stays in a name.
 """
 
 import json
@@ -38,7 +39,12 @@ from torch_front import (  # noqa: E402
 
 from modicum.errors import UsageError  # noqa: E402
 from modicum.recipes import recipe_for  # noqa: E402
-from modicum.torch import empty_parameters, fsdp2_load_full_state_dict  # noqa: E402
+from modicum.torch import (  # noqa: E402
+    empty_parameters,
+    fsdp2_load_full_state_dict,
+    resume,
+    save,
+)
 from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
 
@@ -93,15 +99,31 @@ def test_a_recipe_for_a_model_with_names_of_its_own(tmp_path: Path) -> None:
     assert refused.value.tensor == "model.embed_tokens.weight"
 
 
-def test_renamings_for_a_model_with_names_of_its_own() -> None:
+def test_renamings_for_a_model_with_names_of_its_own(tmp_path: Path) -> None:
+    """A saved step has the stored names, so a resume needs the renamings, too."""
     stored = stored_in(checkpoint_of("llama"))
-    names = {r"^model\.embed_tokens": "tokens", "^lm_head": "output"}
-    with pytest.raises(UsageError, match="not in the model"):
+    names = {r"^model\.embed_(tokens)": r"\1", "^lm_head": "output"}
+    with pytest.raises(UsageError, match="not in the model.*`key_mapping` renames them"):
         load(renamed(), checkpoint_of("llama"))
     model = renamed()
-    load(model, checkpoint_of("llama"), key_mapping=names, unexpected=["layers", "norm"])
-    assert_same(model.tokens.weight.detach(), stored["model.embed_tokens.weight"], "tokens")
-    assert_same(model.output.weight.detach(), stored["lm_head.weight"], "output")
+    how = {"key_mapping": names, "unexpected": ["layers", "norm"]}
+    load(model, checkpoint_of("llama"), **how)
+    save(model, tmp_path, step=1)
+    with pytest.raises(UsageError, match="`key_mapping` renames them"):
+        resume(renamed(), tmp_path)
+    resumed = renamed()
+    resume(resumed, tmp_path, **how)
+    for one in (model, resumed):
+        assert_same(one.tokens.weight.detach(), stored["model.embed_tokens.weight"], "tokens")
+        assert_same(one.output.weight.detach(), stored["lm_head.weight"], "output")
+
+
+@pytest.mark.parametrize("replacement", (r"\2s", r"\12", r"\g<1>s", r"a.\1.\3"))
+def test_a_reference_that_transformers_does_not_replace(replacement: str) -> None:
+    names = {r"^model\.(embed)_(token)s": replacement}
+    with pytest.raises(UsageError, match="UNSUPPORTED: .* no reference but .*, got") as refused:
+        load(renamed(), checkpoint_of("llama"), key_mapping=names)
+    assert replacement in str(refused.value)
 
 
 # ---- resized

@@ -4,7 +4,8 @@ Tested against PEFT: the step has the files of `save_pretrained`, tensor for ten
 and `PeftModel.from_pretrained` gives the model that was saved. Must fail for these mutants: a
 PeftModel whose base model is saved, too; a trained tensor that is in no file; names of Modicum's
 instead of PEFT's; a config whose sets have another order on every rank; adapters that stay the new
-program's at a resume; a file of adapters that counts as the base model's source.
+program's at a resume; a file of adapters that counts as the base model's source; adapters inside
+wrappers of torch that PEFT does not find.
 """
 
 import json
@@ -22,9 +23,13 @@ peft = pytest.importorskip("peft")
 import torch_front  # noqa: E402
 from ranks import Ranks, ranks  # noqa: E402
 from sharding import Cut  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
+    checkpoint_wrapper,
+)
 
 import modicum.torch as front  # noqa: E402
 from modicum.errors import UsageError  # noqa: E402
+from modicum.torch.saving.adapters import why_not_alone  # noqa: E402
 
 TARGETS = ["q_proj", "down_proj"]
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -79,6 +84,30 @@ def test_the_files_are_those_of_peft(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", CONFIGS)
+def test_wrappers_of_torch_change_nothing(tmp_path: Path, how: str) -> None:
+    """Names of modules inside activation checkpointing differ from those of the state dict, by
+    which PEFT finds no adapter."""
+    model, inside = wrapped(how, 1), wrapped(how, 1)
+    layers = inside.get_base_model().model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    layers[1] = torch.compile(layers[1])
+    steps = {
+        "plain": Path(front.save(model, tmp_path / "plain", step=5).path),
+        "wrapped": Path(front.save(torch.compile(inside), tmp_path / "wrapped", step=5).path),
+    }
+    expected = torch_front.stored_in(steps["plain"])
+    stored = torch_front.stored_in(steps["wrapped"])
+    assert stored.keys() == expected.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in expected.items())
+    configs = [(step / "adapter_config.json").read_text() for step in steps.values()]
+    assert configs[0] == configs[1]
+    again = wrapped(how, 2)
+    front.resume(torch.compile(again), steps["wrapped"], progress=False)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("how", CONFIGS)
 def test_resumes_adapters_alone(tmp_path: Path, how: str) -> None:
     """After a resume, the adapters' file is not the source of a save of all tensors."""
     model = wrapped(how, 1)
@@ -109,6 +138,16 @@ def test_the_base_model_is_saved_where_it_trains(tmp_path: Path) -> None:
     plain.add_adapter("other", CONFIGS["lora"]())
     with pytest.raises(UsageError, match="default, other"):
         front.save(plain, tmp_path / "steps", step=3)
+
+
+def test_why_adapters_are_not_saved_alone() -> None:
+    """The reasons that a warning gives when accelerate saves them."""
+    model = wrapped("lora", 1)
+    assert why_not_alone(model) is None
+    model.add_adapter("other", CONFIGS["lora"]())
+    assert "default, other" in str(why_not_alone(model))
+    bare = peft.inject_adapter_in_model(CONFIGS["lora"](), torch_front.empty("qwen3"))
+    assert "no PeftModel is around it" in str(why_not_alone(bare))
 
 
 def test_a_step_of_adapters_needs_a_model_with_adapters(tmp_path: Path) -> None:

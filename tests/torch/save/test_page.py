@@ -18,7 +18,7 @@ def examples(root: Path) -> list[str]:
 
 
 def test_the_example_saves_and_resumes(root: Path, tmp_path: Path) -> None:
-    text, background, *_ = examples(root)
+    text, restarted, background, *_ = examples(root)
     directory = str(torch_front.checkpoint_of("llama_tied"))
     places = {"DIR": directory, "ROOT": str(tmp_path / "steps")}
     begun = []
@@ -33,11 +33,15 @@ def test_the_example_saves_and_resumes(root: Path, tmp_path: Path) -> None:
         "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
         "config": transformers.AutoConfig.from_pretrained(directory),
         "fully_shard": lambda model: model,
+        "Path": Path,
         "torch": torch,
         "train": train,
     }
     exec(compile(with_places(text, places), "save.md", "exec"), names)
     assert begun == [0, 100]
+    exec(compile(with_places(restarted, places), "save.md", "exec"), names)
+    exec(compile(with_places(restarted, places | {"ROOT": "nowhere"}), "save.md", "exec"), names)
+    assert begun[2:] == [100, 0]
     places["ROOT"] = str(tmp_path / "background")
     exec(compile(with_places(background, places), "save.md", "exec"), names)
     assert (tmp_path / "background/step-100/COMMIT").is_file()

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -282,7 +283,8 @@ def _check_unexpected(
         raise refusal(
             "MISMATCH",
             f"{counted(len(refused), 'stored tensor', verb=True)} not in the model (the first "
-            f"would be '{would_be}'); pass `unexpected` to drop them{_near(would_be, keys)}",
+            f"would be '{would_be}'); `key_mapping` renames them, `unexpected` drops them"
+            + _near(would_be, keys),
             tensor=refused[0],
         )
     for name, target in translation.doubled.items():
@@ -360,6 +362,14 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: Described) 
 # ---- model and checkpoint
 
 
+def _check_mapping(key_mapping: Mapping[str, str]) -> None:
+    for replacement in key_mapping.values():
+        if re.search(r"\\(?!1(?!\d))[\dg]", replacement):
+            expected = r"no reference but \1, the pattern's first group"
+            what = "transformers does not replace this in key_mapping: write more patterns"
+            raise refusal("UNSUPPORTED", what, expected=expected, got=replacement)
+
+
 def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any) -> list[Any]:
     """The transforms that transformers applies to the stored tensors of a part."""
     if not is_pretrained(part.module):
@@ -413,7 +423,7 @@ def recipe_for(
             "error"; "ignore"; or regular expressions of tensors to drop.
         present: canonical names of tensors that have values already, and so are not missing.
         untie: if both names of a tie are stored, load both instead of comparing them.
-        key_mapping: additional renamings, as for `from_pretrained`.
+        key_mapping: additional renamings, as for `from_pretrained`; \\1 is the only reference.
         quantizer: transformers' quantizer; None: from the model's config.
         adapter: the adapter to which the file `checkpoint` belongs; None: the model's only one.
         structure: the model's structure, if already known.
@@ -424,6 +434,7 @@ def recipe_for(
         UsageError: model and checkpoint differ (MISMATCH); an operation, quantization or cast is
             unknown (UNSUPPORTED); a regular expression is invalid (USAGE).
     """
+    _check_mapping(key_mapping or {})
     stored = stored_in(checkpoint)
     structure = structure or structure_of(model, adapter)
     targets = described(structure)

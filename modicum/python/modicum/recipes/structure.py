@@ -68,15 +68,18 @@ def wrapped_by(module: Any) -> Any:
     return own if own is not None else getattr(module, "base_layer", None)
 
 
+def inside_wrappers(module: Any) -> Any:
+    """The module inside all wrappers of torch.compile and activation checkpointing."""
+    while names := WRAPPERS & children_of(module).keys():
+        module = children_of(module)[next(iter(names))]
+    return module
+
+
 def unwrapped(module: Any) -> Any:
     """The module inside all wrappers of torch.compile, activation checkpointing and PEFT."""
-    while True:
-        inner = wrapped_by(module)
-        for name in WRAPPERS & children_of(module).keys():
-            inner = children_of(module)[name]
-        if inner is None:
-            return module
+    while (inner := wrapped_by(inside_wrappers(module))) is not None:
         module = inner
+    return inside_wrappers(module)
 
 
 # ---- members

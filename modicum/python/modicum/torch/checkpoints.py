@@ -11,7 +11,8 @@
     load_state, resume_from_checkpoint, load_best_model_at_end
       | load_fsdp_model, load_fsdp_optimizer: Modicum reads its own directories, accelerate others
 
-Models that Modicum has not loaded, and models with adapters, are saved by accelerate or Trainer.
+Of a PeftModel its adapters alone are saved. Models that Modicum has not loaded, and models with
+adapters that train other tensors, too, are saved by accelerate or Trainer.
 """
 
 import functools
@@ -29,6 +30,7 @@ from modicum.errors import refusal
 from modicum.torch.loading.origin import origin_of
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.adapters import why_not_alone
 from modicum.torch.saving.inside import (
     Inside,
     fault_of,
@@ -41,15 +43,15 @@ from modicum.torch.saving.inside import (
 )
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.upstream import checkpoints as upstream
+from modicum.upstream.torch_fsdp import reshard
 from modicum.upstream.transformers import is_pretrained
 
 How = Mapping[str, Any]
 
 _ADAPTERS = (
-    "modicum: a model with adapters is saved by accelerate and PEFT, not by Modicum. The "
-    "checkpoint has no COMMIT, so a resume does not notice that a save was cut short. "
-    "modicum.torch.save(model, ROOT, step=N, optimizer=optimizer.optimizer) saves adapters "
-    "with COMMIT (docs/guide/accelerate.md)"
+    "modicum: this model with adapters is saved by accelerate and PEFT, not by Modicum: {}. "
+    "The checkpoint has no COMMIT, so a resume does not notice that a save was cut short "
+    "(docs/guide/accelerate.md)"
 )
 
 
@@ -162,6 +164,7 @@ class Checkpoints:
                 raise refusal("UNSUPPORTED", what, file=kept.flight.directory.name)
             if ranks.rank == 0 and not one.has_config and is_pretrained(kept.model):
                 upstream.save_config(kept.model, kept.flight.directory)
+            how["adapters"] = upstream.has_adapters(kept.model)
             self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
 
     def _is_ours(self, accelerator: Any, model: Any) -> bool:
@@ -170,10 +173,13 @@ class Checkpoints:
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
         if not is_loaded or not accelerator.is_fsdp2:
             return False
-        has_adapters = upstream.has_adapters(model)
-        if has_adapters:
-            self._warn_once(_ADAPTERS, is_first=accelerator.is_main_process)
-        return not has_adapters
+        if not upstream.has_adapters(model):
+            return True
+        reshard(model)
+        reason = why_not_alone(model)
+        if reason is not None:
+            self._warn_once(_ADAPTERS.format(reason), is_first=accelerator.is_main_process)
+        return reason is None
 
     def _warn_once(self, what: str, *, is_first: bool) -> None:
         """`is_first`: whether this is the rank that warns."""
@@ -296,6 +302,8 @@ class Checkpoints:
             max_shard_size: int | str = "10GB", safe_serialization: bool = True,
         ) -> Any:  # fmt: skip
             is_plain = not safe_serialization or os.path.isfile(save_directory)
+            # accelerate writes the base model, too.
+            is_plain = is_plain or upstream.has_adapters(model)
             if is_plain or not self._is_ours(accelerator, model):
                 given = (model, save_directory, max_shard_size, safe_serialization)
                 return original(accelerator, *given)

@@ -36,9 +36,12 @@ from modicum.errors import refusal
 from modicum.recipes import Recipe, read_recipe, recipe_for
 from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, stored_under
+from modicum.recipes.structure import structure_of
+from modicum.torch.build.emptied import Emptied
 from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_writer import Writer as Writer
 from modicum.torch.ranks.cpus import cpus_of_rank
+from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.state_dicts import KEY, flat_key, made_value
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
@@ -119,6 +122,7 @@ class HuggingFaceReader(_PathReader):
         unexpected: Any = "error",
         staging: Size | None = None,
         ledger: _modicum.Ledger | None = None,
+        buffers: str | None = None,
     ) -> None:
         """Opens headers and index; reads no tensor.
 
@@ -131,6 +135,7 @@ class HuggingFaceReader(_PathReader):
             missing, unexpected: as for `modicum.torch.load`; only with a model.
             staging: host memory per rank for bytes in flight; None: 8 MiB.
             ledger: the account to which memory is charged while reading; None: a new one.
+            buffers: as for `modicum.torch.load`; only with a model.
 
         Raises:
             UsageError: model and checkpoint do not match.
@@ -141,6 +146,7 @@ class HuggingFaceReader(_PathReader):
         self._model, self._given = model, recipe
         self._names = {"missing": missing, "unexpected": unexpected}
         self._staging, self._ledger = staging, ledger or _modicum.Ledger()
+        self._buffers = buffers
         self.reset(source)
 
     # ---- the interface of StorageReader
@@ -162,6 +168,7 @@ class HuggingFaceReader(_PathReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of this rank's plan in one pass over the files."""
+        emptied = self._emptied()
         places = list(self._strided(getattr(planner, "state_dict", {})))
         strided = {place.fqn for place in places}
         items = [item for item in plan.items if item.dest_index.fqn not in strided]
@@ -171,11 +178,22 @@ class HuggingFaceReader(_PathReader):
             self._fill(places)
         for item, tensor in resolved:
             planner.commit_tensor(item, tensor)
+        if emptied is not None:
+            emptied.restore(loaded=self._targets)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
     # ---- the checkpoint's tensors
+
+    def _emptied(self) -> Emptied | None:
+        """What `to_empty` has left without values in this rank's model. Not collective: ranks may
+        have different models, and the first one warns."""
+        if self._model is None:
+            return None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        structure = structure_of(self._model)
+        return Emptied(self._model, structure, self._buffers, Ranks(rank, 1), seed=0)
 
     def _recipe(self) -> Recipe:
         stored = self._checkpoint.stored

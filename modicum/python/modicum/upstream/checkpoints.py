@@ -198,8 +198,17 @@ def saves_as_usual(trainer: Any) -> bool:
 
 
 def save_companions(trainer: Any, directory: Path) -> None:
-    """Writes config, tokenizer and training arguments, without weights, on ranks that save."""
-    with _without_bars():
+    """Writes config, tokenizer and training arguments, without weights, on ranks that save. Of
+    PEFT's files only the model card: PEFT can't write the others without weights."""
+    model = bare(trainer.model)
+    with ExitStack() as stack:
+        stack.enter_context(_without_bars())
+        if hasattr(type(model), "create_or_update_model_card"):
+
+            def save_card(folder: str, **how: Any) -> None:
+                model.create_or_update_model_card(folder)
+
+            replace(stack, model, "save_pretrained", save_card)
         trainer._save(str(directory), state_dict={})
     if trainer.args.should_save:
         _remove_dummy(directory)

@@ -70,7 +70,7 @@ def load(
             "mean" of the stored ones, or made by the "model"; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a
             model with other names. Then missing, unexpected, dtype and keep_fp32 do not apply.
-        key_mapping: renamings of stored names by regular expression, as for `from_pretrained`.
+        key_mapping: stored names by regular expression, and names with \\1 for its first group.
         adapter: the adapter into which an adapter's directory is loaded, if the model has several.
 
     Returns:

@@ -16,15 +16,16 @@ from typing import Any
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import UsageError, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, caller
-from modicum.recipes.structure import class_before_sharding
+from modicum.recipes.structure import class_before_sharding, inside_wrappers
 from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.weights import Form, Held, Writing, require_values, writing_of
 from modicum.torch.shards.placements import Shardings
+from modicum.upstream.wrappers import canonical
 
 CONFIG = "adapter_config.json"
 FILE = "adapter_model.safetensors"
@@ -44,7 +45,20 @@ def only_adapters(model: Model, asked: bool | None) -> bool:
     return asked
 
 
+def why_not_alone(module: nn.Module) -> str | None:
+    """Why a save of a model with adapters can't write the adapters alone; None if it can."""
+    if not _is_wrapped(module):
+        return "PEFT's layers are in it, but no PeftModel is around it"
+    model = Model.of(module)
+    try:
+        others = _trained_besides(model, names_of_peft(model))
+    except UsageError as error:
+        return str(error)
+    return f"it trains {others[0]}, which PEFT's file lacks" if others else None
+
+
 def _is_wrapped(module: nn.Module) -> bool:
+    module = inside_wrappers(module)
     return hasattr(type(module), "get_base_model") and hasattr(module, "peft_config")
 
 
@@ -62,23 +76,36 @@ def names_of_peft(model: Model) -> dict[str, str]:
     """The model's name of each tensor, by its name in PEFT's file."""
     from peft import get_peft_model_state_dict
 
-    (adapter,) = _adapters_of(model.module)
+    wrapped = inside_wrappers(model.module)
+    (adapter,) = _adapters_of(wrapped)
     own: dict[int, str] = {}
     for name, of in model.tensors.items():
         own.setdefault(id(of.tensor), name)
     state = get_peft_model_state_dict(
-        model.module,
-        state_dict=model.module.state_dict(keep_vars=True),
+        wrapped,
+        state_dict=_state_by_module(wrapped),
         adapter_name=adapter,
-        save_embedding_layers=_trains_embeddings(model.module),
+        save_embedding_layers=_trains_embeddings(wrapped),
     )
     names: dict[str, str] = {}
     for name, tensor in state.items():
         if id(tensor) not in own:
             what = "PEFT computes this tensor of its file, or gathers it"
             raise refusal("UNSUPPORTED", what, tensor=name)
-        names[name] = own[id(tensor)]
+        names[canonical(name)] = own[id(tensor)]
     return dict(sorted(names.items()))
+
+
+def _state_by_module(module: nn.Module) -> dict[str, Any]:
+    """The state dict with the names of `named_modules`, by which PEFT selects. A state dict leaves
+    out the components of activation checkpointing, and PEFT would find nothing in it."""
+    modules = {canonical(name): name for name, _ in module.named_modules(remove_duplicate=False)}
+    state = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        path, _, attribute = canonical(name).rpartition(".")
+        inside = modules.get(path, path)
+        state[f"{inside}.{attribute}" if inside else attribute] = tensor
+    return state
 
 
 def _adapters_of(module: Any) -> list[str]:
@@ -105,6 +132,7 @@ def _trains_embeddings(module: Any) -> bool:
 
 def config_text(module: Any) -> str:
     """adapter_config.json, as PEFT's `save_pretrained` writes it; the same on every rank."""
+    module = inside_wrappers(module)
     (adapter,) = _adapters_of(module)
     config = copy.deepcopy(module.peft_config[adapter])
     base = module.get_base_model()

@@ -28,6 +28,7 @@ from modicum.torch.loading.origin import keeping_origin, origin_of
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
+from modicum.torch.saving.adapters import FILE
 from modicum.torch.saving.extra import FOLDER, read_all
 from modicum.torch.saving.planning import Ask
 from modicum.torch.saving.report import Resumed, Saved
@@ -101,13 +102,13 @@ def save_inside(
     ranks: Ranks,
 ) -> Saved:
     """Saves into the directory of `flight`, which is open, and commits. Collective. `how`: ledger,
-    budget, staging and shard_size, as for `save`."""
+    budget, staging, shard_size and adapters, as for `save`."""
     reshard(model)
     extra = None
     if optimizer is not None and not _has_tensors(optimizer):
         extra = {_GROUPS: json.loads(groups.text_of(optimizer, Model.of(model).names))}
         optimizer = None
-    form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=False)
+    form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=how["adapters"])
     ask = Ask(
         root=flight.directory, step=flight.number, keep=None, form=form,
         ledger=how["ledger"] or _modicum.Ledger(), budget=how["budget"], extra=extra, per_rank=None,
@@ -128,6 +129,8 @@ def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> Re
     for `resume`. The model's origin does not become this step, which a later save may remove."""
     require_whole(directory)
     reshard(model)
+    if (directory / FILE).exists():
+        return resume(model, directory, **how)
     with keeping_origin(model):
         resumed = resume(model, directory, unexpected="ignore", **how)
         origin = origin_of(model)
