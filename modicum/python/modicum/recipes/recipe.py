@@ -423,7 +423,7 @@ def recipe_for(
             "error"; "ignore"; or regular expressions of tensors to drop.
         present: canonical names of tensors that have values already, and so are not missing.
         untie: if both names of a tie are stored, load both instead of comparing them.
-        key_mapping: additional renamings, as for `from_pretrained`; \\1 is the only reference.
+        key_mapping: renamings as for `from_pretrained`; replacements may refer to \\1 only.
         quantizer: transformers' quantizer; None: from the model's config.
         adapter: the adapter to which the file `checkpoint` belongs; None: the model's only one.
         structure: the model's structure, if already known.

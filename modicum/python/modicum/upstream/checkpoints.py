@@ -198,8 +198,8 @@ def saves_as_usual(trainer: Any) -> bool:
 
 
 def save_companions(trainer: Any, directory: Path) -> None:
-    """Writes config, tokenizer and training arguments, without weights, on ranks that save. Of
-    PEFT's files only the model card: PEFT can't write the others without weights."""
+    """Writes config, tokenizer and training arguments, without weights, on ranks that save. For a
+    PeftModel it writes only the model card of PEFT's files: PEFT needs weights for the others."""
     model = bare(trainer.model)
     with ExitStack() as stack:
         stack.enter_context(_without_bars())
