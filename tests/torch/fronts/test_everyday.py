@@ -270,7 +270,7 @@ def test_a_budget_error_is_readable(one_rank: None) -> None:
 def test_a_budget_for_the_load_without_adamws_state_is_refused(
     one_rank: None, tmp_path: Path
 ) -> None:
-    """The budget suffices for the load with SGD, but not with the state of `modicum.torch.AdamW`."""
+    """The budget suffices for the load with SGD, but not with the state of Modicum's AdamW."""
     family = BY_NAME["llama"]
     larger = dataclasses.replace(family, config=family.config | {"vocab_size": 60000})
     directory = larger.write(larger.build(), tmp_path)
