@@ -248,7 +248,7 @@ def test_a_grandchild_gets_the_error_too(directory: Path) -> None:
 
 
 def test_a_callers_context_that_ends_in_the_child_leaves_the_guard(directory: Path) -> None:
-    """The end of `torch.device` removes the innermost function mode, which must not be the guard."""
+    """The end of `torch.device` removes the innermost function mode: that must not be the guard."""
     model = loaded(directory)
     with torch.device("meta"):
         pid = os.fork()
