@@ -210,6 +210,7 @@ def train(engine):
         step(mse_loss(forward(inputs).float(), targets.float()))
 {block}
 numel = 6 * 512 * 512  # six matrices
+# Bytes: masters, gradients in float32 and in bfloat16, moments, offloaded weights.
 assert protection.bytes > 0.99 * (4 + 4 + 2 + 8 + 2) * numel, protection
 assert peaks["moments"].held_bytes > 0.99 * 8 * numel, peaks
 assert peaks["moments"].copied_bytes < 0.02 * numel, peaks

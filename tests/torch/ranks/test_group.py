@@ -1,5 +1,10 @@
-"""Failure propagation, barriers and liveness of a process group, with real processes and
-signals."""
+"""Failure propagation, barriers and liveness of a process group, with real processes and signals.
+
+Must fail for these mutants: a rank that leaves an exchange and keeps its connections; a failed rank
+0 that ends the store before the others have read the error; one silent rank, or a short stop, that
+counts as the loss of a host; a reduced tensor that a Gloo thread still holds; models that differ,
+without advice in the error.
+"""
 
 import json
 import os

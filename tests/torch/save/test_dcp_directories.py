@@ -1,7 +1,7 @@
 """`modicum.torch.dcp.convert`: directories of torch.distributed.checkpoint become steps, and no
 pickle in them is executed.
 
-Compared with the tensors that were saved; Python's audit events show what is executed. Must fail
+Compared with the tensors that were saved; Python's audit events show each execution. Must fail
 for these mutants: a box in the wrong place; elements of a box that are read from another run; state
 that is written as a tensor of the model; numbers that are lost; a name in a pickle that is not on
 the list and is accepted; a box outside its tensor, or two that overlap; a file outside the

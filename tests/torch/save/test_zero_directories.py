@@ -2,7 +2,7 @@
 no pickle in them is executed.
 
 Compared with DeepSpeed's engines on two ranks and with its own conversion; Python's audit events
-show what is executed. Must fail for these mutants: an element of another rank's piece, or of the
+show each execution. Must fail for these mutants: an element of another rank's piece, or of the
 padding; the state of another parameter; a lower half of another rounding; steps that are lost; a
 frozen parameter or a tie without values; files of two steps, or of one rank too few or too many,
 that are accepted; an unknown layout, or a name in a pickle that is not on the list, that is
