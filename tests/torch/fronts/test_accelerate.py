@@ -20,7 +20,7 @@ pytest.importorskip("peft")
 from ranks import Ranks, ranks
 
 BF16 = {"mixed_precision": "bf16"}
-# Rank 0 reads the model, and accelerate sends the shards.
+# With this option of accelerate only rank 0 reads the model, and broadcasts it.
 SENT = {"cpu_ram_efficient_loading": True}
 
 
