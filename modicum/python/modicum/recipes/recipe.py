@@ -200,7 +200,7 @@ def _droppable(model: Any) -> list[str]:
 def _near(name: str, names: Iterable[str]) -> str:
     """The end of an error's sentence: the nearest of `names`, if one is similar."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    return f"; the nearest is '{near[0]}'" if near else ""
+    return f"; nearest is '{near[0]}'" if near else ""
 
 
 @dataclass
