@@ -100,8 +100,10 @@ def without_a_gate(stored: dict[str, Any]) -> None:
     ("spoil", "tensor", "says"),
     [
         (misspelt, "model.layers.1.mlp.gte.weight", rf"unexpected.*nearest is '{GATE}'"),
-        (without_a_gate, GATE, r"lacks 1 tensor of.*missing.*nearest is 'model\.layers\.0\.mlp\.gate"),
-        (with_one_more, "model.layers.2.mlp.gate.weight", r"1 stored.*nearest is 'model\.layers\.\d"),
+        (without_a_gate, GATE,
+         r"lacks 1 tensor of.*missing.*nearest is 'model\.layers\.0\.mlp\.gate"),
+        (with_one_more, "model.layers.2.mlp.gate.weight",
+         r"1 stored.*nearest is 'model\.layers\.\d"),
         (without_an_expert, "model.layers.0.mlp.experts.down_proj",
          r"another shape.*expected \[5, 39, 13\], got \[4, 39, 13\]"),
         (without_the_gate_of_an_expert, GATE_OF.format(3),
