@@ -569,7 +569,7 @@ def test_several_models_in_one_are_refused(one_rank: None) -> None:
     """Such as actor and critic in one module. Each of them is prepared, or filled, alone."""
     with loading(progress=False) as context:
         actor, critic = build(), build("qwen2")
-        with pytest.raises(UsageError, match="several inside.*expected one") as refused:
+        with pytest.raises(UsageError, match="several models inside.*expected one") as refused:
             prepare(nn.ModuleList([actor, critic]))
         assert refused.value.category == "UNSUPPORTED"
         assert "LlamaForCausalLM and Qwen2ForCausalLM" in refused.value.got

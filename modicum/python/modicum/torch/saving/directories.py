@@ -224,7 +224,7 @@ def _infos_of(value: Any) -> _Infos:
         if not isinstance(key, str) or not isinstance(name, str):
             malformed("the place of a box lacks the tensor's or the file's name", FILE)
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            what = "the file of a box is not in the directory"
+            what = "the file of a box is outside the directory"
             malformed(what, FILE, tensor=key, got=ascii(name))
         if not (is_size(begin) and is_size(length)):
             malformed("the place of a box is no range of bytes", FILE, tensor=key)

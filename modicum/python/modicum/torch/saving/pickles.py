@@ -19,9 +19,7 @@ from modicum.upstream.torch_checkpoint import GETATTR, ORDERED_DICT, PICKLED, ST
 DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
 _MOST_BYTES = 1 << 31
 for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape"):
-    codecs.lookup(
-        _name
-    )  # imports the codecs of pickletools now: while it reads, nothing is imported
+    codecs.lookup(_name)  # imports pickletools' codecs now: nothing is imported while it reads
 
 
 @dataclass(frozen=True)

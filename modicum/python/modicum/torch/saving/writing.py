@@ -40,7 +40,7 @@ class Where:
     snapshot: _modicum.Snapshot | None = None
     """For a save in the background."""
     gather: _modicum.Gather | None = None
-    """For a save in the foreground with divided rows, if the node's ranks write together."""
+    """For a save in the foreground in which a node's ranks write divided rows together."""
 
 
 class StateWriting(Protocol):

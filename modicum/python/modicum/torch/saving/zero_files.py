@@ -42,7 +42,7 @@ class Table:
         return found
 
     def unknown(self, key: str) -> NoReturn:
-        """Raises `FormatError`: the value of `key` is missing, or not as DeepSpeed 0.19 writes it."""
+        """Raises `FormatError`: `key` is missing, or its value is not in DeepSpeed 0.19's form."""
         got = f"DeepSpeed {self.version}" if isinstance(self.version, str) else "no version"
         expected = "the form of DeepSpeed 0.19"
         malformed(f"{key!r} is missing or has an unknown form", self.file,
