@@ -170,7 +170,9 @@ class Checkpoints:
             self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
 
     def _decide(self, accelerator: Any, model: Any) -> bool:
-        """Decides whether Modicum saves the model. Warns if adapters are the reason it does not."""
+        """Decides whether Modicum saves the model: whether it has loaded the model, FSDP2 shards
+        the model, and a save of its adapters alone would be complete. Warns if only the last fails.
+        """
         model = upstream.bare(model)
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
         if not is_loaded or not accelerator.is_fsdp2:

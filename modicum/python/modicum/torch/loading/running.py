@@ -81,8 +81,8 @@ def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
 
 
 def _storages_of(planned: Planned) -> Storages:
-    """One-dimensional tensors by target, for targets that have values, whose own memory they are,
-    and for targets that get new device memory. The load itself allocates new host memory."""
+    """One-dimensional tensors by target: a tensor's own memory if it has values, or new device
+    memory. For new host memory there is none: the load itself allocates it."""
     storages = {}
     for t, place in _own_targets(planned):
         if not place.of.tensor.is_meta:

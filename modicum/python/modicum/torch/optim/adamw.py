@@ -57,7 +57,7 @@ class AdamW(torch.optim.Optimizer):
 
     For parameters on a device the complete state is on the host. Gradients stay on the device until
     a step or a norm copies them to the host; new parameters are copied back while the step runs.
-    Both go through 512 KiB of staging per thread, or the state's own planes.
+    Both go through 528 KiB of staging per thread, or the state's own planes.
 
     Parameters with any dense strides are stepped in memory order. If parameters are replaced in
     `param_groups` (as by accelerate's `prepare` or `rebinding`) or their memory is moved

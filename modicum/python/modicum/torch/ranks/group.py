@@ -451,7 +451,7 @@ class Ranks:
         return json.dumps({"error": facts})
 
     def _received(self, result: Callable[[], None]) -> None:
-        """Calls `result` of an exchange. If a connection ended, raises the failure or PEER."""
+        """Calls `result`. If a connection ended, raises the failure of another rank, or PEER."""
         try:
             result()
         except RuntimeError as error:

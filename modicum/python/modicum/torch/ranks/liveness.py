@@ -12,7 +12,7 @@ the load ends on all ranks.
 A missing heartbeat alone does not prove that a process is dead: it makes none while the kernel
 commits its memory, which may take tens of seconds, or while an extension holds the GIL. Therefore
 /proc decides for a rank of the same host and pid namespace, and all ranks of another host must be
-silent. Only for a rank of the same host in another pid namespace does silence decide.
+silent. For a rank of the same host in another pid namespace, its silence alone decides.
 """
 
 import os

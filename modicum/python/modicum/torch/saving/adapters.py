@@ -112,7 +112,7 @@ def _state_by_module(module: nn.Module) -> dict[str, Any]:
 def _adapters_of(module: Any) -> list[str]:
     names = [*module.peft_config]
     if len(names) != 1:
-        what = "the adapters of a PeftModel: adapters=False saves all tensors"
+        what = "a step of adapters alone: adapters=False saves all tensors"
         raise refusal("UNSUPPORTED", what, expected="one adapter", got=", ".join(names))
     return names
 

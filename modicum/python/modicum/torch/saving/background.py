@@ -118,7 +118,7 @@ class Saving:
             in_flight.end(self)
             with rest:
                 raise
-        # The save's thread starts other threads first, which Python refuses once it exits.
+        # The save's thread starts other threads, which Python refuses once the process exits.
         self._began.wait()
         return self
 

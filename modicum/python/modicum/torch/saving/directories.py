@@ -124,9 +124,7 @@ class Directory:
             try:
                 line = archive.line(value)
             except ValueError as error:
-                malformed(
-                    f"the archive of a box holds no tensor that can be read: {error}", box.file
-                )
+                malformed(f"a box holds no tensor that can be read: {error}", box.file)
             if (line.dtype, line.shape) != (of.dtype, box.sizes):
                 expected, got = f"{of.dtype} {[*box.sizes]}", f"{line.dtype} {[*line.shape]}"
                 what = "the archive of a box holds another tensor"

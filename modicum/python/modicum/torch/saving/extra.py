@@ -105,7 +105,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> Any:
-    """The value given to `bytes_of`, with lists for tuples. Raises errors of `open_checkpoint`."""
+    """The value given to `bytes_of`, with lists in place of tuples. Raises the errors of
+    `open_checkpoint`."""
     _modicum.open_checkpoint(path)  # validates the header
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")

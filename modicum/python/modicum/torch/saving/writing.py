@@ -35,7 +35,7 @@ class Where:
     directory: Path
     """Where the step is written before it is published."""
     point: int
-    """At which the digests are evaluated (`StepSave.point`)."""
+    """The point at which the digests, as polynomials, are evaluated (`StepSave.point`)."""
     threads: int
     snapshot: _modicum.Snapshot | None = None
     """For a save in the background."""

@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     """One tensor dim, cut along mesh axes as torch.chunk cuts."""
 
     axes: tuple[int, ...]
-    """Indices of mesh axes; several ones make up one flattened axis, outermost first."""
+    """Indices of mesh axes; several make up one flattened axis, outermost first."""
     dim: int
     """The tensor dim."""
     packed: int = 1
