@@ -419,16 +419,16 @@ class AdamW(torch.optim.Optimizer):
         with told_by_fqn(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()
-        lies = self.state
+        own_state = self.state
         try:
             exported: dict[torch.Tensor, Any] = {
-                part.parameter: self._bound.exported(part, lies[part.parameter])
+                part.parameter: self._bound.exported(part, own_state[part.parameter])
                 for part in self._bound.parts
             }
             self.state = defaultdict(dict, exported)
             return super().state_dict()
         finally:
-            self.state = lies
+            self.state = own_state
 
     def state_items(self, codes: bool = False) -> Iterator[StateItem]:
         """Iterates over the complete state as (parameter's name, name, tensor). `codes`: yields

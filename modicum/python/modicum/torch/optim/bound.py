@@ -119,8 +119,8 @@ class Bound:
         dtype = dtype_of(part, "moment" if name in MOMENTS else name)
         if part.local.numel() == 0:
             return torch.empty(0, dtype=dtype)
-        lies = self.states[part.state].plane(part.shard, name)
-        return torch.from_dlpack(lies).view(dtype)
+        memory = self.states[part.state].plane(part.shard, name)
+        return torch.from_dlpack(memory).view(dtype)
 
     # ---- the optimizer's `state`
 
@@ -164,8 +164,8 @@ class Bound:
         """Copies the states' step counts to `state` and `counts`."""
         steps = {name: state.steps for name, state in self.states.items()}
         made = torch.tensor([float(steps[part.state][part.shard]) for part in self.parts])
-        for lies, counts in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
-            lies.copy_(counts)
+        for shown, counts in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
+            shown.copy_(counts)
         self.counts = made
 
     # ---- values
@@ -182,8 +182,8 @@ class Bound:
                 if not self._has(part, name, of):
                     state.import_from(part.shard, name, of.float().contiguous())
             elif name in values:
-                for lies in (state.plane(part.shard, name), state.scales(part.shard, name)):
-                    torch.from_dlpack(lies).zero_()
+                for memory in (state.plane(part.shard, name), state.scales(part.shard, name)):
+                    torch.from_dlpack(memory).zero_()
 
     def _has(self, part: Part, name: str, values: torch.Tensor) -> bool:
         """Whether a moment in a format smaller than float32 exports exactly these values. If so,
@@ -397,8 +397,8 @@ class Bound:
             state = self.states[part.state]
             yield ("master" if is_own_master(part) else "weights"), part.name, part.local
             for plane, owner in _OWNERS.items():
-                for lies in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
-                    yield owner, f"{part.name}.{plane}", torch.from_dlpack(lies)
+                for memory in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
+                    yield owner, f"{part.name}.{plane}", torch.from_dlpack(memory)
 
     def digest(self) -> dict[str, int]:
         """The sums of all states' digests, by name."""
