@@ -7,10 +7,10 @@ STAGES := dev asan tsan python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
 
 help:
-	@echo 'make demo     a synthesised qwen3-0.6b into 4 ranks: promise beside outcome'
+	@echo 'make demo     loads a synthesised qwen3-0.6b into 4 ranks: promised and measured memory'
 	@echo 'make build    the release build: build/release/modicum'
 	@echo 'make test     every test; make test-STAGE runs one of: $(STAGES)'
-	@echo 'make check    format, the may-include table, sizes, clang-tidy'
+	@echo 'make check    format, the table of rooms, sizes, pages, clang-tidy'
 	@echo 'make bench    the programs in benchmarks/'
 	@echo 'make soak     all under the sanitizers and by Clang, fuzzers, mutants, other versions'
 	@echo 'make conformance  newest packages, transformers 4.57, engines: benchmarks/CONFORMANCE.md'
@@ -29,7 +29,8 @@ demo: build
 
 test: begin-venv $(STAGES:%=test-%)
 
-# What is downloaded comes while C++ is compiled; who needs it waits for it.
+# Installs Python packages in the background, while C++ is compiled. A later call of scripts/venv.sh
+# waits until it has finished.
 begin-venv:
 	@scripts/packages.sh build python
 	@mkdir -p build; scripts/venv.sh test wheel lint > build/venv.log 2>&1 &

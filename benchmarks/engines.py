@@ -62,13 +62,14 @@ def label_of(row: tuple[str, ...]) -> str:
 
 
 def recorded(row: tuple[str, ...]) -> str:
-    """Measures a row and returns it as a row of the page's table."""
+    """The row as the page's table has it, from an earlier run."""
     lines = (ROOT / "benchmarks/RESULTS.md").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"| {label_of(row)} |")]
     return line
 
 
 def row_of(row: tuple[str, ...], place: Path, model_bytes: int, python: Path) -> str:
+    """Measures a row and returns it as a row of the page's table."""
     name, engine, _, checkpoint = row
     if name in PACKAGES and not (place / PACKAGES[name]).exists():
         patch(name, python, place)

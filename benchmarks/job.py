@@ -2,10 +2,10 @@
 """Measures the memory of a whole job of accelerate: a load, three steps and a save.
 
 Workload: a made-up bf16 checkpoint of qwen3's architecture, in fp32 parameters of FSDP2, in 4 gloo
-ranks, with `modicum.torch.AdamW` within `modicum.torch.accelerate.loading`. What was promised of
-each phase is compared with what the kernel counts of it: high-water marks of the ranks, and the
-pages of the model and of the optimizer. What is not Modicum's has columns of its own. There are no
-times, so other programs on the machine make no difference.
+ranks, with `modicum.torch.AdamW` within `modicum.torch.accelerate.loading`. The promise of each
+phase is compared with the kernel's counters: high-water marks of the ranks, and the pages of the
+model and of the optimizer. Memory that is not Modicum's has separate columns. Nothing is timed, so
+other programs on the machine make no difference.
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """
@@ -28,12 +28,12 @@ NAMES = {"load": "load", "step": f"{STEPS} steps", "save": "save"}
 
 
 def row_of(phase: str, of: Held) -> str:
-    over = f"{100 * (of.promised - of.ours) / of.promised:.2f} %"
+    unheld = f"{100 * (of.promised - of.ours) / of.promised:.2f} %"
     sizes = (of.promised, of.ours, of.process, of.kept, of.passing)
     promised, ours, process, kept, passing = (f"{size / GIB:.3f}" for size in sizes)
     if phase == "save":  # all that a save adds counts as ours
         passing = "in ours"
-    cells = (NAMES[phase], promised, ours, over, process, kept, passing)
+    cells = (NAMES[phase], promised, ours, unheld, process, kept, passing)
     return f"| {' | '.join(cells)} |"
 
 

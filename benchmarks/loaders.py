@@ -42,7 +42,7 @@ RESULTS = ROOT / "benchmarks/RESULTS.md"
 IN_README = "from_pretrained,accelerate,torch-broadcast,dcp,preadv+hugepages,modicum"
 READ_LOOPS = "preadv,preadv+hugepages,modicum"
 WORLD = 4
-SLOW = 5  # a row that takes this many times the fastest row's time gets only one warm run
+SLOW = 5  # a row this many times slower than the fastest gets only one warm and one cold run
 PATIENCE_S = 300
 SHARD_SIZE = "300MB"  # several files, as in large checkpoints
 # One thread per rank, as torchrun sets it; no downloads.
@@ -299,7 +299,7 @@ def main() -> int:
         raise SystemExit(f"{options.modicum} is not there; run `make build`")
     rows = selected(options.rows)
     scratch = Path(tempfile.mkdtemp(prefix="modicum-bench-"))
-    # Runs of other models are not recorded for the pages.
+    # Runs of other models or numbers of ranks are not recorded for the pages.
     is_other = options.layers is not None or options.checkpoint or options.ranks != WORLD
     raw_path = options.raw or (scratch / "raw.jsonl" if is_other else RAW)
     raw_path.parent.mkdir(exist_ok=True)

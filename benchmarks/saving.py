@@ -44,7 +44,7 @@ NAMES = (
     "save_state, with state", "save_state with the line, with state",
     "Trainer, with state", "Trainer with the line, with state",
 )  # fmt: skip
-READABLE = {
+OTHER_FILES = {
     "dcp-hf, shards only": "a file per rank",
     "dcp, with state": "DCP's own",
     "dcp, async, with state": "DCP's own",
@@ -103,7 +103,7 @@ def row_of(name: str, runs: list[dict[str, Any]]) -> str:
     seconds, size = sorted(run["seconds"] for run in runs), median("size")
     time = f"{median('seconds'):.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f})"
     written, held = (f"{median(key) / GIB:.2f}" for key in ("written", "extra"))
-    kind = READABLE.get(name, "Hugging Face")
+    kind = OTHER_FILES.get(name, "Hugging Face")
     blocked = f"{median('blocked'):.2f}"
     return f"| {name} | {kind} | {size / GIB:.2f} | {written} | {held} | {time} | {blocked} |"
 
@@ -119,7 +119,7 @@ def in_a_cage(zygote: Zygote, case: Case, run: dict[str, Any], scratch: Path) ->
 
 
 def judged(runs: dict[str, list[dict[str, Any]]]) -> str:
-    """The sentence with ratios of medians, and the bytes held beyond model and state."""
+    """The sentence with Modicum's speed relative to DCP, and the bytes that it writes and reads."""
 
     def seconds(name: str) -> float:
         return statistics.median(run["seconds"] for run in runs[name])

@@ -5,7 +5,7 @@ Workload: the work of a step with an offloaded optimizer: gradients times 1/scal
 clip, AdamW, and a bf16 copy of the new parameters for the device. Gradients are already in the
 memory from which each optimizer reads them, in fp32; in bf16 for Modicum's split formats.
 Rivals: torch's fused and foreach AdamW with torch's unscale and clip; DeepSpeedCPUAdam in the order
-of DeepSpeed's ZeRO-2 step, once with and once without the time of the norm, which a GPU may take;
+of DeepSpeed's ZeRO-2 step, once with and once without the norm, which a GPU may compute instead;
 torchao's AdamW8bit, compiled by torch (bitsandbytes steps only on a GPU); prime-rl's CPU AdamW, if
 --prime-rl names its sources. A round is one step of each optimizer in turn, in one process. Figures
 are medians over the rounds with their range, next to a plain copy in the same process.

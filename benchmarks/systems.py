@@ -3,7 +3,7 @@
 
 Workload: the scripts of examples/ with the real packages, each without and with Modicum:
 accelerate's FSDP2 with bf16 mixed precision (dense and experts), an engine that makes the calls of
-AReaL's in the same order (causal LM, value head, vision-language, LoRA), and twinkle's two
+AReaL's engine in the same order (causal LM, value head, vision-language, LoRA), and twinkle's two
 strategies. They have fp32 parameters in 4 gloo ranks, from a made-up checkpoint. DeepSpeed's ZeRO-2
 runs in one process, with its optimizer in host memory and two data-loader workers.
 

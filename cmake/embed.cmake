@@ -1,9 +1,9 @@
 # modicum_embed(ROOM FOLDER FUNCTION [files...])
 #
-# Compiles the files of modicum/ROOM/FOLDER, and the given ones of other places, into the library of
-# ROOM. A header of that room, FOLDER.h, declares `std::string_view FUNCTION(std::string_view
-# file_name)`, which returns a file's text, and an empty one for a name that no file has. The source
-# is written when CMake configures, and again when a file has changed.
+# Compiles the files of modicum/ROOM/FOLDER, and the given files, into the library of ROOM. A header
+# of that room, FOLDER.h, declares `std::string_view FUNCTION(std::string_view file_name)`, which
+# returns a file's text, or an empty one if no file has this name. The source is written when CMake
+# configures, and again when a file has changed.
 function(modicum_embed room folder function)
   file(GLOB files CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/modicum/${room}/${folder}/*)
   list(APPEND files ${ARGN})
@@ -14,7 +14,7 @@ function(modicum_embed room folder function)
     cmake_path(GET file FILENAME name)
     string(MAKE_C_IDENTIFIER "text_of_${name}" id)
     file(READ ${file} bytes HEX)
-    # As numbers: a compiler need not take literals as long as a library.
+    # As numbers: compilers limit the length of a string literal.
     string(REGEX REPLACE "(..)" "0x\\1," bytes "${bytes}")
     string(APPEND texts "const unsigned char ${id}[] = {${bytes}};\n")
     string(APPEND cases "  if (file_name == \"${name}\") return text(${id}, sizeof ${id});\n")

@@ -1,5 +1,5 @@
-# modicum_import(TARGET HEADER LIBRARY): an imported target for a library of Debian's that brings no
-# CMake package, with the soname that the wheel bundles it under.
+# modicum_import(TARGET HEADER LIBRARY): an imported target for a Debian library without a CMake
+# package. cmake/python.cmake installs the library into the wheel under its IMPORTED_SONAME.
 function(modicum_import target header library)
   string(MAKE_C_IDENTIFIER ${library} id)
   find_path(${id}_INCLUDE_DIR ${header} REQUIRED)

@@ -1,9 +1,9 @@
 # modicum_room(NAME [DEPENDS rooms...] [PRIVATE libraries...])
 #
-# A static library of modicum/NAME/*.cc, which may include the doors of the rooms it depends on, and
-# (with MODICUM_TESTS) one test program of modicum/NAME/*_test.cc. Files ending in _double.cc or
-# _doubles.cc are test doubles: they go into a library of their own that only tests link. Each
-# test carries the label NAME. With MODICUM_SANITIZE=fuzzer each *_fuzz.cc is a program of its own.
+# A static library of modicum/NAME/*.cc, which may include the public headers of the rooms that it
+# depends on, and (with MODICUM_TESTS) one test program of modicum/NAME/*_test.cc. Files ending in
+# _double.cc or _doubles.cc are test doubles, in a separate library that only tests link. Each test
+# has the label NAME. With MODICUM_SANITIZE=fuzzer each *_fuzz.cc is a program instead.
 
 add_library(modicum_flags INTERFACE)
 target_include_directories(modicum_flags INTERFACE ${CMAKE_SOURCE_DIR})
@@ -14,7 +14,7 @@ target_compile_options(
                           -Wno-missing-field-initializers)
 target_link_libraries(modicum_flags INTERFACE fmt::fmt Threads::Threads)
 if(MODICUM_PRECOMPILE)
-  # Of what it has precompiled, GCC 12 forgets that it is the system's: std::string warns.
+  # GCC 12 forgets that precompiled headers are system headers, and warns about std::string.
   foreach(warning array-bounds stringop-overflow restrict)
     target_compile_options(modicum_flags INTERFACE $<$<CXX_COMPILER_ID:GNU>:-Wno-${warning}>)
   endforeach()
@@ -32,8 +32,8 @@ elseif(MODICUM_SANITIZE STREQUAL "thread")
   target_link_options(modicum_flags INTERFACE -fsanitize=thread)
 endif()
 
-# What many files include is read once for all libraries and once for all tests. The builds that do
-# without show a file that lacks an include of its own.
+# Headers that many files include, precompiled once for all libraries and once for all tests. Builds
+# without MODICUM_PRECOMPILE find files that lack an include.
 set(often_included
     <algorithm>
     <array>
@@ -47,7 +47,8 @@ set(often_included
     <vector>
     <fmt/format.h>)
 
-# modicum_precompile(TARGET OWNER [headers...]): what the owner has precompiled, which asks first.
+# modicum_precompile(TARGET OWNER [headers...]): TARGET uses the precompiled headers of OWNER. The
+# first call must have TARGET = OWNER; it precompiles often_included and the given headers.
 function(modicum_precompile target owner)
   if(NOT MODICUM_PRECOMPILE)
     return()

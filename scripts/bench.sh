@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# bench.sh [PROGRAM...]: runs these programs of benchmarks/, or all but the trainings of parity.py,
-# one after the other, against the wheel, which .venv gets alongside the rivals. Those that make
-# README.md's figures come first. The run itself is recorded in benchmarks/RESULTS.md. A program may
-# have arguments: "step.py --rounds 3". With PRIME_RL, a checkout of PrimeIntellect-ai/prime-rl,
+# bench.sh [PROGRAM...]: installs the wheel and the rivals into .venv, then runs these programs of
+# benchmarks/ one after the other; by default all but parity.py, which trains models. The programs
+# that make README.md's figures come first. The run is recorded in benchmarks/RESULTS.md. A program
+# may have arguments: "step.py --rounds 3". With PRIME_RL, a checkout of PrimeIntellect-ai/prime-rl,
 # step.py measures that optimizer, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."

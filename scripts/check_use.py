@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 PACKAGE = "modicum/python/"
-# Files that need not be named: .cc files, pages, tests, examples, embedded files, the fuzzers'
-# first inputs, and files and folders whose name begins with a dot.
+# Files that need not be named: .cc files, pages, tests, examples, mutants, embedded files, the
+# fuzzers' first inputs, and files and folders in the root whose name begins with a dot.
 FOUND_BY_PLACE = re.compile(
     r"^\.|^examples/|^mutants/|^modicum/synth/configs/|^modicum/report/page/|\.(cc|md)$"
     r"|^tests/fixtures/fuzz/\w+/|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"

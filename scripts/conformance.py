@@ -105,7 +105,7 @@ def version_of(package: str, python: Path) -> str:
 
 
 def outcomes(name: str, python: Path, words: tuple[str, ...]) -> dict[str, list[str]]:
-    """The names of the tests that were run, by outcome. `name`: of the environment."""
+    """The names of the tests that were run, by outcome. `name`: the name of the environment."""
     report = PLACE / f"{name.replace(' ', '-')}.xml"
     report.unlink(missing_ok=True)
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml"]
@@ -135,7 +135,8 @@ def outcome_of(case: ET.Element) -> str:
 
 
 def lost(tested: dict[str, list[str]]) -> list[str]:
-    """The tests of ENGINES that prove nothing, skipped ones included: their environment has all."""
+    """The tests of ENGINES that did not pass. A skipped one is a failure, too: the environment has
+    all engines."""
     return [test for kind, tests in tested.items() if kind != "right" for test in tests]
 
 

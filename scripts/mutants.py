@@ -8,8 +8,8 @@ of a mutant are selected from ctest's, or are Python tests, which use the copy's
 package. Verdicts:
 
     caught          the tests fail
-    hung            the Python tests exceed the time limit, which is as good
-    survived        the tests pass: they do not test this
+    hung            the Python tests exceed the time limit, which counts as caught
+    survived        the tests pass: they do not detect the fault
     not run         the Python tests are all skipped: the package that they test is not installed
     does not build
 
@@ -36,11 +36,11 @@ import tomllib
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/mutants"
 SOURCE, BUILD, PACKAGE = WORK / "src", WORK / "build", WORK / "package"
-# Python tests without a mutant, and with one. With one they may take three times as long as without
-# it, where that is longer: on a busy machine a slow test must not look like one that hangs.
-UNMUTATED_TIMEOUT_S = 900
+UNMUTATED_TIMEOUT_S = 900  # of Python tests without a mutant
+# Of each test of ctest, and of the Python tests of a mutant. The latter may also take three times
+# as long as without the mutant: a slow test on a busy machine must not count as hung.
 TEST_TIMEOUT_S = 120
-HUNG = 124  # our exit status for Python tests that exceed TEST_TIMEOUT_S
+HUNG = 124  # our exit status for Python tests that exceed their time limit
 # Warnings are off, so that a mutant with an unused variable compiles.
 CXX_FLAGS = "-O1 -w"
 

@@ -2,8 +2,8 @@
 --steps N [--modicum]. Rank 0 prints its losses. With --modicum the packages on PYTHONPATH are
 patched.
 
-Without steps no optimizer takes memory: torch's AdamW takes it in its first step. Modicum's AdamW
-takes it when it is constructed, so it is not constructed then.
+With --steps=0 no optimizer allocates memory: torch's AdamW does so in the first step, and Modicum's
+in its constructor, which is then not called.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("directory")
-    parser.add_argument("folder", help="of what the engine writes")
+    parser.add_argument("folder", help="for the files that the engine writes")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--modicum", action="store_true")
     options = parser.parse_args()

@@ -59,7 +59,7 @@ def main() -> None:
     module = importlib.import_module(sys.argv[1])
     module.preload(sys.argv[2])
     gc.collect()
-    gc.freeze()  # its pages stay shared with the ranks
+    gc.freeze()  # a rank's collector must not write to inherited, shared pages
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         pids = fork_ranks(module, json.loads(line))

@@ -118,7 +118,7 @@ class DeepSpeed:
 
 
 class PrimeRl:
-    """prime-rl: a pass of torch for the norm, then one pass for scale, AdamW and bf16 copy."""
+    """prime-rl: the norm by torch, then one pass for scale, AdamW and bf16 copy."""
 
     def __init__(self, params: int, sources: Path) -> None:
         path = sources / "src/prime_rl/trainer/optim/cpu_adam/__init__.py"
@@ -141,7 +141,8 @@ class PrimeRl:
 
 
 class Modicum:
-    """Modicum: the norm is taken while the gradients arrive in their plane; then one pass."""
+    """Modicum: the norm is computed when the gradients in the plane are declared complete; then one
+    pass for scale, AdamW and bf16 copy."""
 
     def __init__(self, params: int, form: str, threads: int) -> None:
         self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]

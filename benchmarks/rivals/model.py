@@ -74,7 +74,7 @@ def empty_sharded(
 def materialize(model: torch.nn.Module) -> None:
     """Gives each parameter uninitialised memory."""
     model._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t)
-    model.tie_weights()  # again, since to_empty gives tied names separate tensors
+    model.tie_weights()  # again, since _apply gives tied names separate tensors
 
 
 def chunk(size: int, parts: int, index: int) -> slice:

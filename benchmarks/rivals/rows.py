@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-# Settings of glibc's malloc, which any loader's user can make before the process starts: it returns
-# freed memory immediately; with the second one, large blocks also get huge pages.
+# Settings of glibc's malloc, which a user of any loader can choose before the process starts. With
+# `malloc` it returns freed memory immediately; with `hugepages` large blocks also get huge pages.
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 ALLOCATORS: Mapping[str, Mapping[str, str]] = {
     "": {},
@@ -45,7 +45,8 @@ class Row:
     all ranks by case, in multiples of the shards (`""`: every other case); a run that would not fit
     into memory is skipped. `environment` is set in the ranks; variables of the allocator are set in
     the zygote, before the fork. `builds_first`: the function pauses between building the model and
-    loading it. `takes_huge_pages`: the loader itself requests huge pages.
+    loading it. `takes_huge_pages`: the loader itself requests huge pages. `does_not_apply`: by
+    case, why the row is not run. `in_all`: whether `--rows all` includes the row.
     """
 
     name: str

@@ -173,7 +173,7 @@ def by_torch_checkpointing(model: nn.Module, optimizer: Optimizer | None, out: P
 # ---- unchanged scripts
 
 _lines = contextlib.ExitStack()
-"""Never closed: a context that nothing refers to would be, at once."""
+"""Never closed. A context to which nothing refers would be closed immediately."""
 
 
 def of_script(make: Callable[[nn.Module, Path], Script], *, is_ours: bool) -> Saver:

@@ -1,4 +1,4 @@
-"""Loaders that give each rank a stream of complete tensors, of which it copies its parts."""
+"""Loaders that give each rank a stream of tensors, from which the rank copies its shards."""
 
 import math
 from collections.abc import Callable

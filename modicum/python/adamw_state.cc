@@ -29,7 +29,8 @@ Footprint with_room_in(const Ledger& ledger, Footprint needed) {
   return needed;
 }
 
-// A cancellation callback for Ctrl-C. Runs Python's signal handlers on the calling thread only.
+// A Poll that lets Ctrl-C cancel. It runs Python's signal handlers, and only on the thread that
+// called for_signals.
 auto for_signals() {
   return [caller = std::this_thread::get_id()] {
     if (std::this_thread::get_id() != caller) return;
@@ -151,8 +152,9 @@ AdamW& State::here() {
                                                     adamw.shard(index).out};
     if (std::none_of(memory.begin(), memory.end(), is_excluded_here)) continue;
     fail(Category::unsupported,
-         "this process was forked without the optimizer's memory (fork=\"excluded\"); make AdamW, "
-         "and load the parameters, with fork=\"shared\" to use them in forked children",
+         "this process was forked without the memory of the optimizer or of its parameter "
+         "(fork=\"excluded\"); make AdamW, and load the parameters, with fork=\"shared\" to use "
+         "them in forked children",
          {.tensor = adamw.shard(index).fqn});
   }
   return adamw;

@@ -28,10 +28,10 @@ struct Written {
   std::vector<AnyArray> arrays;
 };
 
-// Converts shards from Python. Throws USAGE for an unknown `format`. About `master` and `out`,
-// naming the parameter, it throws USAGE unless they are writable contiguous host arrays, MISMATCH
-// for a size that is not the shard's or a master's dtype that is not the format's, UNSUPPORTED for
-// other dtypes.
+// Converts shards from Python. Throws USAGE for an unknown `format`. The errors about a `master` or
+// `out` name the parameter: USAGE unless it is a writable contiguous host array; MISMATCH if its
+// size is not the shard's, or the master's dtype not the format's; UNSUPPORTED for dtypes other
+// than float32, bfloat16 and float16, and for a float32 `out`.
 Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,
                 const std::string& format, uint64_t seed);
 
@@ -66,12 +66,13 @@ struct State {
   // Throws USAGE if there is no such shard.
   const ShardSpec& shard(size_t index) const;
   // Returns `adamw`. Throws UNSUPPORTED in a process that was forked without the memory of the
-  // state or of the parameters.
+  // state or of a parameter. Every call that reads or writes that memory uses it.
   AdamW& here();
 };
 
 // An Outlet that calls the Python functions `send` and `wait`, which must outlive it, on the
-// threads of a step, with the GIL. It keeps the first error of a call and makes no call after that.
+// threads of a step, with the GIL. After the first call that raises it makes no more calls, and
+// keeps that error.
 class Sending {
  public:
   Sending(State& state, const nb::object& send, const nb::object& wait, const std::string& dtype);

@@ -32,15 +32,13 @@ nb::dict by_purpose(const Footprint& footprint) {
 
 Footprint from_purposes(const std::map<std::string, uint64_t>& bytes) {
   Footprint footprint;
-  size_t known = 0;
+  std::map<std::string, uint64_t> unknown = bytes;
   for (size_t i = 0; i < footprint.bytes.size(); ++i) {
-    const auto of = bytes.find(std::string(purpose_name(static_cast<Purpose>(i))));
-    if (of == bytes.end()) continue;
-    footprint.bytes[i] = of->second;
-    ++known;
+    const auto of = unknown.extract(std::string(purpose_name(static_cast<Purpose>(i))));
+    if (!of.empty()) footprint.bytes[i] = of.mapped();
   }
-  if (known != bytes.size()) fail(Category::usage, "unknown purpose of memory");
-  return footprint;
+  if (unknown.empty()) return footprint;
+  fail(Category::usage, "unknown purpose of memory", {.got = printable(unknown.begin()->first)});
 }
 
 }  // namespace modicum::python

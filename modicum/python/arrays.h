@@ -25,7 +25,7 @@ inline std::span<std::byte> bytes_of_array(const AnyArray& array) noexcept {
 // tensor, if the memory is read-only or `array` is no contiguous host array.
 AnyArray writable(nb::handle array, const std::string& fqn);
 
-// `bytes` as a Python array that owns `held`, which is destroyed with the last view of the array.
+// `bytes` as a Python array. It owns `held`, which is destroyed with the array's last view.
 template <typename Held>
 nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {
   const nb::capsule owner(held.get(), [](void* p) noexcept { delete static_cast<Held*>(p); });

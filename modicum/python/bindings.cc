@@ -21,7 +21,7 @@ namespace modicum::python {
 uint64_t seed_of(const nb::int_& seed) {
   uint64_t value = 0;
   if (nb::try_cast(seed, value, false)) return value;
-  fail(Category::usage, "a seed is a whole number",
+  fail(Category::usage, "a seed is out of range",
        {.expected = "0 to 2^64 - 1", .got = nb::str(seed).c_str()});
 }
 
@@ -134,36 +134,38 @@ Args:
     path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
     ranks: rank processes, 1 to 65536.
     ranks_per_node: None: all ranks are on one node.
-    strategy: `fits` refers to it: own-shard, node-reader, replica-striped, rank0-broadcast or
-        full-per-rank.
+    strategy: the strategy to which the result's `fits` refers: own-shard, node-reader,
+        replica-striped, rank0-broadcast or full-per-rank.
     layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds all tensors).
-    mesh: "AxB": replicas x shards of hsdp, dp x tp of tp-fsdp; "AxBxC": shards or dp of two axes.
+    mesh: "AxB": replicate x shard for hsdp, dp x tp for tp-fsdp; "AxBxC": shard or dp over two
+        mesh axes.
     shard_dim: the tensor dim to shard.
     tp_rowwise: a regular expression; TP shards matching names on dim 1, others on dim 0.
-    tp_packed: names of two packed halves (gate and up), each sharded by itself on dim 0.
-    tp_replicate: names that TP replicates.
+    tp_packed: a regular expression; tensors with matching names have two packed halves (gate and
+        up), each of which TP shards on dim 0.
+    tp_replicate: a regular expression; TP replicates tensors with matching names.
     expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP over A.
-    experts: names of the experts, a regular expression.
-    round_robin: zero1, zero2: as DeepSpeed's round_robin_gradients.
+    experts: a regular expression that matches the names of experts.
+    round_robin: for zero1 and zero2: DeepSpeed's round_robin_gradients.
     dtype: float32, bfloat16 or float16; None: as stored.
     keep_fp32: a regular expression; tensors with matching names are loaded as float32.
     recipe: a recipe.json; None: tensors as stored.
-    untie: if both names of a tie are stored, load two tensors; else a load compares them.
+    untie: if both names of a tie are stored, load both tensors. By default a load compares them.
     destination: cpu, or discard (digest and drop).
-    staging: per rank, committed up front; None: 8 MiB, less if the budget requires it.
+    staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires it.
     budget: host memory per node; "auto": what cgroup and node have left; None: not checked.
     baseline: bytes of a rank process before Modicum; None: 2 MiB, as in `modicum load`. With torch
         imported it is more: "256MiB" is a fair guess.
-    optimizer: "none", or "adamw:FORMAT", whose state is included.
+    optimizer: "none", or "adamw:FORMAT" to include the optimizer's state.
     frozen: a regular expression; no state is included for parameters with matching names.
     deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
-    workers: of `deepspeed`: forked data-loader workers per rank, 0 to 1024.
-    persistent_workers: of `deepspeed`: whether they live for all epochs.
+    workers: for the forecast: forked data-loader workers per rank, 0 to 1024.
+    persistent_workers: for the forecast: whether the workers live for all epochs.
 
 Returns:
     The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. A plan that
     exceeds the budget is no error: `fits` is False. With `optimizer` each node also has `job`, the
-    phases of a save and a resume by as many ranks.
+    phases of a save and a resume on the same number of ranks.
 
 Raises:
     FormatError: a header or the index is malformed.

@@ -50,7 +50,8 @@ struct Arena {
   }
 };
 
-// The memory of one target and its charge. The destructor frees the pages, then returns the charge.
+// The memory of one target and its charge, unless the Arena is `whole`. The destructor frees the
+// pages, then returns the charge.
 struct Part {
   std::shared_ptr<Arena> arena;
   std::span<std::byte> bytes;
@@ -119,7 +120,11 @@ void take_given(const Plan& plan, const nb::dict& given, Functions& to) {
   to.given.resize(plan.recipe->targets.size());
   for (const auto& [target, array] : given) {
     const auto index = nb::cast<size_t>(target);
-    if (index >= to.given.size()) fail(Category::usage, "memory is given for an unknown target");
+    if (index >= to.given.size()) {
+      fail(Category::usage, "memory is given for an unknown target",
+           {.expected = fmt::format("an index below {}", to.given.size()),
+            .got = std::to_string(index)});
+    }
     to.arrays.push_back(writable(array, plan.recipe->targets[index].spec.fqn));
     to.given[index] = bytes_of_array(to.arrays.back());
   }
@@ -318,14 +323,14 @@ void define_load(nb::module_& module) {
   define_ledger(module);
   define_forks(module);
   nb::class_<CallerBoard>(module, "Board",
-                          R"(Connects a rank to the other ranks of a load.
+                          R"(Connects a rank to the other ranks of a load, save or resume.
 
 Args:
     peers: has barrier(), agree(digest) and report(document); None: there is one rank.)")
       .def(nb::init<nb::object>(), "peers"_a.none() = nb::none())
       .def("fail", &CallerBoard::fail_here, "what"_a, "rank"_a = -1,
            "Cancels the running load or save at its next check. Any thread may call it.")
-      .def_prop_ro("progress", &CallerBoard::progress, "Bytes read or received so far.");
+      .def_prop_ro("progress", &CallerBoard::progress, "Bytes read, received or written so far.");
   nb::class_<Loaded>(module, "Loaded", "The host memory that a load has filled.")
       .def(
           "storage", &Loaded::storage, "target"_a,

@@ -78,8 +78,8 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
   });
 }
 
-// Takes the gradients of complete shards from the plane `grad`, on all threads, and adds their
-// norm.
+// Takes the gradients of complete shards from the plane `grad`, and sums their squares, on all
+// threads.
 void arrived_in_place(State& state, const std::vector<size_t>& shards) {
   AdamW& adamw = state.here();
   std::vector<Piece> pieces;
@@ -274,59 +274,13 @@ Args:
     fork: how forked children see the state: excluded, shared or inherited.
 
 Raises:
-    BudgetError: the state needs more than the ledger's limit or pin_limit. It is raised before a
-        page is touched.
+    BudgetError: BUDGET if the state needs more than the ledger's limit or pin_limit, before a page
+        is touched; NOMEM if the kernel refuses memory.
     UsageError: shards, options and format do not match.)";
 
-void define_state(nb::module_& module) {
-  nb::class_<State>(module, "AdamW", kStateDoc)
-      .def(nb::new_(&state), "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "ledger"_a,
-           "seed"_a = 0, "threads"_a = 0, "slots"_a = 0, "pin"_a.none() = nb::none(),
-           "unpin"_a.none() = nb::none(), "pin_limit"_a = nb::none(), "fork"_a = "excluded")
-      .def(
-          "set_options",
-          [](State& of, int group, const AdamOptions& options) {
-            of.adamw.set_options(group, options);
-          },
-          "group"_a, "options"_a, "Applies from the next step on.")
-      .def("arrive", arrive, "shard"_a, "elements"_a, "at"_a = 0,
-           "Adds part of a shard's gradient, from local element `at` on.")
-      .def("arrived_in_place", arrived_in_place, "shards"_a,
-           "Like arrive, for complete shards whose gradients are in the plane `grad`; all threads.")
-      .def(
-          "leave_out",
-          [](State& of, size_t shard) {
-            of.shard(shard);
-            of.here().leave_out(shard);
-          },
-          "shard"_a, "The shard has no gradient in this step.")
-      .def("norms", norms,
-           "(sum of squares by shard, whether all are finite) of the gradients that have arrived.")
-      .def(
-          "step", step, "unscale"_a = 1.0F, "clip"_a = 1.0F, nb::kw_only(),
-          "send"_a.none() = nb::none(), "wait"_a.none() = nb::none(), "dtype"_a = "bfloat16",
-          "refresh_masters"_a = false,
-          "Makes one step with the gradients that have arrived. Calls `send(shard, at, n, slot)` "
-          "when `n` new values in `dtype`, of a shard from local element `at` on, are at the "
-          "beginning of a slot of `staging`. They stay there until `wait(slot)` has returned. Both "
-          "are called on several threads. Their first error is raised after the step, which is "
-          "complete nevertheless. Not for split masters. `refresh_masters`: calls it first.")
-      .def(
-          "refresh_masters",
-          [](State& of) { without_the_lock([&] { of.adamw.refresh_masters(); }); },
-          "Copies values that the caller has written to arrays `out` into the masters. They are "
-          "recognised because they differ from the rounded master.")
-      .def(
-          "skip", [](State& of) { of.here().skip(); },
-          "Discards the gradients; changes nothing else.")
-      .def_prop_ro("steps", steps, "The step count of each shard's parameter.")
-      .def(
-          "set_steps",
-          [](State& of, size_t shard, int64_t steps) {
-            of.shard(shard);
-            of.adamw.set_steps(shard, steps);
-          },
-          "shard"_a, "steps"_a, "Sets the step count of a shard's parameter.")
+// The members that show or set the values of the state.
+void define_contents(nb::class_<State>& bound) {
+  bound
       .def(
           "plane", plane, "shard"_a, "plane"_a,
           "The bytes of master, master_low, grad, exp_avg, exp_avg_sq or max_exp_avg_sq; the array "
@@ -337,9 +291,10 @@ void define_state(nb::module_& module) {
           "The bytes of the slots; the array keeps the state alive.")
       .def("scales", scales, "shard"_a, "plane"_a, "The float32 scales of 8-bit moments, as bytes.")
       .def("export_to", export_to, "shard"_a, "plane"_a, "to"_a, "at"_a = 0,
-           "Writes elements from `at` on to `to`, as exact float32 values.")
+           "Fills `to`, a float32 array, with the values of the elements from `at` on.")
       .def("import_from", import_from, "shard"_a, "plane"_a, "values"_a, "at"_a = 0,
-           "Stores float32 values: exactly in fp32 and fp32-split, else rounded like in a step.")
+           "Stores float32 values from element `at` on: exactly in float32 planes and in split "
+           "masters of 32 bits, as the nearest code in 8-bit moments, else rounded like in a step.")
       .def_prop_ro(
           "footprint", [](const State& of) { return by_purpose(of.footprint); },
           "The bytes charged to the ledger, by purpose.")
@@ -347,6 +302,65 @@ void define_state(nb::module_& module) {
           "digest", digest,
           "Digests `state` and `master` of this rank's values; their sums over ranks, modulo 2^64, "
           "are those of all values.");
+}
+
+void define_state(nb::module_& module) {
+  nb::class_<State> bound(module, "AdamW", kStateDoc);
+  bound
+      .def(nb::new_(&state), "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "ledger"_a,
+           "seed"_a = 0, "threads"_a = 0, "slots"_a = 0, "pin"_a.none() = nb::none(),
+           "unpin"_a.none() = nb::none(), "pin_limit"_a = nb::none(), "fork"_a = "excluded")
+      .def(
+          "set_options",
+          [](State& of, int group, const AdamOptions& options) {
+            of.adamw.set_options(group, options);
+          },
+          "group"_a, "options"_a, "Applies from the next step on.")
+      .def("arrive", arrive, "shard"_a, "elements"_a, "at"_a = 0,
+           "Stores part of a shard's gradient, from local element `at` on. In each step every "
+           "element must arrive once.")
+      .def("arrived_in_place", arrived_in_place, "shards"_a,
+           "Like arrive, for complete shards whose gradients are in the plane `grad`. Uses all "
+           "threads.")
+      .def(
+          "leave_out",
+          [](State& of, size_t shard) {
+            of.shard(shard);
+            of.here().leave_out(shard);
+          },
+          "shard"_a, "Declares that a shard has no gradient in this step.")
+      .def("norms", norms,
+           "(sum of squares by shard, whether all are finite) of the gradients that have arrived.")
+      .def("step", step, "unscale"_a = 1.0F, "clip"_a = 1.0F, nb::kw_only(),
+           "send"_a.none() = nb::none(), "wait"_a.none() = nb::none(), "dtype"_a = "bfloat16",
+           "refresh_masters"_a = false,
+           "Makes one step with the gradients that have arrived. Calls `send(shard, at, n, slot)` "
+           "when `n` new values in `dtype`, of a shard from local element `at` on, are at the "
+           "beginning of a slot of `staging`. They stay there until `wait(slot)` has returned. For "
+           "a split master, `slot` is -1: the values are in the plane `master`, and `wait` is not "
+           "called. Both are called on several threads. Their first error is raised after the "
+           "step, which is complete nevertheless. `refresh_masters`: whether to call "
+           "refresh_masters first.")
+      .def(
+          "refresh_masters",
+          [](State& of) {
+            AdamW& adamw = of.here();
+            without_the_lock([&] { adamw.refresh_masters(); });
+          },
+          "Copies values that the caller has written to arrays `out` into the masters: those that "
+          "differ from the rounded master.")
+      .def(
+          "skip", [](State& of) { of.here().skip(); },
+          "Discards the gradients; changes nothing else.")
+      .def_prop_ro("steps", steps, "The step count of each shard's parameter.")
+      .def(
+          "set_steps",
+          [](State& of, size_t shard, int64_t steps) {
+            of.shard(shard);
+            of.adamw.set_steps(shard, steps);
+          },
+          "shard"_a, "steps"_a, "Sets the step count of a shard's parameter.");
+  define_contents(bound);
 }
 
 }  // namespace
@@ -383,8 +397,8 @@ void define_optim(nb::module_& module) {
         for (const std::string_view name : isas()) names.append(name);
         return names;
       },
-      "The instruction sets that this machine has kernels for, the fastest first. All give the "
-      "same bits.");
+      "The instruction sets of this machine for which there are kernels, the fastest first. All "
+      "give the same bits.");
   module.def("use_isa", use_isa, "name"_a,
              "Selects an instruction set for the process. Raises UsageError if this CPU lacks it.");
   module.attr("SLOT_BYTES") = kRingSlotBytes;

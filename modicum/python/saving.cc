@@ -64,7 +64,8 @@ std::vector<std::string> left_out_names(const MadeSave& save) {
   return names;
 }
 
-// (promised bytes, limit of the ledger) of each rank. Throws BUDGET if a node has less memory.
+// (promised bytes, limit of the ledger) of each rank. Throws BUDGET if the ranks of a node need
+// more than `budget`.
 std::vector<std::pair<uint64_t, uint64_t>> save_promise(const std::map<std::string, uint64_t>& held,
                                                         const std::vector<uint64_t>& baselines,
                                                         int ranks_per_node,
@@ -287,10 +288,12 @@ nb::dict opened(const std::string& path) {
 }
 
 void define_gather(nb::module_& module) {
-  nb::class_<SharedGather>(module, "SharedGather",
-                           R"(Memory in which the ranks of a node collect divided rows of a save.
+  nb::class_<SharedGather>(
+      module, "SharedGather",
+      R"(Shared memory in which the ranks of a node collect the short runs of a save.
 
-Each row is then written as a whole, instead of in parts by several ranks.
+Runs of several ranks that are neighbours in a file, such as the parts of a tensor's row, are then
+written by one call.
 
 Args:
     ranks: number of ranks of the node.
@@ -358,7 +361,7 @@ Args:
     copies_unused: whether stored tensors that no target reads are copied.
     shard_size: largest size of a file; None: files as in the source.
     adapters: whether all tensors go into one file, PEFT's adapter_model.safetensors.
-    gathers: whether the ranks of a node write divided rows together, with a Gather.
+    gathers: whether the ranks of a node collect their short runs with a Gather.
 
 Raises:
     UsageError: two tensors would have one name, or there is no tensor.)");
@@ -366,7 +369,7 @@ Raises:
              "ranks_per_node"_a, "budget"_a = nb::none(), "budget_source"_a = "argument",
              "(promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a "
              "save holds on each rank; `baselines`: bytes of each rank's process before it. Raises "
-             "BudgetError if a node has less.");
+             "BudgetError if the ranks of a node need more than `budget`.");
   module.def("save_tensors", save_tensors, "plan"_a, "rank"_a, "board"_a, "ledger"_a, "place"_a,
              nb::kw_only(), "given"_a = nb::dict(), "fetch"_a = nb::none(), "threads"_a = 1,
              "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
@@ -411,7 +414,8 @@ Args:
     has_state, has_extra: whether the step has a directory for the optimizer's state, for extra
         files.
     inside: whether `root`, a directory to which others write as well, becomes the step itself. It
-        is not committed until `publish`. The caller makes the directories for state and extra.
+        is not committed until `publish`. The caller makes the directories for state and extra
+        files.
 
 Raises:
     IoError: CONFLICT if the step exists.)")
@@ -426,7 +430,8 @@ Raises:
       .def("publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
            "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
            "keep"_a = nb::none(),
-           "Makes the step durable and visible. All ranks must have written. `facts`: state.json; "
+           "Makes the step durable and visible. All ranks must have written. `state`: the files of "
+           "AdamW's state; `other_state`: those of another optimizer's; `facts`: state.json; "
            "`more`: (name, text) of further files, text None if a rank has written the file; "
            "`keep`: the number of intact steps to keep.")
       .def(
@@ -435,8 +440,8 @@ Raises:
   module.def(
       "newest_step", newest, "root"_a, "before"_a.none() = nb::none(),
       "The newest intact step (older than `before`): a dict of step, path, uuid, world_size and "
-      "has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError, "
-      "UNCOMMITTED, if there is none.");
+      "has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError "
+      "(UNCOMMITTED) if there is none.");
   module.def(
       "step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
       "Compares one rank's part of a step with its digests; all ranks together compare every "

@@ -50,7 +50,7 @@ struct MadeSave {
   }
 };
 
-// By default a save has the files of the source. If the source has none, files have the size of
+// By default a save has the same files as the source. If the source has none, files are as large as
 // those of an optimizer's state.
 inline SaveForm form_of(const Checkpoint& source) {
   SaveForm form;
@@ -58,7 +58,8 @@ inline SaveForm form_of(const Checkpoint& source) {
   return form;
 }
 
-// The caller's tensors: host memory that is `given`, or elements that `fetch` copies to the host.
+// The caller's tensors: host memory (`given`), or tensors whose elements `fetch` copies to the
+// host.
 class CallerTensors final : public Sink {
  public:
   CallerTensors(const Plan& plan, int rank, const nb::dict& given, nb::object fetch)
@@ -80,7 +81,11 @@ class CallerTensors final : public Sink {
 
  private:
   void take(size_t buffer, nb::handle given) {
-    if (buffer >= given_.size()) fail(Category::usage, "memory is given for an unknown target");
+    if (buffer >= given_.size()) {
+      fail(Category::usage, "memory is given for an unknown target",
+           {.expected = fmt::format("an index below {}", given_.size()),
+            .got = std::to_string(buffer)});
+    }
     arrays_.push_back(writable(given, buffer_name(plan_, static_cast<uint32_t>(buffer))));
     given_[buffer] = bytes_of_array(arrays_.back());
   }

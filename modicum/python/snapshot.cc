@@ -1,4 +1,4 @@
-// Saves in the background: Snapshot, and create_files, which is called before.
+// Saves in the background: Snapshot, and create_files, which every rank must call first.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
@@ -71,26 +71,27 @@ Args:
     tensors: (plan, given) of each save_tensors. The caller must keep `given` alive until `end`.
     states: (files, held) of each save_state.)")
       .def(nb::new_(&snapshot_of), "window"_a, "rank"_a, "tensors"_a, "states"_a)
-      .def_prop_ro("bytes", &Snapshot::bytes, "The bytes that `charge` charges as `snapshot`.")
+      .def_prop_ro("bytes", &Snapshot::bytes,
+                   "The bytes that `charge` charges, with purpose `snapshot`.")
       .def(
           "charge", [](Snapshot& of, const std::shared_ptr<Ledger>& ledger) { of.charge(*ledger); },
           "ledger"_a, nb::keep_alive<1, 2>(),
-          "Charges the window. Raises BudgetError if the ledger's limit is too low.")
+          "Charges the window and its tables. Raises BudgetError if the ledger's limit is too low.")
       .def(
           "keep",
           [](Snapshot& of, nb::handle given) {
             return of.keep(bytes_of_array(writable(given, "")));
           },
           "memory"_a,
-          "Copies the values that the save reads from `memory` now. Returns False if the window is "
-          "too small.")
+          "Immediately copies the values in `memory` that the save has yet to read. Returns False "
+          "if the window is too small.")
       .def(
           "end", [](Snapshot& of) { without_the_lock([&] { of.end(); }); },
           "Declares that nothing more is read, and gives the window back.")
       .def_prop_ro(
           "waited_s",
           [](const Snapshot& of) { return static_cast<double>(of.waited_ns()) / kNsPerSecond; },
-          "How long steps have waited until their memory was read.")
+          "Seconds in which at least one thread of a step waited for the save to read.")
       .def_prop_ro("copied_bytes", &Snapshot::copied_bytes, "Bytes copied to the window.");
   module.def(
       "create_files",

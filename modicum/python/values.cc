@@ -25,7 +25,8 @@
 namespace modicum::python {
 namespace {
 
-// As Python passes them: (mesh axes, tensor dim, packed parts, pads), and (mesh, cuts).
+// Cuts and shardings as Python passes them: (mesh axes, tensor dim, packed parts, pads), and
+// (mesh, cuts).
 using WrittenCut = std::tuple<std::vector<int>, int, int, bool>;
 using WrittenSharding = std::pair<std::vector<int>, std::vector<WrittenCut>>;
 
@@ -111,8 +112,9 @@ Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenShardin
   }
   layout.kind_of = sharding_of;
   for (const uint8_t kind : sharding_of) {
-    if (kind >= shardings.size())
-      fail(Category::usage, "sharding_of has an index outside of shardings");
+    if (kind < shardings.size()) continue;
+    fail(Category::usage, "sharding_of has an index outside of shardings",
+         {.expected = fmt::format("0 to {}", shardings.size() - 1), .got = std::to_string(kind)});
   }
   return layout;
 }
@@ -141,9 +143,10 @@ struct Shard {
 
 Destination destination_named(const std::string& name) {
   if (name == "cpu") return Destination::cpu;
-  if (name == "copy" || name == "discard") return Destination::copy;
+  if (name == "copy") return Destination::copy;
   if (name == "given") return Destination::given;
-  fail(Category::usage, "unknown destination '" + printable(name) + "'; cpu, copy or given");
+  fail(Category::usage, "unknown destination",
+       {.expected = "cpu, copy or given", .got = printable(name)});
 }
 
 void take_baseline(const Baseline& baseline, const Layout& layout, PlanOptions& options) {
@@ -273,7 +276,8 @@ void define_inputs(nb::module_& module) {
             }
             return warnings;
           },
-          "Warnings about parts that are optional and broken, unused or unusual; a line each.");
+          "Warnings about optional parts of the checkpoint that are broken, unused or unusual; one "
+          "line each.");
   nb::class_<MadeRecipe>(module, "Recipe", "How each target is made of stored tensors.")
       .def_prop_ro("targets", targets_of_recipe,
                    "A dict for each target: name, dtype, shape, alias_of (a name or None).")

@@ -199,6 +199,15 @@ def test_paragraph_of_many_children_and_of_a_short_peak() -> None:
     assert "The kernel saw 512.00 MiB more between two samples" in text
 
 
+def test_holders_that_have_not_grown_are_not_counted() -> None:
+    held = phase_of(
+        holders_at_begin={f"child {n} (worker)": 8 * MIB for n in range(1, 8)},
+        # Child 1 shrinks by 1 MiB, child 2 keeps its size, children 3 to 7 grow by 1 to 5 MiB.
+        holders_at_peak={f"child {n} (worker)": (6 + n) * MIB for n in range(1, 8)},
+    )
+    assert "child 4 (worker) +2.00 MiB, 1 other +1.00 MiB." in held.text()
+
+
 TESTS = """
 import mmap, time, pytest
 

@@ -223,7 +223,8 @@ def test_an_incomplete_adapter_or_one_without_a_base_is_refused() -> None:
     bad = {n.replace("layers.1", "layers.2"): t for n, t in stored.items()}
     with pytest.raises(front.UsageError, match="not in the model") as caught:
         recipes.recipe_for(wrapped, bad, present=base_of(wrapped))
-    assert "layers.2" in caught.value.tensor and "lora_A" in caught.value.got
+    assert "layers.2" in caught.value.tensor
+    assert "nearest is" in str(caught.value) and "lora_A" in str(caught.value)
 
 
 def test_one_of_several_adapters_must_be_named() -> None:
@@ -276,14 +277,15 @@ def test_a_plain_module_is_loaded_by_name() -> None:
     assert recipe.targets["layers.0.weight"] == {"op": "stored", "name": "layers.0.weight"}
     assert recipe.targets["head.weight"]["op"] == "alias"
     del stored["head.weight"], stored["layers.1.running_mean"]
-    with pytest.raises(front.UsageError, match="lacks 1 tensor of") as caught:
+    with pytest.raises(
+        front.UsageError, match="lacks 1 tensor of.*'layers.1.running_var'"
+    ) as caught:
         recipes.recipe_for(model, stored)
     assert caught.value.tensor == "layers.1.running_mean"
-    assert caught.value.got == "nearest 'layers.1.running_var'"
     assert recipes.recipe_for(model, stored, missing="init").callers == ["layers.1.running_mean"]
-    with pytest.raises(front.UsageError, match="not in the model") as caught:
+    with pytest.raises(front.UsageError, match="nearest is 'steps'") as caught:
         recipes.recipe_for(model, stored | {"xsteps": ("int64", ())}, missing="init")
-    assert (caught.value.tensor, caught.value.got) == ("xsteps", "nearest 'steps'")
+    assert caught.value.tensor == "xsteps"
 
 
 def test_a_plain_module_needs_no_transformers(tmp_path: Path) -> None:

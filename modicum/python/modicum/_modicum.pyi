@@ -36,36 +36,38 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
         ranks: rank processes, 1 to 65536.
         ranks_per_node: None: all ranks are on one node.
-        strategy: `fits` refers to it: own-shard, node-reader, replica-striped, rank0-broadcast or
-            full-per-rank.
+        strategy: the strategy to which the result's `fits` refers: own-shard, node-reader,
+            replica-striped, rank0-broadcast or full-per-rank.
         layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds all tensors).
-        mesh: "AxB": replicas x shards of hsdp, dp x tp of tp-fsdp; "AxBxC": shards or dp of two axes.
+        mesh: "AxB": replicate x shard for hsdp, dp x tp for tp-fsdp; "AxBxC": shard or dp over two
+            mesh axes.
         shard_dim: the tensor dim to shard.
         tp_rowwise: a regular expression; TP shards matching names on dim 1, others on dim 0.
-        tp_packed: names of two packed halves (gate and up), each sharded by itself on dim 0.
-        tp_replicate: names that TP replicates.
+        tp_packed: a regular expression; tensors with matching names have two packed halves (gate and
+            up), each of which TP shards on dim 0.
+        tp_replicate: a regular expression; TP replicates tensors with matching names.
         expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP over A.
-        experts: names of the experts, a regular expression.
-        round_robin: zero1, zero2: as DeepSpeed's round_robin_gradients.
+        experts: a regular expression that matches the names of experts.
+        round_robin: for zero1 and zero2: DeepSpeed's round_robin_gradients.
         dtype: float32, bfloat16 or float16; None: as stored.
         keep_fp32: a regular expression; tensors with matching names are loaded as float32.
         recipe: a recipe.json; None: tensors as stored.
-        untie: if both names of a tie are stored, load two tensors; else a load compares them.
+        untie: if both names of a tie are stored, load both tensors. By default a load compares them.
         destination: cpu, or discard (digest and drop).
-        staging: per rank, committed up front; None: 8 MiB, less if the budget requires it.
+        staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires it.
         budget: host memory per node; "auto": what cgroup and node have left; None: not checked.
         baseline: bytes of a rank process before Modicum; None: 2 MiB, as in `modicum load`. With torch
             imported it is more: "256MiB" is a fair guess.
-        optimizer: "none", or "adamw:FORMAT", whose state is included.
+        optimizer: "none", or "adamw:FORMAT" to include the optimizer's state.
         frozen: a regular expression; no state is included for parameters with matching names.
         deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
-        workers: of `deepspeed`: forked data-loader workers per rank, 0 to 1024.
-        persistent_workers: of `deepspeed`: whether they live for all epochs.
+        workers: for the forecast: forked data-loader workers per rank, 0 to 1024.
+        persistent_workers: for the forecast: whether the workers live for all epochs.
 
     Returns:
         The document of `modicum plan --json`: checkpoint, ranks, strategies, budget, fits. A plan that
         exceeds the budget is no error: `fits` is False. With `optimizer` each node also has `job`, the
-        phases of a save and a resume by as many ranks.
+        phases of a save and a resume on the same number of ranks.
 
     Raises:
         FormatError: a header or the index is malformed.
@@ -108,7 +110,7 @@ class Checkpoint:
     @property
     def warnings(self) -> list:
         """
-        Warnings about parts that are optional and broken, unused or unusual; a line each.
+        Warnings about optional parts of the checkpoint that are broken, unused or unusual; one line each.
         """
 
 class Recipe:
@@ -393,7 +395,7 @@ def require_fork(fork: str) -> None:
 
 class Board:
     """
-    Connects a rank to the other ranks of a load.
+    Connects a rank to the other ranks of a load, save or resume.
 
     Args:
         peers: has barrier(), agree(digest) and report(document); None: there is one rank.
@@ -408,7 +410,7 @@ class Board:
 
     @property
     def progress(self) -> int:
-        """Bytes read or received so far."""
+        """Bytes read, received or written so far."""
 
 class Loaded:
     """The host memory that a load has filled."""
@@ -468,8 +470,8 @@ class AdamW:
         fork: how forked children see the state: excluded, shared or inherited.
 
     Raises:
-        BudgetError: the state needs more than the ledger's limit or pin_limit. It is raised before a
-            page is touched.
+        BudgetError: BUDGET if the state needs more than the ledger's limit or pin_limit, before a page
+            is touched; NOMEM if the kernel refuses memory.
         UsageError: shards, options and format do not match.
     """
 
@@ -479,15 +481,17 @@ class AdamW:
         """Applies from the next step on."""
 
     def arrive(self, shard: int, elements: object, at: int = 0) -> None:
-        """Adds part of a shard's gradient, from local element `at` on."""
+        """
+        Stores part of a shard's gradient, from local element `at` on. In each step every element must arrive once.
+        """
 
     def arrived_in_place(self, shards: Sequence[int]) -> None:
         """
-        Like arrive, for complete shards whose gradients are in the plane `grad`; all threads.
+        Like arrive, for complete shards whose gradients are in the plane `grad`. Uses all threads.
         """
 
     def leave_out(self, shard: int) -> None:
-        """The shard has no gradient in this step."""
+        """Declares that a shard has no gradient in this step."""
 
     def norms(self) -> tuple:
         """
@@ -496,12 +500,12 @@ class AdamW:
 
     def step(self, unscale: float = 1.0, clip: float = 1.0, *, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16', refresh_masters: bool = False) -> None:
         """
-        Makes one step with the gradients that have arrived. Calls `send(shard, at, n, slot)` when `n` new values in `dtype`, of a shard from local element `at` on, are at the beginning of a slot of `staging`. They stay there until `wait(slot)` has returned. Both are called on several threads. Their first error is raised after the step, which is complete nevertheless. Not for split masters. `refresh_masters`: calls it first.
+        Makes one step with the gradients that have arrived. Calls `send(shard, at, n, slot)` when `n` new values in `dtype`, of a shard from local element `at` on, are at the beginning of a slot of `staging`. They stay there until `wait(slot)` has returned. For a split master, `slot` is -1: the values are in the plane `master`, and `wait` is not called. Both are called on several threads. Their first error is raised after the step, which is complete nevertheless. `refresh_masters`: whether to call refresh_masters first.
         """
 
     def refresh_masters(self) -> None:
         """
-        Copies values that the caller has written to arrays `out` into the masters. They are recognised because they differ from the rounded master.
+        Copies values that the caller has written to arrays `out` into the masters: those that differ from the rounded master.
         """
 
     def skip(self) -> None:
@@ -527,11 +531,13 @@ class AdamW:
         """The float32 scales of 8-bit moments, as bytes."""
 
     def export_to(self, shard: int, plane: str, to: object, at: int = 0) -> None:
-        """Writes elements from `at` on to `to`, as exact float32 values."""
+        """
+        Fills `to`, a float32 array, with the values of the elements from `at` on.
+        """
 
     def import_from(self, shard: int, plane: str, values: object, at: int = 0) -> None:
         """
-        Stores float32 values: exactly in fp32 and fp32-split, else rounded like in a step.
+        Stores float32 values from element `at` on: exactly in float32 planes and in split masters of 32 bits, as the nearest code in 8-bit moments, else rounded like in a step.
         """
 
     @property
@@ -564,7 +570,7 @@ def state_format_of(dtype: str, shape: Sequence[int], asked: str) -> str:
 
 def isas() -> list:
     """
-    The instruction sets that this machine has kernels for, the fastest first. All give the same bits.
+    The instruction sets of this machine for which there are kernels, the fastest first. All give the same bits.
     """
 
 def use_isa(name: str) -> None:
@@ -576,9 +582,10 @@ SLOT_BYTES: int = 135168
 
 class SharedGather:
     """
-    Memory in which the ranks of a node collect divided rows of a save.
+    Shared memory in which the ranks of a node collect the short runs of a save.
 
-    Each row is then written as a whole, instead of in parts by several ranks.
+    Runs of several ranks that are neighbours in a file, such as the parts of a tensor's row, are then
+    written by one call.
 
     Args:
         ranks: number of ranks of the node.
@@ -657,7 +664,7 @@ def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool 
         copies_unused: whether stored tensors that no target reads are copied.
         shard_size: largest size of a file; None: files as in the source.
         adapters: whether all tensors go into one file, PEFT's adapter_model.safetensors.
-        gathers: whether the ranks of a node write divided rows together, with a Gather.
+        gathers: whether the ranks of a node collect their short runs with a Gather.
 
     Raises:
         UsageError: two tensors would have one name, or there is no tensor.
@@ -665,7 +672,7 @@ def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool 
 
 def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per_node: int, budget: int | None = None, budget_source: str = 'argument') -> list[tuple[int, int]]:
     """
-    (promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a save holds on each rank; `baselines`: bytes of each rank's process before it. Raises BudgetError if a node has less.
+    (promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a save holds on each rank; `baselines`: bytes of each rank's process before it. Raises BudgetError if the ranks of a node need more than `budget`.
     """
 
 def save_tensors(plan: SavePlan, rank: int, board: Board, ledger: Ledger, place: tuple[str, int], *, given: dict = {}, fetch: object | None = None, threads: int = 1, snapshot: Snapshot | None = None, gather: Gather | None = None) -> dict:
@@ -725,16 +732,16 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """The bytes that `charge` charges as `snapshot`."""
+        """The bytes that `charge` charges, with purpose `snapshot`."""
 
     def charge(self, ledger: Ledger) -> None:
         """
-        Charges the window. Raises BudgetError if the ledger's limit is too low.
+        Charges the window and its tables. Raises BudgetError if the ledger's limit is too low.
         """
 
     def keep(self, memory: object) -> bool:
         """
-        Copies the values that the save reads from `memory` now. Returns False if the window is too small.
+        Immediately copies the values in `memory` that the save has yet to read. Returns False if the window is too small.
         """
 
     def end(self) -> None:
@@ -742,7 +749,9 @@ class Snapshot:
 
     @property
     def waited_s(self) -> float:
-        """How long steps have waited until their memory was read."""
+        """
+        Seconds in which at least one thread of a step waited for the save to read.
+        """
 
     @property
     def copied_bytes(self) -> int:
@@ -770,7 +779,8 @@ class StepSave:
         has_state, has_extra: whether the step has a directory for the optimizer's state, for extra
             files.
         inside: whether `root`, a directory to which others write as well, becomes the step itself. It
-            is not committed until `publish`. The caller makes the directories for state and extra.
+            is not committed until `publish`. The caller makes the directories for state and extra
+            files.
 
     Raises:
         IoError: CONFLICT if the step exists.
@@ -790,7 +800,7 @@ class StepSave:
 
     def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None) -> dict:
         """
-        Makes the step durable and visible. All ranks must have written. `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep.
+        Makes the step durable and visible. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep.
         """
 
     def discard(self) -> None:
@@ -798,7 +808,7 @@ class StepSave:
 
 def newest_step(root: str, before: int | None = None) -> dict:
     """
-    The newest intact step (older than `before`): a dict of step, path, uuid, world_size and has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError, UNCOMMITTED, if there is none.
+    The newest intact step (older than `before`): a dict of step, path, uuid, world_size and has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError (UNCOMMITTED) if there is none.
     """
 
 def step_fault(path: str, rank: int, ranks: int, board: Board) -> str:

@@ -17,15 +17,15 @@ class Error(Exception):
     file: str | None = None
     """Base name of the file."""
     tensor: str | None = None
-    """Name of the tensor, as stored."""
+    """Name of the stored tensor or of the parameter."""
     offset: int | None = None
     """Byte offset in the file."""
     rank: int | None = None
     """The rank that reported the failure."""
     culprit_rank: int | None = None
-    """The rank that caused it."""
+    """The rank that caused the failure."""
     culprit_pid: int | None = None
-    """The process that caused it."""
+    """The process that caused the failure."""
     expected: str | int | None = None
     """The expected value; for BUDGET the allowed bytes."""
     got: str | int | None = None
@@ -64,7 +64,7 @@ class UsageError(Error, ValueError):
     """Arguments are invalid, unsupported or inconsistent."""
 
 
-# Keyed by the category's first word.
+# Keyed by the category, or its part before the dot.
 _CLASSES: dict[str, type[Error]] = {
     "FORMAT": FormatError,
     "INDEX": FormatError,
@@ -106,6 +106,6 @@ def refusal(category: str, what: str, **facts: str) -> UsageError:
 
 
 def counted(count: int, noun: str, *, verb: bool = False) -> str:
-    """`1 tensor` or `2 tensors`; with `verb` "is" or "are" after it."""
+    """`1 tensor` or `2 tensors`; with `verb`: `1 tensor is` or `2 tensors are`."""
     text = f"{count} {noun}" + ("" if count == 1 else "s")
     return f"{text} {'is' if count == 1 else 'are'}" if verb else text

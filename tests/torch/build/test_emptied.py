@@ -1,9 +1,9 @@
 """Models allocated by `to_empty`, as is usual after `fully_shard` on meta: tensors that no file
 holds get the values of `from_pretrained`, or an error names them; buffers set by the caller stay.
 
-Tested against an outside oracle. Must fail for these mutants: a buffer left as `to_empty` made it;
-one that is restored although the caller set it; a tensor missing from the file that counts as
-loaded; uninitialised memory without a warning.
+The oracle is `from_pretrained`. Must fail for these mutants: a buffer left as `to_empty` made it;
+a buffer restored although the caller set it; a tensor missing from the file that counts as loaded;
+uninitialised memory without a warning.
 """
 
 import warnings
@@ -34,8 +34,8 @@ from modicum.errors import UsageError  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 WHOLE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
-# Rotary tables of text, of two kinds of layers, of three axes and of images; positions; a
-# scale of an embedding.
+# Their non-persistent buffers: rotary tables of text, of two kinds of layers, of three axes and of
+# images; position ids; the scale of an embedding.
 FAMILIES = ("llama", "gemma3_text", "qwen2_5_vl", "clip", "jina_embeddings_v3", "nomic_bert")
 SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
           "high_freq_factor": 4.0, "original_max_position_embeddings": 8}  # fmt: skip
@@ -43,7 +43,7 @@ SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 
 @contextmanager
 def said() -> Iterator[list[str]]:
-    """The warnings of a load about tensors that no file holds."""
+    """Collects the warnings of a load about tensors that no file holds."""
     lines: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -52,8 +52,8 @@ def said() -> Iterator[list[str]]:
 
 
 def emptied(model: Any) -> Any:
-    """A model after `to_empty`. torch fills uninitialised memory with NaN, or the largest
-    number."""
+    """A model after `to_empty`, whose memory is NaN, or the largest integer: torch fills it in its
+    deterministic mode."""
     torch.use_deterministic_algorithms(True)
     try:
         return model.to_empty(device="cpu")
@@ -93,14 +93,14 @@ def test_a_load_restores_buffers_after_to_empty(name: str) -> None:
 
 @pytest.mark.parametrize("name", ("llama", "gemma3_text", "qwen2_5_vl"))
 @pytest.mark.parametrize("rank", range(2))
-def test_each_rank_of_fsdp2_restores_them(name: str, rank: int) -> None:
+def test_each_rank_of_fsdp2_restores_buffers(name: str, rank: int) -> None:
     whole = from_pretrained(name)
     with playing_new_rank(rank, 2):
         model = emptied(shard(on_meta(name), TWO))
         with said() as lines:
             load(model, checkpoint_of(name))
         assert_holds(model, whole, TWO, rank)
-        assert len(lines) == (1 if rank == 0 else 0), "one rank speaks for all"
+        assert len(lines) == (1 if rank == 0 else 0), "only rank 0 warns"
 
 
 @pytest.mark.parametrize("name, changes", [("llama", {}), ("llama", {"rope_parameters": SCALED}),
@@ -115,7 +115,7 @@ def test_logits_are_those_of_from_pretrained(name: str, changes: dict[str, Any])
         assert torch.equal(model(TOKENS).logits, whole(TOKENS).logits)
 
 
-def test_tensors_that_the_file_lacks_then_count_as_missing() -> None:
+def test_tensors_that_the_file_lacks_count_as_missing_after_to_empty() -> None:
     cls = transformers.LlamaForSequenceClassification
     options = {"unexpected": "ignore"}
     with pytest.raises(UsageError, match="lacks") as refused:
@@ -152,13 +152,14 @@ def test_a_buffer_set_by_the_caller_stays(built: str) -> None:
     with said() as lines:
         load(model, source)
     assert bits(inv_freq_of(model)) == before
-    is_plain = built in ("empty", "in place")  # no warning: these are surely set on purpose
+    # No warning: parameters on meta, or a write in place, show that `to_empty` did not leave it so.
+    is_plain = built in ("empty", "in place")
     assert [("left alone" in line, "rotary_emb.inv_freq" in line) for line in lines
             if "original" not in line] == ([] if is_plain else [(True, True)])  # fmt: skip
 
 
 @pytest.mark.parametrize("buffers", ("keep", "restore"))
-def test_the_user_decides(buffers: str) -> None:
+def test_the_buffers_argument_decides(buffers: str) -> None:
     source = checkpoint_of("llama")
     model = customised(from_pretrained("llama", torch.float32).__class__.from_pretrained(source))
     mine = bits(inv_freq_of(model))
@@ -169,7 +170,7 @@ def test_the_user_decides(buffers: str) -> None:
     assert len(lines) == (0 if buffers == "keep" else 1)
 
 
-def test_an_unknown_value_is_refused() -> None:
+def test_an_unknown_value_of_buffers_is_refused() -> None:
     with pytest.raises(UsageError, match="buffers"):
         load(empty("llama"), checkpoint_of("llama"), buffers="drop")
 

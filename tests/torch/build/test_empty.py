@@ -121,8 +121,8 @@ def ties(model: Any) -> set[frozenset[str]]:
     return {frozenset(group) for group in names.values()}
 
 
-def wrongs(model: nn.Module, expected: nn.Module) -> Iterator[str]:
-    """The differences between `model` and `expected`, had the latter its parameters on meta."""
+def differences(model: nn.Module, expected: nn.Module) -> Iterator[str]:
+    """How `model` differs from `expected`. Its parameters must be on meta."""
     parameters, others = named(model.named_parameters), named(expected.named_parameters)
     buffers, real = named(model.named_buffers), named(expected.named_buffers)
     if parameters.keys() != others.keys() or buffers.keys() != real.keys():
@@ -132,15 +132,15 @@ def wrongs(model: nn.Module, expected: nn.Module) -> Iterator[str]:
     if model.state_dict().keys() != expected.state_dict().keys():
         yield "other buffers are persistent"
     for name in parameters.keys() & others.keys():
-        got, due = parameters[name], others[name]
-        if not got.is_meta or (got.dtype, got.shape) != (due.dtype, due.shape):
+        got, want = parameters[name], others[name]
+        if not got.is_meta or (got.dtype, got.shape) != (want.dtype, want.shape):
             yield f"{name}: {got.dtype} {got.shape} on {got.device}"
     for name in buffers.keys() & real.keys():
-        got, due = buffers[name], real[name]
-        if got.device != due.device or (got.dtype, got.shape) != (due.dtype, due.shape):
+        got, want = buffers[name], real[name]
+        if got.device != want.device or (got.dtype, got.shape) != (want.dtype, want.shape):
             yield f"{name}: {got.dtype} {got.shape} on {got.device}"
-        elif bits(got) != bits(due):
-            yield f"{name}: {got.flatten()[:4].tolist()} instead of {due.flatten()[:4].tolist()}"
+        elif bits(got) != bits(want):
+            yield f"{name}: {got.flatten()[:4].tolist()} instead of {want.flatten()[:4].tolist()}"
 
 
 @pytest.mark.parametrize(
@@ -153,20 +153,20 @@ def test_a_model_equals_from_pretrained(family: Family, dtype: Any, place: Path)
     plain, expected = from_pretrained(family.name, dtype, place)
     with empty_parameters():
         model = built(family, dtype)
-    assert [*wrongs(model, expected)] == []
+    assert [*differences(model, expected)] == []
     trainable = {name: p.requires_grad for name, p in plain.named_parameters()}
     assert {name: p.requires_grad for name, p in model.named_parameters()} == trainable
 
 
 @pytest.mark.parametrize("around", [True, False], ids=["around", "within"])
-def test_the_meta_device_takes_no_buffer(around: bool, place: Path) -> None:
+def test_buffers_have_values_even_with_the_meta_device(around: bool, place: Path) -> None:
     _, expected = from_pretrained("falcon_h1", BF16, place)
     (family,) = (family for family in BUILT if family.name == "falcon_h1")
     contexts = [torch.device("meta"), empty_parameters()]
     first, second = contexts if around else reversed(contexts)
     with first, second:
         model = built(family, BF16)
-    assert [*wrongs(model, expected)] == []
+    assert [*differences(model, expected)] == []
 
 
 def test_a_model_within_a_module_has_equal_buffers(place: Path) -> None:
@@ -179,7 +179,7 @@ def test_a_model_within_a_module_has_equal_buffers(place: Path) -> None:
     _, expected = from_pretrained("deepseek_v3", BF16, place)
     with empty_parameters():
         wrapper = Wrapper()
-    assert [*wrongs(wrapper.model, expected)] == []
+    assert [*differences(wrapper.model, expected)] == []
 
 
 # ---- the usual ways, which fail
@@ -187,7 +187,8 @@ def test_a_model_within_a_module_has_equal_buffers(place: Path) -> None:
 
 @contextmanager
 def meta_device_and_memory() -> Iterator[Callable[[Any], None]]:
-    """A model built on meta, then `to_empty`; uninitialised memory is filled with NaN."""
+    """Builds on meta; the function that it yields does to buffers what `to_empty` does, with NaN
+    for uninitialised memory."""
 
     def materialise(model: Any) -> None:
         for module in model.modules():
@@ -200,7 +201,7 @@ def meta_device_and_memory() -> Iterator[Callable[[Any], None]]:
 
 @contextmanager
 def parameters_replaced() -> Iterator[Callable[[Any], None]]:
-    """Replaces each parameter, as `init_empty_weights` does."""
+    """Replaces each parameter by one on meta, as accelerate's `init_empty_weights` does."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: Any) -> None:
@@ -232,7 +233,7 @@ def test_the_usual_ways_fail(naive: Any, name: str, wrong: str, place: Path) -> 
     with naive() as finish:
         model = built(family, BF16)
     finish(model)
-    assert any(wrong in found for found in wrongs(model, expected))
+    assert any(wrong in found for found in differences(model, expected))
 
 
 # ---- any module, against its plain construction
@@ -331,7 +332,7 @@ def test_an_uncomputed_buffer_is_refused(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", UNCOMPUTED.values(), ids=UNCOMPUTED)
-def test_it_may_be_computed_later(make: Any) -> None:
+def test_an_uncomputed_buffer_may_be_computed_before_the_context_ends(make: Any) -> None:
     with empty_parameters():
         module = Buffers(make)
         module.table.fill_(2)
@@ -341,7 +342,7 @@ def test_it_may_be_computed_later(make: Any) -> None:
 def test_memory_is_never_uninitialised() -> None:
     for kilobytes in (1, 4096):
         numel = kilobytes * 256
-        torch.full((numel,), torch.nan)  # Former contents of a new tensor's memory.
+        torch.full((numel,), torch.nan)  # freed: the next tensor may get this memory
         with empty_parameters():
             half = torch.empty(numel)
             half[0] = 1
@@ -381,14 +382,14 @@ def test_a_parameter_stays_the_same_object() -> None:
     ],
     ids=lambda make: make.__code__.co_names[1],
 )
-def test_any_module(make: Callable[[], Any]) -> None:
+def test_a_module_of_torch_equals_its_normal_construction(make: Callable[[], Any]) -> None:
     with torch.random.fork_rng():
         plain = make()
     with empty_parameters():
         module = make()
-    assert [*wrongs(module, plain)] == []
-    for got, due in zip(module.parameters(), plain.parameters(), strict=True):
-        assert got.requires_grad == due.requires_grad and type(got) is type(due)
+    assert [*differences(module, plain)] == []
+    for got, want in zip(module.parameters(), plain.parameters(), strict=True):
+        assert got.requires_grad == want.requires_grad and type(got) is type(want)
     if isinstance(module, nn.LSTM):
         assert {id(p) for p in module._flat_weights} == {id(p) for p in module.parameters()}
 
@@ -417,6 +418,7 @@ def test_existing_tensors_stay() -> None:
 def assert_plain() -> None:
     layer = nn.Linear(2, 2)
     assert not layer.weight.is_meta and torch.zeros(2, device="meta").is_meta
+    # The memory of a mapped tensor is not resizable.
     assert nn.Parameter(torch.randn(1 << 18)).untyped_storage().resizable()
     layer.table = nn.Buffer(torch.empty(2), persistent=False)
 
@@ -437,7 +439,7 @@ def test_torch_is_unchanged_afterwards() -> None:
     assert not kept.table.any()
 
 
-def test_a_model_is_sharded_afterwards() -> None:
+def test_sharding_is_refused_within_the_context_and_works_after_it() -> None:
     (family,) = (family for family in BUILT if family.name == "llama")
     with playing_rank(0, 2):
         mesh = torch.distributed.init_device_mesh("cpu", (2,))
@@ -512,7 +514,8 @@ def probe(code: str) -> Any:
 
 
 def test_a_32b_model_takes_neither_memory_nor_time() -> None:
-    """The model has 64 GB of parameters. The time is CPU time, since the machine may be busy."""
+    """The parameters would need 65.5 GB in bfloat16. The bounds are 50 MiB and one second of CPU
+    time, since the machine may be busy."""
     runs = probe("""
 from transformers import Qwen3Config, Qwen3ForCausalLM
 config = Qwen3Config(
@@ -528,7 +531,8 @@ print(json.dumps([measured(make) for _ in range(3)]))
 
 
 def test_large_tensors_take_no_memory() -> None:
-    """Tries every way to create a parameter, and one larger than any node's memory."""
+    """The parameters come from four factories and from a computation; `huge` has 16 TiB. The buffer
+    has 1 GiB."""
     run = probe("""
 def make(rows):
     module = torch.nn.Module()
@@ -538,8 +542,9 @@ def make(rows):
     module.huge = torch.nn.Parameter(torch.empty(rows, 1 << 28))
     module.cache = torch.nn.Buffer(torch.zeros(rows, 1 << 14), persistent=False)
     return module
-measured(lambda: make(64))  # torch imports what it computes shapes with
+measured(lambda: make(64))  # lazy imports of torch
 print(json.dumps(measured(lambda: make(1 << 14))))
 """)
+    # p0 to p3 and `scaled`: 2^14 x 2^14; `huge`: 2^14 x 2^28.
     assert run["numel"] == (5 << 28) + (1 << 42)
     assert run["mib"] < 50

@@ -1,5 +1,12 @@
-"""Tensors that no file holds, initialised by the model's own rules: with the model's distributions,
-the same bits in every world, and no other tensor of the model changed."""
+"""`Initialiser` makes the tensors that a checkpoint lacks by the model's own rules: with the
+distributions of transformers, torch and PEFT, with the same bits in every world, and without a
+change of the model.
+
+Must fail for these mutants: initial values that each rank draws for itself; a tensor that only the
+rule of its own module makes; a parameter that a rule replaces and that keeps its old values; a
+parent's rule that sees a wrapper in place of its child; a rule that runs on the model itself;
+tensors of several modules held at a time.
+"""
 
 import random
 import re
@@ -57,7 +64,7 @@ CHOSEN = [
     "qwen2_5_vl",
     "kimi_k25",
 ]
-# It has no rule; its constructor sets its value.
+# Tensors without a rule: only the constructor sets their values.
 WITHOUT_RULE = {"clip": {"logit_scale"}}
 SEEDS = range(4)
 
@@ -89,23 +96,24 @@ def made(model: Any, names: Iterable[str], seed: int = 0) -> dict[str, Any]:
 
 
 def assert_drawn_alike(ours: list[Any], theirs: list[Any], what: str) -> None:
-    """Asserts that elements that are equal for every seed are equal in both, and that the others
-    have one distribution. By chance, the largest distance between the two empirical distribution
-    functions exceeds 3 * sqrt(2 / n) once in thirty million cases (Kolmogorov-Smirnov,
-    2 * exp(-2 * 3 ** 2)), and a mean or a standard deviation differs by six standard errors once
-    in five hundred million."""
+    """Asserts that elements of `theirs` that are the same for every seed have that value in `ours`,
+    and that all other elements have one distribution. By chance, the largest distance between the
+    two empirical distribution functions exceeds 3 * sqrt(2 / n) once in thirty million cases
+    (Kolmogorov-Smirnov, 2 * exp(-2 * 3 ** 2)), and a mean or a standard deviation differs by six
+    standard errors once in five hundred million."""
     mine, other = torch.stack(ours).double(), torch.stack(theirs).double()
     assert mine.shape == other.shape, what
     fixed = (other == other[0]).all(0)
-    assert torch.equal(mine[:, fixed], other[:, fixed]), f"{what}: another constant"
-    assert not (mine == mine[0]).all(0)[~fixed].any(), f"{what}: a constant"
+    assert torch.equal(mine[:, fixed], other[:, fixed]), f"{what}: other constants"
+    assert not (mine == mine[0]).all(0)[~fixed].any(), f"{what}: does not vary with the seed"
     a, b = mine[:, ~fixed].flatten().sort()[0], other[:, ~fixed].flatten().sort()[0]
     n = len(a)
     if n == 0:
         return
     every = torch.cat([a, b])
     ranks = [torch.searchsorted(side, every, right=True) for side in (a, b)]
-    assert (ranks[0] - ranks[1]).abs().max() / n <= 3 * (2 / n) ** 0.5, f"{what}: another spread"
+    distance = (ranks[0] - ranks[1]).abs().max() / n
+    assert distance <= 3 * (2 / n) ** 0.5, f"{what}: another distribution"
     centred = b - b.mean()
     variance = centred.square().mean()
     kurtosis = centred.pow(4).mean() / variance.square()
@@ -115,7 +123,7 @@ def assert_drawn_alike(ours: list[Any], theirs: list[Any], what: str) -> None:
 
 
 def by_transformers(family: Family) -> list[dict[str, Any]]:
-    """For each seed a model that its class has initialised."""
+    """For each seed, the tensors of a model that its class has initialised."""
     models = []
     with torch.random.fork_rng(devices=[]):
         for seed in SEEDS:
@@ -139,8 +147,8 @@ def test_every_tensor_is_drawn_as_transformers_draws_it(name: str) -> None:
 
 
 def test_a_rule_of_the_tensors_own_module_is_not_enough() -> None:
-    """GPT-2's own rule scales the last layers of its blocks; a rule of the owning module alone
-    would not."""
+    """GPT-2 scales each `c_proj.weight` in the rule of the parent (GPT2Attention, GPT2MLP); the
+    rule of the layer that owns the tensor does not."""
     family, name = BY_NAME["gpt2"], "transformer.h.0.attn.c_proj.weight"
     naive = []
     with torch.random.fork_rng(devices=[]):
@@ -151,7 +159,7 @@ def test_a_rule_of_the_tensors_own_module_is_not_enough() -> None:
             model._init_weights(owner)
             naive.append(owner.weight.detach())
     theirs = [t[name] for t in by_transformers(family)]
-    with pytest.raises(AssertionError, match="another spread"):
+    with pytest.raises(AssertionError, match="another distribution"):
         assert_drawn_alike(naive, theirs, name)
     ours = [made(on_meta(family), [name], seed)[name] for seed in SEEDS]
     assert_drawn_alike(ours, theirs, name)
@@ -170,7 +178,7 @@ def test_the_comparison_finds_wrong_distributions() -> None:
         with pytest.raises(AssertionError):
             assert_drawn_alike([wrong() for _ in SEEDS], theirs, "")
     constant = [torch.ones(3) for _ in SEEDS]
-    with pytest.raises(AssertionError, match="another constant"):
+    with pytest.raises(AssertionError, match="other constants"):
         assert_drawn_alike([one * 1.0001 for one in constant], constant, "")
 
 
@@ -279,7 +287,7 @@ def test_modules_of_torch_are_drawn_as_torch_draws_them() -> None:
         assert_drawn_alike([o[name] for o in ours], expected, name)
 
 
-def test_a_parameter_that_a_rule_replaces() -> None:
+def test_the_values_of_a_parameter_that_a_rule_replaces_are_taken() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Table(5, 3))
     before = model[0].weight
@@ -360,7 +368,7 @@ def test_adapters_are_drawn_as_peft_draws_them(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_wrapped_models_tensors_equal_the_unwrapped_ones(name: str) -> None:
-    """The rules of GPT-2's parents must find their children, not the wrappers around them."""
+    """GPT-2's rules for parent modules must find the wrapped children, not PEFT's wrappers."""
     before = made(on_meta(BY_NAME[name]), on_meta(BY_NAME[name]).state_dict())
     head = {"modules_to_save": ["lm_head"]} if name == "llama" else {}
     targets = ["c_proj"] if name == "gpt2" else ["q_proj", "embed_tokens"]
@@ -384,7 +392,7 @@ class Parent(nn.Module):
                 nn.init.constant_(parameter, 0.25)
 
 
-def test_parents_see_their_children_as_they_were() -> None:
+def test_the_rules_of_parents_see_children_without_wrappers() -> None:
     with torch.device("meta"):
         compiled, parent = Parent(), Parent()
         compiled.out = torch.compile(compiled.out)
@@ -443,7 +451,8 @@ def test_other_kinds_of_adapters_have_rules_too(config: Any) -> None:
 
 
 def wrapped_in_everything(name: str, sharded: bool = True) -> Any:
-    """A model in adapters, FSDP2, a compiled block and a checkpointed block."""
+    """A model with adapters, a compiled block and a checkpointed block, sharded by FSDP2 if
+    `sharded`."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
 
@@ -463,8 +472,8 @@ def canonical_names(model: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "falcon_h1"])
 def test_every_rank_makes_the_same_bits(name: str) -> None:
-    """Ranks make the same bits also for classes changed by `fully_shard`, and after other random
-    draws."""
+    """This holds although `fully_shard` changes the classes of modules, and although each rank has
+    another global random state."""
     plain = with_adapters(on_meta(BY_NAME[name]), target_modules=["q_proj", "c_proj"])
     names = list(tensors_of(plain))
     expected = made(plain, names)
@@ -488,7 +497,8 @@ def test_every_rank_makes_the_same_bits(name: str) -> None:
 
 
 def traces(model: Any) -> dict[int, Any]:
-    """A module's class, its attributes by identity, and the mutable facts of its tensors."""
+    """By id of each module: its class, the identities of its attributes, and everything about its
+    tensors that can change except their values."""
 
     def of(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -508,7 +518,7 @@ def traces(model: Any) -> dict[int, Any]:
     }
 
 
-def test_nothing_of_the_model_and_no_global_random_number_changes() -> None:
+def test_neither_the_model_nor_the_global_random_state_changes() -> None:
     for sharded in (False, True):
         with playing_rank(0, 2):
             model = wrapped_in_everything("gpt2", sharded)
@@ -536,11 +546,11 @@ def test_existing_values_stay() -> None:
 
 
 class Block(bytearray):
-    """A memory block with a weak reference."""
+    """Memory that, unlike a `bytearray`, can have a finalizer."""
 
 
 class Allocator:
-    """Counts the memory allocated by `empty` and not freed."""
+    """An `empty` that counts the bytes that it has allocated and that are not freed yet."""
 
     def __init__(self) -> None:
         self.held = self.most = self.calls = 0
@@ -558,7 +568,7 @@ class Allocator:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "mamba"])
-def test_one_modules_tensors_exist_at_once(name: str) -> None:
+def test_only_one_modules_tensors_exist_at_once(name: str) -> None:
     model = on_meta(BY_NAME[name])
     empty = Allocator()
     initialiser = Initialiser(model, model.state_dict(), empty=empty)
@@ -568,22 +578,20 @@ def test_one_modules_tensors_exist_at_once(name: str) -> None:
         owner = tensor.rpartition(".")[0]
         owners[owner] = owners.get(owner, 0) + value.nbytes
     assert initialiser.largest_bytes == max(owners.values())
-    met = []
     for tensor in initialiser.order:
         initialiser.whole(tensor)
         assert empty.held <= initialiser.largest_bytes
-        met.append(tensor.rpartition(".")[0])
     assert empty.most == initialiser.largest_bytes
-    # In order, so that each module's rules run once.
+    # `order` keeps each module's tensors together, so each is allocated once.
     tied = {"lm_head"} if name in ("gpt2", "mamba") else set()
     assert empty.calls == len(model.state_dict()) - len(tied)
     del initialiser
     assert empty.held == 0
 
 
-def test_stored_tensors_are_not_initialised() -> None:
-    """Stored tensors are initialised only if a rule of their module also writes a missing
-    tensor."""
+def test_only_the_module_of_a_missing_tensor_is_initialised() -> None:
+    """The rule that makes the missing bias also makes the stored weight of that Linear, whose 42
+    inputs and outputs are float32."""
     empty = Allocator()
     model = on_meta(BY_NAME["bert"])
     initialiser = Initialiser(model, ["cls.predictions.transform.dense.bias"], empty=empty)
@@ -591,7 +599,7 @@ def test_stored_tensors_are_not_initialised() -> None:
     assert empty.calls == 2 and initialiser.largest_bytes == (42 + 1) * 42 * 4
 
 
-def test_importing_imports_only_torch() -> None:
+def test_importing_the_module_imports_no_framework_above_torch() -> None:
     script = "import sys, modicum.torch.build.initialiser; print(*sorted(sys.modules))"
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -49,7 +49,7 @@ class Ran:
 
     @property
     def numbers(self) -> list[str]:
-        """The lines with losses and norms, as Python prints them, which distinguishes all bits."""
+        """The lines with losses and norms. Python prints floats so that different bits differ."""
         return re.findall(r"step \d+: .*", self.stdout)
 
     @property
@@ -78,7 +78,7 @@ def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> R
         procs = str(inside.directory / "cgroup.procs")
         started.tell("accelerate_script", cage=procs, words=list(map(str, words)))
         deadline = time.monotonic() + PATIENCE_S
-        # A rank may wait long for a killed one, so do not wait for all ranks after a kill.
+        # After a kill the other ranks may wait long for the killed one: do not wait for them.
         while not inside.oom_kills() and not all(line.poll() for line in started.lines):
             assert time.monotonic() < deadline, started.logs()
             time.sleep(0.05)
@@ -120,8 +120,9 @@ def test_passes_in_a_cgroup_in_which_accelerate_is_killed(
     assert ours.numbers == roomy.numbers
 
 
-def test_the_example_by_torchrun(root: Path, tmp_path: Path, models: dict[str, Path]) -> None:
-    """The example started as users start it prints the same losses."""
+def test_the_example_prints_the_same_losses_under_torchrun(
+    root: Path, tmp_path: Path, models: dict[str, Path]
+) -> None:
     (tiny,) = [one for one in FAMILIES_OF_TESTS if one.name == "qwen3"]
     directory = tiny.write(tiny.build(), tmp_path / "tiny")
     expected = run(tmp_path / "ranks", 16 << 30, directory, "--steps", 2, world=2)

@@ -1,13 +1,14 @@
-"""Attributes that `modicum.torch.accelerate.loading` patches and restores, and its refusals.
+"""`modicum.torch.accelerate.loading` restores every attribute that it patches, and refuses what it
+cannot load.
 
-Must fail for these mutants: an attribute or a variable that stays patched; an unknown accelerate
-that is accepted; a path by which empty parameters reach a forward, or values get lost, without an
-error.
+Must fail for these mutants: an attribute or environment variable that stays changed; an unknown
+accelerate that is accepted; a forward with parameters on meta, or lost values, without an error.
 """
 
 import contextlib
 import copy
 import gc
+import json
 import os
 import subprocess
 import sys
@@ -44,6 +45,7 @@ from torch_front import (  # noqa: E402
 
 from modicum.errors import BudgetError, UsageError  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
+from modicum.upstream.transformers import source_of  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 accelerate_module = sys.modules["accelerate.accelerator"]
@@ -133,8 +135,8 @@ def test_everything_is_put_back() -> None:
     assert not differences(before, attributes())
 
 
-def test_a_script_is_put_back(one_rank: None) -> None:
-    """The script's accelerator and optimizer are restored, too, if the budget refuses the load."""
+def test_a_refused_load_restores_the_scripts_objects(one_rank: None) -> None:
+    """If the budget refuses the load, accelerator and optimizer are as before `prepare`."""
     before = attributes()
     with pytest.raises(BudgetError), loading(budget="1MiB", progress=False) as outside:
         model = build()
@@ -147,8 +149,9 @@ def test_a_script_is_put_back(one_rank: None) -> None:
             assert accelerator.state.fsdp_plugin.cpu_ram_efficient_loading is True
             now = [list(group["params"]) for group in optimizer.param_groups]
             assert [list(map(id, of)) for of in now] == [list(map(id, of)) for of in groups]
+    # accelerate itself sets these variables.
     own = {"ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "MASTER_PORT"}
-    assert differences(before, attributes()) <= own, "more than accelerate itself changes"
+    assert differences(before, attributes()) <= own
     assert outside.report is None
 
 
@@ -159,7 +162,7 @@ def test_the_innermost_context_builds(one_rank: None) -> None:
     assert outer.reports == [] and inner.report is not None and inner.report.check == "ok"
 
 
-def test_a_model_built_outside_of_the_inner_context(one_rank: None) -> None:
+def test_the_context_that_built_a_model_loads_it(one_rank: None) -> None:
     with loading(progress=False) as outer:
         model = build()
         with loading(progress=False) as inner:
@@ -167,7 +170,7 @@ def test_a_model_built_outside_of_the_inner_context(one_rank: None) -> None:
     assert inner.reports == [] and len(outer.reports) == 1
 
 
-def test_importing_it_imports_nothing_above_torch() -> None:
+def test_importing_the_front_imports_nothing_above_torch() -> None:
     code = "import sys, modicum.torch.accelerate; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"transformers", "accelerate", "peft"} & {*done.stdout.split()}
@@ -178,8 +181,8 @@ def test_importing_it_imports_nothing_above_torch() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) -> None:
-    """Dtypes, shapes, ties, buffers and random state are those of `from_pretrained`; only headers
-    are read."""
+    """Dtypes, shapes, ties and non-persistent buffers are those of `from_pretrained`, and no random
+    number is drawn. Only headers are read: the files have nothing else."""
     whole = from_pretrained(family.name)
     directory = tmp_path / "headers"
     directory.mkdir()
@@ -192,16 +195,16 @@ def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) ->
     with contextlib.suppress(UsageError), loading():
         model = family.model_class.from_pretrained(directory)
         assert torch.equal(torch.get_rng_state(), random)
-        raise UsageError  # so that it is not asked for its values
+        raise UsageError  # ends the context, which otherwise refuses a model without values
     mine, theirs = parameters_of(model), parameters_of(whole)
     assert all(parameter.is_meta for parameter in mine.values())
     assert {n: (p.dtype, p.shape) for n, p in mine.items()} == {
         n: (p.dtype, p.shape) for n, p in theirs.items()
     }
     assert ties_of(mine) == ties_of(theirs)
-    held = {name for name in whole.state_dict() if name not in theirs}
-    computed = {n: b for n, b in buffer_bits(model).items() if n not in held}
-    assert computed == {n: b for n, b in buffer_bits(whole).items() if n not in held}
+    persistent = {name for name in whole.state_dict() if name not in theirs}
+    computed = {n: b for n, b in buffer_bits(model).items() if n not in persistent}
+    assert computed == {n: b for n, b in buffer_bits(whole).items() if n not in persistent}
     assert model.training == whole.training and model.dtype == whole.dtype
 
 
@@ -214,13 +217,13 @@ def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) ->
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_arguments_that_would_be_ignored(arguments: dict[str, Any], what: str) -> None:
+def test_arguments_that_would_be_ignored_are_refused(arguments: dict[str, Any], what: str) -> None:
     with pytest.raises(UsageError) as refused, loading():
         build(**arguments)
     assert refused.value.got == what
 
 
-def test_files_other_than_safetensors(tmp_path: Any) -> None:
+def test_files_other_than_safetensors_are_refused(tmp_path: Any) -> None:
     from_pretrained("llama").config.save_pretrained(tmp_path)
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(UsageError, match="no safetensors") as refused, loading():
@@ -228,7 +231,19 @@ def test_files_other_than_safetensors(tmp_path: Any) -> None:
     assert refused.value.got == "pytorch_model.bin"
 
 
-def test_a_source_of_ones_own(one_rank: None, tmp_path: Any) -> None:
+def test_files_that_lack_one_of_the_index(tmp_path: Any) -> None:
+    files = {name: str(tmp_path / f"{name}.safetensors") for name in "abc"}
+    weights = {name: os.path.basename(file) for name, file in files.items()}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(UsageError, match="other files than the index") as refused:
+        source_of([files["a"], files["b"]])
+    assert (refused.value.expected, refused.value.got) == (
+        "3 files",
+        "a difference in c.safetensors",
+    )
+
+
+def test_a_given_source_replaces_that_of_from_pretrained(one_rank: None, tmp_path: Any) -> None:
     whole = from_pretrained("llama")
     zeros = copy.deepcopy(whole)
     for parameter in zeros.parameters():
@@ -279,14 +294,14 @@ def test_unknown_versions_are_refused(
         monkeypatch.setattr(owner, name, instead)
     before = attributes()
     with pytest.raises(UsageError, match=missing) as refused, loading():
-        pytest.fail("is entered")
+        pytest.fail("the context was entered")
     assert refused.value.category == "UNSUPPORTED"
     assert "accelerate 1." in str(refused.value) or "transformers 5." in str(refused.value)
     assert not differences(before, attributes())
 
 
 def test_an_unknown_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PEFT that moves adapters differently is refused."""
+    """A PEFT that moves adapters in another way than by `_replace_module` is refused."""
     inject = tuners_utils.BaseTuner.inject_adapter
 
     def moving(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -295,15 +310,16 @@ def test_an_unknown_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(tuners_utils.BaseTuner, "inject_adapter", moving)
     with pytest.raises(UsageError, match="_replace_module") as refused, loading():
-        pytest.fail("is entered")
+        pytest.fail("the context was entered")
     assert "peft 0." in str(refused.value)
 
 
 @pytest.mark.parametrize("way", ["never shards", "shards nothing"])
-def test_an_accelerate_that_shards_otherwise(
+def test_an_accelerate_that_shards_otherwise_is_refused(
     way: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`prepare` must return a sharded model with values, even if it is replaced."""
+    """A `prepare` that never calls `fsdp2_prepare_model`, and one whose `fsdp2_prepare_model` does
+    not shard, would return a model without values."""
     if way == "never shards":
         monkeypatch.setattr(accelerate.Accelerator, "_prepare_fsdp2", lambda self, *args: args)
     else:
@@ -391,7 +407,7 @@ def test_a_model_without_prepare_is_refused_at_the_end(one_rank: None) -> None:
 
 
 def test_a_deleted_model_is_ignored() -> None:
-    """The context keeps no reference to it, so it need not be prepared."""
+    """The context keeps no reference to the model, so it need not be prepared."""
     with loading() as active:
         model = weakref.ref(build())
         gc.collect()
@@ -432,7 +448,7 @@ def test_a_new_head_that_the_source_overwrites_is_refused(one_rank: None) -> Non
 
 
 def test_adapters_without_values_are_refused(one_rank: None) -> None:
-    """Adapters on meta, as PEFT makes them in a wrapped model, are refused."""
+    """With `low_cpu_mem_usage` PEFT makes new adapters on meta."""
     config = peft.LoraConfig(target_modules=["q_proj"])
     with pytest.raises(UsageError, match="base's values") as refused, loading(progress=False):
         prepare(peft.get_peft_model(build(), config, low_cpu_mem_usage=True))
@@ -442,9 +458,8 @@ def test_adapters_without_values_are_refused(one_rank: None) -> None:
 # ---- heads
 
 
-def test_a_missing_head(one_rank: None) -> None:
-    """The refused case: `from_pretrained` would warn and initialise a different head on each
-    rank."""
+def test_a_head_that_the_checkpoint_lacks_must_be_named_in_missing(one_rank: None) -> None:
+    """`from_pretrained` would warn and initialise a different head on each rank."""
     kind = transformers.LlamaForSequenceClassification
     lists: dict[str, Any] = {"unexpected": ["^lm_head"]}
     with pytest.raises(UsageError, match="score.weight"), loading(progress=False, **lists):
@@ -510,8 +525,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sent", (False, True))
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters_that_begin_as_the_base(one_rank: None, kind: str, sent: bool) -> None:
-    """New adapters, two per model."""
+def test_new_adapters_begin_as_the_base(one_rank: None, kind: str, sent: bool) -> None:
+    """DoRA's magnitudes begin as norms of the base's weights, trainable tokens as its embedding
+    rows. The model has two such adapters."""
     torch.manual_seed(3)
     expected = with_two(copy.deepcopy(from_pretrained("llama")), ADAPTERS[kind])
     with loading(progress=False):
@@ -530,10 +546,10 @@ def with_two(model: Any, config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("low_cpu_mem_usage", (False, True))
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_trained_adapters_of_these_kinds(
+def test_trained_adapters_of_these_kinds_keep_their_values(
     one_rank: None, tmp_path: Any, kind: str, low_cpu_mem_usage: bool
 ) -> None:
-    """Trained adapters keep their own values, whether or not PEFT builds them on meta."""
+    """With `low_cpu_mem_usage` PEFT builds the adapters on meta."""
     config = peft.LoraConfig(**ADAPTERS[kind])
     expected = peft.get_peft_model(copy.deepcopy(from_pretrained("llama")), config)
     for number, parameter in enumerate(p for p in expected.parameters() if p.requires_grad):
@@ -557,7 +573,8 @@ def assert_same_tensors(model: Any, expected: Any) -> None:
     "init", ("pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "mica", "lora_ga")
 )
 def test_initialisations_from_the_base_are_refused(init: str) -> None:
-    """Before PEFT begins, and so without what it needs for them: data, scipy."""
+    """The error comes before PEFT computes, so the test needs neither the data nor the packages
+    (scipy) for these initialisations."""
     config = peft.LoraConfig(target_modules=["q_proj"])
     config.init_lora_weights = init
     with pytest.raises(UsageError, match="needs the base's values") as refused, loading():
@@ -566,7 +583,7 @@ def test_initialisations_from_the_base_are_refused(init: str) -> None:
 
 
 def test_several_models_in_one_are_refused(one_rank: None) -> None:
-    """Such as actor and critic in one module. Each of them is prepared, or filled, alone."""
+    """An actor and a critic in one module are refused; each can be filled alone."""
     with loading(progress=False) as context:
         actor, critic = build(), build("qwen2")
         with pytest.raises(UsageError, match="several models inside.*expected one") as refused:

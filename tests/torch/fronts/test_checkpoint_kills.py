@@ -2,8 +2,8 @@
 at random instants of their saves: it resumes from a whole checkpoint, and ends with the bits of a
 run that was not killed.
 
-Must fail for these mutants: a checkpoint that is committed before all of its files have their
-names, or before the script's own files are written; one that is resumed without COMMIT.
+Must fail for these mutants: a checkpoint that is committed before all of its files are renamed, or
+before the script's own files are written; a checkpoint that is resumed without COMMIT.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ def committed(folder: Path) -> list[int]:
 
 
 def kill_in_a_save(two: Ranks, folder: Path, count: int, wait_s: float) -> bool:
-    """Kills both ranks `wait_s` after a save has begun that follows `count` others. False if the
-    script has ended before."""
+    """Waits until save number `count` (from 0) has begun, and `wait_s` more, and kills both ranks.
+    Returns False, without a kill, if the script ends before that save."""
     begun: set[Path] = set()
     while len(begun) <= count:
         with contextlib.suppress(FileNotFoundError):  # one is being removed
@@ -59,8 +59,8 @@ def kill_in_a_save(two: Ranks, folder: Path, count: int, wait_s: float) -> bool:
 
 
 def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[str, Any], int]:
-    """A run that is killed up to `kills` times: the last part of it, and the number of kills that
-    met a save in flight."""
+    """Runs the script, kills it up to `kills` times, and resumes it after each kill. Returns the
+    answer of the last attempt, and the number of kills during a save."""
     draw = random.Random(seed)
     out, met = folder / "out", 0
     for attempt in range(kills + 1):
@@ -77,7 +77,9 @@ def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[st
             (told, _) = two.hear()
         assert isinstance(told, dict), told
         first = before[-1] + 1 if before else 1
-        assert [*told["losses"]] == [*range(first, STEPS + 1)], "from the newest whole checkpoint"
+        assert [*told["losses"]] == [*range(first, STEPS + 1)], (
+            "not from the newest whole checkpoint"
+        )
         return told, met
     raise AssertionError
 
@@ -85,7 +87,9 @@ def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[st
 @pytest.mark.parametrize(
     "seeds", [(1,), pytest.param(tuple(range(2, 14)), marks=pytest.mark.soak, id="soak")]
 )
-def test_killed_while_saving(tmp_path: Path, model: str, seeds: tuple[int, ...]) -> None:
+def test_a_run_killed_while_saving_ends_with_the_same_bits(
+    tmp_path: Path, model: str, seeds: tuple[int, ...]
+) -> None:
     with ranks(2, tmp_path / "ranks") as two:
         (whole, _) = two.ask("trains", directory=model, folder=str(tmp_path / "out"), **HOW)
     met = 0
@@ -94,5 +98,5 @@ def test_killed_while_saving(tmp_path: Path, model: str, seeds: tuple[int, ...])
         met += found
         assert last["end"] == whole["end"]
         assert last["losses"].items() <= whole["losses"].items()
-    print(f"{met} kills met a save in flight")
+    print(f"{met} kills during a save")
     assert met > 0

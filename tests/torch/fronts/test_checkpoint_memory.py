@@ -1,5 +1,5 @@
 """An unchanged script of Trainer in a memory cgroup: without Modicum it is killed there in its
-first save; with the one line it saves, and another run resumes, both in the same cgroup.
+first save; within `loading()` it saves, and another run resumes, both under the same limit.
 
 Must fail for these mutants: a model, or an optimizer's state, that is gathered by one rank for a
 save; whole tensors of a checkpoint on every rank, even briefly.
@@ -23,7 +23,7 @@ from ranks import PATIENCE_S, Ranks, ranks
 MIB = 1 << 20
 WORLD = 2
 MARGIN = 1.06
-"""The cgroup's limit, in units of what the training needs that saves nothing."""
+"""The cgroup's limit, as a multiple of the peak of a training that saves nothing."""
 SIZES = LARGE_TEXT | {"num_hidden_layers": 24}
 
 
@@ -32,7 +32,7 @@ class Ran:
     """A run in a memory cgroup."""
 
     log: str
-    peak_bytes: int  # without the files that the first run on a machine reads
+    peak_bytes: int  # without page cache, which a first run fills with the files of imports
     passed: bool
 
     @property
@@ -47,7 +47,7 @@ def can_cage() -> None:
 
 
 def run(logs: Path, limit_bytes: int, **said: object) -> Ran:
-    """The script, in processes that enter the cgroup after their imports."""
+    """Runs the script in processes that enter the cgroup after their imports."""
     with cage(limit_bytes) as inside, ranks(WORLD, logs) as started:
         procs = str(inside.directory / "cgroup.procs")
         started.tell("trains_in", cage=procs, **said)
@@ -59,7 +59,8 @@ def run(logs: Path, limit_bytes: int, **said: object) -> Ran:
 
 
 def ended(started: Ranks, inside: object) -> bool:
-    """Whether all ranks have ended, and none was killed: the others may wait long for it."""
+    """Waits until all ranks have ended, or until one is killed, for which the others may wait long.
+    Returns whether none was killed."""
     deadline = time.monotonic() + PATIENCE_S
     while not inside.oom_kills() and not all(line.poll() for line in started.lines):
         assert time.monotonic() < deadline, started.logs()
@@ -78,7 +79,7 @@ def test_saves_in_a_cgroup_in_which_trainer_is_killed(tmp_path: Path) -> None:
     assert training.passed and len(training.losses) == 2
     limit = int(training.peak_bytes * MARGIN)
     killed = run(tmp_path / "killed", limit, save_steps=1, **plain)
-    assert not killed.passed and len(killed.losses) == 1, "it is killed in its first save"
+    assert not killed.passed and len(killed.losses) == 1, "not killed in its first save"
     own = how | {"by": "modicum", "folder": str(tmp_path / "own"), "save_steps": 1}
     ours = run(tmp_path / "ours", limit, **own)
     assert ours.passed and ours.losses == training.losses[:1]

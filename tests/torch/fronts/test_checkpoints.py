@@ -1,15 +1,15 @@
 """Unchanged scripts of accelerate and Trainer that save checkpoints and resume from them within
 `modicum.torch.accelerate.loading`, on two ranks.
 
-Tested against the training that went on: model, optimizer's state and the next losses are the same
+Compared with the uninterrupted training: model, optimizer's state and the next losses are the same
 bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must fail for these
 mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
-rotation that takes the newest whole checkpoint; options of an optimizer without tensors that are
-lost; checkpoints of accelerate's own that are no longer read; a tensor that no checkpoint fills;
-bars of no weights; older files of accelerate in a checkpoint of ours, and saves of adapters without
-COMMIT, of which no one is told; a base model that is saved with its adapters, and one that
-`save_model` leaves out; adapters that a resume takes for the model.
+rotation that removes the newest whole checkpoint; an optimizer without tensors whose options are
+lost; checkpoints of accelerate that are no longer read; a tensor that no checkpoint fills; a
+progress bar although no weights are saved; no warning about older files of accelerate in a
+checkpoint of Modicum, or about adapters saved without COMMIT; a base model that is saved with its
+adapters, or that `save_model` leaves out; a resume that reads adapters as the model.
 """
 
 import json
@@ -87,9 +87,11 @@ def refused(heard: list[Any]) -> str:
 
 
 @pytest.mark.parametrize("optimizer", ("torch", "modicum", "sgd"))
-def test_accelerate(two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str) -> None:
-    """save_state, and load_state in new processes: the state and the next three losses are
-    equal."""
+def test_accelerate_resumes_bit_for_bit(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str
+) -> None:
+    """The state after load_state in new processes, and the next three losses, equal those of the
+    processes that called save_state."""
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
     saved = two.ask("accelerate_saves", **how)
@@ -109,8 +111,8 @@ def test_accelerate(two: Ranks, tmp_path: Path, modicum: Path, model: str, optim
 
 
 def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model: str) -> None:
-    """A checkpoint that accelerate saved is loaded. A script without Modicum has the same
-    losses."""
+    """After a load of accelerate's checkpoint the next losses are those of the script that saved
+    it. The same script saves the same state and has the same losses with Modicum."""
     how = {"directory": model, "folder": str(tmp_path / "state")}
     theirs = two.ask("accelerate_saves", by="accelerate", **how)
     ours = two.ask("accelerate_resumes", by="modicum", **how)
@@ -120,11 +122,11 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
     assert [one["saved"] for one in own] == [one["saved"] for one in theirs]
 
 
-def test_a_checkpoint_of_accelerates_below_ours(
+def test_saving_over_a_checkpoint_of_accelerates_below_warns(
     two: Ranks, tmp_path: Path, modicum: Path, model: str
 ) -> None:
-    """The first save, and a resume, warn once each on one rank; the files stay as they are, and
-    Modicum's are read."""
+    """Modicum saves into a directory with a checkpoint of accelerate. The first save and the resume
+    warn once each, on one rank; accelerate's files are not changed, and Modicum's are read."""
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum"}
     two.ask("accelerate_saves", **how | {"by": "accelerate"})
@@ -141,7 +143,8 @@ def test_a_checkpoint_of_accelerates_below_ours(
 
 
 def test_names_of_accelerates_own_files(tmp_path: Path) -> None:
-    """A directory of the second model is Modicum's, unless it has what torch writes into it."""
+    """Modicum saves the second model in `pytorch_model_fsdp_1`, which therefore counts as
+    accelerate's only if torch has written `.metadata` there."""
     for name in ("pytorch_model_fsdp_1", "optimizer", "optimizer_1", "pytorch_model_fsdp_0"):
         (tmp_path / name).mkdir()
     for name in ("optimizer.bin", "optimizer.safetensors", "pytorch_model_fsdp_rank1.bin"):
@@ -212,7 +215,8 @@ def test_saved_again_into_the_same_directory(
     resumed = two.ask("accelerate_resumes", **how)
     assert [one["then"] for one in resumed] == [one["then"] for one in saved]
     assert_verifies(modicum, folder)
-    # Without reading the base: docs/guide/accelerate.md.
+    # The script may name the checkpoint as its model (docs/guide/accelerate.md): then the base is
+    # not read.
     base = Path(model).rename(tmp_path / "moved")
     try:
         again = two.ask("accelerate_resumes", **how | {"directory": str(folder)})
@@ -234,7 +238,9 @@ def test_checkpoints_that_accelerate_names(two: Ranks, tmp_path: Path, model: st
     assert [one["then"] for one in resumed] == [one["then"] for one in saved]
 
 
-def test_a_checkpoint_that_was_not_committed(two: Ranks, tmp_path: Path, model: str) -> None:
+def test_a_checkpoint_that_was_not_committed_is_refused(
+    two: Ranks, tmp_path: Path, model: str
+) -> None:
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum"}
     two.ask("accelerate_saves", **how)
@@ -245,7 +251,7 @@ def test_a_checkpoint_that_was_not_committed(two: Ranks, tmp_path: Path, model: 
 
 
 def test_a_model_with_more_tensors_is_refused(two: Ranks, tmp_path: Path, model: str) -> None:
-    """It names what the checkpoint lacks, and what to do."""
+    """The error names the tensor that the checkpoint lacks, and the remedy."""
     folder, larger = str(tmp_path / "state"), str(tmp_path / "larger")
     two.ask("accelerate_saves", directory=model, folder=folder, by="modicum")
     config = {"tie_word_embeddings": True, "num_hidden_layers": 3}
@@ -256,7 +262,9 @@ def test_a_model_with_more_tensors_is_refused(two: Ranks, tmp_path: Path, model:
     assert "tensor model.layers.2." in said
 
 
-def test_save_model(two: Ranks, tmp_path: Path, modicum: Path, model: str) -> None:
+def test_save_model_writes_weights_only(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str
+) -> None:
     folder = tmp_path / "saved"
     how = {"directory": model, "folder": str(folder)}
     saved = two.ask("accelerate_saves_model", size="20KB", **how)
@@ -287,12 +295,12 @@ def test_no_bar_is_drawn_for_a_config(tmp_path: Path, capfd: pytest.CaptureFixtu
     ("optimizer", "sharded", "limit"),
     [("torch", False, 2), ("modicum", False, 1), ("torch", True, 2)],
 )
-def test_trainer(
+def test_trainer_resumes_bit_for_bit(
     two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool, limit: int
 ) -> None:
-    """save_steps, save_total_limit and resume_from_checkpoint in new processes: the losses of the
-    uninterrupted run, with Modicum and without it. With a limit of one, the checkpoint from which
-    the run has resumed is removed before the next save."""
+    """With save_steps, save_total_limit and resume_from_checkpoint in new processes, the losses are
+    those of an uninterrupted run (in the first case, of one without Modicum). With a limit of one,
+    the checkpoint from which the run has resumed is removed before the next save."""
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "optimizer": optimizer, "sharded": sharded}
     how |= {"max_steps": 6, "save_steps": 2, "save_total_limit": limit}
@@ -345,7 +353,7 @@ def test_trainer_with_adapters(two: Ranks, tmp_path: Path, modicum: Path, model:
     }  # fmt: skip
 
 
-def test_the_best_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
+def test_the_best_checkpoint_is_kept_and_loaded(two: Ranks, tmp_path: Path, model: str) -> None:
     """An evaluation before each save leaves gathered parameters, which the save must handle."""
     how = {"directory": model, "by": "modicum", "max_steps": 4, "save_steps": 1}
     how |= {"save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 1}
@@ -356,7 +364,7 @@ def test_the_best_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
     assert_reads(best, told["end"])
 
 
-def test_only_the_model(two: Ranks, tmp_path: Path, model: str) -> None:
+def test_save_only_model_saves_no_optimizer(two: Ranks, tmp_path: Path, model: str) -> None:
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "max_steps": 2, "save_steps": 1}
     (told, _) = two.ask("trains", folder=str(folder), save_only_model=True, **how)
@@ -415,7 +423,7 @@ def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:
     return made
 
 
-def test_rotation(tmp_path: Path) -> None:
+def test_rotation_keeps_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     """The newest complete checkpoint is kept, and those after it, which may be incomplete because
     they are being saved."""
     one, two = put(tmp_path, 1, 2)

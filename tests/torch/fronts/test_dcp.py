@@ -1,10 +1,11 @@
 """`HuggingFaceReader` under torch.distributed.checkpoint: each rank gets its shards of the
 model that `from_pretrained` loads.
 
-Tested against outside oracles, `from_pretrained` sharded by torch.chunk and torch's own reader.
-Must fail for these mutants: a box in the wrong place; a strided shard read as one box; a conversion
-of stored names only; a reinterpretation of bits instead of a cast; a tensor that every rank reads
-as a whole; buffers of `to_empty` that keep its garbage.
+The oracles are `from_pretrained`, sharded by torch.chunk, and torch's own reader. Must fail for
+these mutants: a box read from the begin of its tensor; a strided shard read as one box; stored
+names that are converted while values are not; a reinterpretation of bits instead of a cast; tied
+names that are read twice; a tensor that every rank reads as a whole;
+uninitialised buffers after `to_empty`.
 """
 
 import os
@@ -48,7 +49,8 @@ from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
 FSDP2, SIDEWAYS = Cut("fsdp2", (3,)), Cut("fsdp2", (3,), dim=1)
 HSDP, AFTER_TP = Cut("hsdp", (2, 2)), Cut("tp-fsdp", (3, 2))
-# As stored; tied; stacked and joined experts; joined along dim 0; transposed experts; renamed; FP8.
+# Conversions, in this order: none; a tie; stacked and joined experts (twice); joined along dim 0;
+# transposed experts; renamed; FP8.
 CASES = (
     ("llama", AFTER_TP),
     ("llama_tied", HSDP),
@@ -107,8 +109,8 @@ def rows(tmp_path: Path) -> Path:
 
 
 def test_packed_parts_are_sharded_separately(rows: Path) -> None:
-    """torch's reader fails this test: it reads as many rows, but in one run from the first row
-    on."""
+    """Rank 0 has two rows of each packed part, [0, 1, 2] and [3, 4, 5]; rank 1 has one. torch's
+    reader fails this test: it reads the right number of rows, but in one run."""
     for rank, expected in enumerate(([0, 1, 3, 4], [2, 5])):
         with playing_new_rank(rank, 2):
             part, mesh = torch.empty(len(expected), 2), init_device_mesh("cpu", (2,))
@@ -172,8 +174,8 @@ def test_values_are_rounded_as_torch_rounds(dtype: str) -> None:
         assert_same(state[name], tensor.detach().to(to), name)
 
 
-def test_a_recipe_instead_of_a_model(tmp_path: Path) -> None:
-    """A recipe.json of the command line's form replaces the model."""
+def test_a_recipe_may_replace_the_model(tmp_path: Path) -> None:
+    """A recipe, or the path of a recipe.json, replaces the model."""
     made = recipe_for(empty("qwen3_moe"), checkpoint_of("qwen3_moe"))
     (tmp_path / "recipe.json").write_text(made.text())
     whole = from_pretrained("qwen3_moe").state_dict()
@@ -242,13 +244,13 @@ def test_what_does_not_fit_is_refused(tensor: Any, message: str) -> None:
     assert re.match(message, str(error))
 
 
-def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_damaged_files_and_wrong_arguments_raise_typed_errors(tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint_of("llama"), tmp_path / "llama")
     reader = HuggingFaceReader(copy)
     for file in copy.glob("*.safetensors"):
         os.truncate(file, file.stat().st_size - 8)
     model = empty("llama").to_empty(device="cpu")
-    assert isinstance(refused(model.state_dict(), reader), modicum.IoError)  # changed since
+    assert isinstance(refused(model.state_dict(), reader), modicum.IoError)  # after open
     with pytest.raises(modicum.FormatError):
         HuggingFaceReader(copy)
     with pytest.raises(modicum.UsageError, match="not in the model"):

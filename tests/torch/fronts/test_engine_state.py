@@ -1,11 +1,12 @@
-"""`fsdp2_load_full_state_dict` in place of the upstream functions of this name: every rank holds
-and trains the same shards as if FSDP2 had sharded the whole model, or upstream's function had
-loaded it.
+"""`fsdp2_load_full_state_dict` in place of the frameworks' functions of this name: every rank holds
+and trains the same shards as after `fully_shard` of the model with its values, or after the
+framework's own function.
 
-Must fail for these mutants: a chunk copied to the wrong place; a rank that needs no chunk and
-blocks the others; a rank that keeps tensors it built in another way; buffers that are not loaded; a
-tie that is lost; a second dtype; a consumed dict that keeps its tensors, or whose memory stays in
-malloc's heap.
+Must fail for these mutants: a chunk copied to the wrong place; a tensor that stays on the one rank
+that built it with values; non-persistent buffers that are not compared or not loaded; two names of
+a tie with different values, or a tie lost on some ranks, that are accepted; a cast between integers
+and floats; a dict that no budget counts; a consumed dict that keeps its tensors, or whose memory
+stays in malloc's heap.
 """
 
 import re
@@ -27,8 +28,10 @@ from modicum.torch import full_state_dict  # noqa: E402
 from modicum.torch.loading import memory  # noqa: E402
 
 STAGING_BYTES = 8 << 20
-# Code and names that Python takes in at the first load.
+# Memory of the modules and other objects that Python makes during the first load.
 PYTHON_BYTES = 4 << 20
+# How the ranks build the model: "alike" is on meta everywhere. "others" are all ranks but 0, which
+# builds the model with values.
 BUILT = (
     "alike",
     "others without parameters",
@@ -47,15 +50,15 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def assert_same(four: Ranks, expected: list[Any], **how: Any) -> None:
     got = four.ask("state_dict_loaded", **how)
     for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        assert mine["held"] == theirs["held"], f"rank {rank} holds something else"
-        assert mine["loss"] == theirs["loss"], f"rank {rank}"
-        assert mine["after"] == theirs["after"], f"rank {rank} trained otherwise"
+        assert mine["held"] == theirs["held"], f"rank {rank}: other shards, buffers or ties"
+        assert mine["loss"] == theirs["loss"], f"rank {rank}: another loss"
+        assert mine["after"] == theirs["after"], f"rank {rank}: another model after the step"
 
 
 @pytest.mark.parametrize("built", BUILT)
 @pytest.mark.parametrize("form", ("accelerate", "engine", "areal"))
 def test_every_rank_holds_its_part(four: Ranks, form: str, built: str) -> None:
-    """Tries every way to build the model. `to_empty` unties, so there is no tie afterwards."""
+    """`to_empty` breaks ties on the other ranks, so that case has an untied model."""
     kind = {"tied": built != "others from to_empty"}
     expected = four.ask("state_dict_loaded", by="torch", **kind)
     assert_same(four, expected, form=form, built=built, **kind)
@@ -63,7 +66,7 @@ def test_every_rank_holds_its_part(four: Ranks, form: str, built: str) -> None:
 
 @pytest.mark.parametrize("built", BUILT[:3])
 @pytest.mark.parametrize("form", ("accelerate", "areal"))
-def test_a_path_in_the_place_of_the_dict(
+def test_a_path_gives_the_shards_of_a_dict(
     four: Ranks, tmp_path: Path, form: str, built: str
 ) -> None:
     how = {"path": str(tmp_path / "toy.safetensors"), "options": {"budget": "none"}}
@@ -72,8 +75,9 @@ def test_a_path_in_the_place_of_the_dict(
 
 
 @pytest.mark.parametrize("strategy", ("rank0-broadcast", "node-reader"))
-def test_buffers_of_rank_0_and_other_exchanges(four: Ranks, tmp_path: Path, strategy: str) -> None:
-    """Two loads run with separate exchanges of bytes."""
+def test_rank_0s_buffers_precede_a_path(four: Ranks, tmp_path: Path, strategy: str) -> None:
+    """Non-persistent buffers differ between the ranks, so a load of rank 0's precedes that of the
+    file. Each load exchanges bytes between ranks."""
     options = {"budget": "none", "strategy": strategy}
     how = {"path": str(tmp_path / "toy.safetensors"), "options": options}
     expected = four.ask("state_dict_loaded", by="torch")
@@ -88,9 +92,9 @@ def test_tensors_that_a_dict_lacks_keep_their_values(four: Ranks) -> None:
 
 
 @pytest.mark.parametrize("form", ("accelerate", "engine"))
-def test_as_upstream(four: Ranks, form: str) -> None:
-    """Compares with upstream's functions where they work: accelerate's loads no buffers, and both
-    break ties."""
+def test_the_result_is_that_of_the_frameworks_function(four: Ranks, form: str) -> None:
+    """The model has no ties, which both frameworks' functions break, and for accelerate's function,
+    which fails on them, no persistent buffers."""
     kind = {"form": form, "tied": False, "buffers": form == "engine", "built": "others on meta"}
     kind |= {"dtype": "bfloat16", "stored": "bfloat16"}
     assert_same(four, four.ask("state_dict_loaded", by="upstream", **kind), **kind)
@@ -112,15 +116,16 @@ def test_one_of_two_tied_names_in_the_dict_suffices(four: Ranks, omit: str) -> N
 
 
 @pytest.mark.parametrize("form", ("accelerate", "engine", "areal"))
-def test_offloaded_parameters(four: Ranks, form: str) -> None:
+def test_offloaded_parameters_are_loaded(four: Ranks, form: str) -> None:
     expected = four.ask("state_dict_loaded", by="torch", offload=True)
     assert_same(four, expected, form=form, built="others on meta", offload=True)
 
 
 @pytest.mark.parametrize("offload", (True, False), ids=("offloaded", "not offloaded"))
 @pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
-def test_skyrls_order(four: Ranks, tied: bool, offload: bool) -> None:
-    """Rank 0 keeps its dict, then every rank moves the model to meta, which unties it."""
+def test_a_model_that_skyrl_moves_to_meta_is_loaded(four: Ranks, tied: bool, offload: bool) -> None:
+    """As in SkyRL, rank 0 takes the state dict and every rank moves the model to meta, which breaks
+    the tie. The script ties the names again before it shards."""
     how = {"tied": tied, "offload": offload}
     expected = four.ask("state_dict_loaded", by="torch", **how)
     assert_same(four, expected, form="skyrl", built="moved to meta", **how)
@@ -129,8 +134,8 @@ def test_skyrls_order(four: Ranks, tied: bool, offload: bool) -> None:
 def test_offloading_that_contradicts_fully_shard_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each form of the call has its own argument. Parameters on a device are then refused by
-    name."""
+    """Each framework has its own argument for offloading. If it is set, a parameter that
+    `fully_shard` keeps on a device is refused by name."""
     policy, on_gpu = CPUOffloadPolicy(pin_memory=False), torch.device("cuda", 0)
 
     class Walk:
@@ -156,11 +161,12 @@ def test_offloading_that_contradicts_fully_shard_is_refused(
         assert load(*arguments) is model
 
 
-def test_words_that_are_none() -> None:
+def test_unknown_keyword_arguments_are_refused() -> None:
+    """`strategy` and `missing` are only for paths."""
     model = torch.nn.Linear(1, 1)
-    for full, word in (({}, "strategy"), ("/nowhere", "offload"), ({}, "missing")):
-        with pytest.raises(TypeError, match=f"unknown argument '{word}'"):
-            modicum.torch.fsdp2_load_full_state_dict(model, full, **{word: "1GiB"})
+    for full, name in (({}, "strategy"), ("/nowhere", "offload"), ({}, "missing")):
+        with pytest.raises(TypeError, match=f"unknown argument '{name}'"):
+            modicum.torch.fsdp2_load_full_state_dict(model, full, **{name: "1GiB"})
 
 
 @pytest.mark.parametrize(
@@ -176,7 +182,7 @@ def test_words_that_are_none() -> None:
     ids=("contiguous", "permuted", "strided", "expanded", "scalar", "cast"),
 )
 def test_any_run_of_any_tensor(tensor: Any) -> None:
-    """Tests the runs that rank 0 reads from its tensors, for all kinds of strides."""
+    """Tests every run [first, end) that rank 0 could copy from a tensor with these strides."""
     whole = tensor.reshape(-1).to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
     for first in range(len(whole)):
         for end in range(first, len(whole) + 1):
@@ -187,30 +193,31 @@ def test_any_run_of_any_tensor(tensor: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_a_dict_is_sent_within_the_promise(four: Ranks, dtype: str) -> None:
-    """Measured by the kernel's counters, and in the report: other ranks hold shards and staging,
-    rank 0 also its dict. The sent bytes are counted, and are those that the ranks need."""
+    """By the kernel's counters and the report, each rank's memory grows by its shards, the buffer
+    and the staging; rank 0's dict is part of its baseline. Each other rank receives exactly the
+    bytes of its shards and of the buffer."""
     answers = four.ask("dict_measured", dtype=dtype)
     ranks, itemsize = answers[0]["report"]["ranks"], getattr(torch, dtype).itemsize
-    whole_bytes = (6000 + 1536) * 1024
+    numel = (6000 + 1536) * 1024  # of Large's two matrices
     for rank, answer in enumerate(answers):
         of, table = ranks[rank], answer["buffer_bytes"]
         kept = answer["local_bytes"] + table
-        assert answer["local_bytes"] * 4 == whole_bytes * itemsize
+        assert answer["local_bytes"] * 4 == numel * itemsize  # four ranks
         assert answer["grown_bytes"] <= kept + STAGING_BYTES + PYTHON_BYTES, f"rank {rank}"
         assert 0 < answer["at_peak"]["staging"] <= STAGING_BYTES
         assert of["ledger_peak_bytes"] <= of["promised_bytes"] - of["baseline_bytes"]
         assert of["kernel_peak_bytes"] <= of["promised_bytes"]
         assert of["exchanged_bytes"] == (kept if rank > 0 else 0)
-        assert of["storage_read_bytes"] == (0 if rank > 0 else whole_bytes * itemsize + table)
+        assert of["storage_read_bytes"] == (0 if rank > 0 else numel * itemsize + table)
         assert answer["largest_read"] <= 1 << 20 and (answer["largest_read"] > 0) == (rank == 0)
     assert answers[0]["report"]["strategy"] == "node-reader"
     dict_bytes = ranks[0]["baseline_bytes"] - ranks[1]["baseline_bytes"]
-    assert dict_bytes == pytest.approx(whole_bytes * 4, abs=2 * PYTHON_BYTES)
+    assert dict_bytes == pytest.approx(numel * 4, abs=2 * PYTHON_BYTES)  # the dict is float32
     assert ranks[0]["promised_bytes"] - ranks[1]["promised_bytes"] >= dict_bytes - (1 << 20)
 
 
 def test_a_dict_obeys_its_budget(four: Ranks) -> None:
-    """Rank 0's dict counts for its node. All ranks refuse before a tensor is read."""
+    """Rank 0's dict counts towards its node's budget. All ranks refuse before a tensor is read."""
     report = four.ask("dict_measured")[0]["report"]
     promised = sum(of["promised_bytes"] for of in report["ranks"])
     assert report["budget"] is None
@@ -223,32 +230,33 @@ def test_a_dict_obeys_its_budget(four: Ranks) -> None:
 
 
 def test_a_consumed_dict_is_freed_as_it_goes(four: Ranks) -> None:
-    """Measured by the kernel's counters: rank 0 gets its shards while the dict shrinks; malloc
-    returns memory after every fourth tensor."""
+    """By the kernel's counters, rank 0's shards grow while the dict shrinks. Modicum calls
+    malloc_trim after every 32 MiB, so up to four tensors of 8 MiB are removed and not yet freed."""
     tensor_bytes = 8 << 20
     kept = four.ask("dict_consumed", consume=False)[0]
+    # A quarter of 16 tensors; 16 layers, the tied head, and `small`.
     assert kept["grown"][-1] > 3 * tensor_bytes and len(kept["left"]) == 18
     answers = four.ask("dict_consumed")
     grown = answers[0]["grown"]
     for n, now in enumerate(grown):
-        done = n * 16 // len(grown)  # tensors, and perhaps one more
+        done = n * 16 // len(grown)  # tensors read; perhaps there is one more
         most = (done + 1) * tensor_bytes // 4 - max(done - 4, 0) * tensor_bytes
         assert now <= most + STAGING_BYTES + PYTHON_BYTES, f"read {n} of {len(grown)}"
-    assert grown[-1] <= -10 * tensor_bytes
+    assert grown[-1] <= -10 * tensor_bytes  # 4 of shards - 16 of the dict, and a margin of 2
     assert all(answer["left"] == [] for answer in answers)
 
 
-def test_a_consumed_dict_after_an_error(four: Ranks) -> None:
-    """It lacks the tensors that had been sent, both names of a tie included. Other ranks' dicts are
-    as before."""
-    answers = four.ask("dict_consumed", fails_at=20)  # a tensor needs several reads
+def test_a_consumed_dict_after_an_error_has_the_tensors_not_sent(four: Ranks) -> None:
+    """Both names of a tie are removed with their tensor. Other ranks' dicts are as before."""
+    # A read has at most 1 MiB: `small` takes one, each layer eight, so layer 2 begins at read 17.
+    answers = four.ask("dict_consumed", fails_at=20)
     (said,) = {answer["said"] for answer in answers}
     assert said.startswith("INTERNAL"), said
     assert answers[0]["left"] == [f"layers.{n}.weight" for n in range(2, 16)]
     assert answers[1]["left"] == ["a", "b"]
 
 
-def test_a_dict_that_can_not_be_consumed() -> None:
+def test_consume_is_refused_for_an_immutable_dict_and_a_path() -> None:
     model, frozen = torch.nn.Linear(1, 1), MappingProxyType({})
     with pytest.raises(modicum.UsageError, match="consume=True .*mappingproxy"):
         modicum.torch.fsdp2_load_full_state_dict(model, frozen, consume=True)

@@ -1,7 +1,7 @@
 """The examples' two strategies of FSDP2, each with `memory_efficient_init` and without: the same
 bits, the same training, and one picture of what all ranks held.
 
-Tested against an outside oracle, from_pretrained and accelerate's own `prepare`. Must fail for
+The oracles are `from_pretrained` and accelerate's own `prepare`. Must fail for
 these mutants: an optimizer that has lost its parameters, or has mixed up its groups; a
 non-persistent buffer with another's values; a phase that is not recorded, or a run that is not
 drawn.
@@ -30,7 +30,8 @@ PHASES = ["from_pretrained", "optimizer", "wrap"]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[dict[str, Any]]]]:
-    """Each run in new processes, without the memory of another run."""
+    """The folder of the recordings, and the answers of each run. Every run has new processes, so
+    that no memory of another run is counted."""
     folder = tmp_path_factory.mktemp("strategies")
     answers = {}
     for what, efficient in RUNS:
@@ -47,8 +48,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[
 
 
 def test_same_bits_and_same_training(ran: Any) -> None:
-    """Compares buffers, too. The strategies differ in their FSDP2 units, and so in the order in
-    which gradients are summed; so losses are compared only within one strategy."""
+    """Loaded parameters and buffers are the same in all runs. Losses are compared only within one
+    strategy: the FSDP2 units, and with them the order in which gradients are summed, differ."""
     answers = ran[1]
     assert len({of["loaded"] for each in answers.values() for of in each}) == 1
     for what in ("native", "accelerate"):
@@ -59,22 +60,24 @@ def test_same_bits_and_same_training(ran: Any) -> None:
 
 
 @pytest.mark.parametrize("what", ("native", "accelerate"))
-def test_memory_of_the_ranks(ran: Any, what: str) -> None:
-    """With a cast to float32, every rank holds the whole model; or nothing before the wrap, and
-    then its half."""
+def test_efficient_init_holds_half_a_model_instead_of_all(ran: Any, what: str) -> None:
+    """Without `memory_efficient_init` every rank holds the whole model in float32. With it a rank
+    holds nothing before the wrap, and then its half."""
     answers = ran[1]
-    model_bytes = 2 * 4 * 100003 * 101
+    model_bytes = 2 * 4 * 100003 * 101  # embedding and head; the layers are small
     for rank in range(2):
         off, on = answers[what, False][rank]["peaks"], answers[what, True][rank]["peaks"]
         assert list(off) == list(on) == PHASES
         assert max(off.values()) - max(on.values()) > 0.5 * model_bytes, f"rank {rank}"
         before = max(on["from_pretrained"], on["optimizer"])
         assert off["from_pretrained"] - before > 0.8 * model_bytes, f"rank {rank}"
-        if what == "native":  # in accelerate's lies an import of 25 MiB
+        if what == "native":  # accelerate imports modules of 25 MiB while it wraps
             assert on["wrap"] - before < 0.5 * model_bytes + 16 * MIB, f"rank {rank}"
 
 
-def test_one_picture(ran: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_recordings_are_drawn_on_one_page(
+    ran: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, _ = ran
     recordings = sorted(folder.glob("*.jsonl"))
     assert len(recordings) == 2 * len(RUNS)
@@ -85,7 +88,7 @@ def test_one_picture(ran: Any, root: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert [line["phase"]["name"] for line in lines if "phase" in line] == PHASES
     assert len(labels) == len(RUNS)
     drawn = memory.draw(folder / "all.html", recordings).read_text()
-    assert all(f'"label":"{label}"' in drawn for label in labels), "a chart for each run"
+    assert all(f'"label":"{label}"' in drawn for label in labels), "a run has no chart"
     words = ["strategies.py", str(folder / "qwen3"), "draw", "--record", str(folder)]
     monkeypatch.setattr(sys, "argv", words)
     runpy.run_path(str(root / "examples/strategies.py"), run_name="__main__")

@@ -2,10 +2,9 @@
 AReaL's order: `memory_efficient_load` does not change the bits on any rank, and random tensors are
 those that a single process would draw.
 
-Tested against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
-model. Must fail for these mutants: a head, a tower or a base under adapters that stays empty; a
-tensor that each rank draws for itself; a whole tensor in memory; a rank that reads another rank's
-shards.
+The oracle is `from_pretrained` on every rank, then `fully_shard` of the whole model. Must fail for
+these mutants: a head, a tower or a base under adapters that stays empty; a tensor that each rank
+draws for itself; a whole tensor in memory; a rank that reads another rank's shards.
 """
 
 import re
@@ -25,7 +24,7 @@ MIB = 1 << 20
 STAGING_BYTES = 8 * MIB
 # Memory of imports, and freed memory that glibc keeps.
 PYTHON_BYTES = 6 * MIB
-# Bytes per rank of headers, config, index and /proc files.
+# Bytes that a rank reads of headers, config, index and /proc files.
 BESIDES_BYTES = 256 << 10
 
 
@@ -59,7 +58,8 @@ def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, s
     return {name: str(folder / name) for name in wanted}
 
 
-# Task, checkpoint, options, and the tensors that upstream draws at random on each rank.
+# Task, checkpoint, options, and a regex of the tensors that are drawn at random, by each rank for
+# itself without `memory_efficient_load`.
 CASES = {
     "trained value head": ("value-head", "value-head", {}, None),
     "new value head": ("value-head", "causal-lm", {}, "^score"),
@@ -85,7 +85,7 @@ def test_bits_of_a_single_process(
                 assert mine["state"][name] == told, f"{name} of rank {rank}"
     if drawn is not None:
         (alone,) = one.ask("engine", memory_efficient_load=True, **how)
-        assert all(mine["whole"] == alone["whole"] for mine in got), "another draw"
+        assert all(mine["whole"] == alone["whole"] for mine in got), "other random values"
         assert any(re.search(drawn, name) for name in alone["whole"])
 
 
@@ -107,18 +107,20 @@ def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], ca
 
 @pytest.mark.parametrize("strategy", ("own-shard", "rank0-broadcast"))
 def test_no_rank_reads_anothers_shards(four: Ranks, models: dict[str, str], strategy: str) -> None:
-    """The kernel counts the bytes: each rank reads its own, or rank 0 reads all of them."""
+    """By the kernel's counters, each rank reads the bytes of its own shards, or rank 0 reads all
+    shards and the other ranks read none."""
     how = {"task": "vision-language", "directory": models["vision-language"]}
-    four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)  # imports are read too
+    # The first run also reads the files of imports.
+    four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)
     got = four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)
     model_bytes = sum(answer["local_bytes"] for answer in got)
     for rank, answer in enumerate(got):
-        due = answer["local_bytes"] if strategy == "own-shard" else model_bytes * (rank == 0)
-        assert answer["read_bytes"] == pytest.approx(due, rel=0.02, abs=BESIDES_BYTES), f"{rank}"
+        wanted = answer["local_bytes"] if strategy == "own-shard" else model_bytes * (rank == 0)
+        about = pytest.approx(wanted, rel=0.02, abs=BESIDES_BYTES)
+        assert answer["read_bytes"] == about, f"rank {rank}"
 
 
-def test_as_users_start_it(models: dict[str, str], root: Path) -> None:
-    """Starts the example by the command line."""
+def test_the_example_trains_under_torchrun(models: dict[str, str], root: Path) -> None:
     words = ["examples/engine_memory_efficient_load.py", models["value-head"]]
     words += ["--task", "value-head", "--memory-efficient-load", "--budget", "4GiB", "--offload"]
     done = torchrun(root, 2, *words, "--steps", 2)

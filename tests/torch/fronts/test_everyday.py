@@ -1,7 +1,7 @@
-"""Everyday calls of a script within `modicum.torch.accelerate.loading`: they do what they do
-without it, or a typed error says what to do instead.
+"""Everyday calls of a script within `modicum.torch.accelerate.loading` have the same result as
+without it, or raise a typed error that names the remedy.
 
-Tested against transformers. Must fail for these mutants: stored rows that a resized embedding
+The oracle is transformers. Must fail for these mutants: stored rows that a resized embedding
 loses; new rows that depend on the world size; a copy of a model whose values are never loaded; an
 exempted model that is emptied; a reference model that TRL's trainer leaves on meta; errors of torch
 about meta tensors.
@@ -71,8 +71,8 @@ def whole(parameter: Any) -> Any:
 
 @pytest.mark.parametrize("name", ("llama", "qwen3", "gpt2"))
 @pytest.mark.parametrize("mean", (True, False))
-def test_resized_embeddings(one_rank: None, name: str, mean: bool) -> None:
-    """Stored rows are kept; new rows are their mean, or made by the model's rule."""
+def test_resized_embeddings_keep_stored_rows(one_rank: None, name: str, mean: bool) -> None:
+    """New rows are close to the mean of the stored ones, or are made by the model's rule."""
     theirs = from_pretrained(name)
     rows = theirs.get_input_embeddings().num_embeddings
     with loading(progress=False):
@@ -94,7 +94,7 @@ def test_resized_embeddings(one_rank: None, name: str, mean: bool) -> None:
     assert model(TOKENS).logits.shape[-1] == rows + 5
 
 
-def test_fewer_rows(one_rank: None) -> None:
+def test_an_embedding_resized_to_fewer_rows_keeps_the_first(one_rank: None) -> None:
     theirs = from_pretrained("llama").get_input_embeddings().weight.detach()
     with loading(progress=False):
         model = build()
@@ -103,9 +103,9 @@ def test_fewer_rows(one_rank: None) -> None:
     assert_same(whole(model.get_input_embeddings().weight), theirs[:-7], "embedding")
 
 
-def test_resized_by_hand() -> None:
-    """A model with another vocabulary size is loaded with `resized`, and refused without it. If the
-    rows are declared as missing, a warning says that the stored ones are not used."""
+def test_a_model_resized_by_hand_needs_the_argument_resized() -> None:
+    """A model with another vocabulary size is refused without `resized`. If `missing` names the
+    embeddings, a warning says that their stored rows are not used."""
     theirs = from_pretrained("llama").get_input_embeddings().weight.detach()
 
     def larger() -> Any:
@@ -130,7 +130,7 @@ def test_resized_by_hand() -> None:
 # ---- from_config, copies, exempted models, reference models
 
 
-def test_training_from_scratch(one_rank: None) -> None:
+def test_prepare_initialises_a_model_from_a_config(one_rank: None) -> None:
     config = config_of("llama")
     with loading(progress=False) as inside:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -173,14 +173,14 @@ def test_an_exempted_model_is_prepared_as_usual(one_rank: None) -> None:
         assert prepared(torch.ones(1, 4)).isfinite().all()
 
 
-def test_a_reference_model_on_every_rank(one_rank: None) -> None:
+def test_prepare_model_loads_a_reference_model(one_rank: None) -> None:
     with loading(progress=False):
         accelerator = accelerator_of()
         reference = accelerator.prepare_model(build(), evaluation_mode=True)
         assert reference(TOKENS).logits.isfinite().all()
 
 
-def test_a_reference_model_by_trl(one_rank: None) -> None:
+def test_trls_prepare_fsdp_loads_a_reference_model(one_rank: None) -> None:
     utils = pytest.importorskip("trl.models.utils")
     with loading(progress=False):
         accelerator = accelerator_of()
@@ -233,16 +233,16 @@ READ: dict[str, Callable[[Any, Path], Any]] = {
 
 
 @pytest.mark.parametrize("call", READ)
-def test_values_that_are_used_too_early(one_rank: None, tmp_path: Path, call: str) -> None:
-    """Uses that torch would answer with errors about meta tensors, storages or data get typed
-    errors."""
+def test_uses_of_values_before_prepare_are_refused(
+    one_rank: None, tmp_path: Path, call: str
+) -> None:
+    """torch's own errors would be about meta tensors, storages or data."""
     with pytest.raises(UsageError, match="values.*prepare") as refused, loading(progress=False):
         READ[call](build(), tmp_path)
     assert "\n" not in str(refused.value)
 
 
-def test_device_maps(one_rank: None) -> None:
-    """Device maps that leave the model on the CPU are accepted; others are refused by name."""
+def test_only_device_maps_of_the_cpu_are_accepted(one_rank: None) -> None:
     for accepted in ("auto", "cpu", {"": "cpu"}):
         with loading(progress=False):
             model, _ = prepare(build(device_map=accepted))
@@ -267,8 +267,10 @@ def test_a_budget_error_is_readable(one_rank: None) -> None:
     assert frames and all(__file__ in frame or "accelerate_alone" in frame for frame in frames)
 
 
-def test_the_state_alone_tips_a_load_over_budget(one_rank: None, tmp_path: Path) -> None:
-    """The budget is between the needs of the load, and those of load and optimizer state."""
+def test_a_budget_for_the_load_without_adamws_state_is_refused(
+    one_rank: None, tmp_path: Path
+) -> None:
+    """The budget suffices for the load with SGD, but not with the state of Modicum's AdamW."""
     family = BY_NAME["llama"]
     larger = dataclasses.replace(family, config=family.config | {"vocab_size": 60000})
     directory = larger.write(larger.build(), tmp_path)
@@ -277,7 +279,8 @@ def test_the_state_alone_tips_a_load_over_budget(one_rank: None, tmp_path: Path)
         with pytest.raises(BudgetError) as refused, loading(budget="1MiB", progress=False):
             prepare_with(name, directory)
         needs[name] = int(refused.value.got)
-    state = 2 * 2 * 4 * 60000 * family.config["hidden_size"]  # two moments of two matrices
+    # Two moments of two matrices, in float32.
+    state = 2 * 2 * 4 * 60000 * family.config["hidden_size"]
     assert needs["AdamW"] - needs["SGD"] > state > 16 << 20
     between = needs["SGD"] + state // 2
     with pytest.raises(BudgetError) as refused, loading(budget=between, progress=False):
@@ -294,8 +297,8 @@ def prepare_with(optimizer: str, directory: Path) -> None:
     prepare(model, kinds[optimizer](model.parameters(), lr=0.1))
 
 
-def test_no_state_of_a_load_that_does_not_fit(one_rank: None) -> None:
-    """The load's budget is exceeded, although the optimizer's own ledger has no limit."""
+def test_a_load_over_budget_leaves_the_optimizer_without_state(one_rank: None) -> None:
+    """The load's budget decides, although the optimizer's own ledger has no limit."""
     with pytest.raises(BudgetError) as refused, loading(budget="1MiB", progress=False):
         model = build()
         optimizer = modicum.torch.AdamW(model.parameters())
@@ -306,8 +309,7 @@ def test_no_state_of_a_load_that_does_not_fit(one_rank: None) -> None:
 
 
 def test_ways_of_an_optimizer_that_trainer_refuses(one_rank: None, tmp_path: Path) -> None:
-    """transformers itself refuses these ways for any optimizer, as docs/guide/accelerate.md
-    says."""
+    """transformers itself raises these errors, for any optimizer (docs/guide/accelerate.md)."""
     with pytest.raises(ValueError, match="modicum.torch.AdamW"):
         transformers.TrainingArguments(str(tmp_path), optim="modicum.torch.AdamW")
     arguments = transformers.TrainingArguments(
@@ -318,12 +320,12 @@ def test_ways_of_an_optimizer_that_trainer_refuses(one_rank: None, tmp_path: Pat
         transformers.Trainer(nn.Linear(1, 1), arguments, optimizers=(optimizer, None))
 
 
-def test_a_step_without_memory_is_refused(one_rank: None) -> None:
+def test_a_step_on_parameters_without_values_is_refused(one_rank: None) -> None:
     with contextlib.suppress(ZeroDivisionError), loading(progress=False):
         optimizer = modicum.torch.AdamW(build().parameters())
         with pytest.raises(UsageError, match="is on meta.*optimizer="):
             optimizer.step()
-        raise ZeroDivisionError  # the model is not prepared
+        raise ZeroDivisionError  # ends the context, which otherwise refuses an unprepared model
 
 
 def test_moments_are_not_rounded_twice() -> None:
@@ -339,7 +341,7 @@ def test_moments_are_not_rounded_twice() -> None:
     assert optimizer.digest() == before
 
 
-def test_a_step_is_not_traced() -> None:
+def test_torch_compile_does_not_trace_a_step() -> None:
     parameter = nn.Parameter(torch.ones(4))
     optimizer = modicum.torch.AdamW([parameter], lr=0.5)
     graphs: list[Any] = []

@@ -51,7 +51,7 @@ def downloaded(name: str, version: str, into: Path) -> Path:
         [*pip, "--only-binary=:all:", f"{name}=={version}"], capture_output=True, text=True
     )
     if done.returncode != 0:
-        pytest.skip(f"{name} {version} is neither installed nor to be downloaded")
+        pytest.skip(f"{name} {version} cannot be downloaded")
     (wheel,) = into.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(into)
@@ -102,4 +102,4 @@ def assert_trains(name: str, tmp_path: Path, *words: str) -> None:
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines().count("trained") == 2, done.stdout  # engines print, too
+    assert done.stdout.splitlines().count("trained") == 2, done.stdout  # one line a rank

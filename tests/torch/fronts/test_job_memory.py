@@ -1,7 +1,7 @@
-"""A whole job of accelerate: the memory of a load, three steps and a save keeps the promise, within
-3 %; memory that is not ours is counted apart.
+"""A whole job of accelerate: in a load, three steps and a save the memory of Modicum's purposes is
+at most the promise and at least 97 % of it; the framework's own memory is counted apart.
 
-Tested against the kernel's counters: high-water marks, and the pages of the model and of the
+Compared with the kernel's counters: high-water marks, and the pages of the model and of the
 optimizer. Must fail for these mutants: a gradient or moments that are held and not promised, or
 promised and never held; a save that gathers whole tensors; peaks that are read at the end.
 """

@@ -1,7 +1,7 @@
 """The blocks of docs/guide/which-way.md, on two real ranks.
 
-Must fail for these mutants: a line of the page that no longer works, or that trains or loads
-something else than the other ways.
+Must fail for these mutants: a line of the page that no longer works, or with which a block trains
+or loads other values than the other blocks.
 """
 
 import re
@@ -53,7 +53,7 @@ def ask(two: Ranks, heading: str, text: str, directory: str, folder: Path) -> li
     return two.ask("page_block", **how)
 
 
-def test_every_block_is_run(blocks: dict[str, str]) -> None:
+def test_these_sections_have_the_blocks_that_are_run_below(blocks: dict[str, str]) -> None:
     assert list(blocks) == [
         *TRAINED,
         "verl",
@@ -84,7 +84,7 @@ def test_scripts_train(
 def test_loaders_of_engines_and_dcp_load_the_same(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
 ) -> None:
-    """The loaders compared are those that load in float32."""
+    """Compares the blocks that load in float32."""
     expected = two.ask("loaded", directory=directory, mesh=[2], by="torch", dtype="float32")
     for heading in ("verl", "AReaL", "SkyRL", "DCP"):
         got = ask(two, heading, blocks[heading], directory, tmp_path / heading)
@@ -185,7 +185,9 @@ def test_torchtitans_manager_saves_steps(
     assert not [*(tmp_path / "titan").glob("step-*/sharded")]
 
 
-def test_by_hand(two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path) -> None:
+def test_the_block_by_hand_trains_and_saves(
+    two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
+) -> None:
     for answer in ask(two, "By hand", blocks["By hand"], directory, tmp_path):
         assert len(answer["losses"]) == 2 and answer["losses"][1] != answer["losses"][0]
         assert answer["files"] == ["root"]
@@ -207,7 +209,8 @@ def train(engine):
     for inputs, targets in program.loader_of(options):
         step(mse_loss(forward(inputs).float(), targets.float()))
 {block}
-numel = 6 * 512 * 512
+numel = 6 * 512 * 512  # six matrices
+# Bytes: masters, gradients in float32 and in bfloat16, moments, offloaded weights.
 assert protection.bytes > 0.99 * (4 + 4 + 2 + 8 + 2) * numel, protection
 assert peaks["moments"].held_bytes > 0.99 * 8 * numel, peaks
 assert peaks["moments"].copied_bytes < 0.02 * numel, peaks
@@ -216,8 +219,8 @@ os._exit(0)
 """
 
 
-def test_deepspeed(root: Path, blocks: dict[str, str]) -> None:
-    """Runs the block with ZeRO-3, in a separate process."""
+def test_the_deepspeed_block_protects_and_measures(root: Path, blocks: dict[str, str]) -> None:
+    """Runs the block with ZeRO-3 offload, in a separate process."""
     pytest.importorskip("deepspeed")
     text = DEEPSPEED.format(support=str(root / "tests/support"), block=blocks["DeepSpeed"])
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=600)

@@ -164,7 +164,7 @@ def test_trained_tokens_are_loaded_after_the_base(tmp_path: Path) -> None:
 
 
 def test_a_save_has_the_values_of_training(tmp_path: Path) -> None:
-    """Saved are the trained values, not the initial ones, nor the base's."""
+    """The file has the trained values of the adapters, and the base's tensors unchanged."""
     model = empty("llama", LORA | {"use_dora": True, "trainable_token_indices": TOKENS})
     load(model, checkpoint_of("llama"))
     fill(model)
@@ -202,7 +202,7 @@ def test_an_adapters_file_is_loaded_into_the_adapter_that_is_named(tmp_path: Pat
             assert_loaded(model, whole, "lora_", 2, rank)
 
 
-def test_which_of_several_adapters_must_be_said(tmp_path: Path) -> None:
+def test_a_load_into_one_of_several_adapters_must_name_it(tmp_path: Path) -> None:
     whole = by_peft("llama", LORA)
     whole.save_pretrained(tmp_path)
     model = empty("llama", LORA, LORA)

@@ -1,9 +1,9 @@
-"""What `modicum.torch.load` is told: what may be missing or left over, dtypes, no source at all;
-and what it refuses, which leaves the model as it was.
+"""The arguments of `modicum.torch.load`: which tensors may be missing or unexpected, dtypes, no
+source at all. A load that is refused or fails leaves the model as it was.
 
-Must fail for these mutants: numbers made up by each rank for itself; a tensor that stays on meta
-without a word; a model that keeps half of a load that failed; a missing name that is made although
-a file holds it.
+Must fail for these mutants: random values that each rank draws for itself; a tensor that stays on
+meta without an error; a model that keeps half of a load that failed; a stored tensor that is
+initialised because `missing` names it.
 """
 
 import os
@@ -123,7 +123,9 @@ def sequence_classifier(config: Any) -> Any:
         (WithValueHead, "v_head", None),
     ],
 )
-def test_a_head_that_no_file_holds(cls: Any, head: str, left_over: str | None) -> None:
+def test_a_head_that_no_file_holds_is_made_if_missing_names_it(
+    cls: Any, head: str, left_over: str | None
+) -> None:
     directory = checkpoint_of("llama")
 
     def make() -> Any:
@@ -179,7 +181,7 @@ def test_missing_tensors_are_an_error(lacking: Path) -> None:
     ],
     ids=str,
 )
-def test_missing(missing: Any, lacking: Path) -> None:
+def test_missing_tensors_get_the_values_of_their_rule(missing: Any, lacking: Path) -> None:
     whole = same_at_every_world(lambda: empty("llama"), lacking, missing=missing)
     rules = missing if isinstance(missing, dict) else {}
     head, norm = rules.get(HEAD, "model"), rules.get(NORM, "model")
@@ -217,8 +219,8 @@ def test_another_seed_gives_other_values(lacking: Path) -> None:
 def test_tensors_that_the_model_lists_may_be_missing(
     name: str, tables: int, tmp_path: Path
 ) -> None:
-    """Tests Marian's sinusoidal tables, which are parameters that no file holds, a bias and a
-    buffer."""
+    """Marian's two sinusoidal tables are parameters that no file holds; the bias is a buffer that
+    this file lacks."""
     cut, whole, bias = Cut("fsdp2", (3,)), from_pretrained(name), "final_logits_bias"
     directory = copy_without(tmp_path, name, bias)
     absent = parameters_of(whole).keys() - stored_in(directory) - whole.all_tied_weights_keys.keys()
@@ -247,7 +249,7 @@ def test_unexpected_tensors_are_an_error(left_over: Path) -> None:
 
 
 @pytest.mark.parametrize("unexpected", ["ignore", "extra|other", ["^other", "extra"]], ids=str)
-def test_unexpected(unexpected: Any, left_over: Path) -> None:
+def test_unexpected_tensors_that_are_named_are_ignored(unexpected: Any, left_over: Path) -> None:
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), TWO)
         load(model, left_over, unexpected=unexpected)
@@ -259,7 +261,8 @@ def test_unexpected(unexpected: Any, left_over: Path) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "marian", "bart", "mixtral", "t5"])
 def test_without_a_source_the_model_makes_everything(name: str) -> None:
-    """Constant tensors are equal to the bit; random ones have the same distribution."""
+    """Constant tensors are those of the constructor bit for bit; random ones have about the same
+    standard deviation, and as many different rows."""
     plain = BY_NAME[name].model_class(config_of(name))
     whole = same_at_every_world(lambda: empty(name), None)
     for path, parameter in parameters_of(plain).items():
@@ -285,7 +288,7 @@ def test_without_a_source_modules_reset_their_parameters() -> None:
 # ---- dtypes
 
 
-def test_a_dtype_that_its_unit_has_not_is_refused_by_name() -> None:
+def test_two_dtypes_in_one_fsdp2_unit_are_refused_by_name() -> None:
     options = {"keep_fp32": "norm", "dtype": torch.half}
     error = refused(checkpoint_of("llama"), says="expects one dtype", **options)
     assert error.category == "UNSUPPORTED"
@@ -360,7 +363,7 @@ def test_a_source_is_a_directory_or_a_file(form: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
-def test_a_load_does_not_go_by_the_device_that_a_model_is_built_on(layout: str) -> None:
+def test_a_load_ignores_the_default_device(layout: str) -> None:
     cut = Cut(layout, (2,))
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), cut)
@@ -425,7 +428,8 @@ def test_the_process_itself_is_part_of_a_budget() -> None:
     held = modicum._modicum.process_memory()["held_bytes"]
     error = refused(checkpoint_of("llama"), modicum.BudgetError, says="node 0", budget=held)
     owners = {owner["purpose"]: owner["bytes"] for owner in error.owners}
-    assert owners["process"] >= 1.8 * held  # of two ranks; some may already have exited
+    # Two simulated ranks, each with this process, which may have freed memory since.
+    assert owners["process"] >= 1.8 * held
     assert error.shortfall_bytes == error.got - held == sum(owners.values()) - held
 
 
@@ -444,12 +448,12 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
     with monkeypatch.context() as patch:
 
         def fail(self: Any, name: str) -> Any:
-            raise RuntimeError(f"no numbers for {name}")
+            raise RuntimeError(f"no values for {name}")
 
         patch.setattr(Initialiser, "whole", fail)
         with playing_new_rank(1, 2):
             model = shard(empty("llama"), TWO)
-            with pytest.raises(Exception, match=f"no numbers for {NORM}|no numbers for {HEAD}"):
+            with pytest.raises(Exception, match=f"no values for {NORM}|no values for {HEAD}"):
                 load(model, lacking, missing="init", ledger=ledger)
             assert_empty(model)
             assert ledger.held_bytes == 0 and ledger.limit_bytes is None
@@ -458,7 +462,7 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
             assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-def test_an_uncomputed_buffer_is_refused() -> None:
+def test_a_buffer_on_meta_that_no_file_holds_is_refused() -> None:
     config = config_of("llama")
     with torch.device("meta"):
         model = BY_NAME["llama"].model_class(config)

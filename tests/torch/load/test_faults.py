@@ -27,8 +27,8 @@ from ranks import GONE, Failed, Ranks, ranks
 
 MESH = [4]
 CULPRIT = 2
-SOON_S = 10.0
-SLOW_S = 15.0
+SOON_S = 10.0  # in which all ranks learn of a failure
+SLOW_S = 15.0  # longer than the silence after which a rank counts as lost
 FOREVER_S = 600.0
 
 
@@ -140,7 +140,7 @@ def becomes_short(source: Path) -> dict[str, Any]:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_one_ranks_files(
+def test_a_fault_in_one_ranks_files_ends_the_load_on_all(
     clock: WaitingClock,
     four: Ranks,
     model: Path,
@@ -179,7 +179,7 @@ def test_one_ranks_files(
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_ranks_with_different_arguments(
+def test_ranks_with_different_arguments_name_the_first_that_differs(
     clock: WaitingClock,
     four: Ranks,
     model: Path,
@@ -264,7 +264,7 @@ def until_begun(four: Ranks) -> None:
         ("replica-striped", [2, 2], 3),
     ],
 )
-def test_killed_rank(
+def test_a_killed_rank_is_named_by_all_others(
     clock: WaitingClock,
     more: Callable[[], Ranks],
     model: Path,
@@ -292,7 +292,7 @@ def test_killed_rank(
         assert answer["on_meta"]
 
 
-def test_killed_while_it_fills_memory(
+def test_a_rank_killed_in_the_librarys_loop_is_named(
     clock: WaitingClock, more: Callable[[], Ranks], large: Path
 ) -> None:
     """The signal arrives in the library's own loop, outside Python."""
@@ -318,8 +318,7 @@ def test_killed_while_it_fills_memory(
 def test_slow_reading_is_no_failure(
     four: Ranks, more: Callable[[], Ranks], model: Path, expected: list[dict[str, str]]
 ) -> None:
-    """A read that takes longer than the silence after which a rank counts as lost: other ranks wait
-    for the slow rank at the end, or for its bytes."""
+    """One rank's read takes SLOW_S. The other ranks wait for it at the end, or for its bytes."""
     how = {"directory": str(model), "source": str(model), "mesh": MESH}
     waiting = [(four, CULPRIT, "own-shard"), (more(), 0, "node-reader")]
     for group, slow, strategy in waiting:
@@ -336,7 +335,7 @@ def test_slow_reading_is_no_failure(
 
 
 @pytest.mark.parametrize("where", ("in the library", "while it waits"))
-def test_interrupted(
+def test_ctrl_c_on_one_rank_cancels_the_load_on_all(
     clock: WaitingClock, four: Ranks, model: Path, large: Path, where: str
 ) -> None:
     """The interrupted rank raises KeyboardInterrupt, as from any other call; the others raise

@@ -149,19 +149,19 @@ def reads_of(model: Any) -> dict[str, Callable[[], Any]]:
         "forward": lambda: model.embed(rows) if model.embed.weight is weight else None,
     }
     if hasattr(weight, "to_local"):
-        del reads["forward"]  # gathers, which is the ranks' together
+        del reads["forward"]  # FSDP2 gathers in it, which all ranks have to do together
     return reads
 
 
 def is_right(got: Any, expected: Any, steps: int) -> bool:
-    """Asserts that the rows are values of some moment between the load and now."""
+    """Whether each value is the loaded one minus that of at most `steps` steps."""
     gone = expected - got.detach()
     return bool((gone >= -1e-6).all() and (gone <= 1.01 * LR * steps + 1e-6).all())
 
 
 def children_while_stepping(model: Any, trainer: Trainer, expected: Any, count: int) -> list[Any]:
-    """The answers of children that each read in another way, half of them after allocating memory.
-    Meanwhile the parent makes steps."""
+    """Forks `count` children in turn, and makes a step while each of them reads. They use all ways
+    to read in turn, every second one after it has allocated memory. Returns their answers."""
     reads = list(reads_of(model).values())
     answers = []
     for index in range(count):
@@ -202,7 +202,7 @@ def test_children_read_right_values_or_get_an_error(
         assert answers == [True] * count
         return
     for answer in answers:
-        assert isinstance(answer, tuple), f"a child was not told: {answer!r}"
+        assert isinstance(answer, tuple), f"a child got no error: {answer!r}"
         name, words, is_ours = answer
         assert (name, is_ours) == ("UsageError", True) and WORDS in words, words
         assert 'fork="shared"' in words and f"[{ROWS}, {COLUMNS}]" in words, words
@@ -247,9 +247,8 @@ def test_a_grandchild_gets_the_error_too(directory: Path) -> None:
     assert isinstance(nested, tuple) and WORDS in nested[1]
 
 
-def test_a_mode_of_the_callers_ends_as_ever(directory: Path) -> None:
-    """A context that ends in the grandchild removes the innermost function mode, which must be its
-    own."""
+def test_a_callers_context_that_ends_in_the_child_leaves_the_guard(directory: Path) -> None:
+    """The end of `torch.device` removes the innermost function mode: that must not be the guard."""
     model = loaded(directory)
     with torch.device("meta"):
         pid = os.fork()
@@ -267,8 +266,8 @@ def test_a_mode_of_the_callers_ends_as_ever(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("act", ("step", "digest", "state_dict"))
-def test_an_optimizer_of_a_child_is_told(directory: Path, act: str) -> None:
-    """Parameters are shared, so only the state is refused."""
+def test_an_optimizer_without_its_state_is_refused_in_a_child(directory: Path, act: str) -> None:
+    """Parameters are shared, the state is excluded."""
     model = loaded(directory, fork="shared")
     trainer = Trainer(model, state_format="fp32")
     trainer.step()
@@ -284,13 +283,16 @@ def test_an_optimizer_of_a_child_is_told(directory: Path, act: str) -> None:
 
 
 def test_the_core_refuses_where_no_function_of_torch_is_called(directory: Path) -> None:
-    """The guard of torch's functions refuses most calls. Others must not end in SIGSEGV."""
+    """The guard sees only calls of torch's functions. Calls of the core must not end in SIGSEGV."""
     trainer = Trainer(loaded(directory, fork="shared"), state_format="fp32")
     trainer.step()
     state = next(iter(trainer.optimizer._bound.states.values()))
-    name, text, is_ours = in_child(state.digest)()
-    assert (name, is_ours) == ("UsageError", True)
-    assert "forked without the optimizer's memory" in text
+    for act in (state.digest, state.refresh_masters):
+        answer = in_child(act)()
+        assert isinstance(answer, tuple), answer
+        name, text, is_ours = answer
+        assert (name, is_ours) == ("UsageError", True)
+        assert "forked without the memory of the optimizer" in text
 
 
 # ---- shared
@@ -335,8 +337,7 @@ def test_a_data_loader_gets_the_error_by_default(directory: Path) -> None:
         next(iter(batches_of(model, workers=1)))
 
 
-def test_values_that_a_child_writes(directory: Path) -> None:
-    """The parent sees a child's writes with `shared`, but not with `inherited`."""
+def test_a_childs_writes_are_seen_with_shared_but_not_with_inherited(directory: Path) -> None:
 
     def write() -> float:
         with torch.no_grad():
@@ -436,7 +437,7 @@ def test_copies_are_in_promise_and_budget(directory: Path) -> None:
     with pytest.raises(BudgetError) as met:
         modicum.make_plan(recipe, layout, staging="1MiB", budget=budget - 1, fork="inherited")
     assert {"purpose": "fork", "bytes": shards} in met.value.owners
-    small = modicum.Ledger(40 * 1024)  # 24 KiB of planes and their copies
+    small = modicum.Ledger(40 * 1024)  # less than 24 KiB of planes and 24 KiB for their copies
     with pytest.raises(BudgetError, match="AdamW"):
         modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small, fork="inherited")
     modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small)
@@ -445,7 +446,7 @@ def test_copies_are_in_promise_and_budget(directory: Path) -> None:
 # ---- arguments
 
 
-def test_other_words_are_refused_with_the_choices(directory: Path) -> None:
+def test_unknown_values_of_fork_are_refused_with_the_choices(directory: Path) -> None:
     with modicum.torch.empty_parameters():
         model = Model()
     for call in (

@@ -1,11 +1,11 @@
 """Known errors of loaders of sharded models that concern names; the numbers continue those of
 `test_pitfalls.py`. Each test contains a minimal loader with the error and applies to it the
-assertions that ours has to pass:
+assertions that `modicum.torch.load` has to pass:
 
     11  names that do not match are only a warning
     12  a tower's conversions are lost, since `fully_shard` changes its class
     13  a wrapped model's names do not match, and each rank initialises its parameters at random
-    16  the tenth expert comes before the second
+    16  experts in the order of their names as text: 10 before 2
 """
 
 import json
@@ -99,9 +99,9 @@ def without_a_gate(stored: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "tensor", "says"),
     [
-        (misspelt, "model.layers.1.mlp.gte.weight", rf"unexpected.*nearest '{GATE}'"),
-        (without_a_gate, GATE, r"lacks 1 tensor of.*missing.*nearest 'model\.layers\.0\.mlp\.gate"),
-        (with_one_more, "model.layers.2.mlp.gate.weight", r"1 stored.*nearest 'model\.layers\.\d"),
+        (misspelt, "model.layers.1.mlp.gte.weight", rf"unexpected.*nearest is '{GATE}'"),
+        (without_a_gate, GATE, r"lacks 1 tensor of.*missing.*nearest is 'model\.layers\.0\.mlp\.gate"),
+        (with_one_more, "model.layers.2.mlp.gate.weight", r"1 stored.*nearest is 'model\.layers\.\d"),
         (without_an_expert, "model.layers.0.mlp.experts.down_proj",
          r"another shape.*expected \[5, 39, 13\], got \[4, 39, 13\]"),
         (without_the_gate_of_an_expert, GATE_OF.format(3),
@@ -112,7 +112,9 @@ def without_a_gate(stored: dict[str, Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip
-def test_11_names_that_do_not_match(spoil: Any, tensor: str, says: str, tmp_path: Path) -> None:
+def test_11_names_that_do_not_match_are_errors(
+    spoil: Any, tensor: str, says: str, tmp_path: Path
+) -> None:
     stored = stored_in(checkpoint_of("qwen3_moe"))
     spoil(stored)
     directory = write_checkpoint(tmp_path / "model", stored, files=2)
@@ -132,7 +134,7 @@ def test_11_names_that_do_not_match(spoil: Any, tensor: str, says: str, tmp_path
 
 
 def renamed_names(model: Any, names: list[str]) -> set[str]:
-    """The target names of a loader that takes the renamings from `model`."""
+    """The names of the model's tensors by a loader that takes the renamings from `model`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -143,7 +145,7 @@ def renamed_names(model: Any, names: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_12_a_towers_conversions(name: str) -> None:
+def test_12_a_sharded_towers_conversions_are_found(name: str) -> None:
     whole, directory = from_pretrained(name), checkpoint_of(name)
     names, wanted = list(stored_in(directory)), set(whole.state_dict())
     assert renamed_names(whole, names) == wanted
@@ -172,7 +174,7 @@ def empty_with_adapters(cut: Cut) -> Any:
 
 
 def base_of(wrapped: Any) -> dict[str, Any]:
-    """The parameters of the model before it was wrapped, by their names then."""
+    """The base's parameters, by their names without PEFT's wrapper."""
     return {
         name.removeprefix("base_model.model.")
         .replace(".base_layer", "")
@@ -234,7 +236,7 @@ def made_by_each_rank(whole: Any, rank: int) -> Any:
     return torch.randn(chunk(whole, 2, rank).shape, generator=torch.Generator().manual_seed(0))
 
 
-def test_13_new_adapters_are_parts_of_one() -> None:
+def test_13_new_adapters_are_shards_of_one_draw() -> None:
     directory = checkpoint_of("llama")
     with playing_new_rank(0, 1):
         one = empty_with_adapters(Cut("fsdp2", (1,)))
@@ -259,7 +261,7 @@ def test_13_new_adapters_are_parts_of_one() -> None:
             assert len(drawn.unique(dim=0)) < len(drawn)
 
 
-def test_13_an_adapters_directory(tmp_path: Path) -> None:
+def test_13_an_adapters_directory_is_loaded_after_the_base(tmp_path: Path) -> None:
     base = BY_NAME["llama"].model_class.from_pretrained(checkpoint_of("llama"))
     trained = with_adapters(base)
     for number, parameter in enumerate(p for p in trained.parameters() if p.requires_grad):
@@ -286,8 +288,8 @@ def in_lexical_order(stored: dict[str, Any], target: str) -> Any:
     )
 
 
-def test_16_the_order_of_experts(tmp_path: Path) -> None:
-    """In 12 files, numbered without leading zeros."""
+def test_16_experts_are_in_numerical_order(tmp_path: Path) -> None:
+    """The 12 files are numbered without leading zeros, too."""
     stored, whole = stored_in(checkpoint_of("mixtral_16")), from_pretrained("mixtral_16")
     tmp_path.joinpath("config.json").write_text(
         checkpoint_of("mixtral_16").joinpath("config.json").read_text()

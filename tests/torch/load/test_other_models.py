@@ -1,10 +1,10 @@
 """Models that differ from the checkpoint: names of their own, other numbers of rows, other tensors
 on each rank, or a tie that tensor parallelism has cut.
 
-Tested against `from_pretrained`, with real ranks. Must fail for these mutants: an argument of
-`load` that has no effect; new rows that depend on the world; ranks whose models differ and that
-wait for each other, load something else, or do not say how they differ; a tie that is lost; a
-reference to a group that stays in a name.
+The oracle is `from_pretrained`. Must fail for these mutants: an argument of `load` that has no
+effect; new rows that depend on the world size; ranks whose models differ and that wait for each
+other, load other values, or get an error that does not name the difference; a tie that is lost;
+a reference to a group that remains in a name.
 """
 
 import json
@@ -219,7 +219,7 @@ def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
 
 
 def built_on_rank_0(told: Told, directory: str) -> dict[str, Any]:
-    """As by cpu_ram_efficient_loading: rank 0 has values, the others have meta."""
+    """Rank 0 has values and the others are on meta, as after cpu_ram_efficient_loading."""
     config = transformers.AutoConfig.from_pretrained(directory)
     with torch.device("cpu" if told.rank == 0 else "meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -238,8 +238,8 @@ def built_on_rank_0(told: Told, directory: str) -> dict[str, Any]:
     }
 
 
-def test_a_model_with_values_on_rank_0_only() -> None:
-    """`load` refuses on all ranks, with the difference; the engines' function takes it."""
+def test_a_model_with_values_on_rank_0_only_is_refused_by_load() -> None:
+    """The error names the difference. `fsdp2_load_full_state_dict` accepts the model."""
     whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
     for rank, one in World(built_on_rank_0, 2, str(checkpoint_of("llama"))).end().items():
         assert one.error == "", one.facts
@@ -262,7 +262,7 @@ def parallel() -> Any:
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_a_tie_that_tensor_parallelism_has_cut(rank: int) -> None:
+def test_a_tie_that_tensor_parallelism_has_cut_must_be_restored(rank: int) -> None:
     with playing_new_rank(rank, 4):
         model, mesh = parallel()
         assert model.lm_head.weight is not model.model.embed_tokens.weight

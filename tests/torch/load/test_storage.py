@@ -1,5 +1,5 @@
-"""The memory of a loaded model: the load's own, which FSDP2 uses without a copy and which lives as
-long as the last tensor in it; and staging on the host for models on a device.
+"""A loaded model uses the memory that the load has allocated: FSDP2 does not copy it, and it lives
+as long as the last tensor in it. A model on a device gets copies from staging on the host.
 
 Must fail for these mutants: a parameter that is replaced by another object; a shard that FSDP2 pads
 into a copy; an entry of the ledger that is released too early, or never; device memory that is
@@ -106,10 +106,11 @@ def test_fsdp2_uses_the_memory_without_a_copy(rank: int, given_away: set[int]) -
         assert addresses(model) == before
     flat = {place for _, place in before.values()}
     assert flat == given_away and len(flat) == len(before)
+    # A local tensor without elements has the address 0.
     assert all(shown in (0, place) for shown, place in before.values())
 
 
-def test_others_are_padded_into_a_copy() -> None:
+def test_assigned_shards_are_padded_into_a_copy() -> None:
     """Shows that the test above fails for a loader that assigns each rank's rows."""
     whole = parameters_of(from_pretrained("llama"))
     with playing_new_rank(2, 3):
@@ -150,7 +151,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
-def test_an_optimizer_made_before_stays_bound(layout: str) -> None:
+def test_an_optimizer_made_before_the_load_stays_bound(layout: str) -> None:
     whole = BY_NAME["qwen2"].model_class.from_pretrained(checkpoint_of("qwen2"))
     step(whole, torch.optim.AdamW(whole.parameters(), lr=0.1))
     with alone():
@@ -202,7 +203,7 @@ def test_tensors_outlive_everything_else() -> None:
     kept = {name: local(p) for name, p in model.named_parameters()}
     del model
     gc.collect()
-    taken = [torch.full((1 << 16,), 7.0) for _ in range(64)]  # would lie where they were
+    taken = [torch.full((1 << 16,), 7.0) for _ in range(64)]  # would reuse memory that was freed
     for name, tensor in kept.items():
         assert bits(tensor) == bits(whole.get_parameter(name)), name
     del taken
@@ -212,7 +213,8 @@ def test_tensors_outlive_everything_else() -> None:
 
 
 class Device(TorchFunctionMode):
-    """Device memory whose new contents are poisoned."""
+    """Within the context, `torch.empty` and `torch.zeros` on meta return stand-ins for tensors on a
+    device; those of `torch.empty` are filled with 0xFF."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -227,7 +229,7 @@ class Device(TorchFunctionMode):
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
 @pytest.mark.parametrize("name", ["llama_tied", "olmo_hybrid", "mixtral"])
 def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copies are small pieces; the host holds nothing else of the model."""
+    """Every byte is copied once, and the host holds only the staging."""
     ledger, cut, whole = modicum.Ledger(), Cut(layout, (3,)), from_pretrained(name)
     hand_over = running._hand_over
 
@@ -247,13 +249,13 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
             for parameter, managed in fsdp_params(model).items():
                 flat = managed.fsdp_param._sharded_param_data
                 assert not flat[local(parameter).numel() :].any(), "uninitialised padding"
-        due = [local(p).untyped_storage().nbytes() for p in model.parameters()]
-        assert sum(OnDevice.copied) == sum(due)
+        sizes = [local(p).untyped_storage().nbytes() for p in model.parameters()]
+        assert sum(OnDevice.copied) == sum(sizes)
         assert "staging" in ledger.at_peak and "shards" not in ledger.at_peak
         assert ledger.held_bytes == 0
 
 
-def test_a_copy_is_no_reason_for_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_a_device_raise_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "device_of", lambda model, of: META)
     torch.set_warn_always(True)
     try:

@@ -1,5 +1,4 @@
-"""Every strategy loads the same bits, and reads as many bytes as it reports: its own count against
-the kernel's.
+"""Every strategy loads the same bits, and reports as many read bytes as the kernel counts.
 
 Must fail for these mutants: a chunk sent to the wrong rank of a group; a rank that reads another
 rank's part; bytes that are read and not counted.
@@ -18,7 +17,7 @@ from ranks import Ranks, ranks
 
 STRATEGIES = ("own-shard", "node-reader", "replica-striped", "rank0-broadcast", "full-per-rank")
 MESHES = ([4], [2, 2])
-# Bytes per rank of headers, config, index and /proc files.
+# Bytes that a rank reads of headers, config, index and /proc files.
 BESIDES_BYTES = 192 << 10
 
 
@@ -44,7 +43,8 @@ def expected(four: Ranks, model: Path) -> dict[int, list[Any]]:
 
 
 def shares(strategy: str, replicas: int, nodes: int) -> list[tuple[float, float]]:
-    """The parts of the checkpoint that each of four ranks reads, and receives from others."""
+    """For each of four ranks, the part of the checkpoint that it reads, and the part that it
+    receives from others."""
     held, per_node = replicas / 4, 4 // nodes
     if strategy == "full-per-rank":
         return [(1.0, 0)] * 4
@@ -77,11 +77,11 @@ def test_same_bits_and_counted_reads(
     stored = report["checkpoint"]["bytes"]
     assert report["strategy"] == strategy and report["coverage"] == "proven"
     assert len(report["nodes"]) == nodes
-    due = shares(strategy, 4 // mesh[-1], nodes)
+    expected_shares = shares(strategy, 4 // mesh[-1], nodes)
     for rank, (mine, theirs) in enumerate(zip(got, expected[len(mesh)], strict=True)):
-        assert mine["state"] == theirs["state"], f"rank {rank} holds something else"
-        assert mine["report"] == report, "ranks differ about what happened"
-        of, (read, given) = report["ranks"][rank], due[rank]
+        assert mine["state"] == theirs["state"], f"rank {rank}: other shards"
+        assert mine["report"] == report, f"rank {rank}: another report than rank 0's"
+        of, (read, given) = report["ranks"][rank], expected_shares[rank]
         assert of["storage_read_bytes"] == pytest.approx(read * stored, rel=0.05), f"rank {rank}"
         assert of["exchanged_bytes"] == pytest.approx(given * stored, rel=0.05), f"rank {rank}"
         uncounted = mine["read_bytes"] - of["storage_read_bytes"]

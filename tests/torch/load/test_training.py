@@ -1,10 +1,9 @@
 """Training of models that Modicum has loaded and of models that torch has loaded: the same losses
 and the same parameters after five steps, bit for bit.
 
-Tested against an outside oracle, `from_pretrained` on every rank and `fully_shard` of the whole
-model. Must fail for these mutants: FSDP2 gathers from other memory than the parameter's; an
-optimizer that steps parameters outside the model; ties that are lost; rounding at another place
-than torch's.
+The oracle is `from_pretrained` on every rank, then `fully_shard` of the whole model. Must fail for
+these mutants: FSDP2 gathers from other memory than the parameter's; an optimizer that steps
+parameters outside the model; ties that are lost; values that are rounded where torch rounds none.
 """
 
 import os
@@ -71,11 +70,11 @@ def test_trains_as_if_torch_had_loaded(
     expected = four.ask("train", by="torch", **how)
     got = four.ask("train", **{"by": "modicum"} | how | ours)
     for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        assert mine["before"] == theirs["before"], f"rank {rank}: loaded otherwise"
-        assert mine["losses"] == theirs["losses"], f"rank {rank}"
-        assert mine["after"] == theirs["after"], f"rank {rank}: trained otherwise"
+        assert mine["before"] == theirs["before"], f"rank {rank}: other loaded values"
+        assert mine["losses"] == theirs["losses"], f"rank {rank}: other losses"
+        assert mine["after"] == theirs["after"], f"rank {rank}: other trained values"
     learnt = [n for n, told in expected[0]["after"].items() if told != expected[0]["before"][n]]
-    assert len(learnt) == len(expected[0]["after"]) - 1, "all but the frozen one"
+    assert len(learnt) == len(expected[0]["after"]) - 1, "not all but the frozen one"
     if "qwen3-" in model:
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         assert got[0]["after"][head] == got[0]["after"][embedding] != got[0]["before"][head]
@@ -84,8 +83,10 @@ def test_trains_as_if_torch_had_loaded(
 # ---- the example
 
 
-def test_example_trains(four: Ranks, models: dict[str, Path], root: Path) -> None:
-    """Starts the example by torchrun, as users do."""
+def test_the_example_prints_losses_and_report_under_torchrun(
+    four: Ranks, models: dict[str, Path], root: Path
+) -> None:
+    """The losses are those of the example in this test's own ranks."""
     directory, steps = models["qwen3-bf16"], 3
     words = ("--dtype", "float32", "--steps", steps, "--check", "values")
     done = torchrun(root, 4, EXAMPLE, directory, *words)
@@ -101,8 +102,8 @@ def test_example_trains(four: Ranks, models: dict[str, Path], root: Path) -> Non
         assert re.search(rf"rank {rank} +(\d+\.\d+ \wiB +){{3}}[+-]", done.stdout), done.stdout
 
 
-def test_example_is_refused(modicum: Path, root: Path, tmp_path: Path) -> None:
-    """With a budget that is too small every rank reports the error, and no rank reads data."""
+def test_the_example_over_budget_reads_no_data(modicum: Path, root: Path, tmp_path: Path) -> None:
+    """The ranks report the same error."""
     if not have("fincore"):
         pytest.skip("fincore is not installed")
     directory = tmp_path / "qwen3-0.6b"
@@ -115,7 +116,7 @@ def test_example_is_refused(modicum: Path, root: Path, tmp_path: Path) -> None:
     # torchrun may have ended the second rank before it could print the same.
     assert lines and len(set(lines)) == 1, done.stderr
     assert re.search(r"BUDGET: .* 600\.00 MiB: \d+\.\d\d MiB too little", lines[0]), lines
-    assert cached_bytes(file) <= 1 * MIB, "headers, and what the kernel reads ahead of them"
+    assert cached_bytes(file) <= 1 * MIB, "more than headers and readahead"
     assert "step 0" not in done.stdout
 
 

@@ -2,9 +2,8 @@
 in one process: every rank's shard of every parameter and every buffer, bit for bit; ties are one
 Parameter, and `requires_grad` is the constructor's.
 
-Tested against an outside oracle. Must fail for these mutants: a tie that becomes two parameters; a
-buffer left as it was built; a dtype of the file instead of the model's; a parameter that trains
-because it was loaded.
+Must fail for these mutants: a tie that becomes two parameters; a buffer left as it was built; a
+dtype of the file instead of the model's; a frozen parameter that trains because it was loaded.
 """
 
 from collections.abc import Iterator
@@ -30,7 +29,8 @@ from torch_front import (  # noqa: E402
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# The last three keep some tensors in float32: a module's, a buffer, one of a module's two.
+# The last three keep some tensors in float32: the parameters of a module, a buffer, one of the two
+# parameters of a module.
 CAST = [
     *[family.name for family in FAMILIES if family.quantization is None][::5],
     "ernie4_5_moe",
@@ -50,7 +50,8 @@ CUTS = (
 
 
 def loaded(name: str, cut: Cut, built: Any, **options: Any) -> Iterator[tuple[int, Any]]:
-    """Loads each simulated rank's model, built in `dtype`. Yields the rank and its model."""
+    """Loads each simulated rank's model, built in the dtype `built`. Yields the rank and its
+    model."""
     for rank in range(cut.world):
         with playing_new_rank(rank, cut.world):
             model = shard(empty(name, built), cut)
@@ -64,7 +65,7 @@ def other_dtype(family: Family) -> Any:
 
 
 @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=lambda n: FAMILIES[n].name)
-def test_every_family(number: int) -> None:
+def test_every_family_has_the_values_of_from_pretrained(number: int) -> None:
     """Loads over 1, 2 or 3 ranks; in some cases every value is also compared with a second read."""
     name, cut = FAMILIES[number].name, Cut("fsdp2", (WORLDS[number % 3],))
     whole = from_pretrained(name)
@@ -76,14 +77,14 @@ def test_every_family(number: int) -> None:
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", FEW)
-def test_every_cut(name: str, cut: Cut) -> None:
+def test_every_layout_has_the_values_of_from_pretrained(name: str, cut: Cut) -> None:
     whole = from_pretrained(name)
     for rank, model in loaded(name, cut, whole.dtype):
         assert_holds(model, whole, cut, rank)
 
 
 @pytest.mark.parametrize("name", CAST)
-def test_cast(name: str) -> None:
+def test_stored_values_are_cast_to_the_models_dtype(name: str) -> None:
     """The files are float32 and the model bfloat16, or the reverse."""
     dtype, cut = other_dtype(BY_NAME[name]), Cut("fsdp2", (2,))
     whole = from_pretrained(name, dtype)
@@ -104,7 +105,7 @@ def test_the_dtype_may_differ_from_the_models(name: str, cut: Cut) -> None:
 
 
 @pytest.mark.parametrize("name", ["t5", "gpt_oss"])
-def test_float16(name: str) -> None:
+def test_a_float16_model_keeps_its_own_names_in_float32(name: str) -> None:
     """For float16 other names are kept in float32 than for bfloat16."""
     whole = from_pretrained(name, torch.float16)
     assert {p.dtype for p in whole.parameters()} == {torch.float16, FP32}
@@ -133,7 +134,7 @@ def test_full_per_rank_gives_the_same() -> None:
         assert_holds(model, whole, cut, rank)
 
 
-def test_without_a_process_group() -> None:
+def test_a_model_without_a_process_group_is_loaded() -> None:
     model, whole = empty("llama_tied"), from_pretrained("llama_tied")
     report = load(model, checkpoint_of("llama_tied"), check="values")
     assert report.check == "ok"

@@ -37,8 +37,8 @@ TWICE = 4  # the index of Net.twice's weight
 
 
 class Net(nn.Module):
-    """A model with sizes that no SIMD width divides; a matrix that is used twice, large enough for
-    8-bit moments, with rows of a block and three elements; one that may stay unused."""
+    """A model with sizes that no SIMD width divides. The matrix `twice`, which is used twice, is
+    large enough for 8-bit moments; its rows have a block of 128 and three more elements."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -119,7 +119,9 @@ def test_bits_are_those_of_torch(
         expected = train(whole, cls(whole.parameters(), foreach=foreach, **options))
     assert train(model, AdamW(model.parameters(), **options, **ours)) == expected
     assert_same(model, whole)
-    assert not torch.equal(model.unused.weight, net().unused.weight), "it was used at times"
+    assert not torch.equal(model.unused.weight, net().unused.weight), (
+        "it is used in every third step"
+    )
 
 
 def test_groups_learn_by_their_own_options() -> None:
@@ -156,7 +158,7 @@ def test_near_torch_as_it_is() -> None:
         ours.step()
         torchs.step()
     assert (mine - theirs).norm() <= 1e-6 * theirs.norm()
-    # A last bit of the square root is one or two of the update's.
+    # A wrong last bit of the root changes the update by one or two units in the last place.
     moved = (theirs - before).abs().max().item()
     assert (mine - theirs).abs().max() <= 1000 * moved * 2**-22
     same = ours.state[mine]["exp_avg_sq"] == torchs.state[theirs]["exp_avg_sq"]
@@ -173,7 +175,7 @@ def test_bits_are_those_of_deepspeed(run: int, root: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ("accumulated", "replaced", "not contiguous", "model.zero_grad"))
-def test_gradients_come_as_they_like(how: str) -> None:
+def test_gradients_of_any_origin_are_stepped_as_by_torch(how: str) -> None:
     model, whole = net(), net()
 
     def run(model: Net, optimizer: Any) -> None:
@@ -220,8 +222,8 @@ def test_a_gradient_is_a_view_of_the_plane() -> None:
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_every_format_trains(state_format: str) -> None:
-    """bfloat16 parameters with fp32 ones among them, whose masters are whole in every format. Only
-    the matrix is large enough for codes."""
+    """The model is bfloat16 with a float32 norm, whose parameters are their own masters in every
+    format. Only the matrix is large enough for codes."""
     model = net(torch.bfloat16)
     model.norm.float()
     model.norm.forward = lambda x: nn.functional.layer_norm(
@@ -241,8 +243,8 @@ def test_every_format_trains(state_format: str) -> None:
 
 
 def test_split_is_fp32_to_the_bit() -> None:
-    """With the same bfloat16 gradients the bits agree; the parameters are the master's upper half,
-    except at ties."""
+    """With the same bfloat16 gradients all masters and moments agree. A split parameter is the
+    upper half of its master, which differs from the rounded master only at ties."""
     one, other = net(torch.bfloat16), net(torch.bfloat16)
     first, second = AdamW(one.parameters()), AdamW(other.parameters(), state_format="fp32-split")
     for x in batches(STEPS, torch.bfloat16):
@@ -256,7 +258,7 @@ def test_split_is_fp32_to_the_bit() -> None:
     pairs = [*zip(one.parameters(), other.parameters(), strict=True)]
     ties = sum(int((p != q).sum()) for p, q in pairs)
     assert ties < 1e-3 * sum(p.numel() for p, _ in pairs)
-    for p, q in pairs:  # of a tie the upper half is the neighbour that is farther from zero
+    for p, q in pairs:  # at a tie the upper half is the neighbour that is farther from zero
         off = p.view(torch.int16).int() - q.view(torch.int16).int()
         assert off[p != q].eq(-1).all()
 
@@ -272,7 +274,7 @@ def test_names_and_seed_key_the_random_bits(state_format: str) -> None:
 
     before = trained(1, str)
     assert trained(1, str) == before
-    assert trained(1, lambda name: f"_orig_mod.{name}") == before, "compiling renames"
+    assert trained(1, lambda name: f"_orig_mod.{name}") == before, "torch.compile's prefix counts"
     assert (trained(2, str) == before) == (state_format == "fp32-split")
 
 
@@ -292,7 +294,9 @@ def test_values_written_to_a_parameter_are_taken() -> None:
         assert (model.first.weight[5] == 0.75).all()
         assert torch.equal(after[5].bfloat16(), model.first.weight[5])
         rest = [row for row in range(131) if row != 5]
-        assert not torch.equal(before[rest], before[rest].bfloat16().float()), "it is rounded"
+        assert not torch.equal(before[rest], before[rest].bfloat16().float()), (
+            "no master has lower bits"
+        )
         assert torch.equal(after[rest], before[rest])
 
 
@@ -301,8 +305,8 @@ def test_values_written_to_a_parameter_are_taken() -> None:
 
 @pytest.mark.parametrize("max_norm", (1e-3, 0.3, 1e3, math.inf))
 def test_clips_as_torch(max_norm: float) -> None:
-    """The step has torch's bits and `grad` is unchanged; torch's own clipping function works,
-    too."""
+    """AdamW's own clipping leaves `grad` unchanged and gives torch's parameters within rounding,
+    since its norm is computed in float64. After torch's clipping function the bits are torch's."""
     model, whole, third = net(), net(), net()
     with nearest_sqrt():
         theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -325,7 +329,8 @@ def test_clips_as_torch(max_norm: float) -> None:
 
 
 def test_the_factor_is_that_of_fp64() -> None:
-    """One step with lr 1, SGD-like options and one element: the update equals the clip factor."""
+    """With lr 1, betas 0 and eps 1 a step changes a parameter by -g / (|g| + 1). The norm of
+    (3, 4, 0) is 5, so that the factor is 1 / (5 + 1e-6)."""
     p = nn.Parameter(torch.zeros(3))
     optimizer = AdamW([p], lr=1.0, betas=(0.0, 0.0), eps=1.0, weight_decay=0.0)
     for max_norm, factor in ((1.0, 0.2 / (1 + 1e-6 / 5)), (None, 1.0)):
@@ -354,13 +359,13 @@ def test_not_finite_changes_no_byte(state_format: str, bad: float) -> None:
     assert optimizer.digest() == before
     assert optimizer.skipped_steps == 1
     assert all(map(torch.equal, model.parameters(), bits))
-    assert {of["step"].item() for of in optimizer.state.values()} == {0.0, 1.0, 2.0} - {0.0}
+    assert {of["step"].item() for of in optimizer.state.values()} == {1.0, 2.0}  # `unused` has 1
     optimizer.zero_grad()
     train(model, optimizer, 1)
     assert optimizer.digest() != before
 
 
-def test_what_changes_after_the_norm_is_seen() -> None:
+def test_a_gradient_that_changes_after_the_norm_is_read_again() -> None:
     """A gradient becomes infinite, or grows, between clip_grad_norm_ and step."""
     model, other = net(), net()
     optimizer, expected = AdamW(model.parameters()), AdamW(other.parameters())
@@ -381,9 +386,9 @@ def test_what_changes_after_the_norm_is_seen() -> None:
 
 
 @pytest.mark.parametrize("unscale_first", (False, True))
-def test_grad_scaler(unscale_first: bool) -> None:
-    """The scaler scales, skips and halves as with torch's optimizer; clipping uses the unscaled
-    gradient's norm."""
+def test_a_grad_scaler_works_as_with_torch(unscale_first: bool) -> None:
+    """Steps are skipped and the scale is halved as with torch's AdamW, also if the gradients are
+    unscaled and clipped before the step."""
     results = []
     for make in (torch.optim.AdamW, AdamW):
         model = net()
@@ -405,6 +410,7 @@ def test_grad_scaler(unscale_first: bool) -> None:
 
 
 def test_clipping_before_a_scaler_unscales() -> None:
+    """The limit of the norm holds for unscaled gradients: the scale has no effect."""
     clipped = []
     for scale in (1.0, 2.0**10):
         model = net()
@@ -451,7 +457,7 @@ def test_schedulers_change_lr_and_betas(schedule: Callable[[Any], Any]) -> None:
     assert_same(*models)
 
 
-def test_hooks_and_closures() -> None:
+def test_hooks_and_closures_are_called() -> None:
     model, called = net(), []
     optimizer = AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: called.append("before"))
@@ -512,8 +518,8 @@ def test_state_dicts_are_torchs(to_torch: bool, amsgrad: bool) -> None:
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_a_run_goes_on_after_save_and_load(state_format: str) -> None:
-    """At fp32 and fp32-split nothing is lost: the run goes on as if it had not been interrupted. In
-    smaller formats the loaded state equals the saved one if its codes can represent it."""
+    """In fp32, fp32-split and bf16-moments nothing is lost: the run goes on as if it had not been
+    interrupted. In 8-bit formats the loaded masters are within 2^-14 of the saved ones."""
     model = net(torch.bfloat16)
     optimizer = AdamW(model.parameters(), lr=1e-2, state_format=state_format)
     train(model, optimizer, 7)
@@ -553,11 +559,14 @@ def test_every_format_loads_every_other() -> None:
             for part in ("exp_avg", "master"):
                 was = saved["state"][TWICE][part]
                 atol = was.abs().max().item() / 60 if part == "exp_avg" else 1e-30
-                torch.testing.assert_close(now[part], was, rtol=2**-7, atol=atol), name
+                torch.testing.assert_close(
+                    now[part], was, rtol=2**-7, atol=atol,
+                    msg=lambda text, to=state_format, source=name: f"{source} into {to}: {text}",
+                )  # fmt: skip
             assert now["step"] == 5
 
 
-def test_moments_lie_there_without_a_copy() -> None:
+def test_moments_of_a_state_dict_are_views_that_outlive_the_optimizer() -> None:
     model = net()
     optimizer = AdamW(model.parameters())
     train(model, optimizer, 1)
@@ -571,7 +580,7 @@ def test_moments_lie_there_without_a_copy() -> None:
     del entry
     model.zero_grad()
     gc.collect()
-    assert ledger.held_bytes == 0, "nothing of the optimizer is held by the model"
+    assert ledger.held_bytes == 0, "the model refers to memory of the optimizer"
 
 
 # ---- memory and refusals
@@ -616,7 +625,7 @@ class Registrar:
         return 0
 
 
-def test_pins_what_a_device_touches() -> None:
+def test_only_memory_that_a_device_reads_or_writes_is_pinned() -> None:
     registrar, model = Registrar(), net(torch.bfloat16)
     optimizer = AdamW(model.parameters(), state_format="int8-moments", pin=registrar)
     assert sum(registrar.pinned.values()) == sum(of["grad"] for of in optimizer.held.values())

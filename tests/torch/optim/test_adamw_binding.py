@@ -1,8 +1,8 @@
 """`modicum.torch.AdamW` when parameters, their memory, their gradients or `state` are replaced
 after construction.
 
-Tested against torch.optim.AdamW, which reads all of these at each step. Modicum follows a
-replacement or refuses it by name before it writes anything. Must fail for these mutants: a step
+The oracle is torch.optim.AdamW, which reads all of these at each step. Modicum adopts a replacement
+or refuses it by name before it writes anything. Must fail for these mutants: a step
 over parameters that left the model; a write into freed memory; an entry of `state` without effect;
 a value written through `.data` that is lost.
 """
@@ -105,7 +105,7 @@ CHANGES = [replaced, moved, shared, swapped, permuted]
 
 @pytest.mark.parametrize("with_gradients", (False, True), ids=("before backward", "after backward"))
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_exchanged_before_the_first_step_is_stepped(
+def test_parameters_replaced_before_the_first_step_are_stepped(
     change: Callable[[nn.Module, Any], None], with_gradients: bool
 ) -> None:
     pair = Pair()
@@ -117,11 +117,11 @@ def test_what_is_exchanged_before_the_first_step_is_stepped(
     weight = pair.mine[2].weight
     pair.backward()
     grad = pair.ours._bound.parts[2].grad
-    assert weight.grad is grad, "the new parameter's gradient has its plane"
+    assert weight.grad is grad, "the gradient is not in the plane"
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_exchanged_between_steps_is_refused_by_name(
+def test_parameters_replaced_between_steps_are_refused_by_name(
     change: Callable[[nn.Module, Any], None],
 ) -> None:
     pair = Pair()
@@ -142,7 +142,7 @@ def test_what_is_exchanged_between_steps_is_refused_by_name(
         assert all(map(torch.equal, pair.mine.parameters(), bits))
 
 
-def test_what_was_loaded_is_not_bound_anew() -> None:
+def test_a_parameter_that_moves_after_load_state_dict_is_refused() -> None:
     pair = Pair()
     pair.step()
     saved = pair.ours.state_dict()
@@ -153,8 +153,8 @@ def test_what_was_loaded_is_not_bound_anew() -> None:
         again.step()
 
 
-def test_memory_of_the_parameters_before_is_given_back_first() -> None:
-    """The old state is released first, so the ledger never holds both."""
+def test_the_state_of_replaced_parameters_is_freed_first() -> None:
+    """The ledger never holds the state of the old and of the new parameters."""
     model = nn.Linear(300, 300)
     ledger = modicum.Ledger()
     optimizer = AdamW(model.parameters(), ledger=ledger)
@@ -187,7 +187,7 @@ def test_a_refused_binding_is_tried_again() -> None:
     assert not torch.equal(model.weight, before)
 
 
-def test_another_dtype_before_the_first_step() -> None:
+def test_another_dtype_before_the_first_step_is_adopted() -> None:
     model = nn.Linear(30, 30)
     optimizer = AdamW(model.parameters(), state_format="fp32-split")
     model.bfloat16()
@@ -260,7 +260,7 @@ def test_a_parameter_given_twice_is_refused(groups: Callable[..., Any], name: st
         AdamW(groups(p, q))
 
 
-def test_a_first_step_without_gradients_says_so_once() -> None:
+def test_a_first_step_without_gradients_warns_once() -> None:
     model = nn.Linear(3, 3)
     optimizer = AdamW(model.parameters())
     with pytest.warns(UserWarning, match="no gradient in any of its parameters") as warned:
@@ -305,13 +305,14 @@ def test_gradients_written_after_the_norm_are_those_that_are_stepped(dtype: torc
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
 @pytest.mark.parametrize("then", ("step", "state_dict", "digest"))
 def test_values_written_through_data_stay(dtype: torch.dtype, then: str) -> None:
-    """Tests a parameter that is a rounded copy of its master; other masters keep their bits."""
+    """The parameter is a rounded copy of its master. The master takes the written values; its other
+    elements keep their bits."""
     model = nn.Linear(200, 200).to(dtype)
     optimizer = AdamW(model.parameters(), weight_decay=0.0)
     model(torch.ones(200, dtype=dtype)).sum().backward()
     optimizer.step()
     before = optimizer.state_dict()["state"][0]["master"].clone()
-    assert not torch.equal(before, before.to(dtype).float()), "it is rounded"
+    assert not torch.equal(before, before.to(dtype).float()), "no master has lower bits"
     digest = optimizer.digest()
     model.weight.data[7].fill_(0.5)
     model.weight.data[8, 0] = -0.0
@@ -398,7 +399,7 @@ def test_changes_of_state_are_those_of_torch(change: Callable[[nn.Module, Any], 
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_a_state_that_is_cleared_begins_anew(state_format: str) -> None:
-    """The parameter steps like in a new optimizer, in every format."""
+    """The parameters are stepped as by a new optimizer, in every format."""
 
     def gradients(model: nn.Module, seed: int) -> None:
         torch.manual_seed(seed)
@@ -440,7 +441,7 @@ def test_a_state_that_is_cleared_begins_anew(state_format: str) -> None:
         (lambda entry: entry["step"].fill_(math.nan), "its step.*2.weight.*whole number"),
     ],
 )
-def test_a_state_that_makes_no_sense_is_refused(change: Callable[..., Any], words: str) -> None:
+def test_an_invalid_entry_of_state_is_refused(change: Callable[..., Any], words: str) -> None:
     pair = Pair()
     pair.step()
     bits = [p.detach().clone() for p in pair.mine.parameters()]
@@ -543,7 +544,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
     [{"fused": True}, {"foreach": True}, {"fused": False, "foreach": False}, {"fused": None},
      {"capturable": False, "differentiable": False}],
 )  # fmt: skip
-def test_torchs_choices_of_an_implementation_are_taken(options: dict[str, Any]) -> None:
+def test_torchs_choices_of_an_implementation_are_accepted(options: dict[str, Any]) -> None:
     p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     one, other = AdamW([p], **options), AdamW([q])
     for parameter, optimizer in ((p, one), (q, other)):
@@ -579,7 +580,7 @@ def test_a_scale_that_has_no_inverse_is_refused(scale: float) -> None:
 
 
 @pytest.mark.parametrize("memory", ("torch", "modicum"))
-def test_memory_that_goes_is_never_written(memory: str, root: Path, tmp_path: Path) -> None:
+def test_freed_memory_is_never_written(memory: str, root: Path, tmp_path: Path) -> None:
     """Runs a process whose allocator aborts at the first wrong byte."""
     debug = "libc_malloc_debug.so.0"
     environment = os.environ | {

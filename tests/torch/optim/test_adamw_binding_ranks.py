@@ -1,7 +1,7 @@
 """`modicum.torch.AdamW` under accelerate and `fully_shard`, which replace a model's parameters: it
-trains like torch's, or the first step raises the same error on every rank.
+trains like torch's, or a call raises on every rank.
 
-Tested against torch.optim.AdamW on real ranks. Must fail for these mutants: an optimizer that keeps
+The oracle is torch.optim.AdamW on real ranks. Must fail for these mutants: an optimizer that keeps
 stepping the replaced parameters; a rank that raises while the others wait for its norm.
 """
 
@@ -33,6 +33,7 @@ def model(world: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def assert_trains(got: list[dict[str, Any]], expected: list[dict[str, Any]], still: Any) -> None:
+    """`still`: the answers of a run that trains nothing."""
     for rank, (mine, theirs, zero) in enumerate(zip(got, expected, still, strict=True)):
         assert mine["refused"] == "", f"rank {rank}"
         assert mine["losses"] == pytest.approx(theirs["losses"], rel=1e-4), f"rank {rank}"
@@ -82,12 +83,12 @@ def test_no_rank_makes_what_one_cannot_make(world: Ranks, model: str) -> None:
 
 @pytest.mark.parametrize("how", ("unfreeze", "add_param_group"))
 def test_no_rank_takes_what_one_has_no_room_for(world: Ranks, model: str, how: str) -> None:
-    """Later all ranks have room for it, and train on together."""
+    """With room on all ranks the same call succeeds, and all train on together."""
     *others, odd = world.ask("binding_one_cannot_unfreeze", directory=model, how=how)
     assert odd["refused"].startswith("BUDGET") and f"'{odd['name']}'" in odd["refused"]
     for answer in others:
         assert f"rank {len(others)} refused this call" in answer["refused"]
         assert answer["name"] in answer["refused"]
     for answer in (*others, odd):
-        assert answer["same"], "has kept what it has taken"
+        assert answer["same"], "has kept new state after the refusal"
         assert answer["grew"] and answer["steps"] == [5.0]

@@ -1,6 +1,6 @@
 """`modicum.torch.AdamW` over parameters on a device, whose state is on the host.
 
-Tested against the same optimizer over parameters on the CPU, whose bits test_adamw.py compares with
+The oracle is the same optimizer over parameters on the CPU, whose bits test_adamw.py compares with
 torch's. Must fail for these mutants: a gradient that stays on the device; a part of the new
 parameters that is not copied to the device, or from a slot that is already overwritten; host memory
 of the parameters' size in addition to the state; a copy that casts on the device; a master that
@@ -37,7 +37,7 @@ EVERY = [
     ("int8-moments", torch.float32),
     ("int8-moments", torch.float16),
 ]
-STAGING = 4 * (132 << 10)  # a bucket of fp32 and a block more, in pages
+STAGING = 4 * (132 << 10)  # 4 slots: a bucket of bfloat16 and a block of scales more, in pages
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +100,7 @@ def test_a_device_gets_the_bits_that_the_host_has(state_format: str, dtype: Any)
         but = ("proj",) if step == 2 else ()
         pair.step(but=but)
         pair.assert_equal()
-        assert sum(OnDevice.fetched) == bytes_of(pair.host, but), "gradients, once"
+        assert sum(OnDevice.fetched) == bytes_of(pair.host, but), "not each gradient once"
         assert sum(OnDevice.copied) in (bytes_of(pair.host), bytes_of(pair.host, but))
 
 
@@ -115,7 +115,7 @@ def test_the_host_holds_the_state_and_its_staging(state_format: str, dtype: Any)
         of_host.update(state)
     assert held.pop("parameters") == sum(p.numel() for p in pair.host.values())
     assert held == pair.ledger.held == pair.ledger.at_peak
-    assert held["staging"] == len(states) * 2 * STAGING, "of each thread"
+    assert held["staging"] == len(states) * 2 * STAGING, "not that of two threads"
     for purpose in ("grad", "moments"):
         assert held[purpose] == of_host[purpose]
     least = 4 if state_format in ("fp32", "fp32-split") else 3
@@ -123,10 +123,12 @@ def test_the_host_holds_the_state_and_its_staging(state_format: str, dtype: Any)
     pair.step()
     assert pair.ledger.held == pair.ledger.at_peak == held
     if dtype != torch.float32 and state_format == "fp32":
-        assert max(OnDevice.copied + OnDevice.fetched) <= 2 * STAGING, "all through the staging"
+        assert max(OnDevice.copied + OnDevice.fetched) <= 2 * STAGING, (
+            "a copy that is larger than the staging"
+        )
 
 
-def test_over_the_budget_nothing_is_taken() -> None:
+def test_over_the_budget_no_page_is_charged() -> None:
     pair = Pair("fp32", torch.bfloat16)
     held = pair.ledger.held
     parameters = [nn.Parameter(OnDevice(torch.zeros(s, dtype=torch.bfloat16)))
@@ -139,7 +141,7 @@ def test_over_the_budget_nothing_is_taken() -> None:
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
-def test_a_norm_and_a_step_that_is_skipped(state_format: str) -> None:
+def test_norm_and_skipped_steps_are_those_of_the_host(state_format: str) -> None:
     pair = Pair(state_format, torch.bfloat16)
     pair.bring_gradients()
     norms = [float(each.clip_grad_norm_(0.5)) for each in (pair.on_host, pair.on_device)]
@@ -159,7 +161,7 @@ def test_a_norm_and_a_step_that_is_skipped(state_format: str) -> None:
 
 @pytest.mark.parametrize(("state_format", "dtype"), EVERY)
 def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dtype: Any) -> None:
-    """A split master takes all of the written value: its lower half is reset. Other masters are
+    """The master gets the written values; the lower half of a split one is reset. Other masters are
     unchanged."""
     pair = Pair(state_format, dtype)
     pair.step()
@@ -175,16 +177,16 @@ def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dt
     for index, name in enumerate(SHAPES):
         if dtype == torch.float32:
             break  # it is the master itself
-        due = before[index]["master"].clone()
+        expected = before[index]["master"].clone()
         if name == "bias":
-            due[2:] = 3.25
-        assert torch.equal(after[index]["master"], due), name
+            expected[2:] = 3.25
+        assert torch.equal(after[index]["master"], expected), name
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_a_write_that_changes_no_version_is_not_seen_on_a_device(state_format: str) -> None:
-    """As one through `.data`: the master keeps its value, and a gradient the one that the norm
-    read."""
+    """Such as a write through `.data`. The master keeps its own values, and the step uses the
+    gradient that the norm has read."""
     pair = Pair(state_format, torch.bfloat16)
     pair.step()
     pair.device["bias"].data.host.fill_(3.25)
@@ -198,7 +200,9 @@ def test_a_write_that_changes_no_version_is_not_seen_on_a_device(state_format: s
 
 
 @pytest.mark.parametrize(("state_format", "dtype"), EVERY)
-def test_a_state_goes_over_in_either_direction(state_format: str, dtype: Any) -> None:
+def test_a_state_dict_of_the_host_loads_on_the_device_and_the_reverse(
+    state_format: str, dtype: Any
+) -> None:
     pair = Pair(state_format, dtype)
     pair.step()
     there = Pair(state_format, dtype)
@@ -267,8 +271,8 @@ class Stream:
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_copies_are_waited_for(state_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies that must be waited for: of gradients before their norm is computed, from a slot
-    before it is written again, and of a master before the next step changes it."""
+    """A step waits for the copies of gradients before it computes their norm, for the copy from a
+    slot before it writes the slot again, and for the copy of a master before it changes it."""
     stream = Stream()
     monkeypatch.setattr(lanes, "_stream_of", lambda device: stream)
     pair = Pair(state_format, torch.bfloat16)

@@ -1,9 +1,9 @@
 """`modicum.torch.AdamW` holds nothing for a parameter that does not train, and allocates its state
 when it does: unfrozen, added with a group, or loaded.
 
-Oracle test against torch.optim.AdamW. Must fail for these mutants: a frozen parameter that is
-charged; one that is never stepped once it trains; a refused one that stays half taken, or touches
-the state of the others; an entry of a state dict that goes to another parameter.
+The oracle is torch.optim.AdamW. Must fail for these mutants: a frozen parameter that is charged; an
+unfrozen parameter that is never stepped; a refused parameter that keeps a part of its state, or
+changes the state of others; an entry of a state dict that goes to another parameter.
 """
 
 import copy
@@ -52,7 +52,8 @@ def both(change: Any, models: Any) -> None:
 
 
 def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
-    """When it begins to train its steps begin at 0, as in torch; the others' state is not moved."""
+    """Its count of steps begins at 0 when it begins to train, as in torch. The state of other
+    parameters is not moved."""
     mine, theirs = layers(), layers()
     both(lambda m: m[0].requires_grad_(False), (mine, theirs))
     both(lambda m: m[1].requires_grad_(False), (mine, theirs))
@@ -87,7 +88,7 @@ def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
     assert_same(mine, theirs, ours, torchs)
     assert mine[0].weight.grad is None
     mine(torch.ones(WIDTH)).sum().backward()
-    assert all(part.parameter.grad is part.grad for part in ours._bound.parts), "in the planes"
+    assert all(part.parameter.grad is part.grad for part in ours._bound.parts), "not in the plane"
     mine.zero_grad()
     gone = weakref.ref(ours)
     del ours, entry, kept
@@ -121,8 +122,8 @@ def test_a_parameter_that_does_not_fit_is_refused_by_name(state_format: str) -> 
     assert ours.state[mine[1].weight]["step"] == 1 and ledger.held_bytes > held
 
 
-def test_a_group_is_added_beside_the_others() -> None:
-    """As in torch, the group gets the defaults, and is clipped with the others."""
+def test_an_added_group_trains_as_in_torch() -> None:
+    """The group gets the defaults, and its state is saved and loaded with that of the others."""
     mine, theirs = layers(), layers()
     make = {"lr": 1e-2, "weight_decay": 0.1}
     ours = AdamW(mine[2].parameters(), **make)
@@ -148,7 +149,7 @@ def test_a_group_is_added_beside_the_others() -> None:
     train(theirs, torchs)
     assert_same(mine, theirs, ours, torchs)
     ours.load_state_dict(saved)
-    assert ours.digest() != digest, "the parameters have trained on"
+    assert ours.digest() != digest, "the masters are not the trained parameters"
     assert ours.state[mine[1].weight]["step"] == 2
 
 
@@ -214,7 +215,7 @@ def test_a_loaded_entry_of_a_frozen_parameter_takes_its_memory() -> None:
 
 
 def test_a_gradient_or_an_entry_of_a_frozen_parameter_trains_it() -> None:
-    """torch steps every parameter with a gradient, with the state that it finds."""
+    """torch steps every parameter that has a gradient, and begins with a given entry of `state`."""
     mine, theirs = layers(), layers()
     both(lambda m: m.requires_grad_(False), (mine, theirs))
     ours, torchs = AdamW(mine.parameters(), lr=0.1), torch.optim.AdamW(theirs.parameters(), lr=0.1)
@@ -254,7 +255,7 @@ def test_messages_name_the_fqn_of_a_parameter_without_a_name() -> None:
     del other
 
 
-def test_a_skipped_step_is_said_once() -> None:
+def test_a_skipped_step_warns_once() -> None:
     model = layers()
     optimizer = AdamW(model.named_parameters())
     with pytest.warns(UserWarning, match=r"skipped a step.*'1\.bias'.*skipped_steps") as warned:
@@ -271,7 +272,7 @@ def test_a_skipped_step_is_said_once() -> None:
 
 
 @pytest.mark.parametrize("how", ("accumulated", "assigned"))
-def test_a_gradient_that_is_kept_stays(how: str) -> None:
+def test_a_gradient_that_the_caller_keeps_is_not_overwritten(how: str) -> None:
     model = layers()
     optimizer = AdamW(model.parameters())
     weight = model[2].weight
@@ -287,5 +288,5 @@ def test_a_gradient_that_is_kept_stays(how: str) -> None:
         model(torch.full((WIDTH,), 9.0)).sum().backward()
         optimizer.clip_grad_norm_(1.0)
         assert torch.equal(kept, values) and not torch.equal(weight.grad, values)
-        assert weight.grad.data_ptr() == address, "in the plane"
+        assert weight.grad.data_ptr() == address, "not in the plane"
         optimizer.zero_grad()

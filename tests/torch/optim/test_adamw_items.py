@@ -98,7 +98,8 @@ def test_codes_are_the_memory_itself(state_format: str) -> None:
         other = torch.bfloat16 if state_format.startswith("bf16") else torch.float32
         assert dtype == (SMALL[key] if is_small else other)
     blocks = sum(t.numel() for (_, key), t in lent.items() if key == "exp_avg_scale")
-    assert blocks == (2 * WIDTH * 2 if is_small else 0), "two to a row"
+    # Of two matrices: each row has a block of 128 elements and one of 3.
+    assert blocks == (2 * WIDTH * 2 if is_small else 0)
 
 
 def peak_kib() -> int:

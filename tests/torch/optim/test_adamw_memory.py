@@ -1,9 +1,9 @@
-"""The memory of `modicum.torch.AdamW`, from the kernel: all of it from construction on, in the
-bytes per parameter that the format declares, and no more after forks.
+"""The memory of `modicum.torch.AdamW` by the kernel's counters: the constructor allocates all of
+it, in the bytes per parameter that the format declares, and forked children add none.
 
 Must fail for these mutants: state allocated at the first step; a gradient held in addition to its
-plane; a master held in addition to the parameter; planes that children inherit; a page that leaves
-out what children cost.
+plane; a master held in addition to the parameter; planes that children inherit; a guide without the
+bytes that children add.
 """
 
 import json
@@ -26,6 +26,7 @@ DECLARED = {
     "bf16-moments-fp32": 12,
     "int8-moments-fp32": 10.0625,
 }
+# Formats with parameters in torch's own memory, which children inherit.
 INHERITED = ("torch:fp32", "torch:fp32-split", "torch:int8-moments")
 FIXED = 1 << 19  # memory of Python and torch
 COPIED = 6 << 20  # pages that Python writes, e.g. reference counts; a plane of codes has 8 MiB
@@ -46,16 +47,16 @@ def held() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("state_format", DECLARED)
 def test_bytes_per_parameter(held: dict[str, dict[str, int]], state_format: str) -> None:
-    """The figure includes the parameter's own memory, allocated before."""
+    """The declared bytes include the parameter's own memory, which is allocated before."""
     of = held[state_format]
-    due = DECLARED[state_format] * of["parameters"] - of["parameter_bytes"]
-    assert of["ledger"] == pytest.approx(due, rel=0.001)
+    state = DECLARED[state_format] * of["parameters"] - of["parameter_bytes"]
+    assert of["ledger"] == pytest.approx(state, rel=0.001)
     for when in ("made", "stepped"):
-        assert due * 0.995 <= of[when] <= due * 1.005 + FIXED, f"{when}: {of[when]} of {due}"
+        assert state * 0.995 <= of[when] <= state * 1.005 + FIXED, f"{when}: {of[when]} of {state}"
 
 
 @pytest.mark.parametrize("state_format", DECLARED)
-def test_children_cost_nothing(held: dict[str, dict[str, int]], state_format: str) -> None:
+def test_children_add_no_memory(held: dict[str, dict[str, int]], state_format: str) -> None:
     """Two children live while all memory is written again."""
     assert held[state_format]["written_with_children"] <= COPIED
 

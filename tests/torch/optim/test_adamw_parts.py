@@ -1,6 +1,6 @@
 """The elements of a parameter that a rank steps, against torch.chunk.
 
-Oracle test, on shards that torch has made. Must fail for these mutants: runs that begin at the
+Must fail for these mutants: runs that begin at the
 local tensor's offset; a shard of a shard treated as a shard of the whole, or derived from its
 placements alone; replicas that are all counted.
 """
@@ -35,8 +35,8 @@ CUTS = [
     [(name, cut) for name in ("llama", "mixtral") for cut in CUTS],
     ids=str,
 )
-def test_runs_are_what_a_rank_holds(name: str, cut: Cut) -> None:
-    """Every element has a unique value, so the runs name exactly the rank's elements."""
+def test_runs_are_the_elements_that_a_rank_holds(name: str, cut: Cut) -> None:
+    """Each element's value is its index in the whole parameter."""
     whole = copy.deepcopy(from_pretrained(name)).float()
     with torch.no_grad():
         for parameter in whole.parameters():

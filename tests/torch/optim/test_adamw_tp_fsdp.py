@@ -1,7 +1,7 @@
 """`modicum.torch.AdamW` where tensor parallelism and FSDP2 shard one dim unevenly, on real ranks.
 
-Tested against one process with the whole model, bit for bit, sharded by torch.chunk alone; oracle
-test against DTensor's `full_tensor`. Must fail for these mutants: a shard of a shard treated as a
+The oracles are one process with the whole model, sharded by torch.chunk, and DTensor's
+`full_tensor`. Must fail for these mutants: a shard of a shard treated as a
 shard of the whole; elements numbered from the start of the shard (random bits depend on the global
 index); replicas that a norm counts twice.
 """
@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import modicum.torch  # noqa: E402  (after torch is known to be there)
 
-MESHES = ((2, 2), (3, 2), (2, 3))  # dp x tp of 53 rows, 39, 101
+MESHES = ((2, 2), (3, 2), (2, 3))  # dp x tp, which divide 53, 39 and 101 rows unevenly
 FORMATS = (("float32", "fp32"), ("bfloat16", "bf16-moments"), ("bfloat16", "int8-moments"))
 # Row-wise weights have 128 n columns on each of two or three ranks: no cut divides a block.
 ROWS = {
@@ -77,7 +77,9 @@ def by_one_process(
 
 
 @pytest.mark.parametrize(("dtype", "state_format"), FORMATS)
-def test_what_is_loaded_is_stepped(world: Ranks, rows: str, dtype: str, state_format: str) -> None:
+def test_steps_are_those_of_one_process(
+    world: Ranks, rows: str, dtype: str, state_format: str
+) -> None:
     """Compares parameters and moments of every rank in all bits, and the norm of all ranks."""
     directory = rows if state_format == "int8-moments" else str(checkpoint_of("llama"))
     whole, norm, formats = by_one_process(directory, dtype, state_format)

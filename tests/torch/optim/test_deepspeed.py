@@ -1,10 +1,10 @@
-"""The memory of the real DeepSpeed with its optimizer on the host, and of Modicum's optimizer under
-the same training: by owner, forked workers included.
+"""The memory of DeepSpeed with its optimizer on the host, and of Modicum's optimizer under the same
+training: by owner, forked workers included.
 
-Tested against sums of Pss that are read without Modicum, DeepSpeed's own losses, and the forecast
-of `modicum plan`. Must fail for these mutants: copies in workers that are missed, or counted once
-per worker; a missed buffer of DeepSpeed's; a protection that misses allocations of the first step;
-a step that rounds differently from DeepSpeed's.
+Compared with sums of Pss that are read without Modicum, DeepSpeed's own losses, and the forecast of
+`modicum plan`. Must fail for these mutants: copies in workers that are missed, or counted once per
+worker; a missed buffer of DeepSpeed; a protection that misses allocations of the first step; a step
+that rounds differently from DeepSpeed's.
 """
 
 import json
@@ -87,7 +87,8 @@ def copied(epoch: dict[str, Any], *names: str) -> float:
 
 
 def assert_adds_up(runs: Runs, name: str) -> None:
-    """The attributed bytes plus the narrow model's fixed ones equal the Pss of the process tree."""
+    """Asserts that the attributed bytes and the fixed ones, which the narrow model shows, are the
+    Pss of the process tree, within 2 %."""
     (narrow,) = runs["ours, narrow" if name.startswith("ours") else "none"]
     fixed = narrow["attribution"]["unexplained_bytes"]
     for epoch in runs[name]:
@@ -103,17 +104,17 @@ def largest() -> float:
     return 2 / 6
 
 
-def test_without_workers_it_is_18(runs: Runs) -> None:
+def test_without_workers_deepspeed_holds_18_bytes(runs: Runs) -> None:
     (epoch,) = runs["none"]
     held = {name: owners(epoch)[name]["held_per_param"] for name in HOST}
-    due = {"master": 4, "gradient": 4, "moments": 8, "staging": 2 + largest()}
-    assert held == pytest.approx(due, rel=0.002)
+    expected = {"master": 4, "gradient": 4, "moments": 8, "staging": 2 + largest()}
+    assert held == pytest.approx(expected, rel=0.002)
     assert epoch["attribution"]["params"] == 6 * NARROW * NARROW
     assert copied(epoch) == 0
     assert_adds_up(runs, "none")
 
 
-def test_persistent_workers_copy_10(runs: Runs) -> None:
+def test_persistent_workers_copy_10_bytes(runs: Runs) -> None:
     (epoch,) = runs["persistent"]
     assert epoch["attribution"]["forked"] == 2
     assert copied(epoch, "master") == pytest.approx(4, rel=0.01)
@@ -123,7 +124,7 @@ def test_persistent_workers_copy_10(runs: Runs) -> None:
     assert_adds_up(runs, "persistent")
 
 
-def test_default_workers_copy_18_from_the_second_epoch_on(runs: Runs) -> None:
+def test_default_workers_copy_18_bytes_from_the_second_epoch_on(runs: Runs) -> None:
     first, second = runs["default"]
     assert copied(first) == pytest.approx(10, rel=0.02)
     assert copied(second) == pytest.approx(18, rel=0.02)
@@ -131,17 +132,18 @@ def test_default_workers_copy_18_from_the_second_epoch_on(runs: Runs) -> None:
     assert_adds_up(runs, "default")
 
 
-def test_protected_they_copy_nothing(runs: Runs) -> None:
+def test_workers_copy_no_protected_memory(runs: Runs) -> None:
     for epoch in runs["protected"]:
         assert epoch["attribution"]["forked"] == 2
         assert copied(epoch) < 0.02
     assert_adds_up(runs, "protected")
+    # The weights, which a worker may use, are not protected.
     assert owners(runs["protected"][1])["weights"]["copied_per_param"] > 1.9
     losses = [epoch["losses"] for epoch in runs["default"]]
     assert [epoch["losses"] for epoch in runs["protected"]] == losses
 
 
-def test_ours_holds_16_and_makes_the_same_losses(runs: Runs) -> None:
+def test_modicums_adamw_holds_16_bytes_and_makes_the_same_losses(runs: Runs) -> None:
     (epoch,) = runs["ours"]
     held = sum(owners(epoch)[name]["held_per_param"] for name in HOST if name in owners(epoch))
     assert held == pytest.approx(16, rel=0.002)
@@ -149,12 +151,12 @@ def test_ours_holds_16_and_makes_the_same_losses(runs: Runs) -> None:
     assert_adds_up(runs, "ours")
     (theirs,), (epoch,) = runs["none"], runs["ours, narrow"]
     assert len(set(theirs["losses"])) == 6
-    assert epoch["losses"] == theirs["losses"], "not DeepSpeed's bits"
+    assert epoch["losses"] == theirs["losses"], "not the bits of DeepSpeed"
 
 
 def assert_holds_18_of_zero_3(epoch: dict[str, Any]) -> None:
-    """Asserts the bytes of masters, float32 gradients and their bfloat16 partitions, moments and
-    weights."""
+    """Asserts the bytes of masters, float32 gradients with their bfloat16 partitions, and moments,
+    and that all owners add up to the Pss of the process tree."""
     of = owners(epoch)
     held = {name: of[name]["held_per_param"] for name in ("master", "gradient", "moments")}
     assert held == pytest.approx({"master": 4, "gradient": 4 + 2, "moments": 8}, rel=0.005)
@@ -164,26 +166,26 @@ def assert_holds_18_of_zero_3(epoch: dict[str, Any]) -> None:
     assert known + rest == pytest.approx(epoch["tree_bytes"], rel=0.02)
 
 
-def test_zero_3_without_offloaded_weights(runs: Runs) -> None:
+def test_zero_3_without_offloaded_weights_copies_10_bytes(runs: Runs) -> None:
     (epoch,) = runs["zero3"]
     assert_holds_18_of_zero_3(epoch)
     assert PARTITION not in owners(epoch)
     assert owners(epoch)["weights"]["held_per_param"] >= 2
-    for name, due in {"master": 4, "gradient": 6, "moments": 0}.items():
-        assert copied(epoch, name) == pytest.approx(due, rel=0.02, abs=0.01)
+    for name, expected in {"master": 4, "gradient": 6, "moments": 0}.items():
+        assert copied(epoch, name) == pytest.approx(expected, rel=0.02, abs=0.01)
 
 
-def test_zero_3_with_offloaded_weights(runs: Runs) -> None:
+def test_zero_3_with_offloaded_weights_copies_12_then_20_bytes(runs: Runs) -> None:
     first, second = runs["zero3, offloaded"]
-    for epoch, due in ((first, 12), (second, 20)):
+    for epoch, expected in ((first, 12), (second, 20)):
         assert_holds_18_of_zero_3(epoch)
         assert owners(epoch)[PARTITION]["held_per_param"] == pytest.approx(2, rel=0.005)
         assert copied(epoch, "master", "gradient", "moments", PARTITION) == pytest.approx(
-            due, rel=0.02
+            expected, rel=0.02
         )
 
 
-def test_zero_3_protected(runs: Runs) -> None:
+def test_zero_3_protected_copies_nothing(runs: Runs) -> None:
     for epoch in runs["zero3, protected"]:
         assert_holds_18_of_zero_3(epoch)
         assert epoch["attribution"]["forked"] == 2
@@ -200,7 +202,7 @@ def test_zero_3_protected(runs: Runs) -> None:
         ("default", ["--workers", 2]),
     ],
 )
-def test_the_forecast_is_what_happens(
+def test_the_forecast_is_within_2_percent(
     runs: Runs, modicum: Path, tmp_path: Path, name: str, flags: list[Any]
 ) -> None:
     """Compares `modicum plan --deepspeed` for the same parameters; it excludes device memory."""
@@ -216,9 +218,9 @@ def test_the_forecast_is_what_happens(
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
     of = run_json(modicum, "plan", tmp_path, "--deepspeed", tmp_path / "ds.json", *flags)
-    due = COMPILER_BYTES + sum(line["bytes"] for line in of["deepspeed"]["lines"])
+    forecast = COMPILER_BYTES + sum(line["bytes"] for line in of["deepspeed"]["lines"])
     epoch = runs[name][-1]
     named = owners(epoch)
     got = sum(named[owner]["held_bytes"] + named[owner]["copied_bytes"] for owner in HOST)
     got += epoch["attribution"]["unexplained_bytes"]
-    assert got == pytest.approx(due, rel=0.02)
+    assert got == pytest.approx(forecast, rel=0.02)

@@ -1,8 +1,8 @@
 """DeepSpeed under transformers' Trainer: `ProtectCallback`, and the configuration that Trainer
 resolves.
 
-Tested with the real Trainer and DeepSpeed. Must fail for these mutants: a protection that comes
-before DeepSpeed's memory or after the fork of the workers; "auto" that reaches the forecast.
+Must fail for these mutants: a protection that comes before DeepSpeed has allocated, or after the
+workers are forked; "auto" that reaches the forecast.
 """
 
 import json

@@ -1,9 +1,9 @@
 """`modicum.torch.AdamW` with torch's own table of optimizer inputs, and with the uses that torch's
 test_optim.py tests.
 
-Oracle test against torch.optim.AdamW, with torch.testing's table. Inputs that AdamW refuses, and
-those that it accepts and torch refuses, are listed below with their reason. Must fail for these
-mutants: an option that is read once; a hook that is not called; a refusal that becomes silence.
+The oracle is torch.optim.AdamW, with torch.testing's table. REFUSED and MESSAGES list the inputs
+for which the two differ. Must fail for these mutants: an option that is read only once; a hook that
+is not called; a refused input that is accepted.
 """
 
 import copy
@@ -34,7 +34,8 @@ ERRORS = INFO.optim_error_inputs_func("cpu", torch.float32)
 # Options of torch's implementations: refused by name.
 REFUSED = {"differentiable": r"UNSUPPORTED: differentiable: .*expected False, got True"}
 
-# torch's refusals by description: the message of ours, or None where nothing depends on it.
+# torch's error inputs by their description: the message of the refusal, or None if AdamW accepts
+# the input.
 MESSAGES: dict[str, str | None] = {
     "invalid param type": "iterable of Tensors or dicts",
     "a param group cannot have duplicate parameters": "a parameter is given twice .*param.1",
@@ -82,7 +83,7 @@ def assert_same(mine: nn.Module, theirs: nn.Module, ours: Any, torchs: Any) -> N
 
 @pytest.mark.parametrize("made", INPUTS, ids=[one.desc for one in INPUTS])
 def test_inputs_of_torchs_table(made: Any) -> None:
-    """The bits are those of torch's loop over tensors, whichever implementation the input
+    """The bits are those of torch's single-tensor implementation, whichever one the input
     requests."""
     mine, theirs = net(), net()
     refused = [words for name, words in REFUSED.items() if made.kwargs.get(name)]
@@ -130,7 +131,7 @@ def test_schedulers_of_torchs_table(which: int) -> None:
 # ---- test_optim.py
 
 
-def test_groups_with_options_of_their_own() -> None:
+def test_groups_train_by_their_own_options() -> None:
     mine, theirs = net(), net()
     made = []
     for model, make in ((mine, AdamW), (theirs, torch.optim.AdamW)):
@@ -163,32 +164,33 @@ def test_steps_without_gradients_and_with_zeros() -> None:
 
 
 def test_state_dicts_of_any_make_load() -> None:
-    """Loads older state dicts without later options, with steps as numbers, with names or without,
-    and by weights_only."""
+    """Loads a state dict of an older torch, without later options and with steps as numbers, and
+    one without names. The caller's dict is not changed by later steps."""
     mine, theirs = net(), net()
     ours = AdamW(mine.named_parameters(), lr=0.01)
     torchs = torch.optim.AdamW(theirs.parameters(), lr=0.01)
     train(mine, ours)
     train(theirs, torchs)
     saved = pickle.loads(pickle.dumps(ours.state_dict()))
-    before = copy.deepcopy(saved)
     for name in ("maximize", "foreach", "fused", "capturable", "differentiable", "param_names"):
         saved["param_groups"][0].pop(name)
     for entry in saved["state"].values():
         entry["step"] = entry["step"].item()
-    for optimizer in (ours, torchs):
-        optimizer.load_state_dict(copy.deepcopy(saved))
+    before = copy.deepcopy(saved)
+    ours.load_state_dict(saved)
+    torchs.load_state_dict(copy.deepcopy(saved))
     train(mine, ours)
     train(theirs, torchs)
     assert_same(mine, theirs, ours, torchs)
-    assert before["state"][0]["step"] == 4, "the dict is the caller's"
+    for index, entry in before["state"].items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(saved["state"][index][name], entry[name]), (index, name)
     ours.load_state_dict(torchs.state_dict())
     assert ours.param_groups[0]["param_names"] == [name for name, _ in mine.named_parameters()]
 
 
-def test_hooks() -> None:
-    """Calls all of torch's hooks, in torch's order; those of load_state_dict may replace the
-    dict."""
+def test_hooks_are_called_in_torchs_order() -> None:
+    """A hook of load_state_dict may replace the dict."""
     calls: dict[Any, list[Any]] = {}
     for make in (AdamW, torch.optim.AdamW):
         model, said = net(), []
@@ -219,6 +221,7 @@ def test_hooks() -> None:
             handle.remove()
         train(model, optimizer, 1)
         calls[make] = said
+    # 3 of a step, and 2 each before and after state_dict and load_state_dict.
     assert calls[AdamW] == calls[torch.optim.AdamW] and len(calls[AdamW]) == 11
 
 
@@ -256,7 +259,7 @@ def test_an_option_that_would_change_something_is_refused_when_it_is_set() -> No
     ],
     ids=("deepcopy", "pickle", "complex", "float64", "sparse"),
 )
-def test_refused(use: Callable[..., Any], words: str) -> None:
+def test_unsupported_uses_are_refused(use: Callable[..., Any], words: str) -> None:
     model = net()
     with pytest.raises(modicum.UsageError, match=re.compile(words)):
         use(AdamW(model.parameters()), model)

@@ -1,5 +1,10 @@
-"""Failure propagation, barriers and liveness of a process group, with real processes and
-signals."""
+"""Failure propagation, barriers and liveness of a process group, with real processes and signals.
+
+Must fail for these mutants: a rank that leaves an exchange and keeps its connections; a failed rank
+0 that ends the store before the others have read the error; one silent rank, or a short stop, that
+counts as the loss of a host; a reduced tensor that a Gloo thread still holds; models that differ,
+without advice in the error.
+"""
 
 import json
 import os
@@ -197,7 +202,7 @@ def test_a_silent_host_is_noticed_by_one_other(hosts: str) -> None:
 
 
 def test_for_another_host_one_sign_of_life_suffices() -> None:
-    """Ranks whose kernel commits their memory can't beat."""
+    """A rank increments no heartbeat while the kernel commits its memory."""
     assert first_lost(processes_on(*"aabb"), 0, Beats({2}), 30) is None
     assert first_lost(processes_on(*"aabb"), 0, Beats({2, 3}), SILENT_LOOKS) is None
     assert first_lost(processes_on(*"aabb"), 0, Beats({2, 3}), SILENT_LOOKS + 1) is not None
@@ -205,7 +210,7 @@ def test_for_another_host_one_sign_of_life_suffices() -> None:
 
 @pytest.mark.parametrize("hosts", ["a" * 5, "a" * 1000, "abc" * 300])
 def test_no_rank_polls_all_ranks(hosts: str) -> None:
-    """If each of 900 ranks polled all others twice, that would be two million reads."""
+    """If each of 1000 ranks polled all others twice, that would be two million reads."""
     processes = processes_on(*hosts)
     beats = Beats(set())
     for rank in range(len(hosts)):
@@ -236,6 +241,7 @@ def test_ranks_of_this_host_are_checked_through_the_kernel() -> None:
 
 
 def test_the_more_ranks_wait_the_less_often_each_asks() -> None:
+    """In a world of 1000 the pauses between polls grow to 0.2 s; the failure comes after 1 s."""
     asked = []
     ranks = Ranks(1, 1000)
     threading.Timer(
@@ -305,7 +311,9 @@ def agreeing_on(told: Told, facts: list[dict[str, str]]) -> None:
     ],
     ids=("lacks", "meta", "dtype", "order", "argument"),
 )
-def test_what_to_do_about_models_that_differ(second: dict[str, str], said: str) -> None:
+def test_the_error_says_what_to_do_about_models_that_differ(
+    second: dict[str, str], said: str
+) -> None:
     first = {"tensor a": "f32 [2]", "tensor b": "f32 [1]"}
     if "argument a" in second:
         second = second | first
@@ -427,7 +435,7 @@ def failing_then_not(told: Told) -> Any:
     return failed, threading.active_count()
 
 
-def test_the_load_after_a_failed_one_is_another() -> None:
+def test_a_failed_load_does_not_affect_the_next() -> None:
     ended = World(failing_then_not, 2).end()
     assert [one.value[0] for one in ended.values()] == [(1, 1)] * 2
     assert all(one.value[1] < 4 for one in ended.values()), "threads are left"
@@ -575,7 +583,7 @@ def test_an_absent_rank_is_named_after_the_groups_timeout() -> None:
 
 # ---- bytes
 
-PIECE_BYTES, PIECES_AHEAD = 4096, 3  # small ones, so that small buffers show what many do
+PIECE_BYTES, PIECES_AHEAD = 4096, 3  # small, so that some of SIZES have several pieces
 SIZES = (1, 7, 4095, 4096, 4097, 12288, 100_001)
 
 
@@ -676,11 +684,11 @@ def leaving_while_it_waits(told: Told, whole: bool) -> Any:
 def test_nothing_is_written_after_the_receiver_has_left(whole: bool) -> None:
     ended = World(leaving_while_it_waits, 2, whole).end()
     assert (ended[1].error, ended[1].facts) == ("", {})
-    assert "closed" in ended[0].value, "the sender sees it"
+    assert "closed" in ended[0].value
 
 
 def loading(told: Told, checkpoint: Path, strategy: str) -> list[bytes]:
-    """The library's own load, with the others."""
+    """Loads by the C++ library, together with the other ranks; returns this rank's shards."""
     opened = modicum.open_checkpoint(checkpoint)
     recipe = modicum.make_recipe(opened)
     layout = modicum.make_layout(recipe, ranks=4, layout="hsdp", mesh="2x2")

@@ -1,11 +1,11 @@
 """A step of PEFT's adapters alone.
 
-Tested against PEFT: the step has the files of `save_pretrained`, tensor for tensor and key for key,
+Compared with PEFT: the step has the files of `save_pretrained`, tensor for tensor and key for key,
 and `PeftModel.from_pretrained` gives the model that was saved. Must fail for these mutants: a
-PeftModel whose base model is saved, too; a trained tensor that is in no file; names of Modicum's
-instead of PEFT's; a config whose sets have another order on every rank; adapters that stay the new
-program's at a resume; a file of adapters that counts as the base model's source; adapters inside
-wrappers of torch that PEFT does not find.
+PeftModel whose base model is saved, too; a trained tensor that is in no file; Modicum's names
+instead of PEFT's; a config whose sets have another order on every rank; a resume that keeps the new
+program's adapters; a file of adapters that counts as the base model's source;
+adapters that PEFT does not find inside wrappers of torch.
 """
 
 import json

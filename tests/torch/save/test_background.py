@@ -1,12 +1,12 @@
 """`modicum.torch.save(background=True)`: the step that a save in the foreground would have written,
 while the program steps on.
 
-Tested against a save in the foreground of the same state: all files are equal, and the training is
+Compared with a save in the foreground of the same state: all files are equal, and the training is
 the one without a save, though steps overwrite memory that is not written yet. Must fail for these
 mutants: a block that a step overwrites before it is read, in any format; a step of another
-optimizer that does not wait; a load, another save or an exit that does not; a tensor that the
-program writes to unnoticed; a step that is committed before all ranks have written; a window that
-no promise has, or beyond it; a rank that goes on after another one has failed.
+optimizer, a load, another save or an exit that does not wait for the save; a tensor that the
+program changes without an error; a step that is committed before all ranks have written; a window
+that is not promised, or larger than promised; a rank that goes on after another one has failed.
 """
 
 import os
@@ -87,7 +87,7 @@ def root(place: Path, faulty: FaultyFiles, request: pytest.FixtureRequest) -> It
 
 
 def files_of(step: Path) -> dict[str, bytes]:
-    """All files without the record, which has the save's name."""
+    """All files except manifest.json and COMMIT, which differ between two saves."""
     paths = [path for path in step.rglob("*") if path.is_file()]
     return {
         str(path.relative_to(step)): path.read_bytes()
@@ -132,7 +132,7 @@ def test_the_step_is_that_of_the_foreground(
         assert answer["end"] == end, "another training"
         assert answer["seen"] == [2.0 if size == 0 else 3.0] * 5
     reports = [answer["report"] for answer in answers]
-    assert len({str(report) for report in reports}) == 1, "a report for each rank"
+    assert len({str(report) for report in reports}) == 1, "ranks report differently"
     if size == 0:
         assert reports[0]["kept_bytes"] == 0 and reports[0]["blocked_s"] > 0.05
     else:
@@ -162,7 +162,7 @@ def test_waits_for_the_save_in_flight(
     for answer in worlds[2].ask(
         "background_waits", directory=model, root=str(root), cut=TWO, what=what
     ):
-        assert answer["took_s"] > 0.05, "it was over before"
+        assert answer["took_s"] > 0.05, "the save was over before"
     assert_same_step(root, modicum)
     assert len(list((root / "back").glob("step-*"))) == steps
 
@@ -196,7 +196,8 @@ def test_the_window_is_promised(worlds: Worlds, model: str, root: Path) -> None:
         "background_promised", directory=model, root=str(root), cut=TWO, size=size
     ):
         window = answer["asked"]["snapshot"]
-        assert size / 2 <= window <= size / 2 + MIB / 8, "of a rank, with its tables"
+        # Each of two ranks has half of the window, and its tables.
+        assert size / 2 <= window <= size / 2 + MIB / 8
         assert answer["at_peak"]["snapshot"] == window
         assert answer["peak"] <= answer["limit"]
         assert answer["left"] == 0, "the window is not given back"
@@ -218,7 +219,7 @@ def test_a_kill_leaves_the_old_step(
         for rank in range(2):
             two.kill(rank)
         assert two.hear() == [GONE, GONE]
-    assert list(root.glob(".partial-*")), "it was over before"
+    assert list(root.glob(".partial-*")), "the save was over before the kill"
     (answer,) = worlds[1].ask("resumes", directory=model, root=str(root), cut=ONE)
     assert answer["report"]["step"] == 2
     assert not list(root.glob("step-1"))
@@ -271,7 +272,7 @@ assert not saving.done()
 
 
 @pytest.mark.parametrize("end", ("", "raise ValueError('the end')"), ids=("exit", "crash"))
-def test_the_exit_waits(
+def test_the_exit_waits_for_the_save(
     faulty: FaultyFiles, model: str, root: Path, tmp_path: Path, end: str
 ) -> None:
     """The exit waits also if an exception ends the program."""

@@ -1,9 +1,9 @@
-"""A save in the background in a memory cgroup of the training state and 2 GiB, in which DCP's
-async save is killed, and what it costs the steps meanwhile.
+"""A save in the background fits into a memory cgroup of the training state and 2 GiB, in which
+DCP's `async_save` is killed. Steps that leave it time to write are at most 10 % slower.
 
     pytest tests/torch/save/test_background_memory.py -m soak -s [--full-size]
 
-It prints the figures.
+prints the figures.
 """
 
 import statistics
@@ -25,7 +25,7 @@ WORLD = 2
 ROOM = 2 * GIB
 PATIENCE_S = 1200.0
 STATE_BYTES_PER_PARAMETER = 16  # master, gradient and two moments
-# Of qwen3-0.6b: of its embeddings and its last norm, and of a layer.
+# Parameters of qwen3-0.6b: those of its embeddings and its last norm, and those of a layer.
 FIXED, PER_LAYER = 151_936 * 1024 + 1024, 15_730_944
 
 pytestmark = [

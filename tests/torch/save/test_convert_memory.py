@@ -31,8 +31,9 @@ PROGRAM = Path(__file__).parents[2] / "support/convert_memory.py"
 REPEATS = 3
 
 
-def holds_its_promise(directory: Path, folder: Path, kind: str, *words: str) -> None:
-    """Also without the part of a MiB by which the promise rounds up what the process holds."""
+def assert_holds_its_promise(directory: Path, folder: Path, kind: str, *words: str) -> None:
+    """Asserts that conversions hold at most the promise, less the part of a MiB by which it rounds
+    up the process's memory before, and are refused in a smaller budget."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     for repeat in range(REPEATS):
         command = [
@@ -64,11 +65,11 @@ def wide(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
-def test_zero(wide: Path, tmp_path: Path, state_format: str) -> None:
-    holds_its_promise(wide, tmp_path, "deepspeed", state_format)
+def test_zero_holds_its_promise(wide: Path, tmp_path: Path, state_format: str) -> None:
+    assert_holds_its_promise(wide, tmp_path, "deepspeed", state_format)
 
 
-def test_dcp_with_many_tensors(tmp_path: Path) -> None:
+def test_dcp_with_many_tensors_holds_its_promise(tmp_path: Path) -> None:
     names = [f"layers.{number}.weight" for number in range(2000)]
     entry = {"step": torch.tensor(1.0), "exp_avg": torch.ones(1024), "exp_avg_sq": torch.ones(1024)}
     model = {name: torch.ones(1024) for name in names}
@@ -76,11 +77,11 @@ def test_dcp_with_many_tensors(tmp_path: Path) -> None:
     dcp.save(
         {"model": model, "optim": {"state": state}}, checkpoint_id=tmp_path / "saved", no_dist=True
     )
-    holds_its_promise(tmp_path / "saved", tmp_path, "dcp")
+    assert_holds_its_promise(tmp_path / "saved", tmp_path, "dcp")
 
 
-def test_dcp_with_many_boxes(tmp_path: Path) -> None:
-    """A tensor as many ranks save it."""
+def test_dcp_with_many_boxes_holds_its_promise(tmp_path: Path) -> None:
+    """The directory has one tensor in 4,000 boxes, as if so many ranks had saved it."""
     path, boxes, numel = tmp_path / "saved", 4000, 16
     dcp.save({"weight": torch.zeros(numel)}, checkpoint_id=path, no_dist=True)
     metadata = pickle.loads((path / ".metadata").read_bytes())
@@ -97,4 +98,4 @@ def test_dcp_with_many_boxes(tmp_path: Path) -> None:
             place = type(info)(info.relative_path, begin, file.tell() - begin)
             metadata.storage_data[MetadataIndex("weight", offset)] = place
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    holds_its_promise(path, tmp_path, "dcp")
+    assert_holds_its_promise(path, tmp_path, "dcp")

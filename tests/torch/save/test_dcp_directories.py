@@ -1,10 +1,11 @@
 """`modicum.torch.dcp.convert`: directories of torch.distributed.checkpoint become steps, and no
 pickle in them is executed.
 
-Tested against the tensors that were saved, and Python's audit events. Must fail for these mutants:
-a box in the wrong place; elements of a box that are read from another run; a state that is written
-as the model's; numbers that are lost; a name that is not on the list; a box outside its tensor, or
-two that overlap; a file outside the directory; an archive that holds another tensor.
+Compared with the tensors that were saved; Python's audit events show each execution. Must fail
+for these mutants: a box in the wrong place; elements of a box that are read from another run; state
+that is written as a tensor of the model; numbers that are lost; a name in a pickle that is not on
+the list and is accepted; a box outside its tensor, or two that overlap; a file outside the
+directory; an archive that holds another tensor.
 """
 
 import json
@@ -49,17 +50,17 @@ class Small(torch.nn.Module):
 def trained() -> tuple[Any, Any]:
     torch.manual_seed(3)
     model = Small()
-    stepping = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    stepping.step()
-    return model, stepping
+    optimizer.step()
+    return model, optimizer
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model, stepping = trained()
-    optim = get_optimizer_state_dict(model, stepping)
+    model, optimizer = trained()
+    optim = get_optimizer_state_dict(model, optimizer)
     state = {"model": model.state_dict(), "optim": optim, "epoch": 3}
     path = tmp_path_factory.mktemp("dcp") / "saved"
     dcp.save(state, checkpoint_id=path, no_dist=True)
@@ -70,7 +71,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
-    model, stepping = trained()
+    model, optimizer = trained()
     report = convert(directory, tmp_path / "steps", step=4, optimizer="AdamW", shard_size=300)
     step = tmp_path / "steps/step-4"
     assert report.path == str(step) and "epoch" in report.left_out
@@ -83,7 +84,7 @@ def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
     }
     for name, parameter in model.named_parameters():
         for key in ("exp_avg", "exp_avg_sq"):
-            assert torch.equal(state.pop(f"{name}.{key}"), stepping.state[parameter][key])
+            assert torch.equal(state.pop(f"{name}.{key}"), optimizer.state[parameter][key])
     assert not state
     numbers = json.loads((step / "optimizer/state.json").read_text())["numbers"]
     assert {name: of["step"] for name, of in numbers.items()} == {
@@ -91,24 +92,24 @@ def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
     }
 
 
-def test_modicum_resumes_it(directory: Path, tmp_path: Path) -> None:
+def test_modicum_resumes_the_step(directory: Path, tmp_path: Path) -> None:
     convert(directory, tmp_path / "steps", step=4, optimizer="AdamW")
-    (model, stepping), (saved, its) = trained(), trained()
+    (model, optimizer), (saved, saved_optimizer) = trained(), trained()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    stepping.state.clear()
-    modicum.torch.resume(model, tmp_path / "steps", optimizer=stepping, progress=False)
+    optimizer.state.clear()
+    modicum.torch.resume(model, tmp_path / "steps", optimizer=optimizer, progress=False)
     for one, other in zip(model.parameters(), saved.parameters(), strict=True):
         assert torch.equal(one, other)
-        for key, value in its.state[other].items():
-            assert torch.equal(stepping.state[one][key], value), key
+        for key, value in saved_optimizer.state[other].items():
+            assert torch.equal(optimizer.state[one][key], value), key
 
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (1, 2)], ids=str)
 def test_boxes_of_any_cut(tmp_path: Path, dims: tuple[int, ...]) -> None:
-    """Ranks of a mesh save boxes, some uneven or empty; every range of elements is read as torch
-    reads it."""
+    """Ranks of a mesh save boxes, some uneven or empty. Random ranges of elements are read from
+    them."""
     whole = torch.arange(5 * 3 * 4, dtype=torch.int32).reshape(5, 3, 4)
     world = 2 ** len(dims)
     names = []
@@ -204,7 +205,7 @@ def named(metadata: Any, fqn: str) -> Any:
     return next(info for index, info in metadata.storage_data.items() if index.fqn == fqn)
 
 
-def test_what_is_not_covered_is_refused(directory: Path) -> None:
+def test_boxes_that_do_not_tile_their_tensor_are_refused(directory: Path) -> None:
     def outside(of: Any) -> None:
         named(of, "model.up.weight").relative_path = "../__0_0.distcp"
 
@@ -228,8 +229,7 @@ def test_what_is_not_covered_is_refused(directory: Path) -> None:
 
 
 def test_an_archive_of_another_tensor_is_refused(directory: Path, tmp_path: Path) -> None:
-    """The weight's box points to the archive of its moment, which has the same shape, and then to
-    one of another shape."""
+    """The weight's box points to the archive of a moment of the bias."""
 
     def swapped(of: Any) -> None:
         index = named(of, "model.up.weight")
@@ -250,9 +250,9 @@ def test_a_directory_without_metadata_names_those_that_have_it(
 
 
 def test_an_optimizer_without_its_model_is_refused(directory: Path, tmp_path: Path) -> None:
-    """As accelerate writes it: `optimizer_0` next to `pytorch_model_fsdp_0`."""
-    model, stepping = trained()
-    optim = get_optimizer_state_dict(model, stepping)
+    """accelerate writes the optimizer to `optimizer_0` and the model to `pytorch_model_fsdp_0`."""
+    model, optimizer = trained()
+    optim = get_optimizer_state_dict(model, optimizer)
     dcp.save({"optimizer": optim}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
     with pytest.raises(UsageError, match="no model .*pytorch_model_fsdp_0"):
         convert(tmp_path / "optimizer_0", tmp_path / "steps", step=1)
@@ -268,8 +268,8 @@ def test_two_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", (2, 4))
 def test_getattr_in_a_pickle_is_a_member_of_an_enumeration(protocol: int) -> None:
-    """Python 3.11.0 to 3.11.2 write members that way; for any name that is not on the list it is
-    refused."""
+    """Python 3.11.0 to 3.11.2 write members of enumerations that way. For names that are not on the
+    list `getattr` is refused."""
     kind = f"{metadata.__name__} _MEM_FORMAT_ENCODING"
 
     def read(*args: object) -> Any:

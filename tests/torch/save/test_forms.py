@@ -1,9 +1,9 @@
 """The files of a step: which tensors, from which source, under which names.
 
-Must fail for these mutants: a tensor that the load has left alone and no file has is not saved; a
-model that was resumed forgets the step that it was saved as; unused tensors that are dropped on
-"copy"; a save without a budget; one number of steps for all parameters; elements of a device that
-come from another place; values that are not compared.
+Must fail for these mutants: a tensor that no file has is not saved, although the load has left it
+alone; a resumed model that cannot be saved again once its step is removed; unused tensors that are
+dropped on "copy"; a save without a budget; one number of steps for all parameters; elements of a
+device that are read from another place; a resume that does not compare values.
 """
 
 from pathlib import Path
@@ -57,7 +57,8 @@ def test_the_files_are_those_of_the_source(tmp_path: Path, name: str) -> None:
 def test_tensors_on_a_device_come_through_staging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: str | None
 ) -> None:
-    """The core may not touch the memory of a dense model and of stacked experts."""
+    """The parameters count as on a device, whose memory the core cannot read: those of a dense
+    model, and stacked experts."""
     monkeypatch.setattr(weights, "destination_of", lambda local: "copy")
     for name in ("gpt2", "qwen3_moe"):
         report = front.save(loaded(name), tmp_path / name, step=1, staging=staging)
@@ -66,7 +67,7 @@ def test_tensors_on_a_device_come_through_staging(
             assert torch.equal(after[fqn], tensor), fqn
 
 
-def test_tensors_that_no_file_had(tmp_path: Path) -> None:
+def test_tensors_that_no_file_had_are_saved(tmp_path: Path) -> None:
     """One tensor was initialised by the load, and one was left alone by it."""
     model = torch_front.empty("qwen3")
     model.head = torch.nn.Linear(3, 2, device="meta")
@@ -96,7 +97,7 @@ def test_a_model_of_another_loader_needs_its_source(tmp_path: Path) -> None:
 
 
 def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
-    """The resumed step is removed, and the model is saved again."""
+    """The model can be saved again after `keep` has removed the step that it was resumed from."""
     root = tmp_path / "steps"
     front.save(loaded("llama"), root, step=1)
     model = torch_front.empty("llama")
@@ -104,7 +105,7 @@ def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
     for step in (2, 3, 4):
         report = front.save(model, root, step=step, keep=1)
         assert sorted(path.name for path in root.iterdir()) == ["latest", f"step-{step}"]
-    assert len(report.copied) == 1, "an unused tensor of the first source"
+    assert len(report.copied) == 1  # the unused tensor of the first source
     assert_holds(Path(report.path), model)
 
 
@@ -166,7 +167,7 @@ def test_the_command_line_resumes_parameters_with_other_names(
     assert new.digest() == optimizer.digest()
 
 
-def test_step_counts_that_differ(tmp_path: Path) -> None:
+def test_step_counts_that_differ_are_restored(tmp_path: Path) -> None:
     """A parameter without a gradient counts no step."""
     model = loaded("qwen3")
     optimizer = front.AdamW(model.named_parameters(), state_format="bf16-moments")
@@ -186,7 +187,7 @@ def test_step_counts_that_differ(tmp_path: Path) -> None:
     assert new.digest() == optimizer.digest()
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_wrong_saves_and_resumes_are_refused(tmp_path: Path) -> None:
     model = loaded("qwen3")
     root = tmp_path / "steps"
     with pytest.raises(BudgetError, match=r"1\.00 MiB"):

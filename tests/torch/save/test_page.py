@@ -1,4 +1,4 @@
-"""The Python of docs/guide/save.md, as it is on the page."""
+"""The Python blocks of docs/guide/save.md run as they are on the page."""
 
 import re
 from pathlib import Path

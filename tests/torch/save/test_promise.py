@@ -1,7 +1,7 @@
-"""`load` with an optimizer promises the whole job, as verb `plan` does: the load, the steps and a
-save of both; a budget that lacks the room for the save is refused before a weight is read.
+"""`load` with an optimizer promises the whole job, as `modicum plan` does: the load, the steps and
+a save of both. A budget without room for the save is refused before a weight is read.
 
-Tested against the program. Must fail for these mutants: a load whose promise ends with the step; a
+Must fail for these mutants: a load whose promise ends with the step; a
 save that is promised with the load's staging, which the budget has shrunk; a report of a resume
 that does not name the steps that it skipped.
 """
@@ -48,13 +48,13 @@ def loaded(directory: Path, **options: Any) -> tuple[Any, AdamW, dict[str, Any]]
 
 
 def besides_the_process(rank: dict[str, Any]) -> int:
-    """What a promise holds besides the process itself, which is counted in whole MiB."""
+    """The promised bytes without those of the process itself, which are rounded up to MiB."""
     promised: int = rank["promised_bytes"]
     return promised - -(-rank["baseline_bytes"] // MIB) * MIB
 
 
 def phases_of(modicum: Path, directory: Path) -> dict[str, dict[str, int]]:
-    """Of a job of one rank: by phase, the bytes by purpose."""
+    """For each phase of a job of one rank, the bytes by purpose."""
     words = ("plan", directory, "--ranks", 1, "--optimizer", "adamw:fp32")
     planned = run_json(modicum, *words)
     own = next(of for of in planned["strategies"] if of["name"] == "own-shard")
@@ -62,7 +62,8 @@ def phases_of(modicum: Path, directory: Path) -> dict[str, dict[str, int]]:
 
 
 def test_the_promise_is_that_of_plan(modicum: Path, directory: Path) -> None:
-    """But for what the program's steps hold to make gradients, in `staging` and `plan`."""
+    """`plan` also counts the memory in which the command line's own steps make gradients, in
+    `staging` and `plan`: the comparison leaves it out."""
     phases = phases_of(modicum, directory)
     saves, steps = phases["save"], phases["step"]
     assert saves["header"] > steps["header"]
@@ -74,8 +75,8 @@ def test_the_promise_is_that_of_plan(modicum: Path, directory: Path) -> None:
 
 
 def test_a_budget_without_room_for_the_save_is_refused(directory: Path) -> None:
-    """The staging of a load is shrunk to the budget, that of a save is not. The state is small, so
-    that both are needed at the peak."""
+    """A small budget shrinks the staging of a load, but not that of a save. The state is small, so
+    that the stagings decide the peak."""
     model, optimizer = built(directory)
     model.requires_grad_(False)
     model.model.norm.requires_grad_(True)
@@ -92,14 +93,16 @@ def test_a_budget_without_room_for_the_save_is_refused(directory: Path) -> None:
     load(needed + 4 * MIB)
 
 
-def test_the_save_asks_for_what_was_promised(directory: Path, tmp_path: Path) -> None:
+def test_the_save_promises_no_more_than_the_load_did(directory: Path, tmp_path: Path) -> None:
     model, optimizer, rank = loaded(directory)
     saved = modicum.torch.save(model, tmp_path / "root", step=1, optimizer=optimizer)
     assert saved.promised_bytes <= rank["promised_bytes"] + 16 * MIB  # Python's own
     assert str(saved).startswith(f"{saved.path}: ") and "visible after" in str(saved)
 
 
-def test_the_report_of_a_resume_as_text(directory: Path, tmp_path: Path) -> None:
+def test_the_report_of_a_resume_as_text_names_skipped_steps(
+    directory: Path, tmp_path: Path
+) -> None:
     model, optimizer, _ = loaded(directory)
     modicum.torch.save(model, tmp_path, step=1, optimizer=optimizer)
     (tmp_path / "step-9").mkdir()

@@ -1,9 +1,8 @@
 """`modicum reshard` of steps that Python has saved: adapters, the state of torch's optimizers, and
 a program's own data.
 
-Tested against `modicum.torch.resume` of the original. Must fail for these mutants: adapters under a
-name that PEFT does not read; stacked experts whose recipe is lost; extras of a rank that are left
-out.
+Compared with the program that saved the step. Must fail for these mutants: adapters under a name
+that PEFT does not read; stacked experts whose recipe is lost; extras of a rank that are left out.
 """
 
 import json
@@ -69,7 +68,7 @@ def test_adapters_keep_their_names(modicum: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ("llama_tied", "qwen3_moe"))
-def test_torchs_state_in_other_files(modicum: Path, tmp_path: Path, family: str) -> None:
+def test_torchs_state_in_other_files_is_resumed(modicum: Path, tmp_path: Path, family: str) -> None:
     model = loaded(family)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     stepped(model, optimizer)
@@ -94,7 +93,7 @@ def test_torchs_state_in_other_files(modicum: Path, tmp_path: Path, family: str)
 
 
 @pytest.mark.parametrize("family", ("llama_tied", "qwen3_moe"))
-def test_a_state_in_another_format(modicum: Path, tmp_path: Path, family: str) -> None:
+def test_a_state_in_another_format_is_resumed(modicum: Path, tmp_path: Path, family: str) -> None:
     """Compares with the saved optimizer's state dict, loaded into an optimizer of the new
     format."""
     model = loaded(family).bfloat16()

@@ -2,9 +2,9 @@
 
 Must fail for these mutants: SIGTERM that is forgotten after the step is committed; a save that goes
 on beyond its grace; one rank alone that ends; a second SIGTERM that is ignored; a handler of the
-program that is replaced; a rate of the first, small pieces; a SIGTERM that ends the process before
-the ranks have met; a rank that waits for others that have ended; a SIGTERM that is lost if the save
-fails.
+program that is replaced; a forecast from the rate of the first, small pieces; a SIGTERM that ends
+the process before the ranks have met; a rank that waits for others that have ended; a SIGTERM that
+is lost if the save fails.
 """
 
 import os
@@ -24,7 +24,7 @@ from ranks import GONE, Ranks, ranks
 from sharding import Cut
 
 ONE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
-SENT_S = 20.0
+BEGIN_S = 20.0
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def begin(two: Ranks, how: dict[str, Any], tmp_path: Path, *, grace: float, paus
     marks = tmp_path / "marks"
     marks.mkdir()
     two.tell("save_slowly", slow=(pause_s, str(marks)), grace=grace, **how)
-    deadline = time.monotonic() + SENT_S
+    deadline = time.monotonic() + BEGIN_S
     while len(list(marks.iterdir())) < 2:
         assert time.monotonic() < deadline, two.logs()
         time.sleep(0.01)
@@ -63,7 +63,7 @@ def send(two: Ranks, *to: int) -> float:
 def test_the_step_is_committed_within_the_grace(
     two: Ranks, how: dict[str, Any], tmp_path: Path, modicum: Path, to: tuple[int, ...]
 ) -> None:
-    """After the commit SIGTERM ends the process, as without a save."""
+    """SIGTERM ends the process after the commit, if the rank has got it."""
     begin(two, how, tmp_path, grace=60.0, pause_s=0.1)
     send(two, *to)
     heard = two.hear()
@@ -76,7 +76,7 @@ def test_the_step_is_committed_within_the_grace(
 
 
 def assert_ended(group: Ranks, rank: int, answer: Any) -> None:
-    """SIGTERM has ended the rank."""
+    """Asserts that SIGTERM has ended the rank."""
     assert answer is GONE, answer
     group.processes[rank].join(10)
     assert group.processes[rank].exitcode == -signal.SIGTERM
@@ -138,7 +138,7 @@ def test_a_signal_before_the_ranks_meet_is_held(
 
 
 def test_a_signal_at_the_call_of_one_rank_alone(tmp_path: Path, modicum: Path) -> None:
-    """A save that fails ends by SIGTERM, too, after its error is printed."""
+    """SIGTERM ends the process also after a save that fails, once the error is printed."""
     with ranks(1, tmp_path / "ranks") as one:
         where = {"directory": str(tmp_path / "model"), "root": str(tmp_path / "steps"), "cut": ONE}
         one.ask("write", directory=where["directory"], family="qwen3", dtype="float32")
@@ -156,7 +156,7 @@ def test_a_signal_at_the_call_of_one_rank_alone(tmp_path: Path, modicum: Path) -
 
 
 def test_a_rank_does_not_wait_for_one_that_has_ended(two: Ranks, how: dict[str, Any]) -> None:
-    """SIGTERM has ended rank 1 before it called `save`: rank 0 has half of its grace."""
+    """SIGTERM has ended rank 1 before it called `save`. Rank 0 waits for half of its grace."""
     kind = {"step": 1, "grace": 3.0}
     two.tell("save_signalled", {0: {"signals": 1}, 1: {"signals": None}}, kind=kind, **how)
     first, last = two.hear()

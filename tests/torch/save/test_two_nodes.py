@@ -20,7 +20,7 @@ from ranks import ranks
 WHY_NOT = two_nodes.why_not()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"no two nodes here: {WHY_NOT}")
 PROGRAM = Path(two_nodes.__file__).with_name("node_rank.py")
-SEEN_S = 10.0
+SEEN_S = 10.0  # in which a rank must find the directory that another rank has made
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,11 @@ def asked(
     return [list(of_act) for of_act in zip(*answers, strict=True)]
 
 
-def test_steps_over_two_nodes(nodes: two_nodes.Nodes, model: str, tmp_path: Path) -> None:
-    """Training goes on bit for bit. If node b does not see the root, all ranks refuse it, in a save
-    and in a resume."""
+def test_steps_over_two_nodes_need_a_shared_root(
+    nodes: two_nodes.Nodes, model: str, tmp_path: Path
+) -> None:
+    """Training goes on bit for bit. If one node does not see the root, all ranks refuse the save,
+    and the resume."""
     disk = tmp_path / "disk"
     said = {"directory": model, "root": str(disk / "steps"), "cut": ["hsdp", [2, 2]]}
     disk.mkdir()

@@ -1,13 +1,13 @@
 """`modicum.torch.save` in one world, `modicum.torch.resume` in another.
 
-Tested against the training that went on: for any worlds and layouts of the two programs, which use
-one state format, the resumed model and state equal the saved ones, and the next three steps equal
-those of the first program, bit for bit. `from_pretrained` and `modicum verify` read the step (the
-saved checkpoint directory). Must fail for these mutants: each replica writes the state; step
-counts, of Modicum's AdamW or of torch's, that begin anew; options of groups that stay the new
-program's; divided rows that each rank writes itself without a warning; a state that is written and
-never read; extras of another rank; ranks that do not agree on the step; a state of another format;
-a state that no promise has.
+Compared with the uninterrupted training: for several worlds and layouts of the two programs, which
+use one state format, the resumed model and state equal the saved ones, and the next three steps
+equal those of the first program, bit for bit. `from_pretrained` and `modicum verify` read the step
+(the saved checkpoint directory). Must fail for these mutants: each replica writes the state; step
+counts, of Modicum's AdamW or of torch's, that begin at 0 after a resume; a resume that keeps the
+new program's options of groups; divided rows that each rank writes itself without a warning; a
+state that is written and never read; extras of another rank; ranks that do not agree on the step; a
+state of another format that is accepted; a state that is not promised.
 """
 
 import subprocess
@@ -52,7 +52,8 @@ def model(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) ->
 def moved(
     worlds: dict[int, Ranks], how: dict[str, Any], cuts: tuple[Cut, Cut], program: Path
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Saves in one world and resumes in the other. Compares, and returns both answers."""
+    """Saves in one world, resumes in the other, and asserts that they agree. Returns rank 0's
+    answer to the save, and all answers to the resume."""
     before, after = cuts
     saved = worlds[before.world].ask("saves", cut=before, **how)
     verified = subprocess.run([program, "verify", how["root"]], capture_output=True, text=True)
@@ -63,7 +64,7 @@ def moved(
             differ = [n for n, text in answer[at].items() if saved[0][of].get(n) != text]
             assert not differ, f"{at}: {differ[0]} on rank {rank}"
             assert answer[at].keys() == saved[0][of].keys()
-    assert len({str(answer["report"]) for answer in saved}) == 1, "a report for each rank"
+    assert len({str(answer["report"]) for answer in saved}) == 1, "ranks report differently"
     return saved[0], resumed
 
 
@@ -96,7 +97,7 @@ def test_training_goes_on_in_another_world(
     assert report["written_bytes"] == written, "bytes are written twice, or not counted"
     assert report["read_bytes"] == 0
     assert (report["gathered_bytes"] > 0) == (before == TP), "divided rows are not written together"
-    # Python's own objects are in no promise.
+    # Python's own objects are not promised.
     assert report["held_bytes"] <= report["promised_bytes"] + MIB
     assert [answer["extra"][0] for answer in resumed] == [{"epoch": 1}] * after.world
 
@@ -125,7 +126,7 @@ def test_ranks_that_cannot_share_memory_write_alone(
 
 
 @pytest.mark.parametrize("optimizer", ("adam", "adamw", "sgd"))
-def test_optimizers_of_torch(
+def test_optimizers_of_torch_resume_in_another_world(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, modicum: Path, optimizer: str
 ) -> None:
     how = {"directory": model, "root": str(tmp_path / "steps"), "optimizer": optimizer}
@@ -174,8 +175,11 @@ def test_resumes_into_memory_with_other_values(
     assert answer["before"] == saved[0]["saved"] and answer["end"] == saved[0]["end"]
 
 
-def test_extras_of_each_rank(worlds: dict[int, Ranks], model: str, tmp_path: Path) -> None:
-    """In a world of the same size each rank gets its own extras, in another those of all ranks."""
+def test_extras_of_each_rank_come_back(
+    worlds: dict[int, Ranks], model: str, tmp_path: Path
+) -> None:
+    """In a world of the same size each rank gets its own extras; otherwise it gets those of all
+    ranks."""
     how = {"directory": model, "root": str(tmp_path / "steps")}
     worlds[2].ask("saves", cut=TWO, **how)
     own = [str({"rank": rank, "rng": f"tensor([{rank}, {rank}, {rank}])"}) for rank in range(2)]

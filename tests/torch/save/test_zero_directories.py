@@ -1,12 +1,12 @@
 """`modicum.torch.deepspeed.convert`: checkpoint directories of DeepSpeed's ZeRO become steps, and
 no pickle in them is executed.
 
-Tested against the real DeepSpeed's engines on two ranks, its own conversion, and Python's audit
-events. Must fail for these mutants: an element of another rank's piece, or of the padding; a state
-that belongs to another parameter; a lower half of another rounding; steps that are lost; a frozen
-parameter or a tie without values; files of two steps, or of a rank too few; a layout that is not
-known; a name that is not on the list; a tensor that another function would rebuild; a frozen
-parameter of two dtypes.
+Compared with DeepSpeed's engines on two ranks and with its own conversion; Python's audit events
+show each execution. Must fail for these mutants: an element of another rank's piece, or of the
+padding; the state of another parameter; a lower half of another rounding; steps that are lost; a
+frozen parameter or a tie without values; files of two steps, or of one rank too few or too many,
+that are accepted; an unknown layout, or a name in a pickle that is not on the list, that is
+accepted; a tensor that another function would rebuild; a frozen parameter of two dtypes.
 """
 
 import json
@@ -118,7 +118,8 @@ def test_the_weights_alone_are_those_of_zero_to_fp32(
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_modicum_goes_on_as_deepspeed_does(folder: Path, tmp_path: Path, state_format: str) -> None:
-    """The elements that DeepSpeed's vectors leave over may be rounded differently."""
+    """DeepSpeed rounds the elements after its last full SIMD vector differently: masters are within
+    two ulps."""
     convert(folder / "offloaded", tmp_path, state_format=state_format)
     model = zero_rank.small().bfloat16()
     with torch.no_grad():
@@ -143,7 +144,7 @@ def test_modicum_goes_on_as_deepspeed_does(folder: Path, tmp_path: Path, state_f
         assert ulps.abs().max() <= 2, name
 
 
-def test_tensors_of_several_windows(
+def test_tensors_of_several_windows_are_whole(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elements are converted in windows, here of at most seven, and the last two by themselves."""
@@ -164,7 +165,7 @@ def halves(master: Any) -> tuple[Any, Any]:
     return upper.to(torch.int16).view(torch.bfloat16), lower.to(torch.int16)
 
 
-def test_the_halves_of_a_tie() -> None:
+def test_the_halves_of_a_tie_are_rounded_up() -> None:
     """At a tie the upper half is rounded up in magnitude, never to even."""
     values = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F807FFF, 0]).int()
     values = values.view(torch.float32)
@@ -300,7 +301,8 @@ def test_ranks_of_other_kinds_are_refused(copied: Path) -> None:
 
 
 def read_mutated(step: Path, count: int) -> None:
-    """Damages a random one of the files' pickles at a time, and reads the files."""
+    """`count` times: damages the pickle of one of the files, reads all files, and asserts that
+    nothing is executed."""
     archives = [Archive.open(path) for path in sorted(step.glob("*.pt"))]
     chance, refused = random.Random(count), 0
     for number in range(count):

@@ -127,7 +127,7 @@ def rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_managed(world: int) -> None:
+def test_fsdp_params_has_the_facts_of_fsdp2(world: int) -> None:
     for rank in range(world):
         with playing_new_rank(rank, world):
             model = sharded()
@@ -141,7 +141,7 @@ def test_managed(world: int) -> None:
                 assert (facts.unit, facts.device, facts.pins) == (0, torch.device("cpu"), False)
 
 
-def test_units_and_offloading(rank: None) -> None:
+def test_units_and_pinning_are_those_of_fully_shard(rank: None) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
     fully_shard(model[0], offload_policy=CPUOffloadPolicy())
@@ -164,7 +164,7 @@ def test_offloaded_storage_is_on_the_cpu(rank: None) -> None:
     assert {str(facts.device) for facts in fsdp_params(model).values()} == {"cuda:0"}
 
 
-def test_an_exchanged_parameter_is_refused(rank: None) -> None:
+def test_a_parameter_replaced_after_fully_shard_is_refused(rank: None) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     fully_shard(model)
@@ -199,8 +199,8 @@ def test_this_torch_is_known(rank: None) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_rank_sees_that_shards_are_padded_again(world: int, monkeypatch) -> None:
-    """The check finds it whether or not this rank's own shard of the probe's parameter would be
-    padded."""
+    """The check fails on every rank, also where the shard of the probe's parameter needs no
+    padding."""
 
     def pads(self: Any) -> None:
         reset(self)
@@ -254,7 +254,7 @@ def test_sharded_parameters_are_found_without_their_model(rank: None, monkeypatc
     assert caught.value.category == "UNSUPPORTED"
 
 
-# Facts about tensors, modules, optimizers and modes, and an attribute that each depends on.
+# Facts about tensors, modules, optimizers and modes, and a replacement that breaks each.
 FACTS = {
     "_version grows": (torch_core, "version_of", lambda tensor: 0),
     "_use_count": (torch_core, "use_count", lambda tensor: 1),
@@ -305,7 +305,7 @@ def typed(dtypes: dict[str, Any], frozen: str = "", units: int = 1) -> tuple[Any
 MIXED = {"0.weight": torch.float32, "1.weight": torch.bfloat16}
 
 
-def test_two_dtypes_in_a_unit(rank: None) -> None:
+def test_two_dtypes_in_a_unit_are_refused(rank: None) -> None:
     model, dtypes = typed(MIXED)
     with pytest.raises(UsageError) as caught:
         check_unit_dtypes(by_name(model), dtypes.__getitem__)
@@ -316,8 +316,8 @@ def test_two_dtypes_in_a_unit(rank: None) -> None:
         model(torch.ones(1, 3))
 
 
-def test_two_dtypes_that_fsdp2_takes(rank: None) -> None:
-    """One of the two parameters is frozen."""
+def test_dtypes_that_fsdp2_accepts_are_accepted(rank: None) -> None:
+    """Two dtypes if one of the two parameters is frozen, or one dtype."""
     model, dtypes = typed(MIXED, frozen="1.weight")
     check_unit_dtypes(by_name(model), dtypes.__getitem__)
     model._get_fsdp_state()._lazy_init()
@@ -327,7 +327,7 @@ def test_two_dtypes_that_fsdp2_takes(rank: None) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-def test_two_dtypes_in_two_units(rank: None) -> None:
+def test_two_dtypes_in_two_units_are_accepted(rank: None) -> None:
     """FSDP2 accepts them at the first forward, and so does the check."""
     model, dtypes = typed(MIXED, units=2)
     check_unit_dtypes(by_name(model), dtypes.__getitem__)
@@ -394,8 +394,8 @@ def test_a_parameter_stays_the_same_object(rank: None) -> None:
             assert isinstance(p, nn.Parameter) and p.is_leaf and p.device.type == "cpu"
 
 
-def test_tensor_parallel_parameters() -> None:
-    """Parameters are cut by TP and FSDP2, by TP alone, or not at all."""
+def test_tensor_parallel_parameters_use_the_storage() -> None:
+    """The parameters are cut by TP and FSDP2, by TP alone, or not at all."""
     for rank in range(6):
         with playing_new_rank(rank, 6):
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
@@ -419,7 +419,7 @@ def test_tensor_parallel_parameters() -> None:
             assert model.both.placements == managed[model.both].fsdp_param._spmd_placements
 
 
-def test_another_dtype() -> None:
+def test_a_parameter_takes_the_dtype_of_its_storage() -> None:
     parameter = nn.Parameter(torch.empty(2, 3, device="meta"))
     hand_over("p", parameter, torch.ones(6, dtype=torch.bfloat16))
     assert (parameter.dtype, parameter.device.type) == (torch.bfloat16, "cpu")
@@ -495,21 +495,21 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("why", UNFIT)
-def test_unfit_parameters(why: str) -> None:
+def test_parameters_that_cannot_be_filled_are_refused(why: str) -> None:
     parameter, _held = UNFIT[why]()
     with pytest.raises(UsageError, match=why) as caught:
         check_replaceable("p", parameter)
     assert caught.value.tensor == "p"
 
 
-def test_a_kept_accumulator() -> None:
+def test_a_parameter_whose_accumulator_is_alive_is_refused() -> None:
     parameter, _held = accumulator()
     with pytest.raises(UsageError, match="a parameter is part of an autograd graph"):
         hand_over("p", parameter, torch.ones(6))
     assert parameter.is_meta
 
 
-def test_a_forward_on_meta_leaves_it_fit() -> None:
+def test_a_parameter_can_be_filled_after_a_forward_on_meta() -> None:
     with torch.device("meta"):
         model = nn.Linear(3, 3)
         torch.compile(model, backend="eager")(torch.empty(2, 3))
@@ -523,7 +523,7 @@ def test_a_forward_on_meta_leaves_it_fit() -> None:
         assert parameter.device.type == "cpu" and (parameter == 1).all(), name
 
 
-def test_a_storage_of_another_size(rank: None) -> None:
+def test_a_storage_of_another_size_is_refused(rank: None) -> None:
     model = sharded()
     facts = fsdp_params(model)[model.odd.weight]
     numel = model.odd.weight._local_tensor.numel()
@@ -567,7 +567,7 @@ class Runtime:
 
 
 class PowersOfTwo(Runtime):
-    """The naive way to pin: torch's own pinned allocator."""
+    """Pins as torch's own pinned allocator does, which rounds sizes up to powers of two."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.ranges[address] = 1 << (nbytes - 1).bit_length()
@@ -610,8 +610,7 @@ def test_exactly_the_bytes_are_pinned(rank: None, monkeypatch) -> None:
         assert runtime.ranges == {}
 
 
-def test_a_view_does_not_let_go() -> None:
-    """Memory is unpinned after its last view is freed, and before the memory is."""
+def test_memory_is_unpinned_after_its_last_view_and_before_it_is_freed() -> None:
     runtime = Runtime()
     pinned_when_freed: list[int] = []
 
@@ -636,14 +635,14 @@ def test_an_empty_storage_is_not_pinned() -> None:
     assert runtime.ranges == {}
 
 
-def test_memory_that_cannot_be_pinned() -> None:
+def test_memory_that_cannot_be_pinned_raises_nomem() -> None:
     with pytest.raises(BudgetError, match="NOMEM: 36 bytes were not pinned") as caught:
         pin(torch.zeros(9), Runtime(full=35))
     assert (caught.value.category, caught.value.code) == ("NOMEM", 16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_pinning_without_cuda(rank: None) -> None:
+def test_pinning_without_cuda_is_refused(rank: None) -> None:
     check_pinning(by_name(sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))))
     with pytest.raises(UsageError, match="pinning needs CUDA") as caught:
         check_pinning(by_name(sharded(offload_policy=CPUOffloadPolicy())))
@@ -663,7 +662,7 @@ def test_cuda_reports_the_memory_as_pinned() -> None:
 
 
 def test_two_ranks_train_as_fsdp2_would(tmp_path) -> None:
-    """Uses real ranks, since a fake process group moves no data."""
+    """The ranks are processes of their own, since a fake process group moves no data."""
     program = Path(__file__).parents[2] / "support/two_ranks.py"
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",

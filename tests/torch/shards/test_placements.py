@@ -1,8 +1,8 @@
-"""Our sharding gives every rank the same elements as torch's own DTensor and FSDP2, byte for
-byte.
+"""`Shardings` reads DTensors and FSDP2's parameters so that every rank has the elements that torch
+gives it, byte for byte.
 
-Tested against an outside oracle: real `fully_shard`, tensor parallelism and `distribute_tensor`
-under a process group that plays each rank. Must fail for these mutants: placements applied from
+The oracles are `fully_shard`, tensor parallelism and `distribute_tensor` under a process group that
+plays each rank. Must fail for these mutants: placements applied from
 left to right although FSDP2 shards TP's shard; flattened or omitted mesh axes in the wrong order;
 padding of another cut than FSDP2's; packed parts treated as an order of cuts; runs of elements that
 are not in the order of a rank's memory; replicas that are all counted, or none.
@@ -58,7 +58,7 @@ def coordinate(mesh: tuple[int, ...], rank: int) -> list[int]:
 
 
 def held(sharding: Sharding, whole: Any, rank: int) -> tuple[Any, int]:
-    """A rank's shard, and the elements of its buffer."""
+    """A rank's shard, and the number of elements of its buffer."""
     at = coordinate(sharding.mesh, rank)
     rows = whole.shape[0] if whole.dim() else 1
     for cut in sharding.cuts:
@@ -446,7 +446,7 @@ def test_every_rank_holds_torchs_shard(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_is_the_same_on_meta(case: Case) -> None:
+def test_the_sharding_is_the_same_on_meta(case: Case) -> None:
     with playing_new_rank(case.world - 1, case.world):
         value = torch.empty(case.shape(8), device="meta")
         tensor, _managed = made_of(case, value)
@@ -454,7 +454,8 @@ def test_it_is_the_same_on_meta(case: Case) -> None:
 
 
 def test_the_naive_reading_fails() -> None:
-    """It gives rank 1 of 2 x 2 rows that FSDP2 has on rank 2."""
+    """On the mesh dp 3 x tp 2 it gives rank 1 the rows 2 and 3, which FSDP2 has on rank 2. Only the
+    first and the last rank are right."""
     case = next(case for case in CASES if case.name == "the same dim, tp first")
     wrong = []
     for rank in range(case.world):
@@ -475,7 +476,7 @@ def test_plain_tensors_are_unsharded() -> None:
             assert read(tensor) == Sharding((6,), ())
 
 
-def test_an_order_of_its_own() -> None:
+def test_an_order_stated_by_the_spec_is_followed() -> None:
     """Newer torch can state the order of plain placements separately."""
     with playing_new_rank(0, 4):
         meta = TensorMeta(torch.Size([8]), (1,), torch.float32)
@@ -502,7 +503,7 @@ def partial() -> Any:
 
 
 def from_spec(local: Any, shape: Any) -> Any:
-    """Cut along dim 0, as its maker says."""
+    """A DTensor whose spec says Shard(0), whatever the shape of `local`."""
     spec = DTensorSpec(on_mesh((4,), "dp"), (Shard(0),), TensorMeta(shape, (1,), local.dtype))
     return DTensor(local, spec, requires_grad=False)
 
@@ -542,7 +543,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_refused(what: str) -> None:
+def test_a_dtensor_without_a_known_sharding_is_refused(what: str) -> None:
     make, why = REFUSED[what]
     with playing_new_rank(0, 4), pytest.raises(UsageError) as caught:
         read(make())
@@ -550,11 +551,11 @@ def test_refused(what: str) -> None:
     assert why in str(caught.value)
 
 
-def test_fsdp2_over_ranks_in_another_order() -> None:
+def test_fsdp2_over_ranks_in_another_order_is_refused() -> None:
     """FSDP2 shards by the order of ranks in a process group, which its DTensor lacks."""
     with playing_new_rank(1, 4):
         mesh = DeviceMesh("cpu", [0, 2, 1, 3])
         tensor, _managed = one_parameter(ids((8, 4)), mesh=mesh)
-        assert tensor.to_local()[0, 0] == ids((8, 4))[2, 0]  # and not row 4
+        assert tensor.to_local()[0, 0] == ids((8, 4))[2, 0]  # not row 4, as in the mesh's order
         with pytest.raises(UsageError, match="FSDP2's ranks are no axis of the tensor's mesh"):
             read(tensor)

@@ -121,7 +121,7 @@ def follow_order(model: nn.Module, optimizer: Any) -> None:
         group["params"] = [next(trained) for _ in group["params"]]
 
 
-def test_steps_are_one_processs() -> None:
+def test_steps_after_rebinding_equal_those_of_one_process() -> None:
     expected_model = tiny("cpu")
     expected = steps(expected_model, optimizer_of(expected_model))
     model = tiny()
@@ -157,7 +157,7 @@ def test_without_rebinding_nothing_is_trained() -> None:
     assert not is_bound(optimizer, model)
 
 
-def test_several_optimizers() -> None:
+def test_several_optimizers_are_rebound() -> None:
     model = tiny()
     blocks = torch.optim.AdamW(model.blocks.parameters())
     rest = torch.optim.SGD([model.head.weight])
@@ -189,11 +189,11 @@ def test_wrappers_change_no_name() -> None:
         ("my_orig_mod.weight", "my_orig_mod.weight"),
     ),
 )
-def test_canonical(fqn: str, name: str) -> None:
+def test_canonical_names_have_no_wrappers(fqn: str, name: str) -> None:
     assert canonical(fqn) == name
 
 
-def test_two_parameters_of_one_name() -> None:
+def test_two_parameters_of_one_name_are_refused() -> None:
     model = nn.Module()
     model.inner = nn.Module()
     model.inner._orig_mod = nn.Linear(2, 2, bias=False)
@@ -210,7 +210,7 @@ def bound_before(optimizer: Any) -> list[list[int]]:
 
 
 def refused(model: nn.Module, optimizer: Any, block: Any = shard, **arguments: Any) -> UsageError:
-    """The error of a rebinding, after which the optimizers must be unchanged."""
+    """The error of a rebinding. Asserts that it leaves the optimizers unchanged."""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     before = [bound_before(one) for one in optimizers]
     states = [dict(one.state) for one in optimizers]
@@ -221,16 +221,16 @@ def refused(model: nn.Module, optimizer: Any, block: Any = shard, **arguments: A
     return caught.value
 
 
-def test_a_parameter_of_another_model() -> None:
+def test_a_parameter_of_another_model_is_refused() -> None:
     model = tiny()
     stranger = nn.Parameter(torch.empty(3, 2))
     optimizer = torch.optim.SGD([{"params": [model.embed.weight]}, {"params": [stranger]}])
     error = refused(model, optimizer)
     assert error.got == "parameter 0 of group 1, [3, 2]"
-    assert not model._parameters.get("weight") and not fsdp_params(model)  # before the block
+    assert not model._parameters.get("weight") and not fsdp_params(model)  # not sharded yet
 
 
-def test_a_failure_within() -> None:
+def test_a_failure_in_the_context_leaves_the_optimizer_unchanged() -> None:
     model = tiny()
     optimizer = optimizer_of(model)
     before = bound_before(optimizer)
@@ -285,7 +285,7 @@ def stepped() -> tuple[Tiny, Any]:
     return model, optimizer
 
 
-def test_state_is_refused() -> None:
+def test_state_is_refused_without_resuming() -> None:
     model, optimizer = stepped()
     error = refused(model, optimizer)
     assert "resuming=True" in str(error) and error.tensor == "blocks.0.weight"

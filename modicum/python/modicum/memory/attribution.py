@@ -1,5 +1,5 @@
-"""Attributes every byte of a process tree to an owner: named tensors, their copies due to forks, or
-other memory."""
+"""Attributes every byte of a process tree to an owner: named tensors, their copies caused by forks,
+or other memory."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -45,7 +45,7 @@ class Attribution:
     baseline_bytes: int
     """The argument of `attribute`."""
     unexplained_bytes: int
-    """Total - baseline - owners. It is negative if a part of the baseline was freed since."""
+    """Total - baseline - owners. Negative if a part of the baseline was freed since."""
     total_bytes: int
     """The kernel's Pss_Anon + Pss_Shmem + VmPTE, summed over all processes."""
     processes: int
@@ -148,11 +148,11 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
         print(modicum.memory.attribute(engine, baseline=before))
 
     Looks up the pages of the sources' tensors in every process of the tree (/proc/PID/pagemap,
-    without privileges). A page that was written after a fork exists twice: the version that the
-    other process keeps, such as a data loader's worker, is a copy. RSS does not distinguish copies
-    from shared pages. Several copies of a page, made by forks at different times, are distinguished
-    only with CAP_SYS_ADMIN (page frame numbers); otherwise they count once. Takes about 0.1 s per
-    GiB. Needs Linux 4.2 or later.
+    without privileges). A page that was written after a fork exists twice. The version that the
+    other process keeps (a data loader's worker, for example) is a copy. RSS does not distinguish
+    copies from shared pages. Several copies of a page, made by forks at different times, are
+    distinguished only with CAP_SYS_ADMIN (page frame numbers); otherwise they count once. Takes
+    about 0.1 s per GiB. Needs Linux 4.2 or later.
 
     Args:
         sources: DeepSpeed engines or ZeRO optimizers (without NVMe; tested with 0.19.8), optimizers
@@ -211,7 +211,7 @@ def _by_owner(
 
 def _not_tensors(tree: dict[str, Any]) -> list[Owner]:
     """Owners of memory without a tensor. "children's own": the private pages of all processes minus
-    those at addresses of the first process."""
+    those at addresses that the first process has mapped."""
     processes = tree["processes"]
     rest_own, rest_copied = tree["rest"]
     counted = sum(own + copied for own, copied in tree["ranges"]) + rest_own + rest_copied

@@ -49,9 +49,9 @@ def draw(
     """Draws host memory over time: one HTML page that needs no network and no other package.
 
     Each label of the recordings gets a chart with its processes, stacked, and their phases; all
-    charts share one scale and one legend. The line "promise" is drawn dashed, other lines are
-    horizontal: each is the sum over the label's processes. If NVML reports device memory, it is a
-    separate line.
+    charts share one scale and one legend. The line "promise" is drawn dashed while a process is
+    recorded; other lines cross the chart. Each line is the sum over the label's processes. If NVML
+    reports device memory, it is a separate line.
 
     Args:
         path: the path of the page; it must end in .html.
@@ -67,7 +67,7 @@ def draw(
     """
     target = Path(path)
     if target.suffix != ".html":
-        raise refusal("USAGE", f"expected a path that ends in .html, got {target.name}")
+        raise refusal("USAGE", "the page", expected="a path that ends in .html", got=target.name)
     charts: dict[str, list[_Curve]] = {}
     for curve in _curves(sources):
         charts.setdefault(curve.label, []).append(curve)
@@ -180,8 +180,8 @@ def _phase(of: Phase, curve: _Curve, zero: float) -> dict[str, Any]:
 
 
 def _devices(samples: list[list[Sample | None]]) -> list[dict[str, Any]]:
-    """Bytes in use on each device, by any process. From the first recording: all have the same,
-    except for the times of samples."""
+    """Bytes in use on each device, by any process. Taken from the first recording, since all
+    recordings show the same devices."""
     counts = [len(of.devices) for of in samples[0] if of]
     return [
         {"name": f"device {device}", "bytes": [of and of.devices[device] for of in samples[0]]}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from modicum.errors import counted
+
 if TYPE_CHECKING:
     from modicum.memory.recording import Phase
 
@@ -27,7 +29,7 @@ def paragraph(phase: Phase, limit: int | None) -> str:
         f"{size_text(phase.begin_bytes)} held when it began{_verdict(added, limit)}."
     )
     missed = phase.peak_bytes - phase.sampled_peak_bytes
-    # Below 2 % or 1 MiB it is not worth a sentence.
+    # A difference below 2 % or 1 MiB is not worth a sentence.
     is_missed = missed > max(added // 50, 1 << 20)
     if is_missed and phase.samples <= 1:
         return f"{first} {_too_short(phase)}"
@@ -73,8 +75,8 @@ def _moment(phase: Phase) -> str:
 
 
 def _growth(phase: Phase) -> dict[str, int]:
-    """The bytes that each holder has gained; empty if no name is the same, as when the process has
-    got children."""
+    """The bytes that each holder has gained. Empty if no name is the same, for example because the
+    process had no children at the begin: then its holders were kinds of memory."""
     before, after = phase.holders_at_begin, phase.holders_at_peak
     common = before.keys() & after.keys()
     if not common:
@@ -83,8 +85,9 @@ def _growth(phase: Phase) -> dict[str, int]:
 
 
 def _listed(holders: dict[str, int], sign: str = "") -> str:
-    ordered = sorted(holders.items(), key=lambda item: -item[1])
-    shown = [f"{name} {sign}{size_text(size)}" for name, size in ordered[:_SHOWN] if size > 0]
-    if rest := sum(size for _, size in ordered[_SHOWN:] if size > 0):
-        shown.append(f"{len(ordered) - _SHOWN} others {sign}{size_text(rest)}")
+    positive = [(name, size) for name, size in holders.items() if size > 0]
+    ordered = sorted(positive, key=lambda item: -item[1])
+    shown = [f"{name} {sign}{size_text(size)}" for name, size in ordered[:_SHOWN]]
+    if rest := [size for _, size in ordered[_SHOWN:]]:
+        shown.append(f"{counted(len(rest), 'other')} {sign}{size_text(sum(rest))}")
     return ", ".join(shown) or "nothing"

@@ -11,7 +11,7 @@ from modicum.errors import refusal
 from modicum.upstream.torch_core import local_of
 
 MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS = "master", "gradient", "moments", "staging", "weights"
-PARTITION = "offloaded weights"  # of ZeRO-3: every step writes them, and workers can't use them
+PARTITION = "offloaded weights"  # ZeRO-3's partitions, which data-loader workers can't use
 OTHER = "tensors"
 KNOWN_DEEPSPEED = "0.19"
 
@@ -115,14 +115,14 @@ def _is_of_deepspeed(source: Any) -> bool:
 
 
 def _zero_of(source: Any) -> tuple[Any, bool]:
-    """(the ZeRO optimizer, which is `source` or the engine's; whether it is of stage 3)."""
+    """(`source` or, for an engine, its ZeRO optimizer; whether it is of stage 3)."""
     for zero in (source, source.optimizer):
         names = [of.__name__ for of in type(zero).__mro__]
         if "DeepSpeedZeroOptimizer_Stage3" in names:
             return zero, True
         if "DeepSpeedZeroOptimizer" in names:
             return zero, False
-    what = "an engine of DeepSpeed's without ZeRO: give its tensors by name"
+    what = "an engine of DeepSpeed without ZeRO: give its tensors by name"
     other = source.optimizer if hasattr(source, "module") else source
     raise refusal("UNSUPPORTED", what, got=type(other).__name__)
 

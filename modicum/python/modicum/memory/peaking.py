@@ -78,15 +78,15 @@ class Peaks:
 def peaks(
     *sources: Any, params: int | None = None, baseline: int = 0, interval_s: float = 0.1
 ) -> Iterator[Peaks]:
-    """A context in which `attribute` runs repeatedly. Keeps the peak of each owner, with copies of
-    workers that have ended since.
+    """A context in which `attribute` runs repeatedly. Keeps the peak of each owner, which includes
+    copies of workers that have ended since.
 
         with modicum.memory.peaks(engine, baseline=before) as peaks:
             train()
         print(peaks["moments"].copied_bytes, peaks)
 
     A thread takes the samples, and uses at most 4 % of a core: it can miss a peak that is shorter
-    than 25 calls of `attribute`. `peaks.sample()` takes a sample at once.
+    than 25 calls of `attribute`. `peaks.sample()` takes a sample immediately.
 
     Args:
         sources, params, baseline: as for `attribute`.
@@ -123,7 +123,7 @@ def _sample(
         began = time.thread_time()
         try:
             kept.sample()
-        except RuntimeError:  # the program has changed a dict of tensors meanwhile
+        except RuntimeError:  # the program has changed a dict while `attribute` iterated over it
             continue
         except Exception as error:
             failures.append(error)

@@ -17,8 +17,8 @@ from modicum.memory.nvml import Devices
 from modicum.memory.processes import held_by_tree, name_of, own_status
 
 _CHILDREN_S = 0.1  # least time between scans for children, which read a file per process
-_SHARE = 0.01  # the part of a core that samples may use, and that scans may use in addition
-_SHARE_OF_TREE = 0.04  # the same for samples of several processes, which take milliseconds
+_SHARE = 0.01  # the share of a core that samples may use, and that scans may use in addition
+_SHARE_OF_TREE = 0.04  # the share for samples of several processes, which take milliseconds
 
 
 class Sample(NamedTuple):
@@ -46,14 +46,15 @@ class Phase:
     begin_bytes: int = 0
     end_bytes: int = 0
     peak_bytes: int = 0
-    """The larger of the next two fields; use this one."""
+    """The larger of `sampled_peak_bytes` and `kernel_peak_bytes`; use this one."""
     sampled_peak_bytes: int = 0
     """The peak of the samples. Never too high, but misses peaks between samples."""
     samples: int = 0
     """The number of samples after the one at the begin. The last one is taken at the end."""
     kernel_peak_bytes: int | None = None
     """The peak of this process alone, from its high-water mark (VmHWM). Misses no peak, but may be
-    too high by mapped file pages. None if the kernel can't reset the mark."""
+    too high by mapped file pages. None if the kernel can't reset the mark and the phase did not
+    raise it."""
     device_peak_bytes: list[int] = field(default_factory=list)
     """The peaks of the samples, by device."""
     holders_at_begin: dict[str, int] = field(default_factory=dict)
@@ -61,9 +62,9 @@ class Phase:
     holders_at_peak: dict[str, int] = field(default_factory=dict)
     """`sampled_peak_bytes` by holder."""
     peak_s: float = 0.0
-    """The time of that sample."""
+    """The time of the sample with `sampled_peak_bytes`."""
     peak_phase: str = ""
-    """The innermost phase that was open at that time; empty: this one."""
+    """The innermost phase that was open at `peak_s`; empty: this one."""
 
     def text(self, limit: int | str | None = None) -> str:
         """One paragraph: who held what at the peak, what has grown, and which limit would suffice.
@@ -85,7 +86,8 @@ class _Recording:
         self._zero = time.monotonic()
         self._lock = threading.RLock()
         self._open: list[Phase] = []
-        self._reported: list[_modicum.ReportedPhase] = []  # to `modicum watch`; as `_open`
+        # What `modicum watch` is told, in the order of `_open`.
+        self._reported: list[_modicum.ReportedPhase] = []
         self._devices: Devices | None = None
         self._children: dict[int, str] = {}  # names by pid
         self._holders: dict[str, int] = {}  # in the last sample
@@ -146,7 +148,8 @@ class _Recording:
         self._scan_children()
         sample = self._take()
         own = own_status()
-        # A mark that could not be reset belongs to this interval only if it has risen in it.
+        # If the mark could not be reset, it is a peak of this interval only if it has risen since
+        # the last boundary.
         if self._is_reset or own.peak_rss > self._peak_rss:
             peak = sample.held + max(0, own.peak_rss - own.rss)
             for phase in self._open:

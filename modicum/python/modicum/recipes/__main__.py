@@ -12,14 +12,18 @@ def main(arguments: list[str] | None = None) -> int:
     """Writes the recipe.json of a directory."""
     parser = argparse.ArgumentParser(prog="python -m modicum.recipes", description=main.__doc__)
     parser.add_argument("directory", help="a Hugging Face directory: config.json and safetensors")
-    parser.add_argument("-o", "--output", help="default: stdout")
+    parser.add_argument("-o", "--output", help="the file to write; default: stdout")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16; default: the config's")
     parser.add_argument("--untie", action="store_true", help="load both tensors of a tie")
     parser.add_argument(
-        "--ignore-missing", action="store_true", help="left to the model's own initialisation"
+        "--ignore-missing",
+        action="store_true",
+        help="the model initialises tensors that are not stored",
     )
     parser.add_argument(
-        "--ignore-unexpected", action="store_true", help="stored tensors that are not in the model"
+        "--ignore-unexpected",
+        action="store_true",
+        help="drop stored tensors that are not in the model",
     )
     options = parser.parse_args(arguments)
     try:

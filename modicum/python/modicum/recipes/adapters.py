@@ -34,8 +34,8 @@ def begin_as_base(
     asked: Asked,
 ) -> dict[str, str]:
     """Adds these targets to `targets` if their base is in `made`. Copies (`modules_to_save`) get
-    the values of the original, tied or not. DoRA's magnitudes become zeros; returns for each the
-    weight from whose rows the caller of the load computes the norms."""
+    the values of the original, tied or not. DoRA's magnitudes become zeros: the caller of the load
+    computes them afterwards as the norms of a weight's rows. Returns this weight by magnitude."""
 
     def base(name: str) -> Array | None:
         return made.get(targets.get(name, {}).get("of", name))

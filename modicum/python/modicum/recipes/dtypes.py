@@ -38,8 +38,8 @@ def dtype_name(dtype: Any) -> str:
 
 
 def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
-    """An expression that matches if one of `patterns` does; None without patterns. For lists of
-    transformers' models, in Python's syntax; users' expressions use `Patterns`."""
+    """An expression that matches if one of `patterns` does; None without patterns. For the lists of
+    transformers' models, in Python's syntax. Users' expressions use `Patterns` (RE2)."""
     body = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(body) if body else None
 
@@ -65,7 +65,7 @@ class Dtypes:
             self._keep = Patterns("keep_fp32", [keep_fp32])
             floats = (name for name, (of, _) in targets.items() if of in FLOATS)
             self._keep.require_match(floats, "floating-point targets")
-        self._own: dict[str, str] = {}  # for each target the dtype of its part
+        self._own: dict[str, str] = {}  # by target: the dtype of its part
         self._float32: set[str] = set()
         for part in structure.parts if dtype is not None else ():
             module = structure.parts[0].module if part.module is None else part.module
@@ -99,7 +99,7 @@ def cast(target: str, array: Array, dtype: str) -> Node:
     if dtype not in _CASTS.get(array.dtype, ()):
         raise refusal(
             "UNSUPPORTED",
-            "a cast other than between float32, bfloat16 and float16",
+            "a recipe can't cast between these dtypes",
             tensor=target,
             expected=dtype,
             got=array.dtype,

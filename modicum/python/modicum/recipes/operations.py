@@ -2,8 +2,8 @@
 
 An operation is not run: the translation reads its class name, its settings and the shapes of its
 inputs. Inputs and outputs are keyed by the converter's patterns, as in transformers, which passes
-them along a chain of operations. A value is a list as long as several stored tensors match one
-pattern, and one array after the operation that joins them:
+them along a chain of operations. A value is a list of the stored tensors that match one pattern,
+until an operation joins them to one array:
 
     {"experts.*.up": [up0, up1, ...]}   stored tensors that match the pattern
       MergeModulelist(dim=0)
@@ -32,10 +32,9 @@ class Chain:
     first_target: str  # the name in the model for `targets[0]`
     shapes: Mapping[str, Shape]  # shapes of the model's tensors
     config: Any
-    dropped: list[Array] = field(
-        default_factory=list
-    )  # consumed by an operation that uses no element
-    scales: list[Array] = field(default_factory=list)  # FP8 codes' scales; a load reads both
+    # Consumed by an operation that uses no element of them.
+    dropped: list[Array] = field(default_factory=list)
+    scales: list[Array] = field(default_factory=list)  # of FP8 codes; a load reads codes and scales
 
     def only_target(self, op: str) -> str:
         """The target of an operation that has one output."""

@@ -24,7 +24,7 @@ class Patterns:
         return self.found(name) is not None
 
     def require_match(self, names: Iterable[str], what: str) -> None:
-        """Raises USAGE if an expression matches none of `names`, mostly due to a typing error."""
+        """Raises USAGE if an expression matches none of `names`, which is usually a typo."""
         known = [*names]
         for expression, pattern in self._patterns.items():
             if expression and not any(pattern.finds(name) for name in known):

@@ -46,9 +46,9 @@ class Recipe:
     unused: list[str] = field(default_factory=list)
     """Stored tensors that are not read, sorted."""
     grown: dict[str, int] = field(default_factory=dict)
-    """For each target with another number of rows than stored (`resized`) the stored number."""
+    """The stored number of rows, by target that has another number (`resized`)."""
     norms: dict[str, str] = field(default_factory=dict)
-    """For each target that the caller of the load fills with norms of rows the weight."""
+    """The weight, by target that the caller of the load fills with the norms of its rows."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -82,8 +82,8 @@ class Recipe:
         """The recipe with a model's dtypes. Raises `UsageError` if the model lacks a target."""
         other = next((name for name in self.targets if name not in model.members), None)
         if other is not None:
-            what = "the recipe has a target that the model lacks"
-            raise refusal("MISMATCH", what, tensor=other, got=_near(other, model.members))
+            what = f"the recipe has a target that the model lacks{_near(other, model.members)}"
+            raise refusal("MISMATCH", what, tensor=other)
         targets = {}
         for name, node in self.targets.items():
             dtype = dtype_name(model.members[name].tensor.dtype)
@@ -143,7 +143,7 @@ def _quantizer_of(model: Any, targets: Described) -> Any:
 
 def _is_fp8(config: Any, targets: Described) -> bool:
     """Whether a configuration of compressed-tensors has only 8-bit floats, and the model has no
-    scales."""
+    scales: then a load multiplies codes by scales."""
     if not isinstance(config, dict) or any(name.endswith("weight_scale") for name in targets):
         return False
     groups = config.get("config_groups")
@@ -198,8 +198,9 @@ def _droppable(model: Any) -> list[str]:
 
 
 def _near(name: str, names: Iterable[str]) -> str:
+    """The end of an error's sentence: the nearest of `names`, if one is similar."""
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    return f"nearest '{near[0]}'" if near else ""
+    return f"; nearest is '{near[0]}'" if near else ""
 
 
 @dataclass
@@ -275,16 +276,16 @@ def _check_unexpected(
         would_be = translation.unexpected[refused[0]][0]
         keys = (key for part in structure.parts for key in part.keys.values())
         if structure.undecided:
-            what = "stored tensors are not in the model, which has several adapters: if these are "
-            what += "of one of them, pass `adapter`"
-            got = ", ".join(structure.undecided)
-            raise refusal("MISMATCH", what, tensor=refused[0], got=got)
+            adapters = ", ".join(structure.undecided)
+            what = f"{counted(len(refused), 'stored tensor', verb=True)} not in the model, which "
+            what += f"has several adapters ({adapters}): if the tensors are of one, pass `adapter`"
+            raise refusal("MISMATCH", what, tensor=refused[0])
         raise refusal(
             "MISMATCH",
             f"{counted(len(refused), 'stored tensor', verb=True)} not in the model (the first "
-            f"would be '{would_be}'); `key_mapping` renames them, `unexpected` drops them",
+            f"would be '{would_be}'); `key_mapping` renames them, `unexpected` drops them"
+            + _near(would_be, keys),
             tensor=refused[0],
-            got=_near(would_be, keys),
         )
     for name, target in translation.doubled.items():
         if not named.finds(name):
@@ -355,7 +356,7 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: Described) 
         key = next(part.keys[lacking[0]] for part in structure.parts if lacking[0] in part.keys)
         what = f"the checkpoint lacks {counted(len(lacking), 'tensor')} of the model: "
         what += "missing='init', or missing=[patterns of names], initialises what it lacks"
-        raise refusal("MISMATCH", what, tensor=lacking[0], got=_near(key, stored))
+        raise refusal("MISMATCH", what + _near(key, stored), tensor=lacking[0])
 
 
 # ---- model and checkpoint
@@ -422,7 +423,7 @@ def recipe_for(
             "error"; "ignore"; or regular expressions of tensors to drop.
         present: canonical names of tensors that have values already, and so are not missing.
         untie: if both names of a tie are stored, load both instead of comparing them.
-        key_mapping: additional renamings, as for `from_pretrained`; \\1 is the only reference.
+        key_mapping: renamings as for `from_pretrained`; replacements may refer to \\1 only.
         quantizer: transformers' quantizer; None: from the model's config.
         adapter: the adapter to which the file `checkpoint` belongs; None: the model's only one.
         structure: the model's structure, if already known.
@@ -492,7 +493,7 @@ def meta_model(directory: str | os.PathLike[str], dtype: Any = None) -> Any:
     cls = getattr(transformers, names[0], None) if names else None
     if cls is None:
         what = f"transformers {transformers.__version__} lacks the class of this architecture"
-        raise refusal("UNSUPPORTED", what, tensor=names[0] if names else "no 'architectures'")
+        raise refusal("UNSUPPORTED", what, got=names[0] if names else "no 'architectures'")
     with contextlib.ExitStack() as stack:
         for context in cls.get_init_context(dtype, False, False, None):
             stack.enter_context(context)

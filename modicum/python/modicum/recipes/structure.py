@@ -238,17 +238,18 @@ class Structure:
     scratch: dict[str, Member]  # non-persistent buffers
     parts: list[Part]
     copies: dict[str, str] = field(default_factory=dict)
-    """For each copy by PEFT (`modules_to_save`) the name of the original member."""
+    """The name of the original member, by name of its copy by PEFT (`modules_to_save`)."""
     norms: dict[str, str] = field(default_factory=dict)
-    """For each magnitude of PEFT's DoRA the weight whose row norms are its first values."""
+    """The weight whose row norms are the first values of a magnitude of PEFT's DoRA, by name of the
+    magnitude."""
     rows: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """For PEFT's trainable tokens, and for their originals that PEFT keeps: the embedding, and the
-    indices of the rows that are their first values."""
+    """The embedding, and the indices of its rows that are the first values: by name of PEFT's
+    trainable tokens, and of their originals that PEFT keeps."""
     undecided: tuple[str, ...] = ()
     """The adapters of a model with several, if the caller has named none."""
 
     def split(self, stored: Iterable[str]) -> list[dict[str, str]]:
-        """For each part the names of its stored tensors, with their keys in the part.
+        """Returns a dict per part: the names of its stored tensors, and their keys in the part.
 
         A stored name may be the name in the complete model, in a part, or in an adapter's file.
         """
@@ -328,7 +329,7 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
     walk = _Walk(model)
     if adapter is not None and adapter not in walk.adapters:
         known = ", ".join(sorted(walk.adapters))
-        raise refusal("USAGE", f"no adapter '{adapter}' in the model", got=known)
+        raise refusal("USAGE", f"no adapter '{adapter}' in the model, which has: {known or 'none'}")
     if adapter is None and len(walk.adapters) == 1:
         (adapter,) = walk.adapters
     everything = list(walk.members())
@@ -342,7 +343,7 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
     for member in members.values():
         part = parts.get(id(member.root), outside)
         if member.adapter not in (None, "", adapter):
-            part.keys[member.name] = member.name  # another adapter's: not in the file
+            part.keys[member.name] = member.name  # of an adapter that is not in the file
             continue
         part.keys[member.name] = member.key
         if member.adapter is not None:

@@ -1,7 +1,7 @@
 """Translates stored tensors to index maps of model tensors, by transformers' conversion mapping.
 
 The mapping's own objects match names (`rename_source_key`). The order of names, their groups and
-the fallbacks are the same as in `transformers.core_model_loading`, but implemented here:
+the fallbacks are implemented here, as in `transformers.core_model_loading`:
 
     stored names, naturally sorted      experts.0.up  experts.1.up  ...  experts.10.up
       renamings, then converters        a converter maps experts.*.up to experts.gate_up
@@ -30,16 +30,15 @@ class Translation:
     """The result of a translation."""
 
     made: dict[str, Array] = field(default_factory=dict)  # by target
-    # For each target the first target of its group: all of a group are cast to its dtype.
+    # By target: the first target of its group, to whose dtype the group's targets are cast.
     first: dict[str, str] = field(default_factory=dict)
-    dropped: list[str] = field(
-        default_factory=list
-    )  # stored names that an operation consumes without using
-    # For stored names that match no target the names that they would have in the model.
+    # Stored names that an operation consumes without using an element.
+    dropped: list[str] = field(default_factory=list)
+    # By stored name that matches no target: the names that it would have in the model.
     unexpected: dict[str, list[str]] = field(default_factory=dict)
-    # For stored names that match the target of another stored tensor that target.
+    # By stored name: its target, if another stored tensor already makes that target.
     doubled: dict[str, str] = field(default_factory=dict)
-    # For targets with another number of rows than stored the stored number.
+    # By target that has another number of rows than stored: the stored number.
     grown: dict[str, int] = field(default_factory=dict)
 
 

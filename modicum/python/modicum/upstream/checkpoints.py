@@ -98,7 +98,7 @@ def own_names(directory: Path, model_index: int) -> list[str]:
     number = f"_{model_index}" if model_index else "(_0)?"
     name = re.compile(rf"(pytorch_model_fsdp|optimizer){number}(_rank\d+)?(\.bin)?")
     found = {one for one in os.listdir(directory) if name.fullmatch(one)} - {"optimizer"}
-    # Modicum has a model after the first one in the same directory.
+    # Modicum writes models after the first one to a directory of the same name.
     shared = folder_of(model_index) if model_index else ""
     if shared in found and not (directory / shared / ".metadata").exists():
         found.remove(shared)
@@ -198,8 +198,8 @@ def saves_as_usual(trainer: Any) -> bool:
 
 
 def save_companions(trainer: Any, directory: Path) -> None:
-    """Writes config, tokenizer and training arguments, without weights, on ranks that save. Of
-    PEFT's files only the model card: PEFT can't write the others without weights."""
+    """Writes config, tokenizer and training arguments, without weights, on ranks that save. For a
+    PeftModel it writes only the model card of PEFT's files: PEFT needs weights for the others."""
     model = bare(trainer.model)
     with ExitStack() as stack:
         stack.enter_context(_without_bars())
@@ -232,6 +232,13 @@ def sorted_checkpoints(folder: str, prefix: str = "checkpoint") -> list[Path]:
     from transformers.trainer_utils import sort_checkpoints
 
     return [Path(one) for one in sort_checkpoints(folder, prefix)]
+
+
+def last_of(paths: Sequence[Path], accepts: Callable[[Path], bool]) -> str | None:
+    """The newest of `paths`, Trainer's checkpoints with the oldest first, for which `accepts` is
+    true; in the form of `get_last_checkpoint`."""
+    own = (path for path in reversed(paths) if _NUMBERED.fullmatch(path.name))
+    return next((str(path) for path in own if accepts(path)), None)
 
 
 # ---- known facts
@@ -298,18 +305,11 @@ def _trainer_finds_by_number() -> bool:
     )
 
 
-def last_of(paths: Sequence[Path], accepts: Callable[[Path], bool]) -> str | None:
-    """The newest of Trainer's checkpoints for which `accepts` is true, in the form of
-    `get_last_checkpoint`."""
-    own = (path for path in reversed(paths) if _NUMBERED.fullmatch(path.name))
-    return next((str(path) for path in own if accepts(path)), None)
-
-
 KNOWN = Known(
     "accelerate",
     ("1.15.0",),
     {
-        "accelerate.utils has save_fsdp_model and its like": _saves_by_functions,
+        "accelerate.utils saves and loads by save_fsdp_model and three more": _saves_by_functions,
         "Accelerator has save_state, load_state and save_model": _saves_by_methods,
     },
 )

@@ -13,7 +13,7 @@ from modicum.errors import refusal
 # for up to ten network interfaces this is the connection of tag 0, since 5040 is divisible by 1 to
 # 10. Tested with the Gloo of torch 2.13.0 and 2.15.0.
 _UNSENT_TAG = 5040
-_AT_ONCE = timedelta(milliseconds=1)
+_SHORTEST = timedelta(milliseconds=1)
 
 
 # ---- the store
@@ -74,6 +74,6 @@ def break_connections(group: Any) -> None:
     peer = 1 if group.rank() == 0 else 0
     never = torch.empty(1, dtype=torch.uint8)
     try:
-        group.recv([never], peer, _UNSENT_TAG).wait(_AT_ONCE)
+        group.recv([never], peer, _UNSENT_TAG).wait(_SHORTEST)
     except RuntimeError:  # the wait exceeded its limit, or the connections had ended before
         return

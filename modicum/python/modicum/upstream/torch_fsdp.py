@@ -34,7 +34,7 @@ class Managed:
 
     fsdp_param: Any
     unit: int
-    """Index of its parameter group, which FSDP2 gathers together, in the model."""
+    """Index of its parameter group in the model. FSDP2 gathers a group together."""
     padded_numel: int
     """Number of elements of each rank's padded buffer."""
     device: torch.device
@@ -206,14 +206,15 @@ def hand_over(
             future device and dtype; for FSDP2 padded to `managed.padded_numel`.
         managed: its entry in `fsdp_params`, if there is one.
 
-    Raises `UsageError` as `check_replaceable`, or if the storage has another size.
+    Raises `UsageError` as `check_replaceable` does, or if the storage has another shape.
     """
     check_replaceable(name, parameter)
     shape = local_of(parameter).shape
     numel = managed.padded_numel if managed else shape.numel()
     if storage.shape != (numel,):
         got = str(list(storage.shape))
-        raise refusal("MISMATCH", "storage", tensor=name, expected=f"[{numel}]", got=got)
+        what = "the storage has another shape than the shard"
+        raise refusal("MISMATCH", what, tensor=name, expected=f"[{numel}]", got=got)
     with torch.no_grad():
         # FSDP2 pads only along dim 0, so the padding is at the end.
         local = storage[: shape.numel()].view(shape)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from modicum.errors import refusal
+from modicum.errors import counted, refusal
 from modicum.upstream.known import Known
 from modicum.upstream.patching import replace
 
@@ -246,7 +246,9 @@ def source_of(files: Sequence[str] | None) -> Path:
         return folder
     if len(paths) > 1:
         what = "from_pretrained reads other files than the index lists"
-        raise refusal("UNSUPPORTED", what, expected=min(stored), got=min(names - stored))
+        other = min(names ^ stored, default="")
+        got = f"a difference in {other}" if other else "files of several folders"
+        raise refusal("UNSUPPORTED", what, expected=counted(len(stored), "file"), got=got)
     return paths[0]
 
 

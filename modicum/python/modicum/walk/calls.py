@@ -75,8 +75,8 @@ def _numbers(recipe: Recipe, named: Iterable[str] = ()) -> dict[str, int]:
 
 class Shards(Mapping[str, Any]):
     """A rank's local buffers by name: one-dimensional arrays of bytes, padded at the end, which
-    support DLPack and the buffer protocol. An array owns its memory and its charge in the ledger; a
-    buffer that was never accessed lives as long as this object."""
+    support DLPack and the buffer protocol. An array owns its memory and its charge in the ledger.
+    The memory of a buffer that was never accessed lives as long as this object."""
 
     def __init__(self, plan: Plan, rank: int, loaded: Any, ledger: Ledger) -> None:
         self.ledger = ledger
