@@ -586,7 +586,7 @@ def test_several_models_in_one_are_refused(one_rank: None) -> None:
     """An actor and a critic in one module are refused; each can be filled alone."""
     with loading(progress=False) as context:
         actor, critic = build(), build("qwen2")
-        with pytest.raises(UsageError, match="several inside.*expected one") as refused:
+        with pytest.raises(UsageError, match="several models inside.*expected one") as refused:
             prepare(nn.ModuleList([actor, critic]))
         assert refused.value.category == "UNSUPPORTED"
         assert "LlamaForCausalLM and Qwen2ForCausalLM" in refused.value.got

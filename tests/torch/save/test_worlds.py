@@ -234,7 +234,7 @@ def test_refuses_a_state_that_does_not_fit(
     worlds[1].ask("saves", directory=model, root=root, cut=ONE)
     for optimizer, words in (
         ("bf16-moments", "another state_format"),
-        ("sgd", "another optimizer"),
+        ("sgd", "an optimizer of another class"),
     ):
         (message,) = worlds[1].ask(
             "resume_into", directory=model, root=root, cut=ONE, optimizer=optimizer

@@ -6,7 +6,7 @@ show each execution. Must fail for these mutants: an element of another rank's p
 padding; the state of another parameter; a lower half of another rounding; steps that are lost; a
 frozen parameter or a tie without values; files of two steps, or of one rank too few or too many,
 that are accepted; an unknown layout, or a name in a pickle that is not on the list, that is
-accepted.
+accepted; a tensor that another function would rebuild; a frozen parameter of two dtypes.
 """
 
 import json
@@ -34,7 +34,9 @@ from modicum.errors import Error, FormatError, IntegrityError, UsageError  # noq
 from modicum.torch import zero_convert  # noqa: E402
 from modicum.torch.deepspeed import convert  # noqa: E402
 from modicum.torch.saving.archives import Archive  # noqa: E402
+from modicum.torch.saving.pickles import Global, Made, Pairs, Stored  # noqa: E402
 from modicum.torch.saving.zero import directory_of  # noqa: E402
+from modicum.upstream.torch_checkpoint import REBUILD_TENSOR, REBUILD_TYPED  # noqa: E402
 
 CASES = ("zero2", "zero3", "offloaded", "float32")
 TAG = f"global_step{zero_rank.STEPS}"
@@ -251,6 +253,27 @@ def test_frozen_parameters_without_values_are_refused(copied: Path) -> None:
     for path in (copied / TAG).glob("*model_states.pt"):
         rewrite(path, lambda pickle: pickle.replace(b"frozen_param_shapes", b"frozen_param_shape_"))
     refused(copied, IntegrityError, "frozen parameter were not saved.*frozen.weight")
+
+
+def test_a_frozen_parameter_of_another_dtype_is_refused(copied: Path) -> None:
+    path = next((copied / TAG).glob("*pp_rank_1_*model_states.pt"))
+    rewrite(path, lambda pickle: pickle.replace(b"BFloat16Storage", b"HalfStorage"))
+    refused(copied, IntegrityError, "dtype.*frozen.weight.*expected bfloat16, got float16")
+
+
+def test_a_tensor_with_attributes_is_rebuilt_by_no_other_function(tmp_path: Path) -> None:
+    """`torch Size` is a name that pickles may contain, and no function that makes a tensor."""
+    stored = Stored(("storage", Global("torch FloatStorage"), "0", "cpu", 4))
+    arguments = (stored, 0, (4,), (1,), False, Pairs())  # offset, shape, strides, ...
+    archive = Archive(tmp_path / "saved.pt", b"", {"0": (64, 4 * 4)})
+
+    def typed(function: str) -> Made:
+        cls = Global("torch Tensor")
+        return Made(REBUILD_TYPED, (Global(function), cls, arguments, Pairs()))
+
+    assert archive.line(typed(REBUILD_TENSOR)).begin == 64
+    with pytest.raises(ValueError, match="no plain tensor"):
+        archive.line(typed("torch Size"))
 
 
 def rewrite(path: Path, change: Any) -> None:

@@ -557,5 +557,5 @@ def test_fsdp2_over_ranks_in_another_order_is_refused() -> None:
         mesh = DeviceMesh("cpu", [0, 2, 1, 3])
         tensor, _managed = one_parameter(ids((8, 4)), mesh=mesh)
         assert tensor.to_local()[0, 0] == ids((8, 4))[2, 0]  # not row 4, as in the mesh's order
-        with pytest.raises(UsageError, match="FSDP2's ranks are no axis of its mesh"):
+        with pytest.raises(UsageError, match="FSDP2's ranks are no axis of the tensor's mesh"):
             read(tensor)

@@ -1,4 +1,4 @@
-"""Loads through Modicum in scripts of accelerate and of transformers' Trainer, with one context:
+"""`loading`, one context in which scripts of accelerate and transformers' Trainer load by Modicum:
 
     import modicum.torch.accelerate
 
@@ -7,18 +7,19 @@
 
 Inside the context:
 
-    from_pretrained          builds the model on every rank, parameters on meta in their final
-      |                      dtypes, buffers with values; reads no tensor
+    from_pretrained          builds the model on every rank: parameters on meta, buffers with
+      |                      values; reads no tensor
     Accelerator.prepare      (Trainer calls it)
-      | fsdp2_prepare_model  accelerate shards: units, upcasts, mesh, offloading, checkpointing
+      | fsdp2_prepare_model  accelerate shards the model by its plugin (units, dtypes, offloading)
       | modicum.torch.load   each rank reads the bytes of its shards
       | rebinding            optimizers get the sharded parameters, by FQN
     training
       | save_state, load_state, save_model, Trainer's checkpoints: see torch/checkpoints.py
 
-`cpu_ram_efficient_loading` makes no difference. When the context ends, with or
-without an exception, every patched function is restored. Importing this module imports neither
-accelerate nor transformers.
+`cpu_ram_efficient_loading` changes neither the loaded values nor what a rank reads; with it, rank
+0's values of parameters that the script made itself are broadcast, as by accelerate. When the
+context ends, with or without an exception, every patched function is restored. Importing this
+module imports neither accelerate nor transformers.
 """
 
 import functools
@@ -81,7 +82,7 @@ def loading(
         ledger: the account to which every parameter is charged until its last tensor is freed; its
             limit is the budget of the node; None (default): a new one for each load.
         strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
-            full-per-rank; all give the same bits. Rank 0 prints the one in use.
+            full-per-rank; all give the same bits. With `progress` rank 0 prints the one in use.
         missing: what to do about names that the source lacks and that the model does not allow to
             be missing: "error" (default; `from_pretrained` would only warn), or a value of
             `missing` of `modicum.torch.load`.
@@ -99,8 +100,8 @@ def loading(
 
     Raises:
         UsageError: on entry, if accelerate, transformers or PEFT behave differently from the tested
-            versions (1.15.0, 5.23.0, 0.21.2). Later, if a plugin is not FSDP2, or if values would
-            be lost or parameters without values be used.
+            versions (1.15.0, 5.23.0, 0.21.2). Later, if the plugin is not FSDP2, values would be
+            lost, or parameters without values are used.
         BudgetError, FormatError, IntegrityError, IoError, PeerError: raised by `prepare`, for the
             reasons of `modicum.torch.load`.
     """
@@ -167,7 +168,7 @@ class Loading:
 
 def _refuse_unfilled(one: Loading) -> None:
     if one.unfilled():
-        gc.collect()  # a model that nothing refers to is no error
+        gc.collect()  # a model that nothing but a cycle refers to is no error
     for model in one.unfilled():
         what = "a model that was built within loading() has no values yet: call "
         what += "Accelerator.prepare or Trainer.train before the context ends"
@@ -184,8 +185,8 @@ def _pretrained_model() -> Any:
 
 
 class _Scripts:
-    """The replacements for functions of accelerate, transformers and PEFT. Nested `loading()`
-    contexts share one object; models are built for the innermost one."""
+    """The replacements for functions of accelerate, transformers, PEFT and TRL. Nested `loading()`
+    contexts share one object; a model belongs to the innermost context in which it is built."""
 
     def __init__(self, stack: ExitStack) -> None:
         accelerate.KNOWN.require()
@@ -213,7 +214,7 @@ class _Scripts:
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """The contexts in which `from_pretrained` builds a model."""
-        if not self._has_peft:  # the script may have imported it since
+        if not self._has_peft:  # the script may have imported PEFT since
             self._has_peft = peft.with_real_adapters(self._stack)
         trl.replace_sharding(self._stack, self._sharding_reference)
         self._checkpoints.replace(self._stack)
@@ -258,6 +259,7 @@ class _Scripts:
         self.loadings[-1]._exempt.add(model)
 
     def _record(self, module: nn.Module) -> Built | None:
+        """The facts about a module that was built without values; None for other modules."""
         return next((of for one in self.loadings if (of := one._built.get(module))), None)
 
     def _roots(self, model: nn.Module) -> dict[nn.Module, Built]:
@@ -353,14 +355,15 @@ class _Scripts:
         return prepare_fsdp
 
     def _unfilled_in(self, model: nn.Module) -> tuple[nn.Module, Built] | None:
-        """The model in `model` that was built without values, or None if all have values."""
+        """The model in `model` that was built without values and has none yet; None if there is no
+        such model."""
         roots = self._roots(model)
         if all(built.filled for built in roots.values()):
             return None
         if len(roots) > 1:
             names = " and ".join(type(root).__name__ for root in [*roots][:2])
-            what = "a model with several inside that from_pretrained has built: expected one"
-            raise refusal("UNSUPPORTED", what, got=names)
+            what = "a module with several models inside that were built within loading()"
+            raise refusal("UNSUPPORTED", what, expected="one", got=names)
         return next(iter(roots.items()))
 
     def fill(self, model: nn.Module) -> None:

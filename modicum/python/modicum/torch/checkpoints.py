@@ -1,18 +1,18 @@
-"""Saves and resumes checkpoints of unchanged scripts of accelerate and Trainer in `loading()`:
+"""Saves and resumes checkpoints in `loading()`, for unchanged scripts of accelerate and Trainer:
 
     Accelerator.save_state, Trainer._save_checkpoint, Accelerator.save_model, Trainer.save_model
       | Inside.open          marks the directory as an incomplete checkpoint
-      | the script's call    accelerate and Trainer write their own files: schedulers, states of
-      |                      random number generators, config, tokenizer; replaced functions note
-      |                      the models and optimizers that are to be saved
-      | save_inside          each rank writes its own elements; COMMIT is made last
+      | the original method  accelerate and Trainer write their own files: schedulers, states of
+      |                      random number generators, config, tokenizer; our replacements of
+      |                      save_fsdp_model and save_fsdp_optimizer only note what to save
+      | save_inside          each rank writes its own elements; rank 0 makes COMMIT last
       | rotation, upload
 
     load_state, resume_from_checkpoint, load_best_model_at_end
       | load_fsdp_model, load_fsdp_optimizer: Modicum reads its own directories, accelerate others
 
-Of a PeftModel its adapters alone are saved. Models that Modicum has not loaded, and models with
-adapters that train other tensors, too, are saved by accelerate or Trainer.
+Of a PeftModel only the adapters are saved. accelerate or Trainer saves a model that was not loaded
+by Modicum or that FSDP2 does not shard, and one that trains adapters together with other tensors.
 """
 
 import functools
@@ -57,7 +57,7 @@ _ADAPTERS = (
 
 @dataclass
 class _Kept:
-    """A model to save, and its optimizer if there is one."""
+    """A model to save, its optimizer if there is one, and the step in which they are saved."""
 
     flight: Inside
     model: nn.Module | None = None
@@ -72,6 +72,7 @@ class _Open:
     kept: dict[int, _Kept]
     """The models to save, by accelerate's index."""
     has_config: bool = False
+    """Whether `save_companions` writes the model's config."""
     shard_size: int | str | None = None
     after: list[Callable[[], Any]] = field(default_factory=list)
     """Functions to call once the checkpoint is committed."""
@@ -128,8 +129,9 @@ class Checkpoints:
 
     @contextmanager
     def _opened(self, directory: Path, *indices: int) -> Iterator[_Open]:
-        """A context in which models and optimizers are noted. On exit they are saved into
-        `directory`, which then is committed, on all ranks or on none. Collective."""
+        """A context in which the models of these indices, and their optimizers, are noted. On exit
+        they are saved, the model 0 into `directory` and others into subdirectories, and the
+        checkpoint is committed, on all ranks or on none. Collective."""
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
         one = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
         outer, self._open = self._open, one
@@ -138,11 +140,11 @@ class Checkpoints:
                 for kept in one.kept.values():
                     kept.flight.open(ranks)
                 for index in indices:
-                    self._warn_of_accelerates(directory, index, is_first=ranks.rank == 0)
+                    self._warn_of_other_files(directory, index, is_first=ranks.rank == 0)
             error: Exception | None = None
             try:
                 yield one
-            except Exception as raised:  # raised below, where the other ranks wait for this one
+            except Exception as raised:  # raised again below, where all ranks learn of it
                 error = raised
             with Ranks.of_world().together() as ranks:
                 if error is not None:
@@ -160,15 +162,17 @@ class Checkpoints:
         how = {**self._how(), "shard_size": one.shard_size}
         for kept in reversed([*one.kept.values()]):
             if kept.model is None:
-                what = "the checkpoint was saved without its model"
+                what = "save_state did not save the model of this checkpoint"
                 raise refusal("UNSUPPORTED", what, file=kept.flight.directory.name)
             if ranks.rank == 0 and not one.has_config and is_pretrained(kept.model):
                 upstream.save_config(kept.model, kept.flight.directory)
             how["adapters"] = upstream.has_adapters(kept.model)
             self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
 
-    def _is_ours(self, accelerator: Any, model: Any) -> bool:
-        """Whether Modicum saves the model: it has loaded it, and FSDP2 shards it."""
+    def _decide(self, accelerator: Any, model: Any) -> bool:
+        """Decides whether Modicum saves the model: whether it has loaded the model, FSDP2 shards
+        the model, and a save of its adapters alone would be complete. Warns if only the last fails.
+        """
         model = upstream.bare(model)
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
         if not is_loaded or not accelerator.is_fsdp2:
@@ -187,8 +191,9 @@ class Checkpoints:
             self._warned.add(what)
             warn_script(what)
 
-    def _warn_of_accelerates(self, directory: Path, index: int, *, is_first: bool) -> None:
-        """Warns if accelerate's own files of a model are in a checkpoint of Modicum's, too."""
+    def _warn_of_other_files(self, directory: Path, index: int, *, is_first: bool) -> None:
+        """Warns if a checkpoint that Modicum writes or reads also has files in which accelerate
+        itself has saved the model."""
         found = upstream.own_names(directory, index) if is_first else []
         if found:
             what = f"modicum: {directory} also has {', '.join(found)}, which accelerate wrote. "
@@ -202,7 +207,7 @@ class Checkpoints:
         @functools.wraps(original)
         def save_fsdp_model(*args: Any, **kwargs: Any) -> Any:
             of = upstream.arguments(original, args, kwargs)
-            if not self._is_ours(of["accelerator"], of["model"]):
+            if not self._decide(of["accelerator"], of["model"]):
                 return original(*args, **kwargs)
             with self._noted(Path(of["output_dir"]), of["model_index"]) as kept:
                 kept.model = upstream.bare(of["model"])
@@ -213,7 +218,7 @@ class Checkpoints:
         @functools.wraps(original)
         def save_fsdp_optimizer(*args: Any, **kwargs: Any) -> Any:
             of = upstream.arguments(original, args, kwargs)
-            if not self._is_ours(of["accelerator"], of["model"]):
+            if not self._decide(of["accelerator"], of["model"]):
                 return original(*args, **kwargs)
             with self._noted(Path(of["output_dir"]), of["optimizer_index"]) as kept:
                 kept.model = upstream.bare(of["model"])
@@ -223,8 +228,8 @@ class Checkpoints:
 
     @contextmanager
     def _noted(self, directory: Path, index: int) -> Iterator[_Kept]:
-        """The entry of a model in the open checkpoint of `directory`; without one, in a checkpoint
-        that is saved when the context ends."""
+        """The entry of a model in the open checkpoint, if that is in `directory`. Otherwise opens a
+        checkpoint in `directory`, which is saved when the context ends."""
         if self._open is not None and self._open.directory == directory:
             yield self._open.kept[index]
             return
@@ -246,7 +251,7 @@ class Checkpoints:
     def _load(self, accelerator: Any, model: Any, step: Path, index: int = 0) -> None:
         _require_fsdp2(accelerator, step)
         directory, is_first = step.parent if index else step, accelerator.is_main_process
-        self._warn_of_accelerates(directory, index, is_first=is_first)
+        self._warn_of_other_files(directory, index, is_first=is_first)
         names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
         how = {name: self._how()[name] for name in names}
         self._read(load_inside(upstream.bare(model), step, how))
@@ -270,7 +275,7 @@ class Checkpoints:
         @functools.wraps(original)
         def save_state(accelerator: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
             models = upstream.models_of(accelerator)
-            own = [i for i, model in enumerate(models) if self._is_ours(accelerator, model)]
+            own = [i for i, model in enumerate(models) if self._decide(accelerator, model)]
             chosen = upstream.next_directory(accelerator)
             directory = chosen or (Path(output_dir) if output_dir is not None else None)
             if not own or directory is None or (chosen and directory.exists()):
@@ -290,7 +295,7 @@ class Checkpoints:
         def load_state(accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
             if input_dir is None and (next_one := upstream.next_directory(accelerator)):
                 found = upstream.numbered_directories(next_one.parent)
-                input_dir = next((str(one) for one in reversed(found) if _is_usable(one)), None)
+                input_dir = next(map(str, filter(_usable_or_warn, reversed(found))), None)
             return original(accelerator, input_dir, *args, **kwargs)
 
         return load_state
@@ -301,10 +306,10 @@ class Checkpoints:
             accelerator: Any, model: Any, save_directory: Any,
             max_shard_size: int | str = "10GB", safe_serialization: bool = True,
         ) -> Any:  # fmt: skip
-            is_plain = not safe_serialization or os.path.isfile(save_directory)
-            # accelerate writes the base model, too.
-            is_plain = is_plain or upstream.has_adapters(model)
-            if is_plain or not self._is_ours(accelerator, model):
+            # Of a model with adapters accelerate writes the base model, too; Modicum would not.
+            is_left_alone = upstream.has_adapters(model) or not safe_serialization
+            is_left_alone |= os.path.isfile(save_directory)  # accelerate reports it
+            if is_left_alone or not self._decide(accelerator, model):
                 given = (model, save_directory, max_shard_size, safe_serialization)
                 return original(accelerator, *given)
             with self._opened(Path(save_directory), 0) as one:
@@ -319,7 +324,7 @@ class Checkpoints:
     def _saving_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def _save_checkpoint(trainer: Any, model: Any, trial: Any, *args: Any) -> Any:
-            if not self._is_of_ours(trainer):
+            if not self._decide_for(trainer):
                 return original(trainer, model, trial, *args)
             with self._opened(upstream.checkpoint_of(trainer, trial), 0) as one:
                 with ExitStack() as stack:
@@ -331,7 +336,7 @@ class Checkpoints:
     def _saving_trained(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def save_model(trainer: Any, output_dir: Any = None, _internal_call: bool = False) -> Any:
-            if not self._is_of_ours(trainer):
+            if not self._decide_for(trainer):
                 return original(trainer, output_dir, _internal_call)
             directory = Path(trainer.args.output_dir if output_dir is None else output_dir)
             with self._noted(directory, 0) as kept:
@@ -345,8 +350,9 @@ class Checkpoints:
 
         return save_model
 
-    def _is_of_ours(self, trainer: Any) -> bool:
-        is_ours = self._is_ours(trainer.accelerator, trainer.model)
+    def _decide_for(self, trainer: Any) -> bool:
+        """Decides whether Modicum saves the trainer's model, as `_decide`."""
+        is_ours = self._decide(trainer.accelerator, trainer.model)
         return is_ours and upstream.saves_as_usual(trainer)
 
     def _loading_checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -388,16 +394,16 @@ class Checkpoints:
         @functools.wraps(original)
         def get_last_checkpoint(folder: Any) -> Any:
             newest = original(folder)
-            if newest is None or _is_usable(Path(newest)):
+            if newest is None or _usable_or_warn(Path(newest)):
                 return newest
-            return upstream.last_of(upstream.sorted_checkpoints(folder), _is_usable)
+            return upstream.last_of(upstream.sorted_checkpoints(folder), _usable_or_warn)
 
         return get_last_checkpoint
 
 
 def _step_of(directory: Path, index: int) -> Path | None:
-    """The step of a model in a checkpoint; None if Modicum did not write the checkpoint. Raises
-    UNCOMMITTED or INTEGRITY if it is incomplete."""
+    """The step of the model `index` in a checkpoint; None if Modicum did not write the checkpoint.
+    Raises UNCOMMITTED or INTEGRITY if the checkpoint is incomplete."""
     if not is_step(directory):
         return None
     require_whole(directory)
@@ -406,12 +412,12 @@ def _step_of(directory: Path, index: int) -> Path | None:
 
 def _require_fsdp2(accelerator: Any, directory: Path) -> None:
     if not accelerator.is_fsdp2:
-        what, got = "a checkpoint of Modicum's is resumed", str(accelerator.distributed_type)
+        what, got = "a resume from Modicum's checkpoint", str(accelerator.distributed_type)
         raise refusal("UNSUPPORTED", what, file=directory.name, expected="FSDP2", got=got)
 
 
-def _is_usable(directory: Path) -> bool:
-    """Whether a script can resume from the checkpoint; if not, warns with the reason."""
+def _usable_or_warn(directory: Path) -> bool:
+    """Returns whether a script can resume from the checkpoint; if not, warns with the reason."""
     reason = fault_of(directory)
     if reason:
         warn_script(f"modicum: {directory.name} is skipped: {reason}")
@@ -419,5 +425,5 @@ def _is_usable(directory: Path) -> bool:
 
 
 def _rotate_accelerates(folder: Path, limit: int) -> None:
-    # accelerate takes every name in the folder for a checkpoint.
+    # The trash is outside of `folder`, where accelerate takes every directory for a checkpoint.
     rotate(upstream.numbered_directories(folder), limit, None, folder.parent)

@@ -1,10 +1,10 @@
 """torch.distributed.checkpoint (DCP) with Hugging Face files: a reader of checkpoints, a writer of
 steps (saved checkpoint directories), and a reader of steps that the writer has written.
 
-reader = modicum.torch.dcp.HuggingFaceReader("path/of/a/checkpoint", model)
-state = model.state_dict()
-torch.distributed.checkpoint.load(state, storage_reader=reader)
-model.load_state_dict(state, assign=True)
+    reader = modicum.torch.dcp.HuggingFaceReader("path/of/a/checkpoint", model)
+    state = model.state_dict()
+    torch.distributed.checkpoint.load(state, storage_reader=reader)
+    model.load_state_dict(state, assign=True)
 """
 
 import io
@@ -188,7 +188,7 @@ class HuggingFaceReader(_PathReader):
 
     def _emptied(self) -> Emptied | None:
         """What `to_empty` has left without values in this rank's model. Not collective: ranks may
-        have different models, and the first one warns."""
+        have different models. Only rank 0 warns."""
         if self._model is None:
             return None
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -206,7 +206,8 @@ class HuggingFaceReader(_PathReader):
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
 
     def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
-        """The targets by every name in a state dict, including names with wrappers' prefixes."""
+        """The targets, by each name under which a state dict may have them: canonical names, and
+        names with the prefixes of wrappers."""
         nodes, targets = recipe.targets, {}
         for made in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
             node = nodes[made["alias_of"] or made["name"]]
@@ -230,7 +231,7 @@ class HuggingFaceReader(_PathReader):
 
     def _strided(self, state: Mapping[str, Any]) -> Iterator[_Place]:
         """The places of DTensors with strided shards. Such a shard may consist of several boxes,
-        but DCP's plan has one of them, a wrong one or none."""
+        but DCP's plan has at most one box for it, which may be wrong."""
         shardings, parameters = Shardings(), self._parameters()
         for fqn, held in state.items():
             if fqn not in self._targets or not isinstance(held, DTensor):
@@ -245,8 +246,8 @@ class HuggingFaceReader(_PathReader):
             yield _Place(fqn, node, tensor, found.unpadded())
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
-        """The model's parameters by name: FSDP2's shards are known for them, but not for the tensor
-        objects in a state dict."""
+        """The model's parameters by name. FSDP2 knows its shards by parameter object; a state dict
+        has other tensor objects of the same memory."""
         named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
         return {canonical(name): parameter for name, parameter in named}
 
@@ -420,13 +421,15 @@ def _facts_of(step: Path) -> Any:
     path = step / "extra/extra.json"
     extra = json.loads(path.read_text()) if path.exists() else {}
     if KEY not in extra:
-        what = "the step was not written by modicum.torch.dcp.Writer"
-        expected = "HuggingFaceReader for its model, or modicum.torch.resume"
-        raise refusal("UNSUPPORTED", what, file=step.name, expected=expected)
+        what = "the step was not written by modicum.torch.dcp.Writer: read its model by "
+        what += "HuggingFaceReader, or resume it by modicum.torch.resume"
+        raise refusal("UNSUPPORTED", what, file=step.name)
     return extra[KEY]
 
 
 def _number(value: Any) -> Any:
+    """The value of a number in state.json, which has a tensor of one element as [dtype, number,
+    shape]."""
     if isinstance(value, list):
         dtype, number, shape = value
         return torch.full(shape, number, dtype=getattr(torch, dtype))
@@ -454,14 +457,15 @@ def _check_place(fqn: str, target: _Target, tensor: torch.Tensor) -> None:
 
 
 def _as(node: Node, dtype: str) -> Node:
-    """The node, with a cast to `dtype` if recipes can cast to it."""
+    """The node with a cast to `dtype`, or without a cast if recipes can't cast to `dtype`."""
     if node["op"] != "init":
         node = {key: value for key, value in node.items() if key != "dtype"}
     return node | ({"dtype": dtype} if dtype in FLOATS else {})
 
 
 def _boxed(node: Node, shape: tuple[int, ...], item: ReadItem) -> Node:
-    """The node of a box of `node`'s result. A cast stays at the root."""
+    """The node that makes only the item's box of `node`'s result. A cast stays at the root: recipes
+    allow it only there."""
     dtype = {} if node["op"] == "init" else {k: v for k, v in node.items() if k == "dtype"}
     inner = {k: v for k, v in node.items() if k not in dtype}
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -52,7 +52,8 @@ def convert(
 
     Raises:
         FormatError: the directory was not written by torch, or is damaged.
-        UsageError: the directory has the tensors of several models, or of none.
+        UsageError: the directory has the tensors of several models, or of none; or a number of the
+            optimizer's state has another dtype than float32, float64, int32 and int64.
         BudgetError, IoError: as for `save`.
     """
     opened = Directory.open(Path(directory))
@@ -123,5 +124,5 @@ def _number(opened: Directory, key: str) -> float | int:
     try:
         return number_of(of.dtype, data)
     except ValueError:
-        what = "state of an optimizer"
-        raise refusal("UNSUPPORTED", what, tensor=key, got=of.dtype) from None
+        what, expected = "the dtype of a number", "float32, float64, int32 or int64"
+        raise refusal("UNSUPPORTED", what, tensor=key, expected=expected, got=of.dtype) from None

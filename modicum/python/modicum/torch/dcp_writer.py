@@ -118,7 +118,7 @@ class Writer(StorageWriter, AsyncStager):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: Source | None = None) -> None:
-        """Begins a save. `checkpoint_id`: ROOT/step-N, in place of `root` and `step`."""
+        """Begins a save. `checkpoint_id`: ROOT/step-N, in place of `root` and `step`; or None."""
         self._flight.end()
         self._flight, self._kept, self.path = Flight(), None, None
         if checkpoint_id is not None:
@@ -130,14 +130,16 @@ class Writer(StorageWriter, AsyncStager):
             self._at = (path.parent, int(number))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises `UsageError` on a thread of `async_save`, or if rank 0 is not the coordinator."""
+        """Raises `UsageError` on any thread but the main one, as that of `async_save`, or unless
+        rank 0 alone is the coordinator."""
         if threading.current_thread() is not threading.main_thread():
             _refuse_async()
         rank = dist.get_rank() if dist.is_initialized() else 0
         if is_coordinator != (rank == 0):
-            what = "a save of a part of the ranks"
+            what = "a save by some of the ranks, or without collectives"
             expected = "all ranks of the default process group, coordinated by rank 0"
-            raise refusal("UNSUPPORTED", what, expected=expected, got=f"rank {rank} coordinates")
+            got = f"rank {rank} {'coordinates' if is_coordinator else 'does not coordinate'}"
+            raise refusal("UNSUPPORTED", what, expected=expected, got=got)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The plan, unchanged."""

@@ -1,9 +1,9 @@
 """For DeepSpeed under transformers' Trainer, and for DeepSpeed's checkpoints. Imports transformers,
 but not DeepSpeed.
 
-from modicum.torch.deepspeed import ProtectCallback
+    from modicum.torch.deepspeed import ProtectCallback
 
-trainer = Trainer(model, args, callbacks=[ProtectCallback()], ...)
+    trainer = Trainer(model, args, callbacks=[ProtectCallback()], ...)
 """
 
 import copy
@@ -23,7 +23,7 @@ class ProtectCallback(TrainerCallback):
 
     Works for DeepSpeed's ZeRO with `offload_optimizer` and for torch's optimizers.
     `modicum.torch.AdamW` needs no protection and is ignored. State that does not exist yet is
-    protected at the end of the first step. After training, children inherit the memory again.
+    protected at the end of the first step. Children forked after training inherit the memory again.
     """
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class ProtectCallback(TrainerCallback):
 
 
 def config_of(arguments: Any) -> dict[str, Any]:
-    """The ds_config of `TrainingArguments(deepspeed=...)`, in which transformers has replaced
-    "auto" by numbers, for `modicum plan --deepspeed`:
+    """The ds_config of `TrainingArguments(deepspeed=...)`, in which transformers has replaced most
+    "auto" values by numbers, for `modicum plan --deepspeed`:
 
         Path("resolved.json").write_text(json.dumps(config_of(arguments)))
         modicum.plan("DIRECTORY", ranks=8, deepspeed="resolved.json")
@@ -58,10 +58,10 @@ def config_of(arguments: Any) -> dict[str, Any]:
         expected = "TrainingArguments with deepspeed="
         raise refusal("USAGE", "no DeepSpeed configuration", expected=expected, got=got)
     config = copy.deepcopy(resolved.config)
-    return {key: value for key, value in config.items() if not _is_infinite(value)}
+    return {key: value for key, value in config.items() if not _is_not_finite(value)}
 
 
-def _is_infinite(value: Any) -> bool:
+def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 

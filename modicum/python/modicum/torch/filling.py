@@ -1,4 +1,4 @@
-"""Fills a script's model: accelerate's own function shards it, then it is loaded with the values
+"""Fills a script's model: accelerate's own function shards the model, and Modicum loads the values
 that accelerate would load."""
 
 import hashlib
@@ -30,9 +30,9 @@ _CHUNK = 1 << 20  # elements
 
 @contextmanager
 def _bound(bindings: Bindings | None) -> Iterator[list[AdamW]]:
-    """Within this context the optimizers' groups hold the sharded parameters, so that a load can
-    allocate their state. Afterwards they hold accelerate's placeholders again, which accelerate
-    replaces."""
+    """A context in which the optimizers' groups hold the sharded parameters, for a load that
+    allocates their state. Afterwards the groups hold accelerate's placeholders again, which
+    accelerate will replace. Yields the optimizers that are `modicum.torch.AdamW`."""
     optimizers = bindings.optimizers if bindings else []
     given = [[list(group["params"]) for group in one.param_groups] for one in optimizers]
     if bindings:
@@ -67,7 +67,7 @@ def shard_and_load(
         pattern = re.compile(ignored)
         ignored = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
     with ExitStack() as stack:
-        # With the flag accelerate would move buffers to meta and broadcast values of rank 0.
+        # With this flag accelerate would move buffers to meta and broadcast values of rank 0.
         replace(stack, plugin, "cpu_ram_efficient_loading", False)
         replace(stack, plugin, "ignored_modules", ignored)
         model = shard(accelerator, model)
@@ -87,17 +87,18 @@ def load_rounded(
 ) -> None:
     """Loads the values that accelerate would have after its casts to the dtypes `passed`."""
     narrow = [] if built.source is None else _narrowings(model, passed, built.source)
-    before = _values(model)
+    before = _digests_of(model)
     with _bound(bindings) as optimizers:
         arguments = built.arguments | {"optimizer": optimizers}
         built.loading.reports.append(load(model, built.source, **arguments))
-    _refuse_overwritten(before, _values(model))
+    _refuse_overwritten(before, _digests_of(model))
     for parameter, dtypes in narrow:
         _round(parameter, dtypes)
 
 
 def keys_of(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, str]:
-    """For each name in the model the name of the same parameter when `root` was built."""
+    """For each name in the model the name that the same parameter had in `root` when it was
+    built."""
     path = next(canonical(path) for path, module in model.named_modules() if module is root)
     prefix = f"{path}." if path else ""
     keys = {}
@@ -109,7 +110,8 @@ def keys_of(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str
 
 
 def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
-    """Broadcasts parameters that the script made itself, as `cpu_ram_efficient_loading` does."""
+    """Broadcasts rank 0's values of the parameters that the script made itself, as accelerate does
+    with `cpu_ram_efficient_loading`."""
     for parameter in model.parameters():
         if not parameter.is_meta:
             value = parameter.detach().to(device).contiguous()
@@ -117,8 +119,8 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
             parameter.data.copy_(value)
 
 
-def _values(model: nn.Module) -> dict[str, bytes]:
-    """A digest of each parameter that has values."""
+def _digests_of(model: nn.Module) -> dict[str, bytes]:
+    """A digest of this rank's part of each parameter that has values, by name."""
     digests = {}
     for name, parameter in model.named_parameters():
         if not parameter.is_meta:
@@ -153,8 +155,8 @@ def dtypes_passed(
 def _narrowings(
     model: nn.Module, passed: Mapping[str, list[torch.dtype]], source: Path
 ) -> list[tuple[nn.Parameter, list[torch.dtype]]]:
-    """Parameters that accelerate would cast to a narrower dtype than the stored one and then back:
-    a load alone would keep bits that accelerate rounds off.
+    """Parameters that accelerate would cast to a narrower dtype than the stored one and then back,
+    with the dtypes of these casts: a load alone would keep bits that accelerate rounds off.
 
         stored float32 -> built as bfloat16 -> upcast to float32    accelerate: 8 bits of mantissa
         stored float32 -> float32                                   load: 24 bits, then `_round`

@@ -65,7 +65,7 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
     sent, which frees its memory unless something else refers to it.
 
     Ranks may have built the model on meta, under `empty_parameters()`, with values (commonly rank
-    0), or with unwritten memory of `to_empty`. A tensor that is on meta on one rank is moved to
+    0), or with unwritten memory of `to_empty`. A tensor that is on meta on any rank is moved to
     meta on all ranks and then filled. Parameter objects stay the same, so optimizers remain valid.
     Tied tensors keep one storage, whether the dict has one of their names or all.
 
@@ -103,7 +103,8 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
 
     Raises:
         BudgetError: the load exceeds the budget; no tensor has been read.
-        UsageError: dict and model do not match (MISMATCH, naming the tensor).
+        UsageError: dict and model do not match (MISMATCH, naming the tensor), or arguments are
+            invalid.
         IoError: the models or the arguments of the ranks differ (CONFLICT).
         The errors of `modicum.torch.load`. Every error is raised on all ranks; parameters are then
         on meta, except those that had values on every rank.
@@ -166,7 +167,7 @@ def _fill(
             raise refusal("USAGE", "a state dict", expected="a dict or a path", got=got)
         if how["consume"] and not isinstance(full, (MutableMapping, type(None))):
             what, got = "consume=True of a state dict", type(full).__name__
-            raise refusal("USAGE", what, expected="one that can be changed", got=got)
+            raise refusal("USAGE", what, expected="a mutable mapping", got=got)
         model = Model.of(module, scratch=rules["scratch"], buffers_follow_fsdp=True)
         _check_offload(model, offload)
         goals = _goals_of(model, ranks, full, rules, how)
@@ -208,5 +209,5 @@ def _goals_of(
 def _check_offload(model: Model, offload: bool) -> None:
     for name, of in model.managed.items():
         if offload and of.device.type != "cpu":
-            what, got = "cpu_offload of what fully_shard keeps on a device", str(of.device)
-            raise refusal("USAGE", what, tensor=name, expected="CPUOffloadPolicy", got=got)
+            what = "cpu_offload without fully_shard's CPUOffloadPolicy"
+            raise refusal("USAGE", what, tensor=name, expected="cpu", got=str(of.device))

@@ -38,8 +38,8 @@ class Built:
     source: Path | None
     """The checkpoint; None: all tensors are initialised by the model's own rules."""
     parameters: dict[str, tuple[torch.dtype, int | None]]
-    """For each name the dtype in which `from_pretrained` would have loaded the parameter, and its
-    version counter when it was built; None: writes to it are allowed."""
+    """For each name: the dtype in which `from_pretrained` would have loaded the parameter, and the
+    version counter of the parameter when it was built; None: writes to it are allowed."""
     resized: str | None = None
     """How new rows are made, "mean" or "model"; None: no tensor was resized."""
     filled: bool = False
@@ -164,7 +164,7 @@ def told_to_users(has_unfilled: Callable[[], bool]) -> Iterator[None]:
 
 
 def _last_frame(error: BaseException) -> str:
-    """The function of the last frame outside of torch."""
+    """The function and line of the last frame outside of torch."""
     frame, at = "", error.__traceback__
     while at is not None:
         code = at.tb_frame.f_code

@@ -26,11 +26,13 @@ Source = str | os.PathLike[str]
 _FORMATS = ("fp32", "fp32-split")
 _SPLIT = {row["name"] for row in _modicum.state_formats() if row["master_low"] is not None}
 _WINDOW = 1 << 15
-"""How many elements are converted at once. For more, torch would start threads."""
+"""The most elements that are converted at once. For more, torch would start threads."""
 _REST = 1 << 8
-"""How many elements are read into memory other than the view; see `_room`."""
+"""If the view has room for fewer float32 elements than this, up to this many are read into separate
+memory; see `_room`."""
 _SEED = 0
-"""The default seed of AdamW. These formats draw no random bits."""
+"""The default seed of AdamW, which `resume` compares. The formats in _FORMATS draw no random
+bits."""
 
 
 def convert(
@@ -70,8 +72,9 @@ def convert(
         IntegrityError: a rank's file is missing or does not belong to the others.
         FormatError: a file was not written by DeepSpeed, is damaged, or differs in form from those
             of version 0.19.
-        UsageError: the checkpoint has experts or tensor-parallel ranks, another optimizer than
-            Adam, or masters that are not float32.
+        UsageError: the checkpoint has experts or tensor-parallel ranks, or masters that are not
+            float32; or, unless `state_format` is None, its optimizer is not Adam or has made no
+            step.
         BudgetError, IoError: as for `save`.
     """
     if state_format not in (None, *_FORMATS):
@@ -85,30 +88,31 @@ def convert(
     number = opened.global_steps if step is None else step
     ask = Ask(root=Path(root), step=number, keep=None, form=form, budget=budget, extra=None,
               ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip
-    weights = {name: _weight(name, of, form) for name, of in opened.tensors.items()}
-    shapes = {name: (weights[name], of.shape) for name, of in opened.tensors.items()}
+    dtypes = {name: _dtype_of(name, of, form) for name, of in opened.tensors.items()}
+    shapes = {name: (dtypes[name], of.shape) for name, of in opened.tensors.items()}
     goal = goal_of_tensors(shapes, opened.ties, source)
     formats = {
-        name: _modicum.state_format_of(weights[name], [*of.shape], state_format)
+        name: _modicum.state_format_of(dtypes[name], [*of.shape], state_format)
         for name, of in opened.tensors.items()
         if of.is_trained and state_format is not None
     }
-    writing = streamed(goal.recipe, form, _weights_of(opened, weights, formats))
+    writing = streamed(goal.recipe, form, _weights_of(opened, dtypes, formats))
     parts = Parts(writing, None, [])
     if state_format is not None:
-        state = _state_of(opened, weights, formats, state_format, form)
+        state = _state_of(opened, dtypes, formats, state_format, form)
         parts = Parts(writing, state, [(GROUPS, _groups_of(opened))])
     report = save_streams(ask, goal, parts)
     return replace(report, left_out=sorted({*report.left_out, *opened.others}))
 
 
-def _weight(name: str, of: ZeroTensor, form: Form) -> str:
-    """The dtype in which a tensor is read. Trained ones are read in the dtype of the step; the save
-    casts all others."""
+def _dtype_of(name: str, of: ZeroTensor, form: Form) -> str:
+    """The dtype in which the save gets a tensor: for a trained one the dtype of the step, for
+    others the dtype in the model, which the save casts."""
     dtype = of.dtype if form.dtype is None or not of.is_trained else dtype_name(form.dtype)
     if of.is_trained and dtype not in FLOATS:
         expected = ", ".join(sorted(FLOATS))
-        raise refusal("UNSUPPORTED", "dtype", tensor=name, expected=expected, got=dtype)
+        what = "the dtype of a trained parameter"
+        raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=dtype)
     return dtype
 
 
@@ -135,8 +139,9 @@ def _rounded(values: torch.Tensor, into: torch.Tensor) -> None:
 
 
 def _room(left: memoryview, size: int) -> memoryview:
-    """Memory for the next float32 elements, which become elements of `size` bytes at the beginning
-    of `left`: at its end, where they do not overlap those. Other memory if that is too short."""
+    """Memory into which the next float32 elements are read. They are converted to elements of
+    `size` bytes at the beginning of `left`. The memory is the end of `left`, as far as the two do
+    not overlap; or new memory if there is room for fewer than _REST elements."""
     count = min(len(left) // (4 + size), _WINDOW)
     if count < _REST:
         return memoryview(bytearray(4 * min(len(left) // size, _REST)))
@@ -145,7 +150,7 @@ def _room(left: memoryview, size: int) -> memoryview:
 
 @dataclass(frozen=True)
 class _Plane:
-    """A tensor to write."""
+    """A tensor to write: a weight, or a plane of AdamW's state."""
 
     cut: Cut
     dtype: str
@@ -153,7 +158,7 @@ class _Plane:
     """None: the elements of the cut are written unchanged."""
 
     def read(self, first: int, view: memoryview) -> None:
-        """Fills `view` with elements, beginning at `first`."""
+        """Fills `view` with elements from index `first` on."""
         if self.convert is None:
             return self.cut.read(first, view)
         into, at = torch.frombuffer(view, dtype=getattr(torch, self.dtype)), 0
@@ -169,7 +174,7 @@ class _Plane:
 
 def _reader(planes: Mapping[str, _Plane]) -> Read:
     for convert, dtype in {(of.convert, of.dtype) for of in planes.values()}:
-        if convert is not None:  # what torch keeps after the first use is not the save's memory
+        if convert is not None:  # torch allocates at its first call: keep that out of the save
             convert(torch.zeros(1), torch.empty(1, dtype=getattr(torch, dtype)))
     return lambda name, first, view: planes[name].read(first, view)
 

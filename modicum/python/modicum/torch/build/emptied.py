@@ -1,4 +1,4 @@
-"""Tensors that `to_empty` has allocated and that the checkpoint does not fill.
+"""Finds and fills tensors that `to_empty` has allocated and that the checkpoint does not fill.
 
 A model that was built on meta and got memory by `to_empty` looks like a model with values. The load
 overwrites the tensors that the checkpoint has. All others would keep garbage that differs between
@@ -24,7 +24,8 @@ from modicum.upstream.torch_core import version_of
 
 _NAMES_SHOWN = 8
 
-# A buffer, and whether neither it nor any other tensor of the module around it was ever written.
+# (a buffer, whether neither it nor any other tensor of the smallest module with parameters around
+# it was ever written)
 _Buffer = tuple[torch.Tensor, bool]
 # Makes the tensors of the given names by the model's own rules.
 _Makes = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
@@ -69,7 +70,8 @@ class Emptied:
             seed: the seed of rules that draw random numbers.
         """
         if buffers not in (None, "restore", "keep"):
-            raise refusal("USAGE", "buffers is None, 'restore' or 'keep'", got=repr(buffers))
+            expected, got = "None, 'restore' or 'keep'", repr(buffers)
+            raise refusal("USAGE", "buffers", expected=expected, got=got)
         self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # (buffer, values)
         self._differ: list[str] = []  # differ, but are not restored
         self._unknown: list[str] = []  # never written, and no rule makes them
@@ -143,8 +145,9 @@ def _warn(what: str, names: list[str]) -> None:
 def _examined(
     model: nn.Module, tensors: dict[str, ModelTensor], *, everything: bool
 ) -> dict[str, _Buffer]:
-    """The non-persistent buffers that may be garbage, by name. They are not if a parameter around
-    them is on meta (`to_empty` was not called there), or if they were written in place."""
+    """The non-persistent buffers that may be garbage, by name. A buffer is not garbage if a
+    parameter of the module around it is on meta (`to_empty` was not called there), or if it was
+    written in place. `everything`: returns those, too, but none on meta."""
     around = dict(_smallest_with_parameters(model))
     found = {}
     for name, of in tensors.items():

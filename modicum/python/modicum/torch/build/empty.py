@@ -1,7 +1,7 @@
 """Builds models whose parameters are on meta, while their buffers have values.
 
 Constructors and initialisers run unchanged. Only allocation differs: a parameter moves to meta when
-its module registers it; until then its memory is mapped pages that were never touched, which the
+its module registers it; until then a large one has mapped pages that were never touched, which the
 kernel does not commit. All memory starts as zeros, so no tensor is garbage. A tensor of
 `torch.empty` that was never written is remembered; if it becomes a non-persistent buffer, which no
 checkpoint has, it is refused.
@@ -113,7 +113,7 @@ class _Memory(TorchDispatchMode):
         self._may_use_meta = False
 
     def is_uncomputed(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing has computed the tensor's values."""
+        """Whether nothing has computed the tensor's values: it is on meta, or `torch.empty`."""
         known = tensor.is_meta or storage_id(tensor) in self._uncomputed
         return known and tensor.numel() > 0
 
@@ -311,21 +311,21 @@ class _Modules:
     def _refuse_sharded(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if hasattr(parameter, "device_mesh"):
-                what = (
-                    "this parameter was sharded within empty_parameters(): shard the model after it"
-                )
+                what = "this parameter was sharded within empty_parameters(): shard the model "
+                what += "after the context"
                 raise refusal("UNSUPPORTED", what, tensor=name)
 
     def _initialise(self, model: Any) -> None:
-        """Initialises the model again, without its dtype as torch's default dtype, as in
-        `from_pretrained`: the default dtype affects the bits of computed values."""
+        """Initialises the model again, as `from_pretrained` does, with torch's default dtype and
+        not the model's: the default dtype affects the bits of computed values."""
         for module in model.modules():
             if module in self._born:
                 forget_initialised(module)
         model.initialize_weights()
 
     def _keep_dtypes(self, model: Any) -> None:
-        """Converts tensors that transformers keeps in float32, which constructors do not do."""
+        """Converts the tensors that `from_pretrained` keeps in float32: constructors make them in
+        the model's dtype."""
         plan = dtype_plan(model, model.dtype)
 
         def other_dtype(name: str, tensor: torch.Tensor) -> torch.dtype | None:
@@ -372,17 +372,17 @@ def empty_parameters() -> Iterator[None]:
     `torch.device("meta")`; a persistent buffer from `torch.empty` is zero until it is loaded.
 
     A transformers model gets the dtypes of `from_pretrained`, including float32 for tensors that
-    transformers keeps in it. On exit its initialiser runs again, without the model's dtype as
-    default dtype, as in `from_pretrained`: change buffers after that.
+    transformers keeps in float32. On exit its initialiser runs again, with torch's default dtype
+    and not the model's, as in `from_pretrained`: change buffers after that.
 
     The cost is the memory of the buffers and milliseconds per layer: parameters are neither
     committed nor initialised. A constructor that reads a parameter's values fails with torch's own
-    error. Existing modules are not changed. Nested contexts have no effect. Only one thread at a
-    time may use it.
+    error. Existing modules are not changed. A nested context has no effect. Only one thread at a
+    time may be in the context.
 
     Raises:
         UsageError: on exit (UNSUPPORTED, naming the `tensor`): a non-persistent buffer was never
-            computed.
+            computed, or a parameter of a transformers model was sharded within the context.
     """
     if is_dispatching(_Memory):
         yield

@@ -201,7 +201,7 @@ def stand_ins(rule: Rule, tensor_for: TensorFor) -> dict[int, nn.Module]:
 
 
 class Rules:
-    """The rules of a model."""
+    """The rules of a model, and what each of them writes; both are found when first asked for."""
 
     def __init__(self) -> None:
         self._rules: dict[tuple[int, str], Rule | None] = {}
@@ -246,7 +246,8 @@ class Rules:
         return self._made[rule]
 
     def outline_for(self, module: nn.Module, name: str, tensor: torch.Tensor) -> Any:
-        """The outline of a tensor; the same for all rules, some of which set a marker on it."""
+        """The outline of a tensor; the same object for all rules, since some set a marker on it
+        that others read."""
         slot = id(module), name
         if slot not in self._outlines:
             inner = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -273,13 +274,13 @@ class Rules:
         def make() -> Rule | None:
             for name in RESETS:
                 if hasattr(type(module), name):
-                    is_asked_for_more = any(
+                    needs_arguments = any(
                         p.default is p.empty and p.kind is not p.VAR_POSITIONAL
                         for p in inspect.signature(getattr(module, name)).parameters.values()
                         if p.kind is not p.VAR_KEYWORD
                     )
                     run = partial(_call, name)
-                    return None if is_asked_for_more else Rule(module, run, is_bare=True)
+                    return None if needs_arguments else Rule(module, run, is_bare=True)
             return None
 
         return self._once(module, "constructor", make)
@@ -301,7 +302,8 @@ def like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 
 
 def _call(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method through the class: a method set on a copy would be bound to the original."""
+    """Calls a method of the module's class: a method set on the instance, which a copy of the
+    module also has, would be bound to the original."""
     return getattr(type(module), name)(module, *args, **kwargs)
 
 

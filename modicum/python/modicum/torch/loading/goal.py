@@ -103,7 +103,7 @@ class Goal:
     callers: list[str]
     """The names of tensors that the model's own rules make."""
     grown: dict[str, int] = field(default_factory=dict)
-    """The stored number of rows, for each tensor that has another number."""
+    """The stored number of rows, for each tensor that has another number of rows in the model."""
     norms: dict[str, str] = field(default_factory=dict)
     """For each tensor of row norms (DoRA's magnitude) the name of its weight."""
     only_rank_0: bool = False
@@ -164,8 +164,8 @@ def goal_of_source(
         _warn_of_unused(made, stored)
         return [made.text(callers=True), made.callers, made.grown, made.norms]
 
-    # transformers needs seconds of CPU to make the recipe, so only rank 0 does. It makes it before
-    # its memory is measured: what transformers keeps in memory counts as baseline.
+    # transformers needs seconds of CPU to make the recipe, so only rank 0 makes it, and before its
+    # memory is measured: what transformers keeps in memory then counts as baseline.
     (text, callers, grown, norms), memories = ranks.once(make, memory_before)
     recipe = _modicum.make_recipe(checkpoint, text)
     return Goal(checkpoint, recipe, memories, callers, grown, norms, text=text)
@@ -187,8 +187,8 @@ def said(argument: Any) -> str:
 
 
 def memory_before() -> list[Any]:
-    """[bytes that this process holds before the load, bytes available to it, the limit from which
-    the latter come]."""
+    """[bytes that this process holds before the load, bytes available to it, the name of the limit
+    that determines the latter]."""
     reset_peak()
     return [_modicum.process_memory()["held_bytes"], *_modicum.available_memory()]
 

@@ -70,7 +70,7 @@ def load(
             "mean" of the stored ones, or made by the "model"; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a
             model with other names. Then missing, unexpected, dtype and keep_fp32 do not apply.
-        key_mapping: stored names by regular expression, and names with \\1 for its first group.
+        key_mapping: new names of stored tensors by regular expression; \\1 is its first group.
         adapter: the adapter into which an adapter's directory is loaded, if the model has several.
 
     Returns:
@@ -101,7 +101,8 @@ def _read(recipe: Recipe | str | Path | None) -> Recipe | None:
 def _load(
     model: nn.Module, source: Source, how: dict[str, Any], options: Options, made: dict[str, Any]
 ) -> Report:
-    """`how`: the arguments that determine the recipe; `made`: `buffers` and `resized`."""
+    """`how`: the arguments that determine the recipe; `made`: the arguments `buffers` and
+    `resized`, by which tensors are made after the load."""
     in_flight.wait()
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model, adapter=how["adapter"], originals=True)
@@ -113,7 +114,7 @@ def _load(
         fill_rows(whole, goal.grown, made["resized"], options.seed)
         fill_norms(whole, goal.norms)
         emptied.restore(loaded=goal.dtypes)
-        # These get their first values from the base; a save writes them as separate tensors.
+        # Their first values come from the base model, but a save must write their own values.
         begun = goal.norms.keys() | whole.structure.rows.keys()
         remember(model, Origin(source, goal.text_without(begun)))
         return report

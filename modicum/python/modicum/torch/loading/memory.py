@@ -28,8 +28,8 @@ State = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 _ON_META = "meta"
-# After how many freed bytes to call malloc_trim: free() alone keeps memory that lies below other
-# allocations.
+# After this many freed bytes malloc_trim is called: free() alone does not return memory that lies
+# below other allocations.
 _TRIM_BYTES = 32 << 20
 
 
@@ -38,9 +38,9 @@ _TRIM_BYTES = 32 << 20
 
 def level(model: Model, ranks: Ranks) -> Tensors:
     """Makes the model equal on all ranks, which may have built it in different ways: moves a tensor
-    to meta on every rank if it is on meta on one of them, or is a non-persistent buffer whose
-    values differ. Returns the non-persistent buffers that differ or are on meta everywhere, to be
-    filled with rank 0's. Collective."""
+    to meta on every rank if it is on meta on any of them, or is a non-persistent buffer whose
+    values differ. Returns this rank's original tensors for the non-persistent buffers that differ
+    or are on meta everywhere; they are to be filled with rank 0's values. Collective."""
     everyone = ranks.gather([_fingerprint(of) for of in model.tensors.values()])
     uneven = {}
     for of, prints in zip(model.tensors.values(), zip(*everyone, strict=True), strict=True):
@@ -82,8 +82,8 @@ def _empty(of: ModelTensor) -> None:
 def chosen_from(
     model: Model, state: State, uneven: Tensors, *, strict: bool, drops: bool
 ) -> tuple[Tensors, dict[str, str]]:
-    """The tensors of a full state dict that the model needs, and for each name tied to one of them
-    that name.
+    """The tensors of a full state dict that the model needs, by name; and for each further name of
+    a tied tensor the name that is among them.
 
     Args:
         uneven: from `level`.
@@ -102,7 +102,7 @@ def chosen_from(
         for name in there[1:]:
             if not _same_bits(given[there[0]], given[name]):
                 what = "two tied names have different values in the state dict"
-                raise refusal("MISMATCH", what, tensor=name, expected=f"that of {there[0]}")
+                raise refusal("MISMATCH", what, tensor=name, expected=f"the values of {there[0]}")
         alias_of |= {name: there[0] for name in names if there and name != there[0]}
     for name, of in model.tensors.items():
         is_there = name in given or name in alias_of
@@ -211,7 +211,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether values can be cast: 1-byte floats (FP8) can't be without their scales."""
+    """Whether values can be cast; 1-byte floats (FP8) can't, since their scales are missing."""
     wide = [d.is_floating_point and d.itemsize > 1 for d in (source, target)]
     return source == target or all(wide)
 
@@ -220,8 +220,8 @@ def _copy_run(tensor: torch.Tensor, first: int, into: torch.Tensor) -> None:
     """Copies the elements [first, first + into.numel()) in row-major order. The tensor may have any
     strides, device and dtype; no temporary is larger than `into`.
 
-    Example: in shape [3, 4] elements 2 to 9 take three copies: the end of row 0, row 1, and the
-    begin of row 2.
+    Example: in shape [3, 4] the elements 2 to 9 take three copies: the end of row 0, row 1, and the
+    beginning of row 2.
     """
     if tensor.is_contiguous():
         into.copy_(tensor.view(-1)[first : first + into.numel()])

@@ -68,13 +68,13 @@ def later_of(given: Any) -> Counter[str]:
 
 
 def optimizers_of(given: Any) -> list[AdamW]:
-    """The optimizers whose state a load allocates. Frees the state of replaced parameters if no
-    values are lost by that."""
+    """The optimizers whose state a load allocates. Frees the state of replaced parameters, or
+    raises `UsageError` if values would be lost."""
     optimizers: list[Any] = [given] if isinstance(given, torch.optim.Optimizer) else [*given]
     optimizers = [one for one in optimizers if not isinstance(one, Later)]
     for one in optimizers:
         if not isinstance(one, AdamW):
-            what = "optimizer: leave others out, which allocate their state in their first step"
+            what = "optimizer: leave out those that allocate their state in their first step"
             got = f"{type(one).__module__}.{type(one).__qualname__}"
             raise refusal("USAGE", what, expected="modicum.torch.AdamW", got=got)
         one._unbind_changed()
@@ -136,7 +136,7 @@ def plan_of(
     """
     strategy = "node-reader" if goal.only_rank_0 else options.strategy
     if ranks.ranks_per_node is None and strategy == "node-reader" and not goal.only_rank_0:
-        expected = "as many consecutive ranks on every node"
+        expected = "the same number of consecutive ranks on every node"
         raise refusal("UNSUPPORTED", "strategy node-reader", expected=expected)
     per_node = ranks.ranks_per_node or ranks.world_size
     names = ("strategy", "staging", "fork", "check")
@@ -197,7 +197,8 @@ def _after(options: Options, needs: Sequence[Needs], ranks: Ranks) -> list[dict[
 
 
 def _state_files(needs: Sequence[Needs], model: Model) -> _modicum.StateFiles | None:
-    """The files of optimizer state in a save; None unless there is exactly one optimizer."""
+    """The files of optimizer state in a save; None unless there is exactly one optimizer, whose
+    state can be saved."""
     stored = needs[0].stored(model.names) if len(needs) == 1 else []
     return _modicum.StateFiles(stored) if stored else None
 
@@ -254,11 +255,10 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
         if target["alias_of"] is not None:
             holder = model.tensors[target["alias_of"]]
             if of.tensor is not holder.tensor and (of.managed or holder.managed):
-                what = "FSDP2 has two parameters for two tied names: tie them before fully_shard, "
-                what += (
-                    "as model.tie_weights() does after parallelize_module, to_empty or to('meta')"
-                )
-                expected = f"that of {holder.name}"
+                what = "FSDP2 has two parameters for two tied names: tie them before fully_shard "
+                what += "by model.tie_weights(), again after parallelize_module, to_empty or "
+                what += "to('meta')"
+                expected = f"the parameter of {holder.name}"
                 raise refusal("UNSUPPORTED", what, tensor=of.name, expected=expected)
         sharding = shardings.of(of.tensor, of.name)
         dtype = goal.dtypes[of.name]
@@ -274,7 +274,7 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
 
 
 def device_of(model: Model, of: ModelTensor) -> torch.device:
-    """The device of a tensor, on meta now, after the load."""
+    """The device that a tensor on meta will have after the load."""
     if of.managed:
         return of.managed.device
     if model.buffers_follow_fsdp and model.managed and not of.is_parameter:

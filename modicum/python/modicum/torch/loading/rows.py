@@ -30,7 +30,7 @@ _CHUNK_ROWS = 1024
 
 
 def require_rule(resized: str | None) -> str | None:
-    """Returns `resized`. Raises `UsageError` if it is no rule."""
+    """Returns `resized`. Raises `UsageError` unless it is a rule or None."""
     if resized not in (None, "mean", "model"):
         expected = "'mean', 'model' or None"
         raise refusal("USAGE", "resized", expected=expected, got=repr(resized))
@@ -61,8 +61,8 @@ def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> N
 
 
 def require_rows(model: Model, grown: Mapping[str, int], norms: Mapping[str, str]) -> None:
-    """Raises `UsageError` if new rows are cut within a row, or if this rank holds norms of rows
-    that it does not hold."""
+    """Raises `UsageError` if a shard of these tensors ends within a row, or if this rank holds
+    other rows of a magnitude than of its weight."""
     shardings = Shardings()
     for name, stored in grown.items():
         of = model.tensors[name]
@@ -105,7 +105,7 @@ def _rows_of(of: ModelTensor, sharding: Sharding, shardings: Shardings) -> tuple
     runs = _modicum.Shard(sharding, shape, shardings.rank).runs([*range(len(shape))])
     first, count = runs[0] if runs else (0, 0)
     if len(runs) > 1 or first % width or count % width:
-        what = "rows that are made after a load and are cut within a row"
+        what = "a tensor whose rows are filled after the load is cut within a row"
         raise refusal("UNSUPPORTED", what, tensor=of.name, expected="Shard(0) or no shard")
     return first // width, count // width
 

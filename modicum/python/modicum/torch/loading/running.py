@@ -1,5 +1,5 @@
-"""Runs a planned load. On failure tensors on meta stay on meta; tensors that had values, which are
-read in place, may be partly overwritten."""
+"""Runs a planned load. On failure tensors on meta stay on meta; tensors that had values, which the
+load overwrites in place, may be partly overwritten."""
 
 import sys
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
                 check=options.check is not None,
                 seed=options.seed,
             )
-            ranks.barrier()  # all ranks have loaded: from here on the model changes
+            ranks.barrier()  # all ranks have loaded: tensors on meta may get memory
     finally:
         ledger.limit_bytes = outside
     _hand_over(planned, model, loaded, storages)
@@ -81,8 +81,8 @@ def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
 
 
 def _storages_of(planned: Planned) -> Storages:
-    """One-dimensional tensors by target: the memory of tensors that have values, and new device
-    memory. The load itself allocates new host memory."""
+    """One-dimensional tensors by target: a tensor's own memory if it has values, or new device
+    memory. For new host memory there is none: the load itself allocates it."""
     storages = {}
     for t, place in _own_targets(planned):
         if not place.of.tensor.is_meta:

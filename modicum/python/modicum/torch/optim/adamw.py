@@ -57,13 +57,13 @@ class AdamW(torch.optim.Optimizer):
 
     For parameters on a device the complete state is on the host. Gradients stay on the device until
     a step or a norm copies them to the host; new parameters are copied back while the step runs.
-    Both go through 512 KiB of staging per thread, or the state's own planes.
+    Both go through 528 KiB of staging per thread, or the state's own planes.
 
     Parameters with any dense strides are stepped in memory order. If parameters are replaced in
-    `param_groups` (accelerate's `prepare`, `fully_shard`) or their memory is moved (`model.to`,
-    `share_memory`) before the first step or load, the optimizer adopts the new ones; afterwards it
-    raises an error that names the parameter. A program may change `state` as in torch: a removed
-    entry starts from zero, and new values are used.
+    `param_groups` (as by accelerate's `prepare` or `rebinding`) or their memory is moved
+    (`model.to`, `share_memory`) before the first step or load, the optimizer adopts the new ones;
+    afterwards it raises an error that names the parameter. A program may change `state` as in
+    torch: a removed entry starts from zero, and new values are used.
 
     The constructor, `step`, `clip_grad_norm_`, `load_state_dict` and `add_param_group` are
     collective over all ranks of the parameters' meshes: if a call raises on one rank, it raises on
@@ -245,8 +245,8 @@ class AdamW(torch.optim.Optimizer):
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """A context for binding: hooks new parameters and shows their state, or, on an error, frees
-        it."""
+        """A context for binding. On success it hooks new parameters and shows their state in
+        `state`; on an error it frees their state."""
         bound = self._bound
         try:
             yield
@@ -358,8 +358,8 @@ class AdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch. The gradient plane stays allocated. If a program keeps a
-        tensor that was `parameter.grad`, its values survive the next backward; those of views of it
-        do not: clone these."""
+        tensor that was `parameter.grad`, the tensor's values survive the next backward. Those of a
+        view of the tensor do not: clone views."""
         super().zero_grad(set_to_none)
         self._forget()
 
@@ -377,8 +377,8 @@ class AdamW(torch.optim.Optimizer):
             return agreed(prepare, meshes, names)
 
     def _check_gradients(self) -> None:
-        """Raises if parameters lack gradients because the model has replaced them. Checks this in
-        the first step, and the first time that no parameter has a gradient."""
+        """Raises if parameters lack gradients because the model has replaced them: checked in the
+        first step, and the first time that none has a gradient. Warns if that is the first step."""
         collected = zip(self._bound.parts, self._bound.collected, strict=True)
         lacking = [part for part, (grad, _) in collected if grad is None]
         has_none = len(lacking) == len(self._bound.parts)
@@ -419,16 +419,16 @@ class AdamW(torch.optim.Optimizer):
         with told_by_fqn(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()
-        lies = self.state
+        own_state = self.state
         try:
             exported: dict[torch.Tensor, Any] = {
-                part.parameter: self._bound.exported(part, lies[part.parameter])
+                part.parameter: self._bound.exported(part, own_state[part.parameter])
                 for part in self._bound.parts
             }
             self.state = defaultdict(dict, exported)
             return super().state_dict()
         finally:
-            self.state = lies
+            self.state = own_state
 
     def state_items(self, codes: bool = False) -> Iterator[StateItem]:
         """Iterates over the complete state as (parameter's name, name, tensor). `codes`: yields

@@ -1,4 +1,4 @@
-"""Agreement between the ranks of an optimizer's meshes: the sum of a norm, and whether any of them
+"""Agreement between the ranks of an optimizer's meshes: a sum over all ranks, and whether any rank
 refuses a call."""
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ def agreed(
     """Calls `prepare` on every rank of the parameters' meshes. Collective. Returns the sum of all
     ranks' values, and whether any rank has set the flag.
 
-    If `prepare` raises on a rank, all ranks raise, since otherwise they would wait for it in this
-    or the next collective. That rank raises its own error; others raise `UsageError` with its
-    number and the tensor's name, or the error of a save in the background that has failed.
+    If `prepare` raises on a rank, all ranks raise, since otherwise the others would wait for that
+    rank in this or the next collective. That rank raises its own error. Others raise `UsageError`
+    with its number and the tensor's name, or the error of a save in the background that has failed.
 
     Args:
         meshes: called after `prepare`; the same meshes in the same order on every rank.

@@ -81,7 +81,7 @@ def _refuse_overlaps(parts: Iterable[Part]) -> None:
 
 
 def listed(group: Any) -> Any:
-    """`group` with its parameters as a list, as torch converts them. A group that torch refuses is
+    """`group`, whose parameters become a list, as torch converts them. What torch would refuse is
     unchanged."""
     if isinstance(group, dict) and "params" in group:
         given = group["params"]

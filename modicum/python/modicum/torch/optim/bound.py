@@ -49,7 +49,7 @@ class Bound:
         self._steps: list[torch.Tensor] = []  # for each `add` the counts shown in `state`
         self._versions: list[int] = []
         self._groups: dict[str, int] = {}  # the number of groups that each state knows
-        self._read: _modicum.Snapshot | None = None  # from a save that reads during the step
+        self._read: _modicum.Snapshot | None = None  # of a save that reads during the step
 
     @property
     def steps(self) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Bound:
                 self._import_parameter(part)
         for key, of in of_state.items():
             if not of[0].on_host:
-                self.lanes[key] = Lane(self.states[key], of, self._masters_that_leave(of))
+                self.lanes[key] = Lane(self.states[key], of, self._masters_to_copy(of))
 
     def set_options(self, options: Sequence[_modicum.AdamOptions]) -> None:
         """Sets the groups' options for the next steps."""
@@ -107,8 +107,9 @@ class Bound:
             for group, of in enumerate(options[: self._groups[key]]):
                 state.set_options(group, of)
 
-    def _masters_that_leave(self, parts: list[Part]) -> dict[int, torch.Tensor] | None:
-        """The masters by shard if they have the parameters' dtype; else None."""
+    def _masters_to_copy(self, parts: list[Part]) -> dict[int, torch.Tensor] | None:
+        """The masters by shard if they have the parameters' dtype, so that a step can copy them to
+        the device; else None."""
         if dtype_of(parts[0], "master") != parts[0].local.dtype:
             return None
         return {part.shard: self.plane(part, "master") for part in parts if part.local.numel()}
@@ -118,8 +119,8 @@ class Bound:
         dtype = dtype_of(part, "moment" if name in MOMENTS else name)
         if part.local.numel() == 0:
             return torch.empty(0, dtype=dtype)
-        lies = self.states[part.state].plane(part.shard, name)
-        return torch.from_dlpack(lies).view(dtype)
+        memory = self.states[part.state].plane(part.shard, name)
+        return torch.from_dlpack(memory).view(dtype)
 
     # ---- the optimizer's `state`
 
@@ -142,12 +143,13 @@ class Bound:
 
     def follow(self, state: Mapping[Any, Any]) -> bool:
         """Adopts all changes that the program made to `state` since `show`; returns whether they
-        were new values. Raises `UsageError`, and adopts none, if one is invalid."""
-        is_counted = (self.steps != self.counts).tolist()
+        set any step count above 0 or any moment. Raises `UsageError`, and adopts none, if one is
+        invalid."""
+        has_other_step = (self.steps != self.counts).tolist()
         taken = []
-        for part, counted in zip(self.parts, is_counted, strict=True):
+        for part, is_other in zip(self.parts, has_other_step, strict=True):
             entry = state.get(part.parameter)
-            if counted or not is_noted(part, entry):
+            if is_other or not is_noted(part, entry):
                 taken.append((part, entry_values(part, entry)))
         for part, values in taken:
             self.take(part, values)
@@ -162,8 +164,8 @@ class Bound:
         """Copies the states' step counts to `state` and `counts`."""
         steps = {name: state.steps for name, state in self.states.items()}
         made = torch.tensor([float(steps[part.state][part.shard]) for part in self.parts])
-        for lies, counts in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
-            lies.copy_(counts)
+        for shown, counts in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
+            shown.copy_(counts)
         self.counts = made
 
     # ---- values
@@ -180,12 +182,12 @@ class Bound:
                 if not self._has(part, name, of):
                     state.import_from(part.shard, name, of.float().contiguous())
             elif name in values:
-                for lies in (state.plane(part.shard, name), state.scales(part.shard, name)):
-                    torch.from_dlpack(lies).zero_()
+                for memory in (state.plane(part.shard, name), state.scales(part.shard, name)):
+                    torch.from_dlpack(memory).zero_()
 
     def _has(self, part: Part, name: str, values: torch.Tensor) -> bool:
-        """Whether a moment in a format smaller than float32 exports exactly these values. Then they
-        must not be imported, which would round them again."""
+        """Whether a moment in a format smaller than float32 exports exactly these values. If so,
+        they must not be imported: that would round them again."""
         if dtype_of(part, "moment") == torch.float32:
             return False
         for at, piece in chunks(values):
@@ -247,7 +249,8 @@ class Bound:
         self.note_versions()
 
     def refresh_on_device(self) -> None:
-        """The same for parameters on a device, where a changed version indicates a write."""
+        """The same as `refresh_masters` for parameters on a device, where a changed version counter
+        indicates a write. Elements that still are the rounded masters keep these masters."""
         for part, version in zip(self.parts, self._versions, strict=True):
             if part.on_host or versions_of(part.parameter) == version:
                 continue
@@ -337,6 +340,7 @@ class Bound:
         return next((part.name for part, of in planes if of is not None and _is_bad(of)), "")
 
     def forget(self) -> None:
+        """Drops the collected gradients, without a step."""
         if self.collected:
             for state in self.states.values():
                 state.skip()
@@ -355,7 +359,8 @@ class Bound:
         self.settle()
 
     def step(self, unscale: float, clip: float) -> None:
-        """Steps all states. If it raises before anything is sent to a device, none was stepped."""
+        """Steps all states. If this raises before anything is sent to a device, no state was
+        stepped."""
         steps = [
             self.lanes[key].stepping()
             if key in self.lanes
@@ -392,8 +397,8 @@ class Bound:
             state = self.states[part.state]
             yield ("master" if is_own_master(part) else "weights"), part.name, part.local
             for plane, owner in _OWNERS.items():
-                for lies in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
-                    yield owner, f"{part.name}.{plane}", torch.from_dlpack(lies)
+                for memory in (state.plane(part.shard, plane), state.scales(part.shard, plane)):
+                    yield owner, f"{part.name}.{plane}", torch.from_dlpack(memory)
 
     def digest(self) -> dict[str, int]:
         """The sums of all states' digests, by name."""

@@ -1,5 +1,5 @@
-"""The save in the background, if one runs: it reads parameters and optimizer state, which optimizer
-steps and loads must not overwrite before."""
+"""The save in the background, if one runs. Optimizer steps and loads must not overwrite parameters
+and optimizer state before it has read them."""
 
 import os
 from collections.abc import Iterable

@@ -12,7 +12,7 @@ StateItem = tuple[str, str, torch.Tensor]
 
 
 def exported_items(bound: Bound) -> Iterator[StateItem]:
-    """The entries of a state dict. Does not keep a tensor that it has yielded."""
+    """The values of a state dict, one by one. Does not keep a tensor that it has yielded."""
     for part in bound.parts:
         yield part.name, "step", torch.tensor(float(bound.states[part.state].steps[part.shard]))
         for name in part.moments:
@@ -31,9 +31,9 @@ def stored_items(bound: Bound) -> Iterator[StateItem]:
         state = bound.states[part.state]
         names = [] if is_own_master(part) else ["master"]
         for name in (*names, "master_low", *part.moments):
-            lies = torch.from_dlpack(state.plane(part.shard, name))
-            if lies.numel() > 0:
-                yield part.name, name, lies.view(plane_dtype(part, name))
+            plane = torch.from_dlpack(state.plane(part.shard, name))
+            if plane.numel() > 0:
+                yield part.name, name, plane.view(plane_dtype(part, name))
             if name in MOMENTS:
                 scales = torch.from_dlpack(state.scales(part.shard, name))
                 if scales.numel() > 0:

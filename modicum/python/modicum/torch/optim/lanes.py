@@ -1,5 +1,6 @@
 """Transfers between a state on the host and its parameters on a device: gradients to the host, and
-new parameters to the device, through the state's own planes or a small staging."""
+new parameters to the device. They go directly to and from the state's planes if the dtypes are
+equal, and otherwise through a small staging."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -43,7 +44,7 @@ class Lane:
         staging = torch.from_dlpack(state.staging)
         self._staging = staging.view(self._dtype)
         self._slots = self._staging.view(-1, _modicum.SLOT_BYTES // self._dtype.itemsize)
-        self._left: Any = None  # the event after the copies of `masters`
+        self._copied: Any = None  # the event after the copies of `masters`
 
     def bring(self, parts: Sequence[tuple[Part, torch.Tensor]]) -> list[int]:
         """Copies one-dimensional gradients to the state: into its plane, or through the staging if
@@ -97,13 +98,13 @@ class Lane:
         for shard, master in self._masters.items():
             self._parts[shard].local.copy_(master, non_blocking=True)
         stream = _stream_of(self._device)
-        self._left = stream.record_event() if stream else None
+        self._copied = stream.record_event() if stream else None
 
     def settle(self) -> None:
         """Waits for the copies of masters. Call it before a master is overwritten."""
-        if self._left is not None:
-            self._left.synchronize()
-        self._left = None
+        if self._copied is not None:
+            self._copied.synchronize()
+        self._copied = None
 
 
 def _stream_of(device: torch.device) -> Any:

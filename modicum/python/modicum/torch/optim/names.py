@@ -1,4 +1,5 @@
-"""The names of an optimizer's parameters, in messages and as keys of their random bits."""
+"""The names of an optimizer's parameters: in messages, and as keys of the random bits with which
+their values are rounded."""
 
 import gc
 import inspect
@@ -62,8 +63,8 @@ def told_by_fqn(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
 
 
 def fqns_of(parameters: Sequence[nn.Parameter]) -> dict[int, str]:
-    """The FQNs of parameters, by id. A parameter has one if it is in only one root module (a module
-    that is in no other), under one name."""
+    """The FQNs of parameters, by id. A parameter has an FQN if it is in exactly one root module (a
+    module that is in no other), under one name."""
     modules = modules_alive()
     inner = {id(child) for module in modules for child in children_of(module).values()}
     wanted = {id(parameter) for parameter in parameters}

@@ -28,9 +28,10 @@ class Part:
     local: torch.Tensor
     """The parameter's own memory as a detached one-dimensional tensor."""
     order: tuple[int, ...]
-    """The dims, slowest first, in which the local elements are contiguous in memory."""
+    """The dims in the order, slowest first, in which the local elements are contiguous."""
     runs: list[tuple[int, int]]
-    """Runs (first, number) of contiguous elements of the complete tensor, numbered in `order`."""
+    """This rank's elements: runs (first, number) of indices in the complete tensor, whose elements
+    are numbered with the dims in `order`."""
     is_counted: bool
     """Whether this rank counts the part in a global norm; exactly one of its replicas does."""
     at: int = 0
@@ -54,7 +55,8 @@ class Part:
     hook: Any = None
     """The handle of the hook that moves gradients to `plane`."""
     steps: tuple[torch.Tensor, int] | None = None
-    """The tensor of step counts, of which the optimizer's `state` has views; the part's index."""
+    """(the tensor of step counts, of which the optimizer's `state` has views; the part's index in
+    it)"""
     entry: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
     """The tensors that the optimizer has put into `state[parameter]`, each with its address."""
 
@@ -88,15 +90,16 @@ class Part:
         """This rank's elements of `whole`, in the order of `local`. A DTensor with other placements
         is redistributed, which is collective.
 
-        Raises `UsageError`, which calls the tensor `what`, if its type or shape differs from the
-        parameter's, or if its storage was freed.
+        Raises `UsageError`, which calls the tensor `what`, if it is sparse, if only one of it and
+        the parameter is a DTensor, if their shapes differ, or if its storage was freed.
         """
         if whole.is_sparse:
             raise refusal("UNSUPPORTED", f"its {what} is sparse", tensor=self.name)
         if whole.shape != self.parameter.shape or hasattr(whole, "placements") != (
             self.mesh is not None
         ):
-            expected = f"{type(self.parameter).__name__} of {list(self.parameter.shape)}"
+            cls = "a DTensor" if self.mesh is not None else "a plain tensor"
+            expected = f"{cls} of {list(self.parameter.shape)}"
             got = f"{type(whole).__name__} of {list(whole.shape)}"
             what = f"its {what} has another type or shape"
             raise refusal("MISMATCH", what, tensor=self.name, expected=expected, got=got)
@@ -143,7 +146,8 @@ def _require_stored(local: torch.Tensor, what: str, name: str) -> None:
     got = local.untyped_storage().nbytes()
     if got < expected:
         what += " has lost its memory: its storage was resized"
-        raise refusal("USAGE", what, tensor=name, expected=f"{expected} bytes", got=f"{got}")
+        needed, left = f"{expected} bytes", f"{got} bytes"
+        raise refusal("USAGE", what, tensor=name, expected=needed, got=left)
 
 
 def versions_of(tensor: torch.Tensor) -> int:
@@ -201,7 +205,7 @@ def part_of(
 
 
 def _memory_order(local: torch.Tensor) -> tuple[int, ...]:
-    """The dims, slowest first. Those of size 1, whose strides mean nothing, come first."""
+    """The dims, slowest first. Dims of size 1 come first: their strides mean nothing."""
     dims, strides = range(local.dim()), local.stride()
     if local.is_contiguous():
         return tuple(dims)
@@ -233,7 +237,7 @@ def global_sum(
 
 def largest(meshes: Iterable[Any], value: int) -> int:
     """The largest value of all ranks of these meshes. Collective, like `global_sum`. Reduces over
-    the meshes twice, so that the first ones also get values of the later ones."""
+    the meshes twice: in the second round, ranks of earlier meshes get values of later ones."""
     distinct = [mesh for mesh in dict.fromkeys(meshes) if mesh is not None]
     for mesh in distinct * 2:
         (value,) = map(int, _reduced(mesh, [float(value)], "MAX"))

@@ -19,7 +19,7 @@ class Needs:
     needed: Mapping[str, int] = field(default_factory=dict)
     """Bytes by purpose."""
     parts: Sequence[Part] = ()
-    """The parameters that have state then; empty if that state can't be saved."""
+    """The parameters that will have state; empty if a save does not support that state."""
 
     def stored(self, names: Mapping[int, str]) -> Stored:
         """The parts' state in files; empty if `names` lacks a parameter. `names`: the name in files
@@ -30,9 +30,9 @@ class Needs:
 
 
 def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
-    """What `optimizer.allocate()` would charge if the parameters on meta had `memories`, by id;
-    nothing if any other parameter is on meta. Raises `BudgetError` if the optimizer's ledger lacks
-    room."""
+    """What `optimizer.allocate()` would charge if the parameters on meta had `memories`, by id of
+    the parameter; nothing if a parameter on meta that trains is not in `memories`. Raises
+    `BudgetError` if the optimizer's ledger lacks room."""
     groups, wants, bound = optimizer.param_groups, optimizer._trains, optimizer._bound.parts
     if any(id(one) not in memories for one in on_meta(groups, wants)):
         return Needs()

@@ -16,7 +16,7 @@ _PAGE_BYTES = mmap.PAGESIZE
 
 @dataclass(frozen=True)
 class Protected:
-    """How many bytes of a tensor are protected."""
+    """A tensor, and how many of its bytes are protected."""
 
     owner: str
     name: str
@@ -52,7 +52,8 @@ class Protection:
         return sum(of.left_bytes for of in self.tensors)
 
     def renew(self) -> None:
-        """Protects tensors that were allocated since. Called after every step of an optimizer."""
+        """Protects tensors that the sources have allocated since the last call. Called after every
+        step of a source's optimizer."""
         for source in self._sources:
             alive = source()
             if alive is not None:

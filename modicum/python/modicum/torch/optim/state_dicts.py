@@ -46,7 +46,8 @@ def merged_groups(state_dict: Any, own: Sequence[dict[str, Any]]) -> list[dict[s
     for group, new in zip(own, groups, strict=True):
         if new.get("amsgrad", group["amsgrad"]) != group["amsgrad"]:
             amsgrad = str(group["amsgrad"])
-            raise refusal("MISMATCH", "amsgrad of the state dict", expected=amsgrad)
+            got = str(new["amsgrad"])
+            raise refusal("MISMATCH", "amsgrad of the state dict", expected=amsgrad, got=got)
         options = {key: value for key, value in new.items() if key not in left_out}
         merged.append(group | deepcopy(options))
     return merged

@@ -117,9 +117,9 @@ def make_states(
     what: str,
 ) -> dict[str, _modicum.AdamW]:
     """Makes the states, by key, and sets `format`, `state` and `shard` of each part. `state_format`
-    means a format for each dtype and shape; there is one state for each such format, and separate
-    ones for parameters on a device, by dtype. Charges all of the memory or none: a `BudgetError`
-    names it by `what`."""
+    determines the format of a part by its dtype and shape. Parts on the host have one state for
+    each format; parts on devices one for each format, dtype and device. Charges all of the memory
+    or none: a `BudgetError` calls it `what`."""
     shards, made_with = _grouped(parts, options, state_format, fork)
     ledger.require_room(_footprint(shards, made_with, options), what)  # all must fit, or none
     pins, unpins = _registrar(pin)
@@ -138,7 +138,8 @@ def footprint(
     *,
     fork: str,
 ) -> Counter[str]:
-    """The bytes that `make_states` would charge, by purpose."""
+    """The bytes that `make_states` would charge, by purpose. Sets `format`, `state` and `shard` of
+    each part, too."""
     return _footprint(*_grouped(parts, options, state_format, fork), options)
 
 

@@ -18,7 +18,7 @@ class Caller:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Queues a call and returns at once. The thread drops its references to the arguments
+        """Queues a call; does not wait for it. The thread drops its references to the arguments
         before the future is done."""
         call: Future[Any] = Future()
         self._calls.put((call, partial(function, *arguments)))

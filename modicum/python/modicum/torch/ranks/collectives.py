@@ -1,4 +1,4 @@
-"""Collectives over Gloo that return only after Gloo's threads have dropped their tensors."""
+"""Collectives over Gloo that return only after Gloo's threads have dropped the tensors."""
 
 import sys
 import time
@@ -14,12 +14,13 @@ LIMIT_S = 1.0
 def settled(
     collective: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any
 ) -> None:
-    """Calls `collective` on `tensor`, and returns once the caller holds the only reference to it.
+    """Calls `collective` on `tensor`, and returns once the collective holds no reference to the
+    tensor any more, or after LIMIT_S.
 
     Gloo's worker thread drops its reference only after the collective has ended, and takes the
     GIL to do so. If the interpreter begins to finalize while the thread waits for the GIL, the
     process aborts (SIGABRT), even after a successful training. Tensors on a device do not go
-    through Gloo: the call returns at once.
+    through Gloo, and are not waited for.
     """
     before = sys.getrefcount(tensor)
     collective(tensor, *args, **kwargs)

@@ -9,7 +9,8 @@ from modicum.errors import Error
 
 
 def document_with(category: str, what: str, **facts: Any) -> str:
-    """The document of an error. `expected` and `got` become a part of its message, too."""
+    """The document of an error. `facts`: further fields; `expected` and `got` also become a part of
+    the message."""
     details = ", ".join(f"{name} {facts[name]}" for name in ("expected", "got") if name in facts)
     message = f"{category}: {what}" + (f" ({details})" if details else "")
     told = {"category": category, "code": exit_codes()[category], "message": message}

@@ -1,11 +1,12 @@
 """Sends bytes from one rank of a load to the others, over Gloo.
 
-Uses only point-to-point sends, no collectives: a rank waits for one peer, as long as that peer
-reads from storage, and can leave at any time. There are two patterns:
+Uses only point-to-point sends, no collectives: a rank waits only for one peer at a time, for as
+long as that peer reads from storage, and can leave at any time. The *root* is the rank that sends.
+There are two patterns:
 
 - *whole*: every rank needs all bytes. The ranks form a ring, and each forwards pieces of 2 MiB to
-  the next one as they arrive; the last one before the root keeps them. Each rank receives and
-  sends every byte at most once, whatever the number of ranks, and has two connections:
+  the next one as they arrive; the last rank before the root forwards none. Each rank receives and
+  sends every byte at most once, whatever the number of ranks, and has at most two connections:
 
       root 1 -> 2 -> 3 -> 0
 
@@ -57,11 +58,11 @@ class Exchange:
         self._call: Future[None] | None = None
         self._is_connected = self._is_closed = False
         self.peer: int | None = None
-        """The place for which the current call waits, or was waiting when it failed; None while
-        connecting."""
+        """The place of the peer for which the current call waits, or was waiting when it failed;
+        None before the connections are made."""
 
     def begin(self, root: int, view: memoryview, begin: int, end: int) -> Future[None]:
-        """Begins to send `view` from the place `root` to all others; this one needs at least the
+        """Begins to send `view` from the place `root` to all others. This rank needs at least the
         bytes [begin, end). The future raises RuntimeError if a connection ends. `view` must live
         until the future is done or close() has returned."""
         whole = torch.frombuffer(view, dtype=torch.uint8)

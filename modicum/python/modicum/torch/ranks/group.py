@@ -11,8 +11,9 @@ is ever in a collective that another rank does not enter. A load has its own pre
     exchange/N/R  Gloo's rendezvous of the group whose first rank is R, after N meetings
 
 One thread calls the store (store.py), another one watches. Per second each rank makes four reads of
-`failed`, one heartbeat, and one or two reads of neighbours' heartbeats. A meeting (a barrier or a
-gather) costs each rank two calls and some polls; ranks of a larger world poll less often.
+`failed`, one heartbeat, one read of `over`, and one read of the next rank's heartbeat; the first
+rank of a host also reads the heartbeats of the next host. A meeting (a barrier or a gather) costs a
+rank a few calls and polls; ranks of a larger world poll less often.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from modicum.upstream.torch_distributed import default_store
 
 TICK_S = 0.25
 """Seconds between two reads of `failed`."""
-PART_LIMIT_S = 2.0  # the longest wait until all ranks know that the load is over
+PART_LIMIT_S = 2.0  # the longest wait for all ranks to learn that the load is over
 _ORDER = "the order of tensors"
 POLL_GROWTH = 1.25  # the factor by which the pause between polls grows
 
@@ -58,7 +59,7 @@ class Ranks:
         self.rank, self.world_size, self.ranks_per_node = rank, world_size, world_size
         self._store: LoadStore | None = None
         self._meetings = 0  # the number so far; every rank takes part in every one
-        self._longest_pause_s = 0.004 + world_size / 5000  # all ranks: 5000 polls a second
+        self._longest_pause_s = 0.004 + world_size / 5000  # at most 5000 polls a second in all
         self._pids: list[int] = []
         self._on_wait: Callable[[], object] = lambda: None
         self._exchange: Exchange | None = None
@@ -75,8 +76,8 @@ class Ranks:
     @classmethod
     def of_world(cls, on_wait: Callable[[], object] = lambda: None) -> Ranks:
         """This rank of torch.distributed's default group. Collective. Without a group: rank 0 in a
-        world of size 1. With the backend "fake", which can't communicate, it has its rank and world
-        size, and uses its own values as the values of all ranks.
+        world of size 1. The backend "fake" can't communicate: with it, the rank takes its own
+        values for those of all ranks.
 
         Args:
             on_wait: called again and again while this rank waits for others, here and in later
@@ -117,8 +118,9 @@ class Ranks:
         return made, brought
 
     def agree(self, digest: str, facts: Sequence[Any] = ()) -> None:
-        """Raises CONFLICT if the digests of ranks differ; names the first rank that differs from
-        rank 0 and, if `facts`, the digested values, are given, the first difference. Collective."""
+        """Raises CONFLICT if the digests of ranks differ, and names the first rank that differs
+        from rank 0. `facts`: the digested values as (name, value); if given, the error also names
+        the first difference. Collective."""
         verdict = self._settle(digest, _first_other)
         if verdict is None:
             return
@@ -168,8 +170,8 @@ class Ranks:
             raise
 
     def exchange_among(self, members: Sequence[int], *, whole: bool) -> None:
-        """Sets the group of broadcast() to the ranks `members`. Each of them calls this; if bytes
-        were exchanged before, after a barrier.
+        """Sets the group of broadcast() to the ranks `members`. Each of them calls this, after a
+        barrier if bytes were exchanged before.
 
         Args:
             whole: whether every member needs all bytes that are sent.
@@ -208,7 +210,7 @@ class Ranks:
         return self._failure or document
 
     def fail(self, error: BaseException) -> None:
-        """Makes all ranks raise this error in what they do together. On any thread."""
+        """Makes all ranks raise this error in their next collective or `check`. On any thread."""
         self.report(document_of(error))
 
     def check(self) -> None:
@@ -308,8 +310,8 @@ class Ranks:
     def _until(
         self, is_so: Callable[[], bool], key: str = "", limit_s: float | None = None
     ) -> None:
-        """Polls until `is_so()`; less often in a larger world. Raises PEER if a rank has set no
-        value under `key` after `limit_s`."""
+        """Polls until `is_so()`; less often in a larger world. Raises the first failure of any
+        rank, and PEER if a rank has set no value under `key` after `limit_s`."""
         waited_s = 0.0
         for pause_s in self._pauses():
             if is_so():
@@ -319,7 +321,7 @@ class Ranks:
             self._on_wait()
             waited_s += pause_s
             if limit_s is not None and waited_s > limit_s:
-                self._miss_ranks(key, limit_s)
+                self._refuse_absent(key, limit_s)
 
     def _pauses(self) -> Iterator[float]:
         """Pauses between polls; short at first, since ranks mostly arrive at the same time."""
@@ -328,7 +330,7 @@ class Ranks:
             yield pause_s
             pause_s = min(pause_s * POLL_GROWTH, self._longest_pause_s)
 
-    def _miss_ranks(self, key: str, limit_s: float) -> None:
+    def _refuse_absent(self, key: str, limit_s: float) -> None:
         absent = [rank for rank in range(self.world_size) if not self._shared.has(f"{key}/{rank}")]
         if absent:
             more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
@@ -348,12 +350,12 @@ class Ranks:
                     return
                 if tick * TICK_S % LOOK_S == 0:
                     self._check_neighbours()
-        except BaseException as error:  # the thread that waits for ranks must see it
+        except BaseException as error:  # the thread that waits for ranks must raise it
             self._fail(self._naming_this_rank(document_of(error)))
 
     def _check_neighbours(self) -> None:
         self._shared.count(f"beat/{self.rank}", 1)
-        # Once one rank knows that the load is over, ranks leave, and their heartbeats end.
+        # Once any rank knows that the load is over, ranks may leave, and their heartbeats end.
         if self._neighbours is None or self._shared.count("over") > 0:
             return
         lost = self._neighbours.check(lambda rank: self._shared.count(f"beat/{rank}"))
@@ -395,9 +397,8 @@ class Ranks:
         return from_json(counts)
 
     def _part(self) -> None:
-        """Waits until all ranks know that the load is over, since the process that hosts the store
-        may exit right after it."""
-        # One dead rank never reports that it knows.
+        """Waits, at most PART_LIMIT_S, until all ranks know that the load is over: the process that
+        hosts the store may exit then. A dead rank never adds itself to `over`."""
         is_dead = self._failure is not None and from_json(self._failure).category == "PEER"
         waited_s = 0.0
         try:
@@ -408,7 +409,7 @@ class Ranks:
                     return
                 self._ended.wait(pause_s)
                 waited_s += pause_s
-        except Error:  # the store is lost: its rank has left
+        except Error:  # the store is lost: the rank that hosts it has left
             return
 
     def _tell_over(self) -> None:
@@ -450,6 +451,7 @@ class Ranks:
         return json.dumps({"error": facts})
 
     def _received(self, result: Callable[[], None]) -> None:
+        """Calls `result`. If a connection ended, raises the failure of another rank, or PEER."""
         try:
             result()
         except RuntimeError as error:

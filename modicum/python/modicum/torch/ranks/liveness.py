@@ -9,9 +9,10 @@ of the next host:
 Each rank makes one or two such checks per second, whatever the world size. If a rank is found dead
 the load ends on all ranks.
 
-A missing heartbeat alone is no proof: a process makes none while the kernel commits its memory,
-which may take tens of seconds, or while an extension holds the GIL. Therefore /proc decides on the
-same host; between hosts, all ranks of the other host must be silent.
+A missing heartbeat alone does not prove that a process is dead: it makes none while the kernel
+commits its memory, which may take tens of seconds, or while an extension holds the GIL. Therefore
+/proc decides for a rank of the same host and pid namespace, and all ranks of another host must be
+silent. For a rank of the same host in another pid namespace, its silence alone decides.
 """
 
 import os
@@ -55,7 +56,7 @@ class Process:
         return self.boot, self.host
 
     def sees(self, other: "Process") -> bool:
-        """Whether the other process is in this process's `/proc`."""
+        """Whether the other process is in this process's `/proc`, and runs."""
         same = (self.boot, self.pid_space) == (other.boot, other.pid_space)
         return same and self.pid_space != 0 and other.condition() == ""
 
@@ -98,7 +99,8 @@ class _Watched:
     still: int = 0
     """The number of consecutive checks in which no heartbeat has changed."""
 
-    def is_silent(self, beat_of: Callable[[int], int]) -> bool:
+    def read(self, beat_of: Callable[[int], int]) -> bool:
+        """Reads the heartbeats once more. Returns whether all of the ranks are silent."""
         beats = [beat_of(rank) for rank in self.ranks]
         self.still = self.still + 1 if beats == self.beats else 0
         self.beats = beats
@@ -127,7 +129,7 @@ class Neighbours:
         """A dead or silent rank, and how it was lost; or None. Call it every LOOK_S. `beat_of`:
         returns a rank's heartbeat."""
         for watched in self._watched:
-            silent = watched.is_silent(beat_of)
+            silent = watched.read(beat_of)
             condition = self._processes[watched.ranks[0]].condition() if watched.seen else ""
             if condition == "is gone" or (silent and condition):
                 return watched.ranks[0], condition

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None] | None]:
-    """A context with a progress bar on stderr. Yields a function to call with the bytes read so
+    """A context with a progress bar on stderr. Yields a function to call with the bytes loaded so
     far, or None without a bar.
 
     Args:
-        total: bytes to read.
+        total: bytes to load.
         shown: whether to draw it, if tqdm is installed.
     """
     try:

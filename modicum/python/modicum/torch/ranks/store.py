@@ -19,15 +19,16 @@ from modicum.torch.ranks.caller import Caller
 
 SLICE_S = 0.1
 SLICES, CONNECT_SLICES = 60, 600
-"""Time limits in slices: 6 s for an answer, and a minute to connect, since all ranks may do so at
-once. Slices are counted, not seconds: time in which this process is stopped does not count."""
+"""Time limits in slices: 6 s for an answer, and a minute to connect, since all ranks may connect at
+the same time. Slices are counted, not seconds: time in which this process is stopped does not
+count."""
 PIECE_BYTES = 4 << 20  # a TCPStore closes the connection on a message of more than 8 MiB
 COMPRESSED_BYTES = 1 << 12
 """Longer texts are compressed: gathered values of all ranks are similar, and a recipe has many
 similar names."""
 KEYS_AT_ONCE = 256
 
-# Numbers the loads. All ranks make them in the same order, so that their prefixes are equal.
+# Numbers the loads. All ranks run the same loads in the same order, so their prefixes are equal.
 _loads = itertools.count()
 
 
@@ -50,7 +51,7 @@ class LoadStore:
         self._store = dist.PrefixStore(f"modicum/{next(_loads)}", own)
 
     def part(self, name: str) -> Any:
-        """A prefix inside this one. The thread that uses it must clone it."""
+        """A store with a prefix inside this one. The thread that uses that store must clone it."""
         return dist.PrefixStore(name, self._store)
 
     def has(self, key: str) -> bool:
@@ -91,7 +92,7 @@ class LoadStore:
         return texts
 
     def forget(self, *more: str) -> None:
-        """Deletes the keys that this rank has put, and `more`."""
+        """Deletes the keys that this rank has set with put(), and `more`."""
         for key in (*self._put_here, *more):
             self._ask(self._store.delete_key, key)
 

@@ -1,4 +1,4 @@
-"""Saves and loads the state of `modicum.torch.AdamW` in a step (a saved checkpoint directory): its
+"""Saves and loads the state of `modicum.torch.AdamW` in a step (a saved checkpoint directory): the
 planes, with the same bytes as in memory."""
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ from modicum.torch.optim.states import Stored, stored_of
 from modicum.torch.shards.placements import Shardings
 
 HeldShards = list[tuple[_modicum.AdamW, int, str]]
-"""The state that holds a shard, the shard's number in it, and the name of the parameter."""
+"""For each shard: the state that holds it, its index in that state, the name of the parameter."""
 
 
 class AdamWState:
-    """An optimizer's state under the model's names of its parameters."""
+    """An optimizer's state, whose parameters have the names that the model gives them."""
 
     def __init__(self, optimizer: AdamW, names: Mapping[int, str]) -> None:
         """`names`: the name in files by id of a parameter. The state must be allocated."""
         self._optimizer, self._names = optimizer, names
-        # Takes in what a program has written to parameters and `state` since the last step.
+        # Adopts what a program has written to parameters and `state` since the last step.
         optimizer.state_items(codes=True)
         for part in self._parts:
             _require_storable(part, self._name_of(part))

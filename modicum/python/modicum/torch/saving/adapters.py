@@ -32,8 +32,8 @@ FILE = "adapter_model.safetensors"
 
 
 def only_adapters(model: Model, asked: bool | None) -> bool:
-    """Whether a save writes only the adapters. `asked`: the argument `adapters`; None: they are all
-    that is written if the model is a PeftModel that trains nothing else."""
+    """Whether a save writes only the adapters. `asked`: the argument `adapters`; None: only the
+    adapters if the model is a PeftModel that trains nothing else."""
     if asked is None:
         return _is_wrapped(model.module) and not _trained_besides(model, names_of_peft(model))
     if asked and not _is_wrapped(model.module):
@@ -90,15 +90,16 @@ def names_of_peft(model: Model) -> dict[str, str]:
     names: dict[str, str] = {}
     for name, tensor in state.items():
         if id(tensor) not in own:
-            what = "PEFT computes this tensor of its file, or gathers it"
+            what = "a tensor of PEFT's file is no tensor of the model: PEFT computes or gathers it"
             raise refusal("UNSUPPORTED", what, tensor=name)
         names[canonical(name)] = own[id(tensor)]
     return dict(sorted(names.items()))
 
 
 def _state_by_module(module: nn.Module) -> dict[str, Any]:
-    """The state dict with the names of `named_modules`, by which PEFT selects. A state dict leaves
-    out the components of activation checkpointing, and PEFT would find nothing in it."""
+    """The state dict with the names of `named_modules`, by which PEFT selects tensors. An ordinary
+    state dict lacks the names' components of activation checkpointing, and PEFT would find nothing
+    in it."""
     modules = {canonical(name): name for name, _ in module.named_modules(remove_duplicate=False)}
     state = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -111,14 +112,14 @@ def _state_by_module(module: nn.Module) -> dict[str, Any]:
 def _adapters_of(module: Any) -> list[str]:
     names = [*module.peft_config]
     if len(names) != 1:
-        what = "a step of adapters holds one: adapters=False saves all tensors"
-        raise refusal("UNSUPPORTED", what, got=", ".join(names))
+        what = "a step of adapters alone: adapters=False saves all tensors"
+        raise refusal("UNSUPPORTED", what, expected="one adapter", got=", ".join(names))
     return names
 
 
 def _trains_embeddings(module: Any) -> bool:
-    """The `save_embedding_layers` of PEFT, which by default asks the hub for the base model's
-    config: here whether an embedding outside the adapters is trained."""
+    """The value for PEFT's `save_embedding_layers`: whether an embedding outside the adapters is
+    trained. PEFT's default would ask the hub for the base model's config."""
     getters = ("get_input_embeddings", "get_output_embeddings")
     layers = [getattr(module, name)() for name in getters if hasattr(module, name)]
     return any(

@@ -1,4 +1,4 @@
-"""Zip archives of torch.save: the bytes of the pickle, and where each tensor's elements lie."""
+"""Zip archives of torch.save: their pickle, and the place of each tensor's elements in the file."""
 
 import io
 import os
@@ -17,8 +17,9 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2,
     "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-_NUMBERS = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
-# Limits for sizes from a file, far above real ones, so that no arithmetic on them grows large.
+_STRUCT_CODES = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}
+# A damaged or hostile file may claim any size, and Python's integers have no limit. These limits
+# are far above real sizes.
 _MOST_ELEMENTS = 1 << 60
 _MOST_DIMS = 64
 _MOST_PICKLE_BYTES = 1 << 28
@@ -33,14 +34,15 @@ Shape = tuple[int, ...]
 
 
 def is_size(value: Any) -> bool:
+    """Whether `value` is an integer from 0 to below the limit; a bool is none."""
     return type(value) is int and 0 <= value < _MOST_ELEMENTS
 
 
 def is_shape(value: Any) -> bool:
-    """Whether `value` is a tuple of sizes whose product is below the limit."""
+    """Whether `value` is a tuple of sizes whose product, without zeros, is below the limit."""
     if not isinstance(value, tuple) or len(value) > _MOST_DIMS or not all(map(is_size, value)):
         return False
-    # Zeros count as ones: strides are products of the other sizes.
+    # With zeros the product would be 0 and limit nothing, but strides are products of some sizes.
     return prod(n or 1 for n in value) < _MOST_ELEMENTS
 
 
@@ -63,41 +65,45 @@ class Line:
         return prod(self.shape)
 
     def read(self, first: int, into: memoryview) -> None:
-        """Fills `into` with elements, beginning at `first`. Raises `FormatError` if the file is cut
-        short, OSError if it can't be read."""
+        """Fills `into` with elements, the first of which has the index `first`. Raises
+        `FormatError` if the file ends before them, OSError if it can't be read."""
         file = os.open(self.path, os.O_RDONLY)
         try:
             begin, done = self.begin + first * self.item_bytes, 0
             while done < len(into):
                 got = os.preadv(file, [into[done:]], begin + done)
                 if got == 0:
-                    malformed("the file is cut short", self.path.name)
+                    expected, end = f"{begin + len(into)} bytes or more", f"{begin + done} bytes"
+                    what = "the file ends before the elements of a tensor"
+                    malformed(what, self.path.name, expected=expected, got=end)
                 done += got
         finally:
             os.close(file)
 
 
 def number_of(dtype: str, data: bytes | bytearray) -> float | int:
-    """The number in the bytes of one element. Raises ValueError for other dtypes."""
-    if dtype not in _NUMBERS:
-        raise ValueError(f"a number of dtype {dtype}")
-    number: float | int = struct.unpack(f"<{_NUMBERS[dtype]}", data)[0]
+    """The number in `data`, the little-endian bytes of one element. Raises ValueError unless
+    `dtype` is float32, float64, int32 or int64."""
+    if dtype not in _STRUCT_CODES:
+        raise ValueError(f"numbers of dtype {dtype} are not read")
+    number: float | int = struct.unpack(f"<{_STRUCT_CODES[dtype]}", data)[0]
     return number
 
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive of torch.save."""
+    """An archive of torch.save, whose directory and pickle have been read."""
 
     path: Path
     pickle: bytes
     storages: Mapping[str, tuple[int, int]]
-    """The offset in the file and the number of bytes of each storage, by key."""
+    """(offset in the file, size) of each storage in bytes, by the key that the pickle uses."""
 
     @classmethod
     def open(cls, path: Path, begin: int = 0, length: int | None = None) -> "Archive":
-        """Reads the zip directory and the pickle. `begin`, `length`: the archive's place in the
-        file; None: to the end. Raises `FormatError` or OSError."""
+        """Reads the zip directory and the pickle. The archive is at the bytes [begin, begin +
+        length) of the file; without `length` it ends with the file. Raises `FormatError`, or
+        OSError if the file can't be read."""
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size - begin if length is None else length
             try:
@@ -109,62 +115,78 @@ class Archive:
         """The pickle's value, as `read_pickle` returns it."""
         return read_pickle(self.pickle, self.path.name, names)
 
-    def line(self, made: Any) -> Line:
-        """Where the elements of `made`, a tensor in the pickle, lie. Raises ValueError if it is no
-        tensor, not row-major or not within its storage."""
-        if isinstance(made, Made) and made.kind == REBUILD_TYPED and len(made.args) == 4:
-            # A tensor with attributes, such as DeepSpeed's ds_id: the third argument makes it.
-            made = Made(REBUILD_TENSOR, made.args[2])
-        args: Any = made.args if isinstance(made, Made) and made.kind == REBUILD_TENSOR else ()
+    def line(self, value: Any) -> Line:
+        """The place of a tensor's elements. `value`: the tensor, as `read_pickle` returns it.
+        Raises ValueError if it is no tensor, not row-major or not within its storage."""
+        args = _arguments_of(value)
         if not isinstance(args, tuple) or len(args) < 4 or not isinstance(args[0], Stored):
-            raise ValueError("it holds no plain tensor")
+            raise ValueError("the value is no plain tensor")
         stored, offset, sizes, strides = args[:4]
+        # The persistent ids of torch.save: ("storage", class, key, location, number of elements).
         is_known = isinstance(stored.id, tuple) and len(stored.id) == 5
-        # torch.save's persistent id: "storage", class, key, location, number of elements.
         kind, key = stored.id[1:3] if is_known else (None, None)
         dtype = STORAGES.get(kind.name.partition(" ")[2]) if isinstance(kind, Global) else None
         if dtype is None or not isinstance(key, str) or key not in self.storages:
-            raise ValueError("it holds a tensor of an unknown storage")
-        if not is_size(offset) or not is_shape(sizes) or not _is_row_major(sizes, strides):
-            raise ValueError(f"it holds a tensor that is not row-major, of {dtype}")
+            raise ValueError("the tensor's storage has an unknown class or is not in the archive")
+        if not is_size(offset) or not is_shape(sizes):
+            raise ValueError("the tensor's offset or shape is invalid")
+        if not _is_row_major(sizes, strides):
+            raise ValueError("the tensor is not row-major")
         begin, nbytes = self.storages[key]
         if (offset + prod(sizes)) * ITEM_BYTES[dtype] > nbytes:
-            raise ValueError("it holds a tensor that is longer than its storage")
+            raise ValueError("the tensor is longer than its storage")
         return Line(self.path, dtype, sizes, begin + offset * ITEM_BYTES[dtype])
+
+
+def _arguments_of(value: Any) -> Any:
+    """The arguments with which torch would rebuild a plain tensor; None for other values."""
+    if not isinstance(value, Made):
+        return None
+    if value.kind == REBUILD_TYPED and len(value.args) == 4:
+        # A tensor with attributes, such as DeepSpeed's ds_id.
+        function, _, arguments, _ = value.args
+        return arguments if function == Global(REBUILD_TENSOR) else None
+    return value.args if value.kind == REBUILD_TENSOR else None
 
 
 def _is_row_major(sizes: Shape, strides: Any) -> bool:
     if not isinstance(strides, tuple) or len(strides) != len(sizes):
         return False
+    if prod(sizes) == 0:  # no element depends on the strides
+        return True
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size > 1 and stride != expected:
-            return prod(sizes) == 0
+            return False
         expected *= size
     return True
 
 
 def _opened(part: "_Part", begin: int, size: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The pickle and the storages. Raises one of _ZIP_ERRORS."""
+    """`Archive.pickle` and `Archive.storages`. `begin`: the archive's offset in the file; `size`:
+    its bytes. Raises one of _ZIP_ERRORS."""
     archive = zipfile.ZipFile(part)
     infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+    if "data.pkl" not in infos:
+        raise ValueError("it has no data.pkl")
     head = infos["data.pkl"]
     if head.compress_type != zipfile.ZIP_STORED or head.file_size > _MOST_PICKLE_BYTES:
-        raise ValueError("its pickle is compressed or too large")
+        raise ValueError("data.pkl is compressed or too large")
     if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
-        raise ValueError("it is of a big-endian machine")
+        raise ValueError("its elements are not little-endian")
     storages = {}
     for name, info in infos.items():
         if not name.startswith("data/"):
             continue
         if info.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("it is compressed")
+            raise ValueError(f"{name} is compressed")
         part.seek(info.header_offset)
         local = part.read(_LOCAL_HEADER_BYTES)
-        # The name and the extra field follow; the header ends with their lengths.
+        # The file's name and extra field lie between the local header and the elements. The
+        # header's last four bytes are their lengths.
         at = info.header_offset + len(local) + sum(struct.unpack("<HH", local[-4:]))
         if len(local) != _LOCAL_HEADER_BYTES or at + info.file_size > size:
-            raise ValueError("its elements are beyond its end")
+            raise ValueError(f"{name} exceeds the archive")
         storages[name.removeprefix("data/")] = begin + at, info.file_size
     return archive.read(head), storages
 
@@ -187,7 +209,7 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = (0, self._at, self._length)[whence] + offset
         if self._at < 0:
-            raise ValueError("a place before its begin")
+            raise ValueError("an offset in it is negative")
         return self._at
 
     def read(self, size: int = -1) -> bytes:

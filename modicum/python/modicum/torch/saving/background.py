@@ -19,9 +19,9 @@ optimizer step may wait for this rank's save, but never for another rank's. The 
 prefix of the process group's store (ranks/group.py), not in collectives, whose order on all ranks
 the program alone determines.
 
-The program's thread votes, since only there no operation is in progress that writes to a tensor. If
-a rank's part fails all ranks drop the saved step, and each raises the error once: in its next
-optimizer step, save or `wait`.
+The program's thread votes: while it does, it runs no operation that writes to a tensor. If a rank's
+part fails all ranks drop the saved step, and each raises the error in its next optimizer step, save
+or `wait`.
 """
 
 import multiprocessing.util
@@ -65,6 +65,7 @@ class Watched:
         return next((name for name, of, version in noted if versions_of(of) != version), None)
 
     def renote(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes the version counters of `tensors` again, after Modicum has written to them."""
         for of in tensors:
             if id(of) in self._noted:
                 self._noted[id(of)] = (self._noted[id(of)][0], of, versions_of(of))
@@ -105,7 +106,7 @@ class Saving:
         Args:
             rest: closed at the end: leaves the ranks, removes uncommitted files and sends a SIGTERM
                 again that was held back.
-            called_s: how long the program has been in the call of `save`.
+            called_s: how long the program has been in the call of `save`, in seconds.
         """
         self._blocked_s = called_s
         _install()
@@ -117,7 +118,8 @@ class Saving:
             in_flight.end(self)
             with rest:
                 raise
-        self._began.wait()  # the thread starts others, which Python refuses at its exit
+        # The save's thread starts other threads, which Python refuses once the process exits.
+        self._began.wait()
         return self
 
     # ---- what the program calls
@@ -178,12 +180,13 @@ class Saving:
     def leave(self) -> None:
         """At the process's exit: waits for the save, and prints its error."""
         try:
-            # The program ends by an exception. A child of multiprocessing does not set last_value.
+            # The program ends by an exception; or perhaps, if it is a child of multiprocessing,
+            # which does not set last_value.
             if hasattr(sys, "last_value") or multiprocessing.parent_process() is not None:
                 self.settle()
                 self._vote()
                 if not self._finished.wait(CRASH_LIMIT_S):
-                    what = "this rank's process ends, and others have not voted for "
+                    what = "this rank's process ends, and other ranks have not voted within "
                     self._begun.ranks.fail(refusal("USAGE", f"{what}{CRASH_LIMIT_S:.0f} s"))
             self.wait()
         except BaseException as error:

@@ -46,12 +46,14 @@ class Box:
 
 @dataclass(frozen=True)
 class DirectoryTensor:
+    """A tensor of a directory. Its boxes cover it, and none overlap."""
+
     dtype: str
     shape: Shape
     boxes: list[Box]
     begins: "array[int]"
-    """For each box the offset of its first element in its file; -1: not known yet. Made with the
-    boxes, so that reads do not add to the memory of a save."""
+    """For each box the offset of its first element in its file, in bytes; -1: not known yet. The
+    array exists before the save is planned, so that reads do not add to the save's memory."""
 
     @property
     def item_bytes(self) -> int:
@@ -67,12 +69,12 @@ class Directory:
     others: list[str] = field(default_factory=list)
     """Keys of other values: pickles, which are not read."""
     places: dict[str, Place] = field(default_factory=dict)
-    """The path of a key in the state dict before it was flattened, if known."""
+    """For each key, if known, its path in the state dict before that was flattened."""
 
     @classmethod
     def open(cls, path: Path) -> "Directory":
-        """Reads .metadata. Raises `FormatError` if torch did not write it, `IoError` if it can't be
-        read."""
+        """Reads .metadata. Raises `FormatError` if torch did not write that file, `IoError` if it
+        can't be read."""
         try:
             data = (path / FILE).read_bytes()
         except OSError as error:
@@ -85,7 +87,8 @@ class Directory:
         return directory_of(data, path)
 
     def read(self, key: str, first: int, view: memoryview) -> None:
-        """Fills `view` with elements, beginning at `first`. `FormatError` if files lack some."""
+        """Fills `view` with the elements of a tensor from index `first` on. Raises `FormatError` if
+        a file lacks some, OSError if it can't be read."""
         of = self.tensors[key]
         count = len(view) // of.item_bytes
         left = count
@@ -121,10 +124,10 @@ class Directory:
             try:
                 line = archive.line(value)
             except ValueError as error:
-                malformed(f"a box is no archive of a tensor: {error}", box.file)
+                malformed(f"a box holds no tensor that can be read: {error}", box.file)
             if (line.dtype, line.shape) != (of.dtype, box.sizes):
                 expected, got = f"{of.dtype} {[*box.sizes]}", f"{line.dtype} {[*line.shape]}"
-                what = "a box holds another tensor"
+                what = "the archive of a box holds another tensor"
                 malformed(what, box.file, expected=expected, got=got)
             of.begins[number] = line.begin
         return Line(path, of.dtype, box.sizes, of.begins[number])
@@ -134,7 +137,8 @@ class _Runs:
     """The runs of elements, contiguous in the tensor, of which a box consists; ascending."""
 
     def __init__(self, shape: Shape, box: Box) -> None:
-        # The innermost dims that the box covers fully, and the next one, make up a run.
+        # A run spans the innermost dims, those that the box covers fully, and the box's part of the
+        # next dim.
         cut = len(shape)
         while cut > 0 and box.sizes[cut - 1] == shape[cut - 1]:
             cut -= 1
@@ -164,18 +168,18 @@ def directory_of(data: bytes, path: Path) -> Directory:
     """The directory that .metadata, `data`, describes. Raises `FormatError`."""
     root = read_pickle(data, FILE)
     if not isinstance(root, Made) or root.kind != f"{METADATA} Metadata":
-        malformed("it is no Metadata", FILE)
+        malformed("the pickle is no Metadata of torch.distributed.checkpoint", FILE)
     infos = _infos_of(root.member("storage_data"))
     found = Directory(path)
     for key, value in _pairs(root.member("state_dict_metadata"), "state_dict_metadata"):
         if not isinstance(key, str) or not isinstance(value, Made):
-            malformed("state_dict_metadata holds something else than tensors and bytes", FILE)
+            malformed("state_dict_metadata holds something other than tensors and bytes", FILE)
         if value.kind == f"{METADATA} BytesStorageMetadata":
             found.others.append(key)
         elif value.kind == f"{METADATA} TensorStorageMetadata":
             found.tensors[key] = _tensor_of(key, value, infos)
         else:
-            malformed("state_dict_metadata holds something else than tensors and bytes", FILE)
+            malformed("state_dict_metadata holds something other than tensors and bytes", FILE)
     mappings = root.member("planner_data")
     for key, place in mappings.items if isinstance(mappings, Pairs) else []:
         if isinstance(key, str) and _is_place(place):
@@ -190,7 +194,7 @@ def _is_place(value: Any) -> bool:
 
 def _pairs(value: Any, name: str) -> list[tuple[Any, Any]]:
     if not isinstance(value, Pairs):
-        malformed(f"it has no {name}", FILE)
+        malformed(f"{name} is missing or no dict", FILE)
     return value.items
 
 
@@ -212,17 +216,18 @@ def _infos_of(value: Any) -> _Infos:
     for index, info in _pairs(value, "storage_data"):
         kinds = [of.kind if isinstance(of, Made) else "" for of in (index, info)]
         if kinds != [f"{METADATA} MetadataIndex", STORAGE_INFO]:
-            malformed("storage_data holds something else than places", FILE)
+            malformed("storage_data has something other than places of boxes", FILE)
         key, offset = index.member("fqn"), index.member("offset")
         name, begin, length = (info.member(of) for of in ("relative_path", "offset", "length"))
         if not isinstance(key, str) or not isinstance(name, str):
-            malformed("a place has no name", FILE)
+            malformed("the place of a box lacks the tensor's or the file's name", FILE)
         if name in ("", ".", "..") or "/" in name or "\0" in name:
-            malformed("a file is named outside the directory", FILE, tensor=key, got=ascii(name))
+            what = "the file of a box is outside the directory"
+            malformed(what, FILE, tensor=key, got=ascii(name))
         if not (is_size(begin) and is_size(length)):
-            malformed("a place is no range of bytes", FILE, tensor=key)
+            malformed("the place of a box is no range of bytes", FILE, tensor=key)
         if info.member("transform_descriptors") not in (None, []):
-            malformed("the file's bytes are transformed", FILE, tensor=key)
+            malformed("the bytes of a box are transformed, as by compression", FILE, tensor=key)
         at = None if offset is None else _shape(offset, key)
         infos[key, at] = name, begin, length
     return infos
@@ -234,7 +239,7 @@ def _tensor_of(key: str, value: Made, infos: _Infos) -> DirectoryTensor:
     chunks = value.member("chunks")
     for chunk in chunks if isinstance(chunks, list) else []:
         if not isinstance(chunk, Made) or chunk.kind != f"{METADATA} ChunkStorageMetadata":
-            malformed("a box is none", FILE, tensor=key)
+            malformed("a box is no ChunkStorageMetadata", FILE, tensor=key)
         offsets, sizes = (_shape(chunk.member(of), key) for of in ("offsets", "sizes"))
         ends = [o + n for o, n in zip(offsets, sizes, strict=False)]
         is_within = len(offsets) == len(sizes) == len(shape) and all(
@@ -245,7 +250,7 @@ def _tensor_of(key: str, value: Made, infos: _Infos) -> DirectoryTensor:
         if prod(sizes) == 0:
             continue
         if (key, offsets) not in infos:
-            malformed("a box has no place", FILE, tensor=key)
+            malformed("storage_data lacks the place of a box", FILE, tensor=key)
         boxes.append(Box(offsets, sizes, *infos[key, offsets]))
     _require_tiles(key, shape, boxes)
     begins = array("q", [-1]) * len(boxes)
@@ -253,22 +258,23 @@ def _tensor_of(key: str, value: Made, infos: _Infos) -> DirectoryTensor:
 
 
 def _dtype_of(key: str, properties: Any) -> str:
-    """The dtype of TensorProperties, whose state is a tuple with it first, or a dict."""
+    """The dtype of TensorProperties. Their state is a tuple that begins with it, or a dict."""
     state = properties.state if isinstance(properties, Made) else None
     first = state[0] if isinstance(state, tuple) and state else None
     if isinstance(state, Pairs):
         first = properties.member("dtype")
     name = first.name.partition(" ")[2] if isinstance(first, Global) else ""
     if name not in DTYPES:
-        malformed("a tensor has no dtype", FILE, tensor=key)
+        malformed("a tensor has no known dtype", FILE, tensor=key)
     if name not in ITEM_BYTES:
-        malformed("a dtype that is not read from such a directory", FILE, tensor=key, got=name)
+        expected = ", ".join(ITEM_BYTES)
+        malformed("the dtype of a tensor", FILE, tensor=key, expected=expected, got=name)
     return name
 
 
 def _require_tiles(key: str, shape: Shape, boxes: list[Box]) -> None:
-    """Raises `FormatError` unless the boxes cover the tensor: they have as many elements as it, and
-    no two overlap."""
+    """Raises `FormatError` unless the boxes cover the tensor exactly once: together they have its
+    number of elements, and no two overlap."""
     if sum(prod(box.sizes) for box in boxes) != prod(shape):
         malformed("the boxes of a tensor do not cover it", FILE, tensor=key)
     boxes = sorted(boxes, key=lambda box: box.offsets)

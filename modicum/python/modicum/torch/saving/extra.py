@@ -1,6 +1,6 @@
 """A program's own values in a step (a saved checkpoint directory): `extra` is JSON, the same on all
-ranks; `extra_per_rank` is JSON with small tensors in it. The latter is one safetensors file a rank:
-its metadata has the JSON, in which `{"__tensor__": NAME}` refers to a tensor.
+ranks; `extra_per_rank` is JSON with small tensors in it. Each rank's `extra_per_rank` is one
+safetensors file: its metadata has the JSON, in which `{"__tensor__": NAME}` refers to a tensor.
 """
 
 import json
@@ -47,7 +47,7 @@ def text_of(extra: Any) -> str:
 
 
 def _changed(extra: Any, again: Any) -> str:
-    """The type of `extra` if it is no dict, else its first item that a JSON round trip changes."""
+    """The type of `extra` if it is no dict; else its first item that a JSON round trip changes."""
     if not isinstance(extra, Mapping):
         return type(extra).__name__
     key = next(key for key in extra if key not in again or again[key] != extra[key])
@@ -105,7 +105,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> Any:
-    """The value given to `bytes_of`, with lists for tuples. Raises errors of `open_checkpoint`."""
+    """The value given to `bytes_of`, with lists in place of tuples. Raises the errors of
+    `open_checkpoint`."""
     _modicum.open_checkpoint(path)  # validates the header
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")

@@ -16,8 +16,8 @@ Group = dict[str, Any]
 
 
 def text_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> str:
-    """The text of groups.json: all options that are numbers, strings, bools, None, or lists of
-    them. `names`: the parameters' names by id."""
+    """The text of groups.json: all options that are numbers (tensors without dims, too), strings,
+    bools, None, or lists of these. `names`: the parameters' names by id."""
     groups = []
     for group in optimizer.param_groups:
         options = {
@@ -40,7 +40,7 @@ def restore(
         own = _names(group, names)
         options = saved.get(frozenset(own))
         if options is None:
-            what = "the step was saved with other parameter groups"
+            what = "the step has no parameter group with the parameters of this group"
             raise refusal("MISMATCH", what, tensor=own[0] if own else "")
         found.append((group, options))
     for group, options in found:

@@ -1,8 +1,8 @@
 """A step (a saved checkpoint directory) inside a directory to which other programs also write, such
 as a checkpoint of accelerate or Trainer:
 
+    DIR/.partial-*/                             the step while it is written; made first
     DIR/trainer_state.json, scheduler.pt, ...   files of the other programs
-    DIR/.partial-*/                             the step while it is written; made before them
     DIR/model.safetensors, optimizer/, ...      the step's files, moved here once all are written
     DIR/COMMIT                                  made last
 
@@ -117,16 +117,16 @@ def save_inside(
 
 
 def _has_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """False for a torch optimizer before its first step, and for one whose state has no tensors,
-    such as SGD without momentum: only its group options are saved."""
+    """Whether the optimizer's state has tensors to save. False for a torch optimizer before its
+    first step, and for one such as SGD without momentum: only its group options are saved."""
     values = (value for entry in optimizer.state.values() for value in entry.values())
     has_some = any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values)
     return has_some or isinstance(optimizer, AdamW)
 
 
 def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> Resumed:
-    """Compares every byte of the step with its digests and loads the model. Collective. `how`: as
-    for `resume`. The model's origin does not become this step, which a later save may remove."""
+    """Compares every byte of the step with its digests, and loads the model. Collective. `how`: as
+    for `resume`. The step does not become the model's origin, since a later save may remove it."""
     require_whole(directory)
     reshard(model)
     if (directory / FILE).exists():
@@ -209,8 +209,8 @@ def fault_of(directory: Path) -> str:
 
 def rotate(directories: Sequence[Path], limit: int, best: Path | None, trash: Path) -> None:
     """Removes checkpoints until `limit` are left: first incomplete ones, then the oldest. Keeps the
-    newest complete checkpoint, `best`, and all that are newer than the newest complete one, which
-    do not count.
+    newest complete checkpoint, `best`, and all checkpoints newer than the newest complete one; the
+    newer ones do not count. If none is complete, removes none.
 
     Args:
         directories: oldest first.

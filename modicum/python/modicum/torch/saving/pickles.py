@@ -19,23 +19,28 @@ from modicum.upstream.torch_checkpoint import GETATTR, ORDERED_DICT, PICKLED, ST
 DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
 _MOST_BYTES = 1 << 31
 for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape"):
-    codecs.lookup(_name)  # pickletools uses them: imports the codecs now, not while it reads
+    codecs.lookup(_name)  # imports pickletools' codecs now: nothing is imported while it reads
 
 
 @dataclass(frozen=True)
 class Global:
+    """A class or function."""
+
     name: str
     """Module and name, separated by a space."""
 
 
 @dataclass
 class Made:
+    """An instance, or the result of a call."""
+
     kind: str
-    """The name of its Global."""
+    """The name of the class or function, as in `Global`."""
     args: Any
-    """The arguments of the call. For an enum member: its value or, if Python 3.11.0 to 3.11.2 has
-    written it, its name."""
+    """The tuple of the call's arguments. For an enum member: its value or, if Python 3.11.0 to
+    3.11.2 has written it, its name."""
     state: Any = None
+    """What `__setstate__` would get; None without it."""
 
     def member(self, name: str) -> Any:
         """The state's value of this name, or None."""
@@ -73,8 +78,8 @@ class _Refused(Exception):
 
 
 def read_pickle(data: bytes, file: str, names: frozenset[str] = PICKLED) -> Any:
-    """The value of a pickle. Raises `FormatError`, naming `file`, if `data` is no pickle, or names
-    anything but `names` and torch's dtypes and storages."""
+    """The value of the pickle `data`. Raises `FormatError`, naming `file`, if `data` is no pickle,
+    or has names other than `names`, torch's dtypes and storages, and getattr of an enum."""
     if len(data) > _MOST_BYTES:
         malformed("the file is larger than any that torch writes", file, got=f"{len(data)} bytes")
     try:
@@ -97,6 +102,8 @@ _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 class _Stack:
+    """The stack machine that a pickle is a program of."""
+
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
         self._values: list[Any] = []
@@ -175,13 +182,14 @@ class _Stack:
         module, _, last = name.partition(" ")
         is_torch = module == "torch" and (last in DTYPES or last in STORAGES)
         if name not in self._names and name not in GETATTR and not is_torch:
-            raise _Refused(f"the pickle names {name.replace(' ', '.')!r}, and nothing is executed")
+            named = name.replace(" ", ".")
+            raise _Refused(f"the pickle names {named!r}, no known name; nothing was executed")
         self._push(Global(name))
 
     def _make(self) -> None:
         kind, args = self._taken(2)
         if not isinstance(kind, Global) or not isinstance(args, tuple):
-            raise _Refused("the pickle is damaged: a call of something else than a name")
+            raise _Refused("the pickle is damaged: a call of something other than a name")
         if kind.name in GETATTR:
             self._push(_member(args))
         else:
@@ -193,19 +201,19 @@ class _Stack:
         if isinstance(made, Pairs):
             return  # attributes of an ordered dict, such as a state dict's versions
         if not isinstance(made, Made):
-            raise _Refused("the pickle is damaged: a state of something else than an instance")
+            raise _Refused("the pickle is damaged: a state of something other than an instance")
         made.state = state
 
     def _extend(self, values: list[Any]) -> None:
         into = self._values[-1]
         if not isinstance(into, list):
-            raise _Refused("the pickle is damaged: an item of something else than a list")
+            raise _Refused("the pickle is damaged: an item of something other than a list")
         into.extend(values)
 
     def _set(self, values: list[Any]) -> None:
         into = self._values[-1]
         if not isinstance(into, Pairs) or len(values) % 2:
-            raise _Refused("the pickle is damaged: an item of something else than a dict")
+            raise _Refused("the pickle is damaged: an item of something other than a dict")
         into.items.extend(zip(values[::2], values[1::2], strict=True))
 
 
@@ -213,11 +221,11 @@ def _member(args: tuple[Any, ...]) -> Made:
     """The enum member that `getattr(*args)` would return."""
     of, name = args if len(args) == 2 else (None, None)
     if not isinstance(of, Global) or not isinstance(name, str):
-        raise _Refused("the pickle calls getattr for something else than a class")
+        raise _Refused("the pickle calls getattr on something other than a class")
     return Made(of.name, (name,))
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise _Refused("the pickle is damaged: a name that is no text")
+        raise _Refused("the pickle is damaged: a name that is no string")
     return value

@@ -51,7 +51,7 @@ class Ask:
 
     @property
     def options(self) -> Options:
-        """The same as options of a load, for `budget_of`."""
+        """The ledger, budget and staging as options of a load, for `budget_of`."""
         staging = self.form.staging
         return Options(
             self.ledger, self.budget, "own-shard", staging, "excluded", 0, None, progress=False
@@ -96,7 +96,8 @@ class Planned:
     own_bytes: int
     """About how many bytes this rank writes."""
     gather_bytes: int
-    """Per rank: memory with which the ranks of a node write divided rows together; 0: none does."""
+    """Per rank: memory through which the ranks of a node write divided rows together; 0: they write
+    none together."""
 
 
 def plan_of(
@@ -160,8 +161,9 @@ def _snapshot_of(parts: Parts, ranks: Ranks) -> _modicum.Snapshot:
 
 
 def _together(model: Mapping[str, int], state: Mapping[str, int], extra: int) -> Counter[str]:
-    """Bytes by purpose of two saves that run one after the other: plans are held together, staging
-    is not. `extra`: bytes of this rank's extra file, held twice while it is made."""
+    """Bytes by purpose of two saves that run one after the other: both plans are held at the same
+    time, but only one staging. `extra`: bytes of this rank's extra file, of which two copies exist
+    while it is made."""
     held = Counter(model)
     held.update(state)
     held["staging"] = max(model.get("staging", 0), state.get("staging", 0))

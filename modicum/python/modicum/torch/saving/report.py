@@ -20,7 +20,8 @@ class Saved:
     read_bytes: int
     """Bytes of `copied` tensors, read from the source."""
     gathered_bytes: int
-    """Part of `written_bytes`: short runs of divided rows, written by a node's ranks together."""
+    """The part of `written_bytes` in short runs of divided rows, which a node's ranks have written
+    together."""
     elapsed_s: float
     """From the agreement of all ranks until all data are written and synced."""
     durable_s: float
@@ -40,7 +41,8 @@ class Saved:
     left_out: list[str] = field(default_factory=list)
     """Names in the source that are not saved, such as unused tensors with `unused="drop"`."""
     warnings: list[str] = field(default_factory=list)
-    """Such as files that other saves have left; also issued as UserWarnings on rank 0."""
+    """Warnings, such as about files that other saves have left; rank 0 also issues them as
+    UserWarnings."""
 
     def __str__(self) -> str:
         return (

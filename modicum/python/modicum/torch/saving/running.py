@@ -114,7 +114,7 @@ class Begun:
         return outcome | {"written_s": written_s, "held_bytes": held}
 
     def _gather(self) -> _modicum.Gather | None:
-        """This rank's end of the shared memory, if ranks write together; else None."""
+        """This rank's end of the shared memory, if the node's ranks write together; else None."""
         if self._shared is None:
             return None
         rank, per_node = self.ranks.rank, self.ranks.ranks_per_node or 1
@@ -150,9 +150,10 @@ class Begun:
 
 
 def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | None, list[str]]:
-    """Memory shared by this rank's node: its first rank makes it, and the others map it by path.
-    Collective. Returns it, and warnings, which are the same on every rank. None if the save needs
-    none, or if a rank of the node can't map it; the latter gives a warning."""
+    """Memory shared by the ranks of this rank's node: the node's first rank makes it, and the
+    others map it by path. Collective. Returns the memory, and warnings, which are the same on every
+    rank. The memory is None if the save needs none; or, with a warning, if a rank of the node can't
+    map it."""
     if part_bytes == 0:
         return None, []
     per_node = ranks.ranks_per_node or 1
@@ -168,8 +169,8 @@ def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | No
     mapped = ranks.gather(shared is not None)
     failed = [rank for rank, is_mapped in enumerate(mapped) if not is_mapped]
     warnings = [
-        f"rank {rank} can't map memory of the first rank of its node: the ranks of this node wrote "
-        "short runs of divided rows each by itself"
+        f"rank {rank} can't map memory of the first rank of its node: each rank of this node wrote "
+        "its short runs of divided rows by itself"
         for rank in failed
     ]
     if any(first <= rank < first + count for rank in failed):

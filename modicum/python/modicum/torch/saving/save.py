@@ -71,9 +71,9 @@ def save(
 
     Collective: every rank of torch's default process group calls it with the same arguments;
     without a process group there is one rank. Each rank writes its own elements at their final
-    offsets, streamed through staging of a fixed size: tensors are not gathered. Names, shapes and
-    dtypes in the files are those of the checkpoint that was loaded. The step becomes visible as
-    `root/step-N` once all of it is durable.
+    offsets, streamed through staging of a fixed size: tensors are not gathered. Names and shapes in
+    the files are those of the checkpoint that was loaded, dtypes those of the model. The step
+    becomes visible as `root/step-N` once all of it is durable.
 
     Args:
         model: loaded by `modicum.torch.load`, or `source` is given; sharded or not; without tensors

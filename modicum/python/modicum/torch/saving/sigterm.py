@@ -30,7 +30,7 @@ MARGIN = 1.25
 """Factor on the estimated time, since the rate of a disk varies."""
 MEASURED_S = 2.0
 """How long a rank must have written before its rate counts, since its first pieces may be small. In
-the second half of the grace the rate counts at once."""
+the second half of the grace the rate counts from the first piece on."""
 
 
 class Sigterm:
@@ -64,9 +64,9 @@ class Sigterm:
         signal.signal(signal.SIGTERM, self._note)
 
     def leave(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """The end of a save, for `ExitStack.push`. SIGTERM acts again as before, and if one was
-        held back it is sent again, except after `PreemptedError`, which the program handles. On any
-        thread."""
+        """The end of a save, for `ExitStack.push`. SIGTERM acts again as before, and one that was
+        held back is sent again, except after `PreemptedError`, which the program handles. May be
+        called on any thread."""
         self._is_over = True
         self.restore()
         if self._arrived and not isinstance(error, PreemptedError):
@@ -117,7 +117,7 @@ class Sigterm:
 
 
 def _rest_s(left_bytes: int, written: int, passed_s: float) -> float:
-    """Estimated seconds of the rest of the save; infinite before the first write."""
+    """The estimated duration of the rest of the save; infinite before the first write."""
     if left_bytes <= 0:
         return COMMIT_S
     return COMMIT_S + MARGIN * left_bytes * passed_s / written if written else float("inf")

@@ -89,7 +89,7 @@ def nested(flat: Mapping[str, Any], mappings: Mapping[str, Place]) -> dict[str, 
 
 
 def split(state: Mapping[str, Any]) -> Split:
-    """Raises `UsageError` if the parts do not fit into a step."""
+    """The parts of a state dict. Raises `UsageError` if they do not fit into a step."""
     found = list(_leaves(state, ()))
     optims = [place for place, value in _mappings(state, ()) if _is_optimizer(value)]
     if len(optims) > 1:
@@ -157,7 +157,8 @@ def _at(value: Any, place: Place) -> Any:
 
 
 def _is_optimizer(value: Mapping[str, Any]) -> bool:
-    # Flattened ones by prefix: a model whose names all begin with "state." would count as one.
+    # A flattened one is known only by its prefixes: a model whose names all begin with "state."
+    # would count as an optimizer.
     return {"state", "param_groups"} == value.keys() or (
         bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
     )
@@ -270,7 +271,7 @@ class Named:
         if not local.is_contiguous():
             what, got = "strides that are not row-major", str([*local.stride()])
             raise refusal("UNSUPPORTED", what, tensor=name, got=got)
-        # A tensor of a state dict is no Parameter: FSDP2's sharding is looked up by the model's.
+        # FSDP2's sharding is looked up by the model's Parameter; a state dict has another object.
         own = self.parameter(name)
         alias = own if isinstance(own, nn.Parameter) else None
         return Held(local, shardings.of(tensor, name, alias_of=alias).unpadded(), tensor)

@@ -1,5 +1,5 @@
-"""Saves a step (a saved checkpoint directory) of tensors that are in no memory: one process reads
-their elements while it writes them."""
+"""Saves a step (a saved checkpoint directory) of tensors that are not in memory: one process reads
+their elements, such as from other files, while it writes them."""
 
 import json
 import os
@@ -31,7 +31,8 @@ def goal_of_tensors(
     """The goal of files with tensors of these names, dtypes and shapes.
 
     Args:
-        ties: for each further name of a tensor its name in `tensors`; it gets no bytes in files.
+        ties: for each further name of a tensor its name in `tensors`. Further names get no bytes in
+            files.
         source: a checkpoint of the same model, whose division into files, config and tokenizer the
             step gets.
     """
@@ -72,7 +73,7 @@ def save_streams(ask: Ask, goal: Goal, parts: Parts) -> Saved:
     """Saves the parts as a step from this process alone. Raises `BudgetError` or `IoError`."""
     flight, ranks = Flight(), Ranks(0, 1)
     # Measured again: names and places of many tensors are Python objects of unknown size. The plans
-    # are among what the process holds now, and count twice.
+    # count twice: they are held already, and the save charges them.
     goal = replace(goal, memories=[memory_before()])
     try:
         report = run(planned_of(ask, goal, parts, ranks), ranks, flight)

@@ -111,7 +111,7 @@ def require_kind(optimizer: torch.optim.Optimizer, text: str) -> None:
     """Raises `UsageError` unless state.json, `text`, names the optimizer's class."""
     saved, own = json.loads(text)["optimizer"], _kind(optimizer)
     if saved != own:
-        what = "the state was saved of another optimizer"
+        what = "the state was saved from an optimizer of another class"
         raise refusal("MISMATCH", what, expected=saved, got=own)
 
 
@@ -158,7 +158,8 @@ def needed_by_tensors(
 
 
 def _allocated(nbytes: int) -> int:
-    """The bytes that malloc takes for a tensor: with its header, in pages if it is large."""
+    """The bytes that malloc takes for a tensor, malloc's header included; whole pages if the tensor
+    is large."""
     unit = _PAGE_BYTES if nbytes >= _MMAP_BYTES else _ALIGNMENT
     return -(-nbytes // unit) * unit + unit
 
@@ -171,15 +172,13 @@ def _parameters_of(
     parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     for fqn in json.loads(saved.facts)["numbers"]:
         if fqn not in parameters:
-            what = "this optimizer has no place for a parameter of the saved state"
+            what = "the optimizer lacks a parameter of the saved state"
             raise refusal("MISMATCH", what, tensor=fqn)
     for name, (_, shape) in saved.tensors.stored.items():
         expected = [*parameters[name.rpartition(".")[0]].shape]
         if [*shape] != expected:
             got = str([*shape])
-            raise refusal(
-                "MISMATCH", "the saved state", tensor=name, expected=str(expected), got=got
-            )
+            raise refusal("MISMATCH", "a saved shape", tensor=name, expected=str(expected), got=got)
     return parameters
 
 
@@ -221,8 +220,9 @@ def load_tensors(
     ledger: _modicum.Ledger,
     ranks: Ranks,
 ) -> int:
-    """Reads a saved state into the tensors of `optimizer.state`, or into new ones where they do not
-    fit, and sets the numbers. Returns the bytes that this rank has read. Collective."""
+    """Reads a saved state into the tensors of `optimizer.state`, or into new tensors where there is
+    none or it does not fit, and sets the numbers. Returns the bytes that this rank has read.
+    Collective."""
     parameters = _parameters_of(optimizer, names, saved)
     numbers: Numbers = json.loads(saved.facts)["numbers"]
     shardings = Shardings()

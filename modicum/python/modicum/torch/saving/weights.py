@@ -1,4 +1,4 @@
-"""The model's part of a save. It is planned as a load of the same tensors, and run in reverse."""
+"""The model's part of a save: planned as a load of the same tensors, and run in reverse."""
 
 import json
 from collections import Counter
@@ -143,7 +143,8 @@ def require_values(model: Model) -> None:
 
 
 def _completed(text: str, model: Model) -> str:
-    """The recipe `text`, completed by the model's tensors that the load has not written."""
+    """The recipe `text` of the load, completed by the model's tensors that the load did not
+    write."""
     document = json.loads(text)
     targets: dict[str, Node] = document["targets"]
     first: dict[int, str] = {}

@@ -35,12 +35,12 @@ class Where:
     directory: Path
     """Where the step is written before it is published."""
     point: int
-    """At which the digests are evaluated (`StepSave.point`)."""
+    """The point at which the digests, as polynomials, are evaluated (`StepSave.point`)."""
     threads: int
     snapshot: _modicum.Snapshot | None = None
     """For a save in the background."""
     gather: _modicum.Gather | None = None
-    """For a save in the foreground with divided rows, if the node's ranks write together."""
+    """For a save in the foreground in which a node's ranks write divided rows together."""
 
 
 class StateWriting(Protocol):

@@ -49,11 +49,12 @@ class Cut:
 
     lines: Sequence[Line]
     begins: Sequence[int]
-    """The first element of each piece, ascending, and the end of the last one."""
+    """The index of each piece's first element, ascending, and the end of the last piece. In stages
+    1 and 2 they are indices in the group's flat vector, in stage 3 in the tensor."""
     at: int
-    """The tensor's first element, in the numbering of `begins`."""
+    """The index of the tensor's first element, counted like `begins`."""
     base: int
-    """The element of each line at which the piece begins."""
+    """The element of each line at which its piece begins."""
 
     def read(self, first: int, view: memoryview) -> None:
         """Fills `view` with elements, beginning at `first`."""
@@ -77,7 +78,7 @@ class ZeroTensor:
     """For a trained parameter in float32: MASTER and, if the optimizer has them, MOMENTS. For other
     tensors: one plane in `dtype` under an empty name."""
     steps: int = 0
-    """How many steps the optimizer has made with it."""
+    """How often the optimizer has stepped it."""
 
     @property
     def is_trained(self) -> bool:
@@ -105,7 +106,8 @@ class ZeroDirectory:
     others: list[str] = field(default_factory=list)
     """Keys that are not converted, such as the state of a scheduler."""
     foreign: str = ""
-    """Names of optimizer state that AdamW lacks, if any; then no tensor has moments."""
+    """Names of optimizer state that AdamW does not have; empty if there are none. If there are any,
+    no tensor has MOMENTS."""
 
     @classmethod
     def open(cls, path: Path) -> "ZeroDirectory":
@@ -132,7 +134,7 @@ def _step_of(path: Path) -> Path:
         return path
     tag = latest.read_text().strip()
     if tag in ("", ".", "..") or "/" in tag or "\0" in tag:
-        malformed("it names no folder next to it", LATEST, got=ascii(tag))
+        malformed("its text is no name of a folder next to it", LATEST, got=ascii(tag))
     return path / tag
 
 
@@ -166,7 +168,7 @@ def _require_ranks(files: _Files, world: int, by: str) -> None:
         if rank not in files:
             missing(_name_like(files, rank))
     if len(files) != world:
-        expected, got = f"{world} ranks, as {by} tells", f"{len(files)}"
+        expected, got = f"{world} ranks, as in {by}", f"{len(files)}"
         other_step("there are files of more ranks", files[max(files)].name, expected, got)
 
 
@@ -236,7 +238,9 @@ def _ties_of(shared: Table) -> dict[str, str]:
 
 
 def _require_complete(model: Table, found: ZeroDirectory, left: Mapping[str, Any]) -> None:
-    """Raises `FormatError` or `IntegrityError` if values of a name are missing."""
+    """Raises `FormatError` if a tie or a trained parameter has no tensor in the model, and
+    `IntegrityError` if a frozen parameter has no values. `left`: the trained parameters that the
+    model lacks."""
     for name, of in found.ties.items():
         if of not in found.tensors:
             malformed("a tie has no tensor", model.file, tensor=name)
@@ -258,7 +262,7 @@ _Trained = tuple[str, tuple[Shape, dict[str, Cut], int]]
 
 
 def _trained(model: Table, ranks: Sequence[Rank], into: list[Group]) -> Iterator[_Trained]:
-    """(shape, planes, steps) by name of each trained parameter; appends the groups to `into`."""
+    """(name, (shape, planes, steps)) of each trained parameter; appends the groups to `into`."""
     first = ranks[0]
     shapes = model.tables("param_shapes")
     if len(shapes) != len(first.flats):
@@ -273,7 +277,8 @@ def _trained(model: Table, ranks: Sequence[Rank], into: list[Group]) -> Iterator
         cuts = _equal_cuts if first.stage == 3 else _flat_cuts
         padding = first.paddings[number] if number < len(first.paddings) else [0] * len(sizes)
         if len(padding) != len(sizes):
-            other_step("padding", model.file, len(sizes), len(padding))
+            what = "a group has another number of paddings than of parameters"
+            other_step(what, first.file, len(sizes), len(padding))
         for name, begins, at, base in cuts(sizes, own, padding, model):
             lines = {plane: [flat.planes[plane] for flat in own] for plane in own[0].planes}
             planes = {plane: Cut(of_ranks, begins, at, base) for plane, of_ranks in lines.items()}
@@ -286,7 +291,7 @@ _Cuts = Iterator[tuple[str, Sequence[int], int, int]]
 def _flat_cuts(
     sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
 ) -> _Cuts:
-    """For stages 1 and 2: each name, with `begins`, `at` and `base` of its `Cut`."""
+    """For stages 1 and 2: (name, `begins`, `at`, `base`) of the `Cut` of each parameter."""
     begins = [0, *accumulate(flat.planes[MASTER].numel for flat in own)]
     at = 0
     for (name, shape), more in zip(sizes.items(), padding, strict=True):
@@ -313,8 +318,9 @@ def _begins(piece: int, world: int) -> Sequence[int]:
 
 
 def _require_filled(model: Table, expected: int, got: int) -> None:
+    """`expected`: elements of the parameters with padding; `got`: elements of the flat vectors."""
     if expected != got:
-        what = "the flat vectors have other lengths than the parameters together"
+        what = "the flat vectors have another length than the parameters and their padding"
         other_step(what, model.file, f"{expected} elements", f"{got} elements")
 
 
@@ -329,7 +335,11 @@ def _frozen(models: Sequence[Table]) -> Iterator[tuple[str, ZeroTensor]]:
         lines = [of.line(name, of.values.get(name)) for of in fragments]
         piece = -(-prod(shape) // world)
         for of, line in zip(fragments, lines, strict=True):
-            if line.numel < piece or line.dtype != lines[0].dtype:
-                other_step("a frozen parameter has another length", of.file, piece, line.numel)
+            if line.dtype != lines[0].dtype:
+                what = f"a frozen parameter has another dtype than in {models[0].file}"
+                other_step(what, of.file, lines[0].dtype, line.dtype, tensor=name)
+            if line.numel < piece:
+                what, got = "a frozen parameter has too few elements", line.numel
+                other_step(what, of.file, f"{piece} or more", got, tensor=name)
         cut = Cut(lines, _begins(piece, world), 0, 0)
         yield name, ZeroTensor(lines[0].dtype, shape, {"": cut})

@@ -16,8 +16,9 @@ def missing(name: str) -> NoReturn:
     malformed("the file of a rank is missing", name, "INTEGRITY")
 
 
-def other_step(what: str, file: str, expected: Any, got: Any) -> NoReturn:
-    malformed(what, file, "INTEGRITY", expected=str(expected), got=str(got))
+def other_step(what: str, file: str, expected: Any, got: Any, **facts: str) -> NoReturn:
+    """Raises `IntegrityError`: the file does not belong to the others."""
+    malformed(what, file, "INTEGRITY", **facts, expected=str(expected), got=str(got))
 
 
 def unsupported(what: str, file: str, **facts: str) -> NoReturn:
@@ -31,7 +32,7 @@ class Table:
         self._archive, self.file = archive, archive.path.name
         self.version = version
         if not isinstance(value, Pairs):
-            malformed("DeepSpeed writes a dict here", self.file)
+            malformed("the pickle is no dict", self.file)
         self.values = value.by_name()
 
     @classmethod
@@ -41,7 +42,7 @@ class Table:
         return found
 
     def unknown(self, key: str) -> NoReturn:
-        """Raises `FormatError`: the value is missing or not in the form of the known DeepSpeed."""
+        """Raises `FormatError`: `key` is missing, or its value is not in DeepSpeed 0.19's form."""
         got = f"DeepSpeed {self.version}" if isinstance(self.version, str) else "no version"
         expected = "the form of DeepSpeed 0.19"
         malformed(f"{key!r} is missing or has an unknown form", self.file,
@@ -102,12 +103,13 @@ def _is_option(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Flat:
-    """A rank's part of a flat vector, for master and moments."""
+    """A rank's part of a flat vector (see zero.py)."""
 
     planes: dict[str, Line]
+    """MASTER, and MOMENTS if the optimizer has made a step and has no foreign state."""
     steps: int
     foreign: str = ""
-    """Names of state that AdamW lacks."""
+    """Names of state that AdamW does not have."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,8 @@ _State = dict[str, Any]
 
 
 def _base_state(of: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], list[_State]]:
-    """The groups, and the state of each flat vector. A vector without its own step gets that of its
-    group."""
+    """The groups as in `Rank.groups`, and the state of each flat vector, as values by name. A
+    vector without a step count gets that of its group."""
     if isinstance(of.values.get(key), list):  # elastic checkpoint: one state per group
         states = [state.values for state in of.tables(key)]
         step = of.values.get("base_optimizer_state_step")
@@ -195,7 +197,8 @@ def _base_state(of: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], 
 
 
 def _flat_of(of: Table, master: Any, state: _State) -> Flat:
-    """The flat vector with this state, which has only a step if the optimizer has made no step."""
+    """The flat vector with this state. Before the optimizer's first step the state has at most a
+    step count."""
     planes = {MASTER: of.line(MASTER, master)}
     numel = planes[MASTER].numel
     foreign = ", ".join(sorted(state.keys() - {"step", *MOMENTS}))
@@ -211,7 +214,8 @@ def _flat_of(of: Table, master: Any, state: _State) -> Flat:
 
 
 def _steps_of(of: Table, step: Any) -> int:
-    """The step count, a number or a tensor of one element; exact in float64 (below 2^53)."""
+    """The step count from `step`, a number or a tensor of one element. It must be below 2^53, up to
+    which float64 is exact."""
     if isinstance(step, Made):
         line = of.line("step", step)
         data = bytearray(line.item_bytes)

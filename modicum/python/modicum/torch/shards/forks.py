@@ -70,8 +70,8 @@ def _lacking(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _is_lacking(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's storage was left out of the fork, completely or except for its edges:
-    `protect` leaves out only complete pages."""
+    """Whether the tensor's storage was left out of the fork, completely or but for its edges, which
+    `protect` leaves in since it leaves out only complete pages."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         tensor = local_of(tensor)  # the local tensor of a DTensor
     if tensor.device.type != "cpu":

@@ -1,13 +1,13 @@
 """The sharding of a plain tensor or a DTensor in the terms of the C++ library: a mesh and a
 sequence of cuts.
 
-A DTensor has a mesh and a placement per mesh axis. Two facts are missing: where its mesh lies in
-the world, if it covers only a part of it; and the order of the cuts, if FSDP2 has cut the local
-tensor of a DTensor of tensor parallelism. `Shardings` finds both. From them the C++ library
-computes which elements a rank holds.
+A DTensor has a mesh and a placement per mesh axis. It lacks two facts: the place of the mesh in the
+world, if the mesh has only some of the ranks; and the order of the cuts, if FSDP2 has cut the local
+tensor of a DTensor of tensor parallelism. `Shardings` finds these facts. From the resulting
+sharding the C++ library computes which elements a rank holds.
 
-For example 8 rows on a mesh (dp 2, tp 2) with placements [_StridedShard(0, 2), Shard(0)]: tp cuts
-first, then FSDP2 cuts each half:
+For example 8 rows on a mesh (dp 2, tp 2) with the placements [_StridedShard(0, split_factor=2),
+Shard(0)]: tp cuts first, then FSDP2 cuts each half along dp:
 
     rows      0 1 | 2 3 | 4 5 | 6 7
     tp        0     0     1     1
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     """One tensor dim, cut along mesh axes as torch.chunk cuts."""
 
     axes: tuple[int, ...]
-    """Indices of mesh axes; several ones make up one flattened axis, outermost first."""
+    """Indices of mesh axes; several make up one flattened axis, outermost first."""
     dim: int
     """The tensor dim."""
     packed: int = 1
@@ -44,10 +44,11 @@ class Cut(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How a tensor is divided among all ranks of the world; an argument of `_modicum` functions."""
+    """How a tensor is divided among all ranks of the world; `_modicum` functions take it."""
 
     mesh: tuple[int, ...]
-    """Sizes of the axes, outermost first. They cover the world: ranks are numbered row-major."""
+    """Sizes of the axes, outermost first. The mesh has every rank of the world, in row-major
+    order."""
     cuts: tuple[Cut, ...]
     """The cuts in order: each divides the shards of the previous one."""
 
@@ -59,7 +60,7 @@ class Sharding(NamedTuple):
 def layout_of(
     recipe: _modicum.Recipe, shardings: Sequence[Sharding], world_size: int
 ) -> _modicum.Layout:
-    """The layout of a recipe's targets; `shardings` are in their order."""
+    """The layout of a recipe's targets. `shardings`: one per target, in the recipe's order."""
     different = list(dict.fromkeys(shardings)) or [Sharding((world_size,), ())]
     number = {sharding: n for n, sharding in enumerate(different)}
     return _modicum.make_layout(
@@ -143,19 +144,19 @@ class Shardings:
         ranks, shape = self._mesh(mesh)
         if self.rank not in ranks:
             expected = f"one with rank {self.rank}"
-            what = "its mesh lacks this rank"
+            what = "the tensor's mesh lacks this rank"
             raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=str(mesh))
         shards = list(_shards(tensor.placements, shape, name))
         grid = _grid(ranks, shape, tuple(shard.mesh_dim for shard in shards), self.world_size)
         if grid is None:
-            expected, what = f"a regular grid of {self.world_size} ranks", "its mesh is irregular"
+            what, expected = "the tensor's mesh", f"a regular grid of {self.world_size} ranks"
             raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=str(mesh))
         world, axes_of = grid
         axes = dict(zip((shard.mesh_dim for shard in shards), axes_of, strict=True))
         lines = {s.mesh_dim: _line_of(self.rank, ranks, shape, s.mesh_dim) for s in shards}
         by_fsdp = [shard for shard in shards if lines[shard.mesh_dim] == fsdp_ranks]
         if len(fsdp_ranks) > 1 and not by_fsdp:
-            what = "FSDP2's ranks are no axis of its mesh"
+            what = "FSDP2's ranks are no axis of the tensor's mesh"
             raise refusal("UNSUPPORTED", what, tensor=name, got=str(mesh))
         others = _as_made(tensor, [shard for shard in shards if shard not in by_fsdp], name)
         cuts = [Cut(axes[shard.mesh_dim], shard.dim, packed) for shard, packed in others]
@@ -194,9 +195,9 @@ def _shards(placements: Iterable[Any], shape: Sequence[int], name: str) -> Itera
 def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard, int]]:
     """The cuts in the order in which they were made, each with its number of packed parts.
 
-    Mesh axes cut from left to right, except for split factors. A split factor is the number of
-    parts that existed before the cut: later mesh axes have made them by cutting the same tensor dim
-    or, if there are no such axes, they are packed parts.
+    Mesh axes cut from left to right, unless a placement has a split factor. That is the number of
+    parts that existed before its cut. Later mesh axes have made these parts by cutting the same
+    tensor dim; if there are no such axes, the parts are packed parts.
     """
     told = shard_order(tensor)
     made: dict[int, list[tuple[_Shard, int]]] = {}
@@ -207,7 +208,8 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
             continue
         parts = [prod(s.parts for s, _ in same_dim[:i]) for i in range(len(same_dim) + 1)]
         place = parts.index(shard.split_factor) if shard.split_factor in parts else -1
-        # DTensor describes a strided cut as if it were made first: equal only for even parts.
+        # DTensor computes a strided cut as if it were made first, which gives the same shards only
+        # if the parts are even.
         is_uneven = tensor.shape[shard.dim] % shard.split_factor != 0
         is_packed = any(packed > 1 for _, packed in same_dim[:place])
         if place < 0 or (place > 0 and (is_uneven or is_packed)):
@@ -227,8 +229,9 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
 def _grid(
     ranks: tuple[int, ...], shape: tuple[int, ...], dims: tuple[int, ...], world_size: int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]] | None:
-    """The world as a grid whose axes include the `dims` of a mesh: the grid's sizes, and for each
-    dim its axes in the grid (several if the dim is flattened); None if there is no such grid.
+    """The world as a grid whose axes include the axes `dims` of a mesh. Returns the grid's sizes,
+    and for each of `dims` its axes in the grid (several if it is flattened); or None if there is no
+    such grid.
 
     `ranks`: the mesh's ranks, row-major over `shape`. The rest of the world is assumed to repeat
     the mesh: ranks (0, 2) of a world of 4 are axis 0 of the grid 2 x 2.
@@ -275,7 +278,7 @@ def _strides(line: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _part(rank: int, strides: Sequence[tuple[int, int]]) -> int:
-    """The row-major coordinate of a rank on the axes `strides`."""
+    """The index of a rank along a mesh dim whose axes have these (stride, size)."""
     part = 0
     for stride, size in strides:
         part = part * size + rank // stride % size
@@ -283,7 +286,7 @@ def _part(rank: int, strides: Sequence[tuple[int, int]]) -> int:
 
 
 def _line_of(rank: int, ranks: tuple[int, ...], shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """The ranks on the line through `rank` along mesh axis `dim`, in their order."""
+    """The ranks that differ from `rank` only along the mesh axis `dim`, and `rank`, in order."""
     step = prod(shape[dim + 1 :])
     position = ranks.index(rank)
     first = position - position // step % shape[dim] * step

@@ -1,8 +1,8 @@
 """Gives an optimizer the new parameters, by FQN, when a model's parameters are replaced.
 
-`fully_shard` and tensor parallelism replace the parameters that an optimizer was made with.
-Old and new ones can't be matched by address, which is 0 on meta, or by order, which differs between
-the model and an optimizer's groups.
+`fully_shard` and tensor parallelism replace the parameters that an optimizer was made with. Neither
+addresses nor order match old parameters with new ones: an address is 0 on meta, and the order in
+the model differs from that in an optimizer's groups.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,9 +65,9 @@ class Bindings:
         self._before = [[list(each) for each in of] for of in self._lists]
 
     def exchange(self) -> None:
-        """Gives the groups the parameters that now have these names. The lists stay the same
-        objects, to which some optimizers refer. State moves to the new parameters; state from
-        before the first step is dropped."""
+        """Gives the groups the parameters that now have these names. The groups' lists stay the
+        same objects, since some optimizers keep references to them. State moves to the new
+        parameters; state from before the first step is dropped."""
         after = {name: p for p, fqns in parameter_names(self._model).items() for name in fqns}
         self.restore()
         exchanged = [_exchanged(one, self._names, after) for one in self.optimizers]

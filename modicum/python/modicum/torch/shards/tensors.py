@@ -52,7 +52,7 @@ class ModelTensor:
 def tensors_of(
     model: nn.Module, structure: Structure | None = None, *, scratch: bool = False
 ) -> dict[str, ModelTensor]:
-    """The entries of a state dict, by canonical name; tied tensors under each of their names.
+    """The tensors of the model's state dict, by canonical name; a tied one under each of its names.
 
     Args:
         structure: the model's structure, if already known.
@@ -75,8 +75,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def copying_into(
     lines: Mapping[int, tuple[torch.Tensor, int]],
 ) -> Callable[[int, int, memoryview], None]:
-    """The function that copies elements from the staging to tensors on a device. `lines`: for each
-    target (its bytes from `as_bytes`, size of an element)."""
+    """The function that copies elements from the staging to tensors on a device. `lines`: by index
+    of a target (its bytes from `as_bytes`, the size of an element in bytes)."""
 
     def copy(target: int, at: int, elements: memoryview) -> None:
         line, itemsize = lines[target]
