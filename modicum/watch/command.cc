@@ -240,13 +240,15 @@ class Watcher {
   }
 
   void record_kill(const OomKill& kill) {
+    const bool is_unseen = sampler_->find(kill.pid) == nullptr;
+    if (is_unseen) sampler_->add_unseen(kill.pid, kill.name, kill.held_bytes);
     const WatchedProcess* const process = sampler_->find(kill.pid);
     const WatchSample& last = sampler_->last();
-    const uint64_t seen_bytes = process != nullptr ? sampler_->last_held(kill.pid) : 0;
+    const uint64_t seen_bytes = is_unseen ? 0 : sampler_->last_held(kill.pid);
     const uint64_t more = kill.held_bytes - std::min(kill.held_bytes, seen_bytes);
     killed_ = WatchedKill{.pid = kill.pid,
                           .name = kill.name,
-                          .rank = process != nullptr ? process->rank : std::nullopt,
+                          .rank = process->rank,
                           .at_s = static_cast<double>(clock_.now_ns() - begin_ns_) / kNsPerSecond,
                           .held_bytes = kill.held_bytes,
                           .tree_held_bytes = sampler_->held_by_others(kill.pid) + kill.held_bytes,

@@ -118,6 +118,19 @@ void TreeSampler::give_record(Tracked& one, double at_s) {
                         .end_s = at_s});
 }
 
+void TreeSampler::add_unseen(int pid, const std::string& name, uint64_t held_bytes) {
+  const double now_s = seconds(clock_.now_ns());
+  read_reports(clock_.now_ns());
+  const auto reported = reported_ ? reported_->memory_of(pid) : std::nullopt;
+  processes_.push_back({.pid = pid,
+                        .name = name,
+                        .rank = reported ? reported->rank : std::nullopt,
+                        .begin_s = now_s,
+                        .end_s = now_s,
+                        .peak_bytes = held_bytes,
+                        .peak_rss_bytes = held_bytes});
+}
+
 void TreeSampler::read_rank(Tracked& one) {
   if (!one.process || one.rank_reads >= kRankReads) return;
   ++one.rank_reads;

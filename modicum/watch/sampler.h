@@ -89,6 +89,10 @@ class TreeSampler {
   WatchedPhase phase_of(int pid);
   const WatchSample& last() const noexcept { return recent_.back(); }
 
+  // Adds a process that was killed before any sample. Its rank is that of its own report.
+  // `held_bytes`: its memory when it was killed.
+  void add_unseen(int pid, const std::string& name, uint64_t held_bytes);
+
   // Notes that a process was waited for. `peak_rss_bytes`: its ru_maxrss, the highest VmHWM of it
   // or of one of its descendants that have ended.
   void note_end(int pid, uint64_t peak_rss_bytes) noexcept;

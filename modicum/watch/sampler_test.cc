@@ -318,6 +318,20 @@ TEST(Sampler, AProcessWithoutMemoryThatComesAndGoesLeavesNoTrace) {
   EXPECT_EQ(tree.finish().processes.size(), 1U);
 }
 
+TEST(Sampler, AProcessKilledBeforeAnySampleHasItsReportedRank) {
+  const SharedPages pages = SharedPages::make(sizeof(SelfReports));
+  SelfReports& table = SelfReports::make_in(pages.bytes());
+  Sampled tree({.reports = &table});
+  tree.sample_after();
+  table.claim(11, 100 * kKiB)->rank.store(2);
+  tree.sampler().add_unseen(11, "modicum-rank-2", 7 * kMiB);
+  const WatchRecord record = tree.finish();
+  ASSERT_EQ(record.processes.size(), 1U);
+  EXPECT_EQ(record.processes[0].pid, 11);
+  EXPECT_EQ(record.processes[0].rank, 2);
+  EXPECT_EQ(record.processes[0].peak_bytes, 7 * kMiB);
+}
+
 TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
   const SharedPages pages = SharedPages::make(sizeof(SelfReports));
   SelfReports& table = SelfReports::make_in(pages.bytes());
