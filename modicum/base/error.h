@@ -116,6 +116,18 @@ void naming_tensor(const std::string& fqn, Act act) {
   }
 }
 
+// As naming_tensor, but adds the base name of a file. Returns the result of `act`.
+template <typename Act>
+auto naming_file(const std::string& name, Act act) {
+  try {
+    return act();
+  } catch (const Error& error) {
+    Facts facts = error.facts();
+    if (facts.file.empty()) facts.file = name;
+    fail(error.category(), error.what_happened(), std::move(facts));
+  }
+}
+
 // A name from a file, made printable: control bytes become \xNN, and "..." replaces what follows
 // the first 256 bytes of the result.
 std::string printable(std::string_view name);

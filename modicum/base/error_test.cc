@@ -101,6 +101,20 @@ TEST(Error, NamingTensorAddsAMissingTensor) {
   EXPECT_EQ(line_of({.tensor = "inner"}), "IO: no (tensor inner)");
 }
 
+TEST(Error, NamingFileAddsAMissingFileAndReturnsTheResult) {
+  const auto line_of = [](const Facts& facts) -> std::string {
+    try {
+      naming_file("outer", [&] { fail(Category::io, "no", facts); });
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(line_of({.tensor = "t", .got = "0"}), "IO: no (file outer, tensor t, got 0)");
+  EXPECT_EQ(line_of({.file = "inner"}), "IO: no (file inner)");
+  EXPECT_EQ(naming_file("outer", [] { return 7; }), 7);
+}
+
 TEST(Error, AFailedAssertionNamesItsConditionAndLine) {
   try {
     MODICUM_ASSERT(1 + 1 == 3);

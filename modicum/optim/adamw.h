@@ -209,7 +209,7 @@ class AdamW {
   void settle(size_t shard, int64_t bucket, int64_t n);
   void take_norm(size_t shard, int64_t bucket);  // computes a complete bucket's norm
   void require_complete() const;
-  void require_finite() const;
+  void require_finite_gradients() const;
   template <typename Fn>
   void for_each_norm(const Fn& fn) const;
   void forget_gradients();

@@ -146,4 +146,14 @@ GradNorm AdamW::norm() const {
   return sum;
 }
 
+void AdamW::require_finite_gradients() const {
+  for_each_norm([&](size_t shard, const GradNorm& norm) {
+    if (norm.finite) return;
+    const std::string& fqn = spec_.shards[shard].fqn;
+    fail(Category::usage,
+         fmt::format("parameter '{}': its gradient is not finite; skip this step", printable(fqn)),
+         {.tensor = fqn});
+  });
+}
+
 }  // namespace modicum

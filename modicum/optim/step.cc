@@ -49,20 +49,9 @@ void AdamW::step_all(std::span<const StateStep> steps) {
 void AdamW::prepare_step(const StepOptions& options) {
   require_factor("unscale", options.unscale, false);
   require_factor("clip", options.clip, true);
-  require_finite();
+  require_finite_gradients();
   if (options.outlet != nullptr) check_outlet(*options.outlet);
   take_numbers(options);
-}
-
-void AdamW::require_finite() const {
-  const std::vector<GradNorm> of_shards = norms();
-  for (size_t shard = 0; shard < shards(); ++shard) {
-    if (of_shards[shard].finite) continue;
-    const std::string& fqn = spec_.shards[shard].fqn;
-    fail(Category::usage,
-         fmt::format("parameter '{}': its gradient is not finite; skip this step", printable(fqn)),
-         {.tensor = fqn});
-  }
 }
 
 void AdamW::finish_step() {

@@ -19,6 +19,12 @@ AnyArray writable(nb::handle array, const std::string& fqn) {
   return taken;
 }
 
+void require_target(size_t index, size_t targets) {
+  if (index < targets) return;
+  fail(Category::usage, "memory is given for an unknown target",
+       {.expected = fmt::format("an index below {}", targets), .got = std::to_string(index)});
+}
+
 nb::object view_of(std::span<std::byte> bytes) {
   return nb::steal(PyMemoryView_FromMemory(reinterpret_cast<char*>(bytes.data()),
                                            static_cast<Py_ssize_t>(bytes.size()), PyBUF_WRITE));

@@ -25,6 +25,9 @@ inline std::span<std::byte> bytes_of_array(const AnyArray& array) noexcept {
 // tensor, if the memory is read-only or `array` is no contiguous host array.
 AnyArray writable(nb::handle array, const std::string& fqn);
 
+// Throws USAGE unless `index`, for which the caller gives memory, is below the number of targets.
+void require_target(size_t index, size_t targets);
+
 // `bytes` as a Python array. It owns `held`, which is destroyed with the array's last view.
 template <typename Held>
 nb::object array_of(std::unique_ptr<Held> held, std::span<std::byte> bytes) {

@@ -120,11 +120,7 @@ void take_given(const Plan& plan, const nb::dict& given, Functions& to) {
   to.given.resize(plan.recipe->targets.size());
   for (const auto& [target, array] : given) {
     const auto index = nb::cast<size_t>(target);
-    if (index >= to.given.size()) {
-      fail(Category::usage, "memory is given for an unknown target",
-           {.expected = fmt::format("an index below {}", to.given.size()),
-            .got = std::to_string(index)});
-    }
+    require_target(index, to.given.size());
     to.arrays.push_back(writable(array, plan.recipe->targets[index].spec.fqn));
     to.given[index] = bytes_of_array(to.arrays.back());
   }

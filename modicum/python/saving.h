@@ -81,11 +81,7 @@ class CallerTensors final : public Sink {
 
  private:
   void take(size_t buffer, nb::handle given) {
-    if (buffer >= given_.size()) {
-      fail(Category::usage, "memory is given for an unknown target",
-           {.expected = fmt::format("an index below {}", given_.size()),
-            .got = std::to_string(buffer)});
-    }
+    require_target(buffer, given_.size());
     arrays_.push_back(writable(given, buffer_name(plan_, static_cast<uint32_t>(buffer))));
     given_[buffer] = bytes_of_array(arrays_.back());
   }

@@ -20,10 +20,9 @@ size_t at(int64_t i) { return static_cast<size_t>(i); }
        {.expected = std::move(expected), .got = std::move(got)});
 }
 
-// "float32 [2, 3]", or "float8_e4m3fn [2, 3] with scales".
-std::string text_of(DType dtype, const std::vector<int64_t>& shape, bool is_scaled = false) {
-  return fmt::format("{} {}{}", torch_name(dtype), shape_text(shape),
-                     is_scaled ? " with scales" : "");
+// "float8_e4m3fn [2, 3] with scales".
+std::string scaled_text(DType dtype, const std::vector<int64_t>& shape, bool is_scaled) {
+  return tensor_text(dtype, shape) + (is_scaled ? " with scales" : "");
 }
 
 void require_supported_dims(Op op, const std::vector<int64_t>& shape) {
@@ -46,7 +45,7 @@ int64_t require_countable(const Node& node) {
   if (!numel || !checked_bytes(node.dtype, node.shape)) {
     fail(Category::mismatch, fmt::format("'{}' makes a tensor that is too large", op_name(node.op)),
          {.expected = fmt::format("at most {} bytes", kMaxModelBytes),
-          .got = text_of(node.dtype, node.shape)});
+          .got = tensor_text(node.dtype, node.shape)});
   }
   return *numel;
 }
@@ -82,7 +81,7 @@ void require_countable(const Recipe& recipe) {
     fail(Category::mismatch, "the recipe's targets are too large",
          {.tensor = spec.fqn,
           .expected = fmt::format("at most {} bytes together", kMaxModelBytes),
-          .got = text_of(spec.dtype, spec.shape) + " and the targets before it"});
+          .got = tensor_text(spec.dtype, spec.shape) + " and the targets before it"});
   }
 }
 
@@ -172,7 +171,7 @@ uint32_t RecipeBuilder::cat(int dim, std::vector<uint32_t> in) {
     rest[at(dim)] = made.shape[at(dim)];
     if (rest != made.shape || node(id).dtype != made.dtype) {
       refuse(fmt::format("'cat' along dim {} of tensors that differ in dtype or another dim", dim),
-             text_of(made.dtype, made.shape), text_of(node(id).dtype, node(id).shape));
+             tensor_text(made.dtype, made.shape), tensor_text(node(id).dtype, node(id).shape));
     }
   }
   made.shape[at(dim)] = total;
@@ -185,8 +184,8 @@ uint32_t RecipeBuilder::stack(int dim, std::vector<uint32_t> in) {
   Node made{.op = Op::stack, .dtype = node(in[0]).dtype, .dim = dim, .shape = node(in[0]).shape};
   for (const uint32_t id : in) {
     if (node(id).shape != made.shape || node(id).dtype != made.dtype) {
-      refuse("'stack' of tensors that differ in dtype or shape", text_of(made.dtype, made.shape),
-             text_of(node(id).dtype, node(id).shape));
+      refuse("'stack' of tensors that differ in dtype or shape",
+             tensor_text(made.dtype, made.shape), tensor_text(node(id).dtype, node(id).shape));
     }
   }
   if (dim < 0 || static_cast<size_t>(dim) > made.shape.size()) {
@@ -337,8 +336,8 @@ void RecipeBuilder::resolve(Alias alias, uint32_t of) {
                        "them has scales; --untie (in Python: untie=True) loads both",
                        printable(alias.of)),
            {.tensor = spec.fqn,
-            .expected = text_of(dtype, spec.shape, is_scaled),
-            .got = text_of(read.dtype, read.shape, read.is_scaled)});
+            .expected = scaled_text(dtype, spec.shape, is_scaled),
+            .got = scaled_text(read.dtype, read.shape, read.is_scaled)});
     }
     made.in = {*alias.stored_as};
   }

@@ -72,18 +72,6 @@ void require_known_blocks(const Manifest& manifest, const Recipe& recipe, const 
   }
 }
 
-// As make_recipe, but errors without a file name get that of the recipe.
-Recipe named_recipe(const Checkpoint& checkpoint, const RecipeOptions& options,
-                    const std::string& path) {
-  try {
-    return make_recipe(checkpoint, options);
-  } catch (const Error& error) {
-    Facts facts = error.facts();
-    if (facts.file.empty()) facts.file = base_name(path);
-    fail(error.category(), error.what_happened(), std::move(facts));
-  }
-}
-
 void warn_of_unused(const Recipe& recipe, Checkpoint& checkpoint) {
   if (recipe.unused.empty()) return;
   const std::string& first = checkpoint.manifest.tensors[recipe.unused.front()].spec.fqn;
@@ -96,25 +84,14 @@ Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& che
                  const std::optional<DType>& dtype) {
   RecipeOptions options{.untie = flags.untie, .dtype = dtype, .keep_fp32 = flags.keep_fp32};
   if (!flags.recipe.empty()) options.text = text_of(files, flags.recipe);
-  Recipe recipe = named_recipe(checkpoint, options, flags.recipe);
+  Recipe recipe =
+      naming_file(base_name(flags.recipe), [&] { return make_recipe(checkpoint, options); });
   for (const Target& target : recipe.targets) {
     if (recipe.nodes[target.root].op != Op::caller) continue;
     fail(Category::unsupported, "op `caller` takes this tensor from a model in Python",
          {.tensor = target.spec.fqn, .expected = "a stored, init or alias target"});
   }
   return recipe;
-}
-
-// Errors name the file.
-DeepSpeedConfig deepspeed_config(FileSystem& files, const std::string& path, int ranks) {
-  const std::string text = text_of(files, path);
-  try {
-    return read_deepspeed(text, ranks);
-  } catch (const Error& error) {
-    Facts facts = error.facts();
-    facts.file = base_name(path);
-    fail(error.category(), error.what_happened(), std::move(facts));
-  }
 }
 
 void require_within(std::string_view what, int value, int least, int most) {
@@ -264,8 +241,11 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
                     .past = past};
   if (!deepspeed.config.empty()) {
     const int ranks_of_node = std::min(flags.ranks, flags.ranks_per_node.value_or(flags.ranks));
+    const DeepSpeedConfig config = naming_file(base_name(deepspeed.config), [&] {
+      return read_deepspeed(text_of(files, deepspeed.config), flags.ranks);
+    });
     report.deepspeed = deepspeed_forecast(
-        deepspeed_config(files, deepspeed.config, flags.ranks), trained_sizes(run.recipe),
+        config, trained_sizes(run.recipe),
         {flags.ranks, ranks_of_node, deepspeed.workers, deepspeed.persistent_workers});
   }
   report.budget = planned_budget(flags, of_plan, past);

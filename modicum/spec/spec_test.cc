@@ -79,6 +79,7 @@ TEST(Tensor, CountsElementsAndBytes) {
   EXPECT_EQ(bytes_of(DType::u8, int64_t{1} << 62), uint64_t{1} << 62);
   EXPECT_EQ(shape_text({}), "[]");
   EXPECT_EQ(shape_text({2, 3}), "[2, 3]");
+  EXPECT_EQ(tensor_text(DType::bf16, {2, 3}), "bfloat16 [2, 3]");
 }
 
 TEST(Digest, HexHasAll32Digits) {

@@ -46,6 +46,10 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return fmt::format("[{}]", fmt::join(shape, ", "));
 }
 
+std::string tensor_text(DType dtype, const std::vector<int64_t>& shape) {
+  return fmt::format("{} {}", torch_name(dtype), shape_text(shape));
+}
+
 uint64_t Manifest::data_bytes() const noexcept {
   uint64_t bytes = 0;
   for (const Stored& stored : tensors) bytes = saturating_add(bytes, stored.at.bytes());

@@ -42,7 +42,8 @@ std::optional<uint64_t> checked_bytes(DType dtype, const std::vector<int64_t>& s
 int64_t numel_of(const std::vector<int64_t>& shape) noexcept;
 // Bytes of `numel` elements, rounded up for elements smaller than a byte.
 uint64_t bytes_of(DType dtype, int64_t numel) noexcept;
-std::string shape_text(const std::vector<int64_t>& shape);  // "[2, 3]"
+std::string shape_text(const std::vector<int64_t>& shape);                // "[2, 3]"
+std::string tensor_text(DType dtype, const std::vector<int64_t>& shape);  // "float32 [2, 3]"
 
 // Half-open range of bytes of one file of a manifest.
 struct Extent {

@@ -91,11 +91,15 @@ void Coverage::prove() const {
            std::move(facts));
     }
     facts.expected = fmt::format("{} elements", end - begin);
-    facts.got = fmt::format("{} elements{}", written.count.load(),
-                            written.count == end - begin ? ", some of them more than once" : "");
+    facts.got = written_text(written.count, end - begin);
     fail(Category::integrity, "the elements of a local buffer were not written exactly once each",
          std::move(facts));
   }
+}
+
+std::string written_text(uint64_t count, uint64_t expected) {
+  return fmt::format("{} elements{}", count,
+                     count == expected ? ", some of them more than once" : "");
 }
 
 }  // namespace modicum

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "modicum/plan/plan.h"
@@ -50,5 +51,9 @@ class Coverage {
   std::vector<Places> expected_;        // by buffer
   std::unique_ptr<Written[]> written_;  // by buffer
 };
+
+// The `got` of an error about elements that were not written exactly once each: "9 elements", or,
+// if `count` is the expected number, "10 elements, some of them more than once".
+std::string written_text(uint64_t count, uint64_t expected);
 
 }  // namespace modicum

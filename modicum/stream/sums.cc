@@ -8,6 +8,7 @@
 
 #include "modicum/base/base.h"
 #include "modicum/kernels/kernels.h"
+#include "modicum/stream/coverage.h"
 
 namespace modicum {
 namespace {
@@ -136,13 +137,11 @@ void ChunkSums::prove() const {
       if (chunks[c].count == numel && chunks[c].fingerprint == powers_.sum(first, 1, numel)) {
         continue;
       }
-      const bool is_repeated = chunks[c].count == numel;
       fail(Category::integrity, "the elements of a saved tensor were not written exactly once each",
            {.file = manifest_.files[manifest_.tensors[s].at.file].name,
             .tensor = spec.fqn,
             .expected = fmt::format("{} elements from element {} on", numel, first),
-            .got = fmt::format("{} elements{}", chunks[c].count,
-                               is_repeated ? ", some of them more than once" : "")});
+            .got = written_text(chunks[c].count, numel)});
     }
   }
 }

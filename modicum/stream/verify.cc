@@ -12,10 +12,6 @@
 namespace modicum {
 namespace {
 
-std::string form_of(const TensorSpec& spec) {
-  return fmt::format("{} {}", torch_name(spec.dtype), shape_text(spec.shape));
-}
-
 class Verify {
  public:
   Verify(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
@@ -83,8 +79,8 @@ class Verify {
           fail(Category::integrity, "the step's record lists another dtype or shape",
                {.file = name,
                 .tensor = stored.spec.fqn,
-                .expected = form_of(of->second->spec),
-                .got = form_of(stored.spec)});
+                .expected = tensor_text(of->second->spec.dtype, of->second->spec.shape),
+                .got = tensor_text(stored.spec.dtype, stored.spec.shape)});
         }
         check_tensor(checkpoint, stored, *of->second);
         ++out_.tensors_checked;

@@ -127,11 +127,10 @@ void StateFiles::require_of(std::span<const StateOf> parameters) const {
     }
     const TensorSpec& saved = manifest_.tensors[found->second].spec;
     if (saved.dtype == spec.dtype && saved.shape == spec.shape) continue;
-    const auto text = [](const TensorSpec& of) {
-      return fmt::format("{} {}", torch_name(of.dtype), shape_text(of.shape));
-    };
     fail(Category::mismatch, "the saved tensor has another dtype or shape",
-         {.tensor = spec.fqn, .expected = text(spec), .got = text(saved)});
+         {.tensor = spec.fqn,
+          .expected = tensor_text(spec.dtype, spec.shape),
+          .got = tensor_text(saved.dtype, saved.shape)});
   }
   if (left.empty()) return;
   fail(Category::mismatch, "the saved state has a tensor that is not in this run's state",

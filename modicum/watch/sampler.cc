@@ -119,14 +119,14 @@ void TreeSampler::give_record(Tracked& one, double at_s) {
 }
 
 void TreeSampler::add_unseen(int pid, const std::string& name, uint64_t held_bytes) {
-  const double now_s = seconds(clock_.now_ns());
-  read_reports(clock_.now_ns());
+  const int64_t now = clock_.now_ns();
+  read_reports(now);
   const auto reported = reported_ ? reported_->memory_of(pid) : std::nullopt;
   processes_.push_back({.pid = pid,
                         .name = name,
                         .rank = reported ? reported->rank : std::nullopt,
-                        .begin_s = now_s,
-                        .end_s = now_s,
+                        .begin_s = seconds(now),
+                        .end_s = seconds(now),
                         .peak_bytes = held_bytes,
                         .peak_rss_bytes = held_bytes});
 }

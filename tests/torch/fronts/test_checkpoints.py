@@ -86,6 +86,18 @@ def refused(heard: list[Any]) -> str:
 # ---- accelerate
 
 
+def saved_and_resumed(two: Ranks, tmp_path: Path, **how: Any) -> tuple[list[Any], list[Any]]:
+    """The answers of each rank of a script that saves, and of new processes that resume. Asserts
+    that the resumed state and the next losses are equal."""
+    saved = two.ask("accelerate_saves", **how)
+    with ranks(2, tmp_path / "ranks") as others:
+        resumed = others.ask("accelerate_resumes", **how)
+    for before, after in zip(saved, resumed, strict=True):
+        assert after["loaded"] == before["saved"]
+        assert after["then"] == before["then"]
+    return saved, resumed
+
+
 @pytest.mark.parametrize("optimizer", ("torch", "modicum", "sgd"))
 def test_accelerate_resumes_bit_for_bit(
     two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str
@@ -94,12 +106,7 @@ def test_accelerate_resumes_bit_for_bit(
     processes that called save_state."""
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
-    saved = two.ask("accelerate_saves", **how)
-    with ranks(2, tmp_path / "ranks") as others:
-        resumed = others.ask("accelerate_resumes", **how)
-    for before, after in zip(saved, resumed, strict=True):
-        assert after["loaded"] == before["saved"]
-        assert after["then"] == before["then"]
+    saved, resumed = saved_and_resumed(two, tmp_path, **how)
     assert [one["path"] for one in saved[0]["reports"]] == [str(folder)]
     assert saved[0]["warned"] == resumed[0]["warned"] == []
     names = {path.name for path in folder.iterdir()}
@@ -164,12 +171,7 @@ def test_adapters(two: Ranks, tmp_path: Path, modicum: Path, model: str, optimiz
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
     how |= {"adapters": True, "activation_checkpointing": True}
-    saved = two.ask("accelerate_saves", **how)
-    with ranks(2, tmp_path / "ranks") as others:
-        resumed = others.ask("accelerate_resumes", **how)
-    for before, after in zip(saved, resumed, strict=True):
-        assert after["loaded"] == before["saved"]
-        assert after["then"] == before["then"]
+    saved, resumed = saved_and_resumed(two, tmp_path, **how)
     assert saved[0]["warned"] == resumed[0]["warned"] == []
     names = {path.name for path in folder.iterdir()}
     assert names == PEFTS | STEPS | {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
