@@ -1,5 +1,11 @@
 #include "modicum/python/arrays.h"
 
+#include <fmt/format.h>
+
+#include <string>
+
+#include "modicum/base/base.h"
+
 namespace modicum::python {
 
 AnyArray writable(nb::handle array, const std::string& fqn) {
