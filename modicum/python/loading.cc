@@ -1,5 +1,4 @@
 // Ledger, Board, load() and its report. bindings.h shows the threads of a load.
-#include <fmt/format.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
