@@ -7,8 +7,11 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA", allow_module_level=True)
 
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: E402
 
 import modicum  # noqa: E402
+import modicum.torch  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
 
 EVERY = [
@@ -44,3 +47,60 @@ def test_the_same_bits_as_on_the_host(state_format: str, dtype: torch.dtype, pin
             assert torch.equal(after.cpu(), host.weight.detach())
     assert on_device.digest() == on_host.digest()
     assert ledger.held == held
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("state_format", ["fp32", "fp32-split", "bf16-moments", "int8-moments"])
+def test_offloaded_shards_step_with_the_bits_of_a_model_on_the_host(state_format: str) -> None:
+    """Gradients of a real backward arrive in pinned host memory; each step has the bits of a model
+    that was never on the device."""
+    torch.manual_seed(5)
+
+    def layers() -> nn.Sequential:
+        made = [nn.Linear(96, 200), nn.GELU(), nn.Linear(200, 96, bias=False)]
+        return nn.Sequential(*made).bfloat16()
+
+    host, offloaded = layers(), layers()
+    offloaded.load_state_dict(host.state_dict())
+    mesh = init_device_mesh("cuda", (1,))
+    fully_shard(offloaded, mesh=mesh, offload_policy=CPUOffloadPolicy())
+    options = {"lr": 0.01, "state_format": state_format}
+    on_host = AdamW(host.named_parameters(), **options)
+    stepping = AdamW(offloaded.named_parameters(), **options)
+    for _ in range(6):
+        inputs = torch.randn(32, 96, dtype=torch.bfloat16, device="cuda")
+        offloaded(inputs).square().mean().backward()
+        for (name, ours), theirs in zip(
+            host.named_parameters(), offloaded.parameters(), strict=True
+        ):
+            local = theirs.grad.to_local()
+            assert local.device.type == "cpu", name
+            torch.cuda.synchronize()
+            ours.grad = local.clone()
+        norms = [float(each.clip_grad_norm_(0.5)) for each in (on_host, stepping)]
+        assert norms[0] == norms[1]
+        for each in (on_host, stepping):
+            each.step()
+            each.zero_grad()
+        for name, parameter in offloaded.named_parameters():
+            local = parameter.to_local()
+            assert torch.equal(local, host.get_parameter(name).detach()), name
+    assert stepping.digest() == on_host.digest()
+
+
+def test_a_model_that_is_compiled_and_under_autocast() -> None:
+    torch.manual_seed(6)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
+    optimizer = AdamW(model.named_parameters(), lr=0.02)
+    compiled = torch.compile(model)
+    inputs = torch.randn(256, 64, device="cuda")
+    expected = inputs[:, :1] * 2
+    losses = []
+    for _ in range(60):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = (compiled(inputs).float() - expected).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]

@@ -8,40 +8,17 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no CUDA", allow_module_level=True)
 
-import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard  # noqa: E402
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 import modicum  # noqa: E402
 import modicum.torch  # noqa: E402
+from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(3)
-    config = Qwen3Config(
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=96,
-        vocab_size=1025,
-        dtype="bfloat16",
-    )
-    directory = tmp_path_factory.mktemp("gpu")
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(tmp_path_factory: pytest.TempPathFactory):
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def loaded(checkpoint: Path, policy: OffloadPolicy, ledger: modicum.Ledger):
@@ -80,3 +57,35 @@ def test_offloaded_shards_are_pinned_in_place(checkpoint: Path) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.to_local().data_ptr() == places[name], name
     assert ledger.held["shards"] > 0
+
+
+def test_a_model_on_the_device_has_buffers_and_gradients(checkpoint: Path) -> None:
+    """Catches: a rotary buffer that stays on the CPU or on meta; other values in the forward."""
+    model, whole = loaded(checkpoint, OffloadPolicy(), modicum.Ledger())
+    whole.cuda()
+    tokens = torch.arange(40, device="cuda")[None]
+    losses = [each(input_ids=tokens, labels=tokens).loss for each in (model, whole)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad.full_tensor(), whole.get_parameter(name).grad), name
+
+
+@pytest.mark.parametrize("strategy", ["own-shard", "rank0-broadcast", "full-per-rank"])
+def test_a_load_that_overwrites_parameters_on_the_device(checkpoint: Path, strategy: str) -> None:
+    model, whole = loaded(checkpoint, OffloadPolicy(), modicum.Ledger())
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    modicum.torch.load(model, checkpoint, strategy=strategy, check="values", progress=False)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor().cpu(), whole.state_dict()[name]), name
+
+
+def test_dcp_reads_a_checkpoint_into_parameters_on_the_device(checkpoint: Path) -> None:
+    model, whole = loaded(checkpoint, OffloadPolicy(), modicum.Ledger())
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    dcp.load(get_model_state_dict(model), storage_reader=HuggingFaceReader(checkpoint))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor().cpu(), whole.state_dict()[name]), name

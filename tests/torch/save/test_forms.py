@@ -8,6 +8,7 @@ device that are read from another place; a resume that does not compare values.
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -19,7 +20,7 @@ from program import run_json  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum.errors import BudgetError, IntegrityError, IoError, UsageError  # noqa: E402
-from modicum.torch.saving import weights  # noqa: E402
+from modicum.torch.saving import tensor_state, weights  # noqa: E402
 
 
 def loaded(name: str, source: Path | None = None, **how: Any) -> Any:
@@ -185,6 +186,38 @@ def test_step_counts_that_differ_are_restored(tmp_path: Path) -> None:
     ]
     assert made[0] == made[1] and set(made[0].values()) == {1, 2}
     assert new.digest() == optimizer.digest()
+
+
+@pytest.mark.parametrize("flag", ["fused", "capturable", "foreach"])
+def test_numbers_of_a_resumed_state_are_where_the_kernels_read_them(flag: str) -> None:
+    """torch keeps `step` on the CPU, or with fused or capturable on the parameter's device."""
+    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.param_groups[0][flag] = True
+    device = tensor_state.devices_of_numbers(optimizer)[parameter]
+    assert device.type == ("cpu" if flag == "foreach" else "meta")
+
+
+def test_a_fused_optimizer_resumes_in_one_made_without(tmp_path: Path) -> None:
+    """The saved options, here `fused`, are those of the resumed optimizer, its numbers included."""
+    model = loaded("qwen3")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    front.save(model, tmp_path / "steps", step=1, optimizer=optimizer)
+    again = torch_front.empty("qwen3")
+    resumed = torch.optim.AdamW(again.parameters())
+
+    def on_meta_if_fused(one: torch.optim.Optimizer) -> dict[Any, Any]:
+        groups = one.param_groups
+        of = {p: group["fused"] for group in groups for p in group["params"]}
+        return {p: torch.device("meta" if fused else "cpu") for p, fused in of.items()}
+
+    with patch.object(tensor_state, "devices_of_numbers", on_meta_if_fused):
+        front.resume(again, tmp_path / "steps", optimizer=resumed, progress=False)
+    steps = [entry["step"] for entry in resumed.state.values()]
+    assert steps and all(step.device.type == "meta" for step in steps)
 
 
 def test_wrong_saves_and_resumes_are_refused(tmp_path: Path) -> None:

@@ -54,7 +54,15 @@ def _groups(modules: Iterable[nn.Module]) -> list[Any]:
     sharded = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
     # Modules that were sharded together share a state.
     states = dict.fromkeys(module._get_fsdp_state() for module in sharded)
-    return [group for state in states for group in state._fsdp_param_groups]
+    return [group for state in states for group in _groups_of(state)]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The parameter groups of one state. In older versions (torch 2.11) it has at most one."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
 
 
 def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:

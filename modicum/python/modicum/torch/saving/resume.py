@@ -253,10 +253,9 @@ def load_state(
             )
         state.set_steps(_modicum.state_facts(saved.facts))
         return read
-    read = load_tensors(optimizer, names, saved, ledger, ranks)
     if options is not None:
         groups.restore(optimizer, options, names)
-    return read
+    return load_tensors(optimizer, names, saved, ledger, ranks)
 
 
 def _has_groups(found: Found) -> bool:

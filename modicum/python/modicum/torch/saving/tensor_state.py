@@ -221,15 +221,17 @@ def load_tensors(
     ranks: Ranks,
 ) -> int:
     """Reads a saved state into the tensors of `optimizer.state`, or into new tensors where there is
-    none or it does not fit, and sets the numbers. Returns the bytes that this rank has read.
-    Collective."""
+    none or it does not fit, and sets the numbers. The optimizer's groups have their saved options
+    already. Returns the bytes that this rank has read. Collective."""
     parameters = _parameters_of(optimizer, names, saved)
     numbers: Numbers = json.loads(saved.facts)["numbers"]
     shardings = Shardings()
     state: dict[str, dict[str, Any]] = {}
     held: list[Held] = []
+    devices = devices_of_numbers(optimizer)
     for fqn, own in numbers.items():
-        state[fqn] = {key: _made(value) for key, value in own.items()}
+        device = devices[parameters[fqn]]
+        state[fqn] = {key: _made(value, device) for key, value in own.items()}
     for name, (dtype, _) in saved.tensors.stored.items():
         fqn, _, key = name.rpartition(".")
         parameter = parameters[fqn]
@@ -247,10 +249,22 @@ def load_tensors(
     return read
 
 
-def _made(number: Any) -> Any:
+def devices_of_numbers(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.device]:
+    """For each parameter the device of the numbers in its state, such as `step`: the CPU, or with
+    `fused` or `capturable`, whose kernels read them, the parameter's own device."""
+    return {
+        parameter: parameter.device
+        if group.get("fused") or group.get("capturable")
+        else torch.device("cpu")
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def _made(number: Any, device: torch.device) -> Any:
     if isinstance(number, list):
         dtype, value, shape = number
-        return torch.full(shape, value, dtype=getattr(torch, dtype))
+        return torch.full(shape, value, dtype=getattr(torch, dtype), device=device)
     return number
 
 
