@@ -80,7 +80,8 @@ void refuse_unsupported(const Plan& plan) {
     for (int rank = 0; rank < plan.ranks(); ++rank) {
       for_each_transfer_from(plan, rank, root.from, [&](const Transfer& transfer) {
         const Runs& runs = transfer.runs;
-        // If two runs begin and end on a byte, the stride is whole bytes, and all runs do.
+        // extent_of throws if a run does not begin and end on a byte. If the first two runs do, the
+        // stride is whole bytes, so all runs do.
         for (int64_t k = 0; k < std::min<int64_t>(2, runs.count); ++k) {
           extent_of(plan.manifest->tensors[root.from], runs.first + k * runs.stride, runs.length);
         }
