@@ -124,8 +124,8 @@ struct AddressRange {
 // Bytes of resident private pages. A page mapped by several processes counts once.
 struct RangeMemory {
   uint64_t own_bytes = 0;  // pages of the root process
-  // Pages of forked descendants at addresses of the root process that the root process does not
-  // map: since the fork one side has written to the page, and the other has kept the old content.
+  // Other pages at the same addresses, which only forked descendants map: since the fork one side
+  // has written to the page, and the other side has kept the old content.
   uint64_t copied_bytes = 0;
   // The part of own_bytes that forked descendants map, too. A write by either side copies it.
   uint64_t shared_bytes = 0;
