@@ -94,7 +94,7 @@ std::string deepspeed_text(const DeepSpeedForecast& of) {
   }
   const auto nodes = static_cast<uint64_t>(of.ranks_of_node);
   const auto total = [&](std::string_view what, uint64_t bytes) {
-    text += fmt::format("{:<26} {:>12} {:>10.2f}  a node: {}\n", what, format_size(bytes),
+    text += fmt::format("{:<26} {:>12} {:>10.2f}  per node: {}\n", what, format_size(bytes),
                         of.per_param(bytes), format_size(saturating_mul(bytes, nodes)));
   };
   text += '\n';

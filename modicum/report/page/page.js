@@ -334,6 +334,8 @@ function ordered(owners) {
   return [...known, ...[...owners].filter((owner) => !(owner in OWNERS)).sort()];
 }
 
+// A run of the document with the values that are derived from it. `line` is its timeline. start()
+// adds `at`, its section of the page, and `graph`.
 function run_of(document_, label) {
   const line = document_.timeline;
   const run = { document: document_, label, line, has_steps: line.axis === "phases", chosen: 0 };
