@@ -115,7 +115,7 @@ Staging divide_staging(const Plan& plan) {
     staging.ring_part_bytes = std::max(kPageBytes, left / group / kPageBytes * kPageBytes);
     left -= std::min(left, staging.ring_part_bytes);
   }
-  if (options.gathers && gathers(plan)) {
+  if (options.gathers && gathers(plan)) {  // a quarter of the rest; the slots get the other three
     staging.gather_part_bytes = left / 4 / kPageBytes * kPageBytes;
     left -= staging.gather_part_bytes;
   }

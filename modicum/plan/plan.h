@@ -22,8 +22,8 @@
 
 namespace modicum {
 
-// A strategy is a row of a table: which ranks read data files, and the window that a reading rank
-// and a receiving rank hold in addition to their shards.
+// A strategy is a row of a table: which ranks read data files, and the window (host memory for
+// whole stored tensors) that a reading rank and a receiving rank hold in addition to their shards.
 enum class Reader : uint8_t {
   every_rank,
   rank_0,

@@ -18,7 +18,7 @@ struct Mount {
   std::string point;  // the mount point
 };
 
-using Level = MemoryCgroup;
+using Level = MemoryCgroup;  // a level of the chain of either controller, "memory" or "cpu"
 
 bool has_word(std::string_view list, std::string_view word) {
   const std::vector<std::string_view> words = split_kernel_text(list, ',');

@@ -29,8 +29,8 @@ struct ProcessMemory {
 
   // The memory attributed to this process, without the page cache.
   uint64_t held() const noexcept { return pss_anon + pss_shmem + page_tables; }
-  // An estimate of the highest `held`: its present value plus what the RSS has lost since its peak
-  // (VmHWM - VmRSS). The kernel updates VmHWM itself, so that no short peak is missed.
+  // An estimate of the highest `held` so far: `held` now plus the amount by which the RSS is below
+  // its peak (VmHWM - VmRSS). The kernel itself keeps VmHWM, so that no short peak is missed.
   uint64_t peak_held() const noexcept { return held() + (peak_rss > rss ? peak_rss - rss : 0); }
 };
 
@@ -58,14 +58,14 @@ bool is_dead(const ProcessIdentity& of, const std::string& root = "");
 // no pages for it, so the process is not slowed down; shared pages count in full.
 struct ProcessStatus {
   int parent = 0;
-  std::string name;  // the kernel's, at most 15 bytes
-  bool is_alive = true;
+  std::string name;      // the kernel's, at most 15 bytes
+  bool is_alive = true;  // false for a zombie
   uint64_t rss_anon = 0;
   uint64_t rss_shmem = 0;
   uint64_t rss_file = 0;  // mapped page cache
   uint64_t peak_rss = 0;  // VmHWM, page cache included
   uint64_t page_tables = 0;
-  uint64_t locked = 0;
+  uint64_t locked = 0;  // VmLck
 
   bool operator==(const ProcessStatus&) const = default;
 };
@@ -96,8 +96,8 @@ std::optional<int> read_wait_status(int pid, const std::string& root = "");
 // SLURM_PROCID or LOCAL_RANK, the first that is a number. Children inherit their parent's
 // variables.
 struct GivenRank {
-  std::optional<int> rank;
-  std::string_view variable;
+  std::optional<int> rank;    // none: no such variable has a number
+  std::string_view variable;  // the name of the variable; empty without a rank
 
   bool operator==(const GivenRank&) const = default;
 };
@@ -208,8 +208,8 @@ uint64_t page_cache_of(const MemoryCgroup& group);
 // OOM kills in a cgroup so far (in v2 also in those below it).
 uint64_t oom_kills_in(const MemoryCgroup& group);
 
-// How long processes have waited for memory so far (the kernel's PSI), by reclaim, swapping or page
-// cache that was dropped too early.
+// How long processes have waited for memory so far (the kernel's PSI), because of reclaim, swapping
+// or page cache that was dropped too early.
 struct MemoryPressure {
   std::string source;    // "cgroup v2 /a/b", "node"
   uint64_t some_us = 0;  // at least one process waited

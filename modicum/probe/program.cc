@@ -125,6 +125,8 @@ bool is_rest_of(const Mapping& used, const Mapping& rest) {
          rest.at.end % kHeapAddresses == 0;
 }
 
+// A mapping consists of heaps of threads if it is anonymous and writable, begins at a multiple of
+// kHeapAddresses, and ends at one or is followed by the unused rest of its last heap.
 MallocHeaps heaps_in(const std::vector<Mapping>& mappings) {
   MallocHeaps heaps;
   for (size_t i = 0; i < mappings.size(); ++i) {

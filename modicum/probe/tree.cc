@@ -122,7 +122,7 @@ class Pages {
   std::vector<AddressRange> mapped_;
 };
 
-// The pages of all processes at one address.
+// Counts of the different pages that the processes map at one address (see RangeMemory).
 struct Distinct {
   uint64_t own = 0;
   uint64_t copied = 0;

@@ -11,6 +11,7 @@
 namespace modicum {
 namespace {
 
+// Copies `text`, truncated to N - 1 bytes.
 template <size_t N>
 void put(char (&into)[N], const std::string& text) noexcept {
   const size_t n = std::min(text.size(), N - 1);

@@ -8,6 +8,7 @@
 namespace modicum {
 namespace {
 
+// In order: memory that is allocated in a phase is held in all later ones.
 constexpr std::array<std::string_view, 3> kPhases = {"init", "step_1", "epoch_2"};
 constexpr std::array<std::string_view, 3> kOwners = {"deepspeed", "fork", "pinned rounding"};
 
