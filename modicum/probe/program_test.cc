@@ -65,8 +65,8 @@ std::string text_of(const Program& program) {
   return text;
 }
 
-// Must fail if a child of the fork server counts as a fork of the trainer, or a grandchild as a
-// child.
+// Must fail if a child of the fork server counts as a fork of the trainer, or if a grandchild is
+// compared with the trainer instead of its parent.
 TEST(Program, StartMethodsAreThoseOfMultiprocessing) {
   Machine machine;
   put(machine, {.pid = 100});
