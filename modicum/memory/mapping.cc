@@ -97,8 +97,8 @@ void Buffer::give_up(std::span<std::byte> part) noexcept {
 }
 
 // Huge pages need 2 MiB alignment, which mmap does not guarantee. So this maps `slack` bytes more,
-// one page less than 2 MiB, and unmaps both ends. Example: 4 MiB, if mmap returns the address 7
-// MiB:
+// one page less than 2 MiB, and unmaps both ends. Example with 4 MiB, where mmap returns the
+// address 7 MiB:
 //
 //   address   7 MiB    8 MiB                   12 MiB   13 MiB - 4 KiB
 //             | before |  the 4 MiB that stay  |  rest  |

@@ -622,7 +622,7 @@ TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
   for (const char* strategy : {"own-shard", "rank0-broadcast"}) {
     const int ranks = 4;
     const Plan of = plan(strategy, ranks);
-    const uint64_t parts = 8 * kMiB / of.staging.total_bytes;  // --staging per byte of a rank's
+    const uint64_t parts = 8 * kMiB / of.staging.total_bytes;  // 1, or 4 if ranks share one ring
     const uint64_t peak = of.promise.node_peak_bytes(0);
     for (const uint64_t over : {uint64_t{1}, ranks * kPageBytes, ranks * kPageBytes + 1,
                                 ranks * 100 * kPageBytes, ranks * kMiB}) {

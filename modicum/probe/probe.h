@@ -1,6 +1,7 @@
-// The public header of `probe`: what the kernel reports about the memory and CPUs of a process, its
-// cgroups and the node: limits and use. Only reset_peak_rss changes anything. `root` is a prefix of
-// every path that is read, so that tests can supply another machine's /proc and /sys.
+// The public header of `probe`: limits on memory and CPUs, and the memory in use, as the kernel
+// reports them for a process, its cgroups and the node. Only reset_peak_rss changes anything.
+// `root` is a prefix of every path that is read, so that tests can supply another machine's /proc
+// and /sys.
 #pragma once
 
 #include <cstdint>

@@ -17,8 +17,7 @@ struct ResourceLimit {
 };
 
 struct Settings {
-  std::optional<ResourceLimit>
-      locked_memory;  // bytes of mlock(2) and of buffers pinned for devices
+  std::optional<ResourceLimit> locked_memory;  // bytes: by mlock(2), or pinned for devices
   std::optional<ResourceLimit> open_files;
   std::optional<ResourceLimit> address_space;  // bytes
   bool may_lock_all = false;                   // CAP_IPC_LOCK: no limit on locked memory

@@ -159,11 +159,10 @@ Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties 
 //   neither                 none
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie = false);
 
-// Parses and writes recipe.json (docs/reference/recipes.md). The `caller` ops get the ordinals 0,
-// 1,
-// ... in the order of the text. `unties` is passed to RecipeBuilder. Throws MISMATCH for an invalid
-// recipe, UNSUPPORTED for an unknown op or rule, and the errors of RecipeBuilder. An error in an op
-// names the target.
+// Parses and writes recipe.json (docs/reference/recipes.md). The ordinals of the `caller` ops are
+// their numbers in the order of the text, from 0. `unties` is passed to RecipeBuilder. Throws
+// MISMATCH for an invalid recipe, UNSUPPORTED for an unknown op or rule, and the errors of
+// RecipeBuilder. An error in an op names the target.
 Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties = false);
 std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 

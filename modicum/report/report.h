@@ -144,7 +144,7 @@ std::string plan_text(const PlanReport& report);
 // An HTML page: the phases of the requested run one after another, on its fullest node.
 std::string plan_page(const PlanReport& report, std::string_view title);
 
-// One rank's outcome. Plain data, which the rank's process sends to the launcher byte by byte.
+// One rank's outcome. Trivially copyable, since the rank posts it on the board (post_value).
 struct RankOutcome : LoadOutcome {
   int32_t rank = 0;
   int32_t pid = 0;
@@ -254,7 +254,8 @@ struct SaveReport {
   uint64_t digest = 0;                   // of the model, as `load --digest`
   std::optional<uint64_t> state_digest;  // of an optimizer's parameters and moments
   std::vector<File> files;
-  std::vector<std::string> copied, left_out;  // names of stored tensors that no target reads
+  std::vector<std::string> copied;    // stored tensors that no target reads, copied from the source
+  std::vector<std::string> left_out;  // stored tensors that are neither restored nor copied
   std::optional<Budget> budget;
 };
 std::string save_json(const SaveReport& report);

@@ -23,8 +23,8 @@ void files_member(JsonWriter& out, const std::vector<SaveReport::File>& files) {
 // `done`: "copied" or "left out".
 std::string names_text(std::string_view done, const std::vector<std::string>& names) {
   if (names.empty()) return "";
-  return fmt::format("{} {} stored tensor(s) that no target reads; the first is {}\n", done,
-                     names.size(), printable(names.front()));
+  return fmt::format("{} {} stored tensor(s); the first is {}\n", done, names.size(),
+                     printable(names.front()));
 }
 
 }  // namespace
