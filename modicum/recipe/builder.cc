@@ -95,6 +95,7 @@ RecipeBuilder::RecipeBuilder(const Manifest& manifest, bool unties)
 
 uint32_t RecipeBuilder::push(Node added) {
   require_countable(added);
+  // A stored tensor may have more dims, if it is neither rearranged nor sharded.
   if (added.op != Op::stored && added.shape.size() > kMaxDims) {
     fail(Category::unsupported,
          fmt::format("'{}' makes a tensor of more than {} dims", op_name(added.op), kMaxDims));
