@@ -231,7 +231,7 @@ class Rebuilt {
     return found->second;
   }
 
-  // A saved tensor. It has no scales, since it is written in the dtype in which it was loaded.
+  // A saved tensor. It has no scales, since dequantised codes are saved as values.
   uint32_t leaf(std::string_view name) {
     const uint32_t place = place_of(name);
     const TensorSpec& spec = saved_.tensors[place].spec;
