@@ -230,7 +230,8 @@ void for_each_held_run(
 // them.
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
 
-// A budget per node and its source ("flag", "cgroup v1 /a", "MemAvailable", "run.json").
+// A budget per node and its source, for example "flag", "cgroup v1 /a", "MemAvailable" or
+// "run.json".
 struct Budget {
   uint64_t bytes = 0;
   std::string source;
