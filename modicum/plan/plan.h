@@ -187,7 +187,9 @@ struct Plan {
   Uses uses;
   Staging staging;
   Promise promise;
-  Digest inputs;  // digest of all inputs; ranks compare theirs before a load
+  // Digest of the inputs that all ranks must share (not PlanOptions::threads). Ranks compare theirs
+  // before a load.
+  Digest inputs;
 
   int ranks() const noexcept { return layout.world_size(); }
   const Strategy& strategy() const noexcept { return *options.strategy; }

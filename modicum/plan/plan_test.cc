@@ -743,7 +743,7 @@ TEST_F(Planned, ReplicasTakeTurnsReading) {
   EXPECT_EQ(exchange_group(striped, 4), (std::vector<int>{1, 4}));
 }
 
-TEST_F(Planned, InputsDigestsDifferExactlyIfTheInputsDo) {
+TEST_F(Planned, AChangedInputChangesTheInputsDigestACopyDoesNot) {
   const Digest as_it_is = plan("own-shard", 4).inputs;
   EXPECT_EQ(plan("own-shard", 4).inputs, as_it_is);
   const Manifest copy = manifest_;
