@@ -7,8 +7,8 @@
 //   parent    |  heap  |  weights (excluded)  |  libs  |
 //   child     |  heap  |  PROT_NONE           |  libs  |    access raises SIGSEGV
 //
-// fork() acts on the process, so the table of ranges is global: the only global state here. It is
-// lock-free, because a lock held by another thread at the fork would stay locked in the child.
+// fork() acts on the process, so the table of ranges is global. It is lock-free, because a lock
+// held by another thread at the fork would stay locked in the child.
 #pragma once
 
 #include <cstddef>
@@ -23,7 +23,8 @@ struct ExcludedRange;
 class Exclusion {
  public:
   Exclusion() = default;
-  // `range` consists of whole pages. Throws NOMEM if the kernel refuses, as for a driver's memory.
+  // `range` consists of whole pages. Throws NOMEM if the kernel refuses, for example if a part of
+  // the range is not mapped.
   explicit Exclusion(std::span<std::byte> range);
 
   // Removes the range from the table, without a system call. Call this before unmapping the range.

@@ -96,8 +96,9 @@ void Buffer::give_up(std::span<std::byte> part) noexcept {
                               MADV_DONTNEED));  // on failure they stay resident
 }
 
-// Huge pages need 2 MiB alignment, which mmap does not guarantee. So this maps 2 MiB less one page
-// more, and unmaps both ends. Example, 4 MiB when mmap returns the address 7 MiB:
+// Huge pages need 2 MiB alignment, which mmap does not guarantee. So this maps `slack` bytes more,
+// one page less than 2 MiB, and unmaps both ends. Example with 4 MiB, where mmap returns the
+// address 7 MiB:
 //
 //   address   7 MiB    8 MiB                   12 MiB   13 MiB - 4 KiB
 //             | before |  the 4 MiB that stay  |  rest  |

@@ -58,7 +58,7 @@ class Charge {
   struct Entry {
     Purpose purpose;
     uint64_t bytes;
-    bool is_copied;
+    bool is_copied;  // counts twice: memory that forked children inherit
     void operator()(Ledger* ledger) const noexcept;
   };
   Charge(Ledger* ledger, const Entry& entry) noexcept : ledger_(ledger, entry) {}
@@ -137,8 +137,8 @@ class Ledger {
   // (inherited; counts twice).
   Buffer charge(Purpose purpose, uint64_t bytes, int threads = 1, Poll poll = kNoPoll,
                 Fork fork = Fork::excluded);
-  // Like `charge`, but commits no page: for callers that write every page before they rely on its
-  // being resident.
+  // Like `charge`, but commits no page: for callers that write every page before they rely on the
+  // pages being resident.
   Buffer reserve(Purpose purpose, uint64_t bytes, Fork fork = Fork::excluded);
   // Commits and charges a page-aligned part of a shared mapping that has not been written yet. The
   // pages live as long as the Mapping. Throws BUDGET or NOMEM.

@@ -458,7 +458,7 @@ TEST(Fork, SplittingAnInheritedEntrySplitsItsCopies) {
   EXPECT_EQ(ledger.held()[Purpose::shards], kMiB);
 }
 
-// Must fail if rows are not reused, or if a walk ends after the first block of 64.
+// Must fail if a walk of the table ends after the first block of 64 rows.
 TEST(Fork, ManyRangesAtOnceAreAllReserved) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
   Ledger ledger;

@@ -29,6 +29,7 @@ class Table {
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 
+// The names of the phases that have not ended.
 std::vector<std::string> lasting(const SelfReport& report) {
   std::vector<std::string> names;
   for (const SelfReport::Phase& phase : report.phases) {

@@ -107,10 +107,10 @@ Plan shrunk_to_fit(Plan plan, const Budget& budget, uint64_t least_bytes) {
   const uint64_t peak = plan.promise.node_peak_bytes(worst);
   const NodeRanks node = node_of(plan, worst * ranks_per_node(plan));
   const auto ranks = static_cast<uint64_t>(node.end - node.first);
-  const uint64_t of_rank = round_up((peak - budget.bytes + ranks - 1) / ranks, kPageBytes);
-  uint64_t less = 0;
+  const uint64_t less_per_rank = round_up((peak - budget.bytes + ranks - 1) / ranks, kPageBytes);
+  uint64_t less = 0;  // of --staging
   for (int rank = node.first; rank < node.end; ++rank) {
-    less = std::max(less, reduction_of(plan, rank, of_rank));
+    less = std::max(less, reduction_of(plan, rank, less_per_rank));
   }
   if (less < asked - least_bytes) {
     Plan shrunk = with_staging(asked - less);

@@ -56,6 +56,7 @@ class RandomRecipe {
 
  private:
   uint64_t below(uint64_t n) { return random_() % n; }
+  // Rarely -1, which is invalid.
   int64_t dim() {
     switch (below(8)) {
       case 0: return static_cast<int64_t>(below(4)) - (below(50) == 0 ? 1 : 0);
@@ -126,6 +127,7 @@ Wide true_bytes(const Recipe& recipe) {
     if (recipe.is_alias(t)) continue;
     const TensorSpec& spec = recipe.targets[t].spec;
     Wide bytes = static_cast<Wide>(bytes_per_element(spec.dtype));
+    // Each factor is limited so that the product does not exceed 2^126.
     for (const int64_t size : spec.shape) {
       bytes *= std::min<Wide>(static_cast<Wide>(size), (Wide{1} << 126) / std::max<Wide>(1, bytes));
     }

@@ -19,8 +19,8 @@ void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
 
 // --- the scales that targets need ---
 
-// Checks the scales of every dequantising target. Throws UNSUPPORTED if codes have none, MISMATCH
-// if their block size is unknown (BlockScale::fits); both name the codes.
+// Checks the scales of every dequantising target. Throws UNSUPPORTED if codes have no scale,
+// MISMATCH if their block size is unknown (BlockScale::fits); both errors name the tensor of codes.
 void prove_scales(const Plan& plan);
 // The scale tensor with which `target` dequantises codes `stored`; empty if `target` holds the
 // codes themselves.

@@ -38,7 +38,7 @@ class TargetReads {
     spans_.clear();
     for (int r = node_.first; r < node_.end; ++r) {
       for_each_transfer_of(plan_, r, target, [&](const Transfer& t) {
-        stretch_ = t;
+        stretch_ = t;  // for the target and the dtypes; stretch_from sets the source and the run
         spans_.push_back({t.from, t.runs.first, t.runs.first + t.runs.span(), r - node_.first});
       });
     }

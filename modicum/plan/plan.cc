@@ -80,7 +80,8 @@ void refuse_unsupported(const Plan& plan) {
     for (int rank = 0; rank < plan.ranks(); ++rank) {
       for_each_transfer_from(plan, rank, root.from, [&](const Transfer& transfer) {
         const Runs& runs = transfer.runs;
-        // If two runs begin and end on a byte, the stride is whole bytes, and all runs do.
+        // extent_of throws if a run does not begin and end on a byte. If the first two runs do, the
+        // stride is whole bytes, so all runs do.
         for (int64_t k = 0; k < std::min<int64_t>(2, runs.count); ++k) {
           extent_of(plan.manifest->tensors[root.from], runs.first + k * runs.stride, runs.length);
         }
@@ -114,7 +115,7 @@ Staging divide_staging(const Plan& plan) {
     staging.ring_part_bytes = std::max(kPageBytes, left / group / kPageBytes * kPageBytes);
     left -= std::min(left, staging.ring_part_bytes);
   }
-  if (options.gathers && gathers(plan)) {
+  if (options.gathers && gathers(plan)) {  // a quarter of the rest; the slots get the other three
     staging.gather_part_bytes = left / 4 / kPageBytes * kPageBytes;
     left -= staging.gather_part_bytes;
   }

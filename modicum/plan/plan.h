@@ -3,9 +3,9 @@
 //
 // A plan consists of its inputs plus generators: `for_each_stored_transfer` yields the elements and
 // their destinations; `for_each_read`, `for_each_node_read` and `RankWindow` yield the reads that
-// fetch them. The promise, the counted traffic and the load all run the same generators, so a
-// prediction can't drift from the load. The manifest and the recipe must outlive the plan. Plans
-// are values; any number of threads may read one.
+// fetch them. The counted traffic, the windows in the promise and the load all come from these
+// generators, so a prediction can't drift from the load. The manifest and the recipe must outlive
+// the plan. Plans are values; any number of threads may read one.
 #pragma once
 
 #include <array>
@@ -22,8 +22,8 @@
 
 namespace modicum {
 
-// A strategy is a row of a table: which ranks read data files, and the window that a reading rank
-// and a receiving rank hold in addition to their shards.
+// A strategy is a row of a table: which ranks read data files, and the window (host memory for
+// whole stored tensors) that a reading rank and a receiving rank hold in addition to their shards.
 enum class Reader : uint8_t {
   every_rank,
   rank_0,
@@ -40,16 +40,16 @@ struct Strategy {
 std::span<const Strategy> strategies() noexcept;
 const Strategy& strategy_named(std::string_view name);  // unknown: USAGE with the nearest name
 
-// Where loaded elements go. cpu: to an arena that the load allocates. copy: to a callback, which
-// takes them from staging and copies them to a device or only hashes them. given: to the caller's
-// host memory.
+// Where loaded elements go. cpu: to the rank's arena, one block of host memory that the load
+// allocates. copy: to a callback, which takes them from staging and copies them to a device or only
+// hashes them. given: to the caller's host memory.
 enum class Destination : uint8_t { cpu, copy, given };
 
 // Strided runs of elements from one source to one local buffer (see Runs).
 struct Transfer {
   enum class Source : uint8_t { stored, zero, init, caller };  // zero: padding
   Source source = Source::stored;
-  uint32_t from = 0;    // stored: index in the manifest; init: recipe node; caller: ordinal
+  uint32_t from = 0;    // stored: index in the manifest; init: recipe node; caller: Node::from
   uint32_t target = 0;  // the target of the elements; for padding, the last target before it
   uint32_t buffer = 0;  // the local buffer that holds the elements
   DType from_dtype = DType::f32;
@@ -98,11 +98,11 @@ struct PlanOptions {
   bool gathers = false;        // in a save, the ranks of a node write divided rows together
   Fork fork = Fork::excluded;  // how forked children see the shards
   // Later phases of the promise: each rank's charges on top of phase `hold` and its part of the
-  // ring. Page tables are added.
+  // ring. The promise adds page tables and the memory of threads to each phase.
   std::vector<Phase> after;
   // Each adds a phase of the same name at the end: a rank's charges while it saves (`save`) or
   // reads a saved state (`resume`), on top of the last phase of `after`, or of `hold` if `after` is
-  // empty. `staging_bytes` are added to `save`.
+  // empty. The promise adds `staging_bytes` to `save`.
   std::optional<Footprint> save, resume;
 };
 
@@ -129,9 +129,9 @@ Promise part_of(const Promise& promise, Part part);
 
 // How a rank's staging is divided:
 //
-//   | ring or gather part | table | slot        | table | slot        | ...
-//                           \_ worker 0's share _/ \_ worker 1's share _/
-//                                   |- tile |- cast room -|
+//   | ring part | gather part | table | slot        | table | slot        | ...
+//                              \_ worker 0's share _/ \_ worker 1's share _/
+//                                      |- tile |- cast room -|
 //
 // The ring parts of an exchange group form one ring in shared memory; they exist only if ranks
 // exchange without the caller's transport. The gather parts of a node form a SharedGather; they
@@ -147,12 +147,13 @@ struct Staging {
   uint64_t gather_part_bytes = 0;
   uint64_t table_bytes = 0;
   uint64_t slot_bytes = 0;
-  uint64_t tile_bytes = 0;   // the largest staged read
-  int workers = 0;           // shares that fit, or 1 if streaming ranks exchange; 0 without slots
+  uint64_t tile_bytes = 0;  // the largest staged read
+  // The shares that fit; 1 if ranks exchange and hold no window; 0 if the strategy needs no slots.
+  int workers = 0;
   bool exchanges = false;    // ranks send each other bytes of the checkpoint
-  uint64_t total_bytes = 0;  // everything above, of one rank
+  uint64_t total_bytes = 0;  // all parts, tables and slots of one rank
 
-  // Those of a rank's `threads` that load.
+  // How many of a rank's `threads` load.
   int workers_of(int threads) const noexcept {
     return workers == 0 ? threads : std::min(threads, workers);
   }
@@ -186,7 +187,9 @@ struct Plan {
   Uses uses;
   Staging staging;
   Promise promise;
-  Digest inputs;  // digest of all inputs; ranks compare theirs before a load
+  // Digest of the inputs that all ranks must share (not PlanOptions::threads). Ranks compare theirs
+  // before a load.
+  Digest inputs;
 
   int ranks() const noexcept { return layout.world_size(); }
   const Strategy& strategy() const noexcept { return *options.strategy; }
@@ -195,8 +198,8 @@ struct Plan {
 };
 
 // Returns a plan that borrows the manifest and the recipe. Throws USAGE if staging is too small,
-// there is no rank, or the strategy cannot read the source; UNSUPPORTED or MISMATCH, naming the
-// tensor, if one cannot be loaded.
+// there is no rank, or ranks would read that can't (Manifest::only_rank_0); UNSUPPORTED or
+// MISMATCH, with the tensor, if a tensor cannot be loaded.
 Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options);
 Plan make_plan(const Manifest&&, const Recipe&, Layout, PlanOptions) = delete;
 Plan make_plan(const Manifest&, const Recipe&&, Layout, PlanOptions) = delete;
@@ -229,7 +232,8 @@ void for_each_held_run(
 // them.
 bool is_primary(const Recipe& recipe, const Layout& layout, uint32_t target, int rank);
 
-// A budget per node and its source ("flag", "cgroup v1 /a", "MemAvailable", "run.json").
+// A budget per node and its source, for example "flag", "cgroup v1 /a", "MemAvailable" or
+// "run.json".
 struct Budget {
   uint64_t bytes = 0;
   std::string source;
@@ -250,7 +254,7 @@ struct Need {
 };
 // A BUDGET error with the shortfall and the owners; empty if the need fits.
 std::optional<Error> refusal_of(Need need, const Budget& budget);
-// The same for the node of a promise with the highest peak.
+// A BUDGET error for the node with the highest promised peak; empty if that peak fits.
 std::optional<Error> refusal_of(const Promise& promise, const Budget& budget);
 // Throws the error of refusal_of, if any.
 void require_fits(const Promise& promise, const Budget& budget);
@@ -272,7 +276,8 @@ std::string peak_cause(const Promise& promise, int node);
 // tensor may have many more runs than a stored one.
 void for_each_stored_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
 void for_each_made_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
-// The transfers from all stored tensors to one target; from one stored tensor to all targets.
+// for_each_transfer_of: the transfers from all stored tensors to one target.
+// for_each_transfer_from: the transfers from one stored tensor to all targets.
 void for_each_transfer_of(const Plan& plan, int rank, uint32_t target,
                           FunctionRef<void(const Transfer&)> fn);
 void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored,
@@ -300,7 +305,8 @@ struct Write {
 //
 // Rows::divided: only targets of which the rank holds a short run in each of several rows. Other
 // ranks write to the same pages, so all ranks walk these targets in the same order. Rows::whole:
-// all other targets. Each rank begins at another place in the files and wraps around.
+// all other targets. Rank r of n begins r/n of the way through the targets and wraps around, so
+// that the ranks write to different places of the files.
 enum class Rows : uint8_t { whole, divided };
 void for_each_write(const Plan& plan, int rank, Rows of, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn);
@@ -360,7 +366,7 @@ void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,
 
 // Whether `rank` is the only one of its node that reads data files.
 bool reads_alone(const Plan& plan, int rank) noexcept;
-// Whether `rank` reads data files. A rank that doesn't receives all its bytes from one that does.
+// Whether `rank` reads data files. All other ranks receive their bytes from ranks that read.
 bool reads_storage(const Plan& plan, int rank) noexcept;
 
 // The window of one rank: host memory for whole stored tensors, with strategies that read whole
@@ -422,7 +428,8 @@ struct Traffic {
 Traffic traffic_of_rank(const Plan& plan, int rank);
 Traffic traffic(const Plan& plan);
 
-// The counters of one rank's load: bytes read, received and written. Its memory is in its ledger.
+// The counters of one rank's load: bytes read, received and written. The memory that the rank held
+// is in its ledger.
 struct LoadOutcome {
   uint64_t bytes_loaded = 0;  // put into local buffers, without padding
   uint64_t storage_read_bytes = 0;

@@ -91,7 +91,7 @@ void add_elements(Origins& origins, const Transfer& t) {
 }
 
 // Adds the elements that a rank must hold by torch's rule: Shard(dim) makes chunks of
-// ceil(size / world). element_source says which stored element each one is.
+// ceil(size / world). The expected source of each element is that of element_source.
 void add_expected(Origins& expected, const Plan& plan, uint32_t target, int dim, int rank) {
   const TensorSpec& of = plan.recipe->targets[target].spec;
   const int world = plan.ranks();
@@ -374,10 +374,10 @@ TEST(Reads, CastsAndCopiesGoThroughStagingInTiles) {
   const auto direct = rows_of(options_of("own-shard"));
   ASSERT_EQ(direct.size(), 1U);
   EXPECT_TRUE(direct[0].direct);
-  PlanOptions discards = options_of("own-shard");
-  discards.destination = Destination::copy;
-  const uint64_t small = make_plan(manifest, recipe, fsdp2_layout(1), discards).staging.tile_bytes;
-  EXPECT_EQ(rows_of(discards).size(), ((6 << 20) + small - 1) / small);
+  PlanOptions copies = options_of("own-shard");
+  copies.destination = Destination::copy;
+  const uint64_t small = make_plan(manifest, recipe, fsdp2_layout(1), copies).staging.tile_bytes;
+  EXPECT_EQ(rows_of(copies).size(), ((6 << 20) + small - 1) / small);
   set_dtype(recipe, DType::f32, "");
   for (const ReadRow& row : rows_of(options_of("own-shard"))) EXPECT_FALSE(row.direct);
   const uint64_t tile =
@@ -451,19 +451,19 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
                            static_cast<uint64_t>(s.workers)}),
               expected);
   };
-  constexpr auto kDiscard = Destination::copy;
+  constexpr auto kCopy = Destination::copy;
   // Cast to fp32, a tile of FP8 codes is four times as large: 5 * 209'664 <= 1 MiB.
   constexpr uint64_t kCastTile = 209'664;
   for (const int world : {1, 4}) {
     expect(plan("own-shard", world).staging, {8 * kMiB, 0, kMiB, kMiB, 7});
-    expect(plan("own-shard", world, 8 * kMiB, kDiscard).staging, {8 * kMiB, 0, kMiB, kCastTile, 7});
+    expect(plan("own-shard", world, 8 * kMiB, kCopy).staging, {8 * kMiB, 0, kMiB, kCastTile, 7});
     expect(plan("full-per-rank", world).staging, {0, 0, 0, 0, 0});
-    expect(plan("full-per-rank", world, 8 * kMiB, kDiscard).staging,
+    expect(plan("full-per-rank", world, 8 * kMiB, kCopy).staging,
            {8 * kMiB, 0, kMiB, kCastTile, 8});
   }
   expect(plan("rank0-broadcast", 1).staging, {0, 0, 0, 0, 0});
   expect(plan("rank0-broadcast", 4).staging, {2 * kMiB, 2 * kMiB, 0, 0, 0});
-  expect(plan("rank0-broadcast", 4, 8 * kMiB, kDiscard).staging,
+  expect(plan("rank0-broadcast", 4, 8 * kMiB, kCopy).staging,
          {8 * kMiB, 2 * kMiB, kMiB, kCastTile, 6});
   // Of the 256 KiB, the table's 1024 rows take 80 bytes each.
   expect(plan("own-shard", 4, kMinStagingBytes).staging, {262'144, 0, 180'224, 180'224, 1});
@@ -622,7 +622,7 @@ TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
   for (const char* strategy : {"own-shard", "rank0-broadcast"}) {
     const int ranks = 4;
     const Plan of = plan(strategy, ranks);
-    const uint64_t parts = 8 * kMiB / of.staging.total_bytes;
+    const uint64_t parts = 8 * kMiB / of.staging.total_bytes;  // 1, or 4 if ranks share one ring
     const uint64_t peak = of.promise.node_peak_bytes(0);
     for (const uint64_t over : {uint64_t{1}, ranks * kPageBytes, ranks * kPageBytes + 1,
                                 ranks * 100 * kPageBytes, ranks * kMiB}) {
@@ -743,7 +743,7 @@ TEST_F(Planned, ReplicasTakeTurnsReading) {
   EXPECT_EQ(exchange_group(striped, 4), (std::vector<int>{1, 4}));
 }
 
-TEST_F(Planned, TheInputsDigestCoversEveryInputAndNothingElse) {
+TEST_F(Planned, AChangedInputChangesTheInputsDigestACopyDoesNot) {
   const Digest as_it_is = plan("own-shard", 4).inputs;
   EXPECT_EQ(plan("own-shard", 4).inputs, as_it_is);
   const Manifest copy = manifest_;

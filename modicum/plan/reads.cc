@@ -103,6 +103,8 @@ class Coalescer {
     if (scale.bytes() > 0 && tile.from != group_[0].from) return false;
     const uint64_t staged = joined(at_, span).bytes() + joined(scale_, scale).bytes();
     if (staged > plan_.staging.tile_bytes) return false;
+    // The bytes between at_.begin and the new tile that no tile needs. Tiles may overlap, so
+    // `useful_` may exceed the extent.
     const uint64_t gaps =
         std::max(at_.end, span.begin) - at_.begin - std::min(useful_, at_.bytes());
     return gaps * kUsefulPerGap <= useful_ + span.bytes();

@@ -11,8 +11,8 @@ namespace modicum {
 namespace {
 
 struct Pair {
-  std::vector<int64_t> codes;
-  std::vector<int64_t> scales;
+  std::vector<int64_t> codes;   // the shape
+  std::vector<int64_t> scales;  // the shape
   DType scale_dtype = DType::f32;
 };
 
@@ -75,6 +75,7 @@ void expect_scales_of_codes_are_read(const Plan& plan, const Read& read, const T
   }
 }
 
+// Every read is staged, fits the tile together with its scales, and has one tensor's codes.
 void expect_sound(const Plan& plan, int rank) {
   const Reading reading = reading_of(plan, rank);
   uint64_t bytes = 0;
@@ -127,8 +128,8 @@ TEST(ScaleReads, FitInTheTileTogetherWithTheirCodes) {
 }
 
 // Codes [200, 300] in blocks of [128, 128]: rank 1's rows 67..133 lie in both rows of blocks. A cut
-// along columns
-// reads whole rows of the grid. A tile within one row of codes reads part of one grid row.
+// along columns reads whole rows of the grid. A tile within one row of codes reads a part of one
+// row of the grid.
 TEST(ScaleReads, AreWholeRowsOfTheGridOrPartOfOneRow) {
   const Manifest manifest = manifest_of({{{200, 300}, {2, 3}}, {{1, 400}, {1, 4}}});
   const Recipe recipe = make_recipe(manifest, {.dtype = DType::f32});

@@ -14,8 +14,8 @@
 namespace modicum {
 namespace {
 
-// With own-shard and replica-striped: the ranks of `group` take turns reading. With own-shard
-// `group` is one rank.
+// The traffic of `rank` with own-shard or replica-striped. The ranks of `group` take turns reading;
+// with own-shard `group` is one rank.
 Traffic traffic_of_reads(const Plan& plan, int rank, std::span<const int> group) {
   Traffic sum;
   std::vector<Transfer> table(kReadTableRows);

@@ -18,7 +18,7 @@ struct Mount {
   std::string point;  // the mount point
 };
 
-using Level = MemoryCgroup;
+using Level = MemoryCgroup;  // a level of the chain of either controller, "memory" or "cpu"
 
 bool has_word(std::string_view list, std::string_view word) {
   const std::vector<std::string_view> words = split_kernel_text(list, ',');
@@ -102,8 +102,9 @@ std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_v
   return levels;
 }
 
-// The levels in the mount of a hierarchy that shows most of them. If no mount shows the process's
-// cgroup (a container with a foreign namespace), only the cgroup at the mount point.
+// The levels of the process's cgroup chain. If its hierarchy is mounted several times, those of the
+// mount that shows the most levels. If no mount shows the process's cgroup (a container with a
+// foreign namespace), only the cgroup at a mount point.
 std::vector<Level> levels_below(int version, const std::string& path, std::string_view controller,
                                 std::string_view mount_text, const std::string& test_root) {
   std::vector<Level> most;
@@ -158,8 +159,8 @@ std::optional<uint64_t> limit_of(const Level& level) {
   return max && high ? std::min(*max, *high) : max ? max : high;
 }
 
-// Sets the page cache, which the kernel reclaims before it refuses memory or kills, and the shared
-// memory. In v1 the figures without the prefix "total_" exclude child cgroups.
+// Sets page_cache_bytes, which the kernel reclaims before it refuses memory or kills, and
+// shmem_bytes. In v1 the figures without the prefix "total_" exclude child cgroups.
 void add_usage(const Level& level, MemoryLimit& to) {
   const auto stat = read_kernel_text(level.directory + "/memory.stat");
   if (!stat) return;

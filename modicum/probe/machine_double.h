@@ -24,6 +24,7 @@ class Machine {
     put("/proc/meminfo", "MemTotal:       " + std::to_string(total_kib) + " kB\nMemFree:  1 kB\n" +
                              "MemAvailable:   " + std::to_string(available_kib) + " kB\n");
   }
+  // `path` is the cgroup's. The figures 7 and 9 exclude child cgroups; they must not be read.
   void put_v1(const std::string& path, std::string_view limit, uint64_t usage,
               uint64_t inactive_file = 0, uint64_t active_file = 0) {
     const std::string directory = "/sys/fs/cgroup/memory" + path;

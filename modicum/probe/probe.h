@@ -1,6 +1,7 @@
-// The public header of `probe`: limits on memory and CPUs, and memory in use, of a process, its
-// cgroups and the node, as the kernel reports them. Read-only, except reset_peak_rss. `root` is a
-// prefix of every path, so that tests can supply another machine's /proc and /sys.
+// The public header of `probe`: limits on memory and CPUs, and the memory in use, as the kernel
+// reports them for a process, its cgroups and the node. Only reset_peak_rss changes anything.
+// `root` is a prefix of every path that is read, so that tests can supply another machine's /proc
+// and /sys.
 #pragma once
 
 #include <cstdint>
@@ -29,20 +30,21 @@ struct ProcessMemory {
 
   // The memory attributed to this process, without the page cache.
   uint64_t held() const noexcept { return pss_anon + pss_shmem + page_tables; }
-  // An estimate of the highest `held`: its present value plus what the RSS has lost since its peak
-  // (VmHWM - VmRSS). The kernel updates VmHWM itself, so that no short peak is missed.
+  // An estimate of the highest `held` so far: `held` now plus the amount by which the RSS is below
+  // its peak (VmHWM - VmRSS). The kernel itself keeps VmHWM, so that no short peak is missed.
   uint64_t peak_held() const noexcept { return held() + (peak_rss > rss ? peak_rss - rss : 0); }
 };
 
 // The memory of process `pid`, 0 for the caller. Throws IO if the process does not exist or has
-// ended. Where smaps_rollup or Pss in it can't be read, the `pss_` fields equal the `rss_` ones.
+// ended. A `pss_` field equals its `rss_` counterpart if smaps_rollup can't be read or lacks it
+// (before Linux 5.4).
 ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
 // Resets VmHWM of this process. Returns whether the kernel allowed it.
 bool reset_peak_rss();
 
 // Identifies a process even after its pid is reused. `host` identifies the host, its boot and the
 // container, in letters, digits, dots and underscores. `started` is the start time in the kernel's
-// clock ticks, 0 if there is no such process.
+// clock ticks, 0 if the process does not exist or has ended (a zombie).
 struct ProcessIdentity {
   std::string host;
   int64_t pid = 0;
@@ -57,14 +59,14 @@ bool is_dead(const ProcessIdentity& of, const std::string& root = "");
 // no pages for it, so the process is not slowed down; shared pages count in full.
 struct ProcessStatus {
   int parent = 0;
-  std::string name;  // the kernel's, at most 15 bytes
-  bool is_alive = true;
+  std::string name;      // the kernel's, at most 15 bytes
+  bool is_alive = true;  // false for a zombie
   uint64_t rss_anon = 0;
   uint64_t rss_shmem = 0;
   uint64_t rss_file = 0;  // mapped page cache
   uint64_t peak_rss = 0;  // VmHWM, page cache included
   uint64_t page_tables = 0;
-  uint64_t locked = 0;
+  uint64_t locked = 0;  // VmLck
 
   bool operator==(const ProcessStatus&) const = default;
 };
@@ -87,25 +89,28 @@ std::optional<uint64_t> read_pss(int pid, const std::string& root = "");
 // Minor page faults of a process so far; 0 if there is no such process. A copy-on-write costs one.
 uint64_t read_minor_faults(int pid, const std::string& root = "");
 
-// The wait status (as of waitpid(2)) of a zombie; nullopt for any other process.
+// The wait status (as of waitpid(2)) of a zombie; nullopt for any other process. The kernel shows 0
+// as the status of another user's zombie.
 std::optional<int> read_wait_status(int pid, const std::string& root = "");
 
 // The rank that a launcher gave to a process through its environment: RANK, OMPI_COMM_WORLD_RANK,
 // SLURM_PROCID or LOCAL_RANK, the first that is a number. Children inherit their parent's
 // variables.
 struct GivenRank {
-  std::optional<int> rank;
-  std::string_view variable;
+  std::optional<int> rank;    // none: no such variable has a number
+  std::string_view variable;  // the name of the variable; empty without a rank
 
   bool operator==(const GivenRank&) const = default;
 };
-// nullopt if the process has no environment: it has ended or is ending, or was given none.
+// nullopt if the environment can't be read (the process has ended, or is another user's) or is
+// empty (the process is ending, or was given none).
 std::optional<GivenRank> rank_of(int pid, const std::string& root = "");
 
 // The children of all threads of a process, ascending. Unlike `descendants`, reads only the
-// process's own files. Needs CONFIG_PROC_CHILDREN, which distributions set.
+// process's own files. Empty if the kernel lacks CONFIG_PROC_CHILDREN, which distributions set.
 std::vector<int> children_of(int pid, const std::string& root = "");
-// The pid that was assigned last: it changes whenever a process or thread is made. 0 if unknown.
+// The pid that the kernel assigned last, in the caller's pid namespace. It changes whenever a
+// process or thread is created there. 0 if it can't be read.
 uint64_t last_pid(const std::string& root = "");
 
 // All descendants of process `pid`, 0 for the caller, ascending; including zombies.
@@ -120,8 +125,8 @@ struct AddressRange {
 // Bytes of resident private pages. A page mapped by several processes counts once.
 struct RangeMemory {
   uint64_t own_bytes = 0;  // pages of the root process
-  // Other pages of forked descendants at the same addresses: since the fork one side has written to
-  // a page, and the other has kept the previous content.
+  // Other pages at the same addresses, which only forked descendants map: since the fork one side
+  // has written to the page, and the other side has kept the old content.
   uint64_t copied_bytes = 0;
   // The part of own_bytes that forked descendants map, too. A write by either side copies it.
   uint64_t shared_bytes = 0;
@@ -130,7 +135,7 @@ struct RangeMemory {
 struct TreeMemory {
   struct Process {
     int pid = 0;
-    bool is_forked = false;  // forked from the root process, without an exec since
+    bool is_forked = false;  // by a chain of forks from the root process, without an exec since
     ProcessMemory memory;
     uint64_t shared_bytes = 0;  // in pages that the root process maps, too; 0 unless forked
   };
@@ -148,10 +153,10 @@ struct TreeMemory {
 //   a write by either since     8            7             own 1, copied 1
 //   not mapped in P             -            9             only in `memory` of C
 //
-// Shared memory (shmem) counts in `memory` only. A page that only one process of the tree shares
-// with processes outside of it is not counted. Needs no privilege for the caller's own processes.
-// Takes about 0.1 s per GiB. Throws USAGE unless `ranges` are ascending and disjoint, IO if /proc
-// can't be read.
+// Shared memory (shmem) counts in `memory` only. A page is not counted if one process of the tree
+// maps it and all other processes that map it are outside of the tree. Needs no privilege for
+// processes of the caller's user. Takes about 0.1 s per GiB. Throws USAGE unless `ranges` are
+// ascending and disjoint, IO if process `pid` does not exist or its /proc can't be read.
 TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::string& root = "");
 
 // The extra memory that copy-on-write has cost a forked process: private pages that differ from the
@@ -164,16 +169,17 @@ struct ForkCopies {
   uint64_t bytes = 0;
 };
 // The copies of each descendant of `pid` (0: the caller) that has not run exec since its living
-// parent forked it. The sum is exact with the privilege to read frame numbers; without it, several
-// shared copies of one page count once. An area that parent and child have mapped separately at the
-// same address since the fork counts as well. Takes about 0.1 s per GiB.
+// parent forked it. With CAP_SYS_ADMIN, which reading frame numbers needs, pages that are shared by
+// different groups of processes are told apart (up to 8 of them at one address). Without it, all
+// shared pages at one address count as one. An area that parent and child have mapped separately at
+// the same address since the fork counts as well. Takes about 0.1 s per GiB.
 std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root = "");
 
 // A memory limit of a process: one level of its cgroup chain (v1 or v2), or the node.
 struct MemoryLimit {
   std::string source;  // "cgroup v1 /a/b", "cgroup v2 /a/b", "MemAvailable"
   uint64_t limit_bytes = 0;
-  uint64_t available_bytes = 0;  // limit - usage + page cache; of the node: MemAvailable
+  uint64_t available_bytes = 0;  // limit - (usage - page cache); for the node: MemAvailable
   uint64_t page_cache_bytes = 0;
   uint64_t shmem_bytes = 0;  // files in tmpfs and shared memory: not reclaimed without swap
 };
@@ -186,13 +192,13 @@ std::vector<MemoryLimit> memory_limits(const std::string& root = "", int pid = 0
 // One level of a cgroup chain with a memory controller.
 struct MemoryCgroup {
   int version = 1;
-  std::string name;       // its path in /proc/PID/cgroup
-  std::string directory;  // where its files are mounted
+  std::string name;       // its path, as in /proc/PID/cgroup
+  std::string directory;  // the directory with its files
 
   bool operator==(const MemoryCgroup&) const = default;
 };
-// This process's memory cgroup, then its ancestors. If a v1 hierarchy has the memory controller, it
-// is the one that is used, though v2 may be mounted as well.
+// This process's memory cgroup, then its ancestors, all of one version: v1 if a v1 hierarchy has
+// the memory controller (v2 may be mounted as well), else v2.
 std::vector<MemoryCgroup> memory_cgroups(const std::string& root = "");
 // Bytes charged to a cgroup, page cache included; 0 if it can't be read.
 uint64_t charged_to(const MemoryCgroup& group);
@@ -203,8 +209,8 @@ uint64_t page_cache_of(const MemoryCgroup& group);
 // OOM kills in a cgroup so far (in v2 also in those below it).
 uint64_t oom_kills_in(const MemoryCgroup& group);
 
-// How long processes have waited for memory so far (the kernel's PSI), by reclaim, swapping or page
-// cache that was dropped too early.
+// How long processes have waited for memory so far (the kernel's PSI), because of reclaim, swapping
+// or page cache that was dropped too early.
 struct MemoryPressure {
   std::string source;    // "cgroup v2 /a/b", "node"
   uint64_t some_us = 0;  // at least one process waited

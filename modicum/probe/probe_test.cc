@@ -98,6 +98,8 @@ TEST(MemoryLimits, AContainerSeesItsOwnCgroupAtTheMountPoint) {
             "cgroup v1 /docker/abc/job 3000 2000; cgroup v1 /docker/abc 4000 3000; ");
 }
 
+// The first mount shows a cgroup above the namespace's root, so it does not show /job. The second
+// mount does, at a path with an escaped space.
 TEST(MemoryLimits, AMountFromOutsideTheNamespaceIsParsed) {
   Machine machine;
   machine.put("/proc/self/cgroup", "0::/job\n");
@@ -148,7 +150,7 @@ TEST(MemoryLimits, OfAnotherProcessAreThoseOfItsCgroup) {
   EXPECT_EQ(oom_kill_count(machine.root()), 0U);
 }
 
-TEST(MemoryLimits, V1CountsTheChildrensSharedMemory) {
+TEST(MemoryLimits, V1CountsTheSharedMemoryOfChildCgroups) {
   Machine machine;
   machine.put("/proc/self/cgroup", "4:memory:/job\n");
   machine.put("/proc/self/mountinfo", kV1Mount);
@@ -264,10 +266,8 @@ TEST(ProcessIdentity, DistinguishesProcessesWithTheSamePid) {
   EXPECT_TRUE(is_dead(of, machine.root()));
   put("1", 'S', 6);  // another container
   EXPECT_FALSE(is_dead(of, machine.root()));
-  EXPECT_TRUE(is_dead({of.host, 43, 700}, [&] {
-    put("1", 'S', 5);
-    return machine.root();
-  }()));
+  put("1", 'S', 5);
+  EXPECT_TRUE(is_dead({of.host, 43, 700}, machine.root())) << "there is no process 43";
 }
 
 TEST(KernelText, NumbersAreFoundByTheirWholeLabel) {
@@ -294,7 +294,7 @@ TEST(ThisMachine, HasLimitsTightestFirst) {
     EXPECT_LE(limit.available_bytes, limit.limit_bytes) << limit.source;
     EXPECT_GT(limit.limit_bytes, 0U) << limit.source;
   }
-  EXPECT_EQ(oom_kill_count(), oom_kill_count());
+  EXPECT_NO_THROW(oom_kill_count());
 }
 
 TEST(ThisMachine, SeesMemoryAndItsPeak) {

@@ -33,9 +33,8 @@ ProcessMemory read_process_memory(int pid, const std::string& root) {
                        .rss = *of("VmRSS:"),
                        .peak_rss = of("VmHWM:").value_or(0),
                        .page_tables = of("VmPTE:").value_or(0)};
-  // Before Linux 5.4 smaps_rollup lacks these lines, and before 4.14 it does not exist; that of
-  // another user's process can't be read. Then shared pages count in full: the result may be too
-  // high, but never too low.
+  // smaps_rollup exists since Linux 4.14 and has these two lines since 5.4; another user's can't be
+  // read. Without them shared pages count in full, which may be too much, but not too little.
   const std::string rollup = read_kernel_text(directory + "/smaps_rollup").value_or("");
   memory.pss_anon = bytes_after(rollup, "Pss_Anon:").value_or(memory.rss_anon);
   memory.pss_shmem = bytes_after(rollup, "Pss_Shmem:").value_or(memory.rss_shmem);

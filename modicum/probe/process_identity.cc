@@ -17,6 +17,7 @@ std::optional<uint64_t> start_of(const std::string& root, const std::string& pid
   const auto text = read_kernel_text(fmt::format("{}/proc/{}/stat", root, pid));
   if (!text || text->rfind(')') == std::string::npos) return std::nullopt;
   const auto fields = split_kernel_text(std::string_view(*text).substr(text->rfind(')') + 1), ' ');
+  // `fields` begins with field 3, the first after the name.
   constexpr size_t kState = 3 - 3, kStart = 22 - 3;
   if (fields.size() <= kStart || fields[kState] == "Z" || fields[kState] == "X") {
     return std::nullopt;

@@ -54,7 +54,8 @@ StartMethod method_of(const Process& process, const Processes& all) {
   return runs("multiprocessing.spawn import spawn_main") ? StartMethod::spawn : StartMethod::exec;
 }
 
-// Counts the shared and copied pages of each chain of forks, once per first process of a chain.
+// A chain of forks consists of a process and its descendants without an exec since. Counts the
+// shared and copied pages of each chain with one read_tree of its first process.
 void count_shared(Program& program, const Processes& all, const std::string& root) {
   for (const auto& [pid, process] : all) {
     if (pid != program.pid && is_forked(process, all)) continue;
@@ -124,6 +125,8 @@ bool is_rest_of(const Mapping& used, const Mapping& rest) {
          rest.at.end % kHeapAddresses == 0;
 }
 
+// A mapping consists of heaps of threads if it is anonymous and writable, begins at a multiple of
+// kHeapAddresses, and ends at one or is followed by the unused rest of its last heap.
 MallocHeaps heaps_in(const std::vector<Mapping>& mappings) {
   MallocHeaps heaps;
   for (size_t i = 0; i < mappings.size(); ++i) {

@@ -1,5 +1,5 @@
-// Reads a running program from outside: how its children were started, the memory that forked
-// children share with it, the heaps of malloc. `root` is a prefix of every path.
+// Examines a running program from outside: how its children were started, the memory that forked
+// children share with it, the heaps of malloc. `root` is a prefix of every path that is read.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@
 namespace modicum {
 
 enum class StartMethod : uint8_t {
-  fork,        // shares the parent's pages
+  fork,        // os.fork(), or multiprocessing's "fork": shares the parent's pages
   spawn,       // multiprocessing's "spawn": a new interpreter
   forkserver,  // multiprocessing's "forkserver": a fork of an almost empty process
-  helper,      // multiprocessing's fork server or resource tracker
+  helper,      // multiprocessing's own processes: the fork server or the resource tracker
   exec         // any other program
 };
 std::string_view start_method_name(StartMethod method) noexcept;
@@ -24,17 +24,19 @@ struct ChildProcess {
   int pid = 0;
   int parent = 0;
   StartMethod method = StartMethod::exec;
-  // Private bytes that it shares with the first process of its chain of forks, the one that ran
-  // exec: the next write by either copies a page. 0 for other methods than fork and forkserver.
+  // Private bytes that it shares with the first process of its chain of forks: the process that ran
+  // exec, or the examined program if that was itself forked. The next write by either of the two
+  // copies a page. 0 unless the method is fork or forkserver.
   uint64_t shared_bytes = 0;
 };
 
 // Heaps of glibc's malloc. Their resident bytes are in use or retained: free(3) returns a block to
-// its heap, and only the free end of a heap goes back to the kernel.
+// its heap, and gives only the free end of a heap back to the kernel. malloc_trim(3) also gives
+// back free pages in the middle.
 struct MallocHeaps {
   // The heap that brk(2) grows ("[heap]").
   uint64_t main_resident_bytes = 0;
-  // Arenas of other threads consist of heaps, each of 64 MiB of addresses.
+  // The number of heaps of all other arenas. Each heap reserves 64 MiB of addresses.
   uint64_t arena_heaps = 0;
   uint64_t arena_resident_bytes = 0;
 };
@@ -42,19 +44,24 @@ struct MallocHeaps {
 struct Program {
   int pid = 0;
   std::string name;
-  std::vector<ChildProcess> children;  // all descendants, ascending by pid
-  // Sums of RangeMemory::shared_bytes and copied_bytes over all processes of the tree that have
-  // forked: pages that a write would copy, and pages that were copied already.
+  // The descendants, ascending by pid, without zombies and processes of other users.
+  std::vector<ChildProcess> children;
+  // RangeMemory::shared_bytes and copied_bytes, each summed over the first process of each chain of
+  // forks in the tree: pages that a write would copy, and pages that were copied already.
   uint64_t exposed_bytes = 0;
   uint64_t copied_bytes = 0;
   MallocHeaps heaps;
-  std::optional<uint64_t> arena_max;  // MALLOC_ARENA_MAX, or glibc.malloc.arena_max of its tunables
-  std::string allocator;              // "jemalloc", "tcmalloc", "mimalloc"; empty: glibc's
-  bool uses_cuda = false;             // maps libcuda
+  // MALLOC_ARENA_MAX, or glibc.malloc.arena_max in GLIBC_TUNABLES.
+  std::optional<uint64_t> arena_max;
+  // "jemalloc", "tcmalloc" or "mimalloc" if that library is mapped, else empty.
+  std::string allocator;
+  bool uses_cuda = false;  // maps libcuda
   // PYTORCH_ALLOC_CONF, or its older name PYTORCH_CUDA_ALLOC_CONF.
   std::string torch_allocator_options;
   uint64_t swapped_bytes = 0;
-  uint64_t locked_bytes = 0;  // by mlock, and pages pinned for devices that the kernel accounts
+  // VmLck + VmPin: pages locked by mlock(2), or pinned for devices as far as the kernel accounts
+  // them.
+  uint64_t locked_bytes = 0;
   uint64_t mappings = 0;
   uint64_t open_files = 0;
 };

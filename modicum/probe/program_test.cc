@@ -14,6 +14,7 @@ namespace {
 
 using namespace std::string_view_literals;
 
+// Entries of /proc/PID/pagemap: a page that several processes map, and one that no other maps.
 constexpr uint64_t kShared = uint64_t{1} << 63;
 constexpr uint64_t kAlone = kShared | uint64_t{1} << 56;
 
@@ -64,8 +65,8 @@ std::string text_of(const Program& program) {
   return text;
 }
 
-// Must fail if a child of the fork server counts as a fork of the trainer, or a grandchild as a
-// child.
+// Must fail if a child of the fork server counts as a fork of the trainer, or if a grandchild is
+// compared with the trainer instead of its parent.
 TEST(Program, StartMethodsAreThoseOfMultiprocessing) {
   Machine machine;
   put(machine, {.pid = 100});
@@ -81,7 +82,7 @@ TEST(Program, StartMethodsAreThoseOfMultiprocessing) {
 }
 
 // Must fail if a copied page counts as exposed, or a page that two children share counts twice.
-TEST(Program, ExposedPagesAreTheOwnOnesThatForkedChildrenMap) {
+TEST(Program, ExposedPagesAreTheParentsThatForkedChildrenMap) {
   for (const uint64_t seen : {0, 1}) {  // 0: frame numbers can't be read
     const auto shared = [&](uint64_t frame) { return kShared | frame * seen; };
     const auto alone = [&](uint64_t frame) { return kAlone | frame * seen; };
@@ -147,7 +148,7 @@ Rss:   8192 kB
   EXPECT_FALSE(program.uses_cuda);
 }
 
-TEST(Program, LibrariesTellAllocatorAndDevice) {
+TEST(Program, MappedLibrariesNameTheAllocatorAndCuda) {
   Machine machine;
   put(machine, {.pid = 100,
                 .smaps = "1000-2000 r-xp 0 08:01 7 /usr/lib/libjemalloc.so.2\n"
@@ -158,7 +159,7 @@ TEST(Program, LibrariesTellAllocatorAndDevice) {
 }
 
 // Must fail if a variable whose name only begins or ends with the wanted name counts.
-TEST(Program, TheEnvironmentBoundsArenas) {
+TEST(Program, TheEnvironmentHasTheAllocatorsOptions) {
   const auto program_with = [](std::string_view environment) {
     Machine machine;
     put(machine, {.pid = 100, .environment = environment});

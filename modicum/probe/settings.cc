@@ -48,6 +48,7 @@ bool has_ipc_lock(std::string_view status, std::string_view uid_map) {
   constexpr std::string_view kLabel = "CapEff:";
   constexpr int kIpcLock = 14;
   const auto words = split_kernel_text(uid_map.substr(0, uid_map.find('\n')), ' ');
+  // uid_map of the initial namespace; the file is absent on a kernel without user namespaces.
   const std::vector<std::string_view> initial = {"0", "0", "4294967295"};
   if (!words.empty() && words != initial) return false;
   for (const std::string_view line : split_kernel_text(status, '\n')) {

@@ -17,7 +17,7 @@ struct ResourceLimit {
 };
 
 struct Settings {
-  std::optional<ResourceLimit> locked_memory;  // bytes: mlock and registered buffers
+  std::optional<ResourceLimit> locked_memory;  // bytes: by mlock(2), or pinned for devices
   std::optional<ResourceLimit> open_files;
   std::optional<ResourceLimit> address_space;  // bytes
   bool may_lock_all = false;                   // CAP_IPC_LOCK: no limit on locked memory
@@ -26,8 +26,8 @@ struct Settings {
   std::string shmem_huge_pages;  // "always", "within_size", "advise", "never", "deny", "force"
   std::optional<uint64_t> swap_bytes;
   uint64_t swap_free_bytes = 0;
-  // vm.overcommit_memory. If it is 2, the kernel refuses allocations beyond `commit_limit_bytes` of
-  // all processes together, untouched memory included.
+  // vm.overcommit_memory. If it is 2, the kernel refuses an allocation with which all processes
+  // together would exceed `commit_limit_bytes`, untouched memory included.
   std::optional<uint64_t> overcommit;
   uint64_t commit_limit_bytes = 0;
   uint64_t committed_bytes = 0;

@@ -70,7 +70,8 @@ TEST(Settings, ThatCannotBeReadAreAbsent) {
 // Must fail if root in a rootless container counts as the machine's root.
 TEST(Settings, LockingAllNeedsTheCapabilityOfTheInitialNamespace) {
   constexpr std::string_view kRoot = "CapEff:\t000001ffffffffff\n";
-  constexpr std::string_view kNobody = "CapPrm:\t000001ffffffffff\nCapEff:\t000001ffffffbfff\n";
+  constexpr std::string_view kWithoutIpcLock =
+      "CapPrm:\t000001ffffffffff\nCapEff:\t000001ffffffbfff\n";
   constexpr std::string_view kInitial = "         0          0 4294967295\n";
   const auto may_lock_all = [](std::string_view status, std::string_view uid_map) {
     Machine machine;
@@ -80,7 +81,7 @@ TEST(Settings, LockingAllNeedsTheCapabilityOfTheInitialNamespace) {
   };
   EXPECT_TRUE(may_lock_all(kRoot, kInitial));
   EXPECT_TRUE(may_lock_all(kRoot, ""));  // a kernel without user namespaces
-  EXPECT_FALSE(may_lock_all(kNobody, kInitial));
+  EXPECT_FALSE(may_lock_all(kWithoutIpcLock, kInitial));
   EXPECT_FALSE(may_lock_all(kRoot, "         0       1000          1\n"));
 }
 

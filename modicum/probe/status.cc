@@ -30,11 +30,12 @@ uint64_t bytes_in(std::string_view text, std::string_view label) {
   return checked_mul(kib, kKiB).value_or(0);
 }
 
-// Field `number` of a stat file, counted from 1, behind the name, which may contain any character.
+// Field `number` of /proc/PID/stat; the first field is 1. Only for fields after the name (field 2),
+// which may contain any character.
 std::optional<uint64_t> stat_number(const std::optional<std::string>& text, size_t number) {
   if (!text || text->rfind(')') == text->npos) return std::nullopt;
   const auto fields = split_kernel_text(std::string_view(*text).substr(text->rfind(')') + 1), ' ');
-  constexpr size_t kFirst = 3;  // the first field behind the name
+  constexpr size_t kFirst = 3;  // the first field after the name
   if (fields.size() <= number - kFirst) return std::nullopt;
   return parse_kernel_number(fields[number - kFirst]);
 }
@@ -80,13 +81,16 @@ std::optional<uint64_t> read_pss(int pid, const std::string& root) {
 }
 
 uint64_t read_minor_faults(int pid, const std::string& root) {
-  return stat_number(read_kernel_text(file_of(pid, "stat", root)), 10).value_or(0);
+  constexpr size_t kMinorFaults = 10;  // proc(5): minflt
+  return stat_number(read_kernel_text(file_of(pid, "stat", root)), kMinorFaults).value_or(0);
 }
 
 std::optional<int> read_wait_status(int pid, const std::string& root) {
   const auto text = read_kernel_text(file_of(pid, "stat", root));
-  if (!text || text->find(") Z ") == text->npos) return std::nullopt;
-  const auto status = stat_number(text, 52);
+  constexpr size_t kExitCode = 52;  // proc(5): exit_code
+  if (!text || text->rfind(") Z ") == text->npos) return std::nullopt;
+  if (text->rfind(") Z ") != text->rfind(')')) return std::nullopt;  // a part of the name
+  const auto status = stat_number(text, kExitCode);
   return status ? std::optional(static_cast<int>(*status)) : std::nullopt;
 }
 

@@ -86,7 +86,7 @@ TEST(Status, FieldsOfStatAreCountedFromTheEndOfTheName) {
   std::string fields;
   for (int field = 4; field < 52; ++field) fields += "1 ";
   machine.put("/proc/8/stat", "8 (a) 5 b) Z " + fields + "9\n");
-  machine.put("/proc/9/stat", "9 (a) 5 b) S " + fields + "9\n");
+  machine.put("/proc/9/stat", "9 (a) Z b) S " + fields + "9\n");
   EXPECT_EQ(read_wait_status(8, machine.root()), 9);
   EXPECT_EQ(read_wait_status(9, machine.root()), std::nullopt);
 }

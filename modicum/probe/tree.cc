@@ -14,11 +14,11 @@
 namespace modicum {
 namespace {
 
-// Bits of a /proc/PID/pagemap entry; an entry is 8 bytes per page.
+// Bits of an entry of /proc/PID/pagemap, which has 8 bytes for each page.
 constexpr uint64_t kPresent = uint64_t{1} << 63;
 constexpr uint64_t kOfFile = uint64_t{1} << 61;       // a file page or shared memory
 constexpr uint64_t kExclusive = uint64_t{1} << 56;    // mapped by one process only
-constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // 0 without CAP_SYS_ADMIN
+constexpr uint64_t kFrame = (uint64_t{1} << 55) - 1;  // frame number; 0 without CAP_SYS_ADMIN
 constexpr uint64_t kBlockPages = 65536;               // pages per read
 
 std::string directory_of(int pid, const std::string& root) {
@@ -108,9 +108,9 @@ class Pages {
         mapped_(mapped_in(read_kernel_text(directory_of(pid, root) + "/maps").value_or(""))) {}
 
   // Whether this process can have inherited the root process's area. If the area is excluded from
-  // forks (MADV_DONTFORK), only a child that was forked before the exclusion can. Such a child maps
-  // the whole area; a later one has a gap there, and may have mapped other memory into a part of
-  // it.
+  // forks (MADV_DONTFORK), only a child that was forked before the exclusion has inherited it, and
+  // maps the whole area. A child that was forked later has a gap there, and may have mapped other
+  // memory into a part of the gap.
   bool may_show(const Area& area) const { return area.is_inherited || covers(mapped_, area.at); }
 
   void read(uint64_t address, std::span<uint64_t> entries) {
@@ -122,7 +122,7 @@ class Pages {
   std::vector<AddressRange> mapped_;
 };
 
-// The pages of all processes at one address.
+// Counts of the different pages that the processes map at one address (see RangeMemory).
 struct Distinct {
   uint64_t own = 0;
   uint64_t copied = 0;
@@ -169,10 +169,10 @@ class SharedPages {
   size_t n_ = 0;
 };
 
-// The number of different pages that the processes map at one address; the root process comes
-// first. Without access to frame numbers, all shared mappings count as one page. A page that only
-// one of the processes maps, but that is not exclusive, is not counted: it is the zero page, or is
-// shared with a foreign process.
+// The number of different pages that the processes map at one address. `entries` has one entry per
+// process, the root process's first. Without access to frame numbers, all shared mappings count as
+// one page. A page that is not exclusive, though only one of the processes maps it, is not counted:
+// it is the zero page, or is shared with a process outside of the tree.
 Distinct distinct(std::span<const uint64_t> entries) {
   SharedPages shared;
   Distinct pages;
@@ -190,7 +190,8 @@ Distinct distinct(std::span<const uint64_t> entries) {
   return pages;
 }
 
-// Adds to `bytes` of each process, except the root process, its part of the copied pages.
+// Adds each process's part of the copied pages to its element of `bytes`, except for the root
+// process, the first.
 void add_copies(std::span<const uint64_t> entries, std::span<uint64_t> bytes) {
   SharedPages shared;
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -267,7 +268,7 @@ void for_each_page(const Area& area, std::vector<Pages>& processes,
       try {
         processes[i].read(begin, entries[i]);
       } catch (const Error&) {
-        if (i == 0) throw;  // but a child that has ended has no pages
+        if (i == 0) throw;  // a child that has ended meanwhile has no pages
       }
     }
     for (uint64_t at = 0; at < n; ++at) {
@@ -419,7 +420,7 @@ void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64
   if (members.size() < 2) return;
   const std::string smaps = directory_of(forks[parent].pid, root) + "/smaps";
   const std::vector<Area> areas = areas_in(read_kernel_text(smaps).value_or(""));
-  std::vector<Area> own = areas;  // less the ancestors' areas: copies in them count there
+  std::vector<Area> own = areas;  // without the ancestors' areas: their copies count with those
   forks[parent].areas = areas;
   for (auto from = forks[parent].from; from; from = forks[*from].from) {
     own = without(own, forks[*from].areas);

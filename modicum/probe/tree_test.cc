@@ -29,7 +29,7 @@ constexpr std::string_view kMaps = "00010000-00020000 rw-p 00000000 00:00 0   [h
 struct Shown {
   int pid = 0;
   int parent = 0;
-  std::map<uint64_t, uint64_t> entries;  // by page
+  std::map<uint64_t, uint64_t> entries;  // of /proc/PID/pagemap, by page number
   std::string_view maps = kMaps;
   std::string_view smaps = kSmaps;
   std::string_view auxv = kAuxv;
@@ -88,8 +88,8 @@ TEST(Tree, PagesOfOneProcessAreCountedAsItsOwn) {
   EXPECT_EQ(tree.processes[0].memory.held(), 12 * kKiB);
 }
 
-// Two children keep a page that the parent has written since. Must fail if it counts twice or not
-// at all, or if a page that all share counts as a copy.
+// Two children share page 16, which the parent has written to since the forks. Must fail if their
+// page counts twice or not at all, or if page 17, which all share, counts as a copy.
 TEST(Tree, PagesKeptByChildrenCountOnceAsCopies) {
   for (const uint64_t frame : {0, 7}) {  // 0: frame numbers can't be read
     Machine machine;
@@ -257,6 +257,7 @@ void write_to(std::byte* data, size_t size) {
 }
 
 // The memory of a block of kSize bytes, half of which is written again while two children live.
+// left_out: the block is excluded from forks.
 RangeMemory held_by_block(bool left_out) {
   void* const block =
       mmap(nullptr, kSize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

@@ -11,6 +11,7 @@
 namespace modicum {
 namespace {
 
+// Copies `text`, truncated to N - 1 bytes.
 template <size_t N>
 void put(char (&into)[N], const std::string& text) noexcept {
   const size_t n = std::min(text.size(), N - 1);
@@ -89,9 +90,9 @@ struct SharedBoard::Head {
 struct alignas(64) SharedBoard::Slot {
   std::atomic<uint64_t> progress{0};
   std::atomic<int64_t> beat_ns{0};
-  std::atomic<uint32_t> round{0};  // barriers reached
-  std::atomic<uint32_t> waiting{0};
-  std::atomic<uint32_t> done{0};
+  std::atomic<uint32_t> round{0};    // barriers reached
+  std::atomic<uint32_t> waiting{0};  // 1 in a barrier
+  std::atomic<uint32_t> done{0};     // 1 after its body has returned
   uint32_t result_bytes = 0;
   Digest digest;
   std::byte result[kResultBytes];

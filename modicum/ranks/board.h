@@ -11,8 +11,9 @@
 // Every other rank throws PEER at its next `check`, or while it waits in a barrier. The launcher
 // then ends all ranks and throws the first failure (supervisor.h).
 //
-// Threads: a Board may be used from several threads of a rank. A call that waits for other ranks
-// throws PEER soon after a failure has been reported.
+// Threads: several threads of a rank may call `beat`, `report`, `failure` and `check`; only one may
+// call `barrier` and `agree`. A call that waits for other ranks throws PEER soon after a failure
+// has been reported.
 #pragma once
 
 #include <cstdint>
@@ -67,13 +68,12 @@ class Board {
   // CONFLICT, which names the first such rank. Must be called at most once per board.
   virtual void agree(int rank, const Digest& digest) = 0;
 
-  // Throws PEER if a failure has been reported. For loops that make no other call of the board that
-  // would throw it.
+  // Throws PEER if a failure has been reported. For loops in which no other call throws it.
   void check() const;
 };
 
 // The board of ranks on one machine: a shared mapping, made before the ranks are forked. Waits poll
-// every millisecond; with 128 ranks or more every `ranks / 64` ms, at most 100.
+// every millisecond; with 128 ranks or more every `ranks / 64` ms, but at least every 100 ms.
 class SharedBoard final : public Board {
  public:
   static constexpr size_t kResultBytes = 1024;

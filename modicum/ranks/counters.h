@@ -11,6 +11,7 @@ namespace modicum {
 // Sleeps while `word` equals `value`, but at most 50 ms, so that the caller can check for failed
 // peers. May return early. `word` may be shared between processes.
 void wait_on(const std::atomic<uint32_t>& word, uint32_t value) noexcept;
+// Wakes all callers of wait_on that sleep on `word`.
 void wake_all(const std::atomic<uint32_t>& word) noexcept;
 
 // Waits until is_ready(counter) is true. Sends heartbeats, so that the supervisor sees no stall.

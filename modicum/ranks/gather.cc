@@ -9,8 +9,8 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kMostRows = 32;
-constexpr uint64_t kNone = UINT64_MAX;
+constexpr uint64_t kMostRows = 32;      // of a list
+constexpr uint64_t kNone = UINT64_MAX;  // no round
 // A round is `walk << kWalkBit | number`, where `walk` is how often the addresses have gone back.
 // If `walk` overflows, rounds of some ranks come too early, and bytes are written in more calls.
 constexpr unsigned kWalkBit = 44;
@@ -106,7 +106,7 @@ void Gather::put(uint64_t at, std::span<const std::byte> bytes, WriteOut write) 
 }
 
 void Gather::finish(WriteOut write) {
-  do {
+  do {  // until no rank wants a further round
     meet(kNone, write);
   } while (round_ != kNone);
   last_ = walk_ = 0;

@@ -66,8 +66,8 @@ class SharedGather {
 // once. If all ranks put their bytes in about the same order, a window's bytes are written
 // together.
 //
-// Used by one thread at a time. Calls throw PEER if a rank fails meanwhile; after that, the memory
-// must not be used again.
+// Used by one thread at a time. Calls throw PEER if a rank fails meanwhile; after that, the
+// SharedGather must not be used again.
 class Gather {
  public:
   // `rank` is this rank's number on the board, `place` its number among the ranks of the node.
@@ -77,8 +77,8 @@ class Gather {
   // NOMEM.
   void commit(Ledger& ledger);
   uint64_t slot_bytes() const noexcept { return shared_.slot_bytes(); }
-  // Writes `bytes` at address `at`: neighbouring bytes that any ranks have put into this rank's
-  // window. They never cross a multiple of slot_bytes().
+  // Called with a stretch of neighbouring bytes of this rank's window, which the ranks have put
+  // there: must write `bytes` at address `at`. A stretch never crosses a multiple of slot_bytes().
   using WriteOut = FunctionRef<void(uint64_t at, std::span<const std::byte> bytes)>;
   // Puts `bytes` at address `at`. May first wait for the other ranks and write this rank's window.
   void put(uint64_t at, std::span<const std::byte> bytes, WriteOut write);

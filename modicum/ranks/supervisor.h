@@ -37,7 +37,8 @@ struct SuperviseOptions {
 // kernel kills the ranks if this process dies.
 //
 // On failure ends and reaps all ranks (within about 4 s) and throws the first failure:
-//   an exception of a rank                   its Error, with `rank` set
+//   an exception of a rank                   its Error, with `rank` set (NOMEM for std::bad_alloc,
+//                                            INTERNAL for exceptions that are not an Error)
 //   a rank died, exited early or is stopped  PEER
 //   the kernel killed it for lack of memory  NOMEM
 //   no heartbeat, no change of its memory    STALL

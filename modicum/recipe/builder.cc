@@ -11,7 +11,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMaxRank = Box::kMaxDims;
+constexpr size_t kMaxDims = Box::kMaxDims;
 
 size_t at(int64_t i) { return static_cast<size_t>(i); }
 
@@ -26,9 +26,9 @@ std::string scaled_text(DType dtype, const std::vector<int64_t>& shape, bool is_
 }
 
 void require_supported_dims(Op op, const std::vector<int64_t>& shape) {
-  if (shape.size() <= kMaxRank) return;
+  if (shape.size() <= kMaxDims) return;
   fail(Category::unsupported,
-       fmt::format("'{}' of a tensor of more than {} dims", op_name(op), kMaxRank),
+       fmt::format("'{}' of a tensor of more than {} dims", op_name(op), kMaxDims),
        {.got = shape_text(shape)});
 }
 
@@ -50,7 +50,8 @@ int64_t require_countable(const Node& node) {
   return *numel;
 }
 
-// Numbers [0, count), sorted by name. Numbers, not names, since memory is highest in `finish`.
+// The numbers [0, count), sorted by name. Sorted copies of the names would take memory in `finish`,
+// where it is highest.
 template <typename NameOf>
 std::vector<uint32_t> sorted_by_name(size_t count, const NameOf& name_of) {
   std::vector<uint32_t> order(count);
@@ -94,9 +95,10 @@ RecipeBuilder::RecipeBuilder(const Manifest& manifest, bool unties)
 
 uint32_t RecipeBuilder::push(Node added) {
   require_countable(added);
-  if (added.op != Op::stored && added.shape.size() > kMaxRank) {
+  // A stored tensor may have more dims, if it is neither rearranged nor sharded.
+  if (added.op != Op::stored && added.shape.size() > kMaxDims) {
     fail(Category::unsupported,
-         fmt::format("'{}' makes a tensor of more than {} dims", op_name(added.op), kMaxRank));
+         fmt::format("'{}' makes a tensor of more than {} dims", op_name(added.op), kMaxDims));
   }
   for (const uint32_t id : added.in) MODICUM_ASSERT(id < recipe_.nodes.size());
   if (!added.in.empty()) {
@@ -127,7 +129,7 @@ Node RecipeBuilder::along(Op op, int dim, uint32_t in) const {
 std::optional<uint32_t> RecipeBuilder::find_stored(std::string_view name) {
   const std::vector<Stored>& tensors = manifest_.tensors;
   const auto name_of = [&](uint32_t i) -> std::string_view { return tensors[i].spec.fqn; };
-  // Sorted on demand, because an identity finds no names.
+  // Sorted on demand, because an identity recipe looks up no names.
   if (by_name_.empty()) by_name_ = sorted_by_name(tensors.size(), name_of);
   return find_name(by_name_, name, name_of);
 }
@@ -327,6 +329,7 @@ void RecipeBuilder::resolve(Alias alias, uint32_t of) {
     const Node& read = node(*alias.stored_as);
     const bool alike = read.dtype == dtype && read.is_scaled == is_scaled;
     if (unties_) {
+      // A tensor with another dtype, or with scales where `of` has none, is loaded as stored.
       const std::optional<DType> cast = alike ? std::optional(spec.dtype) : std::nullopt;
       return target(std::move(spec.fqn), *alias.stored_as, cast, spec.role);
     }

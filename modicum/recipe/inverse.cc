@@ -263,7 +263,7 @@ class Inversion {
   const Manifest& stored_;
   RecipeBuilder builder_;
   std::vector<std::vector<Given>> parts_;  // by stored tensor
-  std::vector<bool> walked_;               // by target
+  std::vector<bool> walked_;               // by target: whether the inverse uses its elements
   DType dtype_ = DType::f32;               // of the current target
 };
 
@@ -316,7 +316,7 @@ uint32_t Inversion::tiled(std::vector<Part> parts, size_t dim) {
       cut.push_back(std::move(part));
     }
     made.push_back(tiled(std::move(cut), dim + 1));
-    sorted = sorted && set.size() == 1;
+    sorted = sorted && set.size() == 1;  // atoms of one interval each are joined in order
     for (const int64_t index : views::listed(set)) places[at(index)] = place++;
   }
   if (made.size() == 1) return made[0];

@@ -171,7 +171,7 @@ class RandomRecipe {
   const bool keeps_;
   Manifest manifest_;
   RecipeBuilder* builder_ = nullptr;
-  std::vector<uint32_t> tops_;
+  std::vector<uint32_t> tops_;  // the nodes that no op has consumed so far
 };
 
 // A round trip maps every element to itself, for random recipes of all index maps. Catches: a slice

@@ -19,7 +19,7 @@ Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t s
     if (!needed[id]) continue;
     for (const uint32_t input : recipe.nodes[id].in) needed[input] = true;
   }
-  std::vector<uint32_t> now(recipe.nodes.size());
+  std::vector<uint32_t> now(recipe.nodes.size());  // a node's index in the part
   std::vector<bool> used(stored_tensors);
   std::vector<bool> listed(stored_tensors);  // named by `recipe`; implied scales are not
   for (const uint32_t s : recipe.unused) listed[s] = true;

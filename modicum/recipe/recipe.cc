@@ -85,6 +85,7 @@ uint64_t Recipe::held_bytes() const noexcept {
 
 namespace {
 
+// identity_recipe without the stored tensors that `left_out` marks.
 Recipe identity_without(const Manifest& manifest, std::span<const NamedTie> ties,
                         const std::vector<bool>& left_out) {
   RecipeBuilder builder(manifest);
@@ -145,7 +146,8 @@ class DTypeRule {
   std::optional<NamePattern> keep_;
 };
 
-// The scales of FP8 codes that are dequantised. They do not become targets.
+// By stored tensor: whether it holds the scales of FP8 codes that are dequantised. Such scales do
+// not become targets.
 std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) {
   std::vector<bool> spent(manifest.tensors.size());
   for (const Stored& codes : manifest.tensors) {

@@ -24,11 +24,11 @@ namespace modicum {
 enum class Op : uint8_t {
   stored,   // a tensor of the checkpoint
   cat,      // the inputs concatenated along `dim`
-  stack,    // inputs along a new dim `dim`
+  stack,    // the inputs, of equal shapes, stacked along a new dim `dim`
   slice,    // [arg[0], arg[0] + shape[dim]) of `dim`
   permute,  // dim k of the output is dim arg[k] of the input
   gather,   // index k along `dim` is index arg[k] of the input
-  reshape,  // the same row-major elements under another shape
+  reshape,  // the input's elements, in the same row-major order, under another shape
   init,     // computed by a rule: arg[0] is an InitRule, arg[1] the bits of the double `std`
   caller,   // produced by the caller of load()
   alias,    // a second name of another target, without memory. With an input, the alias is stored
@@ -44,7 +44,9 @@ struct Node {
   bool is_scaled = false;  // FP8 codes, and every stored tensor under this node has a scale
   bool is_made = false;    // no element comes from the checkpoint: init and caller, and ops on them
   int32_t dim = 0;
-  uint32_t from = 0;  // stored: index in the manifest; alias: index of the target; caller: ordinal
+  // stored: index in the manifest; alias: index of the target; caller: the `ordinal` that
+  // RecipeBuilder::caller was given.
+  uint32_t from = 0;
   std::vector<uint32_t> in;  // inputs, which are earlier nodes
   std::vector<int64_t> arg;
   std::vector<int64_t> shape;
@@ -80,10 +82,11 @@ struct Recipe {
   }
 };
 
-// Builds a recipe node by node. Each call checks the shapes of its inputs (MISMATCH) and returns
-// the new node. `finish` checks that every stored tensor is either used or listed as unused, and
-// that no two targets have the same name. The scale of used FP8 codes counts as used, but may also
-// be listed as unused. With `unties`, an alias with `stored_as` becomes an independent target.
+// Builds a recipe node by node. The call of an op checks the shapes of its inputs (MISMATCH) and
+// returns the index of the new node. `finish` checks that every stored tensor is either used or
+// listed as unused, that no two targets have the same name, and require_countable. The scale of
+// used FP8 codes counts as used, but may also be listed as unused. With `unties`, an alias with
+// `stored_as` becomes an independent target.
 class RecipeBuilder {
  public:
   explicit RecipeBuilder(const Manifest& manifest, bool unties = false);
@@ -134,7 +137,7 @@ class RecipeBuilder {
   std::vector<Alias> aliases_;
 };
 
-// Two names of one tensor. The manifest has one or both of them.
+// Two names of one tensor, of which the manifest has one or both. `name` becomes an alias of `of`.
 struct NamedTie {
   std::string name, of;
 
@@ -145,26 +148,29 @@ struct NamedTie {
 // if its name is stored too, it is compared. A tie whose `of` is not stored is ignored.
 Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties = {});
 
-// The tie of a model with `tie_word_embeddings`, derived from the stored names. With `untie`, no
-// tie if both are stored.
+// The tie of a model with `tie_word_embeddings`, derived from the stored names. With `untie` there
+// is no tie if both embedding and head are stored.
 //
 //   stored                  tie
 //   embedding               lm_head.weight is an alias of the embedding
-//   embedding and head      the same, and the head's stored values are compared
+//   embedding and head      the head is an alias of the embedding; its stored values are compared
 //   head                    the embedding is an alias of the head
 //   several of either       none: the names don't determine the pair
+//   neither                 none
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie = false);
 
-// Parses and writes recipe.json (docs/reference/recipes.md). Each `caller` gets the next ordinal.
-// `unties` is passed to RecipeBuilder. Throws MISMATCH for an invalid recipe, UNSUPPORTED for an
-// unknown op or rule, and what RecipeBuilder throws. An error in an op names the target.
+// Parses and writes recipe.json (docs/reference/recipes.md). The ordinals of the `caller` ops are
+// their numbers in the order of the text, from 0. `unties` is passed to RecipeBuilder. Throws
+// MISMATCH for an invalid recipe, UNSUPPORTED for an unknown op or rule, and the errors of
+// RecipeBuilder. An error in an op names the target.
 Recipe parse_recipe(std::string_view text, const Manifest& manifest, bool unties = false);
 std::string recipe_text(const Recipe& recipe, const Manifest& manifest);
 
 // `--dtype` and `--keep-fp32`: sets the dtype of castable targets and of FP8 codes that all have
-// scales. Targets whose name contains a match of the regular expression `keep_fp32` get float32,
-// the others `dtype`. USAGE if the expression is invalid or matches no such target; MISMATCH if the
-// targets become too large (require_countable).
+// scales. Of these, the targets whose name contains a match of the regular expression `keep_fp32`
+// get float32, and all others get `dtype` (nullopt: they keep their dtype). USAGE if the expression
+// is invalid or matches none of these targets; MISMATCH if the targets become too large
+// (require_countable).
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32);
 
 // make_recipe returns the recipe of a load. It is parsed from `text` (recipe.json), or else the

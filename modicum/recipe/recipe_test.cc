@@ -24,9 +24,9 @@ Manifest manifest_of(std::vector<std::pair<std::string, std::vector<int64_t>>> t
   return manifest;
 }
 
-Category category_of(FunctionRef<void()> act, std::string* tensor = nullptr) {
+Category category_of(FunctionRef<void()> call, std::string* tensor = nullptr) {
   try {
-    act();
+    call();
   } catch (const Error& error) {
     if (tensor != nullptr) *tensor = error.facts().tensor;
     return error.category();
@@ -193,7 +193,7 @@ TEST(Recipe, ExpertsStackAndConcatenate) {
   EXPECT_EQ(stored_under(recipe, both), (std::vector<uint32_t>{0, 1, 2, 3}));
 }
 
-TEST(Recipe, IdentityHasTiesAndUnusedNames) {
+TEST(Recipe, IdentityAddsATieAsAnAlias) {
   const Manifest manifest = manifest_of({{"model.embed_tokens.weight", {4, 2}}, {"norm", {2}}});
   const Recipe recipe = identity_recipe(manifest, word_embedding_ties(manifest));
   ASSERT_EQ(recipe.targets.size(), 3U);
@@ -328,10 +328,10 @@ TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   EXPECT_EQ(category_of([&] { parse_recipe("{}", manifest); }), Category::mismatch);
 }
 
-std::string error_of(FunctionRef<void(RecipeBuilder&)> act, const Manifest& manifest) {
+std::string error_of(FunctionRef<void(RecipeBuilder&)> call, const Manifest& manifest) {
   RecipeBuilder builder(manifest);
   try {
-    act(builder);
+    call(builder);
     builder.finish();
   } catch (const Error& error) {
     return error.what();
@@ -343,7 +343,9 @@ TEST(Recipe, AnErrorNamesTheWrongDimDtypeOrShape) {
   const std::vector<int64_t> nine(9, 1);
   Manifest manifest = manifest_of({{"a", {2, 3}}, {"b", {5, 4}}, {"ids", {2, 3}}, {"nine", nine}});
   manifest.tensors[2].spec.dtype = DType::i64;
-  const auto error = [&](FunctionRef<void(RecipeBuilder&)> act) { return error_of(act, manifest); };
+  const auto error = [&](FunctionRef<void(RecipeBuilder&)> call) {
+    return error_of(call, manifest);
+  };
   EXPECT_EQ(error([](RecipeBuilder& r) { r.slice(2, 0, 1, r.stored("a")); }),
             "MISMATCH: 'slice' along a dim that its input does not have (expected a dim in [0, 2), "
             "got 2)");

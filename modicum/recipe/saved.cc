@@ -153,8 +153,9 @@ class Form {
     form_.tensors.push_back({std::move(spec), s, is_copied});
   }
 
-  // Whether a tensor that no target reads is copied. Scales of codes that are not dequantised are
-  // copied even if `copies_unused` is false, unless the recipe lists them as unused.
+  // Whether a tensor that no target reads is copied. It is not if an unchanged target takes its
+  // name. Scales of codes that are not dequantised are copied even if `copies_unused` is false,
+  // unless the recipe lists them as unused.
   bool is_copy(uint32_t s) const {
     if (spent_.contains(s) || names_.contains(manifest_.tensors[s].spec.fqn)) return false;
     return options_.copies_unused ||
@@ -230,6 +231,7 @@ class Rebuilt {
     return found->second;
   }
 
+  // A saved tensor. It has no scales, since dequantised codes are saved as values.
   uint32_t leaf(std::string_view name) {
     const uint32_t place = place_of(name);
     const TensorSpec& spec = saved_.tensors[place].spec;

@@ -118,7 +118,8 @@ class Reading {
     return input(node.in[0]);
   }
 
-  // A cast applies to a whole target, so only its root may have a dtype.
+  // A cast applies to a whole target, so only its root may have a dtype. `init` and `caller` state
+  // the dtype of the elements that they produce.
   uint32_t input(const Written& node) {
     if (!node.dtype.empty() && node.op != "init" && node.op != "caller") {
       fail(Category::mismatch,

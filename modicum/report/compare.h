@@ -9,13 +9,14 @@
 
 namespace modicum {
 
-// The part of a run document that is compared. Bytes.
+// The members of a run document that are compared. All amounts are bytes.
 struct WatchedRun {
   std::string name;  // file name of the document
   uint64_t peak_bytes = 0;
   std::string peak_cause;
-  std::map<std::string, uint64_t> owners;  // sums over all processes, at the peak
-  std::map<std::string, uint64_t> phases;  // highest sum while any process was in the phase
+  std::map<std::string, uint64_t> owners;  // each owner's sum over all processes, at the peak
+  // The highest sum over all processes and owners while any process was in the phase.
+  std::map<std::string, uint64_t> phases;
 };
 // `text`: a document that `watch --json` prints. Throws FORMAT.JSON, FORMAT.SCHEMA (for any other
 // JSON document, too), FORMAT.UTF8 or FORMAT.DUP, with `name` as the file.
@@ -24,10 +25,10 @@ WatchedRun parse_run(std::string_view text, const std::string& name);
 struct RunComparison {
   WatchedRun a, b;
 
-  // The owner whose bytes at the two peaks differ most; in a run without it they are 0. Empty: none
-  // differs.
+  // The owner whose bytes at the two peaks differ most. A run without the owner counts as 0 bytes.
+  // Empty if no owner differs.
   std::string owner() const;
-  // The phase whose bytes differ most, among those that both runs have. Empty: none differs.
+  // The phase whose bytes differ most, among the phases that both runs have. Empty if none differs.
   std::string phase() const;
   std::string sentence() const;
 };

@@ -8,6 +8,7 @@
 namespace modicum {
 namespace {
 
+// In order: memory that is allocated in a phase is held in all later ones.
 constexpr std::array<std::string_view, 3> kPhases = {"init", "step_1", "epoch_2"};
 constexpr std::array<std::string_view, 3> kOwners = {"deepspeed", "fork", "pinned rounding"};
 
@@ -94,7 +95,7 @@ std::string deepspeed_text(const DeepSpeedForecast& of) {
   }
   const auto nodes = static_cast<uint64_t>(of.ranks_of_node);
   const auto total = [&](std::string_view what, uint64_t bytes) {
-    text += fmt::format("{:<26} {:>12} {:>10.2f}  a node: {}\n", what, format_size(bytes),
+    text += fmt::format("{:<26} {:>12} {:>10.2f}  per node: {}\n", what, format_size(bytes),
                         of.per_param(bytes), format_size(saturating_mul(bytes, nodes)));
   };
   text += '\n';

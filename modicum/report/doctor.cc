@@ -50,8 +50,8 @@ std::string sharers_text(const Program& program) {
   std::string text;
   for (size_t i = 0; i < std::min(sharers.size(), kMost); ++i) {
     const uint64_t shared = sharers[i].shared_bytes;
-    text += fmt::format("         process {} shares {} with {}, its parent\n", sharers[i].pid,
-                        shared == 0 ? "nothing" : format_size(shared), sharers[i].parent);
+    text += fmt::format("         process {}, forked by {}, shares {}\n", sharers[i].pid,
+                        sharers[i].parent, shared == 0 ? "nothing" : format_size(shared));
   }
   if (sharers.size() > kMost) text += fmt::format("         and {} more\n", sharers.size() - kMost);
   return text;

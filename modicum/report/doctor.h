@@ -1,5 +1,5 @@
 // The findings of `doctor`: settings and limits of the machine, and properties of a program, that
-// cost host memory or may end the program. Findings depend on the facts passed only. Part of the
+// cost host memory or may end the program. They depend on nothing but the DoctorFacts. Part of the
 // public header of `report`.
 #pragma once
 
@@ -15,7 +15,7 @@
 namespace modicum {
 
 struct DoctorFacts {
-  std::vector<MemoryLimit> limits;  // memory_limits of the process, else of the caller
+  std::vector<MemoryLimit> limits;  // memory_limits of the program, or of the caller without one
   uint64_t oom_kills = 0;
   Settings settings;
   std::optional<Program> program;  // with --pid
@@ -27,7 +27,7 @@ std::string_view severity_name(Severity severity) noexcept;
 
 struct Finding {
   std::string_view id;
-  std::variant<uint64_t, std::string> value;  // bytes, a count, or the name of a setting
+  std::variant<uint64_t, std::string> value;  // bytes, a count, or a word ("madvise", "none")
   std::optional<uint64_t> limit_bytes;
   std::optional<uint64_t> limit_count;  // if `value` counts descriptors or mappings
   Severity severity = Severity::info;

@@ -265,7 +265,7 @@ TEST(Findings, ZeroIsPrintedAsAWord) {
   const std::string text = doctor_text(facts, true);
   for (const char* line : {"page_cache: no file pages are charged to the cgroup\n",
                            "swap: none of 1.00 GiB of swap in use\n",
-                           "         process 1 shares nothing with 4242, its parent\n"}) {
+                           "         process 1, forked by 4242, shares nothing\n"}) {
     EXPECT_NE(text.find(line), std::string::npos) << line << text;
   }
   EXPECT_EQ(text.find(" 0 B"), std::string::npos) << text;
@@ -337,8 +337,8 @@ TEST(Doctor, TextPutsDangersFirstWithTheirAdvice) {
       << text;
   EXPECT_LT(text.find("WARNING  transparent_huge_pages: never\n         -> "),
             text.find("info     fork_exposure: 3.00 MiB is shared with forked children: writes "
-                      "copy it\n         process 10 shares 10.00 KiB with 4242, its parent\n"));
-  EXPECT_NE(text.find("its parent\n         and 2 more\n"), std::string::npos);
+                      "copy it\n         process 10, forked by 4242, shares 10.00 KiB\n"));
+  EXPECT_NE(text.find("shares 3.00 KiB\n         and 2 more\n"), std::string::npos);
   EXPECT_EQ(text.find("nothing to do"), std::string::npos);
   EXPECT_NE(doctor_text(facts, true).find("nothing to do"), std::string::npos);
   EXPECT_TRUE(doctor_text(healthy(), false).starts_with("this machine: no dangers, no warnings\n"));

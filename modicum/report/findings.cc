@@ -54,6 +54,8 @@ void add_charged(const DoctorFacts& facts, Found& found) {
   const MemoryLimit* const limit = tightest(facts);
   if (limit == nullptr) return;
   const std::string_view owner = is_of_cgroup(*limit) ? "the cgroup" : "the node";
+  // Bytes that the kernel can't give up. The limit is nearly reached if these and the file pages
+  // take more than 90 % of it; file pages are to blame if they take more than half of it.
   const uint64_t firm = limit->limit_bytes - std::min(limit->limit_bytes, limit->available_bytes);
   const bool is_full = limit->page_cache_bytes > limit->limit_bytes / 2 &&
                        firm + limit->page_cache_bytes > limit->limit_bytes / 10 * 9;

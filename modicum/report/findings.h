@@ -10,11 +10,11 @@ namespace modicum {
 
 using Found = std::vector<Finding>;
 
-// The available bytes of the limit that has least left; UINT64_MAX without a limit.
+// The available bytes of the limit with the fewest available bytes; UINT64_MAX without a limit.
 uint64_t available_bytes(const DoctorFacts& facts);
 // Whether `bytes` is more than 1 GiB or more than a tenth of available_bytes.
 bool is_large(const DoctorFacts& facts, uint64_t bytes);
-// Requires facts.program.
+// Adds the findings about facts.program, which must be set.
 void add_program_findings(const DoctorFacts& facts, Found& found);
 
 }  // namespace modicum

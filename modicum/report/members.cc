@@ -82,7 +82,7 @@ void outcome_members(JsonWriter& out, const PromiseAndOutcomes& of) {
   for (int node = 0; node < of.promise.nodes(); ++node) {
     const uint64_t promised = of.promise.node_peak_bytes(node);
     out.begin_object().member("node", node).member("promised_bytes", promised);
-    out.member("peak_bytes", promised);
+    out.member("peak_bytes", promised);  // the key of the promised peak in documents of `plan`
     out.member("kernel_peak_bytes", node_kernel_peak(of, node));
     if (of.cgroup_peak_bytes) out.member("cgroup_peak_bytes", *of.cgroup_peak_bytes);
     out.member("launcher_bytes", of.launcher_bytes);

@@ -12,7 +12,8 @@
 namespace modicum {
 
 // Functions with a JsonWriter write members of an open JSON object.
-void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);  // and `warnings`
+// Writes the members `checkpoint` and `warnings`.
+void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);
 void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
 void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest);
@@ -40,7 +41,7 @@ std::vector<JobPhase> phases_of(const JobPromise& job);
 void timeline_member(JsonWriter& out, const NodeTimeline& of);  // the member `rl` of a node
 // A table of the requested strategy's fullest node; empty without timelines.
 std::string timeline_text(const PlanReport& report);
-// The timeline of the node that holds most. Requires of.timelines.
+// The number of the node whose timeline has the highest peak. Requires of.timelines.
 int fullest_timeline(const StrategyReport& of);
 
 // Whether the requested run fits the budget, and the runs that would; an empty line comes first.

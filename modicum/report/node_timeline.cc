@@ -1,4 +1,5 @@
-// A node of reinforcement learning: the trainer and what other holders add to it.
+// A node of reinforcement learning: the memory of the trainer, and of the other holders (reference
+// model, inference engine, backup of the weights).
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -42,12 +43,13 @@ NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64
     trainer.push_back(of.node_peak_bytes(node));
   };
   add_phase("load", load);
-  // While the reference loads, the trainer holds its parameters, and the second load needs a
-  // staging buffer of the same size: together the figure of the trainer's load. The reference's
-  // parameters are added below, as another holder.
+  // While the reference model loads, the trainer holds its own parameters, and the load of the
+  // reference needs as much staging as the trainer's load. Together that is the figure of the
+  // trainer's load. The parameters of the reference are added below, as another holder.
   if (flags.reference) add_phase("load_reference", load);
   if (flags.engine_tp > 0) add_phase("start_engine", load);
   add_phase("step", step);
+  // "refit": the new weights go to the engine or into the backup.
   if (flags.engine_tp > 0 || flags.backup) add_phase("refit", step);
   add_phase("save", save);
   timeline.holders.push_back({"trainer", std::move(trainer)});

@@ -46,6 +46,7 @@ std::string document_of(std::span<const PageRun> runs, std::string_view sentence
 std::string_view library_file(std::string_view file_name) {
   const std::string_view text = page_file(file_name);
   const size_t map = text.rfind("# sourceMappingURL=");
+  // The comment begins two characters earlier, with "//" or "/*".
   return map == std::string_view::npos ? text : text.substr(0, map - 2);
 }
 

@@ -31,6 +31,8 @@ class PastRunReader {
            {.expected = "the output of `watch --json`, or an error BUDGET"});
     }
     run_.held_bytes = *held;
+    // The first limit that is known: that of the kill, of the command or the refusal, of the
+    // cgroup, or the budget.
     for (const auto& limit : {of_kill_, given_, of_group_, of_budget_}) {
       if (!run_.limit_bytes) run_.limit_bytes = limit;
     }

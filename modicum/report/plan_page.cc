@@ -19,8 +19,9 @@ struct Step {
   Phase phase;
 };
 
-// The phases of a load, or those of a job: its load's, step, save, and its resume's. The resume
-// loads, too: these phases get the prefix "resume: ", as in "resume: open".
+// The phases of a load. For a job: the phases of its load, then step and save, then the phases of
+// its resume and step_resumed. A resume also loads; its load phases get the prefix "resume: ", as
+// in "resume: open".
 std::vector<Step> steps_of(const StrategyReport& of) {
   std::vector<Step> steps;
   if (!of.job) {
@@ -141,7 +142,7 @@ std::string document_of(const PlanReport& report, const StrategyReport& of, int 
   for (size_t i = 1; line != nullptr && i < line->holders.size(); ++i) {
     Track track{.ranks = {}, .held = {}, .holder = std::string(line->holders[i].name)};
     for (const uint64_t bytes : line->holders[i].bytes) {
-      track.held.emplace_back()[Purpose::shards] = bytes;
+      track.held.emplace_back()[Purpose::shards] = bytes;  // other holders hold only weights
     }
     tracks.push_back(std::move(track));
   }

@@ -13,8 +13,8 @@
 namespace modicum {
 namespace {
 
-// Whether a finding gets advice. Also for memory that is too little for a warning: it may grow, and
-// each rank may hold as much.
+// Whether a finding about `bytes` gets advice. From 64 MiB on it does, even if they are too few for
+// a warning: they may grow, and each rank may hold as many.
 bool is_worth_advice(const DoctorFacts& facts, uint64_t bytes) {
   return bytes >= 64 * kMiB || is_large(facts, bytes);
 }

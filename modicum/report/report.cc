@@ -85,7 +85,7 @@ void refusal_members(JsonWriter& out, const PlanReport& report) {
 std::string job_text(const PlanReport& report) {
   if (report.strategies.empty() || !report.strategies.front().job) return "";
   std::string text =
-      fmt::format("\nfullest node of each phase; the resume is by as many ranks\n{:<17}", "");
+      fmt::format("\nfullest node of each phase; the same number of ranks resumes\n{:<17}", "");
   for (const JobPhase& phase : phases_of(*report.strategies.front().job)) {
     text += fmt::format(" {:>12}", phase.name);
   }
@@ -141,7 +141,9 @@ std::string verdict_text(const PlanReport& report) {
   std::string text = fmt::format("\nbudget {} per node ({}): ", format_size(report.budget->bytes),
                                  report.budget->source);
   const std::string of_job =
-      report.job_fits.value_or(true) ? "" : "a save, or a resume by as many ranks, does not fit\n";
+      report.job_fits.value_or(true)
+          ? ""
+          : "the save, or a resume by the same number of ranks, does not fit\n";
   if (!report.refusal) {
     const bool is_all = of_job.empty() && !report.wider_refusal;
     return text + (is_all ? "fits\n" : "the load fits\n") + of_job;

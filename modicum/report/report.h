@@ -30,7 +30,8 @@ CheckpointFacts facts_of(const Checkpoint& checkpoint);
 std::string inspect_json(const Checkpoint& checkpoint);
 std::string inspect_text(const Checkpoint& checkpoint, bool verbose);
 
-// The promises of a job with an optimizer: load, steps and save, then a resume by as many ranks.
+// The promises of a job with an optimizer: load, steps and save, then a resume by the same number
+// of ranks.
 struct JobPromise {
   Promise save;    // load, steps and save, as verb `save` runs them
   Promise resume;  // load and step, as verb `resume` runs them
@@ -40,7 +41,7 @@ struct JobPromise {
 
 // What a node holds in addition to the trainer in reinforcement learning.
 struct NodeFlags {
-  bool reference = false;  // a second, frozen model, loaded by the trainer's layout
+  bool reference = false;  // a second, frozen model, loaded with the trainer's layout
   bool backup = false;     // a copy of each rank's parameters
   int engine_tp = 0;       // ranks that share one inference engine's weights; 0: no engine
 
@@ -119,9 +120,9 @@ struct PlanReport {
   std::string_view strategy;  // the requested one
   std::vector<StrategyReport> strategies;
   std::optional<Budget> budget;
-  std::optional<bool> fits;               // with the requested strategy; none: no budget
-  std::optional<bool> job_fits;           // the same for its job; none: no job
-  std::optional<bool> node_fits;          // with all holders; none: no budget or no NodeFlags
+  // With the requested strategy, whether the load, the job, and all holders of NodeFlags fit the
+  // budget. None without a budget; job_fits also without a job, node_fits also without NodeFlags.
+  std::optional<bool> fits, job_fits, node_fits;
   std::optional<Error> refusal;           // BUDGET, if the requested strategy's load does not fit
   std::optional<Error> wider_refusal;     // BUDGET, if the job, all holders or DeepSpeed don't fit
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
@@ -130,7 +131,7 @@ struct PlanReport {
 
   const StrategyReport& requested() const;  // of `strategy`
 };
-// `engine_bytes`: of one engine's weights.
+// The timeline of `node`. `engine_bytes`: the size of one engine's weights.
 NodeTimeline node_timeline(const JobPromise& job, const NodeFlags& flags, uint64_t engine_bytes,
                            int node);
 // BUDGET unless DeepSpeed's own memory fits the budget. Requires report.budget and deepspeed.
@@ -143,7 +144,7 @@ std::string plan_text(const PlanReport& report);
 // An HTML page: the phases of the requested run one after another, on its fullest node.
 std::string plan_page(const PlanReport& report, std::string_view title);
 
-// One rank's outcome. Plain data: the rank's process sends its bytes to the launcher.
+// One rank's outcome. Trivially copyable, since the rank posts it on the board (post_value).
 struct RankOutcome : LoadOutcome {
   int32_t rank = 0;
   int32_t pid = 0;
@@ -253,7 +254,8 @@ struct SaveReport {
   uint64_t digest = 0;                   // of the model, as `load --digest`
   std::optional<uint64_t> state_digest;  // of an optimizer's parameters and moments
   std::vector<File> files;
-  std::vector<std::string> copied, left_out;  // names of stored tensors that no target reads
+  std::vector<std::string> copied;    // stored tensors that no target reads, copied from the source
+  std::vector<std::string> left_out;  // stored tensors that are neither restored nor copied
   std::optional<Budget> budget;
 };
 std::string save_json(const SaveReport& report);
@@ -318,7 +320,8 @@ std::string killed_text(const WatchRecord& record);
 // A document in the Trace Event Format: memory by process and owner, and phases.
 std::string watch_trace(const WatchRecord& record);
 
-// The inputs of verb `step`: one parameter of `params` elements, sharded at ends of buckets.
+// The inputs of verb `step`: one parameter of `params` elements, divided among the ranks at
+// multiples of kBucketElements.
 struct StepTask {
   StateFormat format = StateFormat::fp32;
   int64_t params = 0;
@@ -330,7 +333,7 @@ struct StepTask {
   std::optional<float> loss_scale;  // initial
   DType grad_dtype = DType::f32;
   int children = 0;      // forked by each rank
-  bool compares = true;  // with a copy, and with separate passes
+  bool compares = true;  // the step's speed with that of a copy and of separate passes
 };
 
 // Memory of the optimizer's state in bytes per parameter. `ledger`: as charged. `kernel`: measured
@@ -344,15 +347,16 @@ struct HeldPerParam {
 struct StepReport {
   StepTask task;
   int skipped_steps = 0;
-  std::string isa;
-  std::vector<std::string> isas_not_run;
+  std::string isa;                        // the instruction set that the kernels used
+  std::vector<std::string> isas_not_run;  // compiled in, but not supported by this CPU
   Promise promise;
   std::optional<Budget> budget;
   HeldPerParam step_1;
-  HeldPerParam last_step;  // at the peak since step 1
-  uint64_t fixed_bytes = 0;
-  double bytes_per_param_moved = 0;
-  double step_s = 0;  // median; 0: every step was skipped
+  HeldPerParam last_step;            // at the peak since step 1
+  uint64_t fixed_bytes = 0;          // of the process tree before the states are allocated
+  double bytes_per_param_moved = 0;  // read and written by a step
+  double step_s = 0;                 // median; 0: every step was skipped
+  // Only with StepTask::compares.
   std::optional<double> copy_bytes_per_s;
   std::optional<double> speedup_vs_unfused;
   std::optional<double> grad_norm;  // of the last step, unscaled; none: not finite

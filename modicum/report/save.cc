@@ -20,9 +20,10 @@ void files_member(JsonWriter& out, const std::vector<SaveReport::File>& files) {
   out.end_array();
 }
 
-std::string names_text(std::string_view what, const std::vector<std::string>& names) {
+// `done`: "copied" or "left out".
+std::string names_text(std::string_view done, const std::vector<std::string>& names) {
   if (names.empty()) return "";
-  return fmt::format("{} stored tensor(s) {}; the first is {}\n", names.size(), what,
+  return fmt::format("{} {} stored tensor(s); the first is {}\n", done, names.size(),
                      printable(names.front()));
 }
 
@@ -53,7 +54,7 @@ std::string save_text(const SaveReport& report) {
       "{}: {} in {} file(s), written in {:.2f} s, durable after {:.2f} s\n", printable(report.path),
       format_size(report.written_bytes), report.files.size(), report.elapsed_s, report.durable_s);
   if (report.is_preempted) text += "a stop signal came while the step was saved: it is complete\n";
-  text += names_text("copied, which no target reads", report.copied);
+  text += names_text("copied", report.copied);
   text += names_text("left out", report.left_out) + "\n";
   text +=
       outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});

@@ -70,8 +70,8 @@ std::string step_text(const StepReport& report) {
   const auto bytes = [](double value) { return fmt::format("{:.4f}", value); };
   line("bytes per parameter", "step 1", "last step");
   line("  by the ledger", bytes(report.step_1.ledger), bytes(report.last_step.ledger));
-  line("  by the kernel, the tree", bytes(report.step_1.kernel), bytes(report.last_step.kernel));
-  text += fmt::format("fixed {}, promised {}; {} forked child(ren) a rank\n\n",
+  line("  by the kernel (tree)", bytes(report.step_1.kernel), bytes(report.last_step.kernel));
+  text += fmt::format("fixed {}, promised {}; {} forked child(ren) per rank\n\n",
                       format_size(report.fixed_bytes),
                       format_size(report.promise.node_peak_bytes(0)), report.task.children);
   if (report.step_s > 0) {
@@ -80,7 +80,7 @@ std::string step_text(const StepReport& report) {
                         report.bytes_per_param_moved, report.isa);
   }
   if (report.copy_bytes_per_s && report.speedup_vs_unfused) {
-    text += fmt::format("a copy moves {}B/s; {:.2f} x the speed of five separate passes\n",
+    text += fmt::format("a copy moves {}B/s; a step is {:.2f} x as fast as five separate passes\n",
                         rate(*report.copy_bytes_per_s), *report.speedup_vs_unfused);
   }
   text += report.grad_norm ? fmt::format("gradient norm {:.6g}", *report.grad_norm)

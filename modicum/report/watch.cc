@@ -208,7 +208,7 @@ std::string watch_text(const WatchRecord& record) {
   }
   text += copies_text(record) + pressure_text(record);
   if (record.left_running > 0) {
-    text += fmt::format("{} process(es) of the command run on\n", record.left_running);
+    text += fmt::format("{} process(es) of the command are still running\n", record.left_running);
   }
   if (record.killed) text += fmt::format("killed: {}\n", killed_text(record));
   return text + fmt::format("watching took {:.2f} s of CPU time and {}\n", record.cpu_s,

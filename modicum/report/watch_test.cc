@@ -212,6 +212,8 @@ TEST(WatchReport, EachOwnerHasWords) {
 
 // ---- comparisons
 
+// The document of a run with three samples. One process holds `shards` and `staging` bytes at the
+// second sample; the other process holds `later` bytes at the third.
 std::string document(uint64_t shards, uint64_t staging, uint64_t later) {
   return "{\"timeline\":{\"tracks\":[{\"owners\":{\"shards\":[null," + std::to_string(shards) +
          ",0],\"staging\":[null," + std::to_string(staging) + ",0]}},{\"owners\":{\"held\":[1,1," +

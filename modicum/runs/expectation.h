@@ -18,8 +18,8 @@ namespace modicum {
 // Supplies the stored elements of a checkpoint to `check_values`. They are computed if `synth` has
 // written the checkpoint, else read again. A transposed tensor is requested element by element, so
 // requests of less than a page are answered from a cache of pages, at most 32 MiB. Each call first
-// calls `heartbeat`; an exception from it ends the check. One thread; the checkpoint must outlive
-// this object. Throws IO or CONFLICT.
+// calls `heartbeat`, whose exceptions end the check. One thread; the checkpoint must outlive this
+// object. Throws IO or CONFLICT.
 class Expectation {
  public:
   Expectation(const Checkpoint& checkpoint, std::function<void()> heartbeat);

@@ -135,8 +135,9 @@ Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options) {
 
 namespace {
 
-// The parsed flags. The comma operators validate flags that are parsed elsewhere; they are at these
-// members so that the first invalid flag in a fixed order is reported.
+// The parsed flags. The comma operators validate flags whose values are not kept here. Members are
+// initialised in order, so the flags are checked in a fixed order, and the first invalid one is
+// reported.
 struct ParsedFlags {
   explicit ParsedFlags(const RunFlags& flags)
       : dtype((require_sense(flags), dtype_flag(flags.dtype))),

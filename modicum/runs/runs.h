@@ -35,7 +35,9 @@ struct RunFlags {
   std::optional<int> ranks_per_node;  // 1 to kMaxRanks; none: all ranks on one node
   std::string strategy = "own-shard";
   std::string layout = "fsdp2";
-  std::string mesh;   // "AxB" or "AxBxC": hsdp's replicas x shards, tp-fsdp's dp x tp
+  // "AxB" or "AxBxC". hsdp: A replicas of B (x C) shards. tp-fsdp: the last size is tp, the product
+  // of the others is dp.
+  std::string mesh;
   int shard_dim = 0;  // 0 to kMaxShardDim
   // Regular expressions of the tensors that tp-fsdp shards along dim 1, shards along dim 0 in
   // packed parts, or replicates. It shards all others along dim 0.
@@ -69,16 +71,16 @@ struct Run {
   std::optional<StateFormat> optimizer;  // the plan then has a phase `step` for its state
   bool staging_given = false;            // by the user; such staging is not shrunk to fit a budget
 };
-// Throws USAGE for invalid or contradicting flags before it opens a file, and for a regular
-// expression that matches no tensor. Else throws as open_checkpoint, and MISMATCH or UNSUPPORTED if
-// the recipe does not fit the checkpoint.
+// Throws USAGE for invalid or contradicting flags before it opens a file. Then throws the errors of
+// open_checkpoint, USAGE for a regular expression that matches no tensor, and MISMATCH or
+// UNSUPPORTED if the recipe does not fit the checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags);
 // As open_run, for a checkpoint that is opened or yet to be written; ignores `flags.directory`.
 Run run_of(FileSystem& files, const RunFlags& flags, Checkpoint checkpoint);
-// The recipe of `options` for a checkpoint, with ties from its config; a recipe in `options.text`
-// has its own ties. If a value depends on a key of config.json that can't be read (whether an
-// embedding is tied, the block size of dequantised FP8 codes), throws the config's error with the
-// tensor.
+// The recipe of `options` for a checkpoint. Without `options.text`, which states its own ties, they
+// come from the checkpoint's config. If the recipe depends on a key of config.json that can't be
+// read (whether an embedding is tied, the block size of dequantised FP8 codes), throws the config's
+// error with the tensor.
 Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options);
 // The layout that the flags describe, for these targets. Throws USAGE if flags contradict each
 // other or a regular expression matches none of the targets. Without targets, validates the flags
@@ -106,10 +108,10 @@ struct PlanFlags {
   std::string from;  // the document of an earlier run, whose limit is the default budget
 };
 using MoreOfPlan = FunctionRef<void(const Run& run, PlanReport& report)>;
-// The report of verb `plan` without StrategyReport::job: each strategy's promise for the run of
-// `flags`; with a budget, whether the requested strategy fits it, and if not, runs that would. Of
-// the checkpoint, reads headers, index and config only. Calls `more` at the end with the opened
-// run, to add to the report.
+// The report of verb `plan`, except StrategyReport::job and `timelines`: each strategy's promise
+// for the run of `flags`; with a budget, whether the requested strategy fits it, and if not, runs
+// that would. Of the checkpoint, reads only headers, index and config. At the end calls `more` with
+// the opened run and the report, which it may extend.
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan,
                        MoreOfPlan more);
 

@@ -70,6 +70,7 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
     if (row_of(shard.format).has_scales()) shard.shard.row = moment_row(spec.shape);
     std::vector<ShardRun>& of_shard = shard.shard.runs;
     int64_t next_at = 0;
+    // Appends a run, or extends the last one if the new run continues it.
     const auto add = [&](uint32_t buffer, int64_t at, const ShardRun& run) {
       const int64_t next_first = of_shard.empty() ? 0 : of_shard.back().first + of_shard.back().n;
       if (of_shard.empty()) {

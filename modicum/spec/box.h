@@ -1,5 +1,5 @@
-// A box of a tensor's elements and their places in a destination. Layouts produce boxes and recipes
-// pull them back.
+// A box of a tensor's elements and their places in a destination. Layouts produce boxes, and
+// recipes map them to boxes of stored tensors.
 #pragma once
 
 #include <array>

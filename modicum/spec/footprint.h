@@ -17,19 +17,19 @@ namespace modicum {
 // The purpose of a byte of host memory. `process` and `page_tables` are never in the ledger; all
 // other purposes are charged there.
 enum class Purpose : uint8_t {
-  process,      // a rank process before Modicum allocates
+  process,      // a rank process before Modicum allocates, and its threads
   page_tables,  // page tables of all mapped memory
   header,       // the manifest
   plan,         // recipe, layout and bookkeeping
   shards,       // the local buffers, padding included
   window,       // whole tensors or the whole model, with strategies that hold them
-  master,
-  grad,
-  moments,
-  staging,   // read slots, cast slots and exchange ring of a load; gradients as they arrive
-  init,      // tensors that a PyTorch model initialises during the load
-  snapshot,  // copies of values that training steps overwrite during a background save
-  fork,      // copy-on-write duplicates of inherited memory that forked children may keep
+  master,       // master weights, or their low bits, that are not in the shards
+  grad,         // accumulated gradients
+  moments,      // exp_avg, exp_avg_sq and their scales
+  staging,      // read slots, cast slots and exchange ring of a load; gradients as they arrive
+  init,         // tensors that a PyTorch model initialises during the load
+  snapshot,     // copies of values that training steps overwrite during a background save
+  fork,         // copy-on-write duplicates of inherited memory that forked children may keep
   count
 };
 

@@ -12,7 +12,7 @@ namespace modicum {
 size_t index_named(std::string_view what, std::string_view name,
                    const std::vector<std::string>& names);
 
-// The same for a table of rows with a member `name`.
+// Returns the row of `table` whose member `name` equals `name`; throws as index_named.
 template <typename Table>
 const auto& row_named(std::string_view what, std::string_view name, const Table& table) {
   std::vector<std::string> names;

@@ -1,5 +1,6 @@
-// Fingerprints of sets of element indices: the sum of x^index for a point x. They show whether
-// strided runs cover a range exactly once.
+// Fingerprints of multisets of element indices: the sum of x^index for a point x. Equal multisets
+// have equal fingerprints, different ones practically never. So a fingerprint shows whether strided
+// runs cover a range exactly once.
 #pragma once
 
 #include <array>

@@ -32,11 +32,13 @@ BlockSizes block_sizes(int64_t size, int64_t count) noexcept {
   return {ceil_div(size, count), ceil_div(size, count - 1) - 1};
 }
 
+// block_of for one dim, without a configured size.
 std::optional<int64_t> certain_size(int64_t size, int64_t count) noexcept {
   const BlockSizes sizes = block_sizes(size, count);
   return sizes.is_one() ? std::optional(sizes.least) : std::nullopt;
 }
 
+// likely_block for one dim.
 std::optional<int64_t> likely_size(int64_t size, int64_t count) noexcept {
   const BlockSizes sizes = block_sizes(size, count);
   if (sizes.is_one()) return sizes.least;

@@ -12,11 +12,11 @@
 namespace modicum {
 
 enum class StateFormat : uint8_t {
-  fp32,
-  fp32_split,
-  bf16_moments,
-  int8_moments,
-  int8_moments_24,
+  fp32,             // fp32 masters, gradients and moments
+  fp32_split,       // a bf16 parameter as the upper half of its fp32 master; bf16 gradients
+  bf16_moments,     // as fp32_split, with bf16 moments
+  int8_moments,     // as fp32_split, with 8-bit moments
+  int8_moments_24,  // as int8_moments, with masters of 24 bits
   // bf16_moments and int8_moments with fp32 masters in place of split ones.
   bf16_moments_fp32,
   int8_moments_fp32,
@@ -92,6 +92,6 @@ StateFormat state_format_of(DType dtype, std::span<const int64_t> shape,
 //   [4096, 14336] -> 14336    [8, 512, 100] -> 51200    [64, 3, 7, 7] -> 147
 //   [4096] -> 0               [8192, 16] -> 0
 int64_t moment_row(std::span<const int64_t> shape) noexcept;
-constexpr int64_t kLeastCoded = 4096;
+constexpr int64_t kLeastCoded = 4096;  // the least numel of a parameter with 8-bit moments
 
 }  // namespace modicum

@@ -60,7 +60,7 @@ struct Extent {
 // ScaleGrid.
 struct BlockScale {
   uint32_t tensor = 0;             // the scales' index in the manifest
-  std::array<int64_t, 2> block{};  // zeros: the grid fits no block size
+  std::array<int64_t, 2> block{};  // zeros: unknown (see block_of)
 
   bool fits() const noexcept { return block[0] > 0; }
   bool operator==(const BlockScale&) const = default;

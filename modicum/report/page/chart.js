@@ -1,6 +1,9 @@
 "use strict";
 // The chart of one run: dygraphs computes positions and axes, this file paints the areas and lines.
+// In every function `to` is the context of the chart's canvas.
 
+// The rows that dygraphs expects, one per sample: the time, the upper edge of each owner's layer,
+// that of the page cache, the promise, and the curves.
 function rows_of(run) {
   const { held, total, promise } = run.sums;
   const cache = run.line.page_cache_bytes;
@@ -31,6 +34,7 @@ function fill_between(to, below, above, style) {
   to.fill();
 }
 
+// A pattern of diagonal lines, for the page cache.
 function hatched(to) {
   const tile = element("canvas", "", { width: 8, height: 8 });
   const lines = tile.getContext("2d");
@@ -44,6 +48,7 @@ function hatched(to) {
   return to.createPattern(tile, "repeat");
 }
 
+// Writes text with an outline in the background's color, so that it is legible on any area.
 function note(to, text, x, y, align, of) {
   to.setLineDash([]);
   to.font = "13px system-ui, sans-serif";
@@ -154,6 +159,7 @@ function name_bands(run, graph) {
   strip.replaceChildren(...spans);
 }
 
+// At most seven ticks, at multiples of a power of two.
 function byte_ticks(low, high) {
   let step = 1;
   while ((high - low) / step > 6) step *= 2;

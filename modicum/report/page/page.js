@@ -75,7 +75,7 @@ function sums(run, shown = run.shown) {
   return { held, total, promise: promise.map((bytes, i) => (is_whole[i] ? bytes : null)) };
 }
 
-function highest(values) {
+function index_of_highest(values) {
   return values.reduce((best, value, at) => (value > values[best] ? at : best), 0);
 }
 
@@ -107,6 +107,7 @@ function bands_of(phases) {
   return bands;
 }
 
+// Sample i in words: its time and innermost phase. In a plan a sample is a phase.
 function when(run, i) {
   const at = run.line.t_s[i];
   if (run.has_steps) return run.bands[i]?.name ?? `phase ${i + 1}`;
@@ -115,6 +116,7 @@ function when(run, i) {
   return `${at.toFixed(2)} s${phase}`;
 }
 
+// One line with the amounts at sample i, of the processes that are shown.
 function reading(run, i) {
   const { held, total, promise } = run.sums;
   const parts = run.owners.filter((owner) => held[owner][i] > 0)
@@ -130,6 +132,7 @@ function reading(run, i) {
 
 // ---- hovering, zooming, choosing
 
+// The index of the sample nearest to time x.
 function nearest(run, x) {
   const times = run.line.t_s;
   if (run.has_steps) return Math.min(times.length - 1, Math.max(0, Math.floor(x)));
@@ -143,6 +146,7 @@ function choose(run, i) {
   run.chosen = i;
 }
 
+// Zooms to [begin, end], shifted and shortened to fit the run.
 function show_window(run, begin, end) {
   const [first, last] = run.graph.xAxisExtremes();
   const width = Math.min(end - begin, last - first);
@@ -150,6 +154,7 @@ function show_window(run, begin, end) {
   run.graph.updateOptions({ dateWindow: [begin, begin + width] });
 }
 
+// Writes which time is visible, and moves the names of the phases there.
 function tell_window(run, graph) {
   name_bands(run, graph);
   const [begin, end] = graph.xAxisRange();
@@ -157,6 +162,7 @@ function tell_window(run, graph) {
   run.at.querySelector(".window").textContent = graph.isZoomed("x") ? `zoomed: ${text}` : text;
 }
 
+// The actions of the buttons, by their names. The visible time is [begin, end].
 const MOVES = {
   in: (run, begin, end) => {
     const at = run.line.t_s[run.chosen];
@@ -205,6 +211,7 @@ function listen(run) {
   }
 }
 
+// Draws the run again after a change of run.shown.
 function show_processes(run) {
   run.sums = sums(run);
   run.graph.updateOptions({ file: rows_of(run) });
@@ -334,6 +341,8 @@ function ordered(owners) {
   return [...known, ...[...owners].filter((owner) => !(owner in OWNERS)).sort()];
 }
 
+// A run of the document with the values that are derived from it. `line` is its timeline. start()
+// adds `at`, its section of the page, and `graph`.
 function run_of(document_, label) {
   const line = document_.timeline;
   const run = { document: document_, label, line, has_steps: line.axis === "phases", chosen: 0 };
@@ -343,7 +352,7 @@ function run_of(document_, label) {
   run.owners = ordered(new Set(holding.map(([owner]) => owner)));
   run.bands = bands_of(line.phases);
   run.sums = sums(run);
-  run.at_peak = highest(run.sums.total);
+  run.at_peak = index_of_highest(run.sums.total);
   run.curves = line.curves ?? [];  // of memory outside of the processes, such as a device's
   const most = Math.max(...run.sums.total, ...run.sums.promise,
                         ...run.curves.flatMap((curve) => curve.bytes));
@@ -354,10 +363,12 @@ function run_of(document_, label) {
                        ...level }));
   const drawn = run.levels.filter((level) => level.is_drawn).map((level) => level.bytes);
   const cached = line.page_cache_bytes?.map((bytes, i) => bytes + run.sums.total[i]) ?? [];
+  // The top of the chart. Page cache far above everything else is cut off.
   run.top = 1.1 * Math.max(most, ...drawn, ...cached.filter((bytes) => bytes <= FAR * most), 1);
   return run;
 }
 
+// Writes the heading of a run, its peak, and its limits and budgets.
 function tell(run) {
   run.at.querySelector("h2").textContent = run.label;
   const { bytes, at_s, cause } = run.document.peak ?? {};
