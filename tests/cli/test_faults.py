@@ -133,8 +133,8 @@ def loading(clock: WaitingClock, modicum: Path, large: Path) -> Iterator[Callabl
 def end_after(
     loading: Callable[..., Loading], fault: Callable[[Loading], None], *flags: object
 ) -> tuple[Loading, Ended]:
-    """Starts a load, causes the fault, and waits for the end. A load that succeeds, because it ended
-    before the fault, is repeated up to `TRIES` times."""
+    """Starts a load, causes the fault, and waits for the end. If the load has succeeded, because it
+    ended before the fault, tries again, `TRIES` times in all."""
     for _ in range(TRIES):
         one = loading(*flags)
         with contextlib.suppress(ProcessLookupError):

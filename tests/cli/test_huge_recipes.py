@@ -1,5 +1,5 @@
-"""Recipes with dims up to 2^63-1: `plan` promises at least the bytes that Python's integers give, or
-refuses the recipe; `load` refuses a model that does not fit.
+"""Recipes with dims up to 2^63-1: `plan` refuses the recipe, or promises at least as many bytes as
+Python's integers give; `load` refuses a model that does not fit.
 
 Attack test. Must fail for these mutants: a product of dims overflows; a sum over targets or ranks
 overflows; a plan iterates over elements that no file holds.
@@ -33,8 +33,8 @@ def random_shape(rng: random.Random) -> list[int]:
 
 
 def is_within_limits(nodes: list[dict[str, Any]]) -> bool:
-    """Whether a recipe of these targets must be accepted: the non-zero dims of each multiply to less
-    than 2^63, so that no stride overflows, and all are small enough together."""
+    """Whether a recipe of these targets must be accepted: the product of the non-zero dims of each
+    is below 2^63, so that no stride overflows, and all are small enough together."""
     strides = (math.prod(size for size in node["shape"] if size) for node in nodes)
     return all(n < 2**63 for n in strides) and sum(map(bytes_of, nodes)) <= MAX_MODEL_BYTES
 
