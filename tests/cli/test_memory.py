@@ -109,8 +109,8 @@ def test_promise_covers_the_stacks_of_threads(modicum: Path, tmp_path: Path, thr
 
 
 def assert_covered(ranks: list[dict[str, Any]], threads: int) -> None:
-    """Asserts that each rank's peak is at most its promise, and below it by at most the usual margin
-    and the promise for stacks: 24 KiB for each thread over 64."""
+    """Asserts that each rank's peak is at most its promise, and below it by at most the usual
+    margin and the promise for stacks: 24 KiB for each thread over 64."""
     for rank in ranks:
         promised, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
         stacks = max(0, threads - 64) * 24 * 1024

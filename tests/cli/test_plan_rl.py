@@ -1,6 +1,6 @@
-"""`plan --reference --engine-tp N --backup`, the plan of a reinforcement-learning job: what trainer,
-reference model, inference engine and the backup of the weights hold on a node in each phase, and
-which weights a node holds twice.
+"""`plan --reference --engine-tp N --backup`, for reinforcement learning: what the trainer, the
+reference model, the inference engine and the backup of the weights hold on a node in each phase,
+and which weights a node holds twice.
 
 Must fail for these mutants: an engine's weights are not divided by its ranks; a holder is counted
 before its phase.

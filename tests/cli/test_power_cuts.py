@@ -1,7 +1,7 @@
 """Power cuts on real ext4 and xfs file systems: the power fails before a system call of a save (a
-sample of the calls, or each in turn), with 2 and 4 ranks, and with the file system's journal written
-or lost. After the recovery every visible step (saved checkpoint directory) is intact, and no step
-is lost that was visible before the save or that the save has acknowledged by its exit code 0.
+sample of the calls, or each in turn), with 2 and 4 ranks, and with the file system's log written or
+lost. After the recovery every visible step (saved checkpoint directory) is intact, and no step is
+lost that was visible before the save or that the save has acknowledged by exit code 0.
 
 Must fail for these mutants: a rank reports its data before they are synced; a step is visible
 before its files are durable.
