@@ -111,14 +111,14 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Mostly matrices, whose 8-bit moments have a scale for each 128 elements of a row. Two or four
     ranks divide `o_proj` and `down_proj` along dim 1 at multiples of 128."""
     torch = pytest.importorskip("torch")
-    maker = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     shapes = {
         "embed.weight": (523, 128), "layers.0.norm.weight": (130,),
         "layers.0.q_proj.weight": (65, 300), "layers.0.o_proj.weight": (37, 512),
         "layers.0.experts": (5, 3, 256), "layers.0.down_proj.weight": (19, 1024),
     }  # fmt: skip
     tensors = {
-        name: torch.randn(shape, generator=maker).mul(0.05).to(torch.bfloat16)
+        name: torch.randn(shape, generator=rng).mul(0.05).to(torch.bfloat16)
         for name, shape in shapes.items()
     }
     return write_checkpoint(tmp_path_factory.mktemp("rehearse") / "rows", tensors)

@@ -84,9 +84,9 @@ class Saved:
 @pytest.fixture(scope="module")
 def saved(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("reshard")
-    maker = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     tensors = {
-        name: torch.randn(shape, generator=maker).mul(0.05).to(torch.bfloat16)
+        name: torch.randn(shape, generator=rng).mul(0.05).to(torch.bfloat16)
         for name, shape in SHAPES.items()
     }
     directory = write_checkpoint(folder / "model", tensors | {"counts": torch.arange(9)}, files=3)

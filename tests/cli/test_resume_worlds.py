@@ -101,8 +101,8 @@ class Model:
         return False
 
     def resume(self, root: Path, state_format: str, cut: Cut) -> bool:
-        """Resumes, makes AFTER steps, and compares the digests with those of uninterrupted training.
-        Returns whether this layout can hold this format."""
+        """Resumes, makes AFTER steps, and asserts that the digests are those of uninterrupted
+        training. Returns whether this layout can hold this format."""
         words = ["resume", root, "--recipe", self.recipe, "--steps", AFTER, *cut.flags]
         if cut.holds(state_format):
             resumed = run_json(self.modicum, *words)

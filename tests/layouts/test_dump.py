@@ -49,9 +49,9 @@ FLOAT_SHAPES = {
 
 def some_bits(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
     """A tensor of every kind of bit pattern: also infinities, NaNs and subnormals."""
-    maker = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=maker)
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=rng)
     return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
 
 
