@@ -71,8 +71,8 @@ def calls_of_a_save(
 def test_a_failing_call_never_damages_a_step(
     modicum: Path, moe: Path, tmp_path: Path, faulty: FaultyFiles, fault: str, sample: int | None
 ) -> None:
-    """The fault hits each call of a save in turn, or a sample of them. The save fails with the right
-    error, or succeeds; an older step is unchanged, and no visible step is damaged."""
+    """The fault hits each call of a save in turn, or a sample of them. The save succeeds, or fails
+    with the right error; an older step is unchanged, and no visible step is damaged."""
     root = tmp_path / "root"
     run_json(modicum, "save", moe, root, "--step", 1, *TRAINED)
     old = bytes_of(root / "step-1")
@@ -110,8 +110,8 @@ def test_a_failing_call_never_damages_a_step(
 
 
 def assert_complete(step: Path, first: dict[str, bytes]) -> None:
-    """Asserts that a step has the files of the first one, and that its COMMIT has the length and the
-    uuid of its manifest.json."""
+    """Asserts that a step has the files of the first one, and that its COMMIT has the length and
+    the uuid of its manifest.json."""
     found = bytes_of(step)
     commit = json.loads(found.pop("COMMIT"))
     manifest = found.pop("manifest.json")
@@ -136,8 +136,8 @@ def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int
 def test_killed_saves_leave_an_intact_step(
     modicum: Path, moe: Path, tmp_path: Path, kills: int
 ) -> None:
-    """Four saves at a time write to one root, two of them with shards of dim 1. Each of them, or one
-    of its ranks, is killed at a random moment."""
+    """Four saves at a time write to one root, two of them with shards of dim 1. Each of them, or
+    one of its ranks, is killed at a random moment."""
     root = tmp_path / "root"
     begin = time.monotonic()
     run_json(modicum, "save", moe, root, "--step", 1, "--ranks", 2)
