@@ -115,8 +115,8 @@ def test_a_loss_scale_that_is_no_number_is_named(modicum: Path) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_per_parameter_with_children(modicum: Path, name: str) -> None:
-    """No page of the state is copied for the children that each of the two ranks forks: two at the
-    start and two more half-way."""
+    """No page of the state is copied for the children of the two ranks: each forks two, which live
+    until the last step, and two more during the middle step."""
     params = 12_000_000
     words = ("--params", params, "--state-format", name, "--ranks", 2, "--threads", 1)
     document = step(modicum, *words, "--steps", 5, "--fork-children", 2)
