@@ -304,7 +304,7 @@ def test_a_pipe_without_a_reader_is_an_error(modicum: Path, moe: Path) -> None:
     words = [modicum, "inspect", moe, "--json"]
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == 13, done.stderr
-    # The exit code of the missing directory, although nobody reads the error.
+    # The exit code of the missing directory, although the error has no reader.
     done = subprocess.run([modicum, "plan", "nowhere"], stderr=write, timeout=60)
     assert done.returncode == 13
     os.close(write)

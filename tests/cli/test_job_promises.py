@@ -51,7 +51,7 @@ def text(flags: tuple[object, ...]) -> str:
 @pytest.fixture(scope="module")
 def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("promises") / "moe"
-    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 20000)
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 1500)
     return directory
 
 

@@ -2,8 +2,8 @@
 smallest change of flags that fits. run.json is a document of `watch --json`, or the error of a
 refused run.
 
-Must fail for these mutants: another figure of the document is taken for what the run held, or for
-its limit; a suggested change does not fit when it is planned; a larger change comes before a
+Must fail for these mutants: another figure of the document counts as what the run held, or as its
+limit; a suggested change does not fit when it is planned; a larger change comes before a
 smaller one; a document of another kind is accepted; `--budget` is ignored.
 """
 

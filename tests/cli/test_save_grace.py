@@ -25,7 +25,7 @@ AMPLE_S = 10_000  # more than any save of the small model takes
 @pytest.fixture(scope="module")
 def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("grace") / "moe"
-    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 4000)
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe")
     return directory
 
 
