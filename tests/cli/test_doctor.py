@@ -40,7 +40,7 @@ for child in children:
     os.kill(child, signal.SIGKILL)
 """
 
-# Starts three workers by the start method of the argument.
+# Starts three workers by the start method in argv[1].
 WORKERS = """
 import multiprocessing, sys, time
 if __name__ == "__main__":

@@ -217,29 +217,29 @@ def test_ranks_of_a_killed_launcher_end(loading, strategy: str) -> None:
     assert one.process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
-def test_a_signal_to_the_launcher_ends_the_load(loading, told: signal.Signals, code: int) -> None:
-    _, done = end_after(loading, lambda one: one.process.send_signal(told))
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
+def test_a_signal_to_the_launcher_ends_the_load(loading, sent: signal.Signals, code: int) -> None:
+    _, done = end_after(loading, lambda one: one.process.send_signal(sent))
     assert done.code == code, done.stderr
     assert done.error["code"] == code
 
 
-@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
 @pytest.mark.parametrize("times", (20, pytest.param(100, marks=pytest.mark.soak)))
 def test_a_signal_to_the_process_group_blames_no_rank(
-    loading, told: signal.Signals, code: int, times: int
+    loading, sent: signal.Signals, code: int, times: int
 ) -> None:
     """scancel, systemd and timeout send SIGTERM to every process of a job: a rank that dies of the
     signal is not the cause of the failure."""
 
     def all_at_once(one: Loading) -> None:
-        os.killpg(one.process.pid, told)
+        os.killpg(one.process.pid, sent)
 
     def ranks_long_before_the_launcher(one: Loading) -> None:
         for pid in one.ranks:
-            os.kill(pid, told)
+            os.kill(pid, sent)
         time.sleep(0.05)
-        one.process.send_signal(told)
+        one.process.send_signal(sent)
 
     for turn in range(times):
         fault = (all_at_once, ranks_long_before_the_launcher)[turn % 2]
@@ -249,9 +249,9 @@ def test_a_signal_to_the_process_group_blames_no_rank(
         assert "culprit_rank" not in done.error and "culprit_pid" not in done.error
 
 
-@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
 def test_a_signal_ends_a_launcher_without_ranks(
-    modicum: Path, tmp_path: Path, told: signal.Signals, code: int
+    modicum: Path, tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
     """The signal arrives while `plan` plans for very many ranks, and while `synth` writes."""
     directory = tmp_path / "model"
@@ -269,8 +269,11 @@ def test_a_signal_ends_a_launcher_without_ranks(
             else:
                 stat = Path(f"/proc/{process.pid}/stat")
                 # The 14th field, utime, counts ticks of 10 ms: by then `plan` is planning.
-                until(lambda: int(stat.read_text().rsplit(")", 1)[1].split()[11]) > 30, "0.3 s")
-            process.send_signal(told)
+                until(
+                    lambda: int(stat.read_text().rsplit(")", 1)[1].split()[11]) > 30,
+                    "0.3 s of CPU time",
+                )
+            process.send_signal(sent)
             stdout, stderr = process.communicate(timeout=SOON_S)
         finally:
             process.kill()
@@ -333,8 +336,8 @@ def inject(modicum: Path, directory: Path, file: str, fault: str, *flags: object
 def test_a_failing_read_names_its_file(
     modicum: Path, small: Path, can_inject: None, strategy: str, when: int
 ) -> None:
-    """The n-th read of a file fails in each process: reads of the header come before those of
-    values."""
+    """The n-th read of a file by any process fails. The launcher reads a file twice, for its
+    header: a later read is a rank's, for values."""
     shards = sorted(file.name for file in small.glob("*.safetensors"))
     for file in (shards[0], shards[-1]):
         flags = ("--ranks", 2, "--strategy", strategy)

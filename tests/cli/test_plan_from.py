@@ -48,9 +48,9 @@ def test_the_smallest_change_fits(modicum: Path, flags: tuple[object, ...], tmp_
     for limit in (needed - 1, needed - needed // 5, needed // 2):
         done = run(modicum, "plan", *flags, "--from", written(tmp_path, watched(limit)), "--json")
         assert done.code == 15, done.stderr
-        told = done.json["from"]
-        assert (told["held_bytes"], told["limit_bytes"]) == (90 * MIB, limit)
-        change = told["change"]
+        past = done.json["from"]
+        assert (past["held_bytes"], past["limit_bytes"]) == (90 * MIB, limit)
+        change = past["change"]
         assert change == done.json["would_fit"][0]
         words = shlex.split(change["flags"])  # flag, value, flag, value, ...
         again = run_json(modicum, "plan", *changed(flags, words), "--budget", limit)
@@ -58,12 +58,12 @@ def test_the_smallest_change_fits(modicum: Path, flags: tuple[object, ...], tmp_
         words_of_changes = [len(of["flags"].split()) for of in done.json["would_fit"]]
         assert words_of_changes[0] == min(words_of_changes)
         over = f" ({sizes(90 * MIB - limit)} over)" if limit < 90 * MIB else ""
-        assert told["over_bytes"] == max(0, 90 * MIB - limit)
+        assert past["over_bytes"] == max(0, 90 * MIB - limit)
         begin = f"this run held 90.00 MiB, the limit was {sizes(limit)}{over}; "
-        assert told["sentence"].startswith(f"{begin}the smallest change that fits is {words[0]}")
-        assert told["sentence"].endswith(f": at most {sizes(change['peak_bytes'])} on a node")
+        assert past["sentence"].startswith(f"{begin}the smallest change that fits is {words[0]}")
+        assert past["sentence"].endswith(f": at most {sizes(change['peak_bytes'])} on a node")
         text = run(modicum, "plan", *flags, "--from", tmp_path / "run.json").stdout
-        assert told["sentence"] in text.splitlines()
+        assert past["sentence"] in text.splitlines()
 
 
 def test_more_nodes_are_a_change(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
@@ -82,11 +82,14 @@ def test_a_refused_run_would_have_held_its_need(
     refused = run(modicum, "load", *flags, "--budget", "40MiB", "--json")
     assert refused.code == 15
     error = refused.error
-    told = run(modicum, "plan", *flags, "--from", written(tmp_path, refused.json), "--json").json
-    assert told["from"]["refused"] and told["from"]["over_bytes"] == error["shortfall_bytes"]
-    assert (told["from"]["held_bytes"], told["from"]["limit_bytes"]) == (error["got"], 40 * MIB)
-    assert told["from"]["sentence"].startswith(f"this run would have held {sizes(error['got'])}")
-    assert told["shortfall_bytes"] == error["shortfall_bytes"]
+    planned = run(modicum, "plan", *flags, "--from", written(tmp_path, refused.json), "--json").json
+    assert planned["from"]["refused"] and planned["from"]["over_bytes"] == error["shortfall_bytes"]
+    assert (planned["from"]["held_bytes"], planned["from"]["limit_bytes"]) == (
+        error["got"],
+        40 * MIB,
+    )
+    assert planned["from"]["sentence"].startswith(f"this run would have held {sizes(error['got'])}")
+    assert planned["shortfall_bytes"] == error["shortfall_bytes"]
 
 
 def test_a_killed_run_has_the_limit_of_its_kill(
@@ -94,10 +97,10 @@ def test_a_killed_run_has_the_limit_of_its_kill(
 ) -> None:
     kill = {"name": "python3", "limit_bytes": 85 * MIB, "held_bytes": 3, "phase": None}
     path = written(tmp_path, watched(None, killed=kill))
-    told = run(modicum, "plan", *flags, "--from", path, "--json").json["from"]
-    assert told["killed"] and told["limit_bytes"] == 85 * MIB
+    past = run(modicum, "plan", *flags, "--from", path, "--json").json["from"]
+    assert past["killed"] and past["limit_bytes"] == 85 * MIB
     assert (
-        "the limit was 85.00 MiB (5.00 MiB over) and the kernel killed python3" in told["sentence"]
+        "the limit was 85.00 MiB (5.00 MiB over) and the kernel killed python3" in past["sentence"]
     )
 
 
@@ -105,10 +108,10 @@ def test_a_run_that_fits_needs_no_change(
     modicum: Path, flags: tuple[object, ...], tmp_path: Path
 ) -> None:
     path = written(tmp_path, watched(64 << 30))
-    told = run_json(modicum, "plan", *flags, "--from", path)
-    assert told["fits"] and told["from"]["change"] is None
-    assert told["from"]["sentence"].endswith("; the planned run fits without a change")
-    assert told["budget"] == {"bytes": 64 << 30, "source": "run.json"}
+    planned = run_json(modicum, "plan", *flags, "--from", path)
+    assert planned["fits"] and planned["from"]["change"] is None
+    assert planned["from"]["sentence"].endswith("; the planned run fits without a change")
+    assert planned["budget"] == {"bytes": 64 << 30, "source": "run.json"}
 
 
 def test_a_budget_takes_the_place_of_the_limit(
@@ -122,13 +125,13 @@ def test_a_budget_takes_the_place_of_the_limit(
     for none in ((), ("--budget", "none")):
         error = failure(modicum, 2, "plan", *flags, "--from", path, *none)
         assert "no limit" in error["message"]
-    told = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
-    assert told["limit_bytes"] == 64 << 30
+    past = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
+    assert past["limit_bytes"] == 64 << 30
     document["timeline"]["budget_bytes"] = 63 << 30
-    told = run_json(modicum, "plan", *flags, "--from", written(tmp_path, document))["from"]
-    assert told["limit_bytes"] == 63 << 30
-    told = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
-    assert "the budget is 64.00 GiB" in told["sentence"]
+    past = run_json(modicum, "plan", *flags, "--from", written(tmp_path, document))["from"]
+    assert past["limit_bytes"] == 63 << 30
+    past = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
+    assert "the budget is 64.00 GiB" in past["sentence"]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_holders_by_phase(modicum: Path, moe: Path) -> None:
     for node in nodes_of(plan):
         job = {of["phase"]: of for of in node["job"]["phases"]}
         shards = with_tables(job["load"]["by_purpose"]["shards"])
-        engine = with_tables(-(-model // 2) * 2)  # the node's two ranks hold half of it each
+        engine = with_tables(-(-model // 2) * 2)  # half of the model on each of two ranks
         # By phase: which holders begin, or change their bytes.
         expected = [
             ("load", {"trainer": job["load"]["bytes"]}),

@@ -1,6 +1,6 @@
-"""What `modicum watch` records of a program that uses Modicum, without a flag of that program: what
-each process held over time and for which purpose (its owner), the phases and the promise; the same
-as a trace, and compared with another run.
+"""What `modicum watch` records of a program that uses Modicum, without a flag of that program: the
+memory of each process over time, divided by its purpose (the owner), the phases, and the promise.
+`--trace` and `--compare` use these records.
 
 Must fail for these mutants: the owners do not add up to the peak; a rank reports nothing, or the
 promise of another rank; a kill has no phase or no owner; a trace has no counters; a comparison
@@ -50,11 +50,13 @@ def track_of(timeline: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def test_a_load_reports_its_ledger(modicum: Path, model: Path) -> None:
-    told, done = watched(modicum, "load", model, "--ranks", 2, *HOLD_SHARDS, "--json")
+    document, done = watched(modicum, "load", model, "--ranks", 2, *HOLD_SHARDS, "--json")
     loaded = json.loads(done.stderr)
-    timeline = told["timeline"]
-    assert max(totals(timeline)) == told["peak"]["bytes"] == told["peak_bytes"]
-    assert totals(timeline)[timeline["t_s"].index(told["peak"]["at_s"])] == told["peak_bytes"]
+    timeline = document["timeline"]
+    assert max(totals(timeline)) == document["peak"]["bytes"] == document["peak_bytes"]
+    assert (
+        totals(timeline)[timeline["t_s"].index(document["peak"]["at_s"])] == document["peak_bytes"]
+    )
     assert timeline["t_s"] == sorted(timeline["t_s"])
     assert timeline["budget_bytes"] == 6 << 30
     for rank in loaded["ranks"]:
@@ -62,13 +64,13 @@ def test_a_load_reports_its_ledger(modicum: Path, model: Path) -> None:
         assert track["pid"] == rank["pid"]
         shards = max(value or 0 for value in track["owners"]["shards"])
         assert 0.9 * rank["ledger_peak_bytes"] < shards <= rank["ledger_peak_bytes"]
-        (process,) = [one for one in told["processes"] if one["pid"] == rank["pid"]]
+        (process,) = [one for one in document["processes"] if one["pid"] == rank["pid"]]
         for at_s, value in zip(timeline["t_s"], track["owners"]["shards"], strict=True):
             lives = process["begin_s"] - 1e-4 <= at_s <= process["end_s"] + 1e-4
             assert (value is not None) == lives, "a value exactly while the process lives"
         unexplained = max(value or 0 for value in track["owners"].get("unexplained", [0]))
         assert unexplained < 0.03 * shards + 4 * MIB
-    assert "of which parameters" in told["peak"]["cause"]
+    assert "of which parameters" in document["peak"]["cause"]
 
 
 def test_a_load_reports_its_phase_and_promise(modicum: Path, model: Path) -> None:
@@ -78,13 +80,13 @@ def test_a_load_reports_its_phase_and_promise(modicum: Path, model: Path) -> Non
     # Ranks report promises without page tables; the plan's node includes the launcher.
     launcher = 8 * MIB
     of_ranks = promised["bytes"] - promised["by_purpose"]["page_tables"] - launcher
-    told, _ = watched(modicum, "load", model, "--ranks", 2, "-q")
-    timeline = told["timeline"]
+    document, _ = watched(modicum, "load", model, "--ranks", 2, "-q")
+    timeline = document["timeline"]
     total = 0
     for rank in range(2):
         (phase,) = [one for one in timeline["phases"] if one["rank"] == rank]
         assert (phase["name"], phase["pid"]) == ("load", track_of(timeline, rank)["pid"])
-        assert 0 < phase["begin_s"] < phase["end_s"] <= told["elapsed_s"]
+        assert 0 < phase["begin_s"] < phase["end_s"] <= document["elapsed_s"]
         promise = track_of(timeline, rank)["promise_bytes"]
         inside = [phase["begin_s"] < at < phase["end_s"] for at in timeline["t_s"]]
         (value,) = {bytes for bytes in promise if bytes is not None}
@@ -96,8 +98,8 @@ def test_a_load_reports_its_phase_and_promise(modicum: Path, model: Path) -> Non
 
 def test_a_rehearsal_has_phases_of_each_kind(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     words = ["--optimizer", "adamw:fp32-split", "--steps", 3, "--save", tmp_path / "steps"]
-    told, _ = watched(modicum, "rehearse", gpt2, "--ranks", 2, *words, "-q")
-    phases = told["timeline"]["phases"]
+    document, _ = watched(modicum, "rehearse", gpt2, "--ranks", 2, *words, "-q")
+    phases = document["timeline"]["phases"]
     names = {rank: [one["name"] for one in phases if one["rank"] == rank] for rank in range(2)}
     assert names[0] == names[1]
     # After the save the old ranks make one more step, to be compared with the resumed ones.
@@ -105,7 +107,7 @@ def test_a_rehearsal_has_phases_of_each_kind(modicum: Path, gpt2: Path, tmp_path
     ends = [one["end_s"] for one in phases if one["rank"] == 0]
     begins = [one["begin_s"] for one in phases if one["rank"] == 0]
     assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False)), phases
-    assert any("moments" in track["owners"] for track in told["timeline"]["tracks"])
+    assert any("moments" in track["owners"] for track in document["timeline"]["tracks"])
 
 
 def test_a_program_that_reports_nothing_has_one_owner(modicum: Path) -> None:
@@ -160,7 +162,7 @@ def test_a_trace_has_phases_and_counters(modicum: Path, model: Path, tmp_path: P
 
 
 def test_a_trace_that_cannot_be_written_is_an_error(modicum: Path, tmp_path: Path) -> None:
-    """Before the command runs."""
+    """It is found before the command runs."""
     mark = tmp_path / "ran"
     words = ["watch", "--trace", tmp_path / "no" / "x.json", "--json", "--", "touch", mark]
     done = run(modicum, *words)
@@ -173,9 +175,9 @@ def test_a_comparison_names_the_owner_that_differs_most(
 ) -> None:
     files = []
     for strategy in ("own-shard", "full-per-rank"):
-        told, _ = watched(modicum, "load", model, "--ranks", 2, "--strategy", strategy, "-q")
+        document, _ = watched(modicum, "load", model, "--ranks", 2, "--strategy", strategy, "-q")
         files.append(tmp_path / f"{strategy}.json")
-        files[-1].write_text(json.dumps(told))
+        files[-1].write_text(json.dumps(document))
     compared = run_json(modicum, "watch", "--compare", *files)
     assert (compared["owner"], compared["phase"]) == ("window", "load")
     assert compared["difference_bytes"] == (
@@ -206,10 +208,10 @@ def test_invalid_comparisons_are_refused(modicum: Path, tmp_path: Path) -> None:
 
 
 def test_watching_a_load_costs_little(modicum: Path, model: Path) -> None:
-    told, _ = watched(modicum, "load", model, "--ranks", 4, "-q")
-    cost = told["watch"]
+    document, _ = watched(modicum, "load", model, "--ranks", 4, "-q")
+    cost = document["watch"]
     # `watch` may use 0.5 % of a core, and 200 ms at first. Twice the former, and 100 ms to start.
-    assert cost["cpu_s"] < 0.01 * told["elapsed_s"] + 0.3
+    assert cost["cpu_s"] < 0.01 * document["elapsed_s"] + 0.3
     assert cost["peak_bytes"] < 16 * MIB
 
 
