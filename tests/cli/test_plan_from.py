@@ -83,12 +83,10 @@ def test_a_refused_run_would_have_held_its_need(
     assert refused.code == 15
     error = refused.error
     planned = run(modicum, "plan", *flags, "--from", written(tmp_path, refused.json), "--json").json
-    assert planned["from"]["refused"] and planned["from"]["over_bytes"] == error["shortfall_bytes"]
-    assert (planned["from"]["held_bytes"], planned["from"]["limit_bytes"]) == (
-        error["got"],
-        40 * MIB,
-    )
-    assert planned["from"]["sentence"].startswith(f"this run would have held {sizes(error['got'])}")
+    past = planned["from"]
+    assert past["refused"] and past["over_bytes"] == error["shortfall_bytes"]
+    assert (past["held_bytes"], past["limit_bytes"]) == (error["got"], 40 * MIB)
+    assert past["sentence"].startswith(f"this run would have held {sizes(error['got'])}")
     assert planned["shortfall_bytes"] == error["shortfall_bytes"]
 
 
