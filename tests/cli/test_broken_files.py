@@ -1,8 +1,8 @@
 """Directories whose optional files are broken, and files that change while they are loaded.
 
-Must fail for these mutants: an unreadable config.json treated as an empty one; a wait for a FIFO of
-that name; warnings that one verb omits; a load that succeeds although a file was overwritten
-meanwhile.
+Must fail for these mutants: an unreadable config.json counts as an empty one; the program blocks on
+a config.json that is a FIFO; one verb omits its warnings; a load succeeds although a file was
+overwritten while it ran.
 """
 
 import json
@@ -19,11 +19,11 @@ from safetensors.torch import save_file
 import modicum as library
 from modicum import _modicum
 
-# Ways to make a file unreadable, and the exit code of a verb that has to read it.
+# By name: a function that makes a file unreadable, and the exit code of a verb that must read it.
 BREAKAGES: dict[str, tuple[Callable[[Path], Any], int]] = {
     "empty": (lambda path: path.write_text(""), 10),
     "cut off": (lambda path: path.write_text('{"model_type": "x"'), 10),
-    "no UTF-8": (lambda path: path.write_bytes(b'{"a": "\xff"}'), 10),
+    "not UTF-8": (lambda path: path.write_bytes(b'{"a": "\xff"}'), 10),
     "a key twice": (lambda path: path.write_text('{"a": 1, "a": 2}'), 10),
     "too large": (lambda path: path.write_bytes(b" " * ((16 << 20) + 1)), 10),
     "a directory": (lambda path: path.mkdir(), 13),
@@ -34,7 +34,8 @@ BREAKAGES: dict[str, tuple[Callable[[Path], Any], int]] = {
 
 
 def fp8_checkpoint(directory: Path) -> Path:
-    """FP8 codes whose scale grid fits blocks of 128 x 128 and of 96 x 128."""
+    """FP8 codes [192, 128] with scales [2, 1]: only weight_block_size in config.json can tell
+    whether a scale belongs to 128 rows or to 96."""
     directory.mkdir()
     tensors = {
         "w.weight": torch.ones(192, 128).to(torch.float8_e4m3fn),
@@ -45,6 +46,7 @@ def fp8_checkpoint(directory: Path) -> Path:
 
 
 def tied_checkpoint(directory: Path) -> Path:
+    """An embedding without lm_head.weight: only config.json can tell whether the two are tied."""
     directory.mkdir()
     save_file({"model.embed_tokens.weight": torch.ones(8, 4)}, directory / "model.safetensors")
     return directory
@@ -59,6 +61,7 @@ def test_a_broken_config_is_an_error_if_values_depend_on_it(
     for directory in (codes, tied):
         do_break(directory / "config.json")
     for verb in ("plan", "load"):
+        # Codes are dequantised with --dtype. Without it they are loaded as stored: a warning.
         error = failure(modicum, code, verb, codes, "--dtype", "bfloat16")
         assert (error["file"], error["tensor"]) == ("config.json", "w.weight")
         error = failure(modicum, code, verb, tied)
@@ -78,13 +81,13 @@ def test_every_verb_shows_its_warnings(modicum: Path, tmp_path: Path) -> None:
     (directory / "config.json").write_text("{")
     (directory / "adapter_config.json").write_text("{}")
     for verb, *flags in verbs:
-        said = run_json(modicum, verb, directory, *flags)["warnings"]
-        assert len(said) == 2
+        warnings = run_json(modicum, verb, directory, *flags)["warnings"]
+        assert len(warnings) == 2
         text = run(modicum, verb, directory, *flags).stdout
-        assert all(f"warning: {warning}\n" in text for warning in said)
+        assert all(f"warning: {warning}\n" in text for warning in warnings)
 
 
-def test_an_empty_recipe_is_refused(modicum: Path, tmp_path: Path) -> None:
+def test_an_empty_recipe_file_is_refused(modicum: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.json"
     recipe.touch()
     error = failure(modicum, 2, "plan", tied_checkpoint(tmp_path / "m"), "--recipe", recipe)
@@ -92,14 +95,16 @@ def test_an_empty_recipe_is_refused(modicum: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["true", "1", '"x"', "[]", "{}"])
-def test_an_unknown_key_of_deepspeeds_is_refused(modicum: Path, tmp_path: Path, value: str) -> None:
+def test_an_unknown_key_of_a_ds_config_is_refused(
+    modicum: Path, tmp_path: Path, value: str
+) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(f'{{"bf16": {{"enabled": true}}, "unknown": {value}}}')
     error = failure(modicum, 2, "plan", tied_checkpoint(tmp_path / "m"), "--deepspeed", config)
     assert (error["category"], error["file"]) == ("UNSUPPORTED", "ds_config.json")
 
 
-def test_a_ds_config_that_is_no_json_is_named(modicum: Path, tmp_path: Path) -> None:
+def test_the_error_of_a_ds_config_that_is_not_json_names_it(modicum: Path, tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text('{"bf16": ')
     error = failure(modicum, 2, "plan", tied_checkpoint(tmp_path / "m"), "--deepspeed", config)
@@ -108,15 +113,16 @@ def test_a_ds_config_that_is_no_json_is_named(modicum: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("strategy", ["own-shard", "node-reader", "replica-striped"])
 def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, strategy: str) -> None:
-    """A real file is touched while its n-th piece is copied to its destination. Strategies that
-    read the whole model first have compared the file's identity before."""
+    """The file's mtime changes while the n-th piece is copied to its destination, for each n. The
+    other strategies have read all of the file, and compared its identity, before the first copy."""
     directory = tmp_path / "model"
     directory.mkdir()
     path = directory / "model.safetensors"
     save_file({"w": torch.ones(1 << 20), "v": torch.ones(3, 5)}, path)
 
     def load(touched_at: int) -> int:
-        """Loads a checkpoint. Returns the number of pieces that were copied."""
+        """Loads, and changes the mtime during the copy with this number, counted from 1; never if
+        it is 0. Returns the number of copies."""
         os.utime(path, ns=(1, 1))
         recipe = library.make_recipe(library.open_checkpoint(directory))
         layout = library.make_layout(recipe, 1)
@@ -145,11 +151,15 @@ def test_a_file_that_changes_between_two_reads_is_a_conflict(tmp_path: Path, str
         assert "mtime 2 ns" in caught.value.got
 
 
-def test_python_has_the_warnings_too(tmp_path: Path) -> None:
+def test_open_checkpoint_has_the_warnings(tmp_path: Path) -> None:
     directory = tied_checkpoint(tmp_path / "model")
     assert library.open_checkpoint(directory).warnings == []
     (directory / "adapter_config.json").write_text(json.dumps({}))
     (warning,) = library.open_checkpoint(directory).warnings
     assert "adapter" in warning
+
+
+def test_make_recipe_refuses_an_empty_path(tmp_path: Path) -> None:
+    checkpoint = library.open_checkpoint(tied_checkpoint(tmp_path / "model"))
     with pytest.raises(library.UsageError):
-        library.make_recipe(library.open_checkpoint(directory), "")
+        library.make_recipe(checkpoint, "")

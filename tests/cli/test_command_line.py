@@ -1,10 +1,11 @@
-"""No flag is accepted without effect, no output is lost, and a refusal names an alternative.
+"""A flag that would do nothing is refused, output that cannot be written is an error, and the
+refusal of a plan that does not fit names alternatives that do.
 
-Must fail for these mutants: an empty value treated as an absent flag; a regular expression that
-matches no tensor; a number parsed as octal; exit code 0 for a plan that does not fit; a suggested
-alternative that does not fit; exit code 0 after lost output; output written into a file that reused
-the number of a closed descriptor; more ranks than the machine can start; a target without a name; a
-table that is wider than a terminal; a synth without progress.
+Must fail for these mutants: an empty value counts as an absent flag; a regular expression that
+matches no tensor is accepted; a number is parsed as octal; a plan that does not fit, or lost
+output, ends with exit code 0; a suggested alternative does not fit; output goes into a file that
+was opened under the number of a closed descriptor; more ranks than the machine can start are
+accepted, or a target without a name; a table is wider than a terminal; synth shows no progress.
 """
 
 import json
@@ -69,16 +70,16 @@ def flags_with_values(modicum: Path, verb: str) -> Iterator[str]:
         "doctor",
     ),
 )
-def test_empty_values(modicum: Path, moe: Path, verb: str) -> None:
+def test_empty_values_are_refused(modicum: Path, moe: Path, verb: str) -> None:
     flags = list(flags_with_values(modicum, verb))
     assert {"--budget", "--progress", "--threads"} <= set(flags)
-    place = () if verb in ("step", "doctor") else (moe,)
+    directory = () if verb in ("step", "doctor") else (moe,)
     for flag in flags:
         for words in ((flag, ""), (f"{flag}=",)):
-            error = failure(modicum, 2, verb, *place, *words)
+            error = failure(modicum, 2, verb, *directory, *words)
             assert error["category"] == "USAGE"
             assert flag in error["message"], error["message"]
-    if place:
+    if directory:
         assert failure(modicum, 2, verb, "")["category"] == "USAGE"
 
 
@@ -109,19 +110,22 @@ TP = ("--layout", "tp-fsdp", "--mesh", "1x2", "--ranks", 2)
         ("--layout", "zero1", "--expert-mesh", "1x1"),
     ],
 )
-def test_flags_that_would_do_nothing(modicum: Path, dense: Path, words: tuple[object, ...]) -> None:
+def test_flags_that_would_do_nothing_are_refused(
+    modicum: Path, dense: Path, words: tuple[object, ...]
+) -> None:
+    flags = [str(word) for word in words if str(word).startswith("--")]
     for verb in ("plan", "load"):
         message = failure(modicum, 2, verb, dense, *words)["message"]
-        assert [word for word in words if str(word).startswith("--") and str(word) in message]
+        assert any(flag in message for flag in flags), message
         assert "nomatch" in message or "nomatch" not in words
 
 
-def test_forecast_flags_without_a_forecast(modicum: Path, dense: Path) -> None:
+def test_flags_of_deepspeeds_forecast_need_its_config(modicum: Path, dense: Path) -> None:
     for words in (("--workers", 2), ("--persistent-workers",)):
         assert words[0] in failure(modicum, 2, "plan", dense, *words)["message"]
 
 
-def test_regular_expressions_that_match(modicum: Path, dense: Path, moe: Path) -> None:
+def test_regular_expressions_that_match_are_accepted(modicum: Path, dense: Path, moe: Path) -> None:
     run_json(modicum, "plan", dense, *TP, "--tp-rowwise", "c_proj", "--keep-fp32", "ln_f")
     run_json(modicum, "plan", moe, "--ranks", 2, "--expert-mesh", "1x2")
 
@@ -137,7 +141,7 @@ def test_numbers_are_decimal(modicum: Path, moe: Path) -> None:
         failure(modicum, 2, "step", f"--loss-scale={value}")
 
 
-def test_short_names_of_dtypes(modicum: Path, moe: Path) -> None:
+def test_short_names_of_dtypes_mean_torchs_names(modicum: Path, moe: Path) -> None:
     for short, name in (("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")):
         as_short = run_json(modicum, "plan", moe, "--dtype", short)
         assert as_short == run_json(modicum, "plan", moe, "--dtype", name)
@@ -154,7 +158,15 @@ def refused(modicum: Path, *words: object) -> dict[str, Any]:
     return done.json
 
 
-CHANGES = {"strategy", "staging_bytes", "state_format", "ranks_per_node", "peak_bytes", "flags"}
+ALTERNATIVE_KEYS = {
+    "strategy",
+    "staging_bytes",
+    "state_format",
+    "ranks_per_node",
+    "peak_bytes",
+    "flags",
+}
+# Flags of plans that are then refused for their budget.
 ASKED = [
     ("--strategy", "full-per-rank"),
     ("--strategy", "rank0-broadcast", "--staging", "8MiB"),
@@ -166,10 +178,11 @@ ASKED = [
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_suggested_alternatives_fit(modicum: Path, dense: Path, asked: tuple[object, ...]) -> None:
-    """Every suggested alternative fits: `plan` and `load` accept it as flags, with the same
-    bytes."""
+    """With the flags of an alternative `plan` fits and promises its bytes (tested for the first
+    six), and `load` promises the same (tested for the first)."""
     words = (dense, "--ranks", 4, *asked)
     strategy = asked[asked.index("--strategy") + 1] if "--strategy" in asked else "own-shard"
+    # Default staging shrinks to 1 MiB before a plan is refused.
     smallest = () if "--staging" in asked else ("--staging", "1MiB")
     least = node_peak(run_json(modicum, "plan", *words, *smallest), strategy)
     seen = 0
@@ -181,25 +194,17 @@ def test_suggested_alternatives_fit(modicum: Path, dense: Path, asked: tuple[obj
         error = failure(modicum, 15, "load", *words, "--budget", budget)
         assert error["shortfall_bytes"] == least - budget
         for one in document["would_fit"][:6]:
-            assert set(one) >= CHANGES
+            assert set(one) >= ALTERNATIVE_KEYS
             assert one["peak_bytes"] <= budget
-            again = alternative_flags(asked, one)
-            planned = run_json(modicum, "plan", dense, *again, "--budget", budget)
-            assert planned["fits"] is True
-            assert node_peak(planned, str(one["strategy"])) == one["peak_bytes"]
-            as_told = run_json(
-                modicum,
-                "plan",
-                dense,
-                *changed(("--ranks", 4, *asked), one["flags"]),
-                "--budget",
-                budget,
-            )
-            assert node_peak(as_told, str(one["strategy"])) == one["peak_bytes"]
+            given = ("--ranks", 4, *asked)
+            for flags in (flags_of_values(asked, one), changed(given, one["flags"])):
+                planned = run_json(modicum, "plan", dense, *flags, "--budget", budget)
+                assert planned["fits"] is True
+                assert node_peak(planned, str(one["strategy"])) == one["peak_bytes"]
             seen += 1
         if document["would_fit"]:
-            again = alternative_flags(asked, document["would_fit"][0])
-            loaded = run_json(modicum, "load", dense, *again, "--budget", budget)
+            flags = flags_of_values(asked, document["would_fit"][0])
+            loaded = run_json(modicum, "load", dense, *flags, "--budget", budget)
             promised = max(node["peak_bytes"] for node in loaded["nodes"])
             assert promised == document["would_fit"][0]["peak_bytes"]
     assert seen > 0
@@ -217,8 +222,9 @@ def changed(asked: tuple[object, ...], flags: str) -> list[object]:
     return result
 
 
-def alternative_flags(asked: tuple[object, ...], one: dict[str, Any]) -> list[object]:
-    """The requested flags, changed to those of an alternative."""
+def flags_of_values(asked: tuple[object, ...], one: dict[str, Any]) -> list[object]:
+    """The requested flags, changed to the values of an alternative: its `strategy`,
+    `staging_bytes`, `ranks_per_node` and `state_format`, but not its `flags`."""
     flags = f"--strategy {one['strategy']} --staging {one['staging_bytes']}"
     flags += f" --ranks-per-node {one['ranks_per_node']}"
     if one["state_format"] is not None:
@@ -232,19 +238,21 @@ def test_alternatives_change_as_little_as_possible(modicum: Path, dense: Path) -
     budget = node_peak(planned, "own-shard")
     found = refused(modicum, *words, "--budget", budget)["would_fit"]
     assert "own-shard" in {one["strategy"] for one in found}
-    for one in found:
+    for one in found:  # changes the strategy or the ranks per node, not both
         differs = (one["strategy"] != "full-per-rank") + (one["ranks_per_node"] != 4)
         assert differs == 1, one
 
 
-def test_budget_that_nothing_fits(modicum: Path, moe: Path) -> None:
+def test_a_budget_that_nothing_fits_has_no_alternatives(modicum: Path, moe: Path) -> None:
     document = refused(modicum, moe, "--ranks", 2, "--optimizer", "adamw:fp32", "--budget", 5)
     assert document["would_fit"] == []
     assert {row["name"] for row in document["strategies"]} == set(STRATEGIES)
     assert strategy_of(document, "own-shard")["nodes"]
 
 
-def test_text_of_a_plan_that_does_not_fit(modicum: Path, moe: Path) -> None:
+def test_the_text_of_a_plan_that_does_not_fit_names_an_alternative(
+    modicum: Path, moe: Path
+) -> None:
     words = ("plan", moe, "--ranks", 2, "--strategy", "own-shard", "--staging", "32MiB")
     done = run(modicum, *words, "--budget", "24MiB")
     assert done.code == 15
@@ -259,7 +267,7 @@ def test_text_of_a_plan_that_does_not_fit(modicum: Path, moe: Path) -> None:
 # ---- output
 
 
-def verbs_that_end_well(moe: Path, tmp_path: Path) -> Iterator[tuple[object, ...]]:
+def commands_that_succeed(moe: Path, tmp_path: Path) -> Iterator[tuple[object, ...]]:
     yield ("--help",)
     yield ("--version",)
     yield ("plan", "--help")
@@ -275,7 +283,8 @@ def verbs_that_end_well(moe: Path, tmp_path: Path) -> Iterator[tuple[object, ...
 
 
 def shell(modicum: Path, redirection: str, *words: object) -> int:
-    """The exit code of the program when a shell runs it with this redirection."""
+    """Runs the program in a shell with a redirection, such as ">/dev/full". Returns its exit
+    code."""
     command = f'exec "$0" "$@" {redirection}'
     return subprocess.run(["bash", "-c", command, modicum, *map(str, words)], timeout=60).returncode
 
@@ -283,24 +292,27 @@ def shell(modicum: Path, redirection: str, *words: object) -> int:
 def test_lost_output_is_an_error(modicum: Path, moe: Path, tmp_path: Path) -> None:
     for n, redirection in enumerate((">/dev/full 2>/dev/null", ">&- 2>/dev/null")):
         (tmp_path / str(n)).mkdir()
-        for words in verbs_that_end_well(moe, tmp_path / str(n)):
+        for words in commands_that_succeed(moe, tmp_path / str(n)):
             assert shell(modicum, redirection, *words) == 13, (redirection, words)
-    # A refusal keeps its own code, even if its output is lost.
+    # A refusal keeps its exit code (2), even if its output is lost.
     assert shell(modicum, ">/dev/full 2>/dev/null", "plan", moe, "--rank") == 2
 
 
-def test_pipe_without_a_reader(modicum: Path, moe: Path) -> None:
+def test_a_pipe_without_a_reader_is_an_error(modicum: Path, moe: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     words = [modicum, "inspect", moe, "--json"]
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, timeout=60)
     assert done.returncode == 13, done.stderr
+    # The exit code of the missing directory, although the error has no reader.
     done = subprocess.run([modicum, "plan", "nowhere"], stderr=write, timeout=60)
     assert done.returncode == 13
     os.close(write)
 
 
-def test_lost_stderr_is_no_error(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_lost_stderr_does_not_change_the_exit_code(
+    modicum: Path, moe: Path, tmp_path: Path
+) -> None:
     for redirection in ("2>/dev/full", "2>&-"):
         quiet = f"{redirection} >/dev/null"
         load = ("load", moe, "--ranks", 2, "--progress", "plain")
@@ -357,7 +369,7 @@ TABLE_COLUMNS = 120
     ids=lambda words: " ".join(map(str, words)),
 )
 def test_text_fits_a_terminal(modicum: Path, moe: Path, words: tuple[Any, ...]) -> None:
-    """Also with the longest names and figures."""
+    """No line of a table is longer than 120 columns, even with the longest names and figures."""
     verb, *flags = words
     text = run(modicum, verb, moe, *flags).stdout
     assert len(text.splitlines()) > 5
@@ -390,7 +402,8 @@ def test_progress_has_a_rate_only_after_the_first_bytes(modicum: Path, moe: Path
 def test_closed_descriptors_are_not_reused_by_files(
     modicum: Path, moe: Path, tmp_path: Path
 ) -> None:
-    """Printed output must not end up in a written file."""
+    """A file that is opened while descriptor 1 is closed would become descriptor 1, and the
+    program's output would go into it."""
     right = tmp_path / "right"
     run_json(modicum, "load", moe, "--ranks", 2, "--dump", right, "--progress", "plain")
     words = ("load", moe, "--ranks", 2, "--progress", "plain")
@@ -406,12 +419,13 @@ def test_closed_descriptors_are_not_reused_by_files(
             assert (made / file.name).read_bytes() == file.read_bytes(), closed
 
 
-def limit_files() -> None:
+def limit_file_sizes() -> None:
+    """Called in the child: no file may grow over 4 KiB."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
-def test_file_that_may_not_grow(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """SIGXFSZ must not kill the program, and the partial file is removed."""
+def test_a_file_that_may_not_grow_is_removed(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """The kernel sends SIGXFSZ, which must not kill the program."""
     out = tmp_path / "out"
     for words in (("load", moe, "--ranks", 2, "--dump", out), ("synth", out, "--arch", "tiny-moe")):
         done = subprocess.run(
@@ -419,7 +433,7 @@ def test_file_that_may_not_grow(modicum: Path, moe: Path, tmp_path: Path) -> Non
             capture_output=True,
             text=True,
             timeout=60,
-            preexec_fn=limit_files,
+            preexec_fn=limit_file_sizes,
         )
         assert done.returncode == 13, (words, done.returncode, done.stderr)
         assert "EFBIG" in json.loads(done.stdout)["error"]["message"]
@@ -429,7 +443,7 @@ def test_file_that_may_not_grow(modicum: Path, moe: Path, tmp_path: Path) -> Non
 # ---- ranks and digests
 
 
-def test_too_many_ranks_for_the_machine(modicum: Path, moe: Path) -> None:
+def test_too_many_ranks_for_the_machine_are_refused(modicum: Path, moe: Path) -> None:
     most = 16 * len(os.sched_getaffinity(0))
     rehearse = ("rehearse", moe, "--optimizer", "adamw:fp32")
     step = ("step", "--params", "10K", "--no-compare")
@@ -441,7 +455,7 @@ def test_too_many_ranks_for_the_machine(modicum: Path, moe: Path) -> None:
     assert len(run_json(modicum, "load", moe, *over)["ranks"]) == most + 1
 
 
-def test_expected_digest(modicum: Path, moe: Path) -> None:
+def test_only_the_expected_digest_passes(modicum: Path, moe: Path) -> None:
     digest = run_json(modicum, "load", moe, "--digest")["digest"]
     assert run_json(modicum, "load", moe, "--expect-digest", digest)["digest"] == digest
     other = f"{int(digest, 16) ^ 1:016x}"

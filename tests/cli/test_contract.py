@@ -1,8 +1,8 @@
-"""The contract with scripts: help, exit codes, error objects, JSON keys, and that `plan` predicts
-exactly the run that `load` makes.
+"""What scripts rely on: help, exit codes, error objects, JSON keys, and that `plan` predicts
+exactly the run that `load` makes with the same flags.
 
-Must fail for these mutants: a budget compared with `<` instead of `<=`; a plan with another staging
-size than the load; an error without its file or its shortfall; an existing output that is
+Must fail for these mutants: a budget is compared with `<` instead of `<=`; `plan` assumes another
+staging size than `load`; an error lacks its file or its shortfall; an existing output is
 overwritten.
 """
 
@@ -35,7 +35,7 @@ NUMBER = (int, float)
 
 @pytest.fixture(scope="module")
 def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model in one file."""
+    """A small MoE in one file."""
     directory = tmp_path_factory.mktemp("contract") / "moe"
     run_json(modicum, "synth", directory, "--arch", "tiny-moe")
     return directory
@@ -43,7 +43,7 @@ def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def broken(modicum: Path, tmp_path: Path) -> Path:
-    """A small model in several files, which a test may damage."""
+    """A small MoE in several files, which a test may damage."""
     directory = tmp_path / "broken"
     run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 800)
     assert len(shards_of(directory)) > 2
@@ -100,7 +100,7 @@ COLUMNS = 100
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_fits_a_terminal(modicum: Path, verb: str) -> None:
     text = run(modicum, verb, "--help").stdout
-    assert [line for line in text.splitlines() if len(line) > 100] == []
+    assert [line for line in text.splitlines() if len(line) > COLUMNS] == []
     assert "--progress" in text and "this list" in text
 
 
@@ -120,8 +120,8 @@ def test_help_fits_a_terminal(modicum: Path, verb: str) -> None:
 def test_unknown_words_name_the_nearest(
     modicum: Path, moe: Path, tmp_path: Path, words: tuple[str, ...], nearest: str
 ) -> None:
-    places = {"DIR": str(moe), "OUT": str(tmp_path / "out")}
-    words = tuple(places.get(word, word) for word in words)
+    paths = {"DIR": str(moe), "OUT": str(tmp_path / "out")}
+    words = tuple(paths.get(word, word) for word in words)
     done = run(modicum, *words)
     assert done.code == 2, done.stderr
     assert nearest in done.stderr
@@ -140,12 +140,12 @@ def test_plan_has_a_row_for_each_strategy_of_load(modicum: Path, moe: Path) -> N
 # ---- broken checkpoints
 
 
-def test_missing_directory(modicum: Path, tmp_path: Path) -> None:
+def test_a_missing_directory_is_an_io_error(modicum: Path, tmp_path: Path) -> None:
     for verb in ("plan", "load", "inspect"):
         assert failure(modicum, 13, verb, tmp_path / "nowhere")["category"] == "IO"
 
 
-def test_truncated_file(modicum: Path, broken: Path) -> None:
+def test_a_truncated_file_is_named(modicum: Path, broken: Path) -> None:
     shard = shards_of(broken)[1]
     shard.write_bytes(shard.read_bytes()[:-5])
     error = failure(modicum, 10, "load", broken, "--ranks", 2)
@@ -164,7 +164,9 @@ def test_truncated_file(modicum: Path, broken: Path) -> None:
         (b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[4,0]}}', "FORMAT.OFFSETS"),
     ],
 )
-def test_bad_header(modicum: Path, tmp_path: Path, header: bytes, category: str) -> None:
+def test_each_fault_of_a_header_has_its_category(
+    modicum: Path, tmp_path: Path, header: bytes, category: str
+) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
     error = failure(modicum, 10, "plan", tmp_path)
@@ -172,13 +174,13 @@ def test_bad_header(modicum: Path, tmp_path: Path, header: bytes, category: str)
     assert error["file"] == file.name
 
 
-def test_header_longer_than_the_file(modicum: Path, tmp_path: Path) -> None:
+def test_a_header_longer_than_its_file_is_refused(modicum: Path, tmp_path: Path) -> None:
     for length in (1 << 20, (1 << 63) + 1, (1 << 64) - 1):
         (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}")
         assert failure(modicum, 10, "plan", tmp_path)["category"].startswith("FORMAT.")
 
 
-def test_missing_shard(modicum: Path, broken: Path) -> None:
+def test_a_missing_file_is_named(modicum: Path, broken: Path) -> None:
     shard = shards_of(broken)[-1]
     shard.unlink()
     error = failure(modicum, 11, "load", broken)
@@ -186,7 +188,7 @@ def test_missing_shard(modicum: Path, broken: Path) -> None:
     assert error["file"] == shard.name
 
 
-def test_tensor_missing_from_its_shard(modicum: Path, broken: Path) -> None:
+def test_a_tensor_that_is_not_in_its_file_is_refused(modicum: Path, broken: Path) -> None:
     weight_map = {n: file.name for file in shards_of(broken) for n in header_of(file)[0]}
     weight_map.pop("__metadata__", None)
     name = next(iter(weight_map))
@@ -195,7 +197,7 @@ def test_tensor_missing_from_its_shard(modicum: Path, broken: Path) -> None:
     assert failure(modicum, 11, "plan", broken)["category"] == "INDEX.MISSING_TENSOR"
 
 
-def test_index_that_is_no_json(modicum: Path, broken: Path) -> None:
+def test_an_index_that_is_not_json_is_refused(modicum: Path, broken: Path) -> None:
     (broken / "model.safetensors.index.json").write_text('{"weight_map": ')
     assert failure(modicum, 11, "plan", broken)["category"] == "INDEX.JSON"
 
@@ -233,9 +235,9 @@ def test_existing_outputs_are_refused(modicum: Path, moe: Path, tmp_path: Path) 
 # ---- the budget
 
 
-def test_budget_to_the_byte(modicum: Path, moe: Path) -> None:
-    """A budget of the predicted peak is accepted; one byte less is refused, with the bytes of each
-    owner."""
+def test_the_budget_is_exact_to_the_byte(modicum: Path, moe: Path) -> None:
+    """A budget of the predicted peak is accepted. One byte less is refused, and the error has the
+    bytes of each purpose."""
     for strategy, staging in itertools.product(STRATEGIES, ("1MiB", "3MiB")):
         flags = (moe, "--ranks", 3, "--strategy", strategy, "--staging", staging)
         needed = node_peak(run_json(modicum, "plan", *flags), strategy)
@@ -248,6 +250,7 @@ def test_budget_to_the_byte(modicum: Path, moe: Path) -> None:
 
 
 def assert_over_budget(error: dict[str, Any], needed: int, allowed: int) -> None:
+    """Asserts that the error has both figures in bytes, and owners that add up to `needed`."""
     assert error["category"] == "BUDGET"
     assert error["got"] == needed and error["expected"] == allowed
     assert error["shortfall_bytes"] == needed - allowed
@@ -258,8 +261,8 @@ def assert_over_budget(error: dict[str, Any], needed: int, allowed: int) -> None
 
 
 def test_default_staging_shrinks_to_fit(modicum: Path, moe: Path) -> None:
-    """If the budget is a little below the need of the default, `plan` and `load` both shrink
-    staging."""
+    """A budget below the need of the default staging, but not below that of 1 MiB, makes `plan` and
+    `load` shrink staging to the same size."""
     flags = (moe, "--ranks", 3)
     needed = node_peak(run_json(modicum, "plan", *flags), "own-shard")
     least = node_peak(run_json(modicum, "plan", *flags, "--staging", "1MiB"), "own-shard")
@@ -292,7 +295,7 @@ def test_fits_is_about_the_requested_strategy(modicum: Path, moe: Path) -> None:
         assert refused_plan(modicum, *asked, needed - 1)["shortfall_bytes"] == 1
 
 
-def test_sizes(modicum: Path, moe: Path) -> None:
+def test_sizes_are_parsed(modicum: Path, moe: Path) -> None:
     sizes = {"1000": 1000, "7B": 7, "2KB": 2000, "1.5MB": 1_500_000, "3GB": 3 * 10**9}
     sizes |= {"1TB": 10**12, "2KiB": 2048, "0.5MiB": 1 << 19, "1.5GiB": 3 << 29, "1TiB": 1 << 40}
     sizes |= {"16G": 16 << 30, "1 GiB": 1 << 30, "16gb": 16 * 10**9, "2k": 2048, "010": 10}
@@ -307,9 +310,8 @@ def test_sizes(modicum: Path, moe: Path) -> None:
 # ---- keys
 
 
-def keys_of(value: dict[str, Any], **types: type | tuple[type, ...]) -> None:
-    """Asserts that each key exists, with a value of its type (a bool does not count as a
-    number)."""
+def assert_keys(value: dict[str, Any], **types: type | tuple[type, ...]) -> None:
+    """Asserts that each key exists and has a value of the given type. A bool is not a number."""
     for key, expected in types.items():
         assert key in value, f"no key {key} in {sorted(value)}"
         found = value[key]
@@ -320,11 +322,13 @@ def keys_of(value: dict[str, Any], **types: type | tuple[type, ...]) -> None:
 def test_keys_of_synth_and_inspect(modicum: Path, tmp_path: Path) -> None:
     directory = tmp_path / "moe"
     made = run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 800)
-    keys_of(made, files=int, tensors=int, data_bytes=int, written_bytes=int)
+    assert_keys(made, files=int, tensors=int, data_bytes=int, written_bytes=int)
     listed = run_json(modicum, "inspect", directory)
-    keys_of(listed, checkpoint=dict, dtypes=dict, files=list, tensors=list, warnings=list)
-    keys_of(listed, model_type=str, tie_word_embeddings=bool)
-    keys_of(listed["checkpoint"], bytes=int, tensors=int, files=int, parameters=int, identity=str)
+    assert_keys(listed, checkpoint=dict, dtypes=dict, files=list, tensors=list, warnings=list)
+    assert_keys(listed, model_type=str, tie_word_embeddings=bool)
+    assert_keys(
+        listed["checkpoint"], bytes=int, tensors=int, files=int, parameters=int, identity=str
+    )
     assert listed["checkpoint"]["files"] == len(listed["files"]) == made["files"] > 2
     assert listed["checkpoint"]["bytes"] == made["data_bytes"]
 
@@ -332,52 +336,55 @@ def test_keys_of_synth_and_inspect(modicum: Path, tmp_path: Path) -> None:
 def test_keys_of_plan(modicum: Path, moe: Path) -> None:
     flags = ("--ranks", 4, "--ranks-per-node", 2, "--budget", "auto")
     planned = run_json(modicum, "plan", moe, *flags)
-    keys_of(planned, checkpoint=dict, ranks=int, strategies=list, budget=dict, fits=bool)
-    keys_of(planned["checkpoint"], bytes=int, tensors=int, files=int)
-    keys_of(planned["budget"], bytes=int, source=str)
+    assert_keys(planned, checkpoint=dict, ranks=int, strategies=list, budget=dict, fits=bool)
+    assert_keys(planned["checkpoint"], bytes=int, tensors=int, files=int)
+    assert_keys(planned["budget"], bytes=int, source=str)
     assert planned["budget"]["source"].startswith(("cgroup v1 /", "cgroup v2 /", "MemAvailable"))
     for row in planned["strategies"]:
-        keys_of(row, name=str, storage_read_bytes=int, exchanged_bytes=int, nodes=list, ranks=list)
-        keys_of(row, overread_ratio=NUMBER)
+        assert_keys(
+            row, name=str, storage_read_bytes=int, exchanged_bytes=int, nodes=list, ranks=list
+        )
+        assert_keys(row, overread_ratio=NUMBER)
         assert [node["node"] for node in row["nodes"]] == [0, 1]
         assert [rank["node"] for rank in row["ranks"]] == [0, 0, 1, 1]
         for node in row["nodes"]:
-            check_node(node)
+            assert_node(node)
         for number, rank in enumerate(row["ranks"]):
-            keys_of(rank, rank=int, node=int, peak_bytes=int)
+            assert_keys(rank, rank=int, node=int, peak_bytes=int)
             assert rank["rank"] == number
 
 
-def check_node(node: dict[str, Any]) -> None:
-    """A node's peak is that of its largest phase, and a phase is the sum of its purposes."""
-    keys_of(node, node=int, peak_bytes=int, peak_phase=str, peak_cause=str, phases=list)
+def assert_node(node: dict[str, Any]) -> None:
+    """Asserts that a phase is the sum of its purposes, and that `peak_phase` is the largest phase.
+    The node's peak may be larger, since its ranks may have their own peaks in other phases."""
+    assert_keys(node, node=int, peak_bytes=int, peak_phase=str, peak_cause=str, phases=list)
     phases = {phase["phase"]: phase["bytes"] for phase in node["phases"]}
     assert phases[node["peak_phase"]] == max(phases.values())
     assert node["peak_bytes"] >= max(phases.values())
     for phase in node["phases"]:
-        keys_of(phase, phase=str, bytes=int, by_purpose=dict)
+        assert_keys(phase, phase=str, bytes=int, by_purpose=dict)
         assert sum(phase["by_purpose"].values()) == phase["bytes"]
 
 
 def test_keys_of_load(modicum: Path, moe: Path) -> None:
     loaded = run_json(modicum, "load", moe, "--ranks", 4, "--ranks-per-node", 2)
-    keys_of(loaded, strategy=str, elapsed_s=NUMBER, check_s=NUMBER, bytes_loaded=int)
-    keys_of(loaded, storage_read_bytes=int, coverage=str, check=str, nodes=list, ranks=list)
+    assert_keys(loaded, strategy=str, elapsed_s=NUMBER, check_s=NUMBER, bytes_loaded=int)
+    assert_keys(loaded, storage_read_bytes=int, coverage=str, check=str, nodes=list, ranks=list)
     assert loaded["coverage"] == "proven" and loaded["check"] == "off"
     assert loaded["digest"] is None
     assert [node["node"] for node in loaded["nodes"]] == [0, 1]
     for node in loaded["nodes"]:
-        keys_of(node, peak_bytes=int, kernel_peak_bytes=int)
+        assert_keys(node, peak_bytes=int, kernel_peak_bytes=int)
     figures = ("rank", "pid", "promised_bytes", "ledger_peak_bytes", "kernel_peak_bytes")
     figures += ("baseline_bytes", "unexplained_bytes", "page_cache_peak_bytes")
     for number, rank in enumerate(loaded["ranks"]):
-        keys_of(rank, **dict.fromkeys((*figures, "storage_read_bytes"), int))
+        assert_keys(rank, **dict.fromkeys((*figures, "storage_read_bytes"), int))
         assert rank["rank"] == number
         explained = rank["ledger_peak_bytes"] + rank["baseline_bytes"]
         assert rank["unexplained_bytes"] == rank["kernel_peak_bytes"] - explained
     assert len({rank["pid"] for rank in loaded["ranks"]}) == 4
     with_digest = run_json(modicum, "load", moe, "--digest", "--check", "values")
-    keys_of(with_digest, digest=str, check_s=NUMBER)
+    assert_keys(with_digest, digest=str, check_s=NUMBER)
     assert with_digest["check"] == "ok"
 
 
@@ -398,8 +405,8 @@ def test_progress_goes_to_stderr(modicum: Path, moe: Path) -> None:
 
 
 def flag_grid() -> Iterator[tuple[object, ...]]:
-    """Flags that cover every layout, destination and dtype, but not every combination."""
-    worlds = ((1, 1), (3, 3), (5, 2), (8, 4))
+    """Worlds on one and several nodes, each with several dtypes, layouts and destinations."""
+    worlds = ((1, 1), (3, 3), (5, 2), (8, 4))  # ranks, and ranks per node
     ways = (
         (),
         ("--dtype", "float32"),
@@ -429,9 +436,9 @@ def test_plan_promises_the_run_that_load_makes(modicum: Path, moe: Path, strateg
             assert rank["ledger_peak_bytes"] <= rank["promised_bytes"], flags
 
 
-def test_traffic_of_the_strategies(modicum: Path, moe: Path) -> None:
-    """own-shard reads each byte once over all ranks, rank0-broadcast once on rank 0, full-per-rank
-    once on each rank."""
+def test_strategies_plan_to_read_what_they_are_named_for(modicum: Path, moe: Path) -> None:
+    """own-shard reads each stored byte once over all ranks, rank0-broadcast once on rank 0,
+    full-per-rank once on each rank."""
     planned = run_json(modicum, "plan", moe, "--ranks", 4)
     stored = planned["checkpoint"]["bytes"]
     reads = {row["name"]: row["storage_read_bytes"] for row in planned["strategies"]}
@@ -440,8 +447,7 @@ def test_traffic_of_the_strategies(modicum: Path, moe: Path) -> None:
     assert reads["full-per-rank"] == 4 * stored
 
 
-def test_offsets_equal_the_headers(modicum: Path, moe: Path) -> None:
-    """`inspect` agrees with an independent parse of the header."""
+def test_inspect_shows_the_offsets_of_the_header(modicum: Path, moe: Path) -> None:
     file = moe / "model.safetensors"
     for tensor in run_json(modicum, "inspect", moe)["tensors"]:
         assert tensor["begin"] == offset_of(file, tensor["name"])

@@ -1,8 +1,8 @@
 """`modicum doctor` on this machine, and on running programs whose memory is known.
 
-Must fail for these mutants: the limits and the cgroup of `doctor` itself shown for another process;
-a child's pages counted as shared although one side has written them; children of a fork server
-shown as forks; arenas of malloc that are not found.
+Must fail for these mutants: `doctor --pid` shows its own limits and its own cgroup; a page counts
+as shared with a child although one of the two has written it since the fork; children of a fork
+server are shown as forks; malloc's arenas are not found.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from program import failure, run, run_json
 MIB = 1 << 20
 SEVERITIES = ("info", "warning", "danger")
 
+# Of 64 MiB that two children inherit, the parent writes 16 MiB again after the forks.
 FORKS = """
 import mmap, os, signal, sys
 block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -39,6 +40,7 @@ for child in children:
     os.kill(child, signal.SIGKILL)
 """
 
+# Starts three workers by the start method in argv[1].
 WORKERS = """
 import multiprocessing, sys, time
 if __name__ == "__main__":
@@ -54,6 +56,7 @@ if __name__ == "__main__":
         worker.join()
 """
 
+# Four threads hold 32 MiB each, in small blocks: glibc gives each thread its own arena.
 ARENAS = """
 import ctypes, sys, threading
 libc = ctypes.CDLL(None)
@@ -61,7 +64,7 @@ libc.malloc.restype = ctypes.c_void_p
 libc.malloc.argtypes = [ctypes.c_size_t]
 done = threading.Barrier(5)
 def hold():
-    for _ in range(512):  # 32 MiB, in blocks that malloc takes from its heaps
+    for _ in range(512):  # blocks below malloc's threshold for mmap
         ctypes.memset(libc.malloc(65536), 1, 65536)
     done.wait()
     end.wait()
@@ -78,7 +81,8 @@ sys.stdin.read()
 def running(
     directory: Path, program: str, *words: str, **options: Any
 ) -> Iterator[tuple[int, list[str]]]:
-    """Starts a Python program. Returns its pid and the words of its first line, once printed."""
+    """Starts a Python program, and ends it by closing its stdin. Yields its pid, and the words of
+    its first line once that is printed."""
     script = directory / "program.py"
     script.write_text(program)
     process = subprocess.Popen(
@@ -97,11 +101,12 @@ def running(
         process.stdout.close()
 
 
-def by_id(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def findings_of(document: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {finding["id"]: finding for finding in document["findings"]}
 
 
-def limit_files() -> None:
+def limit_open_files() -> None:
+    """Called in the child: at most 1000 open files, a limit that it could raise to 2000."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 2000))
 
 
@@ -109,14 +114,14 @@ def number(path: str) -> int:
     return int(Path(path).read_text())
 
 
-def test_this_machine(modicum: Path) -> None:
+def test_findings_are_the_kernels_figures(modicum: Path) -> None:
     document = run_json(modicum, "doctor")
     assert set(document) == {"findings"}
     for finding in document["findings"]:
         assert finding["severity"] in SEVERITIES
         assert finding["summary"] and finding["advice"]
         assert "\n" not in finding["summary"] + finding["advice"]
-    found = by_id(document)
+    found = findings_of(document)
     assert found["max_map_count"]["value"] == number("/proc/sys/vm/max_map_count")
     assert found["overcommit"]["value"] == number("/proc/sys/vm/overcommit_memory")
     assert found["nofile"]["value"] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -132,9 +137,9 @@ def test_this_machine(modicum: Path) -> None:
     assert found["swap"]["limit_bytes"] == int(kib["SwapTotal:"]) * 1024
 
 
-def test_text_says_what_to_do(modicum: Path) -> None:
+def test_the_text_gives_advice(modicum: Path) -> None:
     done = subprocess.run(
-        [modicum, "doctor"], capture_output=True, text=True, timeout=60, preexec_fn=limit_files
+        [modicum, "doctor"], capture_output=True, text=True, timeout=60, preexec_fn=limit_open_files
     )
     assert done.returncode == 0
     head, _, *lines = done.stdout.splitlines()
@@ -144,19 +149,21 @@ def test_text_says_what_to_do(modicum: Path) -> None:
     assert all(len(line) < 250 for line in lines)
     assert run(modicum, "doctor", "-q").stdout == ""
     assert run(modicum, "doctor", "-v").stdout.count(" -> ") == len(
-        by_id(run_json(modicum, "doctor"))
+        findings_of(run_json(modicum, "doctor"))
     )
 
 
-def test_budget_that_is_not_left(modicum: Path) -> None:
-    assert by_id(run_json(modicum, "doctor", "--budget", "1MiB"))["budget"]["severity"] == "info"
-    found = by_id(run_json(modicum, "doctor", "--budget", "1000TB"))["budget"]
+def test_a_budget_above_the_free_memory_is_a_danger(modicum: Path) -> None:
+    found = findings_of(run_json(modicum, "doctor", "--budget", "1MiB"))["budget"]
+    assert found["severity"] == "info"
+    found = findings_of(run_json(modicum, "doctor", "--budget", "1000TB"))["budget"]
     assert found["severity"] == "danger" and found["value"] == 10**15
     assert found["limit_bytes"] < 10**15
 
 
 def shared_dirty(pid: int) -> int:
-    """Bytes of private pages that a process has written and that another process maps, too."""
+    """The dirty bytes of private mappings that another process maps, too, as the kernel counts
+    them: pages that a fork shared and that no side has written since."""
     total, is_private = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         words = line.split()
@@ -167,15 +174,15 @@ def shared_dirty(pid: int) -> int:
     return total
 
 
-def test_fork_exposure(modicum: Path, tmp_path: Path) -> None:
+def test_fork_exposure_is_what_children_may_still_copy(modicum: Path, tmp_path: Path) -> None:
     with running(tmp_path, FORKS) as (pid, children):
         document = run_json(modicum, "doctor", "--pid", pid)
         in_kernel = shared_dirty(pid)
-    found = by_id(document)
+    found = findings_of(document)
     exposed = document["fork_exposure_bytes"]
     assert document["pid"] == pid
     assert found["fork_exposure"]["value"] == exposed
-    # 48 of 64 MiB, and the interpreter.
+    # 48 MiB that the parent has not written again, and pages of the interpreter.
     assert 48 * MIB <= exposed <= 64 * MIB
     assert abs(exposed - in_kernel) <= MIB
     assert 16 * MIB <= found["fork_copies"]["value"] <= 24 * MIB
@@ -187,22 +194,22 @@ def test_fork_exposure(modicum: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ("fork", "spawn", "forkserver"))
-def test_start_method(modicum: Path, tmp_path: Path, method: str) -> None:
+def test_the_start_method_of_workers_is_found(modicum: Path, tmp_path: Path, method: str) -> None:
     with running(tmp_path, WORKERS, method) as (pid, workers):
         document = run_json(modicum, "doctor", "--pid", pid)
-    assert by_id(document)["start_method"]["value"] == method
-    assert f"3 by {method}" in by_id(document)["start_method"]["summary"]
+    assert findings_of(document)["start_method"]["value"] == method
+    assert f"3 by {method}" in findings_of(document)["start_method"]["summary"]
     sharers = {sharer["pid"]: sharer["ppid"] for sharer in document["sharers"]}
     assert set(sharers) == (set() if method == "spawn" else set(map(int, workers)))
     assert (set(sharers.values()) == {pid}) is (method == "fork")
 
 
-def test_heaps_of_malloc(modicum: Path, tmp_path: Path) -> None:
+def test_arenas_of_malloc_are_found(modicum: Path, tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
     with running(tmp_path, ARENAS, env=clean) as (pid, _):
-        many = by_id(run_json(modicum, "doctor", "--pid", pid))
+        many = findings_of(run_json(modicum, "doctor", "--pid", pid))
     with running(tmp_path, ARENAS, env={**clean, "MALLOC_ARENA_MAX": "1"}) as (pid, _):
-        one = by_id(run_json(modicum, "doctor", "--pid", pid))
+        one = findings_of(run_json(modicum, "doctor", "--pid", pid))
     assert 128 * MIB <= many["malloc_arenas"]["value"] <= 140 * MIB
     assert "MALLOC_ARENA_MAX not set" in many["malloc_arenas"]["summary"]
     assert one["malloc_arenas"]["value"] == 0
@@ -211,14 +218,14 @@ def test_heaps_of_malloc(modicum: Path, tmp_path: Path) -> None:
 
 
 def test_limits_are_those_of_the_process(modicum: Path, tmp_path: Path) -> None:
-    with running(tmp_path, WORKERS, "fork", preexec_fn=limit_files) as (pid, _):
-        found = by_id(run_json(modicum, "doctor", "--pid", pid))
+    with running(tmp_path, WORKERS, "fork", preexec_fn=limit_open_files) as (pid, _):
+        found = findings_of(run_json(modicum, "doctor", "--pid", pid))
     assert found["nofile"]["limit_count"] == 1000
     assert 3 <= found["nofile"]["value"] < 100
     assert found["max_map_count"]["value"] > 20
 
 
-def test_cgroup_of_the_process(modicum: Path) -> None:
+def test_the_limit_is_that_of_the_cgroup_of_the_process(modicum: Path) -> None:
     if reason := why_no_cage():
         pytest.skip(reason)
     with cage(400 * MIB) as group:
@@ -235,7 +242,7 @@ def test_cgroup_of_the_process(modicum: Path) -> None:
         assert '"id":"cgroup_memory","value":"none"' not in text
 
 
-def test_process_that_does_not_exist(modicum: Path) -> None:
+def test_a_process_that_does_not_exist_is_an_error(modicum: Path) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     error = failure(modicum, 13, "doctor", "--pid", gone.pid)

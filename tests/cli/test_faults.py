@@ -1,9 +1,9 @@
 """External faults while ranks load: killed, stopped and interrupted processes, failing reads.
 
-Must fail for these mutants: a supervisor that waits for a dead rank; a stopped rank reported as
-stalled, or not noticed; ranks that outlive their launcher; one rank blamed for a signal to the
-whole process group; a launcher that ignores that signal while it plans, forks or writes; EINTR
-treated as an error, EIO retried, a short read treated as complete.
+Must fail for these mutants: the launcher waits for a dead rank; a stopped rank is reported as
+stalled, or not noticed; ranks outlive their launcher; a rank is blamed for a signal to the whole
+process group; a launcher ignores SIGINT and SIGTERM while it plans, forks or writes; EINTR is an
+error; EIO is retried; a short read counts as complete.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from program import STRATEGIES, Ended, children_of, run_json, tree_of
 RANKS = 4
 SOON_S = 5.0
 DEADLINE_S = 60.0
-STOP_S, TOLERATED_S = 0.5, 1.5  # half a second less than the supervisor's grace
+STOP_S = 0.5  # how long a rank is stopped in the test of a short stop
+TOLERATED_S = 1.5  # the launcher fails a rank that it has seen stopped for 2 s
 TRIES = 4
 
 
@@ -35,7 +36,7 @@ def clock() -> Iterator[WaitingClock]:
 
 @pytest.fixture(scope="module")
 def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sparse model that takes seconds to load."""
+    """A sparse model whose load takes long enough to be hit by a fault."""
     directory = tmp_path_factory.mktemp("faults") / "large"
     run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b", "--sparse")
     return directory
@@ -49,13 +50,12 @@ def small(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def until(claim: Callable[[], bool], what: str, within_s: float = DEADLINE_S) -> float:
-    """Waits until a condition holds; returns how long it took."""
+def until(claim: Callable[[], bool], what: str, within_s: float = DEADLINE_S) -> None:
+    """Waits until a condition holds; `what` says which, for the error."""
     begin = time.monotonic()
     while not claim():
         assert time.monotonic() - begin < within_s, f"not within {within_s} s: {what}"
         time.sleep(0.002)
-    return time.monotonic() - begin
 
 
 def name_of(pid: int) -> str:
@@ -74,7 +74,7 @@ def is_running(pid: int) -> bool:
 
 
 class Loading:
-    """A running load of four ranks."""
+    """A running load of four ranks. `ranks` has their pids by rank, once `has_ranks` is true."""
 
     def __init__(self, clock: WaitingClock, modicum: Path, directory: Path, *flags: object) -> None:
         self.clock = clock
@@ -89,7 +89,7 @@ class Loading:
         self.ranks: list[int] = []
 
     def has_ranks(self) -> bool:
-        """Finds the rank processes and stores their pids by rank."""
+        """Whether all rank processes exist and have their names."""
         assert self.process.poll() is None, f"ended too early: {self.process.communicate()}"
         named = {name_of(pid): pid for pid in children_of(self.process.pid)}
         wanted = [f"modicum-rank-{rank}" for rank in range(RANKS)]
@@ -97,7 +97,7 @@ class Loading:
         return len(self.ranks) == RANKS
 
     def end(self, within_s: float = DEADLINE_S) -> Ended:
-        """Waits for the end; no process may be left."""
+        """Waits for the end. Asserts that it comes in time and that no rank process is left."""
         begin_s = time.monotonic()
         out, err = self.process.communicate(timeout=4 * DEADLINE_S)
         assert self.clock.seconds(begin_s) <= within_s
@@ -133,8 +133,8 @@ def loading(clock: WaitingClock, modicum: Path, large: Path) -> Iterator[Callabl
 def end_after(
     loading: Callable[..., Loading], fault: Callable[[Loading], None], *flags: object
 ) -> tuple[Loading, Ended]:
-    """Starts a load and hits it with a fault. On a busy machine a load may have succeeded before it
-    is hit: then another one is started."""
+    """Starts a load, causes the fault, and waits for the end. If the load has succeeded, because it
+    ended before the fault, tries again, `TRIES` times in all."""
     for _ in range(TRIES):
         one = loading(*flags)
         with contextlib.suppress(ProcessLookupError):
@@ -145,12 +145,13 @@ def end_after(
     return one, done
 
 
-def hit(rank: int, fault: signal.Signals) -> Callable[[Loading], None]:
+def signal_to(rank: int, fault: signal.Signals) -> Callable[[Loading], None]:
+    """A fault for `end_after`."""
     return lambda one: os.kill(one.ranks[rank], fault)
 
 
 def assert_blames(done: Ended, rank: int, pid: int, *causes: str) -> None:
-    """Exit code 17; the JSON and the message name the culprit."""
+    """Asserts that JSON and stderr name this rank and its pid, and stderr one of the causes."""
     assert done.code == 17, (done.code, done.stderr)
     assert done.error["category"] == "PEER" and done.error["code"] == 17
     assert done.error["culprit_rank"] == rank
@@ -165,19 +166,20 @@ def assert_blames(done: Ended, rank: int, pid: int, *causes: str) -> None:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("rank", (0, 2))
-def test_killed_rank(loading, strategy: str, rank: int) -> None:
-    one, done = end_after(loading, hit(rank, signal.SIGKILL), "--strategy", strategy)
+def test_a_killed_rank_is_blamed(loading, strategy: str, rank: int) -> None:
+    one, done = end_after(loading, signal_to(rank, signal.SIGKILL), "--strategy", strategy)
     assert_blames(done, rank, one.ranks[rank], "signal 9", "Killed", "SIGKILL")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_stopped_rank(loading, strategy: str) -> None:
-    one, done = end_after(loading, hit(1, signal.SIGSTOP), "--strategy", strategy)
+def test_a_stopped_rank_is_blamed(loading, strategy: str) -> None:
+    one, done = end_after(loading, signal_to(1, signal.SIGSTOP), "--strategy", strategy)
     assert_blames(done, 1, one.ranks[1], "stopped")
 
 
-def test_short_stop_is_tolerated(loading) -> None:
-    """On a busy machine a stop may last longer than requested, so its real length is measured."""
+def test_a_short_stop_is_tolerated(loading) -> None:
+    """On a busy machine a stop may last longer than requested, so it is measured, and repeated if
+    the launcher need not have tolerated it."""
     stops_s = []
     for _ in range(TRIES):
         one = loading()
@@ -199,8 +201,8 @@ def test_short_stop_is_tolerated(loading) -> None:
 
 
 @pytest.mark.parametrize("fault", [signal.SIGSEGV, signal.SIGTERM])
-def test_rank_that_dies_of_another_signal(loading, fault: signal.Signals) -> None:
-    one, done = end_after(loading, hit(0, fault))
+def test_a_rank_that_dies_of_another_signal_is_blamed(loading, fault: signal.Signals) -> None:
+    one, done = end_after(loading, signal_to(0, fault))
     assert_blames(done, 0, one.ranks[0], f"signal {fault.value}")
 
 
@@ -215,26 +217,29 @@ def test_ranks_of_a_killed_launcher_end(loading, strategy: str) -> None:
     assert one.process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
-def test_signal_to_the_launcher(loading, told: signal.Signals, code: int) -> None:
-    _, done = end_after(loading, lambda one: one.process.send_signal(told))
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
+def test_a_signal_to_the_launcher_ends_the_load(loading, sent: signal.Signals, code: int) -> None:
+    _, done = end_after(loading, lambda one: one.process.send_signal(sent))
     assert done.code == code, done.stderr
     assert done.error["code"] == code
 
 
-@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
 @pytest.mark.parametrize("times", (20, pytest.param(100, marks=pytest.mark.soak)))
-def test_signal_to_the_process_group(loading, told: signal.Signals, code: int, times: int) -> None:
-    """scancel, systemd and timeout signal every process: ranks that die of it are not culprits."""
+def test_a_signal_to_the_process_group_blames_no_rank(
+    loading, sent: signal.Signals, code: int, times: int
+) -> None:
+    """scancel, systemd and timeout send SIGTERM to every process of a job: a rank that dies of the
+    signal is not the cause of the failure."""
 
     def all_at_once(one: Loading) -> None:
-        os.killpg(one.process.pid, told)
+        os.killpg(one.process.pid, sent)
 
     def ranks_long_before_the_launcher(one: Loading) -> None:
         for pid in one.ranks:
-            os.kill(pid, told)
+            os.kill(pid, sent)
         time.sleep(0.05)
-        one.process.send_signal(told)
+        one.process.send_signal(sent)
 
     for turn in range(times):
         fault = (all_at_once, ranks_long_before_the_launcher)[turn % 2]
@@ -244,11 +249,11 @@ def test_signal_to_the_process_group(loading, told: signal.Signals, code: int, t
         assert "culprit_rank" not in done.error and "culprit_pid" not in done.error
 
 
-@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
-def test_signal_to_a_launcher_without_ranks(
-    modicum: Path, tmp_path: Path, told: signal.Signals, code: int
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 21)])
+def test_a_signal_ends_a_launcher_without_ranks(
+    modicum: Path, tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
-    """The signal arrives while it plans for very many ranks, and while it writes a checkpoint."""
+    """The signal arrives while `plan` plans for very many ranks, and while `synth` writes."""
     directory = tmp_path / "model"
     run_json(modicum, "synth", directory, "--arch", "gpt2", "--sparse")
     out = tmp_path / "out"
@@ -260,11 +265,15 @@ def test_signal_to_a_launcher_without_ranks(
         )
         try:
             if words[0] == "synth":
-                until(out.exists, "a directory that has been begun")
+                until(out.exists, "the output directory exists")
             else:
-                opened = Path(f"/proc/{process.pid}/stat")
-                until(lambda: int(opened.read_text().rsplit(")", 1)[1].split()[11]) > 30, "work")
-            process.send_signal(told)
+                stat = Path(f"/proc/{process.pid}/stat")
+                # The 14th field, utime, counts ticks of 10 ms: by then `plan` is planning.
+                until(
+                    lambda: int(stat.read_text().rsplit(")", 1)[1].split()[11]) > 30,
+                    "0.3 s of CPU time",
+                )
+            process.send_signal(sent)
             stdout, stderr = process.communicate(timeout=SOON_S)
         finally:
             process.kill()
@@ -273,8 +282,9 @@ def test_signal_to_a_launcher_without_ranks(
         assert not out.exists()
 
 
-def test_signal_while_very_many_ranks_are_started(modicum: Path, small: Path) -> None:
-    """The ranks wait until all have been started, so that the launcher has CPU time for signals."""
+def test_a_signal_ends_a_launcher_that_starts_very_many_ranks(modicum: Path, small: Path) -> None:
+    """Ranks that are already started sleep until all are, which leaves the launcher CPU time to see
+    the signal."""
     words = ("load", small, "--ranks", 5000, "--oversubscribe", "--budget", "none", "--json")
     process = subprocess.Popen(
         [modicum, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -310,7 +320,8 @@ def can_inject() -> None:
 
 
 def inject(modicum: Path, directory: Path, file: str, fault: str, *flags: object) -> Ended:
-    """A load in which strace makes preads of one file fail; asserts that the file was read."""
+    """Runs a load in which strace makes preads of one file fail. `fault` is strace's, such as
+    "error=EIO:when=2": the second pread of each process. Asserts that a pread was hit."""
     trace = directory.parent / "trace"
     strace = ("strace", "-f", "-o", trace, "-P", directory / file)
     strace += ("-e", "trace=pread64", "-e", f"inject=pread64:{fault}")
@@ -322,10 +333,11 @@ def inject(modicum: Path, directory: Path, file: str, fault: str, *flags: object
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("when", (1, 2, 3, 4))
-def test_failing_read(
+def test_a_failing_read_names_its_file(
     modicum: Path, small: Path, can_inject: None, strategy: str, when: int
 ) -> None:
-    """The n-th read of a file fails, in any process: first those of the header, then of values."""
+    """The n-th read of a file by any process fails. The launcher reads a file twice, for its
+    header: a later read is a rank's, for values."""
     shards = sorted(file.name for file in small.glob("*.safetensors"))
     for file in (shards[0], shards[-1]):
         flags = ("--ranks", 2, "--strategy", strategy)
@@ -345,8 +357,8 @@ def test_interrupted_reads_are_repeated(modicum: Path, small: Path, can_inject: 
         assert json.loads(done.stdout)["digest"] == right
 
 
-def test_end_of_file_in_the_middle(modicum: Path, small: Path, can_inject: None) -> None:
-    """A read of 0 bytes is not retried: the file was truncated."""
+def test_an_early_end_of_file_is_an_error(modicum: Path, small: Path, can_inject: None) -> None:
+    """A read that returns 0 bytes means that the file was truncated, and is not retried."""
     file = sorted(small.glob("*.safetensors"))[0].name
     for when in (1, 3):
         done = inject(modicum, small, file, f"retval=0:when={when}", "--ranks", 2)

@@ -1,9 +1,9 @@
-"""What `plan --optimizer` promises of a job, and what `save` promises of itself: to the byte the
-figures of `save`, `resume` and `rehearse --save`, and their ranks' ledgers, for layouts, state
-formats and worlds.
+"""`plan --optimizer` promises the memory of a whole job: load, step, save, resume and a resumed
+step. Its figures equal those of `save`, `resume` and `rehearse --save` to the byte, and these equal
+the ledgers of their ranks, for layouts, state formats and worlds.
 
-Must fail for these mutants: a save or a resume that is promised without its state; a phase with
-another one's memory; memory that a save promises and its ledger does not hold.
+Must fail for these mutants: a save or a resume is promised without its optimizer state; a phase is
+promised the memory of another phase; a save promises memory that its ledger does not hold.
 """
 
 import shutil
@@ -14,8 +14,9 @@ import pytest
 from program import failure, run, run_json, strategy_of
 
 MIB = 1 << 20
-BASELINE_BYTES = 2 * MIB  # of a rank process
+BASELINE_BYTES = 2 * MIB  # the default of --baseline: a rank process before the load
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
+# The flags of a layout, and the numbers of ranks for which it is tested.
 LAYOUTS: tuple[tuple[tuple[object, ...], tuple[int, ...]], ...] = (
     (("--layout", "none"), (1, 3)),
     (("--layout", "fsdp2"), (1, 2, 5)),
@@ -39,9 +40,8 @@ JOBS = [
     (*WORLDS[9], "--strategy", "rank0-broadcast", "--ranks-per-node", 1),
     (*WORLDS[10], "--strategy", "own-shard"),
 ]
-
-
-BLOCKS = (("--ranks", 3), ("--ranks", 4, "--layout", "hsdp", "--mesh", "2x2"))
+# Layouts that divide no block of 8-bit moments between ranks.
+WHOLE_BLOCKS = (("--ranks", 3), ("--ranks", 4, "--layout", "hsdp", "--mesh", "2x2"))
 
 
 def text(flags: tuple[object, ...]) -> str:
@@ -51,7 +51,7 @@ def text(flags: tuple[object, ...]) -> str:
 @pytest.fixture(scope="module")
 def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("promises") / "moe"
-    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 20000)
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 1500)
     return directory
 
 
@@ -65,7 +65,8 @@ def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_process(ledger_bytes: int) -> int:
-    """A rank's promise: these bytes of its ledger, the process, and the page tables."""
+    """The promise of a rank whose ledger's peak is `ledger_bytes`: these, the process, and page
+    tables of 8 bytes per 4 KiB, in whole pages, and one page per GiB."""
     pages = -(-(ledger_bytes // 512) // 4096) * 4096
     return ledger_bytes + BASELINE_BYTES + pages + -(-ledger_bytes // (1 << 30)) * 4096
 
@@ -91,7 +92,7 @@ def test_save_and_resume_hold_exactly_what_they_promise(
         assert_exact(run_json(modicum, "resume", root, *flags))
 
 
-@pytest.mark.parametrize("flags", BLOCKS, ids=text)
+@pytest.mark.parametrize("flags", WHOLE_BLOCKS, ids=text)
 def test_a_state_with_scales_is_held_as_promised(
     modicum: Path, gpt2: Path, tmp_path: Path, flags: tuple[object, ...]
 ) -> None:
@@ -109,13 +110,15 @@ def test_a_state_with_scales_is_held_as_promised(
 
 
 def job_of(modicum: Path, moe: Path, *flags: object) -> list[dict[str, Any]]:
-    """The job of each node, for the strategy that the flags name."""
+    """What `plan` promises of the job, for each node, with the strategy in the flags."""
     plan = run_json(modicum, "plan", moe, *flags)
     name = flags[flags.index("--strategy") + 1] if "--strategy" in flags else "own-shard"
     return [node["job"] for node in strategy_of(plan, str(name))["nodes"]]
 
 
 def promised(document: dict[str, Any]) -> list[int]:
+    """The promised bytes of each node in a document of `save` or `resume`, or in one phase of
+    `rehearse`."""
     return [node["promised_bytes"] for node in document["nodes"]]
 
 
@@ -128,11 +131,12 @@ def test_plan_promises_the_job(
     jobs = job_of(modicum, moe, *flags, *optimizer)
     saved = run_json(modicum, "save", moe, tmp_path / "s", "--step", 1, *flags, *optimizer)
     assert [job["save_peak_bytes"] for job in jobs] == promised(saved)
-    as_saved = [word for word in flags if word not in ("--frozen", "norm")]  # known to the step
-    resumed = run_json(modicum, "resume", tmp_path / "s", *as_saved)
+    # The step knows which parameters are frozen: they have no saved state.
+    resume_flags = [word for word in flags if word not in ("--frozen", "norm")]
+    resumed = run_json(modicum, "resume", tmp_path / "s", *resume_flags)
     assert [job["resume_peak_bytes"] for job in jobs] == promised(resumed)
-    rehearsing = (*flags, *optimizer, "--steps", 1, "--save", tmp_path / "r")
-    rehearsed = run_json(modicum, "rehearse", moe, *rehearsing)
+    rehearse_flags = (*flags, *optimizer, "--steps", 1, "--save", tmp_path / "r")
+    rehearsed = run_json(modicum, "rehearse", moe, *rehearse_flags)
     assert [job["peak_bytes"] for job in jobs] == rehearsed["promised_bytes"]
     names = ["load", "step", "save", "resume", "step_resumed"]
     for phase, name in zip(rehearsed["phases"], names, strict=True):
@@ -146,7 +150,8 @@ def test_plan_promises_the_job(
 def test_a_state_that_cannot_be_saved_is_reported(
     modicum: Path, gpt2: Path, tmp_path: Path
 ) -> None:
-    """Flat groups (ZeRO) divide blocks of 8-bit moments, so the state can't be saved."""
+    """Flat groups (ZeRO) divide blocks of 8-bit moments between ranks, so that the state cannot be
+    saved. The plan then has no job, and a warning names the parameter."""
     words = ("--ranks", 3, "--layout", "zero2", "--optimizer", "adamw:int8-moments")
     refused = failure(modicum, 2, "save", gpt2, tmp_path / "root", "--step", 1, *words)
     plan = run_json(modicum, "plan", gpt2, *words, "--budget", "1TiB")

@@ -1,9 +1,10 @@
-"""Compares predicted memory with the kernel's counters, read by the ranks and by another process,
-and tests it as the limit of a cgroup.
+"""The promised memory of loads, compared with the kernel's counters as the ranks and as another
+process read them, and set as the limit of a memory cgroup.
 
-Must fail for these mutants: a rank's prediction one page short; memory that is held and not
-charged; a window that outlives its use; a refusal after the first read of data; threads that are
-not predicted; a kill that says nothing of the need.
+Must fail for these mutants: a rank's promise is one page short; memory is held and not charged; a
+window (the buffer for whole tensors) outlives its use; a load is refused after its first read of
+data; the stacks of threads are not promised; the error after an OOM kill does not say how much the
+plan needs.
 """
 
 import json
@@ -21,7 +22,7 @@ from cage import Cage, cage, drop_page_cache, have, why_no_cage
 from program import STRATEGIES, Ended, node_peak, run, run_json, strategy_of, tree_of
 
 MIB = 1 << 20
-REFUSAL_BYTES = 32 * MIB
+REFUSAL_BYTES = 32 * MIB  # the most that a refused load may charge to its cgroup
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def qwen25(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def qwen3(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sparse qwen3-0.6b: it uses no disk, and as much memory as a full one."""
+    """A sparse qwen3-0.6b: it takes little disk, and as much memory as one with data."""
     directory = tmp_path_factory.mktemp("memory") / "qwen3-0.6b"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--sparse")
     return directory
@@ -43,7 +44,7 @@ def qwen3(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def promised(modicum: Path, qwen25: Path) -> int:
-    """The predicted memory of four ranks with own-shard."""
+    """The promised memory of four ranks of qwen25 with own-shard, in bytes."""
     return node_peak(run_json(modicum, "plan", qwen25, "--ranks", 4), "own-shard")
 
 
@@ -65,8 +66,8 @@ def load_in(inside: Cage, modicum: Path, directory: Path, *flags: object) -> End
 
 
 def assert_kept(loaded: dict[str, Any]) -> None:
-    """Asserts that memory is not above the prediction and not far below it, and that little is
-    unexplained."""
+    """Asserts that the kernel's peak of each rank and node is at most its promise and not far below
+    it, and that the ledger explains nearly all of a rank's peak."""
     for rank in loaded["ranks"]:
         promised, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
         assert held <= promised, rank
@@ -96,7 +97,7 @@ def test_promise_is_kept_and_close(modicum: Path, qwen25: Path, flags: tuple[Any
 
 @pytest.mark.parametrize("threads", (64, 768))
 def test_promise_covers_the_stacks_of_threads(modicum: Path, tmp_path: Path, threads: int) -> None:
-    """Of loads, steps and a save with many threads, and of the ranks that resume."""
+    """In a load, and in each phase of a rehearsal: load, steps, save and resume."""
     directory = tmp_path / "gpt2"
     run_json(modicum, "synth", directory, "--arch", "gpt2", "--layers", 2, "--sparse")
     words = (directory, "--threads", threads)
@@ -108,16 +109,17 @@ def test_promise_covers_the_stacks_of_threads(modicum: Path, tmp_path: Path, thr
 
 
 def assert_covered(ranks: list[dict[str, Any]], threads: int) -> None:
-    """Asserts that memory is not above the prediction, and below it by at most the usual margin and
-    the promise for stacks."""
+    """Asserts that each rank's peak is at most its promise, and below it by at most the usual
+    margin and the promise for stacks: 24 KiB for each thread over 64."""
     for rank in ranks:
         promised, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
         stacks = max(0, threads - 64) * 24 * 1024
         assert 0 <= promised - held <= 0.03 * promised + 2 * MIB + stacks, rank
 
 
-# ---- of a huge header
+# ---- the memory for a huge header
 
+# Starts a program and prints its peak (bytes) as the kernel tells its parent.
 PEAK = """
 import os, resource, sys
 pid = os.posix_spawn(sys.argv[1], sys.argv[1:], os.environ)
@@ -128,7 +130,7 @@ HEADER_TENSORS = 150_000
 
 @pytest.fixture(scope="module")
 def bomb(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A header of 8 MB whose tensors are empty and have short names."""
+    """A file of an 8 MB header: empty tensors of short names, the most tensors per byte."""
     file = tmp_path_factory.mktemp("bomb") / "model.safetensors"
     entry = '"{:x}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}'
     header = "{" + ",".join(entry.format(i) for i in range(HEADER_TENSORS)) + "}"
@@ -144,14 +146,16 @@ def bomb(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_memory_for_a_header_is_bounded(
     modicum: Path, bomb: Path, words: tuple[str, ...], factor: float
 ) -> None:
-    """The factors of docs/internals/memory.md, and 8 MiB for the process itself. A small process
-    starts the program, since the kernel's maximum includes the memory of the one that did."""
+    """At most the header's size times a factor of docs/internals/memory.md, and 8 MiB for the
+    process. A small process starts the program: the kernel's maximum of a child begins at the size
+    of its parent, and pytest's process is large."""
     command = [sys.executable, "-S", "-E", "-c", PEAK, modicum, words[0], bomb, *words[1:]]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
     peak = int(done.stderr)
-    n = bomb.stat().st_size
-    assert peak <= factor * n + 8 * MIB, f"{(peak - 8 * MIB) / n:.2f} N"
-    assert peak >= n, "the program has read no header"
+    header = bomb.stat().st_size
+    times = (peak - 8 * MIB) / header
+    assert times <= factor, f"{times:.2f} times the header, and 8 MiB"
+    assert peak >= header, "the program has read no header"
 
 
 # ---- in a memory cgroup
@@ -160,7 +164,7 @@ def test_memory_for_a_header_is_bounded(
 def test_own_shard_passes_in_a_cage(
     modicum: Path, qwen25: Path, promised: int, can_cage: None
 ) -> None:
-    """The limit is the prediction + 5 %, page cache included: the reader drops pages after use."""
+    """The limit is the promise + 5 %. It includes page cache, which the reader drops after use."""
     drop_page_cache(qwen25)
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--check", "values")
@@ -178,8 +182,7 @@ def test_own_shard_passes_in_a_cage(
 def test_full_per_rank_is_refused_in_a_cage(
     modicum: Path, qwen25: Path, promised: int, can_cage: None
 ) -> None:
-    """The load is refused before any data is read. Data would appear as page cache in the
-    cgroup."""
+    """The load is refused before any data is read: the cgroup's peak has no page cache of data."""
     drop_page_cache(qwen25)
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--strategy", "full-per-rank", "--budget", "auto")
@@ -191,7 +194,7 @@ def test_full_per_rank_is_refused_in_a_cage(
 
 
 def test_refusal_reads_no_data(modicum: Path, qwen25: Path, tmp_path: Path) -> None:
-    """Counts reads by strace: only headers and the index of the checkpoint's files are read."""
+    """strace counts the bytes read from the data file: its header, and at most one page more."""
     if not have("strace"):
         pytest.skip("strace is not installed")
     trace = tmp_path / "trace"
@@ -201,14 +204,14 @@ def test_refusal_reads_no_data(modicum: Path, qwen25: Path, tmp_path: Path) -> N
     words = [*command, "-o", trace, modicum, "load", qwen25, *flags]
     assert subprocess.run(list(map(str, words)), capture_output=True).returncode == 15
     reads = [line for line in trace.read_text().splitlines() if "model.safetensors>" in line]
-    got = sum(int(line.rsplit("=", 1)[1].split()[0]) for line in reads)
+    read_bytes = sum(int(line.rsplit("=", 1)[1].split()[0]) for line in reads)
     header = int.from_bytes((qwen25 / "model.safetensors").open("rb").read(8), "little")
     assert reads and not [line for line in reads if "mmap" in line]
-    assert got <= header + 8 + 4096
+    assert read_bytes <= header + 8 + 4096
 
 
 def test_kill_is_explained(modicum: Path, qwen25: Path, promised: int, can_cage: None) -> None:
-    """Without the budget's check the kernel kills a rank, and the error names it."""
+    """Without a budget the kernel kills a rank. The error names the rank and the plan's need."""
     with cage(promised * 105 // 100) as inside:
         done = load_in(inside, modicum, qwen25, "--strategy", "full-per-rank", "--budget", "none")
         assert inside.oom_kills() > 0
@@ -220,8 +223,8 @@ def test_kill_is_explained(modicum: Path, qwen25: Path, promised: int, can_cage:
     assert f"rank {error['culprit_rank']}" in done.stderr
     assert str(error["culprit_pid"]) in done.stderr
     assert "memory" in done.stderr
-    need = strategy_of(run_json(modicum, "plan", qwen25, "--ranks", 4), "full-per-rank")
-    (node,) = need["nodes"]
+    planned = run_json(modicum, "plan", qwen25, "--ranks", 4)
+    (node,) = strategy_of(planned, "full-per-rank")["nodes"]
     assert f"the plan needs {node['peak_bytes'] / 2**30:.2f} GiB (" in error["message"]
     assert re.search(r"; \d+(\.\d\d MiB| B) had been read", error["message"]), error
 
@@ -230,7 +233,7 @@ def test_kill_is_explained(modicum: Path, qwen25: Path, promised: int, can_cage:
 
 
 def held_bytes(pid: int) -> int:
-    """A process's share of anonymous and shared memory; 0 if it has ended."""
+    """A process's proportional share (PSS) of anonymous and shared memory; 0 if it has ended."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -240,7 +243,7 @@ def held_bytes(pid: int) -> int:
 
 
 def watched(modicum: Path, *words: object) -> tuple[dict[str, Any], int]:
-    """A run, and the highest memory of its process tree that was sampled."""
+    """Runs the program. Returns its JSON, and the highest of its process tree's sampled memory."""
     process = subprocess.Popen(
         [str(modicum), *map(str, words), "--json"], stdout=subprocess.PIPE, text=True
     )
@@ -256,19 +259,19 @@ def watched(modicum: Path, *words: object) -> tuple[dict[str, Any], int]:
 def test_promise_holds_as_another_process_measures_it(
     modicum: Path, qwen25: Path, strategy: str
 ) -> None:
-    """Checking the values keeps the shards long enough for a sample."""
+    """`--check values` makes the ranks hold their shards for longer, so that samples see them."""
     flags = ("--ranks", 4, "--strategy", strategy, "--check", "values")
     loaded, seen = watched(modicum, "load", qwen25, *flags)
     node = loaded["nodes"][0]
     assert seen <= node["peak_bytes"]
-    assert seen >= loaded["checkpoint"]["bytes"], "too few samples of the ranks"
+    assert seen >= loaded["checkpoint"]["bytes"], "no sample saw all shards"
 
 
-# ---- the three strategies
+# ---- strategies
 
 
 @pytest.fixture(scope="module")
-def of_eight(modicum: Path, qwen3: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+def on_eight_ranks(modicum: Path, qwen3: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The plan of qwen3-0.6b for eight ranks, and its loads by every strategy."""
     planned = run_json(modicum, "plan", qwen3, "--ranks", 8)
     loaded = {}
@@ -282,8 +285,8 @@ def of_eight(modicum: Path, qwen3: Path) -> tuple[dict[str, Any], dict[str, dict
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_plan_agrees_with_the_kernel(of_eight, strategy: str) -> None:
-    planned, loaded = of_eight
+def test_plan_agrees_with_the_kernel(on_eight_ranks, strategy: str) -> None:
+    planned, loaded = on_eight_ranks
     held = loaded[strategy]["nodes"][0]["kernel_peak_bytes"]
     promised = node_peak(planned, strategy)
     assert held <= promised
@@ -291,10 +294,11 @@ def test_plan_agrees_with_the_kernel(of_eight, strategy: str) -> None:
 
 
 def test_strategies_hold_8_1_and_0_models_besides_the_shards(
-    modicum: Path, qwen3: Path, of_eight
+    modicum: Path, qwen3: Path, on_eight_ranks
 ) -> None:
-    """full-per-rank holds about 8 models, rank0-broadcast 1, own-shard 0."""
-    planned, loaded = of_eight
+    """With 8 ranks full-per-rank holds 8 models besides the shards, rank0-broadcast one on rank 0
+    and the largest tensor on each other rank, and own-shard at most a tenth of the model."""
+    planned, loaded = on_eight_ranks
     model = planned["checkpoint"]["bytes"]
     sizes = [t["end"] - t["begin"] for t in run_json(modicum, "inspect", qwen3)["tensors"]]
     besides = {name: besides_shards(planned, row, name) for name, row in loaded.items()}
@@ -304,7 +308,7 @@ def test_strategies_hold_8_1_and_0_models_besides_the_shards(
 
 
 def besides_shards(planned: dict[str, Any], loaded: dict[str, Any], name: str) -> int:
-    """The kernel's peak of a node minus the shards that the plan counts."""
+    """The kernel's peak of the node minus the planned bytes of the shards."""
     phases = strategy_of(planned, name)["nodes"][0]["phases"]
     (shards,) = [p["by_purpose"]["shards"] for p in phases if p["phase"] == "hold"]
     return loaded["nodes"][0]["kernel_peak_bytes"] - shards

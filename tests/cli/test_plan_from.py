@@ -1,8 +1,10 @@
-"""`plan --from run.json`: the limit that an earlier run had, and the smallest change that fits it.
+"""`plan --from run.json`: plans within the memory limit that an earlier run had, and names the
+smallest change of flags that fits. run.json is a document of `watch --json`, or the error of a
+refused run.
 
-Must fail for these mutants: another figure as what the run held, or as its limit; a change that
-does not fit when it is planned; a larger change before a smaller one; a document of another kind
-that is accepted; `--budget` that is ignored.
+Must fail for these mutants: another figure of the document counts as what the run held, or as its
+limit; a suggested change does not fit when it is planned; a larger change comes before a
+smaller one; a document of another kind is accepted; `--budget` is ignored.
 """
 
 import json
@@ -21,9 +23,10 @@ def written(tmp_path: Path, document: dict[str, Any]) -> Path:
     return path
 
 
-def watched(limit: int | None, **more: Any) -> dict[str, Any]:
-    """A document of a run that held 90 MiB and had a limit."""
-    return run_document() | {"peak_bytes": 90 * MIB, "limit_bytes": limit, "killed": None} | more
+def watched(limit_bytes: int | None, **more: Any) -> dict[str, Any]:
+    """The document of a run whose peak was 90 MiB under this limit, with further members `more`."""
+    held = {"peak_bytes": 90 * MIB, "limit_bytes": limit_bytes, "killed": None}
+    return run_document() | held | more
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def flags(gpt2: Path) -> tuple[object, ...]:
 
 
 def changed(flags: tuple[object, ...], words: list[str]) -> list[object]:
-    """The flags, with the values in `words` replaced."""
+    """The directory and flags of a plan, with the flags in `words` replaced or added."""
     directory, *given = flags
     pairs = dict(zip(given[::2], given[1::2], strict=True)) | dict(
         zip(words[::2], words[1::2], strict=True)
@@ -45,84 +48,94 @@ def test_the_smallest_change_fits(modicum: Path, flags: tuple[object, ...], tmp_
     for limit in (needed - 1, needed - needed // 5, needed // 2):
         done = run(modicum, "plan", *flags, "--from", written(tmp_path, watched(limit)), "--json")
         assert done.code == 15, done.stderr
-        told = done.json["from"]
-        assert (told["held_bytes"], told["limit_bytes"]) == (90 * MIB, limit)
-        change = told["change"]
+        past = done.json["from"]
+        assert (past["held_bytes"], past["limit_bytes"]) == (90 * MIB, limit)
+        change = past["change"]
         assert change == done.json["would_fit"][0]
-        words = shlex.split(change["flags"])
+        words = shlex.split(change["flags"])  # flag, value, flag, value, ...
         again = run_json(modicum, "plan", *changed(flags, words), "--budget", limit)
         assert again["fits"] and node_peak(again, change["strategy"]) == change["peak_bytes"]
-        changes = [len(of["flags"].split()) for of in done.json["would_fit"]]
-        assert changes[0] == min(changes)
+        words_of_changes = [len(of["flags"].split()) for of in done.json["would_fit"]]
+        assert words_of_changes[0] == min(words_of_changes)
         over = f" ({sizes(90 * MIB - limit)} over)" if limit < 90 * MIB else ""
-        assert told["over_bytes"] == max(0, 90 * MIB - limit)
-        said = f"this run held 90.00 MiB, the limit was {sizes(limit)}{over}; "
-        assert told["sentence"].startswith(f"{said}the smallest change that fits is {words[0]}")
-        assert told["sentence"].endswith(f": at most {sizes(change['peak_bytes'])} on a node")
+        assert past["over_bytes"] == max(0, 90 * MIB - limit)
+        begin = f"this run held 90.00 MiB, the limit was {sizes(limit)}{over}; "
+        assert past["sentence"].startswith(f"{begin}the smallest change that fits is {words[0]}")
+        assert past["sentence"].endswith(f": at most {sizes(change['peak_bytes'])} on a node")
         text = run(modicum, "plan", *flags, "--from", tmp_path / "run.json").stdout
-        assert told["sentence"] in text.splitlines()
+        assert past["sentence"] in text.splitlines()
 
 
 def test_more_nodes_are_a_change(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
-    wide = (gpt2, "--ranks", 8, "--layout", "none")
-    of_two = node_peak(run_json(modicum, "plan", *wide, "--ranks-per-node", 2), "own-shard")
-    path = written(tmp_path, watched(of_two))
-    done = run(modicum, "plan", *wide, "--from", path, "--json")
+    """The limit is what two of the eight ranks need, so that four nodes fit and one does not."""
+    flags = (gpt2, "--ranks", 8, "--layout", "none")
+    limit = node_peak(run_json(modicum, "plan", *flags, "--ranks-per-node", 2), "own-shard")
+    path = written(tmp_path, watched(limit))
+    done = run(modicum, "plan", *flags, "--from", path, "--json")
     assert done.json["from"]["change"]["flags"] == "--ranks-per-node 2"
     assert "--ranks-per-node 2 (4 nodes): at most" in done.json["from"]["sentence"]
 
 
-def test_a_refused_run(modicum: Path, flags: tuple[object, ...], tmp_path: Path) -> None:
+def test_a_refused_run_would_have_held_its_need(
+    modicum: Path, flags: tuple[object, ...], tmp_path: Path
+) -> None:
     refused = run(modicum, "load", *flags, "--budget", "40MiB", "--json")
     assert refused.code == 15
     error = refused.error
-    told = run(modicum, "plan", *flags, "--from", written(tmp_path, refused.json), "--json").json
-    assert told["from"]["refused"] and told["from"]["over_bytes"] == error["shortfall_bytes"]
-    assert (told["from"]["held_bytes"], told["from"]["limit_bytes"]) == (error["got"], 40 * MIB)
-    assert told["from"]["sentence"].startswith(f"this run would have held {sizes(error['got'])}")
-    assert told["shortfall_bytes"] == error["shortfall_bytes"]
+    planned = run(modicum, "plan", *flags, "--from", written(tmp_path, refused.json), "--json").json
+    past = planned["from"]
+    assert past["refused"] and past["over_bytes"] == error["shortfall_bytes"]
+    assert (past["held_bytes"], past["limit_bytes"]) == (error["got"], 40 * MIB)
+    assert past["sentence"].startswith(f"this run would have held {sizes(error['got'])}")
+    assert planned["shortfall_bytes"] == error["shortfall_bytes"]
 
 
-def test_a_killed_run(modicum: Path, flags: tuple[object, ...], tmp_path: Path) -> None:
+def test_a_killed_run_has_the_limit_of_its_kill(
+    modicum: Path, flags: tuple[object, ...], tmp_path: Path
+) -> None:
     kill = {"name": "python3", "limit_bytes": 85 * MIB, "held_bytes": 3, "phase": None}
     path = written(tmp_path, watched(None, killed=kill))
-    told = run(modicum, "plan", *flags, "--from", path, "--json").json["from"]
-    assert told["killed"] and told["limit_bytes"] == 85 * MIB
+    past = run(modicum, "plan", *flags, "--from", path, "--json").json["from"]
+    assert past["killed"] and past["limit_bytes"] == 85 * MIB
     assert (
-        "the limit was 85.00 MiB (5.00 MiB over) and the kernel killed python3" in told["sentence"]
+        "the limit was 85.00 MiB (5.00 MiB over) and the kernel killed python3" in past["sentence"]
     )
 
 
-def test_a_run_that_fits(modicum: Path, flags: tuple[object, ...], tmp_path: Path) -> None:
+def test_a_run_that_fits_needs_no_change(
+    modicum: Path, flags: tuple[object, ...], tmp_path: Path
+) -> None:
     path = written(tmp_path, watched(64 << 30))
-    told = run_json(modicum, "plan", *flags, "--from", path)
-    assert told["fits"] and told["from"]["change"] is None
-    assert told["from"]["sentence"].endswith("; the planned run fits without a change")
-    assert told["budget"] == {"bytes": 64 << 30, "source": "run.json"}
+    planned = run_json(modicum, "plan", *flags, "--from", path)
+    assert planned["fits"] and planned["from"]["change"] is None
+    assert planned["from"]["sentence"].endswith("; the planned run fits without a change")
+    assert planned["budget"] == {"bytes": 64 << 30, "source": "run.json"}
 
 
 def test_a_budget_takes_the_place_of_the_limit(
     modicum: Path, flags: tuple[object, ...], tmp_path: Path
 ) -> None:
+    """A run without any limit needs `--budget`. The budget that a run has reported counts as its
+    limit, and `--budget` replaces that."""
     document = watched(None)
     document["timeline"]["limit_bytes"] = None
     path = written(tmp_path, document)
     for none in ((), ("--budget", "none")):
         error = failure(modicum, 2, "plan", *flags, "--from", path, *none)
         assert "no limit" in error["message"]
-    told = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
-    assert told["limit_bytes"] == 64 << 30
+    past = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
+    assert past["limit_bytes"] == 64 << 30
     document["timeline"]["budget_bytes"] = 63 << 30
-    told = run_json(modicum, "plan", *flags, "--from", written(tmp_path, document))["from"]
-    assert told["limit_bytes"] == 63 << 30
-    told = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
-    assert "the budget is 64.00 GiB" in told["sentence"]
+    past = run_json(modicum, "plan", *flags, "--from", written(tmp_path, document))["from"]
+    assert past["limit_bytes"] == 63 << 30
+    past = run_json(modicum, "plan", *flags, "--from", path, "--budget", "64GiB")["from"]
+    assert "the budget is 64.00 GiB" in past["sentence"]
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"peak_bytes": -1}', '{"error": {"category": "IO", "got": 3}}']
 )
-def test_other_documents_are_refused(
+def test_documents_of_another_kind_are_refused(
     modicum: Path, flags: tuple[object, ...], tmp_path: Path, text: str
 ) -> None:
     path = tmp_path / "other.json"

@@ -1,5 +1,6 @@
-"""`plan --reference --engine-tp N --backup`: a node's holders by phase, and the weights that are
-held twice.
+"""`plan --reference --engine-tp N --backup`, for reinforcement learning: what the trainer, the
+reference model, the inference engine and the backup of the weights hold on a node in each phase,
+and which weights a node holds twice.
 
 Must fail for these mutants: an engine's weights are not divided by its ranks; a holder is counted
 before its phase.
@@ -24,6 +25,7 @@ def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_tables(held: int) -> int:
+    """Bytes with their page tables: 8 bytes per 4 KiB, in whole pages, and one page per GiB."""
     return held + -(-(held // 512) // 4096) * 4096 + -(-held // (1 << 30)) * 4096
 
 
@@ -38,7 +40,8 @@ def test_holders_by_phase(modicum: Path, moe: Path) -> None:
     for node in nodes_of(plan):
         job = {of["phase"]: of for of in node["job"]["phases"]}
         shards = with_tables(job["load"]["by_purpose"]["shards"])
-        engine = with_tables(-(-model // 2) * 2)  # two ranks of a node share one engine
+        engine = with_tables(-(-model // 2) * 2)  # half of the model on each of two ranks
+        # By phase: which holders begin, or change their bytes.
         expected = [
             ("load", {"trainer": job["load"]["bytes"]}),
             ("load_reference", {"trainer": job["load"]["bytes"], "reference": shards}),
@@ -48,8 +51,8 @@ def test_holders_by_phase(modicum: Path, moe: Path) -> None:
             ("save", {"trainer": job["save"]["bytes"]}),
         ]
         held: dict[str, int] = {}
-        for phase, (name, changed) in zip(node["rl"]["phases"], expected, strict=True):
-            held |= changed
+        for phase, (name, changes) in zip(node["rl"]["phases"], expected, strict=True):
+            held |= changes
             assert (phase["phase"], phase["by_holder"]) == (name, held)
             assert phase["bytes"] == sum(held.values())
         twice = {of["holder"]: of["bytes"] for of in node["rl"]["held_twice"]}
@@ -83,7 +86,7 @@ def test_the_page_has_the_timeline(modicum: Path, moe: Path, tmp_path: Path) -> 
     node = max((node["rl"] for node in nodes_of(plan)), key=lambda of: of["peak_bytes"])
     (drawn,) = drawn_on(page)["runs"]
     tracks = drawn["document"]["timeline"]["tracks"]
-    for at, phase in enumerate(node["phases"]):
-        total = sum(values[at] for track in tracks for values in track["owners"].values())
+    for index, phase in enumerate(node["phases"]):
+        total = sum(values[index] for track in tracks for values in track["owners"].values())
         assert total == phase["bytes"], phase["phase"]
     assert {"reference", "engine", "backup"} <= {track["label"] for track in tracks}

@@ -1,10 +1,10 @@
 """Power cuts on real ext4 and xfs file systems: the power fails before a system call of a save (a
-sample of the calls, or each in turn), with 2 and 4 ranks, and with the file system's log kept or
+sample of the calls, or each in turn), with 2 and 4 ranks, and with the file system's log written or
 lost. After the recovery every visible step (saved checkpoint directory) is intact, and no step is
-lost that was visible before the save or was acknowledged by it.
+lost that was visible before the save or that the save has acknowledged by exit code 0.
 
-Must fail for these mutants: data of the ranks that are acknowledged before they are synced; a step
-that is visible before its files are durable.
+Must fail for these mutants: a rank reports its data before they are synced; a step is visible
+before its files are durable.
 """
 
 import random
@@ -18,8 +18,8 @@ from disks import FLAGS, Disk, disk, why_no_disk
 from faulty_files import CUT, NEVER, FaultyFiles
 from program import run, run_json
 
-CUTS = 40  # in CI, over all file systems, ranks and flags; soak tries every call
-SOAK_CUTS = 1000  # of each file system, at least
+CUTS = 40  # of the quick test, over both file systems and both numbers of ranks
+SOAK_CUTS = 1000  # of the soak test, for each file system, at least
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> FaultyFiles:
 
 @dataclass
 class Saving:
-    """Saves steps to one file system, each with the next number."""
+    """Saves steps of one model to one file system. `step` is the number of the last save."""
 
     modicum: Path
     moe: Path
@@ -50,7 +50,7 @@ class Saving:
         return self.disk.directory / "root"
 
     def begin(self) -> int:
-        """Saves two steps. Returns the number of system calls of the second save."""
+        """Saves two steps. Returns how many of the second save's system calls can be hit."""
         self.disk.mount()
         self.root.mkdir()
         self.save(NEVER, 0)
@@ -61,7 +61,8 @@ class Saving:
         return calls
 
     def save(self, at: int, flags: int) -> tuple[int, int]:
-        """Saves `step`, with a cut at call `at`. Returns the exit code and the number of calls."""
+        """Saves `step`. The power is cut before call `at`, in the way of `flags`, one of FLAGS.
+        Returns the exit code and the number of calls."""
         words = ("save", self.moe, self.root, "--step", self.step, "--ranks", self.ranks)
         words += ("--optimizer", "adamw:fp32-split", "--steps", 1, "-q")
         done, hit = self.faulty.run(self.root, at, (CUT, flags), self.modicum, *words)
@@ -69,7 +70,8 @@ class Saving:
         return done.code, hit.calls
 
     def cut(self, at: int, flags: int) -> None:
-        """Cuts the power before call `at`, or after the save if it makes fewer calls."""
+        """Saves the next step, cuts the power before call `at` (after the save if it makes fewer
+        calls), and checks the steps after the recovery."""
         self.disk.mount()
         for old in sorted(self.root.glob("step-*"))[:-2]:
             shutil.rmtree(old)
@@ -82,32 +84,33 @@ class Saving:
             self.disk.cut_power(flags)
         self.disk.unmount()
         self.disk.mount()
-        after, told = self.visible(), (self.disk.kind, self.ranks, at, flags, code)
+        after, case = self.visible(), (self.disk.kind, self.ranks, at, flags, code)
         verified = run(self.modicum, "verify", self.root, "--json")
-        assert verified.code == 0, (told, verified.stdout)  # every visible step is intact
-        assert after >= before, told  # no older step is lost
-        assert code != 0 or self.step in after, told  # nor an acknowledged one
-        assert after <= before | {self.step}, told
+        assert verified.code == 0, (case, verified.stdout)  # every visible step is intact
+        assert after >= before, case  # no older step is lost
+        assert code != 0 or self.step in after, case  # nor the new one, if it was acknowledged
+        assert after <= before | {self.step}, case
         self.disk.unmount()
 
     def visible(self) -> set[int]:
+        """The numbers of the steps."""
         return {int(path.name[5:]) for path in self.root.glob("step-*")}
 
 
 def cut_all(saving: Saving, flags: list[int], most: int | None) -> int:
-    """Cuts the power in a random sample of exactly `most` places, or in all if None. Returns the
-    number of cuts."""
+    """Cuts the power at every call, in each way of `flags`, or at a random sample of exactly `most`
+    of these. Returns the number of cuts."""
     calls = saving.begin()
-    places = [(at, flag) for flag in flags for at in range(1, calls + 2)]
+    cuts = [(at, flag) for flag in flags for at in range(1, calls + 2)]
     if most is not None:
-        places = random.Random(calls).sample(places, most)
-    for at, flag in places:
+        cuts = random.Random(calls).sample(cuts, most)
+    for at, flag in cuts:
         saving.cut(at, flag)
-    return len(places)
+    return len(cuts)
 
 
 @pytest.mark.parametrize("kind", ("ext4", "xfs"))
-def test_power_cuts(
+def test_steps_survive_power_cuts(
     modicum: Path, moe: Path, faulty: FaultyFiles, tmp_path: Path, kind: str
 ) -> None:
     if reason := why_no_disk(kind, tmp_path):
@@ -122,7 +125,7 @@ def test_power_cuts(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ("ext4", "xfs"))
-def test_a_power_cut_at_every_call(
+def test_steps_survive_a_power_cut_at_every_call(
     modicum: Path, moe: Path, faulty: FaultyFiles, tmp_path: Path, kind: str
 ) -> None:
     if reason := why_no_disk(kind, tmp_path):

@@ -1,11 +1,11 @@
-"""The verb `rehearse` and the flag `--optimizer`: load and steps in one budget; the memory of each
-phase compared with its prediction, and limited to it by a cgroup; digests that do not depend on
-layout or format.
+"""The verb `rehearse` and the flag `--optimizer`: load and optimizer steps, and then a save and a
+resume, in one budget. The memory of each phase is compared with its promise, and limited to it by a
+cgroup. The digests of model and state do not depend on ranks, threads or layout.
 
-Must fail for these mutants: a state that is not predicted, or predicted and not held; a budget that
-is checked too late, also for a resume; replicas that count twice; a parameter that training reads
-and the step does not write; a prediction of `plan` that differs from that of `load` or `rehearse`;
-resumed ranks that continue with other values; 8-bit moments that depend on ranks, threads or
+Must fail for these mutants: optimizer state is not promised, or promised and not held; the budget
+is checked too late, also for a resume; replicas count twice in the gradient norm; the step does not
+write the parameters that training reads; the promise of `plan` differs from that of `load` or
+`rehearse`; resumed ranks continue with other values; 8-bit moments depend on ranks, threads or
 layout.
 """
 
@@ -48,13 +48,14 @@ def rehearse(modicum: Path, directory: Path, state_format: str, *flags: object) 
 
 
 def promised(modicum: Path, directory: Path, *flags: object) -> int:
+    """What `plan` promises of the largest node, in bytes."""
     return node_peak(run_json(modicum, "plan", directory, *flags), "own-shard")
 
 
 # ---- output
 
 
-def test_keys(modicum: Path, moe: Path) -> None:
+def test_keys_and_phases(modicum: Path, moe: Path) -> None:
     document = rehearse(modicum, moe, "fp32", "--ranks", 3, "--ranks-per-node", 2, "--steps", 3)
     assert [phase["phase"] for phase in document["phases"]] == ["load", "step_1", "step_3"]
     for phase in document["phases"]:
@@ -67,7 +68,7 @@ def test_keys(modicum: Path, moe: Path) -> None:
     assert [phase["phase"] for phase in one["phases"]] == ["load", "step_1"]
 
 
-def test_an_optimizer_must_be_named(modicum: Path, moe: Path) -> None:
+def test_an_invalid_optimizer_is_refused(modicum: Path, moe: Path) -> None:
     assert "adamw" in failure(modicum, 2, "rehearse", moe)["message"]
     error = failure(modicum, 2, "plan", moe, "--optimizer", "adamw:fp32-spilt")
     assert "fp32-split" in error["message"]
@@ -96,6 +97,8 @@ def test_neither_layout_nor_replicas_change_a_bit(modicum: Path, moe: Path) -> N
 
 
 def assert_alike(runs: Iterable[dict[str, Any]]) -> None:
+    """Asserts that all rehearsals end with the same bits of state and model. Gradient norms may
+    differ in the order of their sums."""
     runs = list(runs)
     assert len({run["digest_uninterrupted"] for run in runs}) == 1
     assert len({run["model_digest"] for run in runs}) == 1
@@ -105,22 +108,23 @@ def assert_alike(runs: Iterable[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Matrices that 8-bit formats hold in codes; the widths of `o_proj` and `down_proj` are
-    multiples of 128 for two and four ranks."""
+    """Mostly matrices, whose 8-bit moments have a scale for each 128 elements of a row. Two or four
+    ranks divide `o_proj` and `down_proj` along dim 1 at multiples of 128."""
     torch = pytest.importorskip("torch")
-    maker = torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     shapes = {
         "embed.weight": (523, 128), "layers.0.norm.weight": (130,),
         "layers.0.q_proj.weight": (65, 300), "layers.0.o_proj.weight": (37, 512),
         "layers.0.experts": (5, 3, 256), "layers.0.down_proj.weight": (19, 1024),
     }  # fmt: skip
     tensors = {
-        name: torch.randn(shape, generator=maker).mul(0.05).to(torch.bfloat16)
+        name: torch.randn(shape, generator=rng).mul(0.05).to(torch.bfloat16)
         for name, shape in shapes.items()
     }
     return write_checkpoint(tmp_path_factory.mktemp("rehearse") / "rows", tensors)
 
 
+# By number of ranks that save: the number of ranks that resume.
 RESUMED = {1: 8, 2: 3, 3: 4, 4: 1, 8: 2, 5: 7, 6: 5, 7: 6}
 
 
@@ -128,8 +132,8 @@ RESUMED = {1: 8, 2: 3, 3: 4, 4: 1, 8: 2, 5: 7, 6: 5, 7: 6}
 def test_codes_do_not_depend_on_cuts_between_rows(
     modicum: Path, rows: Path, tmp_path: Path, state_format: str
 ) -> None:
-    """The ranks that save, those that resume, threads and layouts change no bit. In the layouts
-    here no cut divides a row's block of 128."""
+    """Neither the number of ranks that save or resume, nor threads, nor a layout changes a bit, as
+    long as the layout divides no block of 128 elements, which have one scale."""
     rowwise = ("--tp-rowwise", r"o_proj|down_proj")
     layouts: tuple[tuple[object, ...], ...] = (
         ("--ranks", 4, "--layout", "hsdp", "--mesh", "2x2"),
@@ -137,7 +141,7 @@ def test_codes_do_not_depend_on_cuts_between_rows(
         ("--ranks", 8, "--layout", "tp-fsdp", "--mesh", "2x4", *rowwise),
         ("--ranks", 2, "--layout", "none"),
     )
-    many = [
+    cases = [
         (*words, "--resume-ranks", resume_ranks, "--threads", 1 + words[1] % 3)
         for words, resume_ranks in [
             *((("--ranks", ranks), resumed) for ranks, resumed in RESUMED.items()),
@@ -145,7 +149,7 @@ def test_codes_do_not_depend_on_cuts_between_rows(
         ]
     ]
     runs = []
-    for number, words in enumerate(many):
+    for number, words in enumerate(cases):
         saving = ("--save", tmp_path / str(number), "--steps", 3, "--clip", 0.5)
         runs.append(rehearse(modicum, rows, state_format, *saving, *words))
         assert runs[-1]["digest_resumed"] == runs[-1]["digest_uninterrupted"], words
@@ -155,7 +159,8 @@ def test_codes_do_not_depend_on_cuts_between_rows(
 
 
 def test_split_is_exact_and_training_reads_the_stepped_parameters(modicum: Path, moe: Path) -> None:
-    """Gradients have the parameter's dtype, so `fp32` and `fp32-split` get the same gradients."""
+    """`fp32` and `fp32-split` end with the same bits, for they get the same gradients, which have
+    the parameter's dtype. With any dtype the step changes the model from the loaded one."""
     whole = rehearse(modicum, moe, "fp32", "--ranks", 2)
     split = rehearse(modicum, moe, "fp32-split", "--ranks", 2)
     assert whole["digest_uninterrupted"] == split["digest_uninterrupted"]
@@ -168,7 +173,7 @@ def test_split_is_exact_and_training_reads_the_stepped_parameters(modicum: Path,
         assert stepped["model_digest"] != cast
 
 
-def test_clipping_and_seed_matter(modicum: Path, moe: Path) -> None:
+def test_clipping_and_seed_change_the_state(modicum: Path, moe: Path) -> None:
     free = rehearse(modicum, moe, "fp32")
     loose = rehearse(modicum, moe, "fp32", "--clip", 2 * free["grad_norm"])
     tight = rehearse(modicum, moe, "fp32", "--clip", free["grad_norm"] / 2)
@@ -177,15 +182,15 @@ def test_clipping_and_seed_matter(modicum: Path, moe: Path) -> None:
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
-# ---- the prediction
+# ---- the promise
 
 
 @pytest.mark.parametrize("state_format", ("fp32", "int8-moments"))
 def test_plan_load_and_rehearse_promise_the_same(
     modicum: Path, moe: Path, state_format: str
 ) -> None:
-    """The predictions equal the ledger to the byte, for one rank, whose phases are those of the
-    node."""
+    """And the promise equals the ledger to the byte. One rank, so that the phases of the node are
+    those of the rank."""
     words = ("--optimizer", f"adamw:{state_format}", "--staging", "300KiB")
     plan = run_json(modicum, "plan", moe, *words)
     phases = strategy_of(plan, "own-shard")["nodes"][0]["phases"]
@@ -205,16 +210,17 @@ def test_plan_load_and_rehearse_promise_the_same(
 
 
 def assert_kept(phase: dict[str, Any]) -> None:
-    """Checks the margins of docs/internals/memory.md."""
+    """Asserts that the kernel's peaks are within the margins of docs/internals/memory.md."""
     for rank in phase["ranks"]:
-        due, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
-        assert held <= due, (phase["phase"], rank)
-        assert due - held <= 0.03 * due + 2 * MIB, (phase["phase"], rank)
+        promised_bytes, held = rank["promised_bytes"], rank["kernel_peak_bytes"]
+        assert held <= promised_bytes, (phase["phase"], rank)
+        assert promised_bytes - held <= 0.03 * promised_bytes + 2 * MIB, (phase["phase"], rank)
         assert abs(rank["unexplained_bytes"]) <= max(0.02 * held, 4 * MIB), rank
     for node in phase["nodes"]:
-        due, held = node["promised_bytes"], node["kernel_peak_bytes"]
-        assert held <= due
-        assert due - held <= 0.03 * due + (2 * len(phase["ranks"]) + 8) * MIB
+        promised_bytes, held = node["promised_bytes"], node["kernel_peak_bytes"]
+        margin = 0.03 * promised_bytes + (2 * len(phase["ranks"]) + 8) * MIB
+        assert held <= promised_bytes
+        assert promised_bytes - held <= margin
 
 
 @pytest.mark.parametrize(
@@ -234,9 +240,9 @@ def test_every_phase_keeps_its_promise(
         assert_kept(phase)
 
 
-def test_passes_in_a_cgroup_of_its_promise(modicum: Path, gpt2: Path) -> None:
-    """The limit is the prediction + 5 %, page cache included. With a budget of 1 % less the run is
-    refused before a page is touched."""
+def test_a_rehearsal_passes_in_a_cgroup_of_its_promise(modicum: Path, gpt2: Path) -> None:
+    """The limit is the promise + 5 %, page cache included. With a budget of 99 % of the promise the
+    run is refused, and needs less than 32 MiB for that."""
     if reason := why_no_cage():
         pytest.skip(reason)
     flags = ("--ranks", 4, "--optimizer", "adamw:fp32")
@@ -261,7 +267,7 @@ def test_passes_in_a_cgroup_of_its_promise(modicum: Path, gpt2: Path) -> None:
     assert owners[0] == "moments" and {"master", "grad", "shards"} <= set(owners)
 
 
-# ---- the way back
+# ---- save and resume
 
 
 @pytest.mark.parametrize(
@@ -281,6 +287,7 @@ def test_other_ranks_resume_the_save(
     words = (*flags, "--steps", 2, "--seed", 5)
     saving = (*words, "--save", root, "--resume-ranks", resume_ranks)
     document = rehearse(modicum, moe, "int8-moments-24", *saving)
+    # Both are digests after three steps: two, the save, and one more by old and by resumed ranks.
     assert document["digest_resumed"] == document["digest_uninterrupted"]
     longer = rehearse(modicum, moe, "int8-moments-24", *flags, "--seed", 5, "--steps", 3)
     assert document["digest_uninterrupted"] == longer["digest_uninterrupted"]
@@ -311,14 +318,13 @@ def test_save_and_resume_keep_their_promises(modicum: Path, gpt2: Path, tmp_path
 def test_a_resume_that_would_not_fit_is_refused_before_the_load(
     modicum: Path, gpt2: Path, tmp_path: Path
 ) -> None:
-    """Two ranks resume; with two processes and page tables they need more than the one that
-    saves."""
+    """The resume by three ranks needs more than the one rank that saves: it has three processes."""
     root = tmp_path / "root"
     flags = ("--optimizer", "adamw:fp32", "--steps", 1, "--staging", "1MiB", "--save", root)
-    needed = run_json(modicum, "rehearse", gpt2, *flags, "--resume-ranks", 3)["promised_bytes"][0]
+    (needed,) = run_json(modicum, "rehearse", gpt2, *flags, "--resume-ranks", 3)["promised_bytes"]
     shutil.rmtree(root)
     words = (*flags, "--budget", needed - 1, "--resume-ranks")
-    run_json(modicum, "rehearse", gpt2, *words, 1)
+    run_json(modicum, "rehearse", gpt2, *words, 1)  # one rank that resumes fits
     shutil.rmtree(root)
     error = failure(modicum, 15, "rehearse", gpt2, *words, 3)
     assert error["shortfall_bytes"] == 1 and not root.exists()
@@ -327,7 +333,7 @@ def test_a_resume_that_would_not_fit_is_refused_before_the_load(
 # ---- DeepSpeed's own memory
 
 
-def test_deepspeed_is_forecast_alongside(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_plan_also_forecasts_deepspeeds_memory(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     config = {
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
@@ -335,18 +341,20 @@ def test_deepspeed_is_forecast_alongside(modicum: Path, gpt2: Path, tmp_path: Pa
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(config))
     words = ("plan", gpt2, "--ranks", 2, "--deepspeed", file)
-    of = run_json(modicum, *words, "--workers", 2)["deepspeed"]
-    assert {"version", "stage", "lines", "totals", "ours"} <= set(of) and of["stage"] == 2
-    assert {line["owner"] for line in of["lines"]} == {"deepspeed", "fork", "pinned rounding"}
-    assert all({"name", "phase", "bytes_per_param", "bytes"} <= set(line) for line in of["lines"])
-    total = sum(line["bytes"] for line in of["lines"])
-    assert of["totals"]["epoch_2"]["rank_bytes"] == total
-    assert of["totals"]["epoch_2"]["node_bytes"] == 2 * total
+    forecast = run_json(modicum, *words, "--workers", 2)["deepspeed"]
+    assert {"version", "stage", "lines", "totals", "ours"} <= set(forecast)
+    assert forecast["stage"] == 2
+    lines = forecast["lines"]
+    assert {line["owner"] for line in lines} == {"deepspeed", "fork", "pinned rounding"}
+    assert all({"name", "phase", "bytes_per_param", "bytes"} <= set(line) for line in lines)
+    total = sum(line["bytes"] for line in lines)
+    assert forecast["totals"]["epoch_2"]["rank_bytes"] == total
+    assert forecast["totals"]["epoch_2"]["node_bytes"] == 2 * total
     for budget, code in ((2 * total, 0), (2 * total - 1, 15)):
         done = run(modicum, *words, "--workers", 2, "--budget", budget)
         assert done.code == code
         assert ("the load fits" in done.stdout) == ("DeepSpeed needs" in done.stderr) == (code > 0)
-    assert of["params"] == run_json(modicum, "plan", gpt2)["checkpoint"]["bytes"] // 2
+    assert forecast["params"] == run_json(modicum, "plan", gpt2)["checkpoint"]["bytes"] // 2
     assert "deepspeed" not in run_json(modicum, "plan", gpt2)
     config["zero_optimization"]["stage3_weird_cache"] = 5
     file.write_text(json.dumps(config))

@@ -1,8 +1,9 @@
-"""The values that `resume` loads are compared with the record of the step, through any recipe and
-in any layout: a data file with values of an earlier step is named.
+"""`resume` compares the values that it has loaded with the digests of the step, through any recipe
+and in any layout: an error names a data file with values of an earlier step.
 
-Must fail for these mutants: stale values that are resumed; a comparison of elements in the wrong
-order, of replicas, or of a part; tensors that are not compared and not reported.
+Must fail for these mutants: stale values are resumed; a tensor's elements are digested in the
+order of the target instead of the stored tensor; replicas are digested twice; a tensor of which
+only a part is loaded counts as changed; tensors are neither compared nor reported.
 """
 
 import json
@@ -23,20 +24,20 @@ RECIPES = ("identity", "stacked", "permuted", "renamed", "unused")
 
 @pytest.fixture(scope="module")
 def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with a tied head, in several files."""
+    """A small MoE with a tied head, in several files."""
     directory = tmp_path_factory.mktemp("values") / "moe"
     run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 300)
     return directory
 
 
-def names_of(directory: Path) -> dict[str, str]:
-    """The file of each tensor."""
+def weight_map_of(directory: Path) -> dict[str, str]:
+    """The file of each tensor, by name."""
     return json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
 
 
 def recipe_of(moe: Path, how: str) -> tuple[dict[str, Any], list[str]]:
-    """A recipe's targets and its unused tensors."""
-    targets = {name: stored(name) for name in names_of(moe)}
+    """The targets and the unused tensors of one of RECIPES, which changes some expert weights."""
+    targets = {name: stored(name) for name in weight_map_of(moe)}
     experts = [name for name in targets if ".experts." in name and "gate_proj" in name]
     assert len(experts) > 1
     if how == "stacked":
@@ -53,12 +54,13 @@ def recipe_of(moe: Path, how: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def not_compared(document: dict[str, Any]) -> list[str]:
+    """The warnings about tensors whose values were not compared: they advise `modicum verify`."""
     return [warning for warning in document["warnings"] if "modicum verify" in warning]
 
 
 @pytest.mark.parametrize("how", RECIPES)
 def test_stale_values_are_not_resumed(modicum: Path, moe: Path, tmp_path: Path, how: str) -> None:
-    """A data file with the right length and header, and values of an earlier step."""
+    """Stale: a data file with the right length and header, and the values of an earlier step."""
     targets, unused = recipe_of(moe, how)
     recipe = write_recipe(tmp_path / "r.json", targets, unused)
     words = ("--optimizer", "adamw:fp32-split", "--recipe", recipe, "--ranks", 2)
@@ -72,7 +74,7 @@ def test_stale_values_are_not_resumed(modicum: Path, moe: Path, tmp_path: Path, 
     for number, file in enumerate(files):
         fresh, stale = (step / file).read_bytes(), (tmp_path / "old/step-1" / file).read_bytes()
         tensors = set(header_of(step / file)[0]) - {"__metadata__"}
-        if tensors <= set(unused):
+        if tensors <= set(unused):  # copied from the model by both saves
             assert fresh == stale
             continue
         assert fresh != stale and len(fresh) == len(stale)
@@ -86,7 +88,7 @@ def test_stale_values_are_not_resumed(modicum: Path, moe: Path, tmp_path: Path, 
         (step / file).write_bytes(fresh)
 
 
-def test_flat_groups_are_compared(modicum: Path, moe: Path, tmp_path: Path) -> None:
+def test_a_changed_value_is_found_in_flat_groups(modicum: Path, moe: Path, tmp_path: Path) -> None:
     run_json(modicum, "save", moe, tmp_path / "root", "--step", 1)
     step = tmp_path / "root/step-1"
     file = min(step.glob("*.safetensors"))
@@ -99,13 +101,13 @@ def test_flat_groups_are_compared(modicum: Path, moe: Path, tmp_path: Path) -> N
         assert failure(modicum, 12, *words)["file"] == file.name
 
 
-def test_what_is_loaded_in_another_form_is_not_compared(
+def test_a_warning_names_tensors_loaded_in_another_form(
     modicum: Path, moe: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"
     run_json(modicum, "save", moe, root, "--step", 1)
     (warning,) = not_compared(run_json(modicum, "resume", root, "--dtype", "float16"))
-    assert f"{len(names_of(moe))} stored tensor(s)" in warning
+    assert f"{len(weight_map_of(moe))} stored tensor(s)" in warning
     targets, _ = recipe_of(moe, "identity")
     name = max(targets)
     part = {"op": "slice", "dim": 0, "start": 0, "stop": 1, "in": [stored(name)]}

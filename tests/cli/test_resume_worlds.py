@@ -1,13 +1,13 @@
-"""Training that is resumed in any other world and layout gives the same digests of model and state
-as uninterrupted training, bit for bit: worlds of 1 to 8 ranks, every state format, FSDP2,
-TP x FSDP, HSDP and ZeRO-2.
+"""Training that is resumed with another world size and layout gives the same digests of model and
+state as uninterrupted training: 1 to 8 ranks, every state format, FSDP2, TP x FSDP, HSDP and
+ZeRO-2.
 
-The model has all difficult shapes: fewer rows than ranks (empty shards), rows that no world divides
-(padding), vectors, a scalar, a tensor without elements, integers, a tie; and fp32 masters next
-to parameters in bf16.
+The model has the difficult shapes: fewer rows than ranks (empty shards), rows that do not divide
+evenly (padding), vectors, a tensor of one element and one without elements, integers, a tied head;
+and parameters kept in fp32 next to those in bf16.
 
-Must fail for these mutants: runs of a shard that are all read to its beginning; step counters that
-restart at 0; the state of a replica that is written twice.
+Must fail for these mutants: all runs of a shard are read to its beginning; step counters restart at
+0; the state of a replica is written twice.
 """
 
 import json
@@ -23,10 +23,10 @@ torch = pytest.importorskip("torch")
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
 LAYOUTS = ("fsdp2", "tp-fsdp", "hsdp", "zero2")
 WORLDS = range(1, 9)
-# By world: dp x tp, and replicas x shards.
+# Meshes by world size: dp x tp, and replicas x shards.
 TP = {1: "1x1", 2: "1x2", 3: "3x1", 4: "2x2", 5: "5x1", 6: "3x2", 7: "7x1", 8: "4x2"}
 HSDP = {1: "1x1", 2: "2x1", 3: "1x3", 4: "2x2", 5: "5x1", 6: "2x3", 7: "1x7", 8: "2x4"}
-BEFORE, AFTER = 3, 3  # steps
+BEFORE, AFTER = 3, 3  # optimizer steps before the save and after the resume
 SEED = 9
 
 SHAPES = {
@@ -46,7 +46,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to shard the model."""
+    """A layout for a number of ranks."""
 
     layout: str
     world: int
@@ -66,8 +66,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Model:
-    """The checkpoint, its recipe, and for each format the digests of model and state after
-    uninterrupted training."""
+    """A checkpoint and its recipe. `whole` has, by format, the digests of model and state after
+    uninterrupted training, once they have been computed."""
 
     modicum: Path
     directory: Path
@@ -86,8 +86,8 @@ class Model:
         return [*words, "--optimizer", f"adamw:{state_format}", "--keep-fp32", r"layers\.1\."]
 
     def save(self, root: Path, state_format: str, cut: Cut) -> bool:
-        """Saves after the first steps. Returns whether this layout can save this format; if not,
-        the error must name the parameter."""
+        """Makes BEFORE steps and saves. Returns whether this layout can save this format; asserts
+        that otherwise the error names a parameter."""
         directory, *words = self._words(state_format)
         words = ["save", directory, root, *words, "--step", BEFORE, "--steps", BEFORE, *cut.flags]
         if cut.holds(state_format):
@@ -101,11 +101,13 @@ class Model:
         return False
 
     def resume(self, root: Path, state_format: str, cut: Cut) -> bool:
+        """Resumes, makes AFTER steps, and asserts that the digests are those of uninterrupted
+        training. Returns whether this layout can hold this format."""
         words = ["resume", root, "--recipe", self.recipe, "--steps", AFTER, *cut.flags]
         if cut.holds(state_format):
             resumed = run_json(self.modicum, *words)
-            made = resumed["digest"], resumed["state_digest"]
-            assert made == self.uninterrupted(state_format), (state_format, cut)
+            digests = resumed["digest"], resumed["state_digest"]
+            assert digests == self.uninterrupted(state_format), (state_format, cut)
             return True
         assert failure(self.modicum, 2, *words)["category"] == "UNSUPPORTED"
         return False
@@ -113,22 +115,24 @@ class Model:
 
 @pytest.fixture(scope="module")
 def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    place = tmp_path_factory.mktemp("worlds")
-    maker = torch.Generator().manual_seed(3)
+    folder = tmp_path_factory.mktemp("worlds")
+    rng = torch.Generator().manual_seed(3)
     tensors = {
-        name: torch.randn(shape, generator=maker).mul(0.05).to(torch.bfloat16)
+        name: torch.randn(shape, generator=rng).mul(0.05).to(torch.bfloat16)
         for name, shape in SHAPES.items()
     }
     tensors["counts"] = torch.arange(9)
-    directory = write_checkpoint(place / "model", tensors, files=3)
+    directory = write_checkpoint(folder / "model", tensors, files=3)
     targets: dict[str, Any] = {name: stored(name) for name in SHAPES}
     targets["head.weight"] = {"op": "alias", "of": "embed.weight"}
-    return Model(modicum, directory, write_recipe(place / "recipe.json", targets))
+    return Model(modicum, directory, write_recipe(folder / "recipe.json", targets))
 
 
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=lambda n: FORMATS[n])
-def test_some_pairs(model: Model, tmp_path: Path, number: int) -> None:
-    """Each world saves once and resumes once for each format, each time in another layout."""
+def test_some_pairs_of_worlds_equal_uninterrupted_training(
+    model: Model, tmp_path: Path, number: int
+) -> None:
+    """Each world saves once, and each resumes once, in layouts that depend on world and format."""
     state_format = FORMATS[number]
     resumed = 0
     for world in WORLDS:
@@ -137,15 +141,18 @@ def test_some_pairs(model: Model, tmp_path: Path, number: int) -> None:
         after = Cut(LAYOUTS[(world + 2 * number + 1) % 4], 9 - world)
         if model.save(root, state_format, before):
             resumed += model.resume(root, state_format, after)
+    # Two worlds save in ZeRO-2 and two resume in it, which 8-bit formats refuse.
     assert resumed >= (4 if "int8" in state_format else 8)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("state_format", FORMATS)
-def test_all_pairs(model: Model, tmp_path: Path, state_format: str, layout: str) -> None:
-    """All 64 pairs of worlds for each format and each layout that saves; each pair resumes in
-    another layout, and in the same one."""
+def test_all_pairs_of_worlds_equal_uninterrupted_training(
+    model: Model, tmp_path: Path, state_format: str, layout: str
+) -> None:
+    """All 64 pairs of the world that saves and the one that resumes, which resumes in the layout of
+    the save and in a second one."""
     counts = {"resumed": 0, "refused": 0}
     for before in (Cut(layout, world) for world in WORLDS):
         root = tmp_path / str(before.world)

@@ -1,8 +1,8 @@
-"""Saves in which one system call after the other fails, and saves that are killed.
+"""Saves in each of which one system call fails, and saves that are killed.
 
-Must fail for these mutants: an error that is swallowed, or has another category; EINTR that is an
-error; a short write that counts as complete; a step that is visible before it is complete; an old
-step that is changed; files of dead saves that are kept, or of living ones that are removed.
+Must fail for these mutants: an error is swallowed, or has another category; EINTR is an error; a
+short write counts as complete; a step is visible before it is complete; an old step is changed;
+files of dead saves are kept, or those of living ones removed.
 """
 
 import contextlib
@@ -22,8 +22,9 @@ import pytest
 from faulty_files import FAILS, NEVER, SHORT, FaultyFiles
 from program import children_of, run, run_json
 
+# With shards of dim 1 both ranks have parts of each row, which one rank gathers and writes.
 TRAINED = ("--optimizer", "adamw:fp32-split", "--steps", 1, "--ranks", 2, "--shard-dim", 1)
-"""Ranks that write divided rows together."""
+# By name: what happens to a call, and the errno if it fails.
 FAULTS = {
     "EIO": (FAILS, errno.EIO),
     "ENOSPC": (FAILS, errno.ENOSPC),
@@ -31,8 +32,9 @@ FAULTS = {
     "EINTR": (FAILS, errno.EINTR),
     "short": (SHORT, 0),
 }
+# The exit code and the category of the faults that a save does not survive.
 CODES = {"EIO": (13, "IO"), "ENOSPC": (14, "NOSPACE"), "EDQUOT": (14, "NOSPACE")}
-SAMPLE = 10  # calls for each fault
+SAMPLE = 10  # calls that are hit, for each fault
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +50,15 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> FaultyFiles:
 
 
 def bytes_of(directory: Path) -> dict[str, bytes]:
-    """The files below a directory."""
+    """The content of all files below a directory, by relative path."""
     files = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
-def calls_to_try(faulty: FaultyFiles, modicum: Path, moe: Path, root: Path, how: tuple[int, int]):
-    """The number of calls of a save that can have the fault."""
+def calls_of_a_save(
+    faulty: FaultyFiles, modicum: Path, moe: Path, root: Path, how: tuple[int, int]
+) -> int:
+    """The number of a save's system calls that can have the fault `how`, one of FAULTS."""
     words = ("save", moe, root, "--step", 999_999, *TRAINED)
     done, hit = faulty.run(root, NEVER, how, modicum, *words)
     assert done.code == 0, done.stderr
@@ -64,39 +68,40 @@ def calls_to_try(faulty: FaultyFiles, modicum: Path, moe: Path, root: Path, how:
 
 @pytest.mark.parametrize("sample", (SAMPLE, pytest.param(None, marks=pytest.mark.soak)))
 @pytest.mark.parametrize("fault", FAULTS)
-def test_failing_calls(
+def test_a_failing_call_never_damages_a_step(
     modicum: Path, moe: Path, tmp_path: Path, faulty: FaultyFiles, fault: str, sample: int | None
 ) -> None:
-    """The fault hits each call of a save in turn, or a sample of them."""
+    """The fault hits each call of a save in turn, or a sample of them. The save succeeds, or fails
+    with the right error; an older step is unchanged, and no visible step is damaged."""
     root = tmp_path / "root"
     run_json(modicum, "save", moe, root, "--step", 1, *TRAINED)
     old = bytes_of(root / "step-1")
-    total = calls_to_try(faulty, modicum, moe, root, FAULTS[fault])
+    total = calls_of_a_save(faulty, modicum, moe, root, FAULTS[fault])
     assert total > 5
-    places = range(1, total + 1)
+    calls = range(1, total + 1)
     if sample is not None:
-        places = sorted(random.Random(fault).sample(places, min(sample, total)))
+        calls = sorted(random.Random(fault).sample(calls, min(sample, total)))
     hits = 0
-    for step, at in enumerate(places, start=2):
+    for step, at in enumerate(calls, start=2):
         words = ("save", moe, root, "--step", step, *TRAINED, "--json")
         done, hit = faulty.run(root, at, FAULTS[fault], modicum, *words)
-        told = (at, hit, done)
+        case = (at, hit, done)
         hits += bool(hit.call)
-        assert bytes_of(root / "step-1") == old, told
+        assert bytes_of(root / "step-1") == old, case
         saved = root / f"step-{step}"
         if done.code == 0:
-            assert saved.exists(), told
+            assert saved.exists(), case
         else:
-            assert fault in CODES, told
+            assert fault in CODES, case
             code, category = CODES[fault]
-            assert (done.code, done.error["category"]) == (code, category), told
-            assert fault in done.stderr and done.error["file"], told
-            # Of a step that is visible only the name may not be durable.
-            assert not saved.exists() or hit.call in ("open", "fsync"), told
-        assert run(modicum, "verify", root, "-q").code == 0, told
+            assert (done.code, done.error["category"]) == (code, category), case
+            assert fault in done.stderr and done.error["file"], case
+            # If the step is visible, only the sync of its name has failed: its files are durable.
+            assert not saved.exists() or hit.call in ("open", "fsync"), case
+        assert run(modicum, "verify", root, "-q").code == 0, case
         if saved.exists():
             shutil.rmtree(saved)
-    assert hits > len(places) // 2  # how ranks share the work varies a little
+    assert hits > len(calls) // 2  # how ranks share the work varies, so a save may make fewer calls
     run_json(modicum, "save", moe, root, "--step", 10_000, *TRAINED)
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step-1", "step-10000"]
 
@@ -104,9 +109,9 @@ def test_failing_calls(
 # ---- kills
 
 
-def assert_whole(step: Path, first: dict[str, bytes]) -> None:
-    """Asserts that the first step is unchanged, and that COMMIT fits manifest.json by length and
-    uuid."""
+def assert_complete(step: Path, first: dict[str, bytes]) -> None:
+    """Asserts that a step has the files of the first one, and that its COMMIT has the length and
+    the uuid of its manifest.json."""
     found = bytes_of(step)
     commit = json.loads(found.pop("COMMIT"))
     manifest = found.pop("manifest.json")
@@ -115,13 +120,14 @@ def assert_whole(step: Path, first: dict[str, bytes]) -> None:
     assert found == first
 
 
-def victim_of(process: subprocess.Popen[bytes], dice: random.Random) -> int:
-    """The process to kill: the launcher or, in one of four cases, one of its ranks."""
+def victim_of(process: subprocess.Popen[bytes], rng: random.Random) -> int:
+    """The pid to kill: that of the launcher or, in a quarter of all cases, of one of its ranks."""
     ranks = children_of(process.pid)
-    return dice.choice(ranks) if ranks and dice.random() < 0.25 else process.pid
+    return rng.choice(ranks) if ranks and rng.random() < 0.25 else process.pid
 
 
 def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int]]:
+    """The numbers of `at_once` steps at a time, for `kills` steps in all."""
     for _ in range(kills // at_once):
         yield list(itertools.islice(steps, at_once))
 
@@ -130,15 +136,15 @@ def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int
 def test_killed_saves_leave_an_intact_step(
     modicum: Path, moe: Path, tmp_path: Path, kills: int
 ) -> None:
-    """Four saves run at a time into one root, two of them with divided rows. Each save, or one of
-    its ranks, is killed at a random moment."""
+    """Four saves at a time write to one root, two of them with shards of dim 1. Each of them, or
+    one of its ranks, is killed at a random moment."""
     root = tmp_path / "root"
     begin = time.monotonic()
     run_json(modicum, "save", moe, root, "--step", 1, "--ranks", 2)
-    whole_s = 2 * (time.monotonic() - begin)
+    whole_s = 2 * (time.monotonic() - begin)  # four at a time take longer
     first = bytes_of(root / "step-1")
-    del first["COMMIT"], first["manifest.json"]
-    dice = random.Random(11)
+    del first["COMMIT"], first["manifest.json"]  # which have uuids
+    rng = random.Random(11)
     cut_short = 0
     for steps in batches(itertools.count(2), kills, 4):
         words = ["save", moe, root, "--ranks", 2, "--shard-dim"]
@@ -150,11 +156,11 @@ def test_killed_saves_leave_an_intact_step(
             )
             for step in steps
         ]
-        due = sorted((time.monotonic() + dice.uniform(0, whole_s), i) for i in range(4))
-        for moment, i in due:
-            time.sleep(max(0, moment - time.monotonic()))
+        kill_times_s = sorted((time.monotonic() + rng.uniform(0, whole_s), i) for i in range(4))
+        for at_s, i in kill_times_s:
+            time.sleep(max(0, at_s - time.monotonic()))
             with contextlib.suppress(ProcessLookupError):
-                os.kill(victim_of(running[i], dice), signal.SIGKILL)
+                os.kill(victim_of(running[i], rng), signal.SIGKILL)
         codes = dict(zip(steps, [process.wait(timeout=60) for process in running], strict=True))
         cut_short += sum(code != 0 for code in codes.values())
         assert set(codes.values()) <= {0, -signal.SIGKILL, 17}, codes
@@ -162,7 +168,7 @@ def test_killed_saves_leave_an_intact_step(
         assert visible <= {1, *steps}
         assert visible >= {1, *(step for step, code in codes.items() if code == 0)}
         for step in visible:
-            assert_whole(root / f"step-{step}", first)
+            assert_complete(root / f"step-{step}", first)
         for step in visible - {1}:
             shutil.rmtree(root / f"step-{step}")
     assert cut_short > kills // 10, f"{cut_short} of {kills} saves were cut short"

@@ -1,9 +1,10 @@
-"""`save --grace`: after SIGTERM a save is finished or given up, as a whole. Writes are held by a
-preloaded library, so that no test depends on the speed of the disk.
+"""`save --grace SECONDS`: after SIGTERM a save is finished if it can be in this time, else given up
+without a trace. A preloaded library holds a write until the test has sent its signal, so that no
+test depends on the speed of the disk.
 
-Must fail for these mutants: a rank that dies of a SIGTERM that its launcher has accepted; a save
-that goes on although it cannot finish in time, or before its rate is known; a grace that does not
-end; a later signal that is ignored; files of a save that was given up.
+Must fail for these mutants: a rank dies of the SIGTERM although its launcher finishes the save; a
+save goes on although it cannot finish in time, or before its rate is known; the grace does not end;
+a later signal is ignored; files of a save that was given up remain.
 """
 
 import os
@@ -18,13 +19,13 @@ from faulty_files import HELD, NEVER, FaultyFiles
 from program import PATIENCE_S, Ended, failure, run_json
 
 TRAINED = ("--optimizer", "adamw:fp32-split", "--steps", 1, "--ranks", 2)
-AMPLE_S = 10_000
+AMPLE_S = 10_000  # more than any save of the small model takes
 
 
 @pytest.fixture(scope="module")
 def moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("grace") / "moe"
-    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--shard-size", 4000)
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe")
     return directory
 
 
@@ -48,7 +49,7 @@ def writes(
 
 
 class Saving:
-    """Saves step 2 into a root that has step 1."""
+    """Saves step 2 into a root that has step 1. `before` has the files of the root, by path."""
 
     def __init__(self, modicum: Path, moe: Path, faulty: FaultyFiles, root: Path) -> None:
         self.modicum, self.moe, self.faulty, self.root = modicum, moe, faulty, root
@@ -60,7 +61,7 @@ class Saving:
         return {str(path.relative_to(self.root)): path.read_bytes() for path in found}
 
     def hold(self, at: int, *flags: object) -> subprocess.Popen[str]:
-        """The running save, stopped at its `at`-th write."""
+        """Starts the save. Returns when its `at`-th write is held."""
         words = ("save", self.moe, self.root, "--step", 2, *TRAINED, *flags, "--json")
         return self.faulty.hold(self.root, at, self.modicum, *words)
 
@@ -97,7 +98,7 @@ def test_a_save_that_fits_into_the_grace_is_finished(saving: Saving, writes: int
 
 
 def test_a_save_that_does_not_fit_is_given_up(saving: Saving, writes: int) -> None:
-    """A second of the grace is reserved for the commit."""
+    """One second of the grace is reserved for the commit, so 0.9 s are too short for any save."""
     process = saving.hold(writes // 2, "--grace", 0.9)
     os.killpg(process.pid, signal.SIGTERM)
     saving.faulty.release()
@@ -105,7 +106,7 @@ def test_a_save_that_does_not_fit_is_given_up(saving: Saving, writes: int) -> No
 
 
 def test_a_save_without_a_known_rate_is_given_up(saving: Saving) -> None:
-    """The first write is that of a header, so no rate is known."""
+    """At the first write, of a header, no rate of writing is known."""
     process = saving.hold(1, "--grace", AMPLE_S)
     os.killpg(process.pid, signal.SIGTERM)
     saving.assert_given_up(saving.end(process))
@@ -117,14 +118,15 @@ def test_without_a_grace_a_save_is_given_up(saving: Saving, writes: int) -> None
     saving.assert_given_up(saving.end(process))
 
 
-def test_a_grace_ends(saving: Saving, writes: int) -> None:
-    """A save that makes no progress is given up when its grace ends."""
+def test_a_save_is_given_up_when_its_grace_ends(saving: Saving, writes: int) -> None:
+    """The held write is never released: the save is given up when its grace of 2 s ends."""
     process = saving.hold(writes // 2, "--grace", 2)
     os.kill(process.pid, signal.SIGTERM)
     saving.assert_given_up(saving.end(process))
 
 
 def test_a_later_signal_ends_the_grace(saving: Saving, writes: int) -> None:
+    """SIGTERMs of the first second count as one, so the later signal is repeated until the end."""
     for later, code in ((signal.SIGTERM, 21), (signal.SIGINT, 130)):
         process = saving.hold(writes // 2, "--grace", AMPLE_S)
         os.kill(process.pid, signal.SIGTERM)
@@ -135,8 +137,8 @@ def test_a_later_signal_ends_the_grace(saving: Saving, writes: int) -> None:
         saving.assert_given_up(saving.end(process), code)
 
 
-def test_a_commit_is_finished(saving: Saving, writes: int) -> None:
-    """The signal arrives at the last write but one, which is COMMIT's."""
+def test_a_commit_is_finished_without_a_grace(saving: Saving, writes: int) -> None:
+    """The signal arrives during the last write but one, that of COMMIT."""
     process = saving.hold(writes - 1)
     assert not (saving.root / "step-2").exists()
     os.kill(process.pid, signal.SIGTERM)

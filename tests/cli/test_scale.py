@@ -1,7 +1,7 @@
-"""Planning a model of 91,991 tensors in 163 files is quick and needs little memory.
+"""Planning deepseek-v3, with 91,991 tensors in 163 files, is quick and needs little memory.
 
-Must fail for these mutants: transfers counted one element at a time; a prediction that finds each
-target by a linear search; own-shard reading a whole tensor; all ranks visited for each node.
+Must fail for these mutants: transfers are counted one element at a time; the promise finds each
+target by a linear search; own-shard reads whole tensors; all ranks are visited for each node.
 """
 
 import json
@@ -18,15 +18,16 @@ from program import STRATEGIES, run_json, strategy_of, write_index
 
 FILES, TENSORS = 163, 91_991
 RANKS, RANKS_PER_NODE = 64, 8
-DATA_LIMIT_BYTES = 100 << 20
+DATA_LIMIT_BYTES = 100 << 20  # RLIMIT_DATA of `plan`
 LIMIT_S = 1.0
 MANY_RANKS_LIMIT_S = 15
-UNOPTIMISED = 4  # factor allowed for a debug build
+UNOPTIMISED = 4  # a debug build may take LIMIT_S this many times
 
+# From deepseek-v3's config.json.
 LAYERS, DENSE_LAYERS, EXPERTS = 61, 3, 256
 HIDDEN, DENSE, EXPERT, VOCAB = 7168, 18432, 2048, 129280
-BLOCK = 128  # the codes of a block of 128 x 128 share a scale
-Tensor = tuple[str, str, list[int]]
+BLOCK = 128  # the FP8 codes of a block of 128 x 128 share a scale
+Tensor = tuple[str, str, list[int]]  # name, dtype as in a safetensors header, shape
 
 
 def norm(name: str, size: int) -> Tensor:
@@ -34,7 +35,7 @@ def norm(name: str, size: int) -> Tensor:
 
 
 def codes(name: str, rows: int, columns: int) -> Iterator[Tensor]:
-    """A matrix of 8-bit codes and its scales."""
+    """A matrix of FP8 codes and its scales."""
     yield f"{name}.weight", "F8_E4M3", [rows, columns]
     yield f"{name}.weight_scale_inv", "F32", [ceil(rows / BLOCK), ceil(columns / BLOCK)]
 
@@ -71,7 +72,7 @@ def layer(number: int) -> Iterator[Tensor]:
 
 
 def model() -> Iterator[Tensor]:
-    """All tensors of a model: 61 layers, and one more, which predicts the token after the next."""
+    """All tensors: 61 layers, and one more for multi-token prediction, with its own embedding."""
     yield "model.embed_tokens.weight", "BF16", [VOCAB, HIDDEN]
     for number in range(LAYERS + 1):
         yield from layer(number)
@@ -107,8 +108,7 @@ def write_sparse(file: Path, tensors: list[Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a sparse model. Tensors are distributed over the files in order, by
-    bytes."""
+    """A sparse deepseek-v3. Its files have about the same size."""
     directory = tmp_path_factory.mktemp("scale") / "deepseek-v3"
     directory.mkdir()
     tensors = list(model())
@@ -129,7 +129,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def quick(modicum: Path, root: Path) -> tuple[Path, float]:
-    """The optimised program if it was built, and its time limit."""
+    """The program, optimised if a release was built, and the seconds that it may take."""
     release = root / "build/release/modicum"
     if release.is_file():
         return release, LIMIT_S
@@ -143,34 +143,34 @@ def limit_data() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (DATA_LIMIT_BYTES, DATA_LIMIT_BYTES))
 
 
-def cpu_of_children() -> float:
+def cpu_seconds_of_children() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def plan(program: Path, directory: Path, *flags: object) -> tuple[dict, float]:
-    """Makes a plan with limited memory. Returns it, and the seconds: on a busy machine, CPU
-    time."""
+    """Plans with limited memory. Returns the plan and the seconds that it took: of the clock, or of
+    the CPU if these are fewer, as on a busy machine."""
     words = (program, "plan", directory, "--ranks", RANKS, "--json", *flags)
-    wall, cpu = time.monotonic(), cpu_of_children()
+    wall_s, cpu_s = time.monotonic(), cpu_seconds_of_children()
     done = subprocess.run(
         list(map(str, words)), capture_output=True, text=True, preexec_fn=limit_data, timeout=60
     )
-    took = min(time.monotonic() - wall, cpu_of_children() - cpu)
+    took_s = min(time.monotonic() - wall_s, cpu_seconds_of_children() - cpu_s)
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout), took
+    return json.loads(done.stdout), took_s
 
 
-@pytest.mark.alone  # processor time grows where another worker shares caches and memory
+@pytest.mark.alone  # CPU time grows if other tests use the same caches and memory
 def test_plan_is_quick_and_small(quick: tuple[Path, float], deep: Path) -> None:
-    """Plans all strategies together. Takes the best of five times, since the machine is shared."""
+    """One plan has all strategies. The best of five times counts, since the machine is shared."""
     program, limit_s = quick
     runs = [plan(program, deep, "--ranks-per-node", RANKS_PER_NODE) for _ in range(5)]
-    planned, times = runs[0][0], [took for _, took in runs]
+    planned, times_s = runs[0][0], [took_s for _, took_s in runs]
     assert planned["checkpoint"]["tensors"] == TENSORS
     assert planned["checkpoint"]["files"] == FILES
     assert {row["name"] for row in planned["strategies"]} >= set(STRATEGIES)
-    assert min(times) < limit_s, f"{program}: {times}"
+    assert min(times_s) < limit_s, f"{program}: {times_s}"
 
 
 def test_own_shard_reads_the_checkpoint_once(quick: tuple[Path, float], deep: Path) -> None:
@@ -182,8 +182,8 @@ def test_own_shard_reads_the_checkpoint_once(quick: tuple[Path, float], deep: Pa
         assert len(row["ranks"]) == RANKS
 
 
-def test_ranks_hold_their_share(quick: tuple[Path, float], deep: Path) -> None:
-    """Padding and overhead are a few per cent of a rank's 1/64."""
+def test_a_rank_holds_little_more_than_its_shards(quick: tuple[Path, float], deep: Path) -> None:
+    """With 64 ranks padding and all other memory are at most 5 % of a rank's 1/64 of the model."""
     planned, _ = plan(quick[0], deep)
     share = planned["checkpoint"]["bytes"] / RANKS
     for rank in strategy_of(planned, "own-shard")["ranks"]:
@@ -192,12 +192,12 @@ def test_ranks_hold_their_share(quick: tuple[Path, float], deep: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp --mesh 256x256"])
 def test_a_plan_for_65536_ranks_ends_soon(modicum: Path, tmp_path: Path, layout: str) -> None:
-    """A loose limit: for each node all ranks were visited once, which took minutes, and for each
-    rank all ranks to find its replicas."""
+    """The limit is loose: an algorithm that visits all ranks for each node, or for each rank to
+    find its replicas, takes minutes."""
     directory = tmp_path / "moe"
     run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--sparse")
     words = ("plan", directory, "--ranks", 65536, "--ranks-per-node", 1, "--oversubscribe")
-    before = cpu_of_children()
+    before_s = cpu_seconds_of_children()
     planned = run_json(modicum, *words, "--layout", *layout.split())
-    assert cpu_of_children() - before < MANY_RANKS_LIMIT_S
+    assert cpu_seconds_of_children() - before_s < MANY_RANKS_LIMIT_S
     assert [len(row["nodes"]) for row in planned["strategies"]] == [65536] * len(STRATEGIES)

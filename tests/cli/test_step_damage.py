@@ -1,10 +1,11 @@
 """Damage of every file of a step (a saved checkpoint directory): the file is missing, one byte
 shorter, replaced by that of an older step (stale), exchanged with a file of equal length, or has
-one flipped bit. `verify` finds each damage and names the file. `resume` skips such a step, or fails
-when it compares the loaded values.
+one flipped bit. `verify` finds each damage and names the file. `resume` skips such a step, or, if
+only values of tensors are damaged, fails after the load.
 
-Must fail for these mutants: a byte that no digest covers; a header, a configuration or a count of
-steps that is resumed without a check; a newest step that is chosen by lengths alone.
+Must fail for these mutants: no digest covers some byte; a header, a configuration or the number of
+optimizer steps is resumed without a check; the newest step is chosen by the lengths of its files
+alone.
 """
 
 import json
@@ -21,14 +22,15 @@ from modicum import _modicum
 from modicum.errors import IntegrityError
 
 TRAINED = ("--optimizer", "adamw:int8-moments-24", "--ranks", 2)
-CODES = {("COMMIT", "missing"): 19, ("manifest.json", "missing"): 13}
-SAMPLE = 200  # flipped bits, each with its own process
-MANY, MOST = 2_000, 10_000  # flipped bits that this process checks
+CODES = {("COMMIT", "missing"): 19, ("manifest.json", "missing"): 13}  # of `verify`; else 12
+SAMPLE = 200  # flipped bits that a `verify` process checks, each its own
+MANY, MOST = 2_000, 10_000  # flipped bits that the test's process checks
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Steps 1 and 2 of one model, with files of the same names, and an intact copy of step 2."""
+    """A root with steps 1 and 2, which have files of the same names, and an intact copy of step
+    2."""
 
     root: Path
     intact: Path
@@ -38,10 +40,12 @@ class Saved:
         return self.root / "step-2"
 
     def names(self) -> list[str]:
+        """The relative paths of the step's files."""
         files = [path for path in self.intact.rglob("*") if path.is_file()]
         return sorted(str(path.relative_to(self.intact)) for path in files)
 
     def restore(self, *names: str) -> None:
+        """Makes these files of step 2 intact again."""
         for name in names:
             shutil.copyfile(self.intact / name, self.step / name)
 
@@ -80,8 +84,9 @@ def same_length(saved: Saved, name: str) -> str | None:
     return None
 
 
-def faults(saved: Saved, dice: random.Random) -> Iterator[tuple[str, str, list[str]]]:
-    """Damages step 2 in one way at a time. Yields the file, the fault, and the changed files."""
+def faults(saved: Saved, rng: random.Random) -> Iterator[tuple[str, str, list[str]]]:
+    """Damages step 2 in one way at a time. Yields the file, the name of the fault, and all changed
+    files: two if they are exchanged."""
     older = saved.root / "step-1"
     for name in saved.names():
         file, data = saved.step / name, (saved.intact / name).read_bytes()
@@ -98,20 +103,21 @@ def faults(saved: Saved, dice: random.Random) -> Iterator[tuple[str, str, list[s
             (saved.step / other).write_bytes(data)
             yield name, "exchanged", [name, other]
             saved.restore(other)
-        file.write_bytes(flipped(data, dice.randrange(8 * len(data))))
+        file.write_bytes(flipped(data, rng.randrange(8 * len(data))))
         yield name, "flipped", [name]
         saved.restore(name)
 
 
 def flipped(data: bytes, bit: int) -> bytes:
+    """The bytes with one bit flipped, counted from the lowest bit of the first byte."""
     changed = bytearray(data)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
 
 
 def names_one(text: str, changed: list[str]) -> bool:
-    """Whether a message names a damaged file. COMMIT has the digest of manifest.json, so if one of
-    them is damaged, the message may name either."""
+    """Whether a message names one of the changed files. COMMIT has the digest of manifest.json, so
+    if one of these two is damaged, the message may name the other."""
     pair = {"manifest.json", "COMMIT"}
     allowed = {*changed, *(pair if pair & set(changed) else ())}
     return any(Path(name).name in text for name in allowed)
@@ -135,49 +141,46 @@ def test_every_damaged_file_is_found(modicum: Path, saved: Saved) -> None:
     for name, fault, changed in faults(saved, random.Random(5)):
         seen.setdefault(fault, set()).add(name)
         verified = run(modicum, "verify", saved.step, "--json")
-        told = (name, fault, verified)
-        assert verified.code == CODES.get((name, fault), 12), told
-        assert not verified.json["ok"] and names_one(verified.stderr, changed), told
+        case = (name, fault, verified)
+        assert verified.code == CODES.get((name, fault), 12), case
+        assert not verified.json["ok"] and names_one(verified.stderr, changed), case
         if has_other_values_only(saved, changed):
             error = failure(modicum, 12, "resume", saved.root, "--ranks", 3)
-            assert error["category"] == "INTEGRITY" and error["tensor"], told
-            assert error["file"] in {Path(one).name for one in changed}, told
+            assert error["category"] == "INTEGRITY" and error["tensor"], case
+            assert error["file"] in {Path(one).name for one in changed}, case
             continue
         resumed = run_json(modicum, "resume", saved.root, "--ranks", 3)
-        assert resumed["resumed"]["step"] == 1, told
+        assert resumed["resumed"]["step"] == 1, case
         (skipped,) = resumed["skipped"]
-        assert skipped["step"] == 2 and names_one(skipped["reason"], changed), (told, skipped)
+        assert skipped["step"] == 2 and names_one(skipped["reason"], changed), (case, skipped)
     assert seen["missing"] == seen["short"] == seen["flipped"] == set(saved.names())
-    trained = {name for name in saved.names() if name.endswith(".safetensors")}
-    assert seen["stale"] >= {*trained, "manifest.json", "COMMIT", "optimizer/state.json"}
+    data = {name for name in saved.names() if name.endswith(".safetensors")}
+    assert seen["stale"] >= {*data, "manifest.json", "COMMIT", "optimizer/state.json"}
     assert {"tokenizer.json", "modeling_tiny.py"} <= seen["exchanged"]
-    assert trained & seen["exchanged"], "no two data files have the same length"
+    assert data & seen["exchanged"], "no two data files have the same length"
     assert run(modicum, "verify", saved.root).code == 0
 
 
 def flips(saved: Saved, count: int) -> Iterator[tuple[str, int, str]]:
-    """Flips one bit at a time. Yields the file, the bit, and the kind of bytes: in turn a header,
-    values, JSON and other text files, manifest.json and COMMIT."""
-    dice = random.Random(count)
+    """Flips one bit of step 2 at a time. Yields the file, the bit, and where it is, in turn: in a
+    header, in values, in another file ("text"), in manifest.json, in COMMIT."""
+    rng = random.Random(count)
     data = [name for name in saved.names() if name.endswith(".safetensors")]
     records = ["manifest.json", "COMMIT"]
     texts = [name for name in saved.names() if name not in {*data, *records}]
     for number in range(count):
         kind = ("header", "values", "text", *records)[number % 5]
-        name = {"header": data, "values": data, "text": texts}.get(kind, [kind])
-        file = dice.choice(name)
+        file = rng.choice({"header": data, "values": data, "text": texts}.get(kind, [kind]))
         before = (saved.intact / file).read_bytes()
-        end = header_end(before) if file in data else 0
-        begin, after = {"header": (0, end), "values": (end, len(before))}.get(
-            kind, (0, len(before))
-        )
-        bit = dice.randrange(8 * begin, 8 * after)
+        begin = header_end(before) if kind == "values" else 0
+        end = header_end(before) if kind == "header" else len(before)
+        bit = rng.randrange(8 * begin, 8 * end)
         (saved.step / file).write_bytes(flipped(before, bit))
         yield file, bit, kind
         saved.restore(file)
 
 
-def test_flipped_bits_are_found(modicum: Path, saved: Saved) -> None:
+def test_the_program_finds_flipped_bits(modicum: Path, saved: Saved) -> None:
     for file, bit, _ in flips(saved, SAMPLE):
         done = run(modicum, "verify", saved.step, "-q")
         assert done.code == 12, (file, bit, done)
@@ -186,7 +189,8 @@ def test_flipped_bits_are_found(modicum: Path, saved: Saved) -> None:
 
 
 def fault_of(step: Path) -> str:
-    """The first fault that `verify` finds, computed in this process; empty if there is none."""
+    """The first fault that `verify` would find, computed in this process; empty if there is
+    none."""
     try:
         return _modicum.step_fault(str(step), 0, 1, _modicum.Board())
     except IntegrityError as error:
@@ -195,7 +199,7 @@ def fault_of(step: Path) -> str:
 
 @pytest.mark.parametrize("count", (MANY, pytest.param(MOST, marks=pytest.mark.soak)))
 def test_every_flipped_bit_is_found(saved: Saved, count: int) -> None:
-    """Checks the bits in this process, so that many can be checked."""
+    """Without a process for each bit, so that many can be tested."""
     seen: dict[str, set[str]] = {}
     assert not fault_of(saved.step)
     for file, bit, kind in flips(saved, count):

@@ -1,7 +1,9 @@
-"""`modicum watch` measures the tree of any command from outside and changes nothing about it.
+"""`modicum watch` measures the process tree of any command from outside and does not change its
+output or its exit code.
 
-Must fail for these mutants: copies that are not found, or are attributed to the parent; another
-process named as killed; an exit code of our own; output of the command that is lost.
+Must fail for these mutants: copy-on-write copies are not found, or are attributed to the parent;
+another process is named as killed; the exit code is not that of the command; output of the command
+is lost.
 """
 
 import json
@@ -15,6 +17,8 @@ import pytest
 from cage import why_no_cage
 from program import failure, run
 
+# Holds argv[2] bytes for a moment. Then two forked children inherit a block of argv[1] bytes, and
+# the parent writes all of it, which copies it. Prints all pids, and the memory of the tree.
 FORKED = """
 import os, sys, time
 highest = bytearray(int(sys.argv[2]))
@@ -41,6 +45,7 @@ for child in children:
     os.waitpid(child, 0)
 """
 
+# Starts two idle processes and one that grows to 600 MiB, and prints the pid of that one.
 KILLED = """
 import subprocess, sys
 others = [subprocess.Popen(["sleep", "30"]) for _ in range(2)]
@@ -54,29 +59,32 @@ sys.exit(3)
 
 @pytest.mark.alone
 @pytest.mark.parametrize(("size", "highest"), ((256 << 20, 0), (1 << 30, 3 << 30)))
-def test_copies_since_a_fork(modicum: Path, size: int, highest: int) -> None:
-    """In the second case the copies are made after the tree's peak, and cost more CPU time to read
-    than is left."""
+def test_copies_since_a_fork_are_attributed_to_the_children(
+    modicum: Path, size: int, highest: int
+) -> None:
+    """In the second case the copies are made after the tree's peak, and reading a tree of this size
+    costs more CPU time than `watch` has left."""
     done = run(modicum, "watch", "--json", "--", sys.executable, "-c", FORKED, size, highest)
     assert done.code == 0, done.stderr
     parent, *children, held = map(int, done.stderr.split())
-    told = done.json
-    assert abs(told["cow_duplicate_bytes"] - size) < 0.02 * held + (4 << 20)
-    assert abs(told["peak_bytes"] - max(held, highest)) < 0.02 * max(held, highest)
-    by_pid = {one["pid"]: one for one in told["processes"]}
+    watched = done.json
+    assert abs(watched["cow_duplicate_bytes"] - size) < 0.02 * held + (4 << 20)
+    assert abs(watched["peak_bytes"] - max(held, highest)) < 0.02 * max(held, highest)
+    by_pid = {one["pid"]: one for one in watched["processes"]}
     assert by_pid[parent]["cow_duplicate_bytes"] == 0
     for child in children:
         assert by_pid[child]["forked_from"] == by_pid[child]["ppid"] == parent
         assert by_pid[child]["cow_duplicate_bytes"] > 0.47 * size
 
 
+# Two ways to grow to 600 MiB.
 HEAP = "block = bytearray(600 << 20)"
 SHARED_MEMORY = """
 import mmap
 block = mmap.mmap(-1, 600 << 20)
 for at in range(0, len(block), 4096): block[at] = 1
 """
-# Ranks 0 and 2 hold 60 MiB each; rank 1 runs the script of the argument, and grows.
+# Ranks 0 and 2 hold 60 MiB each; rank 1 runs the script in argv[1], which grows. Prints its pid.
 RANKS = """
 import os, subprocess, sys, time
 def start(rank, script):
@@ -92,8 +100,8 @@ for other in others: other.kill()
 sys.exit(3)
 """
 
-# A trainer holds 60 MiB, and so does each of two forked workers; a child of the second one, forked
-# too and of the same name, grows.
+# A trainer and two workers that it has forked hold 60 MiB each. The second worker forks a child,
+# which prints its pid and grows. All four processes have the same name.
 FORKED_WORKERS = """
 import os, sys, time
 held = bytearray(60 << 20)
@@ -126,9 +134,9 @@ def test_exits_as_the_command_does(modicum: Path, script: str, code: int) -> Non
     done = run(modicum, "watch", "--", "sh", "-c", f"echo out; echo err >&2; {script}")
     assert (done.code, done.stdout) == (code, "out\n")
     assert done.stderr.startswith("err\n")
-    told = run(modicum, "watch", "--json", "--", "sh", "-c", f"echo out; {script}")
-    assert told.json["exit_code"] == told.code == code
-    assert told.stderr == "out\n"
+    with_json = run(modicum, "watch", "--json", "--", "sh", "-c", f"echo out; {script}")
+    assert with_json.json["exit_code"] == with_json.code == code
+    assert with_json.stderr == "out\n"
 
 
 def test_signals_reach_the_command(modicum: Path) -> None:
@@ -143,10 +151,9 @@ def test_signals_reach_the_command(modicum: Path) -> None:
 
 
 def test_descendants_of_ended_parents_count(modicum: Path) -> None:
-    """The inner shell ends at once; the process that it has started holds the memory."""
-    grown = "import time; block = bytearray(b'1') * (64 << 20); time.sleep(1.5)"
+    """The inner shell starts a process that holds the memory, and ends at once."""
+    grown = "import time; block = bytearray([49]) * (64 << 20); time.sleep(1.5)"
     script = f'sh -c \'"{sys.executable}" -c "{grown}" & echo $!\'; sleep 2'
-    script = script.replace("b'1'", "[49]")
     done = run(modicum, "watch", "--json", "--", "sh", "-c", script)
     assert done.code == 0, done.stderr
     orphan = int(done.stderr.split()[0])
@@ -161,7 +168,7 @@ def test_ranks_are_those_of_the_environment(modicum: Path) -> None:
     assert sorted(ranks) == [0, 1]
 
 
-def test_commands_that_cannot_start(modicum: Path, tmp_path: Path) -> None:
+def test_a_command_that_cannot_start_is_an_error(modicum: Path, tmp_path: Path) -> None:
     done = run(modicum, "watch", "--json", "--", tmp_path / "nothing-here")
     assert (done.code, done.error["category"]) == (13, "IO")
     assert "nothing-here" in done.error["message"]
@@ -169,8 +176,8 @@ def test_commands_that_cannot_start(modicum: Path, tmp_path: Path) -> None:
 
 
 def node_waits_s() -> float | None:
-    """How long some process of the node has waited for memory so far; None: the kernel has no
-    pressure figures."""
+    """The seconds in which some process of the node waited for memory, since the boot; None if the
+    kernel has no pressure figures."""
     try:
         lines = Path("/proc/pressure/memory").read_text().splitlines()
     except OSError:
@@ -179,20 +186,21 @@ def node_waits_s() -> float | None:
 
 
 def test_pressure_is_that_of_the_run(modicum: Path) -> None:
-    before = node_waits_s()
-    told = run(modicum, "watch", "--json", "--", "sleep", "0.1").json["pressure"]
-    after = node_waits_s()
-    if before is None or after is None:
-        assert told is None
+    before_s = node_waits_s()
+    pressure = run(modicum, "watch", "--json", "--", "sleep", "0.1").json["pressure"]
+    after_s = node_waits_s()
+    if before_s is None or after_s is None:
+        assert pressure is None
         return
-    assert 0 <= told["full_s"] <= told["some_s"]
-    if told["source"] == "node":
-        assert told["some_s"] <= after - before
+    assert 0 <= pressure["full_s"] <= pressure["some_s"]
+    if pressure["source"] == "node":
+        assert pressure["some_s"] <= after_s - before_s
     else:
-        assert told["source"].startswith("cgroup v2 ")
+        assert pressure["source"].startswith("cgroup v2 ")
 
 
-def test_huge_pages_are_read_where_memory_is_steady(modicum: Path) -> None:
+def test_huge_pages_are_those_of_the_process(modicum: Path) -> None:
+    """`watch` reads them when memory has grown and is steady, so the script sleeps."""
     script = f"""
 import mmap, time
 block = mmap.mmap(-1, {64 << 20}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -209,15 +217,17 @@ print(next((line.split()[1] for line in lines if line.startswith("AnonHugePages"
 
 
 def why_no_log() -> str:
+    """Why the kernel's log cannot be read; empty if it can."""
     try:
         os.close(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK))
     except OSError as error:
-        return f"the kernel's log can't be read: {error}"
+        return f"/dev/kmsg can't be read: {error}"
     return ""
 
 
 def killed_at(limit: int, modicum: Path, *script: str) -> tuple[int, dict[str, Any], str]:
-    """A script at a limit: the pid of the process that grows, `killed`, and the paragraph."""
+    """Runs a script under `watch --limit`. Returns the pid of the process that grows, `killed` of
+    the document, and the paragraph on stderr that explains the kill."""
     if reason := why_no_cage():
         pytest.skip(reason)
     words = [modicum, "watch", "--json", "--limit", limit, "--", sys.executable, "-c", *script]
@@ -228,7 +238,7 @@ def killed_at(limit: int, modicum: Path, *script: str) -> tuple[int, dict[str, A
 
 
 @pytest.mark.alone
-def test_a_kill_of_a_short_process(modicum: Path) -> None:
+def test_a_kill_of_a_short_process_is_named(modicum: Path) -> None:
     """The killed process may end before it is sampled; the kernel's log names it."""
     if reason := why_no_log():
         pytest.skip(reason)
@@ -254,8 +264,8 @@ def test_a_kill_names_the_process(modicum: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("script", (HEAP, SHARED_MEMORY), ids=("heap", "shared memory"))
 @pytest.mark.parametrize("times", (1, pytest.param(10, marks=pytest.mark.soak)))
-def test_kills_among_ranks(modicum: Path, script: str, times: int) -> None:
-    """The rank that grows is killed and named, not the others, which hold memory too."""
+def test_the_killed_one_of_several_ranks_is_named(modicum: Path, script: str, times: int) -> None:
+    """The other ranks hold memory, too, but do not grow."""
     for _ in range(times):
         grown, killed, paragraph = killed_at(400 << 20, modicum, RANKS, script)
         assert (killed["pid"], killed["rank"]) == (grown, 1), killed
@@ -267,8 +277,8 @@ def test_kills_among_ranks(modicum: Path, script: str, times: int) -> None:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("times", (1, pytest.param(20, marks=pytest.mark.soak)))
-def test_kills_among_forked_workers(modicum: Path, times: int) -> None:
-    """A child of a worker grows; its parents, siblings and cousins have the same name."""
+def test_the_killed_one_of_forked_workers_is_named(modicum: Path, times: int) -> None:
+    """A child of a worker grows. The trainer and both workers have the same name."""
     for _ in range(times):
         grown, killed, paragraph = killed_at(400 << 20, modicum, FORKED_WORKERS)
         assert (killed["pid"], killed["rank"]) == (grown, None), killed

@@ -1,9 +1,10 @@
-"""What `modicum watch` records of a program that uses Modicum: who held what over time, its phases
-and its promise, without a flag; as a trace, and compared with another run.
+"""What `modicum watch` records of a program that uses Modicum, without a flag of that program: the
+memory of each process over time, divided by its purpose (the owner), the phases, and the promise.
+`--trace` and `--compare` use these records.
 
-Must fail for these mutants: owners that do not add up to the peak; a rank that reports nothing, or
-another rank's promise; a kill without its phase and owner; a trace without counters; a comparison
-that blames an equal owner; a watcher that costs the command its time or its memory.
+Must fail for these mutants: the owners do not add up to the peak; a rank reports nothing, or the
+promise of another rank; a kill has no phase or no owner; a trace has no counters; a comparison
+blames an owner that is equal in both runs; `watch` costs much CPU time or memory.
 """
 
 import json
@@ -17,42 +18,45 @@ from program import Ended, failure, run, run_json
 pytestmark = pytest.mark.alone  # other tests' CPU use would delay samples
 
 MIB = 1 << 20
-# The digest is made while the shards are held, and takes several samples.
-HELD = ["--digest", "--budget", "6GiB"]
+# The digest is computed while the shards are held, which gives several samples of them.
+HOLD_SHARDS = ["--digest", "--budget", "6GiB"]
 
 
 @pytest.fixture(scope="module")
 def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 1 GiB, so that a load takes several samples."""
+    """A checkpoint of about 1 GiB, so that several samples are taken during a load."""
     directory = tmp_path_factory.mktemp("watched") / "qwen"
     run_json(modicum, "synth", directory, "--arch", "qwen2.5-0.5b", "--sparse")
     return directory
 
 
 def watched(modicum: Path, *words: object) -> tuple[dict[str, Any], Ended]:
-    """The run document of `modicum WORDS` under `watch`."""
+    """Runs `modicum WORDS` under `watch`. Returns the document of `watch` and the whole result."""
     done = run(modicum, "watch", "--json", "--", modicum, *words)
     assert done.code == 0, done.stderr
     return done.json, done
 
 
 def totals(timeline: dict[str, Any]) -> list[int]:
-    """The memory that all processes held, for each sample."""
+    """The memory that all processes held together, for each sample."""
     lists = [bytes for track in timeline["tracks"] for bytes in track["owners"].values()]
     return [sum(value or 0 for value in sample) for sample in zip(*lists, strict=True)]
 
 
 def track_of(timeline: dict[str, Any], rank: int) -> dict[str, Any]:
+    """A rank's series of the timeline."""
     (track,) = [track for track in timeline["tracks"] if track["rank"] == rank]
     return track
 
 
 def test_a_load_reports_its_ledger(modicum: Path, model: Path) -> None:
-    told, done = watched(modicum, "load", model, "--ranks", 2, *HELD, "--json")
+    document, done = watched(modicum, "load", model, "--ranks", 2, *HOLD_SHARDS, "--json")
     loaded = json.loads(done.stderr)
-    timeline = told["timeline"]
-    assert max(totals(timeline)) == told["peak"]["bytes"] == told["peak_bytes"]
-    assert totals(timeline)[timeline["t_s"].index(told["peak"]["at_s"])] == told["peak_bytes"]
+    timeline = document["timeline"]
+    assert max(totals(timeline)) == document["peak"]["bytes"] == document["peak_bytes"]
+    assert (
+        totals(timeline)[timeline["t_s"].index(document["peak"]["at_s"])] == document["peak_bytes"]
+    )
     assert timeline["t_s"] == sorted(timeline["t_s"])
     assert timeline["budget_bytes"] == 6 << 30
     for rank in loaded["ranks"]:
@@ -60,51 +64,53 @@ def test_a_load_reports_its_ledger(modicum: Path, model: Path) -> None:
         assert track["pid"] == rank["pid"]
         shards = max(value or 0 for value in track["owners"]["shards"])
         assert 0.9 * rank["ledger_peak_bytes"] < shards <= rank["ledger_peak_bytes"]
-        (process,) = [one for one in told["processes"] if one["pid"] == rank["pid"]]
+        (process,) = [one for one in document["processes"] if one["pid"] == rank["pid"]]
         for at_s, value in zip(timeline["t_s"], track["owners"]["shards"], strict=True):
             lives = process["begin_s"] - 1e-4 <= at_s <= process["end_s"] + 1e-4
-            assert (value is not None) == lives, "memory before it began, or after its end"
+            assert (value is not None) == lives, "a value exactly while the process lives"
         unexplained = max(value or 0 for value in track["owners"].get("unexplained", [0]))
         assert unexplained < 0.03 * shards + 4 * MIB
-    assert "of which parameters" in told["peak"]["cause"]
+    assert "of which parameters" in document["peak"]["cause"]
 
 
 def test_a_load_reports_its_phase_and_promise(modicum: Path, model: Path) -> None:
     plan = run_json(modicum, "plan", model, "--ranks", 2)
     (strategy,) = [one for one in plan["strategies"] if one["name"] == "own-shard"]
     (promised,) = [one for one in strategy["nodes"][0]["phases"] if one["phase"] == "load"]
+    # Ranks report promises without page tables; the plan's node includes the launcher.
     launcher = 8 * MIB
-    without_tables = promised["bytes"] - promised["by_purpose"]["page_tables"] - launcher
-    told, _ = watched(modicum, "load", model, "--ranks", 2, "-q")
-    timeline = told["timeline"]
-    sums = 0
+    of_ranks = promised["bytes"] - promised["by_purpose"]["page_tables"] - launcher
+    document, _ = watched(modicum, "load", model, "--ranks", 2, "-q")
+    timeline = document["timeline"]
+    total = 0
     for rank in range(2):
         (phase,) = [one for one in timeline["phases"] if one["rank"] == rank]
         assert (phase["name"], phase["pid"]) == ("load", track_of(timeline, rank)["pid"])
-        assert 0 < phase["begin_s"] < phase["end_s"] <= told["elapsed_s"]
+        assert 0 < phase["begin_s"] < phase["end_s"] <= document["elapsed_s"]
         promise = track_of(timeline, rank)["promise_bytes"]
         inside = [phase["begin_s"] < at < phase["end_s"] for at in timeline["t_s"]]
         (value,) = {bytes for bytes in promise if bytes is not None}
         assert all(bytes == value for bytes, is_in in zip(promise, inside, strict=True) if is_in)
         assert promise[0] is None
-        sums += value
-    assert sums == without_tables
+        total += value
+    assert total == of_ranks
 
 
 def test_a_rehearsal_has_phases_of_each_kind(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     words = ["--optimizer", "adamw:fp32-split", "--steps", 3, "--save", tmp_path / "steps"]
-    told, _ = watched(modicum, "rehearse", gpt2, "--ranks", 2, *words, "-q")
-    phases = told["timeline"]["phases"]
+    document, _ = watched(modicum, "rehearse", gpt2, "--ranks", 2, *words, "-q")
+    phases = document["timeline"]["phases"]
     names = {rank: [one["name"] for one in phases if one["rank"] == rank] for rank in range(2)}
     assert names[0] == names[1]
+    # After the save the old ranks make one more step, to be compared with the resumed ones.
     assert names[0] == ["load", "step", "step", "step", "save", "step", "load", "resume", "step"]
     ends = [one["end_s"] for one in phases if one["rank"] == 0]
     begins = [one["begin_s"] for one in phases if one["rank"] == 0]
     assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False)), phases
-    assert any("moments" in track["owners"] for track in told["timeline"]["tracks"])
+    assert any("moments" in track["owners"] for track in document["timeline"]["tracks"])
 
 
-def test_a_program_that_reports_nothing(modicum: Path) -> None:
+def test_a_program_that_reports_nothing_has_one_owner(modicum: Path) -> None:
     script = "test -e $MODICUM_WATCH && sleep 0.3"
     done = run(modicum, "watch", "--json", "--", "sh", "-c", script)
     assert done.code == 0
@@ -132,10 +138,10 @@ def test_a_killed_load_has_its_phase_and_owner(modicum: Path, model: Path, times
             assert part in killed["explanation"], killed["explanation"]
 
 
-def test_a_trace(modicum: Path, model: Path, tmp_path: Path) -> None:
+def test_a_trace_has_phases_and_counters(modicum: Path, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.trace.json"
     file.write_text("an older and longer one" * 100_000)
-    words = ["load", model, "--ranks", 2, *HELD, "-q"]
+    words = ["load", model, "--ranks", 2, *HOLD_SHARDS, "-q"]
     done = run(modicum, "watch", "--json", "--trace", file, "--", modicum, *words)
     assert done.code == 0, done.stderr
     tracks = {track["pid"]: track["owners"] for track in done.json["timeline"]["tracks"]}
@@ -152,10 +158,11 @@ def test_a_trace(modicum: Path, model: Path, tmp_path: Path) -> None:
         counters = [one for one in events if one["ph"] == "C" and one["pid"] == load["pid"]]
         shards = [bytes_ for bytes_ in tracks[load["pid"]]["shards"] if bytes_ is not None]
         assert max(one["args"]["shards"] for one in counters) == max(shards) > 0
-        assert not any(counters[-1]["args"].values())
+        assert not any(counters[-1]["args"].values())  # zero at the end of the process
 
 
-def test_a_trace_that_cannot_be_written(modicum: Path, tmp_path: Path) -> None:
+def test_a_trace_that_cannot_be_written_is_an_error(modicum: Path, tmp_path: Path) -> None:
+    """It is found before the command runs."""
     mark = tmp_path / "ran"
     words = ["watch", "--trace", tmp_path / "no" / "x.json", "--json", "--", "touch", mark]
     done = run(modicum, *words)
@@ -163,12 +170,14 @@ def test_a_trace_that_cannot_be_written(modicum: Path, tmp_path: Path) -> None:
     assert not mark.exists()
 
 
-def test_two_runs_compared(modicum: Path, model: Path, tmp_path: Path) -> None:
+def test_a_comparison_names_the_owner_that_differs_most(
+    modicum: Path, model: Path, tmp_path: Path
+) -> None:
     files = []
     for strategy in ("own-shard", "full-per-rank"):
-        told, _ = watched(modicum, "load", model, "--ranks", 2, "--strategy", strategy, "-q")
+        document, _ = watched(modicum, "load", model, "--ranks", 2, "--strategy", strategy, "-q")
         files.append(tmp_path / f"{strategy}.json")
-        files[-1].write_text(json.dumps(told))
+        files[-1].write_text(json.dumps(document))
     compared = run_json(modicum, "watch", "--compare", *files)
     assert (compared["owner"], compared["phase"]) == ("window", "load")
     assert compared["difference_bytes"] == (
@@ -183,7 +192,7 @@ def test_two_runs_compared(modicum: Path, model: Path, tmp_path: Path) -> None:
     assert "  window of whole tensors " in text.stdout and "during load " in text.stdout
 
 
-def test_comparisons_that_are_refused(modicum: Path, tmp_path: Path) -> None:
+def test_invalid_comparisons_are_refused(modicum: Path, tmp_path: Path) -> None:
     good = tmp_path / "good.json"
     good.write_text('{"peak": {"bytes": 1, "cause": ""}, "timeline": {}}')
     for text, category in (("{", "FORMAT.JSON"), ("{}", "FORMAT.SCHEMA"), ("", "FORMAT.JSON")):
@@ -198,17 +207,16 @@ def test_comparisons_that_are_refused(modicum: Path, tmp_path: Path) -> None:
     assert run(modicum, "watch", "--compare", good, good).code == 0
 
 
-@pytest.mark.alone
-def test_the_overhead_of_a_load(modicum: Path, model: Path) -> None:
-    told, _ = watched(modicum, "load", model, "--ranks", 4, "-q")
-    cost = told["watch"]
-    # Twice the allowed 0.5 % of a core, 200 ms of first credit, 100 ms to start.
-    assert cost["cpu_s"] < 0.01 * told["elapsed_s"] + 0.3
+def test_watching_a_load_costs_little(modicum: Path, model: Path) -> None:
+    document, _ = watched(modicum, "load", model, "--ranks", 4, "-q")
+    cost = document["watch"]
+    # `watch` may use 0.5 % of a core, and 200 ms at first. Twice the former, and 100 ms to start.
+    assert cost["cpu_s"] < 0.01 * document["elapsed_s"] + 0.3
     assert cost["peak_bytes"] < 16 * MIB
 
 
 def test_a_long_record_stays_small(modicum: Path) -> None:
-    """Hundreds of processes run, each with its own series."""
+    """Of hundreds of processes, the largest have their own series, and the others one together."""
     script = "for i in $(seq 300); do sleep 2 & done; wait"
     done = run(modicum, "watch", "--json", "--", "sh", "-c", script)
     assert done.json["watch"]["peak_bytes"] < 16 * MIB

@@ -1,7 +1,8 @@
-"""A model's digest depends on the model alone, not on layout, strategy or destination.
+"""A model's digest does not depend on layout, world size, nodes or strategy.
 
-Must fail for these mutants: FSDP sharding before TP; a flat partition one element off; an expert
-assigned to the wrong rank; a scale of the adjacent block; a stripe that no rank reads.
+Must fail for these mutants: FSDP shards before TP does; a flat partition is one element off; an
+expert belongs to the wrong rank; codes get the scale of the adjacent block; no rank reads some
+stripe.
 """
 
 import itertools
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from program import STRATEGIES, run_json
 
+# The numbers of ranks for each layout.
 LAYOUTS = {
     "none": (1, 3),
     "fsdp2": (1, 2, 5),
@@ -24,7 +26,7 @@ LAYOUTS = {
     "zero2 --round-robin": (4,),
     "zero3": (2, 5),
 }
-# Of the real widths each load takes seconds.
+# Strategy, layout and number of ranks. Few, since a load of the real widths takes seconds.
 DEEP = [
     ("own-shard", "none", 1),
     ("own-shard", "fsdp2", 4),
@@ -37,35 +39,27 @@ DEEP = [
 
 
 def digest(modicum: Path, directory: Path, strategy: str, layout: str, ranks: int) -> str:
-    flags = (*strategy.split(), "--layout", *layout.split(), "--ranks", ranks)
-    return run_json(
-        modicum,
-        "load",
-        directory,
-        "--digest",
-        "--dtype",
-        "bfloat16",
-        "--destination",
-        "discard",
-        "--strategy",
-        *flags,
-    )["digest"]
+    """The digest of a load to bfloat16. `strategy` and `layout` may bring further flags."""
+    words = ("load", directory, "--digest", "--dtype", "bfloat16", "--destination", "discard")
+    flags = ("--strategy", *strategy.split(), "--layout", *layout.split(), "--ranks", ranks)
+    return run_json(modicum, *words, *flags)["digest"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_of_a_small_model_with_codes_and_experts(
+def test_the_digest_of_a_small_model_with_codes_and_experts_is_the_same(
     modicum: Path, tmp_path: Path, layout: str
 ) -> None:
     directory = tmp_path / "model"
     run_json(modicum, "synth", directory, "--arch", "tiny-fp8")
-    due = digest(modicum, directory, "own-shard", "fsdp2", 1)
+    expected = digest(modicum, directory, "own-shard", "fsdp2", 1)
     for strategy, ranks in itertools.product(STRATEGIES, LAYOUTS[layout]):
-        for where in ("", " --ranks-per-node 2"):
-            assert digest(modicum, directory, strategy + where, layout, ranks) == due, strategy
+        for nodes in ("", " --ranks-per-node 2"):
+            case = (strategy + nodes, layout, ranks)
+            assert digest(modicum, directory, *case) == expected, case
 
 
 @pytest.mark.soak
-def test_of_two_layers_of_deepseek_v3(modicum: Path, tmp_path: Path) -> None:
+def test_the_digest_of_two_layers_of_deepseek_v3_is_the_same(modicum: Path, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     flags = ("--arch", "deepseek-v3", "--layers", 2, "--sparse")
     run_json(modicum, "synth", directory, *flags)

@@ -1,9 +1,9 @@
-"""Each rank's shard equals torch.chunk of the stored tensor, byte for byte, under every strategy;
-and the digest depends on the model alone.
+"""Each rank's shard equals torch.chunk of the stored tensor, byte for byte, with every strategy.
+The digest depends on all of the model, and on nothing else.
 
-Must fail for these mutants: a transfer that is omitted, repeated, shifted by one element or cast by
-truncation; a chunk rule of "n // W and the remainder to the first ranks"; a digest that does not
-depend on a name, an index or a bit.
+Must fail for these mutants: a transfer is omitted, repeated, shifted by one element or cast by
+truncation; each rank gets n // W rows and the first ranks the remainder; the digest does not depend
+on a name, an index or a bit.
 """
 
 import itertools
@@ -48,15 +48,15 @@ FLOAT_SHAPES = {
 
 
 def some_bits(shape: tuple[int, ...], dtype: Any, seed: int) -> Any:
-    """A tensor of every kind of bit pattern: also infinities, NaNs and subnormals."""
-    maker = torch.Generator().manual_seed(seed)
+    """A tensor of random bits, so that floats include infinities, NaNs and subnormals."""
+    rng = torch.Generator().manual_seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=maker)
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=rng)
     return raw.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
 
 
 def odd_tensors() -> Tensors:
-    """Odd shapes in every float dtype, and integers and bools."""
+    """The shapes of FLOAT_SHAPES in three float dtypes, integers, and bools."""
     made: Tensors = {}
     for number, (name, shape) in enumerate(FLOAT_SHAPES.items()):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -70,7 +70,7 @@ def odd_tensors() -> Tensors:
 
 
 def shard_of(tensor: Any, rank: int, world: int, dim: int = 0) -> Any:
-    """A rank's chunk of torch.chunk, with the empty chunks that torch leaves out."""
+    """A rank's chunk of torch.chunk. Chunks of the last ranks may be empty: torch omits these."""
     if tensor.dim() == 0:
         return tensor
     chunks = torch.chunk(tensor, world, dim) if tensor.shape[dim] else ()
@@ -82,7 +82,8 @@ def shard_of(tensor: Any, rank: int, world: int, dim: int = 0) -> Any:
 def assert_dumped(
     out: Path, whole: Tensors, world: int, cut: Callable[..., Any] = shard_of
 ) -> None:
-    """Asserts that every rank's file holds its shard of every tensor, and no other file exists."""
+    """Asserts that `out` has one file for each rank and nothing else, and that a file has exactly
+    the rank's shards: `cut(tensor, rank, world)` of each tensor of `whole`."""
     names = {f"rank-{rank:05d}.safetensors" for rank in range(world)}
     assert {file.name for file in out.iterdir()} == names
     for rank in range(world):
@@ -130,7 +131,7 @@ def test_shards_are_chunks(odd: tuple[Path, Tensors], dump, world: int, strategy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_casts_are_torchs(tmp_path: Path, dump, dtype: str, strategy: str) -> None:
-    """Casts agree bit for bit, including ties, overflow and subnormals; a NaN stays a NaN."""
+    """Bit for bit, including ties, overflow and subnormals, but without NaNs."""
     tensors = {n: without_nan(t) for n, t in odd_tensors().items()}
     directory = write_checkpoint(tmp_path / "model", tensors)
     out = dump(directory, "--ranks", 3, "--strategy", strategy, "--dtype", dtype)
@@ -187,7 +188,7 @@ def test_hsdp_is_chunks_in_each_replica(odd: tuple[Path, Tensors], dump, strateg
             assert_same(held[name], shard_of(tensor, rank % 3, 3), f"{name} of rank {rank}")
 
 
-def test_keep_fp32_keeps_by_name(tmp_path: Path, dump) -> None:
+def test_keep_fp32_keeps_the_dtype_of_matching_names(tmp_path: Path, dump) -> None:
     tensors = {"norm.weight": torch.randn(9), "mlp.weight": torch.randn(9, 3)}
     directory = write_checkpoint(tmp_path / "model", tensors)
     out = dump(directory, "--ranks", 2, "--dtype", "bfloat16", "--keep-fp32", "norm")
@@ -214,7 +215,7 @@ def recipe_tensors() -> Tensors:
 
 
 def recipe_nodes() -> dict[str, Any]:
-    """A recipe with a target for each op, and some targets with ops inside ops."""
+    """A recipe's targets: each op, and some with ops inside ops. It leaves out `left`."""
     a, b, c = stored("a"), stored("b"), stored("c")
     turned = {"op": "permute", "dims": [2, 0, 1], "in": [c]}
     return {
@@ -234,6 +235,7 @@ def recipe_nodes() -> dict[str, Any]:
 
 
 def recipe_expected(of: Tensors) -> Tensors:
+    """The targets of `recipe_nodes` by torch."""
     a, b, c = of["a"], of["b"], of["c"]
     turned = c.permute(2, 0, 1)
     cat = torch.cat([a, b])
@@ -255,7 +257,7 @@ def recipe_expected(of: Tensors) -> Tensors:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", (1, 3, 8))
-def test_recipe_ops(tmp_path: Path, dump, world: int, strategy: str) -> None:
+def test_recipe_ops_are_torchs(tmp_path: Path, dump, world: int, strategy: str) -> None:
     tensors = {n: without_nan(t) for n, t in recipe_tensors().items()}
     directory = write_checkpoint(tmp_path / "model", tensors)
     recipe = write_recipe(tmp_path / "recipe.json", recipe_nodes(), unused=["left"])
@@ -277,16 +279,17 @@ def test_init_is_the_same_at_any_world(tmp_path: Path, dump) -> None:
 
 
 def whole_of(out: Path, names: list[str]) -> Iterator[Any]:
-    """The dumped shards, concatenated."""
+    """Each of these tensors, concatenated along dim 0 from the ranks' files."""
     ranks = [load_file(file) for file in sorted(out.iterdir())]
     for name in names:
         yield torch.cat([rank[name] for rank in ranks])
 
 
-def moe_nodes(header: Tensors) -> tuple[dict[str, Any], Tensors]:
-    """A recipe that stacks experts and concatenates gate and up, and the result by torch."""
-    nodes: dict[str, Any] = {n: stored(n) for n in header if ".experts." not in n}
-    whole: Tensors = {n: header[n] for n in nodes}
+def moe_nodes(stored_tensors: Tensors) -> tuple[dict[str, Any], Tensors]:
+    """The targets of a recipe that stacks experts and concatenates gate and up, and the same
+    tensors by torch. `stored_tensors` has the tensors of the model."""
+    nodes: dict[str, Any] = {n: stored(n) for n in stored_tensors if ".experts." not in n}
+    whole: Tensors = {n: stored_tensors[n] for n in nodes}
     for layer in (0, 1):
         prefix = f"model.layers.{layer}.mlp.experts"
 
@@ -294,7 +297,9 @@ def moe_nodes(header: Tensors) -> tuple[dict[str, Any], Tensors]:
             return [f"{prefix}.{expert}.{kind}_proj.weight" for expert in range(4)]
 
         stacks = {k: joined("stack", 0, map(stored, names(k))) for k in ("gate", "up", "down")}
-        made = {k: torch.stack([header[n] for n in names(k)]) for k in ("gate", "up", "down")}
+        made = {
+            k: torch.stack([stored_tensors[n] for n in names(k)]) for k in ("gate", "up", "down")
+        }
         nodes[f"{prefix}.gate_up_proj"] = joined("cat", 1, [stacks["gate"], stacks["up"]])
         nodes[f"{prefix}.down_proj"] = stacks["down"]
         whole[f"{prefix}.gate_up_proj"] = torch.cat([made["gate"], made["up"]], 1)
@@ -305,15 +310,15 @@ def moe_nodes(header: Tensors) -> tuple[dict[str, Any], Tensors]:
 @pytest.fixture(scope="module")
 def tiny_moe(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tensors]:
     """A synthesised MoE, its recipe, and torch's result of it."""
-    place = tmp_path_factory.mktemp("moe")
-    run_json(modicum, "synth", place / "model", "--arch", "tiny-moe")
-    nodes, whole = moe_nodes(load_file(place / "model/model.safetensors"))
-    return place / "model", write_recipe(place / "recipe.json", nodes), whole
+    folder = tmp_path_factory.mktemp("moe")
+    run_json(modicum, "synth", folder / "model", "--arch", "tiny-moe")
+    nodes, whole = moe_nodes(load_file(folder / "model/model.safetensors"))
+    return folder / "model", write_recipe(folder / "recipe.json", nodes), whole
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("world", WORLDS)
-def test_moe_recipe(tiny_moe, dump, world: int, strategy: str) -> None:
+def test_stacked_experts_are_torchs(tiny_moe, dump, world: int, strategy: str) -> None:
     directory, recipe, whole = tiny_moe
     flags = ("--strategy", strategy, "--recipe", recipe, "--check", "values")
     assert_dumped(dump(directory, "--ranks", world, *flags), whole, world)
@@ -323,6 +328,7 @@ def test_moe_recipe(tiny_moe, dump, world: int, strategy: str) -> None:
 
 
 def digest(modicum: Path, directory: Path, *flags: object) -> str:
+    """The digest of a load, a hexadecimal number of at least 64 bits."""
     found = run_json(modicum, "load", directory, "--digest", *flags)["digest"]
     assert len(found) >= 16 and int(found, 16) >= 0
     return found
@@ -330,8 +336,8 @@ def digest(modicum: Path, directory: Path, *flags: object) -> str:
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float32"])
 def test_digest_depends_only_on_the_model(modicum: Path, odd, tmp_path: Path, dtype) -> None:
-    """The digest is the same for all strategies, worlds, layouts, destinations and files, but
-    different for each dtype."""
+    """It is the same with all strategies, worlds and destinations, with two layouts, and for one
+    file or several."""
     directory, tensors = odd
     single = write_checkpoint(tmp_path / "single", dict(reversed(tensors.items())))
     cast = ("--dtype", dtype) if dtype else ()
@@ -351,7 +357,7 @@ def test_digest_differs_per_dtype(modicum: Path, odd: tuple[Path, Tensors]) -> N
     assert len({digest(modicum, odd[0], *cast) for cast in [(), *casts]}) == 4
 
 
-def test_digest_of_hsdp(modicum: Path, odd: tuple[Path, Tensors]) -> None:
+def test_digest_of_hsdp_is_that_of_fsdp2(modicum: Path, odd: tuple[Path, Tensors]) -> None:
     directory, _ = odd
     replicated = ("--ranks", 4, "--layout", "hsdp", "--mesh", "2x2")
     assert digest(modicum, directory, *replicated) == digest(modicum, directory, "--ranks", 2)
@@ -378,13 +384,16 @@ def test_digest_of_recipe(modicum: Path, tiny_moe) -> None:
 
 
 def changed(tensors: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """Models that each differ from `tensors` in one detail."""
+    """What is changed, and the changed model. Each differs from `tensors` in one detail."""
     last_bit = {n: t.clone() for n, t in tensors.items()}
     last_bit["a"].view(torch.int32)[-1, -1] ^= 1
     yield "one bit", last_bit
-    yield "two rows", tensors | {"a": tensors["a"][[1, 0, *range(2, len(tensors["a"]))]]}
-    yield "two elements", tensors | {"a": tensors["a"].roll(1, dims=1)}
-    yield "two tensors", tensors | {"a": tensors["b"], "b": tensors["a"]}
+    yield (
+        "the order of two rows",
+        tensors | {"a": tensors["a"][[1, 0, *range(2, len(tensors["a"]))]]},
+    )
+    yield "the order of elements", tensors | {"a": tensors["a"].roll(1, dims=1)}
+    yield "which tensor has which name", tensors | {"a": tensors["b"], "b": tensors["a"]}
     yield "a name", {"aa" if n == "a" else n: t for n, t in tensors.items()}
     yield "a shape", tensors | {"a": tensors["a"].reshape(4, 6)}
     yield "a dtype", tensors | {"a": tensors["a"].view(torch.int32)}
@@ -401,7 +410,7 @@ def test_digest_changes_with_every_change(modicum: Path, tmp_path: Path) -> None
         seen[found] = what
 
 
-# ---- check
+# ---- --check values
 
 
 def test_check_names_the_wrong_tensor(modicum: Path, tmp_path: Path) -> None:

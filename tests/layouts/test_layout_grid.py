@@ -1,9 +1,9 @@
-"""For every size from 0 to 40 and every world from 1 to 9, each rank's shards equal those of
-torch's DTensor and FSDP2 or DeepSpeed's ZeRO, byte for byte.
+"""For every size of a dim from 0 to 40 and every world size from 1 to 9, each rank's shards equal
+those of torch's DTensor and FSDP2, or those of DeepSpeed's ZeRO, byte for byte.
 
-Tested against outside oracles. Must fail for these mutants: an off-by-one in any shard, strided
-ones included; TP sharding after FSDP; chunks rounded down; swapped mesh axes; a ZeRO partition
-without its alignment or padding, or in another order.
+Must fail for these mutants: any shard, strided ones included, is one element off; TP shards after
+FSDP does; chunks are rounded down; mesh axes are swapped; a ZeRO partition lacks its alignment or
+padding, or has another order.
 """
 
 from collections.abc import Callable
@@ -38,6 +38,7 @@ WORLDS = range(1, 10)
 HSDP_MESHES = [(1, 5), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 3), (4, 2)]
 TP_MESHES = [(dp, tp) for dp in WORLDS for tp in WORLDS if 1 < dp * tp <= 9]
 
+# By kind: the shape for a size n, and the dtype.
 KINDS: dict[str, tuple[Callable[[int], tuple[int, ...]], Any]] = {
     "vector": (lambda n: (n,), torch.float32),
     "rows": (lambda n: (n, 3), torch.float32),
@@ -52,7 +53,7 @@ KINDS: dict[str, tuple[Callable[[int], tuple[int, ...]], Any]] = {
 }
 ROWWISE, REPLICATED = r"^rowwise\.", r"^replicated\."
 TP_KINDS = ["vector", "rows", "columns", "rowwise", "replicated"]
-# `fully_shard` takes up to a millisecond per parameter, so it checks only these.
+# The kinds for which `fully_shard` is an oracle, too: it takes up to a millisecond per parameter.
 FSDP2_KINDS = ("rows.", "rowwise.")
 
 
@@ -61,7 +62,8 @@ def mesh_id(mesh: tuple[int, int]) -> str:
 
 
 class Ids:
-    """Gives every element a unique value, so that misplaced shards never compare equal."""
+    """Makes tensors of which every element has a value that is unique among those of its dtype, so
+    that misplaced shards never compare equal. (Only those of uint8 repeat.)"""
 
     def __init__(self) -> None:
         self.given: dict[Any, int] = {}
@@ -71,14 +73,15 @@ class Ids:
         self.given[dtype] = begin + prod(shape)
         ids = torch.arange(begin, begin + prod(shape)).reshape(shape)
         if dtype.itemsize == 2:
-            assert self.given[dtype] <= 1 << 15  # the bit patterns of positive numbers and NaNs
+            assert self.given[dtype] <= 1 << 15  # bit patterns with a clear sign bit
             return ids.to(torch.int16).view(dtype)
+        # A float32 is exact up to 2^24.
         assert self.given[dtype] <= 1 << 24 or not dtype.is_floating_point
         return ids.to(dtype)
 
 
 def every_size(kinds: list[str]) -> Tensors:
-    """One tensor of each kind and size, sizes mixed, and two without dims."""
+    """For each size a tensor of each kind, in this order, and two tensors without dims."""
     ids = Ids()
     made: Tensors = {"scalar": ids.tensor((), torch.float32)}
     for size in SIZES:
@@ -89,13 +92,14 @@ def every_size(kinds: list[str]) -> Tensors:
     return made
 
 
-Case = tuple[Path, Path, Tensors]
+Case = tuple[Path, Path, Tensors]  # a checkpoint, an identity recipe, and the tensors
 
 
-def case_of(place: Path, tensors: Tensors) -> Case:
-    """A checkpoint, a recipe with the order of its targets, and the tensors."""
-    directory = write_checkpoint(place / "model", tensors, files=3)
-    return directory, write_recipe(place / "recipe.json", {n: stored(n) for n in tensors}), tensors
+def case_of(folder: Path, tensors: Tensors) -> Case:
+    """Writes a checkpoint and a recipe. The recipe gives the targets the order of `tensors`, on
+    which ZeRO's flat groups depend; the files mix it up."""
+    directory = write_checkpoint(folder / "model", tensors, files=3)
+    return directory, write_recipe(folder / "recipe.json", {n: stored(n) for n in tensors}), tensors
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +114,14 @@ def tp_grid(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(scope="module")
 def one_group(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """Only one floating-point dtype, so that ZeRO makes one group."""
+    """Tensors of one floating-point dtype, so that ZeRO makes one group."""
     kinds = ["vector", "rows", "last", "ints"]
     return case_of(tmp_path_factory.mktemp("one_group"), every_size(kinds))
 
 
 @pytest.fixture
 def dumped(modicum: Path, tmp_path: Path) -> Callable[..., list[Tensors]]:
-    """The shards of every rank after a load."""
+    """Loads with `--dump`. Returns the shards of every rank."""
 
     def load(case: Case, *flags: object) -> list[Tensors]:
         directory, recipe, _ = case
@@ -131,8 +135,8 @@ def dumped(modicum: Path, tmp_path: Path) -> Callable[..., list[Tensors]]:
 def assert_shards(
     held: list[Tensors], tensors: Tensors, world: int, *oracles: Callable[[Tensors, int], Tensors]
 ) -> None:
-    """Asserts that each rank holds exactly the tensors of the first oracle. The other oracles may
-    lack tensors."""
+    """Asserts that each rank holds exactly the tensors of the first oracle, and those of the other
+    oracles, which may lack some. An oracle gives the shards of a rank."""
     assert len(held) == world
     for rank, mine in enumerate(held):
         for number, oracle in enumerate(oracles):
@@ -145,6 +149,7 @@ def assert_shards(
 
 
 def assert_cut(held: list[Tensors], tensors: Tensors, cut: Cut) -> None:
+    """Compares with DTensor, and with FSDP2 for some kinds."""
     some = {n: t for n, t in tensors.items() if n.startswith(FSDP2_KINDS)}
     oracles = (
         lambda whole, rank: dtensor_shards(cut, whole, rank),
@@ -158,44 +163,45 @@ def assert_cut(held: list[Tensors], tensors: Tensors, cut: Cut) -> None:
 
 @pytest.mark.parametrize("dim", (0, 1))
 @pytest.mark.parametrize("world", WORLDS)
-def test_fsdp2(grid: Case, dumped, world: int, dim: int) -> None:
+def test_fsdp2_is_torchs(grid: Case, dumped, world: int, dim: int) -> None:
     cut = Cut("fsdp2", (world,), dim)
     assert_cut(dumped(grid, *cut.flags), grid[2], cut)
 
 
 @pytest.mark.parametrize("world", (2, 3, 7))
-def test_fsdp2_of_dim_2(grid: Case, dumped, world: int) -> None:
+def test_fsdp2_of_dim_2_is_torchs(grid: Case, dumped, world: int) -> None:
     cut = Cut("fsdp2", (world,), 2)
     assert_cut(dumped(grid, *cut.flags), grid[2], cut)
 
 
 @pytest.mark.parametrize("mesh", HSDP_MESHES, ids=mesh_id)
-def test_hsdp(grid: Case, dumped, mesh: tuple[int, int]) -> None:
+def test_hsdp_is_torchs(grid: Case, dumped, mesh: tuple[int, int]) -> None:
     cut = Cut("hsdp", mesh)
     assert_cut(dumped(grid, *cut.flags), grid[2], cut)
 
 
 @pytest.mark.parametrize("mesh", ((2, 2), (2, 3), (3, 2)), ids=mesh_id)
-def test_hsdp_of_dim_1(grid: Case, dumped, mesh: tuple[int, int]) -> None:
+def test_hsdp_of_dim_1_is_torchs(grid: Case, dumped, mesh: tuple[int, int]) -> None:
     cut = Cut("hsdp", mesh, 1)
     assert_cut(dumped(grid, *cut.flags), grid[2], cut)
 
 
 @pytest.mark.parametrize("mesh", TP_MESHES, ids=mesh_id)
-def test_tp_fsdp(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
-    """TP cuts first, then FSDP, even where torch's placements describe another order."""
+def test_tp_fsdp_is_torchs(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
+    """TP shards first, then FSDP does, although the placements of a DTensor on a (dp, tp) mesh
+    list FSDP's first."""
     cut = Cut("tp-fsdp", mesh, 0, ROWWISE, REPLICATED)
     assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
 
 
 @pytest.mark.parametrize("mesh", [m for m in TP_MESHES if prod(m) <= 6], ids=mesh_id)
-def test_tp_fsdp_of_dim_1(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
+def test_tp_fsdp_of_dim_1_is_torchs(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
     cut = Cut("tp-fsdp", mesh, 1, ROWWISE, REPLICATED)
     assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_none(grid: Case, dumped, world: int) -> None:
+def test_none_replicates(grid: Case, dumped, world: int) -> None:
     cut = Cut("none", (world,))
     held = dumped(grid, *cut.flags)
     assert_shards(held, grid[2], world, lambda whole, rank: dtensor_shards(cut, whole, rank))
@@ -209,8 +215,8 @@ def along(tensor: Any, dim: int) -> Any:
 
 
 @pytest.mark.parametrize("mesh", ((1, 2), (2, 2), (3, 2), (2, 4)), ids=mesh_id)
-def test_packed_halves(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
-    """Gate and up in one tensor: DTensor's strided shard with two parts, then FSDP."""
+def test_tp_packed_is_torchs_strided_shard(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
+    """For gate and up in one tensor: each rank has its part of both halves. Then FSDP shards."""
     dp, tp = mesh
 
     def oracle(tensors: Tensors, rank: int) -> Tensors:
@@ -232,8 +238,8 @@ def test_packed_halves(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("dim", (0, 1))
 @pytest.mark.parametrize("mesh", ((1, 3), (2, 2), (3, 2), (2, 4)), ids=mesh_id)
-def test_expert_mesh(tp_grid: Case, dumped, mesh: tuple[int, int], dim: int) -> None:
-    """Experts are sharded over one mesh, everything else over another mesh of the same ranks."""
+def test_expert_mesh_is_torchs(tp_grid: Case, dumped, mesh: tuple[int, int], dim: int) -> None:
+    """Experts (here "rows") are sharded over an (fsdp, ep) mesh, other tensors over all ranks."""
     world = prod(mesh)
 
     def oracle(tensors: Tensors, rank: int) -> Tensors:
@@ -254,8 +260,8 @@ def test_expert_mesh(tp_grid: Case, dumped, mesh: tuple[int, int], dim: int) -> 
     assert_shards(held, tp_grid[2], world, oracle)
 
 
-def test_flattened_axes(tp_grid: Case, dumped) -> None:
-    """TP cuts first, then FSDP over dp x cp, flattened by torch."""
+def test_three_axes_are_torchs_with_two_flattened(tp_grid: Case, dumped) -> None:
+    """TP shards first, then FSDP does over dp x cp, which torch flattens into one axis."""
 
     def oracle(tensors: Tensors, rank: int) -> Tensors:
         with playing_rank(rank, 8):
@@ -274,7 +280,9 @@ def test_flattened_axes(tp_grid: Case, dumped) -> None:
 @pytest.mark.parametrize("groups, stage", (("one_group", 1), ("one_group", 2), ("grid", 2)))
 @pytest.mark.parametrize("order", ("in_order", "round_robin"))
 @pytest.mark.parametrize("world", WORLDS)
-def test_zero12(request, dumped, world: int, stage: int, order: str, groups: str) -> None:
+def test_zero12_is_deepspeeds(
+    request, dumped, world: int, stage: int, order: str, groups: str
+) -> None:
     pytest.importorskip("deepspeed")
     case = request.getfixturevalue(groups)
     round_robin = order == "round_robin"
@@ -284,7 +292,7 @@ def test_zero12(request, dumped, world: int, stage: int, order: str, groups: str
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_zero3(grid: Case, dumped, world: int) -> None:
+def test_zero3_is_deepspeeds(grid: Case, dumped, world: int) -> None:
     pytest.importorskip("deepspeed")
     held = dumped(grid, "--layout", "zero3", "--ranks", world)
     assert_shards(held, grid[2], world, zero3_shards(world))

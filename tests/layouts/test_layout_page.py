@@ -1,4 +1,5 @@
-"""Computes every example of docs/internals/layout.md with the program and with torch."""
+"""The program gives every example of docs/internals/layout.md, and torch.chunk the table of
+chunks."""
 
 import re
 import shlex
@@ -15,7 +16,8 @@ SHAPE = re.compile(r"^\[([\d, ]*)\] ")
 
 
 def examples(page: str) -> list[tuple[list[list[int]], list[str], list[str]]]:
-    """The (shapes, flags, lines) of each block of the page."""
+    """The (shapes, flags, lines) of each example: the shapes of the tensors, the flags of `load`,
+    and a line per rank with the rank, its local shape and the numbers of its elements."""
     found = []
     for head, body in EXAMPLE.findall(page):
         shapes = []
@@ -26,15 +28,15 @@ def examples(page: str) -> list[tuple[list[list[int]], list[str], list[str]]]:
     return found
 
 
-def stretches(ids: list[int]) -> str:
-    """Consecutive runs of numbers as text: [0, 1, 2, 7] gives "0-2 7"."""
-    out: list[list[int]] = []
+def text_of(ids: list[int]) -> str:
+    """Numbers as text with runs of consecutive ones: [0, 1, 2, 7] gives "0-2 7"."""
+    runs: list[list[int]] = []
     for i in ids:
-        if out and out[-1][1] == i - 1:
-            out[-1][1] = i
+        if runs and runs[-1][1] == i - 1:
+            runs[-1][1] = i
         else:
-            out.append([i, i])
-    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+            runs.append([i, i])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def write(directory: Path, shapes: list[list[int]]) -> None:
@@ -58,8 +60,8 @@ def test_the_program_gives_the_examples(modicum: Path, root: Path, tmp_path: Pat
         run_json(modicum, "load", directory, *flags, "--dump", dump)
         for rank, line in enumerate(lines):
             (local,) = load_file(dump / f"rank-{rank:05d}.safetensors").values()
-            said = f"{rank} {list(local.shape)} {stretches(local.flatten().int().tolist())}"
-            assert said.strip() == line, (flags, rank)
+            computed = f"{rank} {list(local.shape)} {text_of(local.flatten().int().tolist())}"
+            assert computed.strip() == line, (flags, rank)
         assert not (dump / f"rank-{len(lines):05d}.safetensors").exists()
 
 
@@ -72,9 +74,10 @@ def test_the_table_of_chunks_equals_torch_and_the_program(
         re.MULTILINE,
     )
     assert len(rows) >= 5
+    # A dim's size, the number of ranks, the size of a chunk, and each rank's size and first index.
     for number, (size, world, chunk, sizes, firsts) in enumerate(rows):
         chunks = list(torch.arange(int(size)).chunk(int(world)))
-        chunks += [torch.arange(0)] * (int(world) - len(chunks))
+        chunks += [torch.arange(0)] * (int(world) - len(chunks))  # torch leaves empty ones out
         assert int(chunk) == max(len(c) for c in chunks)
         assert sizes == ", ".join(str(len(c)) for c in chunks)
         assert firsts == ", ".join(str(int(c[0]) if len(c) else int(size)) for c in chunks)
