@@ -1,5 +1,5 @@
-"""Options and fixtures of all Python tests. Reports packages that tests compare with and that are not
-installed: such tests are skipped, but in CI the run fails."""
+"""Options and fixtures of all Python tests. Reports packages that tests compare with and that are
+not installed: such tests are skipped, but in CI the run fails."""
 
 import contextlib
 import importlib.util
@@ -15,8 +15,8 @@ from program import run_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# For torch in this process and its children. The tests' tensors are small: more threads would mostly
-# wait for each other. And a forked child does not have its parent's OpenMP threads.
+# For torch in this process and its children. The tests' tensors are small: more threads would
+# mostly wait for each other. And a forked child does not have its parent's OpenMP threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -34,8 +34,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-size",
         action="store_true",
-        help="larger models for the soak tests in memory cgroups: 11 GB of optimizer state instead of "
-        "5, 10 GB of FP8 codes instead of 2, all layers of deepseek-v3 instead of 8",
+        help="larger models for the soak tests in memory cgroups: 11 GB of optimizer state, not 5; "
+        "10 GB of FP8 codes, not 2; all layers of deepseek-v3, not 8",
     )
 
 
