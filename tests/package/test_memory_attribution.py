@@ -105,7 +105,7 @@ DECLARED = {
 
 
 @pytest.mark.parametrize("state_format", DECLARED)
-def test_the_planes_of_our_optimizer_are_owners(state_format: str) -> None:
+def test_our_optimizer_holds_the_bytes_of_its_format(state_format: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(NUMEL // 256, 256, dtype=torch.bfloat16))
     optimizer = modicum.torch.AdamW([parameter], state_format=state_format)
     who = memory.attribute(optimizer)
@@ -132,7 +132,7 @@ def test_a_ledger_counts_instead_of_its_tensors() -> None:
     del optimizer
 
 
-def test_models_and_optimizers_of_torch_are_accepted() -> None:
+def test_weights_gradients_and_moments_of_torch_are_attributed() -> None:
     model = torch.nn.Linear(2048, 2048, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2048)).sum().backward()
@@ -224,7 +224,7 @@ def test_copies_of_ended_children_stay_in_the_peaks() -> None:
     assert "master                         16.0                 16.0" in peaks.text()
 
 
-def test_a_sample_at_a_moment() -> None:
+def test_a_sample_on_request_is_kept() -> None:
     master = torch.ones(NUMEL)
     with memory.peaks({"master": master}, interval_s=3600) as peaks:
         with living_children(1):
@@ -234,7 +234,7 @@ def test_a_sample_at_a_moment() -> None:
     assert peaks["master"].copied_bytes == near(SIZE) and peaks["none"].copied_bytes == 0
 
 
-def test_sources_of_peaks_are_checked_at_once() -> None:
+def test_sources_of_peaks_are_checked_before_the_block_runs() -> None:
     with pytest.raises(UsageError, match="a source of unknown kind"), memory.peaks(3):
         pytest.fail("is entered")
 

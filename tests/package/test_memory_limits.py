@@ -68,7 +68,7 @@ def test_each_call_of_a_function_is_tracked() -> None:
     assert told == [("add", 0), ("add", 1), ("add", 2)]
 
 
-def test_a_decorator_without_parentheses() -> None:
+def test_the_decorator_works_without_parentheses() -> None:
     @memory.track
     def double(one: int) -> int:
         """Doubles."""
@@ -114,7 +114,9 @@ class Dataset: ...
         (classmethod(print), "classmethod"),
     ],
 )
-def test_what_a_call_does_not_run_is_refused(decorator: Any, what: Any, named: str) -> None:
+def test_only_functions_whose_calls_run_their_code_are_tracked(
+    decorator: Any, what: Any, named: str
+) -> None:
     with pytest.raises(UsageError, match="USAGE: .*memory.track.*expected a") as refusal:
         decorator(what)
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
@@ -132,7 +134,7 @@ def test_a_coroutine_is_tracked_until_it_ends() -> None:
     assert waited.end_s - waited.begin_s >= 0.05
 
 
-def test_the_block_of_a_tracker_may_fail_and_be_used_again() -> None:
+def test_a_tracker_is_reusable_after_its_block_has_failed() -> None:
     tracker = memory.track("failing")
     for _ in range(2):
         with pytest.raises(KeyError), tracker:
@@ -140,7 +142,7 @@ def test_the_block_of_a_tracker_may_fail_and_be_used_again() -> None:
     assert [one.end_s >= one.begin_s for one in memory.phases()] == [True, True]
 
 
-def test_the_peak_names_children_and_the_inner_phase() -> None:
+def test_the_peak_names_children_and_the_innermost_phase() -> None:
     with memory.track("outer") as outer:
         ready, done = os.pipe(), os.pipe()
         child = os.fork()
@@ -333,7 +335,7 @@ def test_flag(made): ...
 ONE = 'limit_memory: USAGE: not a size (expected one size, such as "2 GiB", got {})'
 
 
-def test_a_wrong_marker_is_one_line(tmp_path: Path) -> None:
+def test_a_wrong_marker_fails_its_test_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "test_limits.py").write_text(WRONG)
     words = ["-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "--tb=native"]
     done = subprocess.run(

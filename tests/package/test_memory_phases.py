@@ -95,7 +95,7 @@ def test_samples_record_longer_peaks() -> None:
     assert sum("sample" in line for line in recorded) >= 5
 
 
-def test_sampling_is_cheap() -> None:
+def test_sampling_uses_less_than_a_tenth_of_a_core() -> None:
     """The documentation states 2 % of a core; the margin is for a busy machine."""
     with memory.phase("warm", interval_s=NEVER):
         pass
@@ -105,7 +105,7 @@ def test_sampling_is_cheap() -> None:
     assert time.process_time() - began < 0.15
 
 
-def test_children_count() -> None:
+def test_the_memory_of_children_counts() -> None:
     ready, done = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -216,13 +216,13 @@ def test_many_samples_are_thinned_and_the_peak_remains(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"sample": {}}', '{"other": {}}', "[]"])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+def test_files_not_written_by_save_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "other.jsonl").write_text(text + "\n" if text else "")
     with pytest.raises(modicum.UsageError):
         memory.draw(tmp_path / "memory.html", tmp_path / "other.jsonl")
 
 
-def test_a_picture_is_a_page(tmp_path: Path) -> None:
+def test_only_html_pages_are_drawn(tmp_path: Path) -> None:
     with memory.phase("wrap"):
         pass
     with pytest.raises(modicum.UsageError, match=r"ends in \.html, got memory\.png"):
@@ -263,6 +263,8 @@ def test_a_phase_has_the_peak_of_each_device(
     assert set(curves["device 1"]) == {200} and list(curves) == [f"device {n}" for n in range(3)]
 
 
-def test_another_library_counts_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_nvml_functions_counts_as_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     libc: Any = "libc.so.6"
     assert Devices(libc).used_bytes() == []

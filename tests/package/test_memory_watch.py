@@ -73,7 +73,7 @@ os.execv(sys.executable, [sys.executable, "-c", after])
 """
 
 
-def test_a_program_ends_with_an_exec(modicum: Path) -> None:
+def test_an_exec_ends_the_phases_and_ledgers_of_the_program(modicum: Path) -> None:
     done = run(modicum, "watch", "--json", "--", sys.executable, "-c", EXEC)
     assert done.code == 0, done.stderr
     timeline = done.json["timeline"]
@@ -105,7 +105,7 @@ with memory.phase("run"):
 """
 
 
-def test_what_malloc_retains_is_an_owner(modicum: Path) -> None:
+def test_memory_that_malloc_retains_is_an_owner(modicum: Path) -> None:
     done = run(modicum, "watch", "--json", "--", sys.executable, "-c", HEAP)
     assert done.code == 0, done.stderr
     (track,) = done.json["timeline"]["tracks"]
@@ -148,7 +148,9 @@ def node():
 """
 
 
-def test_a_node_of_reinforcement_learning(modicum: Path, tmp_path: Path) -> None:
+def test_a_data_worker_belongs_to_its_rank_and_an_engine_to_none(
+    modicum: Path, tmp_path: Path
+) -> None:
     """Trainers, their data workers and an engine on one timeline."""
     script = tmp_path / "node.py"
     script.write_text(NODE)

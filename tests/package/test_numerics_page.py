@@ -145,25 +145,25 @@ def best_isa_again() -> Any:
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("settings", ("torch", "deepspeed"))
-def test_a_thousand_steps_to_the_bit(name: str, settings: str) -> None:
+def test_a_thousand_steps_equal_the_page_to_the_bit(name: str, settings: str) -> None:
     run(name, SETTINGS[settings], 1000)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("settings", [key for key in SETTINGS if key not in ("torch", "deepspeed")])
-def test_every_setting_to_the_bit(name: str, settings: str) -> None:
+def test_every_setting_equals_the_page_to_the_bit(name: str, settings: str) -> None:
     run(name, SETTINGS[settings], 40, imports=True)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("settings", list(SETTINGS))
-def test_a_thousand_steps_of_every_setting(name: str, settings: str) -> None:
+def test_a_thousand_steps_of_every_setting_equal_the_page(name: str, settings: str) -> None:
     run(name, SETTINGS[settings], 1000, imports=True)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_extremes_to_the_bit(name: str) -> None:
+def test_extreme_gradients_equal_the_page_to_the_bit(name: str) -> None:
     """Tests gradients up to the largest finite ones, denormal ones, and a rate that makes values
     overflow."""
     random = np.random.default_rng(8)

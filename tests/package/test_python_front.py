@@ -68,7 +68,9 @@ def test_plan_equals_the_command_lines(
     assert front.plan(gpt2, **arguments) == printed
 
 
-def test_deepspeed_is_forecast(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_the_forecast_for_deepspeed_equals_the_command_lines(
+    modicum: Path, gpt2: Path, tmp_path: Path
+) -> None:
     config = tmp_path / "ds_config.json"
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": offload}))

@@ -71,7 +71,7 @@ def test_the_format_follows_dtype_and_shape() -> None:
 
 
 @pytest.mark.parametrize("format", [row["name"] for row in _modicum.state_formats()])
-def test_a_step(format: str) -> None:
+def test_the_first_step_moves_each_element_by_lr(format: str) -> None:
     """With beta 0.9 the first step moves by lr along the gradient's sign."""
     ledger = modicum.Ledger()
     of = state(format=format, ledger=ledger)
@@ -171,7 +171,7 @@ def test_long_calls_release_the_gil() -> None:
     assert lets_others_run(of.digest)
 
 
-def test_pins_each_arena_once() -> None:
+def test_each_arena_is_pinned_once() -> None:
     pinned: dict[int, int] = {}
 
     def pin(address: int, nbytes: int) -> None:
@@ -240,7 +240,7 @@ def test_invalid_calls_have_typed_errors(wrong: Any, words: str) -> None:
         wrong(of)
 
 
-def test_clip_factor_is_fp32_of_fp64() -> None:
+def test_the_clip_factor_is_computed_in_fp64_and_rounded_once() -> None:
     assert _modicum.clip_factor(5.0, 1.0) == torch.tensor(1 / (5 + 1e-6)).float().item()
     assert _modicum.clip_factor(5.0, float("inf")) == 1
     assert _modicum.clip_factor(0.0, 0.0) == 0

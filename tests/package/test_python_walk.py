@@ -218,7 +218,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize(
     ("program", "threads"), [(INTERRUPTED, 1), (INTERRUPTED_STATE, 2)], ids=["load", "AdamW"]
 )
-def test_ctrl_c_ends_a_load_within_a_second(program: str, threads: int, large: Path) -> None:
+def test_ctrl_c_ends_a_call_within_a_second(program: str, threads: int, large: Path) -> None:
     """One second of wall time or, on a busy machine, of CPU time."""
     command = [sys.executable, "-c", program, large]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

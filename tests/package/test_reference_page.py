@@ -27,7 +27,9 @@ def test_the_command_line_page_has_every_flag(root: Path, modicum: Path) -> None
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md", "docs/guide/plan.md"])
-def test_a_plan_on_a_page_is_printed(root: Path, modicum: Path, tmp_path: Path, page: str) -> None:
+def test_a_plan_on_a_page_equals_the_programs_output(
+    root: Path, modicum: Path, tmp_path: Path, page: str
+) -> None:
     blocks = re.findall(r"^```console\n(.*?)^```", (root / page).read_text(), re.M | re.S)
     assert blocks
     path = {"PATH": f"{modicum.parent}{os.pathsep}{os.environ['PATH']}"}
