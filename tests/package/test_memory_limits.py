@@ -1,9 +1,9 @@
-"""`modicum.memory.track`, the paragraph of a phase, and the pytest marker `limit_memory`.
+"""`modicum.memory.track`, the text of a phase, and the pytest marker `limit_memory`.
 
-Must fail for these mutants: a peak whose holders are those of another sample; a child that is not
-named; memory held before the block counted as added; a limit that no test exceeds; a marker that
-hides the test's own failure; a generator whose making is measured in place of its run; the end
-of a short test described as its peak; a wrong marker that ends in a traceback.
+Must fail for these mutants: holders of another sample than the peak's; a child or a phase that is
+not named; memory held before the block that counts as added; a limit that is not compared; a marker
+that hides the test's own failure; a generator function that is tracked although its call runs none
+of its code; the end of a short test described as its peak; a wrong marker that ends in a traceback.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from modicum.errors import UsageError
 from modicum.memory import recording
 from modicum.memory.explaining import paragraph
 
-pytestmark = pytest.mark.alone  # it measures this process
+pytestmark = pytest.mark.alone  # measures this process
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -31,18 +31,19 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def no_recording() -> None:
+    """Each test begins without phases of earlier tests."""
     recording._recordings.clear()
 
 
 def taken(size: int) -> mmap.mmap:
-    """Newly mapped memory, all pages written."""
+    """A new mapping, all pages written."""
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
     return block
 
 
 def test_a_block_is_tracked() -> None:
-    before = taken(32 * MIB)
+    before = taken(32 * MIB)  # must not count as added
     with memory.track("load") as load:
         block = taken(64 * MIB)
         time.sleep(0.1)
@@ -58,7 +59,7 @@ def test_a_block_is_tracked() -> None:
 
 def test_each_call_of_a_function_is_tracked() -> None:
     @memory.track()
-    def add(one: int, *, other: int) -> int:
+    def add(one: int, *, other: int) -> int:  # by recursion: nested phases
         """Adds."""
         return one + other if one == 0 else add(one - 1, other=other + 1)
 
@@ -143,7 +144,8 @@ def test_a_tracker_is_reusable_after_its_block_has_failed() -> None:
 
 
 def test_the_peak_names_children_and_the_innermost_phase() -> None:
-    with memory.track("outer") as outer:
+    # No samples but those at the begin and end of phases, which are taken in a known order.
+    with memory.track("outer", interval_s=3600) as outer:
         ready, done = os.pipe(), os.pipe()
         child = os.fork()
         if child == 0:
@@ -153,16 +155,19 @@ def test_the_peak_names_children_and_the_innermost_phase() -> None:
             os._exit(0)
         os.read(ready[0], 1)
         with memory.phase("convert"):
-            pass
+            converted = taken(16 * MIB)
+        converted.close()
         os.write(done[1], b"x")
         os.waitpid(child, 0)
     (holder,) = [name for name in outer.holders_at_peak if f"child {child}" in name]
     assert holder.startswith(f"child {child} (") and len(holder) > len(f"child {child} ()")
     assert outer.holders_at_peak[holder] >= 60 * MIB
-    assert holder in outer.text()
+    assert outer.peak_phase == "convert"
+    assert holder in outer.text() and "in phase 'convert'" in outer.text()
 
 
 def phase_of(**fields: object) -> memory.Phase:
+    """A phase with these fields that began at 1 s with 1 GiB and had its peak at 3.5 s."""
     told = {"name": "load", "begin_s": 1.0, "begin_bytes": GIB, "peak_s": 3.5}
     return memory.Phase(**{**told, **fields})
 
@@ -246,7 +251,7 @@ def test_has_no_limit():
 
 
 def test_the_marker_fails_a_test_that_holds_too_much(tmp_path: Path) -> None:
-    """Runs a pytest with the installed package's entry point."""
+    """pytest finds the marker by the installed package's entry point."""
     (tmp_path / "test_limits.py").write_text(TESTS)
     words = ["-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "-rA"]
     done = subprocess.run(
@@ -332,7 +337,7 @@ def test_fraction(made): ...
 @pytest.mark.limit_memory(True)
 def test_flag(made): ...
 """
-ONE = 'limit_memory: USAGE: not a size (expected one size, such as "2 GiB", got {})'
+NOT_ONE_SIZE = 'limit_memory: USAGE: not a size (expected one size, such as "2 GiB", got {})'
 
 
 def test_a_wrong_marker_fails_its_test_with_one_line(tmp_path: Path) -> None:
@@ -346,8 +351,8 @@ def test_a_wrong_marker_fails_its_test_with_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout and "the fixture runs" not in done.stdout
     told = [line for line in done.stdout.splitlines() if line.startswith("limit_memory: ")]
     assert told[:4] == [
-        ONE.format("no argument"), ONE.format("no argument"),
-        ONE.format("'1 GiB', '2 GiB'"), ONE.format("size='1 GiB'"),
+        NOT_ONE_SIZE.format("no argument"), NOT_ONE_SIZE.format("no argument"),
+        NOT_ONE_SIZE.format("'1 GiB', '2 GiB'"), NOT_ONE_SIZE.format("size='1 GiB'"),
     ]  # fmt: skip
     assert told[4] == "limit_memory: USAGE: not a size: '1 parsec' (unknown unit 'parsec')"
     assert [line.split(" (")[0] for line in told[5:8]] == [
@@ -355,4 +360,4 @@ def test_a_wrong_marker_fails_its_test_with_one_line(tmp_path: Path) -> None:
         "limit_memory: USAGE: not a size: '-1'",
         f"limit_memory: USAGE: not a size: '{1 << 70}'",
     ]
-    assert told[8:] == [ONE.format("1.5"), ONE.format("True")]
+    assert told[8:] == [NOT_ONE_SIZE.format("1.5"), NOT_ONE_SIZE.format("True")]
