@@ -17,8 +17,8 @@ import modicum  # noqa: E402  (after torch is known to be there)
 from modicum import _modicum  # noqa: E402
 
 GROUPS = [_modicum.AdamOptions(lr=0.5, weight_decay=0.0), _modicum.AdamOptions(amsgrad=True)]
-# (name, the parameter's shape, runs (first element, number of elements), index of the group, the
-# caller's master, the caller's 16-bit weights).
+# (fqn, shape of the complete parameter, runs (first element, number of elements), index of the
+# group, master or None, out or None), as `_modicum.AdamW` takes them.
 SHARDS = [
     ("a", [300], [(0, 300)], 0, None, None),
     ("b", [1007], [(128, 100), (1000, 7)], 1, None, None),

@@ -158,7 +158,7 @@ def test_a_model_wrapped_and_sharded_has_the_same_recipe() -> None:
         assert recipes.recipe_for(wrapped, stored, missing="init") == whole
 
 
-def test_an_initialised_copy_stays(written: Any) -> None:
+def test_a_copy_declared_present_is_no_target(written: Any) -> None:
     wrapped = with_adapters(on_meta(BY_NAME["llama"]), KINDS["head"][1])
     copy = "base_model.model.lm_head.modules_to_save.default.weight"
     assert copy in recipes.recipe_for(wrapped, written("llama")).targets
@@ -376,7 +376,7 @@ def checkpointed(module: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, checkpointed], ids=["compiled", "checkpointed"])
-def test_names_are_canonical(wrap: Any, written: Any) -> None:
+def test_wrappers_do_not_change_the_recipe(wrap: Any, written: Any) -> None:
     """Names are canonical for wrappers of the whole model, of layers, and of nested models, whose
     renamings depend on their path."""
     family = BY_NAME["qwen2_5_vl"]
@@ -424,7 +424,7 @@ def headless(name: str, labels: int = 3) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForTokenClassification"])
-def test_a_head_over_a_causal_model_is_declared(name: str) -> None:
+def test_a_head_that_is_not_stored_must_be_declared(name: str) -> None:
     model, stored = headless(name)
     with pytest.raises(front.UsageError, match="`unexpected` drops them") as caught:
         recipes.recipe_for(model, stored)

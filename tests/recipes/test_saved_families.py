@@ -94,7 +94,9 @@ def assert_stored_alike(step: Tensors, source: Tensors, model: Tensors, left_out
         for n, family in enumerate(EVERY)
     ],
 )
-def test_untrained(modicum: Path, tmp_path: Path, number: int) -> None:
+def test_an_untrained_step_loads_like_its_source(
+    modicum: Path, tmp_path: Path, number: int
+) -> None:
     family = EVERY[number]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

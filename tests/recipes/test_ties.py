@@ -69,7 +69,9 @@ def digest(modicum: Path, directory: Path, *flags: object) -> str:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_equal_names_are_one_tensor(modicum: Path, tmp_path: Path, both: Path, dtype) -> None:
+def test_names_with_equal_values_are_one_tensor(
+    modicum: Path, tmp_path: Path, both: Path, dtype
+) -> None:
     """The digest equals that of a file with one name only."""
     cast = ("--dtype", dtype) if dtype else ()
     one = digest(modicum, write_model(tmp_path / "one", parts()), *cast)
@@ -78,7 +80,7 @@ def test_equal_names_are_one_tensor(modicum: Path, tmp_path: Path, both: Path, d
         assert digest(modicum, both, *how, "--check", "values") == one
 
 
-def test_equal_names_are_held_once(modicum: Path, tmp_path: Path, both: Path) -> None:
+def test_names_with_equal_values_are_held_once(modicum: Path, tmp_path: Path, both: Path) -> None:
     """The head is read for the comparison and has no buffer of its own."""
     whole = parts()
     flags = ("--ranks", 2, "--strategy", "own-shard")
@@ -135,7 +137,7 @@ def test_untie_loads_both(modicum: Path, tmp_path: Path, differing: Path) -> Non
     assert digest(modicum, differing, *flags) == digest(modicum, untied)
 
 
-def test_other_shapes_are_an_error(modicum: Path, tmp_path: Path) -> None:
+def test_tied_names_of_different_shapes_are_an_error(modicum: Path, tmp_path: Path) -> None:
     """The difference is found in the headers, so `plan` refuses as well."""
     tensors = parts()
     tensors[HEAD] = tensors[EMBEDDING][:-1].clone()
@@ -147,7 +149,9 @@ def test_other_shapes_are_an_error(modicum: Path, tmp_path: Path) -> None:
         run_json(modicum, verb, directory, "--untie")
 
 
-def test_only_the_head_is_stored(modicum: Path, tmp_path: Path) -> None:
+def test_a_head_that_is_stored_alone_is_the_embeddings_source(
+    modicum: Path, tmp_path: Path
+) -> None:
     """Ties go in either direction: the embedding is the head's second name."""
     tensors = parts()
     one = digest(modicum, write_model(tmp_path / "one", tensors))

@@ -79,7 +79,9 @@ def assert_loads(
                 assert_same(held[name], shard, f"{name} of rank {rank}, {cut}")
 
 
-def test_as_saved(modicum: Path, written: tuple[Family, Path], tmp_path: Path) -> None:
+def test_shards_without_a_cast_equal_torchs(
+    modicum: Path, written: tuple[Family, Path], tmp_path: Path
+) -> None:
     family, directory = written
     whole, dtype = loaded_by_transformers(family, directory, "auto")
     assert dtype == getattr(torch, family.dtype)
@@ -87,7 +89,9 @@ def test_as_saved(modicum: Path, written: tuple[Family, Path], tmp_path: Path) -
     assert_loads(modicum, tmp_path, directory, recipe, whole, CUTS)
 
 
-def test_cast(modicum: Path, written: tuple[Family, Path], tmp_path: Path) -> None:
+def test_cast_shards_equal_torchs(
+    modicum: Path, written: tuple[Family, Path], tmp_path: Path
+) -> None:
     """The files are float32 and the target is bfloat16, or the reverse."""
     family, directory = written
     other = torch.bfloat16 if family.dtype == "float32" else torch.float32
