@@ -42,11 +42,20 @@ def taken(size: int) -> mmap.mmap:
     return block
 
 
+def await_samples(of: memory.Phase, count: int = 1) -> None:
+    """Waits for samples that begin after this call, as late as a busy machine takes them."""
+    wanted = of.samples + 1 + count  # the next one may have begun before
+    deadline = time.monotonic() + 60
+    while of.samples < wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert of.samples >= wanted, "no sample in a minute"
+
+
 def test_a_block_is_tracked() -> None:
     before = taken(32 * MIB)  # must not count as added
     with memory.track("load") as load:
         block = taken(64 * MIB)
-        time.sleep(0.1)
+        await_samples(load)
         block.close()
     before.close()
     assert memory.phases() == [load]
@@ -216,7 +225,7 @@ def test_holders_that_have_not_grown_are_not_counted() -> None:
 
 
 TESTS = """
-import mmap, time, pytest
+import mmap, pytest
 
 def taken(size):
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -237,8 +246,8 @@ def test_fits(large):
 
 @pytest.mark.limit_memory("32 MiB")
 def test_exceeds():
-    block = taken(64 << 20)
-    time.sleep(0.1)
+    global kept
+    kept = taken(64 << 20)  # still held at the test's last sample
 
 @pytest.mark.limit_memory(32 << 20)
 def test_fails_otherwise():
@@ -296,8 +305,8 @@ def test_samples_of_a_phase_are_counted() -> None:
         taken(64 * MIB).close()
     assert short.samples == 1 and "no time for a sample" in short.text()
     with memory.phase("long") as long:
-        time.sleep(0.2)
-    assert long.samples > 2
+        await_samples(long, 3)
+    assert "no time for a sample" not in long.text()
 
 
 WRONG = """

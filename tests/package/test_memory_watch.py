@@ -161,7 +161,7 @@ def test_a_data_worker_belongs_to_its_rank_and_an_engine_to_none(
     for rank in range(2):
         trainer, worker = tracks[f"rank {rank}"], tracks[f"data_worker of rank {rank}"]
         assert trainer["rank"] == worker["rank"] == rank
-        # At most 48 MiB are charged. After the fork the trainer's share of common pages is half.
+        # 48 MiB are charged. After the fork PSS counts half of the pages shared with the worker.
         assert 40 * MIB < max(value or 0 for value in trainer["owners"]["init"]) <= 48 * MIB
         assert max(value or 0 for value in worker["owners"]["held"]) > 16 * MIB
     assert tracks["rollout"]["rank"] is None
