@@ -1,4 +1,5 @@
-"""Fixtures of all Python tests, and a warning if a package that tests compare with is missing."""
+"""Options and fixtures of all Python tests. Reports packages that tests compare with and that are
+not installed: such tests are skipped, but in CI the run fails."""
 
 import contextlib
 import importlib.util
@@ -14,8 +15,8 @@ from program import run_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# For torch in this process and its children. The tensors in tests are small, so that more threads
-# would mostly spin and wait for each other; and a forked child lacks its parent's threads.
+# For torch in this process and its children. The tests' tensors are small: more threads would
+# mostly wait for each other. And a forked child does not have its parent's OpenMP threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -33,27 +34,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full-size",
         action="store_true",
-        help="soak tests in memory cgroups take 11 GB of state, not 5; 10 GB of FP8 codes, not 2; "
-        "and all layers of deepseek-v3, not 8",
+        help="larger models for the soak tests in memory cgroups: 11 GB of optimizer state, not 5; "
+        "10 GB of FP8 codes, not 2; all layers of deepseek-v3, not 8",
     )
 
 
-# The packages that tests compare with; scripts/venv.sh installs them.
+# The packages that tests compare with. scripts/venv.sh installs them and BROWSING.
 ORACLES = ("torch", "transformers", "accelerate", "peft", "deepspeed")
-# What opens and checks our HTML pages; Debian's Chromium comes with scripts/packages.sh.
+# Open and check our HTML pages in Debian's Chromium, which scripts/packages.sh installs.
 BROWSING = ("playwright", "axe_playwright_python")
 
 
 def missing_oracles() -> str:
+    """The names of ORACLES, BROWSING and Chromium that are not installed, comma-separated."""
     names = [name for name in (*ORACLES, *BROWSING) if importlib.util.find_spec(name) is None]
     return ", ".join(names + [CHROMIUM] * (shutil.which(CHROMIUM) is None))
 
 
 def use_extensions_of_our_own(is_controller: bool) -> None:
-    """Sets the folder where torch compiles DeepSpeed's extensions, and the ninja that compiles
-    them, since another ninja would compile all again. torch waits there, without a timeout, for a
-    lock file even if the process that made it was killed. So lock files that no process has open
-    are removed."""
+    """Makes torch compile DeepSpeed's extensions in build/torch-extensions, always with the virtual
+    environment's ninja: another version of ninja would compile all of them again. torch waits
+    without a timeout while a lock file exists, even if the process that created it was killed, so
+    pytest's controlling process removes the lock files that no process has open."""
     folder = ROOT / "build/torch-extensions"
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -73,17 +75,18 @@ def is_open(path: Path) -> bool:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     use_extensions_of_our_own(is_controller=not hasattr(session.config, "workerinput"))
-    # A shell starts its background processes with SIGINT ignored, and children inherit that.
+    # A shell starts background processes with SIGINT ignored, and their children inherit this.
+    # Tests of Ctrl-C need the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     missing = missing_oracles()
     if missing and os.environ.get("CI") == "true":
-        pytest.exit(f"missing: {missing}; a CI run proves nothing without", returncode=1)
+        pytest.exit(f"missing: {missing}; in CI no test may be skipped for this", returncode=1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     missing = missing_oracles()
     if missing:
-        terminalreporter.write_sep("!", f"missing: {missing}; every test against it was SKIPPED")
+        terminalreporter.write_sep("!", f"missing: {missing}; tests that need them were SKIPPED")
 
 
 @pytest.fixture(scope="session")
@@ -94,7 +97,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def modicum(request: pytest.FixtureRequest) -> Path:
-    """The program under test; fails where it has not been built."""
+    """The command-line program under test; fails if it has not been built."""
     program = Path(request.config.getoption("--modicum")).resolve()
     assert program.is_file(), f"no {program}; run `make build` or `make test-dev`"
     return program
@@ -102,13 +105,13 @@ def modicum(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def is_full_size(request: pytest.FixtureRequest) -> bool:
-    """Whether soak tests in memory cgroups use sizes like a large model's share of a node."""
+    """Whether soak tests in memory cgroups use the sizes of `--full-size`."""
     return request.config.getoption("--full-size")
 
 
 @pytest.fixture(scope="session")
 def wheel(request: pytest.FixtureRequest) -> Path:
-    """The wheel under test; fails where it has not been built."""
+    """The wheel under test; fails if it has not been built."""
     wheels = sorted(Path(request.config.getoption("--wheels")).resolve().glob("modicum-*.whl"))
     assert len(wheels) == 1, f"expected one wheel, got {wheels}; run `make test-python`"
     return wheels[0]
@@ -124,5 +127,5 @@ def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def torch():
-    """The torch module, for tests that compare with it."""
+    """The torch module; skips the test if torch is not installed."""
     return pytest.importorskip("torch")

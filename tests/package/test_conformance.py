@@ -1,6 +1,6 @@
-"""The verdict of scripts/conformance.py on the engines of integrations/.
+"""How scripts/conformance.py judges and reports the tests of the engines in integrations/.
 
-Must fail for these mutants: skipped tests of an engine that count as right.
+Must fail for these mutants: a skipped test of an engine counts as right.
 """
 
 import sys
@@ -11,6 +11,7 @@ sys.path.append(str(ROOT / "scripts"))
 import conformance  # noqa: E402
 from engine_packages import releases  # noqa: E402
 
+# Names of tests by outcome, as `conformance.outcomes` returns them.
 TESTED = {"right": ["a::one"], "skipped": ["a::two"], "failed": ["a::three"]}
 
 
@@ -20,7 +21,7 @@ def test_each_test_of_the_engines_must_be_right() -> None:
     assert all((ROOT / test).is_file() for test in conformance.ENGINES)
 
 
-def test_the_page_says_which_engines_and_how_many() -> None:
+def test_the_page_names_versions_and_failed_tests_of_the_engines() -> None:
     text = conformance.page({}, TESTED)
     assert all(f"{name} {of}" in text for name, of in releases().items())
     assert ": 1 right, 1 skipped, 1 failed." in text

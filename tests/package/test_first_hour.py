@@ -1,8 +1,8 @@
 """Runs every command of docs/guide/first-hour.md as a new user would: in a fresh virtual
 environment with torch, outside the repository.
 
-Must fail for these mutants: a command or a file of the page that no longer works; a line of the
-page that is not printed (its numbers may differ).
+Must fail for these mutants: a command or a file of the page that no longer works; a line of output
+on the page that the command does not print (numbers may differ).
 """
 
 import os
@@ -22,37 +22,38 @@ pytest.importorskip("accelerate")
 
 FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.M | re.S)
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
-# The first commands make the environment; the test has made it.
-MADE_ALREADY = ("python3 -m venv", ". first-hour/bin/activate", "pip install torch")
+# The page's first commands create and enter the environment, which the fixture has done.
+ALREADY_DONE = ("python3 -m venv", ". first-hour/bin/activate", "pip install torch")
 
 
 def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
-    """The (language, file's name, text) of each fenced block."""
+    """(language, name of the file to write or "", text) of each fenced block."""
     yield from FENCE.findall(page.read_text())
 
 
 def commands(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Each command of a console block, with its output on the page."""
+    """Each command of a console block, with its lines of output on the page."""
     command, shown = "", []
     for line in text.splitlines():
         if line.startswith("$ "):
             if command:
                 yield command, shown
             command, shown = line[2:], []
-        elif line.strip() and line.strip() != "...":
+        elif line.strip():
             shown.append(line.strip())
     yield command, shown
 
 
 def pattern_of(line: str) -> str:
-    """A pattern that matches the line with other numbers."""
+    """A regular expression that matches the line, with any numbers and any width of spaces."""
     words = NUMBER.split(line)
     return r"\S*".join(re.sub(r"(\\\s)+", r"\\s+", re.escape(word)) for word in words)
 
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with all packages of this one but Modicum, next to the wheel."""
+    """A directory with the wheel and a virtual environment, `first-hour`, that has all packages of
+    this one except Modicum."""
     place = tmp_path_factory.mktemp("newcomer")
     directory = place / "first-hour"
     venv.create(directory, with_pip=True, symlinks=True)
@@ -63,14 +64,14 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             target = packages / entry.name
             if not target.exists():
                 target.symlink_to(entry)
-    launcher = directory / "bin/torchrun"  # the links above bring no programs
+    launcher = directory / "bin/torchrun"  # only packages are linked, not their programs
     launcher.write_text(f'#!/bin/sh\nexec "{directory}/bin/python" -m torch.distributed.run "$@"\n')
     launcher.chmod(0o755)
     shutil.copy(wheel, place)
     return place
 
 
-def test_every_command_of_the_first_hour(environment: Path, root: Path) -> None:
+def test_every_command_of_the_page_works_as_shown(environment: Path, root: Path) -> None:
     shutil.copy(root / "examples/accelerate_fsdp2.py", environment)
     paths = [str(environment / "first-hour/bin"), os.environ["PATH"]]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -82,14 +83,14 @@ def test_every_command_of_the_first_hour(environment: Path, root: Path) -> None:
         if language != "console":
             continue
         for command, shown in commands(text):
-            if command.startswith(MADE_ALREADY):
+            if command.startswith(ALREADY_DONE):
                 continue
-            command, _, expected = command.partition("  # exit ")
+            command, _, exit_code = command.partition("  # exit ")
             done = subprocess.run(
                 ["bash", "-c", command], cwd=environment, env=around, text=True, timeout=240,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
-            assert done.returncode == int(expected or 0), f"{command}\n{done.stdout}"
+            assert done.returncode == int(exit_code or 0), f"{command}\n{done.stdout}"
             for line in shown:
                 assert re.search(pattern_of(line), done.stdout), f"{line}\n{done.stdout}"
             ran += 1

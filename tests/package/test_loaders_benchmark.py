@@ -1,4 +1,8 @@
-"""The benchmark of loaders reports whether all bits are right, and the memory that was held."""
+"""benchmarks/loaders.py: the comparison of the loaded bits, the memory measured, and the tables.
+
+Must fail for these mutants: bits that are not compared; a peak between two samples that is missed;
+a table that mixes measurements of one row.
+"""
 
 import json
 import subprocess
@@ -21,7 +25,8 @@ from rivals.rows import CASES, ROWS, Row  # noqa: E402
 
 MIB = 1 << 20
 
-# Writes 64 MiB and frees them, once per line of input.
+# A program that, for each line of input, allocates 64 MiB, writes all pages and frees them. Its
+# argument: the file that adds a process to a cgroup, or "".
 BRIEF = """
 import mmap, os, sys
 if sys.argv[1]:
@@ -54,7 +59,7 @@ def test_a_peak_between_two_samples_is_not_missed() -> None:
     with group_within(1 << 30) as (group, procs):
         child = start_brief(procs)
         try:
-            use_memory_briefly(child)  # before the start, and so not to be counted
+            use_memory_briefly(child)  # must not count: no Watch has been started
             with Watch([child.pid], group) as watch:
                 quiet = watch.end()
             with Watch([child.pid], group) as watch:
@@ -67,7 +72,7 @@ def test_a_peak_between_two_samples_is_not_missed() -> None:
     assert seen["peak_sampled_bytes"] < 32 * MIB
     assert 60 * MIB < seen["peak_high_water_bytes"] < 96 * MIB
     if why_no_cage():
-        pytest.skip("the processes' own high-water marks were seen; no cgroup can be made here")
+        pytest.skip("passed with high-water marks; the peak of a cgroup needs a cgroup")
     assert quiet["peak_group_bytes"] < 32 * MIB
     assert 60 * MIB < seen["peak_group_bytes"] < 96 * MIB
 
@@ -85,6 +90,7 @@ def test_a_run_that_would_not_fit_is_skipped(
 
 
 def outcome(row: str, outcome: str, why: str = "") -> dict[str, Any]:
+    """A run as it is written to the raw file, without measurements."""
     return {"row": row, "round": 0, "cold": False, "begun": 0, "outcome": outcome, "why": why}
 
 
@@ -106,7 +112,8 @@ def test_one_wrong_run_among_right_ones_is_reported() -> None:
 
 
 def test_tables_show_each_rows_last_measurement(tmp_path: Path) -> None:
-    """Measurements of a case's earlier model are ignored."""
+    """A measurement consists of the runs with one `begun`. Measurements whose shards have another
+    size than the newest are ignored: the case had another model."""
     raw = tmp_path / "raw.jsonl"
     runs = [  # case, row, cold, begun, bytes of the shards
         ("dense", "one", False, 1, 8),
@@ -137,9 +144,10 @@ def test_loaders_are_measured_and_a_wrong_one_is_caught(
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     model = tmp_path / "tiny"
-    # Two layers, uneven rows, and no experts on the last of three ranks.
+    # Two layers; rows that three ranks share unevenly; no experts for the last rank.
     run_json(modicum, "synth", model, "--arch", "tiny-moe")
     raw = tmp_path / "raw.jsonl"
+    # The row flipped-bit loads one wrong bit, to show that the comparison finds it.
     words = ["--case", "moe", "--checkpoint", model, "--rows", "preadv,get_slice,flipped-bit"]
     words += ["--reps", "1", "--cold", "0", "--ranks", "3", "--raw", raw]
     done = subprocess.run(

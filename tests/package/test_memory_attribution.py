@@ -1,9 +1,10 @@
 """`modicum.memory.attribute` finds the owner of each byte of a process tree, and
 `modicum.torch.protect` excludes other libraries' buffers from forks.
 
-The oracle is sums of Pss that the tests read themselves. Must fail for these mutants: copies that
-are omitted or counted once per child; views that are counted twice; a protection that outlives its
-memory, or that omits allocations of the first step; peaks that forget ended children.
+Copies are compared with Pss_Anon, which the tests read from /proc/PID/smaps_rollup. Must fail for
+these mutants: copies that are omitted or counted once per child; views that are counted in addition
+to their base; a protection that remains after its tensor is freed, or that omits tensors allocated
+in the first step; peaks that forget the copies of ended children.
 """
 
 import gc
@@ -27,18 +28,18 @@ from program import living_children
 import modicum.torch
 from modicum import UsageError, memory
 
-pytestmark = pytest.mark.alone  # memory and processes of earlier tests would be attributed
+pytestmark = pytest.mark.alone  # measures this process and its children
 
 MIB = 1 << 20
 NUMEL = 4 * MIB  # of float32: 16 MiB
 SIZE = 4 * NUMEL
-EDGE = 2 * 4096
-SLACK = 8 * MIB  # malloc returns memory that earlier tests freed at any time
-BIG = 10 * MIB  # elements: 40 MiB, which malloc always maps anew
+EDGE = 2 * 4096  # the pages at both ends of a tensor, which hold other memory as well
+SLACK = 8 * MIB  # malloc may at any time return memory to the kernel that earlier tests freed
+BIG = 10 * MIB  # elements: 40 MiB, for which malloc always makes a new mapping
 
 
 def near(size: int) -> Any:
-    """Allows for the pages at the ends of a tensor, which its neighbours share."""
+    """Matches `size` bytes up to EDGE."""
     return pytest.approx(size, abs=EDGE)
 
 
@@ -54,7 +55,9 @@ def test_copies_are_attributed_to_their_owner() -> None:
     with living_children(2) as pids:
         master.mul_(2)
         moments[: NUMEL // 2].mul_(2)
-        memory.attribute({"master": master, "moments": [moments]})  # Python writes to its own
+        # The call itself makes the interpreter write to its inherited pages; the second call
+        # counts these copies as well, as `tree` does.
+        memory.attribute({"master": master, "moments": [moments]})
         who = memory.attribute({"master": master, "moments": [moments]})
         tree = pss_anon([os.getpid(), *pids])
     assert (who.processes, who.forked) == (3, 2)
@@ -88,15 +91,17 @@ def test_views_count_once() -> None:
 
 
 def test_tensors_without_host_memory_are_not_counted() -> None:
-    reserved = torch.empty(64 * NUMEL)
+    reserved = torch.empty(64 * NUMEL)  # mapped, but never written
     elsewhere = torch.empty(NUMEL, device="meta")
     who = memory.attribute({"reserved": reserved, "elsewhere": elsewhere, "none": torch.empty(0)})
     assert who["reserved"].held_bytes < MIB
     assert who["elsewhere"].held_bytes == 0
 
 
+# Bytes per bfloat16 parameter, including the parameter. In all formats but fp32 the parameter is
+# the upper half of its master.
 DECLARED = {
-    "fp32": 16 + 2,  # besides the bfloat16 parameter
+    "fp32": 16 + 2,
     "fp32-split": 14,
     "bf16-moments": 10,
     "int8-moments": 8.0625,
@@ -105,7 +110,7 @@ DECLARED = {
 
 
 @pytest.mark.parametrize("state_format", DECLARED)
-def test_the_planes_of_our_optimizer_are_owners(state_format: str) -> None:
+def test_our_optimizer_holds_the_bytes_of_its_format(state_format: str) -> None:
     parameter = torch.nn.Parameter(torch.ones(NUMEL // 256, 256, dtype=torch.bfloat16))
     optimizer = modicum.torch.AdamW([parameter], state_format=state_format)
     who = memory.attribute(optimizer)
@@ -116,9 +121,11 @@ def test_the_planes_of_our_optimizer_are_owners(state_format: str) -> None:
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         after = memory.attribute(optimizer)
-    own = 0 if state_format == "fp32" else 2 * NUMEL
+    # Modicum's memory is left out of forks. The parameter is torch's memory, which children
+    # inherit.
+    inherited = 0 if state_format == "fp32" else 2 * NUMEL
     assert sum(after[name].copied_bytes for name in ("gradient", "moments")) == 0
-    assert after["master"].copied_bytes == pytest.approx(own, abs=EDGE)  # the parameter is torch's
+    assert after["master"].copied_bytes == pytest.approx(inherited, abs=EDGE)
 
 
 def test_a_ledger_counts_instead_of_its_tensors() -> None:
@@ -128,11 +135,11 @@ def test_a_ledger_counts_instead_of_its_tensors() -> None:
     optimizer = modicum.torch.AdamW([torch.nn.Parameter(torch.ones(BIG))], ledger=ledger)
     who = memory.attribute(ledger, params=BIG, baseline=before)
     assert who["ledger: moments"].held_bytes == ledger.held["moments"]
-    assert who.unexplained_bytes == pytest.approx(4 * BIG, abs=SLACK)  # the parameter
+    assert who.unexplained_bytes == pytest.approx(4 * BIG, abs=SLACK)  # of the parameter
     del optimizer
 
 
-def test_models_and_optimizers_of_torch_are_accepted() -> None:
+def test_weights_gradients_and_moments_of_torch_are_attributed() -> None:
     model = torch.nn.Linear(2048, 2048, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2048)).sum().backward()
@@ -150,7 +157,7 @@ def test_other_sources_are_refused(source: Any) -> None:
 
 
 def zero_optimizer(name: str, **attributes: Any) -> Any:
-    """A stand-in with the attributes of DeepSpeed's optimizer."""
+    """A stand-in for an object of DeepSpeed's class `name`, with these attributes."""
     return type(name, (), {"__module__": "deepspeed.runtime.zero", **attributes})()
 
 
@@ -162,6 +169,7 @@ def test_an_engine_without_zero_is_refused() -> None:
             memory.attribute(source)
 
 
+# The attributes that are read of ZeRO optimizers, by class: of stage 1 or 2, and of stage 3.
 STAGES: dict[str, dict[str, Any]] = {
     "DeepSpeedZeroOptimizer": {
         "optimizer": None,
@@ -188,7 +196,8 @@ STAGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_unknown_version_is_refused_by_the_missing_attribute(stage: str) -> None:
     assert not memory.attribute(zero_optimizer(stage, **STAGES[stage])).params
-    for missing in STAGES[stage].keys() - {"optimizer"}:  # by which it is recognised
+    # Without `optimizer` the object would not count as DeepSpeed's.
+    for missing in STAGES[stage].keys() - {"optimizer"}:
         known = {name: value for name, value in STAGES[stage].items() if name != missing}
         with pytest.raises(UsageError, match=f"{stage} has no '{missing}'"):
             memory.attribute(zero_optimizer(stage, **known))
@@ -210,7 +219,8 @@ def test_copies_of_ended_children_stay_in_the_peaks() -> None:
         for tensor in (master, moments):
             with living_children(2):
                 tensor.mul_(2)
-                seen = peaks.samples + 1  # which may have begun before
+                # The sample in progress may have begun before the write: wait for the next one.
+                seen = peaks.samples + 1
                 deadline = time.monotonic() + 60
                 while peaks.samples <= seen and time.monotonic() < deadline:
                     time.sleep(0.01)
@@ -219,31 +229,31 @@ def test_copies_of_ended_children_stay_in_the_peaks() -> None:
     for name in ("master", "moments"):
         assert peaks[name].held_bytes == near(SIZE)
         assert peaks[name].copied_bytes == near(SIZE)
-    assert SIZE <= peaks.copied_bytes < 2 * SIZE  # not of both at once
+    assert SIZE <= peaks.copied_bytes < 2 * SIZE  # the two copies never existed together
     assert peaks.largest.forked == 2 and peaks.document["copied_bytes"] == peaks.copied_bytes
     assert "master                         16.0                 16.0" in peaks.text()
 
 
-def test_a_sample_at_a_moment() -> None:
+def test_a_sample_on_request_is_kept() -> None:
     master = torch.ones(NUMEL)
     with memory.peaks({"master": master}, interval_s=3600) as peaks:
         with living_children(1):
             master.mul_(2)
             assert peaks.sample()["master"].copied_bytes == near(SIZE)
-    assert peaks.samples == 3
+    assert peaks.samples == 3  # at the begin, on request, at the end
     assert peaks["master"].copied_bytes == near(SIZE) and peaks["none"].copied_bytes == 0
 
 
-def test_sources_of_peaks_are_checked_at_once() -> None:
+def test_sources_of_peaks_are_checked_before_the_block_runs() -> None:
     with pytest.raises(UsageError, match="a source of unknown kind"), memory.peaks(3):
-        pytest.fail("is entered")
+        pytest.fail("the block ran")
 
 
 def test_an_error_of_a_later_sample_is_raised_at_the_end() -> None:
     sources: dict[str, Any] = {"master": torch.ones(NUMEL)}
     with pytest.raises(UsageError, match="a source of unknown kind"):
         with memory.peaks(sources, interval_s=0.01):
-            sources["other"] = 3
+            sources["other"] = 3  # `attribute` looks up the sources again for each sample
             deadline = time.monotonic() + 60
             names = {thread.name for thread in threading.enumerate()}
             while "modicum-peaks" in names and time.monotonic() < deadline:
@@ -259,6 +269,7 @@ def test_protected_pages_are_not_copied_until_the_protection_is_undone() -> None
     buffer = torch.ones(NUMEL)
 
     def copied() -> int:
+        """The bytes that are copied if `buffer` is overwritten while children exist."""
         with living_children(2) as pids:
             before = pss_anon([os.getpid(), *pids])
             buffer.mul_(2)
@@ -271,7 +282,7 @@ def test_protected_pages_are_not_copied_until_the_protection_is_undone() -> None
     assert copied() == pytest.approx(SIZE, abs=MIB)
     protection = modicum.torch.protect(buffer)
     assert protection.bytes + protection.left_bytes == SIZE
-    assert 0 < protection.left_bytes < EDGE  # malloc's header precedes it in its page
+    assert 0 < protection.left_bytes < EDGE  # the first page holds malloc's header, too
     assert copied() < MIB
     protection.undo()
     assert protection.bytes == 0
@@ -297,15 +308,14 @@ def test_allocations_of_the_first_step_are_protected() -> None:
         optimizer.step()
         who = memory.attribute(optimizer)
     assert who["moments"].copied_bytes + who["gradient"].copied_bytes <= 3 * EDGE
-    assert who["weights"].copied_bytes == near(SIZE)
+    assert who["weights"].copied_bytes == near(SIZE)  # never protected: children may read them
     protection.renew()
     assert protection.bytes == pytest.approx(3 * SIZE, abs=3 * EDGE)
 
 
 def test_our_own_optimizer_is_already_protected() -> None:
     optimizer = modicum.torch.AdamW([torch.nn.Parameter(torch.ones(NUMEL))])
-    protection = modicum.torch.protect(optimizer)
-    protection.undo()
+    modicum.torch.protect(optimizer).undo()  # has no effect on our own optimizer
     with living_children(2):
         optimizer.param_groups[0]["params"][0].grad = torch.ones(NUMEL)
         optimizer.step()
@@ -318,11 +328,13 @@ def test_sources_without_host_memory_are_refused() -> None:
             modicum.torch.protect(nothing)
 
 
-# A child reads memory that was protected and freed: heap memory, which stays mapped and is
-# allocated again.
+# Tensors in malloc's heap are protected and freed. The heap stays mapped, and malloc uses it again:
+# children must then inherit it. Four children report: UsageError of a torch function (exit 7); the
+# signal of an access that bypasses torch; whether a child can free the tensors that it lacks and
+# allocate others; whether a child inherits new tensors at the freed addresses.
 FREED = """
 import ctypes, os, torch, modicum.torch
-held = [torch.ones(16384) for _ in range(64)]  # below malloc's threshold for mappings
+held = [torch.ones(16384) for _ in range(64)]  # small enough for the heap
 kept = torch.ones(16)
 protection = modicum.torch.protect(held)
 assert protection.bytes > 1 << 20, protection.bytes
@@ -339,19 +351,19 @@ if child == 0:
     os._exit(7)
 told = os.WEXITSTATUS(os.waitpid(child, 0)[1])
 child = os.fork()
-if child == 0:  # as past torch's functions: nothing is read
+if child == 0:
     ctypes.string_at(address + 8192, 8)
     os._exit(0)
 died = os.waitpid(child, 0)[1]
 child = os.fork()
-if child == 0:  # frees what it lacks, and goes on with that memory
+if child == 0:
     del held
     own = [torch.full((16384,), 3.0) for _ in range(64)]
     os._exit(0 if all(tensor.sum() == 3 * 16384 for tensor in own) else 1)
 freed = os.waitpid(child, 0)[1]
 del held
 again = [torch.ones(16384) for _ in range(64)]
-assert addresses & {tensor.data_ptr() for tensor in again}, "the heap has given other memory"
+assert addresses & {tensor.data_ptr() for tensor in again}, "malloc has not reused the freed memory"
 child = os.fork()
 if child == 0:
     os._exit(0 if all(tensor.sum() == 16384 for tensor in again) else 1)
@@ -360,7 +372,7 @@ print(told, os.WTERMSIG(died), freed, os.waitpid(child, 0)[1])
 
 
 def test_freed_memory_is_inherited_again() -> None:
-    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 25)}  # below it: the heap
     done = subprocess.run(
         [sys.executable, "-c", FREED], capture_output=True, text=True, env=environment, timeout=60
     )

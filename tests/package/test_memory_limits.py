@@ -1,9 +1,9 @@
-"""`modicum.memory.track`, the paragraph of a phase, and the pytest marker `limit_memory`.
+"""`modicum.memory.track`, the text of a phase, and the pytest marker `limit_memory`.
 
-Must fail for these mutants: a peak whose holders are those of another sample; a child that is not
-named; memory held before the block counted as added; a limit that no test exceeds; a marker that
-hides the test's own failure; a generator whose making is measured in place of its run; the end
-of a short test described as its peak; a wrong marker that ends in a traceback.
+Must fail for these mutants: holders of another sample than the peak's; a child or a phase that is
+not named; memory held before the block that counts as added; a limit that is not compared; a marker
+that hides the test's own failure; a generator function that is tracked although its call runs none
+of its code; the end of a short test described as its peak; a wrong marker that ends in a traceback.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from modicum.errors import UsageError
 from modicum.memory import recording
 from modicum.memory.explaining import paragraph
 
-pytestmark = pytest.mark.alone  # it measures this process
+pytestmark = pytest.mark.alone  # measures this process
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -31,21 +31,31 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def no_recording() -> None:
+    """Each test begins without phases of earlier tests."""
     recording._recordings.clear()
 
 
 def taken(size: int) -> mmap.mmap:
-    """Newly mapped memory, all pages written."""
+    """A new mapping, all pages written."""
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block[:: mmap.PAGESIZE] = b"x" * (size // mmap.PAGESIZE)
     return block
 
 
+def await_samples(of: memory.Phase, count: int = 1) -> None:
+    """Waits for samples that begin after this call, as late as a busy machine takes them."""
+    wanted = of.samples + 1 + count  # the next one may have begun before
+    deadline = time.monotonic() + 60
+    while of.samples < wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert of.samples >= wanted, "no sample in a minute"
+
+
 def test_a_block_is_tracked() -> None:
-    before = taken(32 * MIB)
+    before = taken(32 * MIB)  # must not count as added
     with memory.track("load") as load:
         block = taken(64 * MIB)
-        time.sleep(0.1)
+        await_samples(load)
         block.close()
     before.close()
     assert memory.phases() == [load]
@@ -58,7 +68,7 @@ def test_a_block_is_tracked() -> None:
 
 def test_each_call_of_a_function_is_tracked() -> None:
     @memory.track()
-    def add(one: int, *, other: int) -> int:
+    def add(one: int, *, other: int) -> int:  # by recursion: nested phases
         """Adds."""
         return one + other if one == 0 else add(one - 1, other=other + 1)
 
@@ -68,7 +78,7 @@ def test_each_call_of_a_function_is_tracked() -> None:
     assert told == [("add", 0), ("add", 1), ("add", 2)]
 
 
-def test_a_decorator_without_parentheses() -> None:
+def test_the_decorator_works_without_parentheses() -> None:
     @memory.track
     def double(one: int) -> int:
         """Doubles."""
@@ -114,7 +124,9 @@ class Dataset: ...
         (classmethod(print), "classmethod"),
     ],
 )
-def test_what_a_call_does_not_run_is_refused(decorator: Any, what: Any, named: str) -> None:
+def test_only_functions_whose_calls_run_their_code_are_tracked(
+    decorator: Any, what: Any, named: str
+) -> None:
     with pytest.raises(UsageError, match="USAGE: .*memory.track.*expected a") as refusal:
         decorator(what)
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
@@ -132,7 +144,7 @@ def test_a_coroutine_is_tracked_until_it_ends() -> None:
     assert waited.end_s - waited.begin_s >= 0.05
 
 
-def test_the_block_of_a_tracker_may_fail_and_be_used_again() -> None:
+def test_a_tracker_is_reusable_after_its_block_has_failed() -> None:
     tracker = memory.track("failing")
     for _ in range(2):
         with pytest.raises(KeyError), tracker:
@@ -140,8 +152,9 @@ def test_the_block_of_a_tracker_may_fail_and_be_used_again() -> None:
     assert [one.end_s >= one.begin_s for one in memory.phases()] == [True, True]
 
 
-def test_the_peak_names_children_and_the_inner_phase() -> None:
-    with memory.track("outer") as outer:
+def test_the_peak_names_children_and_the_innermost_phase() -> None:
+    # No samples but those at the begin and end of phases, which are taken in a known order.
+    with memory.track("outer", interval_s=3600) as outer:
         ready, done = os.pipe(), os.pipe()
         child = os.fork()
         if child == 0:
@@ -151,16 +164,19 @@ def test_the_peak_names_children_and_the_inner_phase() -> None:
             os._exit(0)
         os.read(ready[0], 1)
         with memory.phase("convert"):
-            pass
+            converted = taken(16 * MIB)
+        converted.close()
         os.write(done[1], b"x")
         os.waitpid(child, 0)
     (holder,) = [name for name in outer.holders_at_peak if f"child {child}" in name]
     assert holder.startswith(f"child {child} (") and len(holder) > len(f"child {child} ()")
     assert outer.holders_at_peak[holder] >= 60 * MIB
-    assert holder in outer.text()
+    assert outer.peak_phase == "convert"
+    assert holder in outer.text() and "in phase 'convert'" in outer.text()
 
 
 def phase_of(**fields: object) -> memory.Phase:
+    """A phase with these fields that began at 1 s with 1 GiB and had its peak at 3.5 s."""
     told = {"name": "load", "begin_s": 1.0, "begin_bytes": GIB, "peak_s": 3.5}
     return memory.Phase(**{**told, **fields})
 
@@ -209,7 +225,7 @@ def test_holders_that_have_not_grown_are_not_counted() -> None:
 
 
 TESTS = """
-import mmap, time, pytest
+import mmap, pytest
 
 def taken(size):
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -230,8 +246,8 @@ def test_fits(large):
 
 @pytest.mark.limit_memory("32 MiB")
 def test_exceeds():
-    block = taken(64 << 20)
-    time.sleep(0.1)
+    global kept
+    kept = taken(64 << 20)  # still held at the test's last sample
 
 @pytest.mark.limit_memory(32 << 20)
 def test_fails_otherwise():
@@ -244,7 +260,7 @@ def test_has_no_limit():
 
 
 def test_the_marker_fails_a_test_that_holds_too_much(tmp_path: Path) -> None:
-    """Runs a pytest with the installed package's entry point."""
+    """pytest finds the marker by the installed package's entry point."""
     (tmp_path / "test_limits.py").write_text(TESTS)
     words = ["-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "-rA"]
     done = subprocess.run(
@@ -289,8 +305,8 @@ def test_samples_of_a_phase_are_counted() -> None:
         taken(64 * MIB).close()
     assert short.samples == 1 and "no time for a sample" in short.text()
     with memory.phase("long") as long:
-        time.sleep(0.2)
-    assert long.samples > 2
+        await_samples(long, 3)
+    assert "no time for a sample" not in long.text()
 
 
 WRONG = """
@@ -330,10 +346,10 @@ def test_fraction(made): ...
 @pytest.mark.limit_memory(True)
 def test_flag(made): ...
 """
-ONE = 'limit_memory: USAGE: not a size (expected one size, such as "2 GiB", got {})'
+NOT_ONE_SIZE = 'limit_memory: USAGE: not a size (expected one size, such as "2 GiB", got {})'
 
 
-def test_a_wrong_marker_is_one_line(tmp_path: Path) -> None:
+def test_a_wrong_marker_fails_its_test_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "test_limits.py").write_text(WRONG)
     words = ["-m", "pytest", "-q", "--strict-markers", "-p", "no:cacheprovider", "--tb=native"]
     done = subprocess.run(
@@ -344,8 +360,8 @@ def test_a_wrong_marker_is_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in done.stdout and "the fixture runs" not in done.stdout
     told = [line for line in done.stdout.splitlines() if line.startswith("limit_memory: ")]
     assert told[:4] == [
-        ONE.format("no argument"), ONE.format("no argument"),
-        ONE.format("'1 GiB', '2 GiB'"), ONE.format("size='1 GiB'"),
+        NOT_ONE_SIZE.format("no argument"), NOT_ONE_SIZE.format("no argument"),
+        NOT_ONE_SIZE.format("'1 GiB', '2 GiB'"), NOT_ONE_SIZE.format("size='1 GiB'"),
     ]  # fmt: skip
     assert told[4] == "limit_memory: USAGE: not a size: '1 parsec' (unknown unit 'parsec')"
     assert [line.split(" (")[0] for line in told[5:8]] == [
@@ -353,4 +369,4 @@ def test_a_wrong_marker_is_one_line(tmp_path: Path) -> None:
         "limit_memory: USAGE: not a size: '-1'",
         f"limit_memory: USAGE: not a size: '{1 << 70}'",
     ]
-    assert told[8:] == [ONE.format("1.5"), ONE.format("True")]
+    assert told[8:] == [NOT_ONE_SIZE.format("1.5"), NOT_ONE_SIZE.format("True")]

@@ -1,10 +1,9 @@
 """A Python program that uses Modicum reports its ledgers and phases to the `modicum watch` that
-runs it; a forked child reports for itself alone, and a program that it starts in its place for
-itself.
+runs it. A forked child reports only its own; after an exec nothing of the old program remains.
 
 Must fail for these mutants: a phase that is not reported, or never ends; a child that returns its
-parent's entries; a ledger of the program before an exec; a retained heap that is asked at phases
-only; a data worker or an engine that counts as a rank.
+parent's ledger entries; a ledger that outlives an exec; a retained heap that is measured only when
+phases begin and end; a data worker whose rank is not its parent's; an engine that counts as a rank.
 """
 
 import sys
@@ -26,7 +25,7 @@ with memory.phase("train"):
     time.sleep(0.2)
     child = os.fork()
     if child == 0:
-        del held  # the entry is returned to a copy of the ledger
+        del held  # returns the entry to the child's copy of the ledger, not to the parent's
         own = _modicum.charge_init(modicum.Ledger(), 16 << 20)
         with memory.track("work"):
             time.sleep(0.4)
@@ -65,15 +64,15 @@ from modicum import _modicum, memory
 
 ledger = modicum.Ledger()
 held = _modicum.charge_init(ledger, 64 << 20)
-phase = memory.phase("before")  # ends with its last reference
-phase.__enter__()
+phase = memory.phase("before")  # kept in a variable: the phase ends when the object is deleted
+phase.__enter__()  # and never exited: the exec ends it
 time.sleep(0.2)
 after = "import time; block = bytearray(b'1') * (32 << 20); time.sleep(0.4)"
 os.execv(sys.executable, [sys.executable, "-c", after])
 """
 
 
-def test_a_program_ends_with_an_exec(modicum: Path) -> None:
+def test_an_exec_ends_the_phases_and_ledgers_of_the_program(modicum: Path) -> None:
     done = run(modicum, "watch", "--json", "--", sys.executable, "-c", EXEC)
     assert done.code == 0, done.stderr
     timeline = done.json["timeline"]
@@ -105,17 +104,17 @@ with memory.phase("run"):
 """
 
 
-def test_what_malloc_retains_is_an_owner(modicum: Path) -> None:
+def test_memory_that_malloc_retains_is_an_owner(modicum: Path) -> None:
     done = run(modicum, "watch", "--json", "--", sys.executable, "-c", HEAP)
     assert done.code == 0, done.stderr
     (track,) = done.json["timeline"]["tracks"]
     retained = [value or 0 for value in track["owners"]["retained_heap"]]
-    # The last block keeps malloc from returning the others to the kernel.
+    # The last block is at the heap's top: malloc can't return the blocks below it to the kernel.
     assert 60 * MIB < max(retained) < 72 * MIB
     held = [sum(values[at] or 0 for values in track["owners"].values())
             for at in range(len(retained))]  # fmt: skip
     full = next(at for at, bytes_ in enumerate(held) if bytes_ > 0.95 * max(held))
-    assert retained[full] < 8 * MIB, "before the blocks are freed"
+    assert retained[full] < 8 * MIB, "no block has been freed yet"
 
 
 NODE = """
@@ -148,8 +147,10 @@ def node():
 """
 
 
-def test_a_node_of_reinforcement_learning(modicum: Path, tmp_path: Path) -> None:
-    """Trainers, their data workers and an engine on one timeline."""
+def test_a_data_worker_belongs_to_its_rank_and_an_engine_to_none(
+    modicum: Path, tmp_path: Path
+) -> None:
+    """A node of reinforcement learning: two trainers with a data worker each, and an engine."""
     script = tmp_path / "node.py"
     script.write_text(NODE)
     done = run(modicum, "watch", "--json", "--", sys.executable, script, "node")
@@ -160,7 +161,7 @@ def test_a_node_of_reinforcement_learning(modicum: Path, tmp_path: Path) -> None
     for rank in range(2):
         trainer, worker = tracks[f"rank {rank}"], tracks[f"data_worker of rank {rank}"]
         assert trainer["rank"] == worker["rank"] == rank
-        # Pages that the worker shares count half for each of the two.
+        # 48 MiB are charged. After the fork PSS counts half of the pages shared with the worker.
         assert 40 * MIB < max(value or 0 for value in trainer["owners"]["init"]) <= 48 * MIB
         assert max(value or 0 for value in worker["owners"]["held"]) > 16 * MIB
     assert tracks["rollout"]["rank"] is None

@@ -1,8 +1,9 @@
-"""docs/internals/numerics.md defines AdamW to the bit: compares the kernels with an implementation
-in numpy that was written from that page alone (tests/support/adamw_in_numpy.py).
+"""docs/internals/numerics.md defines AdamW to the bit. These tests compare the kernels, on every
+instruction set of this machine, with an implementation in numpy that was written from that page
+alone (tests/support/adamw_in_numpy.py).
 
-Must fail for these mutants: any change of a bit of formats, arithmetic, random bits or blocks that
-is not on the page, on any instruction set of this machine.
+Must fail for these mutants: formats, arithmetic, random bits or blocks of scales that differ in any
+bit from those on the page.
 """
 
 from dataclasses import asdict, replace
@@ -19,14 +20,14 @@ import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
 
 SEED = 0x9E3779B97F4A7C15
-# Rows of parameters of 4,096 elements or more, no multiple of 128: 131, 250 (of [5, 50]) and 200.
+# Parameters with enough elements for 8-bit moments, and rows whose lengths (131, 5 x 50 and 200)
+# are no multiples of 128. Runs are (first element, number of elements) within the parameter.
 SHARDS = [
     Shard("a", (40, 131), ((0, 655),)),
     Shard("bc", (30, 5, 50), ((1000, 750),)),
     Shard("w.1", (40, 200), ((1400, 400), (6000, 200))),
 ]
 NUMEL = sum(n for shard in SHARDS for _, n in shard.runs)
-LOW = {"short": np.int8, "split": np.int16}
 FORMAT_NAMES = list(FORMATS)
 SETTINGS = {
     "torch": Settings(),
@@ -41,6 +42,7 @@ SETTINGS = {
 
 
 def kernels(name: str, settings: Settings, values: Any) -> Any:
+    """Modicum's state for SHARDS in format `name`, with masters `values` (NUMEL fp32)."""
     shards = [(shard.name, list(shard.shape), list(shard.runs), 0, None, None) for shard in SHARDS]
     of = _modicum.AdamW(
         shards, [_modicum.AdamOptions(**asdict(settings))], format=name, ledger=modicum.Ledger(),
@@ -52,17 +54,20 @@ def kernels(name: str, settings: Settings, values: Any) -> Any:
 
 
 def parts(values: Any) -> Any:
+    """Splits an array of all shards' elements into one array per shard."""
     ends = np.cumsum([sum(n for _, n in shard.runs) for shard in SHARDS])
     return np.split(values, ends[:-1])
 
 
 def stored(of: Any, plane: str) -> list[Any]:
-    """Arrays of each shard of a plane and of its scales: views, which change with each step."""
+    """Bytes of a plane, shard by shard; those of a moment are followed by their scales. The arrays
+    are views: they change with each step."""
     reads = [of.plane, of.scales] if plane.startswith(("exp", "max")) else [of.plane]
     return [np.from_dlpack(read(at, plane)) for at in range(len(SHARDS)) for read in reads]
 
 
 def expected(of: State, plane: str) -> list[Any]:
+    """The same arrays, from the state in numpy."""
     moment = {"exp_avg": of.m, "exp_avg_sq": of.v, "max_exp_avg_sq": of.vmax}.get(plane)
     if moment is None:
         return [part.copy().view(np.uint8) for part in parts(getattr(of, plane))]
@@ -74,7 +79,8 @@ def expected(of: State, plane: str) -> list[Any]:
 
 
 class Comparison:
-    """The page's state next to one state for each instruction set."""
+    """The state in numpy (`page`), and one of the kernels for each instruction set (`isas`), which
+    are given the same moments and gradients."""
 
     def __init__(self, name: str, settings: Settings, values: Any) -> None:
         self.page = State(FORMATS[name], SHARDS, settings, values, SEED)
@@ -115,14 +121,16 @@ class Comparison:
 
 
 def run(name: str, settings: Settings, steps: int, imports: bool = False) -> None:
-    """Steps with gradients of all sizes within a block, some of them zero, some steps scaled and
-    clipped."""
+    """Makes steps and compares all planes: all of the first 20, then every 50th, and the last. The
+    sizes of gradients differ by up to 10^7 within a block, and some are zero. Some steps unscale,
+    some clip. With `imports`, the moments are set before the first step."""
     random = np.random.default_rng(7)
     values = (random.integers(-(1 << 14), 1 << 14, NUMEL) / np.float32(1 << 14)).astype(np.float32)
     values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)  # exact in bf16
     size = np.float32(10) ** random.uniform(-7, 0, NUMEL).astype(np.float32)
     size[random.random(NUMEL) < 0.05] = 0
     both = Comparison(name, settings, values)
+    # The gradients of each step begin at another offset of this array.
     normals = random.standard_normal(NUMEL + 997, np.float32)
     if imports:
         m = normals[:NUMEL] * size
@@ -145,26 +153,26 @@ def best_isa_again() -> Any:
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("settings", ("torch", "deepspeed"))
-def test_a_thousand_steps_to_the_bit(name: str, settings: str) -> None:
+def test_a_thousand_steps_equal_the_page_to_the_bit(name: str, settings: str) -> None:
     run(name, SETTINGS[settings], 1000)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("settings", [key for key in SETTINGS if key not in ("torch", "deepspeed")])
-def test_every_setting_to_the_bit(name: str, settings: str) -> None:
+def test_every_setting_equals_the_page_to_the_bit(name: str, settings: str) -> None:
     run(name, SETTINGS[settings], 40, imports=True)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 @pytest.mark.parametrize("settings", list(SETTINGS))
-def test_a_thousand_steps_of_every_setting(name: str, settings: str) -> None:
+def test_a_thousand_steps_of_every_setting_equal_the_page(name: str, settings: str) -> None:
     run(name, SETTINGS[settings], 1000, imports=True)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_extremes_to_the_bit(name: str) -> None:
-    """Tests gradients up to the largest finite ones, denormal ones, and a rate that makes values
+def test_extreme_gradients_equal_the_page_to_the_bit(name: str) -> None:
+    """Gradients are random bit patterns: any finite or denormal number. With lr = 1 some values
     overflow."""
     random = np.random.default_rng(8)
     both = Comparison(name, replace(SETTINGS["torch"], lr=1.0), np.zeros(NUMEL, np.float32))
@@ -176,7 +184,8 @@ def test_extremes_to_the_bit(name: str) -> None:
 
 
 def test_fma_is_rounded_once() -> None:
-    """Compares with exact fractions, in cases where the fp64 sum is halfway between two fp32."""
+    """The oracle's own `fma` returns a float32 nearest to the exact result, including cases in
+    which the sum in fp64 is halfway between two float32."""
     from fractions import Fraction
 
     random = np.random.default_rng(9)

@@ -1,4 +1,5 @@
-"""`modicum.inspect` and `modicum.plan` give the command line's documents and errors in Python."""
+"""`modicum.inspect` and `modicum.plan` return the documents of the command line's `--json`, and
+raise its errors."""
 
 import json
 import pickle
@@ -17,17 +18,18 @@ from modicum._modicum import exit_codes
 
 
 def cli(program: Path, *words: object) -> dict[str, Any]:
-    """The command line's `--json` output, a result or an error."""
+    """The document that a command prints with `--json`: its result or its error."""
     return run(program, *words, "--json").json
 
 
 def flags_of(arguments: dict[str, Any]) -> list[str]:
+    """Arguments of `modicum.plan` as flags of the command line."""
     return [f"--{name.replace('_', '-')}={value}" for name, value in arguments.items()]
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory, gpt2: Path) -> Path:
-    """A recipe with one target; all other stored tensors are unused."""
+    """A recipe with one target, the first stored tensor; the others are unused."""
     names = [tensor["name"] for tensor in front.inspect(gpt2)["tensors"]]
     path = tmp_path_factory.mktemp("recipe") / "recipe.json"
     return write_recipe(path, {"first": stored(names[0])}, names[1:])
@@ -68,7 +70,9 @@ def test_plan_equals_the_command_lines(
     assert front.plan(gpt2, **arguments) == printed
 
 
-def test_deepspeed_is_forecast(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_the_forecast_for_deepspeed_equals_the_command_lines(
+    modicum: Path, gpt2: Path, tmp_path: Path
+) -> None:
     config = tmp_path / "ds_config.json"
     offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": offload}))
@@ -76,7 +80,8 @@ def test_deepspeed_is_forecast(modicum: Path, gpt2: Path, tmp_path: Path) -> Non
     flags = ("--ranks=2", "--workers=2", "--persistent-workers", "--deepspeed", config)
     planned = front.plan(gpt2, **how)
     assert planned == cli(modicum, "plan", gpt2, *flags)
-    again = front.plan(gpt2, **{**how, "persistent_workers": False})  # forked for each epoch
+    # Workers that do not persist are forked again for each epoch, which copies more memory.
+    again = front.plan(gpt2, **{**how, "persistent_workers": False})
     assert again["deepspeed"] != planned["deepspeed"]
 
 
@@ -97,12 +102,14 @@ def test_a_plan_that_does_not_fit_is_no_error(gpt2: Path) -> None:
 
 
 def truncated(directory: Path) -> Path:
+    """A file whose header is shorter than its length field states."""
     path = directory / "model.safetensors"
     path.write_bytes((1000).to_bytes(8, "little") + b'{"a":')
     return path
 
 
 def attributes(error: Exception) -> dict[str, Any]:
+    """The error's attributes, in the form of the command line's `error` object."""
     return {"message": str(error), **vars(error)}
 
 
@@ -191,7 +198,7 @@ def test_an_error_survives_pickling(tmp_path: Path) -> None:
     assert (type(again), attributes(again)) == (type(caught.value), attributes(caught.value))
 
 
-# ---- manners
+# ---- threads and imports
 
 
 def test_a_long_plan_lets_other_threads_run(gpt2: Path) -> None:

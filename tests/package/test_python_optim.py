@@ -1,7 +1,8 @@
-"""The optimizer's state in Python, without torch's optimizer around it: planes, errors, lifetimes.
+"""`modicum._modicum.AdamW`, the optimizer's state without the torch optimizer that
+`modicum.torch.AdamW` adds: planes, errors, lifetimes.
 
 Must fail for these mutants: planes that do not keep the state alive; a long call that keeps the
-GIL; arrays freed while a state uses them; an error that names the wrong shard.
+GIL; a caller's arrays that are freed while a state uses them; an error that names the wrong shard.
 """
 
 import gc
@@ -16,6 +17,8 @@ import modicum  # noqa: E402  (after torch is known to be there)
 from modicum import _modicum  # noqa: E402
 
 GROUPS = [_modicum.AdamOptions(lr=0.5, weight_decay=0.0), _modicum.AdamOptions(amsgrad=True)]
+# (fqn, shape of the complete parameter, runs (first element, number of elements), index of the
+# group, master or None, out or None), as `_modicum.AdamW` takes them.
 SHARDS = [
     ("a", [300], [(0, 300)], 0, None, None),
     ("b", [1007], [(128, 100), (1000, 7)], 1, None, None),
@@ -28,15 +31,18 @@ def state(shards: Any = SHARDS, format: str = "fp32", **more: Any) -> Any:
 
 
 def plane(of: Any, shard: int, name: str, dtype: Any = torch.float32) -> torch.Tensor:
+    """A view of a plane."""
     return torch.from_dlpack(of.plane(shard, name)).view(dtype)
 
 
 def bring(of: Any, *gradients: torch.Tensor) -> None:
+    """The gradients of all shards arrive, in the order of the shards."""
     for shard, gradient in enumerate(gradients):
         of.arrive(shard, gradient)
 
 
 def _shared(memory: torch.Tensor) -> Any:
+    """A state of two shards whose masters, given by the caller, overlap."""
     return state(
         [("a", [300], [(0, 300)], 0, memory, None), ("b", [9], [(0, 9)], 0, memory[100:109], None)]
     )
@@ -71,8 +77,8 @@ def test_the_format_follows_dtype_and_shape() -> None:
 
 
 @pytest.mark.parametrize("format", [row["name"] for row in _modicum.state_formats()])
-def test_a_step(format: str) -> None:
-    """With beta 0.9 the first step moves by lr along the gradient's sign."""
+def test_the_first_step_moves_each_element_by_lr(format: str) -> None:
+    """In the first step the moments' bias correction leaves lr times the gradient's sign."""
     ledger = modicum.Ledger()
     of = state(format=format, ledger=ledger)
     assert ledger.held == of.footprint == _modicum.adamw_footprint(SHARDS, GROUPS, format=format)
@@ -88,7 +94,8 @@ def test_a_step(format: str) -> None:
     torch.testing.assert_close(values, -0.5 * gradient.sign(), rtol=0.01, atol=0)
     assert torch.from_dlpack(of.plane(0, "max_exp_avg_sq")).numel() == 0
     assert torch.from_dlpack(of.plane(1, "max_exp_avg_sq")).numel() >= 107
-    # Blocks of 128 of the whole parameter: elements 128 to 228 are one, 1000 to 1007 another.
+    # A fp32 scale for each block of 128 elements of the whole parameter: the shard's elements 128
+    # to 227 are in one block, 1000 to 1006 in another.
     scales = 2 * 4 if format.startswith("int8") else 0
     assert torch.from_dlpack(of.scales(1, "exp_avg")).numel() == scales
     of.leave_out(0)
@@ -124,7 +131,7 @@ def test_a_callers_arrays_are_used_and_kept() -> None:
     master, out = torch.zeros(300), torch.zeros(107, dtype=torch.float16)
     shards = [(*SHARDS[0][:4], master, None), (*SHARDS[1][:4], None, out)]
     of = state(shards)
-    assert of.footprint["master"] == 4096, "one page for the 107"
+    assert of.footprint["master"] == 4096, "one page: only shard 1 has a master of its own"
     bring(of, torch.ones(300), torch.ones(107))
     of.step()
     torch.testing.assert_close(master, torch.full((300,), -0.5))
@@ -137,9 +144,10 @@ def test_a_callers_arrays_are_used_and_kept() -> None:
 
 
 def test_arrived_in_place_takes_the_norm_of_all() -> None:
-    """Shards of several chunks that arrive on two threads give the norm of all gradients."""
+    """The norm is that of gradients which arrive by `arrive`, for shards large enough to be
+    divided among two threads."""
     shards = [
-        ("large", [5000077], [(77, 5_000_000)], 0, None, None),
+        ("large", [5_000_077], [(77, 5_000_000)], 0, None, None),
         ("small", [14], [(5, 9)], 0, None, None),
     ]
     one, other = state(shards), state(shards)
@@ -158,7 +166,7 @@ def test_arrived_in_place_takes_the_norm_of_all() -> None:
 
 def test_long_calls_release_the_gil() -> None:
     of, gradient = (
-        state([("large", [8000000], [(0, 8_000_000)], 0, None, None)]),
+        state([("large", [8_000_000], [(0, 8_000_000)], 0, None, None)]),
         torch.ones(8_000_000),
     )
 
@@ -171,7 +179,7 @@ def test_long_calls_release_the_gil() -> None:
     assert lets_others_run(of.digest)
 
 
-def test_pins_each_arena_once() -> None:
+def test_each_arena_is_pinned_once() -> None:
     pinned: dict[int, int] = {}
 
     def pin(address: int, nbytes: int) -> None:
@@ -181,7 +189,9 @@ def test_pins_each_arena_once() -> None:
         assert pinned.pop(address) == nbytes
 
     of = state(format="fp32-split", pin=pin, unpin=unpin)
-    assert sorted(pinned.values()) == [4096, 4096], "master and gradients"
+    assert sorted(pinned.values()) == [4096, 4096], (
+        "address and size of two arenas: masters and gradients"
+    )
     del of
     assert pinned == {}
     ledger = modicum.Ledger()
@@ -240,7 +250,7 @@ def test_invalid_calls_have_typed_errors(wrong: Any, words: str) -> None:
         wrong(of)
 
 
-def test_clip_factor_is_fp32_of_fp64() -> None:
+def test_the_clip_factor_is_computed_in_fp64_and_rounded_once() -> None:
     assert _modicum.clip_factor(5.0, 1.0) == torch.tensor(1 / (5 + 1e-6)).float().item()
     assert _modicum.clip_factor(5.0, float("inf")) == 1
     assert _modicum.clip_factor(0.0, 0.0) == 0

@@ -1,4 +1,5 @@
-"""The walk in Python without torch: values, the caller's memory, charges, errors, Ctrl-C."""
+"""The walk (open_checkpoint, make_recipe, make_layout, make_plan, load, report) in Python without
+torch: values, memory that the caller provides, charges, errors, Ctrl-C."""
 
 import json
 import os
@@ -22,7 +23,7 @@ NAMES = ("a.weight", "b.weight", "scale", "step")
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """Two matrices, a vector and a number without dims."""
+    """A checkpoint with two matrices, a vector and a 0-d tensor."""
     generator = np.random.default_rng(7)
     save_file(
         {
@@ -38,19 +39,20 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A sparse checkpoint of real size, 0.9 GiB."""
+    """A sparse checkpoint of 0.9 GiB, whose load takes long enough to be interrupted."""
     directory = tmp_path_factory.mktemp("walk") / "large"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 20, "--sparse")
     return directory
 
 
 def planned(directory: Path, ranks: int = 3, **options):
+    """The plan for a checkpoint whose tensors are loaded under their stored names."""
     recipe = modicum.make_recipe(modicum.open_checkpoint(directory))
     return modicum.make_plan(recipe, modicum.make_layout(recipe, ranks), **options)
 
 
 def rows_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """A rank's padded FSDP2 shard, which has the same length on every rank."""
+    """A rank's FSDP2 shard of `whole`, padded with zeros to the rows of the largest shard."""
     if whole.ndim == 0:
         return whole
     each = -(-whole.shape[0] // ranks)
@@ -60,7 +62,8 @@ def rows_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
     return part
 
 
-# Catches another rank's shard, padding left unwritten, or a buffer other than the caller's.
+# Catches a shard of another rank, padding that is not written, and values loaded into another
+# buffer than the caller's.
 @pytest.mark.parametrize("rank", range(3))
 def test_shards_equal_those_of_the_safetensors_package(small: Path, rank: int) -> None:
     whole = load_file(small / "model.safetensors")
@@ -69,15 +72,16 @@ def test_shards_equal_those_of_the_safetensors_package(small: Path, rank: int) -
     shards = modicum.load(plan, rank, into={"b.weight": mine}, check="values")
     assert sorted(shards) == sorted(NAMES)
     for name in ("a.weight", "scale", "step"):
-        due = rows_of(whole[name], rank, 3)
-        assert np.asarray(shards[name]).tobytes() == due.tobytes(), name
-        assert np.from_dlpack(shards[name]).tobytes() == due.tobytes(), name
+        expected = rows_of(whole[name], rank, 3)
+        assert np.asarray(shards[name]).tobytes() == expected.tobytes(), name
+        assert np.from_dlpack(shards[name]).tobytes() == expected.tobytes(), name
     assert mine.tobytes() == rows_of(whole["b.weight"], rank, 3).tobytes()
     assert shards.shape("a.weight") == (3 if rank < 2 else 1, 5)
     assert shards.outcome["bytes_loaded"] > 0
 
 
-# Catches memory freed with the first array, or a ledger entry that outlives the last.
+# Catches memory that is freed while an array still refers to it, and a ledger entry that remains
+# after the last array.
 def test_an_array_keeps_its_memory_and_its_entry(small: Path) -> None:
     ledger = modicum.Ledger("9MiB")
     shards = modicum.load(planned(small, ranks=1), ledger=ledger)
@@ -115,7 +119,7 @@ def test_a_tie_is_one_buffer(tmp_path: Path) -> None:
 
 
 def test_the_report_has_a_row_for_each_rank(small: Path) -> None:
-    plan = planned(small, baseline=modicum.Ledger("64MiB").limit_bytes)
+    plan = planned(small, baseline=64 << 20)
     outcomes = [modicum.load(plan, rank).outcome for rank in range(3)]
     report = modicum.report(plan, outcomes)
     assert report.strategy == "own-shard"
@@ -152,13 +156,14 @@ def test_invalid_arguments_are_refused(small: Path, act, category: str, says: st
 
 def test_memory_that_is_not_the_callers_to_write_is_refused(small: Path) -> None:
     plan = planned(small, given=["b.weight"])
-    for wrong in (bytes(8), np.zeros((2, 4), np.float32)[:, ::2][:1]):
+    # Read-only, and not contiguous. Both have the bytes of the shard.
+    for wrong in (bytes(8), np.zeros((2, 4), np.float32)[:1, ::2]):
         with pytest.raises(modicum.UsageError, match=r"b\.weight"):
             modicum.load(plan, into={"b.weight": wrong})
 
 
-class OfOtherMind:
-    """A stand-in for other ranks that made another plan."""
+class DisagreeingRanks:
+    """A stand-in for ranks whose plan has another digest."""
 
     def agree(self, digest: str) -> None:
         raise KeyError(digest)
@@ -171,23 +176,25 @@ class OfOtherMind:
 def test_nothing_is_allocated_before_all_agree(small: Path) -> None:
     ledger = modicum.Ledger()
     with pytest.raises(KeyError):
-        _modicum.load(planned(small), 1, _modicum.Board(OfOtherMind()), ledger)
+        _modicum.load(planned(small), 1, _modicum.Board(DisagreeingRanks()), ledger)
     assert ledger.peak_bytes == 0
 
 
-# Catches a load that keeps the GIL.
+# Catches a load that does not release the GIL.
 def test_a_load_releases_the_gil(large: Path) -> None:
     plan = planned(large, ranks=1)
     assert lets_others_run(lambda: modicum.load(plan))
 
 
+# Loads the same checkpoint again and again, until SIGINT. Prints the bytes that the ledger still
+# holds, the time, and the process's CPU time.
 INTERRUPTED = """
 import json, sys, time
 import modicum
 recipe = modicum.make_recipe(modicum.open_checkpoint(sys.argv[1]))
 plan = modicum.make_plan(recipe, modicum.make_layout(recipe, 1))
 ledger = modicum.Ledger()
-print("loading", flush=True)
+print("begin", flush=True)
 try:
     while True:
         modicum.load(plan, ledger=ledger, check="values", threads=1)
@@ -197,13 +204,13 @@ except KeyboardInterrupt:
 """
 
 
-# The same test while memory is allocated.
+# The same for the allocation of an optimizer's state.
 INTERRUPTED_STATE = """
 import json, sys, time
 from modicum import _modicum
 ledger = _modicum.Ledger()
 shard = ("weight", [100_000_000], [(0, 100_000_000)], 0, None, None)
-print("loading", flush=True)
+print("begin", flush=True)
 try:
     while True:
         _modicum.AdamW([shard], [_modicum.AdamOptions()], format="fp32", ledger=ledger, threads=2)
@@ -213,17 +220,18 @@ except KeyboardInterrupt:
 """
 
 
-# Catches a signal handled only at the end, and memory that an interrupted call keeps.
-@pytest.mark.alone  # takes a second on an idle machine
+# Catches a signal that is handled only at the end of a call, and memory that an interrupted call
+# still holds.
+@pytest.mark.alone  # measures a duration
 @pytest.mark.parametrize(
     ("program", "threads"), [(INTERRUPTED, 1), (INTERRUPTED_STATE, 2)], ids=["load", "AdamW"]
 )
-def test_ctrl_c_ends_a_load_within_a_second(program: str, threads: int, large: Path) -> None:
-    """One second of wall time or, on a busy machine, of CPU time."""
+def test_ctrl_c_ends_a_call_within_a_second(program: str, threads: int, large: Path) -> None:
+    """One second of wall time or, since the machine may be busy, of each thread's CPU time."""
     command = [sys.executable, "-c", program, large]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout.readline() == "loading\n"
+            assert process.stdout.readline() == "begin\n"
             time.sleep(0.4)
             sent, cpu_s = time.time(), cpu_of(process.pid)
             process.send_signal(signal.SIGINT)
@@ -237,6 +245,6 @@ def test_ctrl_c_ends_a_load_within_a_second(program: str, threads: int, large: P
 
 
 def cpu_of(pid: int) -> float:
-    """The CPU time of a process so far."""
+    """The CPU time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

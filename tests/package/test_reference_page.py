@@ -1,8 +1,9 @@
-"""docs/reference/command-line.md and python.md equal the output of scripts/reference.py; the plans
-that other pages show equal the program's output; each refusal has an error and a test.
+"""Pages that must agree with the code: command-line.md and python.md of docs/reference equal the
+output of scripts/reference.py; plans shown in README and docs/guide equal the program's output;
+each row of refusals.md names a category of errors.md and an existing test.
 
-Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb;
-the output of a plan changes; a refusal without its test; a report whose fields the page omits.
+Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb
+or the fields of a class; the output of a plan changes; a refusal without its test.
 """
 
 import os
@@ -15,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import pytest
 import reference
 
-HINT = "stale: run scripts/reference.py build/dev/modicum"
+HINT = "the page is stale: run scripts/reference.py build/dev/modicum"
 
 
 def test_the_python_page_has_the_docstrings(root: Path) -> None:
@@ -27,7 +28,9 @@ def test_the_command_line_page_has_every_flag(root: Path, modicum: Path) -> None
 
 
 @pytest.mark.parametrize("page", ["README.md", "README.zh.md", "docs/guide/plan.md"])
-def test_a_plan_on_a_page_is_printed(root: Path, modicum: Path, tmp_path: Path, page: str) -> None:
+def test_a_plan_on_a_page_equals_the_programs_output(
+    root: Path, modicum: Path, tmp_path: Path, page: str
+) -> None:
     blocks = re.findall(r"^```console\n(.*?)^```", (root / page).read_text(), re.M | re.S)
     assert blocks
     path = {"PATH": f"{modicum.parent}{os.pathsep}{os.environ['PATH']}"}
@@ -38,6 +41,7 @@ def test_a_plan_on_a_page_is_printed(root: Path, modicum: Path, tmp_path: Path, 
             ["bash", "-c", "; ".join(commands)], cwd=tmp_path, env=os.environ | path,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
+        # The page may omit lines of the output.
         assert commands and set(shown) <= {"", *done.stdout.splitlines()}, done.stdout
 
 

@@ -1,4 +1,5 @@
-"""The type stub in the sources equals the one that is generated from the module."""
+"""The type stub in the sources, _modicum.pyi, equals the one that nanobind generates from the
+installed module."""
 
 import subprocess
 import sys
@@ -13,4 +14,4 @@ def test_the_stub_matches_the_module(root: Path, tmp_path: Path) -> None:
     subprocess.run([*command, "--output-file", str(written)], check=True, cwd=tmp_path)
     kept = (root / STUB).read_text()
     hint = " ".join(["python", *command[1:], "--output-file", STUB])
-    assert written.read_text() == kept, f"where the change is meant: {hint}"
+    assert written.read_text() == kept, f"{STUB} is stale; if the change is intended, run {hint}"

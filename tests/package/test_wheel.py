@@ -1,5 +1,8 @@
-"""The wheel works on a machine with only glibc and the compiler's runtime: it runs in a fresh
-environment, with the shared objects of development packages hidden."""
+"""The wheel works on a machine that has only glibc and the C++ runtime: the tests run it in a fresh
+virtual environment, and hide the machine's own copies of all other shared libraries.
+
+Must fail for these mutants: a build of the wheel that fails and goes on, or shows no progress.
+"""
 
 import ast
 import os
@@ -13,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-# Libraries of every Linux with a C++ runtime, on which a wheel may depend.
+# Libraries that every Linux with a C++ runtime has: the wheel need not contain them.
 SYSTEM_LIBRARIES = re.compile(
     r"^(linux-vdso|ld-linux-x86-64|ld-linux-aarch64|libc|libm|libdl|librt|libpthread|libgcc_s"
     r"|libstdc\+\+)\.so(\.\d+)*$"
@@ -21,7 +24,8 @@ SYSTEM_LIBRARIES = re.compile(
 
 
 def run(*command: str | Path, **options) -> subprocess.CompletedProcess[str]:
-    """Runs a command outside the repository, so that it can't import from there."""
+    """Runs a command; the caller passes `cwd="/"` for programs that must not import from the
+    repository."""
     arguments = [str(part) for part in command]
     return subprocess.run(arguments, capture_output=True, text=True, **options)
 
@@ -53,7 +57,8 @@ def binaries(package: Path) -> list[Path]:
 
 
 def loaded_libraries(binary: Path) -> dict[str, Path | None]:
-    """The path of each shared library that the loader resolves; None if it finds none."""
+    """For each shared library that the binary needs, the path that the dynamic loader finds; None
+    for libraries without one, such as the vDSO, and for missing libraries."""
     found: dict[str, Path | None] = {}
     for line in checked("ldd", binary, cwd="/").splitlines():
         name, _, rest = line.strip().partition(" => ")
@@ -64,7 +69,7 @@ def loaded_libraries(binary: Path) -> dict[str, Path | None]:
 
 
 def system_copies(package: Path) -> list[Path]:
-    """The machine's own copies of the libraries that the wheel has to carry."""
+    """The machine's own copies of the libraries that the wheel must contain."""
     needed = {name for binary in binaries(package) for name in loaded_libraries(binary)}
     names = {name for name in needed if not SYSTEM_LIBRARIES.match(name)}
     folders = [Path("/usr/lib"), Path("/usr/local/lib"), *Path("/usr/lib").glob("*-linux-gnu")]
@@ -76,7 +81,8 @@ def can_hide_files() -> bool:
 
 
 def hidden(paths: list[Path], command: list[str | Path]) -> list[str]:
-    """The command with each path hidden by an empty file, which the loader skips."""
+    """The command in a mount namespace in which /dev/null hides each path. The loader skips such
+    files."""
     if not paths:
         return [str(part) for part in command]
     mounts = [f"mount --bind /dev/null {shlex.quote(str(path))}" for path in paths]
@@ -114,7 +120,7 @@ def test_types_are_included(wheel: Path) -> None:
 
 
 def declared(wheel: Path) -> dict[str, set[str]]:
-    """The packages that the wheel requires, by extra; those without an extra under ""."""
+    """The packages that the wheel requires, by extra; under "" those required without an extra."""
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
     required: dict[str, set[str]] = {"": set()}
@@ -125,7 +131,7 @@ def declared(wheel: Path) -> dict[str, set[str]]:
 
 
 def imported(wheel: Path) -> set[str]:
-    """The packages of others that some module of the wheel imports."""
+    """The packages outside the standard library that the wheel's modules import."""
     archive, found = zipfile.ZipFile(wheel), set()
     for name in archive.namelist():
         if not name.endswith(".py"):
@@ -136,20 +142,21 @@ def imported(wheel: Path) -> set[str]:
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 found.add((node.module or "").partition(".")[0])
-        if ".numpy()" in text:  # of a tensor: torch needs numpy for it, and does not require it
+        if ".numpy()" in text:  # torch needs numpy for Tensor.numpy(), but does not require it
             found.add("numpy")
     return found - sys.stdlib_module_names - {"modicum"}
 
 
 def test_every_import_is_a_requirement_of_an_extra(wheel: Path) -> None:
-    """No package is required without an extra."""
+    """And every requirement is imported. No package is required without an extra."""
     required = declared(wheel)
     assert required.pop("") == set()
     assert set.union(*required.values()) - {"modicum"} == imported(wheel)
     assert {"torch", "numpy"} <= required["torch"]
 
 
-# A stand-in for pip, which prints what Ninja prints.
+# A stand-in for .venv/bin/python, which scripts/wheel.sh calls as `python -m pip wheel`: prints
+# Ninja's lines of 25 steps, then writes the wheel, or fails if there is a file named `fails`.
 BUILDS = """#!/bin/sh
 i=0
 while [ $i -lt 25 ]; do i=$((i + 1)); echo "  [$i/25] Building CXX object modicum/a/f$i.cc.o"; done
@@ -194,7 +201,7 @@ def test_the_wheel_runs_without_the_machines_own_copies(
 ) -> None:
     copies = system_copies(package)
     if copies and not can_hide_files():
-        pytest.skip("hiding a library takes root and a mount namespace; see the ldd test")
+        pytest.skip("only root can hide a library, in a mount namespace")
     checked(*hidden(copies, commands(environment, gpt2)[what]), cwd="/")
 
 

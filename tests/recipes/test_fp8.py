@@ -1,9 +1,8 @@
-"""FP8 codes with block scales are dequantized as torch does it: code times scale in fp32, then the
-cast, bit for bit; without a dtype the codes are loaded as stored.
+"""With `--dtype`, FP8 codes with block scales are dequantized as by torch, bit for bit: code times
+scale in fp32, then a cast to the dtype. Without it, codes and scales are loaded as stored.
 
-Must fail for these mutants: a scale block shifted by one; a code cast to the target dtype before
-the multiplication; a scale of one rank's rows used for another's; rows and columns of the scale
-grid exchanged.
+Must fail for these mutants: scale blocks shifted by one; a code cast to the target dtype before the
+multiplication; the scale of another rank's rows; rows and columns of the scale grid exchanged.
 """
 
 import json
@@ -28,11 +27,12 @@ Dump = Callable[..., Path]
 
 
 def grid_of(rows: int, columns: int) -> tuple[int, int]:
+    """The shape of the scales of a matrix: one scale per BLOCK x BLOCK codes."""
     return -(-rows // BLOCK), -(-columns // BLOCK)
 
 
 def codes(shape: tuple[int, ...], seed: int, dtype: Any = E4M3) -> Any:
-    """Codes of every bit pattern but NaN, whose bits a cast may choose."""
+    """Random codes without NaN: a cast may choose any of NaN's bit patterns."""
     maker = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, shape, dtype=torch.uint8, generator=maker).view(dtype)
     is_nan = torch.isnan(raw.float())
@@ -40,7 +40,7 @@ def codes(shape: tuple[int, ...], seed: int, dtype: Any = E4M3) -> Any:
 
 
 def scales(shape: tuple[int, ...], seed: int, dtype: Any = torch.float32) -> Any:
-    """Scales of many magnitudes; some products overflow fp16 or are denormal there."""
+    """Random scales from 2^-24 to 2^9. In fp16 some products overflow and some are denormal."""
     maker = torch.Generator().manual_seed(1000 + seed)
     powers = torch.randint(-24, 9, shape, generator=maker).float()
     mantissas = 1 + torch.rand(shape, generator=maker)
@@ -50,14 +50,14 @@ def scales(shape: tuple[int, ...], seed: int, dtype: Any = torch.float32) -> Any
 
 
 def wide(scale: Any) -> Any:
-    """The scales as fp32; a byte (E8M0) is a power of two."""
+    """The scales as fp32. A byte b is 2^(b - 127), as in E8M0."""
     if scale.dtype == torch.uint8:
         return (scale.float() - 127).exp2()
     return scale.float()
 
 
 def dequantised(code: Any, scale: Any, dtype: str, block: tuple[int, int] = (BLOCK, BLOCK)) -> Any:
-    """The expected values: the scale grid is expanded to the codes' shape."""
+    """The expected values, from scales that are repeated to the codes' shape."""
     rows, columns = code.shape[-2:]
     grown = wide(scale).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return (code.float() * grown[..., :rows, :columns]).to(getattr(torch, dtype))
@@ -74,12 +74,14 @@ def assert_same(got: Any, expected: Any, what: str) -> None:
 
 
 def chunk(tensor: Any, rank: int, world: int, dim: int) -> Any:
+    """A rank's shard along `dim`, or along the last dim if the tensor has fewer. May be empty."""
     dim = min(dim, tensor.dim() - 1)
     parts = torch.chunk(tensor, world, dim)
     return parts[rank] if rank < len(parts) else tensor.narrow(dim, 0, 0)
 
 
 def assert_dumped(out: Path, whole: Tensors, world: int, dim: int = 0) -> None:
+    """Asserts that each rank has dumped its shards of these tensors, and nothing else."""
     for rank in range(world):
         dumped = load_file(out / f"rank-{rank:05d}.safetensors")
         assert dumped.keys() == whole.keys()
@@ -88,14 +90,14 @@ def assert_dumped(out: Path, whole: Tensors, world: int, dim: int = 0) -> None:
 
 
 def fp8_config(directory: Path, block: int = BLOCK) -> None:
-    """The config of a checkpoint with such codes."""
+    """Writes the config.json of a checkpoint whose scales are for `block` x `block` codes."""
     quantization = {"quant_method": "fp8", "weight_block_size": [block, block]}
     config = {"model_type": "deepseek_v3", "quantization_config": quantization}
     (directory / "config.json").write_text(json.dumps(config))
 
 
-# Incomplete blocks at the edges; a grid of one row, one column, one block; blocks that several
-# ranks share.
+# With incomplete blocks at the edges, and scale grids of one row, one column and one block. World
+# sizes such as 3 cut through blocks, whose scale several ranks then need.
 SHAPES = {
     "ragged": (200, 300),
     "tall": (1000, 130),
@@ -108,6 +110,8 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8, torch.float8_e8m0fnu
 
 
 def fp8_tensors() -> Tensors:
+    """Codes of both FP8 dtypes with scales of each dtype, stacked experts, codes without scales,
+    and a tensor that is not quantized."""
     made: Tensors = {"norm.weight": torch.randn(33), "bare.weight": codes((20, 30), 99)}
     for number, (name, shape) in enumerate(SHAPES.items()):
         made[f"{name}.weight"] = codes(shape, number, E5M2 if number % 3 == 2 else E4M3)
@@ -126,14 +130,14 @@ def numbers_of(tensors: Tensors, dtype: str) -> Tensors:
         if scale is not None:
             made[name] = dequantised(tensor, scale, dtype)
         elif not name.endswith("_scale_inv"):
-            keeps = tensor.dtype in (E4M3, E5M2)
-            made[name] = tensor if keeps else tensor.to(getattr(torch, dtype))
+            is_bare = tensor.dtype in (E4M3, E5M2)  # codes without a scale are kept
+            made[name] = tensor if is_bare else tensor.to(getattr(torch, dtype))
     return made
 
 
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
-    """Codes and scales in two files: a scale and its codes may be in different files."""
+    """(checkpoint, its tensors). Two files: some codes and their scales are in different files."""
     tensors = fp8_tensors()
     directory = write_checkpoint(tmp_path_factory.mktemp("fp8") / "model", tensors, files=2)
     fp8_config(directory)
@@ -143,6 +147,7 @@ def fp8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensors]:
 @pytest.fixture
 def dump(modicum: Path, tmp_path: Path) -> Dump:
     def dump_into(directory: Path, *flags: object) -> Path:
+        """Loads a checkpoint with these flags; returns the directory of the dumped shards."""
         out = tmp_path / f"dump-{len(list(tmp_path.iterdir()))}"
         run_json(modicum, "load", directory, "--dump", out, "--check", "values", *flags)
         return out
@@ -152,7 +157,9 @@ def dump(modicum: Path, tmp_path: Path) -> Dump:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_codes_times_scales(fp8, dump: Dump, dtype: str, strategy: str) -> None:
+def test_dequantised_shards_equal_codes_times_scales(
+    fp8, dump: Dump, dtype: str, strategy: str
+) -> None:
     directory, tensors = fp8
     whole = numbers_of(tensors, dtype)
     for world in (1, 2, 3, 5):
@@ -163,7 +170,7 @@ def test_codes_times_scales(fp8, dump: Dump, dtype: str, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_without_dtype_both_are_kept(fp8, dump: Dump, strategy: str) -> None:
+def test_without_dtype_codes_and_scales_are_kept(fp8, dump: Dump, strategy: str) -> None:
     directory, tensors = fp8
     assert_dumped(dump(directory, "--ranks", 3, "--strategy", strategy), tensors, 3)
 
@@ -177,28 +184,28 @@ def test_keep_fp32_dequantises_the_named_tensors(fp8, dump: Dump) -> None:
 
 
 def test_digest_equals_that_of_the_dequantised_model(modicum: Path, fp8, tmp_path: Path) -> None:
-    """A plain checkpoint of the same numbers has the same digest, also with `discard`."""
+    """Compares with a checkpoint that stores the dequantized numbers; also with `discard`."""
     directory, tensors = fp8
     plain = write_checkpoint(tmp_path / "plain", numbers_of(tensors, "bfloat16"))
     flags = ("--digest", "--dtype", "bfloat16")
-    due = run_json(modicum, "load", plain, "--digest")["digest"]
+    expected = run_json(modicum, "load", plain, "--digest")["digest"]
     for strategy in STRATEGIES:
         for destination in ("cpu", "discard"):
             how = ("--ranks", 3, "--strategy", strategy, "--destination", destination)
             found = run_json(modicum, "load", directory, "--check", "values", *flags, *how)
-            assert found["digest"] == due, f"{strategy} {destination}"
-    assert run_json(modicum, "load", directory, "--digest")["digest"] != due
+            assert found["digest"] == expected, f"{strategy} {destination}"
+    assert run_json(modicum, "load", directory, "--digest")["digest"] != expected
 
 
-def test_grids_of_compressed_tensors(tmp_path: Path, dump: Dump) -> None:
-    """`weight_scale` per row, per tensor and for groups, without a block size in the config."""
+def test_scales_of_compressed_tensors_per_row_tensor_and_group(tmp_path: Path, dump: Dump) -> None:
+    """`weight_scale` of a row, of the tensor, and of 32 codes of a row, without a config."""
     tensors = {"row.weight": codes((37, 50), 1), "row.weight_scale": scales((37, 1), 1)}
     tensors |= {"one.weight": codes((37, 50), 2), "one.weight_scale": scales((1,), 2)}
     tensors |= {"group.weight": codes((64, 96), 3)}
     tensors |= {"group.weight_scale": scales((64, 3), 3, torch.uint8)}
     directory = write_checkpoint(tmp_path / "model", tensors)
     one = tensors["one.weight_scale"].reshape(1, 1)
-    blocks = {
+    blocks = {  # (scales, rows and columns of codes for each scale)
         "row.weight": (tensors["row.weight_scale"], (1, 50)),
         "one.weight": (one, (37, 50)),
         "group.weight": (tensors["group.weight_scale"], (1, 32)),
@@ -237,8 +244,8 @@ def test_experts_are_stacked_and_dequantised(tmp_path: Path, dump: Dump, strateg
         assert_dumped(out, whole, world)
 
 
-def test_agrees_with_transformers(tmp_path: Path, dump: Dump) -> None:
-    """Upstream's own dequantization, for the shapes that it accepts: multiples of the block."""
+def test_dequantised_values_equal_those_of_transformers(tmp_path: Path, dump: Dump) -> None:
+    """For shapes that transformers' Fp8Dequantize accepts: multiples of the block."""
     finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
     upstream = finegrained.Fp8Dequantize(None)
     tensors: Tensors = {}
@@ -259,8 +266,8 @@ def test_agrees_with_transformers(tmp_path: Path, dump: Dump) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_extreme_scales(tmp_path: Path, dump: Dump, dtype: str) -> None:
-    """Every code times zero, denormal, largest and infinite scales gives torch's values."""
+def test_extreme_scales_give_torchs_values(tmp_path: Path, dump: Dump, dtype: str) -> None:
+    """Multiplies every code by zero, denormal, huge and infinite scales, and by every byte."""
     every = torch.arange(256, dtype=torch.uint8)
     values = [0.0, -0.0, 1e-45, 1.1754942e-38, 1.17549435e-38, 3.4e38, float("inf"), -1.5]
     tensors: Tensors = {}
@@ -275,16 +282,20 @@ def test_extreme_scales(tmp_path: Path, dump: Dump, dtype: str) -> None:
     dumped = load_file(out / "rank-00000.safetensors")
     for name in (n for n in tensors if n.endswith("weight")):
         scale = tensors[f"{name}_scale"]
-        due = (tensors[name].float() * scale.float()).to(getattr(torch, dtype))
-        is_nan = torch.isnan(due)
+        expected = (tensors[name].float() * scale.float()).to(getattr(torch, dtype))
+        is_nan = torch.isnan(expected)
         assert torch.equal(torch.isnan(dumped[name]), is_nan), name
         as_int = torch.int32 if dtype == "float32" else torch.int16
-        assert torch.unique(dumped[name][is_nan].view(as_int)).numel() == 1, "one kind of NaN"
-        assert_same(dumped[name].masked_fill(is_nan, 0), due.masked_fill(is_nan, 0), name)
+        assert torch.unique(dumped[name][is_nan].view(as_int)).numel() == 1, (
+            "NaNs differ in their bits"
+        )
+        assert_same(dumped[name].masked_fill(is_nan, 0), expected.masked_fill(is_nan, 0), name)
 
 
-def test_a_grid_that_fits_no_block_size(modicum: Path, tmp_path: Path, dump: Dump) -> None:
-    """The grid is refused only with `--dtype`."""
+def test_a_scale_grid_that_fits_no_block_size_is_refused_with_dtype(
+    modicum: Path, tmp_path: Path, dump: Dump
+) -> None:
+    """Without it the codes are loaded as stored, and no block size is needed."""
     tensors = {"w.weight": codes((200, 300), 1), "w.weight_scale_inv": scales((2, 7), 1)}
     directory = write_checkpoint(tmp_path / "model", tensors)
     assert_dumped(dump(directory), tensors, 1)
@@ -301,8 +312,8 @@ def test_codes_without_a_scale_are_not_cast(modicum: Path, tmp_path: Path) -> No
     assert error["category"] == "UNSUPPORTED"
 
 
-def test_plan_promises_what_load_reads(modicum: Path, fp8, tmp_path: Path) -> None:
-    """The plan's bytes equal the load's, scales included, and exceed those of the codes alone."""
+def test_plan_promises_the_bytes_that_load_reads(modicum: Path, fp8) -> None:
+    """Includes the scales, which ranks read in addition to the codes of their shards."""
     directory, _tensors = fp8
     for strategy in STRATEGIES:
         flags = ("--ranks", 3, "--strategy", strategy, "--dtype", "bfloat16")
@@ -310,10 +321,15 @@ def test_plan_promises_what_load_reads(modicum: Path, fp8, tmp_path: Path) -> No
         (row,) = [r for r in plan["strategies"] if r["name"] == strategy]
         load = run_json(modicum, "load", directory, *flags)
         assert load["storage_read_bytes"] == row["storage_read_bytes"]
-    stale = shutil.copytree(directory, tmp_path / "other")
-    fp8_config(stale, 127)  # makes the same grids of the ragged ones, of other blocks
+
+
+def test_the_block_size_of_the_config_applies(modicum: Path, fp8, tmp_path: Path) -> None:
+    """Some shapes have the same scale grid for blocks of 127: then the config decides."""
+    directory, _tensors = fp8
+    other = shutil.copytree(directory, tmp_path / "other")
+    fp8_config(other, 127)
     digests = {
         run_json(modicum, "load", d, "--digest", "--dtype", "bfloat16")["digest"]
-        for d in (directory, stale)
+        for d in (directory, other)
     }
     assert len(digests) == 2

@@ -1,5 +1,10 @@
-"""Compares transformers' own conversions, run on tensors whose elements are their ids, with the
-index maps that `modicum.recipes` makes from the same conversion mapping."""
+"""Compares transformers' conversions with the index maps that `modicum.recipes` makes from the same
+conversion mapping. The elements of the stored tensors are distinct integers, their ids, so that a
+converted tensor shows which stored element each of its elements is.
+
+Must fail for these mutants: an operation that is translated wrongly, an order of experts or a match
+of names that differs from transformers'.
+"""
 
 import importlib
 import textwrap
@@ -29,11 +34,12 @@ GOLDEN = "tests/golden/operations.txt"
 
 
 def fresh(key: str) -> list[Any]:
+    """The transforms of a key of the mapping, newly made: a load by transformers changes them."""
     return oracle.mapping_module.get_checkpoint_conversion_mapping(key)
 
 
 def translated(transforms: Sequence[Any], ids: Ids, model: Names) -> recipes.Translation:
-    """Our translation of the same case."""
+    """Modicum's translation of these transforms, for a checkpoint of ids and a model."""
     targets = {n: ("int64", tuple(t.shape)) for n, t in model.state_dict().items()}
     return recipes.translate(
         transforms,
@@ -45,7 +51,7 @@ def translated(transforms: Sequence[Any], ids: Ids, model: Names) -> recipes.Tra
 
 
 def compare(ours: recipes.Translation, theirs: oracle.Loaded, ids: Ids) -> int:
-    """Every element of every tensor; returns the tensors compared."""
+    """Asserts that both have the same tensors with the same elements. Returns how many."""
     assert theirs.errors == {}
     assert ours.made.keys() == theirs.tensors.keys()
     for name, array in ours.made.items():
@@ -81,19 +87,20 @@ def test_each_key_of_the_mapping_is_translated_as_transformers_converts(size: in
     print(f"{len(keys)} keys, {converters} converters, {compared} tensors, {skipped} skipped")
     assert (len(keys), converters, skipped) == (251, 171, 0)
     assert compared > 3000
-    # Two that come after another of the same effect, and one of two names for one tensor.
+    # minimax_m2: a renaming after another one with the same effect. pi0: two renamings into
+    # `model.dit` and `model.vlm`, which are parameters of the oracle's model.
     assert never_used.keys() <= {"minimax_m2", "pi0"}, never_used
 
 
 # ---- the table
 
 
-SPLIT = [(6, 5), (3, 5), (2, 5)]
+SPLIT = [(6, 5), (3, 5), (2, 5)]  # the targets' shapes for Split, which reads them from the model
 
 
 def synthetic() -> dict[str, tuple[Any, list[oracle.Shape]]]:
-    """Converters for operations that no entry of the mapping uses, each with the shapes of its
-    sources."""
+    """Converters for operations that no entry of the mapping uses, with the shapes of their
+    sources, by their chain."""
     experts = "e.*.gate.w", "e.*.up.w"
     q, k, v = names = ["q_proj.w", "k_proj.w", "v_proj.w"]
     rope = {"dim": 0, "permute_layer_names": ["q_proj", "k_proj"]}
@@ -121,7 +128,7 @@ def synthetic() -> dict[str, tuple[Any, list[oracle.Shape]]]:
 
 
 def asked_alone(converter: Any, shapes: list[oracle.Shape]) -> tuple[Ids, dict[str, Any]]:
-    """The outputs of ours for one operation, under the names of its patterns."""
+    """The ids of a converter's sources, and Modicum's output of its only operation, by target."""
     ids = Ids({})
     inputs: Any = {}
     shapes_of = dict(zip(converter.source_patterns, shapes, strict=True))
@@ -158,13 +165,13 @@ def test_operations_that_no_model_uses_are_translated_too(chain: str) -> None:
 
 
 def rows_of_the_mapping() -> dict[str, tuple[set[str], set[str]]]:
-    """For each chain of operations: the keys that have it, and its nodes."""
+    """By chain of operations: the keys of the mapping that have it, and the forms of its nodes."""
     rows: dict[str, tuple[set[str], set[str]]] = {}
     for key in sorted(oracle.mapping()):
         for converter in oracle.converters_of(fresh(key)):
             keys, becomes = rows.setdefault(oracle.chain_of(converter), (set(), set()))
             keys.add(key)
-            if len(keys) > 1:
+            if len(keys) > 1:  # the first key's nodes suffice
                 continue
             for size in range(3):
                 ids, given, _ = oracle.checkpoint_for([converter], size)
@@ -175,7 +182,7 @@ def rows_of_the_mapping() -> dict[str, tuple[set[str], set[str]]]:
 
 
 def table() -> str:
-    """The table of the golden file: each chain of operations and its nodes."""
+    """The text of GOLDEN: each chain of operations, and its nodes."""
     keys = oracle.mapping()
     converting = sum(1 for transforms in keys.values() if oracle.converters_of(transforms))
     lines = [
@@ -202,11 +209,14 @@ def test_the_table_is_the_golden_one(root: Path) -> None:
     if not path.exists():
         path.write_text(made)
         pytest.fail(f"{GOLDEN} was missing and has been written; check it")
-    assert path.read_text() == made, f"where the change is meant: remove {GOLDEN} and run again"
+    assert path.read_text() == made, (
+        f"{GOLDEN} is stale; if the change is intended, remove it and run again"
+    )
 
 
 def test_every_operation_of_the_core_is_in_the_table() -> None:
-    """Operations of other modules, and quantizations, are refused by name."""
+    """The core is transformers' core_model_loading. Operations of its other modules, and those of
+    quantizations, are refused by name."""
     importlib.import_module("transformers.quantizers.auto")
     found, classes = set(), [upstream.ConversionOps]
     while classes:
@@ -219,7 +229,7 @@ def test_every_operation_of_the_core_is_in_the_table() -> None:
 
 
 class Concatenate(upstream.Concatenate):
-    """A different operation with a known name."""
+    """Another class with the name of a known operation."""
 
 
 class Widened(upstream.ConversionOps):
@@ -230,6 +240,7 @@ class Widened(upstream.ConversionOps):
 
 
 def with_setting() -> Any:
+    """A known operation with an attribute that the translation does not know."""
     operation = upstream.Chunk(0)
     operation.rounds_down = True
     return operation
@@ -249,14 +260,14 @@ def test_an_unknown_operation_is_refused_by_name(operation: Any, word: str) -> N
     assert (caught.value.category, caught.value.tensor) == ("UNSUPPORTED", "x.b.w")
 
 
-# ---- names around a match
+# ---- matching of names
 
 
-def two_sides(
+def loaded_by_both(
     names: Sequence[str], targets: dict[str, oracle.Shape], transforms: Sequence[Any]
 ) -> recipes.Translation:
-    """Loads a checkpoint of vectors with these names into a model with these targets, by Modicum
-    and by transformers."""
+    """Loads a checkpoint of vectors with these names into a model with these targets, and asserts
+    that Modicum's result equals transformers'."""
     ids = Ids({})
     for name in names:
         ids.add(name, (2,))
@@ -273,17 +284,17 @@ def two_sides(
 @pytest.mark.parametrize(
     ("names", "targets", "transforms"),
     [
-        # The base prefix is added, removed, or neither.
+        # The base model's prefix, "model", is added, removed, or neither.
         (["a.w", "model.b.w", "c.w", "model.d.w"], ["model.a.w", "b.w", "c.w", "model.d.w"], []),
-        # The dot matches any character, and the name to match has none.
+        # After the prefix, transformers accepts any character, not only a dot.
         (["modelxa.w", "models.b.w"], ["a.w"], []),
-        # A renaming to a name that is not in the model is undone; the prefix stays.
+        # A renaming to a name that the model lacks is undone if the model has the stored name.
         (["a.w", "model.b.w"], ["a.w"], [(r"(a|b)", "nowhere")]),
-        # All renamings in turn, each on the result of the one before.
+        # Renamings apply in turn, each to the result of the previous one.
         (["a.w"], ["c.w"], [("a", "b"), ("b", "c")]),
-        # Replaces the first occurrence of the matched text, which may be elsewhere.
+        # The first occurrence of the matched text is replaced, which may not be the match.
         (["w.scale.w"], ["v.scale.w"], [(r"\bw$", "v")]),
-        # Numbers as numbers, and names that the model lacks.
+        # Names are ordered with numbers as numbers; the model lacks some of them.
         (["x.10.w", "x.9.w", "y_10.w", "y_9.w", "x.a.w"], ["x.9.w", "y_9.w"], []),
     ],
 )
@@ -291,7 +302,7 @@ def test_names_are_matched_as_transformers_matches_them(
     names: list[str], targets: list[str], transforms: list[tuple[str, str]]
 ) -> None:
     renamings = [upstream.WeightRenaming(source, target) for source, target in transforms]
-    ours = two_sides(names, dict.fromkeys(targets, (2,)), renamings)
+    ours = loaded_by_both(names, dict.fromkeys(targets, (2,)), renamings)
     assert ours.made.keys() == set(targets)
 
 
@@ -304,7 +315,7 @@ def test_a_guarded_renaming_depends_on_the_names_before(converted: bool) -> None
         [r"blocks.(\d+).norm0", r"blocks.(\d+).norm1"], [r"blocks.\1.norm1", r"blocks.\1.norm2"]
     )
     after = [name.replace("norm1", "norm2").replace("norm0", "norm1") for name in NORMS]
-    ours = two_sides(after if converted else NORMS, dict.fromkeys(after, (2,)), [group])
+    ours = loaded_by_both(after if converted else NORMS, dict.fromkeys(after, (2,)), [group])
     assert ours.made.keys() == set(after)
 
 
@@ -323,7 +334,7 @@ def test_the_order_of_names_equals_transformers() -> None:
     assert sorted(names, key=recipes.natural_key) == sorted(names, key=upstream.dot_natural_key)
 
 
-# ---- by the program
+# ---- loads by the program
 
 
 def load_by_program(
@@ -340,6 +351,7 @@ def load_by_program(
 
 
 def one_key_per_chain() -> dict[str, str]:
+    """By chain of operations, the first key of the mapping that has it."""
     chains: dict[str, str] = {}
     for key in sorted(oracle.mapping()):
         for converter in oracle.converters_of(fresh(key)):

@@ -1,5 +1,10 @@
-"""`modicum.recipes` on real models of transformers: ties, missing and unexpected tensors, dtypes,
-FP8, sharded models, and the command line."""
+"""`modicum.recipes` on models of transformers: ties, missing and unexpected tensors, dtypes, FP8,
+sharded models, and the command line.
+
+Must fail for these mutants: a stored tensor that is dropped without a comparison; only one name of
+a tie that can be its source; a regular expression that matches nothing and is accepted; conversions
+selected by the class that FSDP2 makes; other quantizations that count as FP8.
+"""
 
 import json
 import subprocess
@@ -39,7 +44,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def on_meta(config: Any, name: str, dtype: Any = None) -> Any:
-    """A model on meta."""
+    """A model of this class of transformers, on meta."""
     with torch.device("meta"):
         return getattr(transformers, name)._from_config(config, dtype=dtype or torch.float32)
 
@@ -55,12 +60,13 @@ def mixtral() -> Any:
 
 
 def stored_of(model: Any) -> dict[str, Any]:
-    """The tensors of a file saved from this model."""
+    """(dtype, shape) of each tensor of a checkpoint saved from this model."""
     return {name: (str(t.dtype), tuple(t.shape)) for name, t in model.state_dict().items()}
 
 
 def per_expert(model: Any) -> dict[str, Any]:
-    """A mixtral as stored on the hub: one tensor per expert and matrix."""
+    """(dtype, shape) of each tensor of a mixtral as stored on the hub: a tensor for each expert and
+    matrix."""
     stored: dict[str, Any] = {}
     for name, (dtype, shape) in stored_of(model).items():
         block = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")[0]
@@ -182,9 +188,9 @@ def test_a_declared_missing_tensor_is_made_by_a_rule() -> None:
     del stored[HEAD], stored["model.norm.weight"], stored["model.layers.0.mlp.up_proj.weight"]
     rules = {HEAD: ("normal", 0.02), r"norm\.weight$": "ones", "up_proj": "model"}
     recipe = recipes.recipe_for(model, stored, missing=rules)
-    shape = {"dtype": "bfloat16", "op": "init"}
-    assert recipe.targets[HEAD] == shape | {"rule": "normal", "std": 0.02, "shape": [50, 24]}
-    assert recipe.targets["model.norm.weight"] == shape | {"rule": "ones", "shape": [24]}
+    init = {"dtype": "bfloat16", "op": "init"}
+    assert recipe.targets[HEAD] == init | {"rule": "normal", "std": 0.02, "shape": [50, 24]}
+    assert recipe.targets["model.norm.weight"] == init | {"rule": "ones", "shape": [24]}
     assert recipe.missing == {"model.layers.0.mlp.up_proj.weight": ("bfloat16", (20, 24))}
     assert recipes.recipe_for(model, stored, missing="ignore").missing.keys() == (
         {HEAD, "model.norm.weight", "model.layers.0.mlp.up_proj.weight"}
@@ -194,6 +200,7 @@ def test_a_declared_missing_tensor_is_made_by_a_rule() -> None:
 
 
 def test_tensors_that_a_model_lists_as_missing_are_left_to_it() -> None:
+    """transformers' models list names that a checkpoint may lack, such as Marian's bias."""
     config = transformers.MarianConfig(
         vocab_size=30, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
         decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, pad_token_id=1,
@@ -220,7 +227,7 @@ def test_unexpected_tensors_are_an_error_unless_dropped(unexpected: Any) -> None
 
 
 def test_tensors_that_transformers_drops_are_unused() -> None:
-    """Llama-2's per-layer inv_freq, and GPT-2's masks."""
+    """Buffers of older versions: inv_freq in each layer of Llama-2, masks of GPT-2."""
     extra = "model.layers.0.self_attn.rotary_emb.inv_freq"
     stored = stored_of(llama()) | {extra: ("float32", (3,))}
     assert recipes.recipe_for(llama(), stored).unused == [extra]
@@ -273,6 +280,7 @@ def test_a_second_stored_tensor_for_one_target_is_refused() -> None:
 
 
 def test_a_missing_expert_is_an_error() -> None:
+    """A missing w1 leaves w1 and w3 uneven; a missing w2 changes the shape of a whole stack."""
     stored = per_expert(mixtral())
     del stored["model.layers.0.block_sparse_moe.experts.7.w1.weight"]
     with pytest.raises(front.UsageError, match="lacks a tensor that .*gate_up_proj") as caught:
@@ -305,6 +313,7 @@ def test_the_models_dtype_is_in_the_recipe_if_the_stored_one_differs() -> None:
 
 
 def test_tensors_that_a_model_keeps_in_float32_are_kept() -> None:
+    """T5 lists `wo` in _keep_in_fp32_modules."""
     config = transformers.T5Config(d_model=8, d_kv=4, d_ff=12, num_layers=1, num_heads=2)
     model = on_meta(config, "T5ForConditionalGeneration")
     targets = recipes.recipe_for(model, stored_of(model), dtype="float16").targets
@@ -316,6 +325,7 @@ def test_tensors_that_a_model_keeps_in_float32_are_kept() -> None:
 
 
 def fp8_model() -> Any:
+    """A bfloat16 model on meta whose config states FP8 codes with a scale per 4 x 4 block."""
     config = transformers.Qwen3MoeConfig(
         **SMALL, num_experts=3, moe_intermediate_size=10, head_dim=6, decoder_sparse_step=1
     )
@@ -326,7 +336,8 @@ def fp8_model() -> Any:
 
 
 def fp8_checkpoint(model: Any) -> dict[str, Any]:
-    """Codes in every matrix of a projection, each with a scale of one."""
+    """Its tensors as stored: FP8 codes for every projection, with scales of 1 for each 2 x 2 block;
+    random values for the others."""
     tensors: dict[str, Any] = {}
 
     def add(name: str, shape: tuple[int, ...]) -> None:
@@ -374,7 +385,7 @@ def test_fp8_codes_imply_their_scales() -> None:
 
 
 def compressed(**weights: Any) -> dict[str, Any]:
-    """A configuration as llm-compressor writes it."""
+    """A quantization_config as llm-compressor writes it, with these settings of the weights."""
     group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"} | weights}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
 
@@ -431,6 +442,7 @@ def test_codes_without_a_scale_are_refused() -> None:
     assert refused.value.category == "UNSUPPORTED"
 
 
+# Settings that transformers needs to recognise each method.
 OTHERS = {
     "awq": {"bits": 4},
     "gptq": {"bits": 4},
@@ -444,9 +456,9 @@ OTHERS = {
 @pytest.mark.parametrize("nested", (False, True), ids=("own", "of the text model"))
 @pytest.mark.parametrize("method", OTHERS)
 def test_other_quantizations_are_refused(method: str, nested: bool) -> None:
-    """Also if the model has the names and dtypes of the checkpoint."""
+    """Even if the checkpoint has the names and dtypes of the model."""
     model = llama()
-    of = SimpleNamespace() if nested else model.config
+    of = SimpleNamespace() if nested else model.config  # the config with the setting
     of.quantization_config = {"quant_method": method} | OTHERS[method]
     if nested:
         model.config.get_text_config = lambda decoder: of
@@ -467,7 +479,7 @@ def test_a_quantization_that_transformers_has_parsed_is_refused() -> None:
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """A fake process group of two ranks, of which this process is one."""
+    """A fake process group of two ranks; this process is rank 0."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -504,7 +516,7 @@ def test_a_sharded_model_has_the_recipe_of_the_whole_one() -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A mixtral as stored on the hub, with two names of its embedding and an extra tensor."""
+    """A checkpoint of a mixtral as stored on the hub, with an extra tensor."""
     model = mixtral()
     model.config.architectures = ["MixtralForCausalLM"]
     model.config.save_pretrained(tmp_path)

@@ -1,4 +1,5 @@
-"""docs/reference/recipes.md: each example comes from the installed transformers, and is planned."""
+"""docs/reference/recipes.md: each example equals the installed transformers' conversion of the
+tensors that it names, and `modicum plan` accepts it."""
 
 import json
 import math
@@ -33,7 +34,8 @@ SMALL = {
 
 
 def examples() -> Iterator[tuple[str, dict[str, Any]]]:
-    """(op, example) of each example on the page."""
+    """(op, example) of each example on the page. An example has the keys `family` (a key of the
+    conversion mapping, or a model's class), `stored` (shapes by name) and `targets` (nodes)."""
     page = PAGE.read_text()
     for op, block in re.findall(r"^\*\*`(\w+)`\*\*.*?^```json\n(.*?)^```", page, re.S | re.M):
         yield op, json.loads(block)
@@ -53,11 +55,12 @@ def test_the_page_shows_every_op(root: Path) -> None:
 
 
 def shape_of(node: dict[str, Any], stored: dict[str, list[int]]) -> tuple[int, ...]:
+    """The shape of a node's result."""
     return evaluate(node, {name: np.zeros(shape) for name, shape in stored.items()}).shape
 
 
 def of_the_mapping(family: str, stored: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
-    """The recipe that a family's conversion mapping gives for these tensors."""
+    """The nodes that a family's conversion mapping gives for these tensors."""
     legacy = get_checkpoint_conversion_mapping("legacy")
     translation = recipes.translate(
         (get_checkpoint_conversion_mapping(family) or []) + legacy,
@@ -70,15 +73,16 @@ def of_the_mapping(family: str, stored: dict[str, Any], targets: dict[str, Any])
 
 
 def of_the_model(name: str, stored: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
-    """The recipe for the head of a model of this class."""
+    """The nodes of `targets` in the recipe of a model of class `name`."""
     cls = getattr(transformers, name)
     with torch.device("meta"):
         config = cls.config_class(**SMALL, tie_word_embeddings=True)
         model = cls._from_config(config, dtype=torch.bfloat16)
-    there = {n: ("bfloat16", tuple(t.shape)) for n, t in model.state_dict().items()}
-    assert {n: list(shape) for n, (_, shape) in there.items() if n in stored} == stored
-    kept = {n: t for n, t in there.items() if n in stored or n not in targets}
-    missing = {"score": ("normal", 0.02)} if any("score" in n for n in there) else "error"
+    complete = {n: ("bfloat16", tuple(t.shape)) for n, t in model.state_dict().items()}
+    assert {n: list(shape) for n, (_, shape) in complete.items() if n in stored} == stored
+    # The checkpoint has all tensors except those that the example makes of others.
+    kept = {n: t for n, t in complete.items() if n in stored or n not in targets}
+    missing = {"score": ("normal", 0.02)} if any("score" in n for n in complete) else "error"
     recipe = recipes.recipe_for(model, kept, missing=missing)
     return {n: node for n, node in recipe.targets.items() if n in targets}
 
@@ -87,11 +91,11 @@ def of_the_model(name: str, stored: dict[str, Any], targets: dict[str, Any]) -> 
 def test_an_example_equals_transformers_conversion(op: str) -> None:
     example = EXAMPLES[op]
     family, stored, targets = example["family"], example["stored"], example["targets"]
-    ask = of_the_model if family[0].isupper() else of_the_mapping
-    assert ask(family, stored, targets) == targets
+    nodes_of = of_the_model if family[0].isupper() else of_the_mapping
+    assert nodes_of(family, stored, targets) == targets
 
 
-def test_the_gather_equals_the_example_before_it() -> None:
+def test_the_example_of_gather_equals_that_of_reshape() -> None:
     (name,) = EXAMPLES["reshape"]["stored"]
     ids = {name: np.arange(24).reshape(8, 3)}
     maps = [next(iter(EXAMPLES[op]["targets"].values())) for op in ("reshape", "gather")]

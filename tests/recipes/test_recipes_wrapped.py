@@ -1,5 +1,11 @@
-"""Recipes of wrapped models, and of modules that are not transformers': PEFT, value heads,
-torch.compile, activation checkpointing, FSDP2. The oracle is PEFT's own loading."""
+"""Recipes of wrapped models (PEFT, torch.compile, activation checkpointing, FSDP2) and of modules
+that are not transformers' (value heads, plain modules). For PEFT the oracle is PEFT itself: it
+wraps a model that `from_pretrained` has loaded, and saves the adapters.
+
+Must fail for these mutants: modules that PEFT has copied are left to the model; a tensor that an
+adapter's file lacks is not reported; nested adapters get the same name; renamings that depend on
+the prefix of torch.compile.
+"""
 
 import json
 import re
@@ -28,6 +34,7 @@ from modicum.recipes.structure import structure_of  # noqa: E402
 
 BY_NAME = {family.name: family for family in FAMILIES}
 LORA = {"r": 2, "target_modules": ["q_proj", "embed_tokens"]}
+# By kind of adapter: a family, and the arguments of its LoraConfig.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("llama", LORA),
     "tied": ("qwen2", LORA),
@@ -49,7 +56,7 @@ def quiet() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The path of a family's checkpoint."""
+    """A function that returns the directory of a family's checkpoint, by the family's name."""
     places: dict[str, Path] = {}
 
     def of(name: str) -> Path:
@@ -73,11 +80,12 @@ def with_adapters(model: Any, config: dict[str, Any], name: str = "default") -> 
 
 
 def stored_in(directory: Path) -> dict[str, Any]:
+    """The arrays of all files, by name."""
     return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
 def values(recipe: recipes.Recipe, stored: dict[str, Any]) -> dict[str, Any]:
-    """The values of all targets that are not left to the model."""
+    """The values that numpy computes for all targets, except those that the model initialises."""
     made = {}
     for name, node in recipe.targets.items():
         node = recipe.targets[node["of"]] if node["op"] == "alias" else node
@@ -92,13 +100,13 @@ def assert_equal(made: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(made[name], tensor), name
 
 
-# ---- PEFT, the base
+# ---- PEFT: the base model
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_loads_into_what_peft_has_wrapped(kind: str, written: Any) -> None:
-    """The base loads as it does unwrapped; modules that PEFT has copied get the original's values;
-    adapters are left to the model."""
+    """The base model's nodes are those of the unwrapped model. Modules that PEFT has copied get the
+    values of their originals. Adapters are left to the model."""
     name, config = KINDS[kind]
     family, directory = BY_NAME[name], written(name)
     wrapped = with_adapters(on_meta(family), config)
@@ -108,8 +116,8 @@ def test_the_base_loads_into_what_peft_has_wrapped(kind: str, written: Any) -> N
     adapters = {name for name in names if re.search("lora_|trainable_tokens", name)}
     assert recipe.missing.keys() | recipe.norms.keys() <= adapters
 
-    before = recipes.recipe_for(on_meta(family), directory)
-    inner = {
+    unwrapped = recipes.recipe_for(on_meta(family), directory)
+    inner = {  # names in the unwrapped model
         n: save_and_load._peft_key_to_original_key(wrapped, n.removeprefix("base_model.model."))
         for n in names
         if n not in adapters and "modules_to_save" not in n
@@ -118,7 +126,7 @@ def test_the_base_loads_into_what_peft_has_wrapped(kind: str, written: Any) -> N
     for node in nodes.values():
         if node["op"] == "alias":
             node["of"] = inner[node["of"]]
-    assert nodes == before.targets and recipe.unused == before.unused
+    assert nodes == unwrapped.targets and recipe.unused == unwrapped.unused
 
     loaded = with_adapters(family.model_class.from_pretrained(directory), config).state_dict()
     left = recipe.missing.keys() | recipe.norms.keys()
@@ -143,7 +151,7 @@ def test_adapters_that_transformers_adds_change_no_name(written: Any) -> None:
 
 
 def test_a_model_wrapped_and_sharded_has_the_same_recipe() -> None:
-    """transformers would no longer know the inner model by its class."""
+    """fully_shard changes the inner model's class, by which transformers finds its conversions."""
     from torch.distributed.fsdp import fully_shard
 
     family = BY_NAME["nomic_bert"]
@@ -158,19 +166,20 @@ def test_a_model_wrapped_and_sharded_has_the_same_recipe() -> None:
         assert recipes.recipe_for(wrapped, stored, missing="init") == whole
 
 
-def test_an_initialised_copy_stays(written: Any) -> None:
+def test_a_copy_declared_present_is_no_target(written: Any) -> None:
     wrapped = with_adapters(on_meta(BY_NAME["llama"]), KINDS["head"][1])
     copy = "base_model.model.lm_head.modules_to_save.default.weight"
     assert copy in recipes.recipe_for(wrapped, written("llama")).targets
     assert copy not in recipes.recipe_for(wrapped, written("llama"), present=[copy]).targets
 
 
-# ---- PEFT, an adapter
+# ---- PEFT: an adapter's file
 
 
 @pytest.fixture(params=KINDS)
 def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, str, Path, Any]:
-    """A model on meta with adapters, the saved adapter's name and directory, and all values."""
+    """(a wrapped model on meta, its adapter's name, the directory of the saved adapter, the state
+    dict of the model that saved it, under the names of the model on meta)."""
     name, config = KINDS[request.param]
     saved = with_adapters(BY_NAME[name].build(), config)
     fill(saved)
@@ -181,7 +190,7 @@ def adapter(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Any, str, P
 
 
 def base_of(model: Any) -> list[str]:
-    """The parameters outside adapters."""
+    """The names outside the adapter "fine": they need not be in its file."""
     return [n for n in model.state_dict() if ".fine" not in n]
 
 
@@ -201,7 +210,7 @@ def test_a_whole_state_dict_of_a_wrapped_model_loads(adapter: Any) -> None:
 
 
 def small_adapter() -> tuple[Any, dict[str, Any]]:
-    """A model, and the names and shapes that an adapter's file would have."""
+    """A wrapped model on meta, and (dtype, shape) of each tensor of its adapter's file."""
     wrapped = with_adapters(on_meta(BY_NAME["llama"]), LORA, "fine")
     stored = {
         n.replace(".fine", ""): ("float32", tuple(t.shape))
@@ -216,10 +225,11 @@ def test_an_incomplete_adapter_or_one_without_a_base_is_refused() -> None:
     with pytest.raises(front.UsageError, match="the checkpoint lacks 21 tensors"):
         recipes.recipe_for(wrapped, stored)
     first = next(iter(stored))
-    holed = {n: t for n, t in stored.items() if n != first}
+    incomplete = {n: t for n, t in stored.items() if n != first}
     with pytest.raises(front.UsageError, match="the checkpoint lacks 1 tensor of") as caught:
-        recipes.recipe_for(wrapped, holed, present=base_of(wrapped))
+        recipes.recipe_for(wrapped, incomplete, present=base_of(wrapped))
     assert caught.value.tensor == f"{first}.fine"
+    # The model has two layers, 0 and 1.
     bad = {n.replace("layers.1", "layers.2"): t for n, t in stored.items()}
     with pytest.raises(front.UsageError, match="not in the model") as caught:
         recipes.recipe_for(wrapped, bad, present=base_of(wrapped))
@@ -256,7 +266,7 @@ def test_an_adapters_old_names_are_renamed_like_the_bases() -> None:
 
 
 class Plain(torch.nn.Module):
-    """Two names of one tensor, buffers that are saved and one that is not."""
+    """A module with a tie, persistent buffers, and a buffer that is not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +325,7 @@ def test_a_plain_module_takes_adapters_too() -> None:
 
 
 class ValueHead(torch.nn.Module):
-    """Like TRL's: the state dict has the inner model's names without a prefix."""
+    """Like TRL's: its state dict has the names of the inner model without "pretrained_model."."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -347,7 +357,7 @@ def test_a_value_head_is_loaded_by_name(prefix: str, wrap: bool, written: Any) -
     experts = "mlp.experts.gate_up_proj"
     node = recipe.targets[f"{path}model.layers.1.{experts}"]
     assert re.sub(re.escape(prefix), "", str(node)) == str(before[f"model.layers.1.{experts}"])
-    assert [n for n in recipe.callers if "lora" not in n] == []
+    assert all("lora" in n for n in recipe.callers)
 
 
 def test_two_models_in_one_module_are_distinguished_by_prefix(written: Any) -> None:
@@ -376,9 +386,9 @@ def checkpointed(module: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, checkpointed], ids=["compiled", "checkpointed"])
-def test_names_are_canonical(wrap: Any, written: Any) -> None:
-    """Names are canonical for wrappers of the whole model, of layers, and of nested models, whose
-    renamings depend on their path."""
+def test_wrappers_do_not_change_the_recipe(wrap: Any, written: Any) -> None:
+    """Wraps the whole model, a layer, and nested models, whose renamings depend on their path.
+    Targets have canonical names, without the wrappers' prefixes."""
     family = BY_NAME["qwen2_5_vl"]
     before = recipes.recipe_for(on_meta(family), written("qwen2_5_vl"))
     assert before.targets.keys() == on_meta(family).state_dict().keys()
@@ -392,7 +402,7 @@ def test_names_are_canonical(wrap: Any, written: Any) -> None:
 
 
 def test_nested_renamings_use_canonical_paths() -> None:
-    """A nested model's own renaming, which upstream scopes by its path."""
+    """transformers limits a nested model's renamings to names below its path (scope_prefix)."""
     model = on_meta(BY_NAME["llava"])
     (part, _) = structure_of(model).parts
     before = [(str(t), t.scope_prefix) for t in _transforms(part, {}, None, None)]
@@ -414,7 +424,8 @@ def test_a_checkpoint_of_a_compiled_model_loads() -> None:
 
 
 def headless(name: str, labels: int = 3) -> tuple[Any, dict[str, Any]]:
-    """A classifier, and the names and shapes of a causal language model."""
+    """A classifier of this class on meta, and the checkpoint of a causal language model: (dtype,
+    shape) by name. It has a head of its own and lacks the classifier's."""
     family = BY_NAME["llama"]
     config = transformers.LlamaConfig(**family.config, num_labels=labels)
     with torch.device("meta"):
@@ -424,7 +435,7 @@ def headless(name: str, labels: int = 3) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "LlamaForTokenClassification"])
-def test_a_head_over_a_causal_model_is_declared(name: str) -> None:
+def test_a_head_that_is_not_stored_must_be_declared(name: str) -> None:
     model, stored = headless(name)
     with pytest.raises(front.UsageError, match="`unexpected` drops them") as caught:
         recipes.recipe_for(model, stored)

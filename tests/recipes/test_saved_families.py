@@ -1,10 +1,10 @@
-"""`from_pretrained` loads a step that `modicum save` has written of an untrained model exactly like
-the source: the same bits, buffers and ties. The files hold the stored tensors under their names, in
-their shapes and dtypes.
+"""`modicum save` of a model that was not trained writes a step that `from_pretrained` loads exactly
+like the source checkpoint: the same bits, buffers and ties. The step's files have the source's
+tensors under their names, in their shapes and dtypes.
 
-Tested against an outside oracle. Must fail for these mutants: a partly read stored tensor that
-counts as fully read; a tie that loses one name; a `quantization_config` that is kept although the
-codes are dequantised.
+The oracle is transformers. Must fail for these mutants: a stored tensor of which only a part is
+loaded, and which counts as loaded completely; a tie that loses one name; a `quantization_config`
+that is kept although the codes are dequantised.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from modicum import recipes  # noqa: E402
 
 Tensors = dict[str, Any]
 EVERY = FAMILIES + MORE_FAMILIES
-# One of each kind; the others take minutes together.
+# At least one family of each kind. The others, which take minutes together, are soak tests.
 QUICK = {
     "llama", "llama_tied_both_stored", "llama_tied_head_stored", "gpt2", "qwen3_moe", "gpt_oss",
     "deepseek_v3_fp8", "jamba", "mamba2", "olmo_hybrid", "bert", "wav2vec2", "marian", "t5",
@@ -55,6 +55,7 @@ def from_pretrained(family: Family, directory: Path) -> tuple[Any, dict[str, lis
 
 
 def ties_of(model: Any) -> set[frozenset[str]]:
+    """For each tied parameter, its names."""
     names: dict[int, set[str]] = {}
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), set()).add(name)
@@ -62,7 +63,7 @@ def ties_of(model: Any) -> set[frozenset[str]]:
 
 
 def assert_same_model(saved: Any, source: Any) -> None:
-    """Asserts that all tensors are equal, including buffers that no state dict has."""
+    """Asserts that all tensors and ties are equal, including buffers that are not persistent."""
     ours = dict(saved.named_buffers()) | saved.state_dict()
     theirs = dict(source.named_buffers()) | source.state_dict()
     assert ours.keys() == theirs.keys()
@@ -72,8 +73,9 @@ def assert_same_model(saved: Any, source: Any) -> None:
 
 
 def assert_stored_alike(step: Tensors, source: Tensors, model: Tensors, left_out: set[str]) -> None:
-    """Asserts that tensors with a stored name are the stored tensors, or the loaded ones in another
-    dtype. Tensors that are left out must have replacements: the model's own."""
+    """Asserts that the files of `step` have the tensors of `source`, bit for bit if the dtype is
+    the same. Only those in `left_out` may be missing or differ: the step then has tensors of
+    `model`, under the names of its state dict."""
     assert source.keys() - step.keys() == left_out - step.keys()
     dtypes = {tensor.dtype for tensor in model.values()}
     for name, tensor in step.items():
@@ -94,7 +96,9 @@ def assert_stored_alike(step: Tensors, source: Tensors, model: Tensors, left_out
         for n, family in enumerate(EVERY)
     ],
 )
-def test_untrained(modicum: Path, tmp_path: Path, number: int) -> None:
+def test_an_untrained_step_loads_like_its_source(
+    modicum: Path, tmp_path: Path, number: int
+) -> None:
     family = EVERY[number]
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -121,7 +125,7 @@ def test_untrained(modicum: Path, tmp_path: Path, number: int) -> None:
 
 
 def test_adapters_around_a_model_change_no_name(modicum: Path, tmp_path: Path) -> None:
-    """PEFT renames every tensor; the base model is saved under the names that it had."""
+    """PEFT renames every tensor of the base model; the step has the source's names."""
     peft = pytest.importorskip("peft")
     family = next(family for family in FAMILIES if family.name == "llama_tied")
     directory = family.write(family.build(), tmp_path / "model")
@@ -139,7 +143,8 @@ def test_adapters_around_a_model_change_no_name(modicum: Path, tmp_path: Path) -
 
 
 def test_resized_tensors_are_saved_in_the_models_shape(modicum: Path, tmp_path: Path) -> None:
-    """Tests a slice of a tensor, a tensor with more rows, and both halves of a tensor."""
+    """Targets are a slice of a stored tensor ("cut"), one with additional rows ("grown"), and two
+    slices that together are a stored tensor ("both")."""
     maker = torch.Generator().manual_seed(5)
     shapes = {"cut": (9, 4), "grown": (5, 4), "both": (6, 3), "plain": (7,)}
     tensors = {name: torch.randn(shape, generator=maker) for name, shape in shapes.items()}

@@ -1,9 +1,9 @@
-"""Families whose weights are silently wrong if each rank shards the stored tensors first and
-converts its shard: with Modicum the gathered shards give the outputs of the unsharded model, bit
-for bit.
+"""Families whose weights are silently wrong if each rank first shards the stored tensors and then
+converts its shards. With Modicum, a model filled with the gathered shards gives the outputs of the
+unsharded model, bit for bit.
 
-Must fail for these mutants: sharding before a conversion; a conversion that depends on a shard's
-shape; rows that each rank initialises from the same random numbers.
+Must fail for these mutants: sharding before a conversion; a conversion that depends on the shape of
+a shard; ranks that initialise different rows from the same random numbers.
 """
 
 import json
@@ -53,10 +53,10 @@ def mistral_vision(model: Any) -> Any:
     return model.model.vision_tower(numbers(1, 3, 15, 15), torch.tensor([[15, 15]]))
 
 
-# By family: functions of the outputs that depend on its conversion.
+# By family: functions from the model to the outputs that depend on its conversion.
 CASES: dict[str, tuple[Outputs, ...]] = {
-    "olmo_hybrid": (of_tokens,),  # Concatenate(0): q, k, v convolutions of unequal rows
-    "olmo_hybrid_alike": (of_tokens,),  # and of equal ones, where no shape gives it away
+    "olmo_hybrid": (of_tokens,),  # Concatenate(0): q, k, v convolutions, unequal rows
+    "olmo_hybrid_alike": (of_tokens,),  # with equal rows: no shape shows an error
     "nomic_bert": (of_tokens,),  # Chunk(0): q, k, v
     "jina_embeddings_v3": (of_tokens,),  # Chunk(0): q, k, v, their biases too
     "dinov2": (of_an_image,),  # Chunk(0): gate and up
@@ -66,9 +66,9 @@ CASES: dict[str, tuple[Outputs, ...]] = {
     "mistral_large4": (mistral_vision, of_tokens),  # PermuteForRope alone
     "inkling": (of_tokens,),  # Interleave, then Chunk
     "ernie4_5_vl_moe": (of_tokens,),  # experts of two towers; Chunk(0), Transpose
-    "qwen3_vl_moe": (of_tokens,),  # Transpose(check_dims), as the hub has it
-    "qwen3_vl_moe_saved_by_v5": (of_tokens,),  # and as it is saved again
-    "qwen3_vl_moe_square": (of_tokens,),  # and where shapes don't tell which
+    "qwen3_vl_moe": (of_tokens,),  # Transpose(check_dims): transposed on the hub,
+    "qwen3_vl_moe_saved_by_v5": (of_tokens,),  # not transposed if transformers 5 has saved it,
+    "qwen3_vl_moe_square": (of_tokens,),  # and square, so that shapes don't tell
 }
 
 
@@ -85,7 +85,8 @@ def joined(out: Path, ranks: int) -> Tensors:
 
 
 def run(model: Any, outputs: tuple[Outputs, ...]) -> list[Tensors]:
-    """Every tensor of every output; experts run one by one, which accepts any size."""
+    """Every tensor of every output. Experts run one by one, since fused kernels need certain
+    sizes."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     with torch.no_grad():
@@ -94,7 +95,7 @@ def run(model: Any, outputs: tuple[Outputs, ...]) -> list[Tensors]:
 
 
 def filled(family: Family, tensors: Tensors) -> Any:
-    """A model filled with these tensors."""
+    """A model filled with these tensors, which must be all of its state dict."""
     model = family.build()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -108,7 +109,7 @@ def test_outputs_equal_the_unsharded_models(modicum: Path, tmp_path: Path, name:
     family, outputs = BY_NAME[name], CASES[name]
     directory = family.write(family.build(), tmp_path / "model")
     unsharded = family.model_class.from_pretrained(directory, dtype="auto")
-    # Copied like ours: the last bit of a matrix product may depend on the matrix's alignment.
+    # Copied like Modicum's tensors: the last bit of a matrix product may depend on the alignment.
     expected = run(filled(family, unsharded.state_dict()), outputs)
 
     recipe = tmp_path / "recipe.json"
@@ -125,7 +126,7 @@ def test_outputs_equal_the_unsharded_models(modicum: Path, tmp_path: Path, name:
 
 
 def test_a_head_that_is_not_stored_is_initialised_once(modicum: Path, tmp_path: Path) -> None:
-    """Two ranks initialise the same rows as one rank would, not the first rows twice."""
+    """Two ranks together initialise the rows that one rank would, and not the first rows twice."""
     family = BY_NAME["qwen3"]
     directory = family.write(family.build(), tmp_path / "model")
     take_out(directory, "lm_head.weight")
@@ -152,7 +153,7 @@ def hidden_states(model: Any) -> Any:
 
 
 def take_out(directory: Path, name: str) -> None:
-    """Writes a checkpoint's file without a tensor, and its index."""
+    """Removes a tensor from its file and from the index."""
     index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     file = directory / index.pop(name)
     save_file({n: t for n, t in load_file(file).items() if n != name}, file)

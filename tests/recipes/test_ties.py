@@ -1,8 +1,8 @@
-"""If both names of a tie are stored, their values are compared: equal ones load as one tensor,
-different ones are an error.
+"""If both names of a tie are stored, a load compares their values: equal values become one tensor,
+different values are an error.
 
-Must fail for these mutants: a stored alias that is dropped without a comparison; values of one
-rank, one strategy or one destination that are not compared.
+Must fail for these mutants: a stored alias that is dropped without a comparison; a comparison that
+one rank, one strategy or one destination omits.
 """
 
 import itertools
@@ -33,6 +33,7 @@ Tensors = dict[str, Any]
 
 
 def parts() -> Tensors:
+    """The tensors of a model whose embedding is stored and whose head is not."""
     made = torch.Generator().manual_seed(7)
     return {
         EMBEDDING: torch.randn(1031, 6, generator=made),
@@ -42,6 +43,7 @@ def parts() -> Tensors:
 
 
 def write_model(directory: Path, tensors: Tensors, files: int = 1, tied: bool = True) -> Path:
+    """A checkpoint with a config that states whether head and embedding are tied."""
     write_checkpoint(directory, tensors, files)
     config = {"model_type": "llama", "tie_word_embeddings": tied}
     (directory / "config.json").write_text(json.dumps(config))
@@ -50,14 +52,14 @@ def write_model(directory: Path, tensors: Tensors, files: int = 1, tied: bool = 
 
 @pytest.fixture
 def both(tmp_path: Path) -> Path:
-    """A checkpoint with both names, with equal values, in two files."""
+    """A checkpoint with both names of the tie and equal values, in two files."""
     tensors = parts()
     return write_model(tmp_path / "both", tensors | {HEAD: tensors[EMBEDDING].clone()}, files=2)
 
 
 @pytest.fixture
 def differing(tmp_path: Path) -> Path:
-    """A checkpoint with both names, whose very last elements differ by one bit."""
+    """A checkpoint with both names of the tie; their last elements differ in the last bit."""
     tensors = parts()
     head = tensors[EMBEDDING].clone()
     head.view(torch.int32)[-1, -1] ^= 1
@@ -69,8 +71,10 @@ def digest(modicum: Path, directory: Path, *flags: object) -> str:
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_equal_names_are_one_tensor(modicum: Path, tmp_path: Path, both: Path, dtype) -> None:
-    """The digest equals that of a file with one name only."""
+def test_names_with_equal_values_are_one_tensor(
+    modicum: Path, tmp_path: Path, both: Path, dtype
+) -> None:
+    """The digest equals that of a checkpoint with only the embedding."""
     cast = ("--dtype", dtype) if dtype else ()
     one = digest(modicum, write_model(tmp_path / "one", parts()), *cast)
     for strategy, where in itertools.product(STRATEGIES, DESTINATIONS):
@@ -78,8 +82,8 @@ def test_equal_names_are_one_tensor(modicum: Path, tmp_path: Path, both: Path, d
         assert digest(modicum, both, *how, "--check", "values") == one
 
 
-def test_equal_names_are_held_once(modicum: Path, tmp_path: Path, both: Path) -> None:
-    """The head is read for the comparison and has no buffer of its own."""
+def test_names_with_equal_values_are_held_once(modicum: Path, tmp_path: Path, both: Path) -> None:
+    """The head is read for the comparison, but has no memory of its own."""
     whole = parts()
     flags = ("--ranks", 2, "--strategy", "own-shard")
     one = run_json(modicum, "load", write_model(tmp_path / "one", whole), *flags)
@@ -109,8 +113,7 @@ def test_differing_names_are_an_error(modicum: Path, differing: Path, strategy: 
 
 
 def test_names_are_compared_after_the_cast(modicum: Path, tmp_path: Path, differing: Path) -> None:
-    """The cast rounds the differing bit away: the result is one tensor, as from a file that holds
-    one name only."""
+    """The cast to bfloat16 rounds the differing bit away, so the values are equal."""
     how = ("--ranks", 2, "--dtype", "bfloat16")
     assert digest(modicum, differing, *how) == digest(
         modicum, write_model(tmp_path / "one", parts()), *how
@@ -135,8 +138,8 @@ def test_untie_loads_both(modicum: Path, tmp_path: Path, differing: Path) -> Non
     assert digest(modicum, differing, *flags) == digest(modicum, untied)
 
 
-def test_other_shapes_are_an_error(modicum: Path, tmp_path: Path) -> None:
-    """The difference is found in the headers, so `plan` refuses as well."""
+def test_tied_names_of_different_shapes_are_an_error(modicum: Path, tmp_path: Path) -> None:
+    """The shapes are in the headers, so `plan` refuses as well."""
     tensors = parts()
     tensors[HEAD] = tensors[EMBEDDING][:-1].clone()
     directory = write_model(tmp_path / "shapes", tensors)
@@ -147,8 +150,10 @@ def test_other_shapes_are_an_error(modicum: Path, tmp_path: Path) -> None:
         run_json(modicum, verb, directory, "--untie")
 
 
-def test_only_the_head_is_stored(modicum: Path, tmp_path: Path) -> None:
-    """Ties go in either direction: the embedding is the head's second name."""
+def test_a_head_that_is_stored_alone_is_the_embeddings_source(
+    modicum: Path, tmp_path: Path
+) -> None:
+    """A tie has no direction: here the embedding is the alias."""
     tensors = parts()
     one = digest(modicum, write_model(tmp_path / "one", tensors))
     tensors[HEAD] = tensors.pop(EMBEDDING)
@@ -157,13 +162,13 @@ def test_only_the_head_is_stored(modicum: Path, tmp_path: Path) -> None:
 
 
 def test_a_recipe_may_declare_ties(modicum: Path, tmp_path: Path) -> None:
-    """The alias may be converted before the comparison: here it is stored transposed."""
+    """The stored alias may need a conversion before the comparison: here it is transposed."""
     tensors = parts()
     turned = tensors[EMBEDDING].t().contiguous()
     directory = write_checkpoint(tmp_path / "model", tensors | {"turned": turned})
-    evidence = {"op": "permute", "dims": [1, 0], "in": [stored("turned")]}
+    compared = {"op": "permute", "dims": [1, 0], "in": [stored("turned")]}
     nodes = {name: stored(name) for name in tensors}
-    nodes[HEAD] = {"op": "alias", "of": EMBEDDING, "in": [evidence]}
+    nodes[HEAD] = {"op": "alias", "of": EMBEDDING, "in": [compared]}
     recipe = write_recipe(tmp_path / "recipe.json", nodes)
     one = digest(modicum, write_model(tmp_path / "one", tensors))
     for strategy, where in itertools.product(STRATEGIES, DESTINATIONS):

@@ -1,9 +1,9 @@
-"""Each rank's shards equal those that torch cuts from `from_pretrained` in one process: bit for
-bit, every name of the state_dict, for families of every kind.
+"""Each rank's shards equal, bit for bit, those that torch's DTensor makes of the state dict of
+`from_pretrained`, for every name and for families of every kind.
 
-Tested against outside oracles. Must fail for these mutants: gate and up exchanged; a stack of
-experts out of order; a projection sharded before its conversion; a dropped tie; a scale block
-shifted by one; a misplaced row of a rotary permutation; a name cast although it is kept in float32.
+The oracles are transformers and torch. Must fail for these mutants: gate and up exchanged; experts
+stacked in another order; a projection sharded before its conversion; a dropped tie; a scale block
+shifted by one; a misplaced row of a rotary permutation; a cast of a name that is kept in float32.
 """
 
 import re
@@ -45,7 +45,7 @@ def written(
 
 
 def loaded_by_transformers(family: Family, directory: Path, dtype: Any) -> tuple[Tensors, Any]:
-    """The tensors of the state_dict that a file holds, and the dtype of the model."""
+    """The state dict without the tensors that the model's class makes itself, and its dtype."""
     model, info = family.model_class.from_pretrained(
         directory, dtype=dtype, output_loading_info=True
     )
@@ -57,8 +57,7 @@ def loaded_by_transformers(family: Family, directory: Path, dtype: Any) -> tuple
 
 
 def write_recipe(directory: Path, dtype: Any, path: Path, whole: Tensors) -> Path:
-    """Writes the translator's recipe, and asserts that its targets are the names that a file
-    holds."""
+    """Writes the recipe for a checkpoint, and asserts that its targets are the names of `whole`."""
     recipe = recipes.recipe_for(recipes.meta_model(directory, dtype), directory, dtype=dtype)
     assert recipe.targets.keys() - recipe.missing.keys() == whole.keys()
     path.write_text(recipe.text())
@@ -68,6 +67,7 @@ def write_recipe(directory: Path, dtype: Any, path: Path, whole: Tensors) -> Pat
 def assert_loads(
     modicum: Path, place: Path, directory: Path, recipe: Path, whole: Tensors, cuts: Iterable[Cut]
 ) -> None:
+    """Loads the checkpoint with each cut, and compares each rank's dump with shards of `whole`."""
     for cut in cuts:
         out = place / str(cut)
         run_json(modicum, "load", directory, "--recipe", recipe, "--dump", out, *cut.flags)
@@ -79,7 +79,9 @@ def assert_loads(
                 assert_same(held[name], shard, f"{name} of rank {rank}, {cut}")
 
 
-def test_as_saved(modicum: Path, written: tuple[Family, Path], tmp_path: Path) -> None:
+def test_shards_without_a_cast_equal_torchs(
+    modicum: Path, written: tuple[Family, Path], tmp_path: Path
+) -> None:
     family, directory = written
     whole, dtype = loaded_by_transformers(family, directory, "auto")
     assert dtype == getattr(torch, family.dtype)
@@ -87,14 +89,16 @@ def test_as_saved(modicum: Path, written: tuple[Family, Path], tmp_path: Path) -
     assert_loads(modicum, tmp_path, directory, recipe, whole, CUTS)
 
 
-def test_cast(modicum: Path, written: tuple[Family, Path], tmp_path: Path) -> None:
+def test_cast_shards_equal_torchs(
+    modicum: Path, written: tuple[Family, Path], tmp_path: Path
+) -> None:
     """The files are float32 and the target is bfloat16, or the reverse."""
     family, directory = written
     other = torch.bfloat16 if family.dtype == "float32" else torch.float32
     whole, _ = loaded_by_transformers(family, directory, other)
     assert other in {tensor.dtype for tensor in whole.values()}
     if family.quantization is not None:
-        # Where there are codes, upstream leaves every other `weight` in its stored dtype.
+        # If there are FP8 codes, transformers leaves every other `weight` in its stored dtype.
         assert other == torch.float32
         whole = {name: tensor.to(other) for name, tensor in whole.items()}
     recipe = write_recipe(directory, other, tmp_path / "recipe.json", whole)
