@@ -16,7 +16,7 @@ struct Replacement {
 };
 // Replaces the file atomically: writes and syncs the temporary file, then renames it. After a power
 // cut the directory has either the old file or the new one. Throws IO or NOSPACE.
-void replace_durably(FileSystem& files, const Replacement& of, const std::string& text);
+void replace_durably(FileSystem& files, const Replacement& file, const std::string& text);
 // Removes a file, or a directory with everything in it.
 void remove_tree(FileSystem& files, const std::string& path);
 

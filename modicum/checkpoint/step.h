@@ -9,8 +9,8 @@
 //                                  host, pid and start time of the leader
 //   ROOT/.trash-UUID/              being removed
 //   ROOT/.latest-13-OWNER-UUID     the new `latest`, until it is renamed
-//   ROOT/latest                    "step-12", the step saved last: for people, Modicum reads it
-//   never
+//   ROOT/latest                    "step-12", the step saved last: for people; Modicum itself
+//                                  does not read it
 //
 // A step can also be made inside an existing directory to which other programs write as well, such
 // as a checkpoint of Trainer. The directory becomes the step; its name has no meaning:

@@ -63,7 +63,7 @@ struct FlatGroup {
   int64_t numel = 0;              // without padding
   int64_t part = 0;               // elements of each rank's buffer, padding included
   std::vector<uint32_t> targets;  // in the order of the group
-  std::vector<int64_t> begins;    // first element of each target, and `numel`
+  std::vector<int64_t> begins;    // first element of each target in the group; last: `numel`
 };
 
 struct Layout {
@@ -195,8 +195,8 @@ inline bool is_primary(const Sharding& sharding, const TensorSpec& target, int r
   return replica_place(sharding, target, rank).index == 0;
 }
 
-// The replicas of `rank`, itself included, ascending: for targets of this sharding, or for all
-// targets of the layout.
+// The ranks that hold the same elements as `rank`, and `rank` itself, ascending. The first function
+// is about targets of this sharding, the second about all targets of the layout.
 std::vector<int> replicas_of(const Sharding& sharding, int rank);
 std::vector<int> replicas_of(const Layout& layout, int rank);
 // Calls `fn` once for each group of replicas of all targets, the group with the lowest rank first.
