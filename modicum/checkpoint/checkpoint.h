@@ -1,9 +1,10 @@
 // The public header of `checkpoint`: reads a safetensors directory into a validated Manifest, and
 // writes such a directory.
 //
-// Opening reads only headers, index and config, with File::read, and validates the whole layout
-// before any size in it is used. A Manifest therefore needs no further checks. Every file that is
-// accepted is also accepted by the safetensors library. docs/reference/formats.md has the rules.
+// Opening reads only headers, the index and config.json (and refs/main of a cached model), with
+// File::read. It validates the whole layout before it uses any size in it. A Manifest therefore
+// needs no further checks. Every file that is accepted is also accepted by the safetensors library.
+// docs/reference/formats.md has the rules.
 #pragma once
 
 #include <map>

@@ -75,7 +75,7 @@ bool parse_digits(std::string_view digits, Number& number) {
   return error == std::errc() && end == digits.data() + digits.size();
 }
 
-// The number in "step-12"; none for any other name, "step-012" included.
+// The number in a name such as "step-12"; empty for other names, such as "step-012".
 std::optional<int64_t> step_of(std::string_view name) {
   if (!name.starts_with(kStepPrefix)) return std::nullopt;
   const std::string_view digits = name.substr(kStepPrefix.size());

@@ -76,8 +76,8 @@ class RunningPower {
 struct BetaPowers {
   RunningPower beta1, beta2;
 };
-// The same constants. Takes constant time if `powers` come from the step before, otherwise up to
-// `step` multiplications.
+// The same constants, computed from `powers`, which it updates. Takes constant time if they come
+// from the step before, otherwise up to `step` multiplications.
 AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed,
                          BetaPowers& powers);
 

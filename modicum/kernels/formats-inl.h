@@ -90,7 +90,7 @@ HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
   }
 }
 
-// The same for 2 * Lanes(d) elements of a split master.
+// load_master and store_master for 2 * Lanes(d) elements of a split master.
 template <StateFormat kFormat, class D>
 HWY_INLINE Pair<Floats<D>> load_master_pair(D d, const std::byte* high, const std::byte* low,
                                             int64_t i) {

@@ -1,6 +1,6 @@
-// The public header of `kernels`: arithmetic over contiguous elements. The functions have no state,
-// and give the same bits for any number of threads. Pointers need no alignment (except
-// copy_streaming's); ranges must not overlap.
+// The public header of `kernels`: arithmetic over contiguous elements. The functions have no state
+// but the instruction set that use_isa sets, and start no threads. Pointers need no alignment
+// (except copy_streaming's); ranges must not overlap.
 #pragma once
 
 #include <cstddef>

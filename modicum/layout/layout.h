@@ -160,7 +160,7 @@ std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& tar
 
 // Calls `piece` with the boxes of `target` that `rank` holds. A box's dims may be merged dims of
 // the target, in the same row-major order. `at` and `step` are places in the rank's local buffer.
-// An empty shard has no box. Returns the same as local_buffer.
+// An empty shard has no box. Returns local_buffer(sharding, target, rank).
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
                            FunctionRef<void(const Box& piece)> piece);
 // The part of a target that `rank` holds, with its place in the rank's buffer; may be empty. The

@@ -22,9 +22,9 @@
 //   if (!norm.finite) return state.skip();
 //   state.step({.clip = clip_factor(norm.norm(), max_norm)});
 //
-// Memory: one arena per plane, charged and committed by the constructor, with huge pages where the
-// kernel allows them, and excluded from forked children unless AdamWSpec::fork says otherwise. No
-// later call allocates memory in proportion to the number of elements.
+// Memory: one arena (one mapping) per plane, charged and committed by the constructor, with huge
+// pages where the kernel allows them, and excluded from forked children unless AdamWSpec::fork says
+// otherwise. No later call allocates memory in proportion to the number of elements.
 //
 // Gradients: every element arrives once per step. The thread that completes a bucket sums its
 // squares while the bucket is still in the cache; `norm` adds the buckets in a fixed order. So the
@@ -160,7 +160,8 @@ class AdamW {
   // This rank's sum of squares over its primary replicas (ShardSpec::counts); `finite` covers all
   // shards. Throws MISMATCH, naming the parameter, if a gradient is missing.
   GradNorm norm() const;
-  // The same per shard, secondary replicas included, for callers that weight replicas themselves.
+  // The sum of squares of each shard, secondary replicas included, for callers that weight replicas
+  // themselves. Throws as `norm`.
   std::vector<GradNorm> norms() const;
   // One optimizer step. Throws MISMATCH as `norm` does; USAGE if the norm is not finite, `unscale`
   // or `clip` is out of range, or the outlet's ring has fewer slots than threads; UNSUPPORTED for
