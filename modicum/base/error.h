@@ -72,12 +72,12 @@ struct Owner {
 // Details of a failure, all optional. The message contains all that are set, except
 // `shortfall_bytes` and `owners`.
 struct Facts {
-  std::string file;                 // base name of a file or directory
-  std::string tensor;               // FQN as stored in the file
-  std::optional<uint64_t> offset;   // byte offset in `file`
-  std::optional<int> rank;          // the rank that reports the failure
-  std::optional<int> culprit_rank;  // the rank that caused it
-  std::optional<int64_t> culprit_pid;
+  std::string file;                    // base name of a file or directory
+  std::string tensor;                  // FQN as stored in the file
+  std::optional<uint64_t> offset;      // byte offset in `file`
+  std::optional<int> rank;             // the rank that reports the failure
+  std::optional<int> culprit_rank;     // the rank that caused the failure
+  std::optional<int64_t> culprit_pid;  // the process of that rank
   std::string expected;
   std::string got;
   std::optional<uint64_t> shortfall_bytes;  // BUDGET only: by how much the limit is exceeded

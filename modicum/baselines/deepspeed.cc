@@ -237,7 +237,7 @@ constexpr std::string_view kTempGradBuffer =
 struct PerParam {
   std::string_view name;
   uint64_t bytes = 0;      // per parameter of the rank
-  std::string_view phase;  // in which it is allocated
+  std::string_view phase;  // in which the buffer is allocated
   bool is_pinned = false;
 };
 

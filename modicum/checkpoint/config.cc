@@ -130,7 +130,7 @@ class ConfigReader {
     size_path_ = in_ + kKey;
   }
 
-  // The text of a number; the kind of any other value.
+  // A number's text; of any other value the kind, such as "a string".
   std::string shown(JsonValue& value) const {
     if (value.kind() != Kind::number) return kind_of(value);
     const std::string_view rest = text_.substr(value.offset());

@@ -53,8 +53,8 @@ class ConversionJournal {
   std::vector<ConvertedFile> recorded() const;
   // Records a finished file, which must already be durable. Throws IO or NOSPACE.
   void add(ConvertedFile file);
-  // Makes the output visible and durable. Throws CONFLICT if something with the output's name has
-  // appeared; IO; NOSPACE.
+  // Makes the output visible and durable. Throws CONFLICT if a directory with the output's name has
+  // appeared and is not empty; IO; NOSPACE.
   void publish();
 
  private:

@@ -78,7 +78,8 @@ struct StepRecord {
   bool operator==(const StepRecord&) const = default;
 };
 std::string record_json(const StepRecord& record);
-// Throws INTEGRITY for a text that is not a valid record, UNSUPPORTED for a later version.
+// Throws INTEGRITY for a text that is not a valid record, UNSUPPORTED for a record that a later
+// version of Modicum has written.
 StepRecord parse_record(const std::string& text);
 
 Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
@@ -121,7 +122,8 @@ constexpr const char* kStateFile = "state.json";
 // the parameters are stored as they are, under their own names.
 constexpr const char* kStateRecipeFile = "recipe.json";
 std::string state_json(const StateFacts& facts);
-// Throws INTEGRITY for an invalid text, UNSUPPORTED for another optimizer or other 8-bit codes.
+// Throws INTEGRITY for an invalid text, UNSUPPORTED for another optimizer or other 8-bit codes,
+// USAGE for an unknown state format.
 StateFacts parse_state(const std::string& text);
 
 // Makes the directory of a step in flight. Makes the root, too, if it is missing and its parent

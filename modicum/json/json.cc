@@ -123,7 +123,7 @@ std::string_view Cursor::string(std::string& unescaped) {
     escaped = true;
     unescaped += text.substr(done, at - done);
     escape(unescaped);
-    done = at--;  // `escape` ends after the escape, and so does the loop's ++at then
+    done = at--;  // the loop's ++at returns to this place
   }
   const std::string_view rest = text.substr(done, at++ - done);
   if (!escaped) return rest;

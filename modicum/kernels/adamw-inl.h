@@ -202,7 +202,7 @@ class Pieces {
   int64_t column_;  // column of element end_ in its row
   const int64_t first_block_;
   int64_t blocks_ = 0;  // blocks already returned
-  int64_t end_ = 0;     // end of the last one
+  int64_t end_ = 0;     // end of the last piece
 };
 
 template <class D>
