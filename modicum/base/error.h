@@ -77,7 +77,7 @@ struct Facts {
   std::optional<uint64_t> offset;      // byte offset in `file`
   std::optional<int> rank;             // the rank that reports the failure
   std::optional<int> culprit_rank;     // the rank that caused the failure
-  std::optional<int64_t> culprit_pid;  // the process of that rank
+  std::optional<int64_t> culprit_pid;  // the process at fault
   std::string expected;
   std::string got;
   std::optional<uint64_t> shortfall_bytes;  // BUDGET only: by how much the limit is exceeded
