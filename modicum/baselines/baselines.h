@@ -21,9 +21,8 @@ namespace modicum {
 
 // The step under test, on one rank.
 struct BaselineTask {
-  // Has one shard. The states of the timed steps, fused plus unfused, take about as much memory as
-  // the state of this shard, so the timed steps have fewer elements. They have at least
-  // kBucketElements.
+  // Has one shard. The timed steps have so many elements that their states, fused plus unfused,
+  // take about as much memory as the state of this shard; at least kBucketElements, at most 32 Mi.
   AdamWSpec spec;
   int threads = 1;
   uint64_t ring_bytes = 0;  // size of the ring through which bf16 parameters are sent; 0: none
