@@ -20,7 +20,7 @@ constexpr uint64_t kPageBytes = 4096;
 // and spaces may precede the unit. A fraction of a byte is dropped. Throws USAGE for any other text
 // and for sizes over 2^63-1 bytes.
 uint64_t parse_size(std::string_view text);
-// The number that a text such as "500M" stands for. The units are `K`, `M` and `B`, for 10^3, 10^6
+// The value of a text such as "500M". The units are `K`, `M` and `B`, for 10^3, 10^6
 // and 10^9. Case, spaces, fractions and errors are as for parse_size.
 uint64_t parse_count(std::string_view text);
 // "1.50 GiB": in the largest unit, up to PiB, of which `bytes` is at least one. "17 B" below a KiB.

@@ -138,7 +138,7 @@ TEST(PairedScales, ARefusedBlockSizeIsQuoted) {
 }
 
 // Catches: an unreadable config, or a value of a wrong type, that is treated as missing. The two
-// row blocks of `w`, which has 256 rows, would then be taken for blocks of 128.
+// row blocks of `w`, which has 256 rows, would then be mistaken for blocks of 128.
 TEST(PairedScales, WithABrokenConfigOnlyShapesDetermineTheBlockSize) {
   const std::vector<TensorSpec> specs = {
       spec("w", DType::f8_e4m3, {256, 384}),      spec("w_scale_inv", DType::f32, {2, 3}),
