@@ -1,5 +1,5 @@
-// The interface to time. Code that measures or waits gets a Clock, so that tests control the time
-// (clock_double.h). Monotonic: jumps of the wall clock have no effect.
+// The interface to the system's monotonic clock. Code that measures time or waits is given a Clock,
+// so that tests can control the time (clock_double.h).
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,12 @@ namespace modicum {
 class Clock {
  public:
   virtual ~Clock() = default;
-  virtual int64_t now_ns() = 0;  // from an arbitrary origin; compare differences only
+  virtual int64_t now_ns() = 0;  // since an arbitrary origin; only differences have a meaning
   virtual void sleep_ns(int64_t duration_ns) = 0;
 };
 
-// CLOCK_MONOTONIC, the same in all processes of the machine. Any thread.
+// CLOCK_MONOTONIC, so that all processes of a machine read the same time, and changes of the wall
+// clock have no effect. May be used by several threads at a time.
 class SteadyClock final : public Clock {
  public:
   int64_t now_ns() override;

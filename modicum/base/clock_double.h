@@ -1,4 +1,4 @@
-// A clock for tests: time passes only by sleep_ns and advance_ns. One thread.
+// A clock for tests: time passes only by sleep_ns and advance_ns. Not thread-safe.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // Errors: one exception type, a closed list of categories, and facts as fields.
 //
 // Every failure ends the operation and is thrown as an `Error`. The category determines the exit
-// code and the Python class. Facts (file, tensor, expected, got) are fields, so that callers need
-// not parse the message. The message is one line. An Error shares no state and can be passed to
+// code and the Python class. Facts such as the file and the tensor are fields, so that callers need
+// not parse the message. The message is one line. An Error shares no state, so it can be passed to
 // another thread.
 #pragma once
 
@@ -63,24 +63,24 @@ enum class Category : uint8_t {
 std::string_view category_name(Category category) noexcept;  // "FORMAT.TRUNC", "BUDGET", ...
 int exit_code(Category category) noexcept;                   // 10 for FORMAT.*, 15 for BUDGET, ...
 
-// Memory held for one purpose; budget errors list them.
+// Memory held for one purpose. BUDGET and NOMEM errors have a list of owners.
 struct Owner {
   std::string purpose;
   uint64_t bytes = 0;
 };
 
-// Details of a failure, all optional. The message has those that are set, except the shortfall and
-// the owners.
+// Details of a failure, all optional. The message contains all that are set, except
+// `shortfall_bytes` and `owners`.
 struct Facts {
-  std::string file;                 // base name of a file or directory
-  std::string tensor;               // FQN as stored in the file
-  std::optional<uint64_t> offset;   // byte offset in `file`
-  std::optional<int> rank;          // the rank that reports the failure
-  std::optional<int> culprit_rank;  // the rank that caused it
-  std::optional<int64_t> culprit_pid;
+  std::string file;                    // base name of a file or directory
+  std::string tensor;                  // FQN as stored in the file
+  std::optional<uint64_t> offset;      // byte offset in `file`
+  std::optional<int> rank;             // the rank that reports the failure
+  std::optional<int> culprit_rank;     // the rank that caused the failure
+  std::optional<int64_t> culprit_pid;  // the process at fault
   std::string expected;
   std::string got;
-  std::optional<uint64_t> shortfall_bytes;  // BUDGET only; of the node that lacks most
+  std::optional<uint64_t> shortfall_bytes;  // BUDGET only: by how much the limit is exceeded
   std::vector<Owner> owners;                // BUDGET and NOMEM only, largest first
 };
 
@@ -104,11 +104,11 @@ class Error : public std::exception {
 
 [[noreturn]] void fail(Category category, std::string what_happened, Facts facts = {});
 
-// Calls `act`. If `act` throws an Error without a tensor, rethrows it with `fqn` as its tensor.
-template <typename Act>
-void naming_tensor(const std::string& fqn, Act act) {
+// Calls `fn`. If `fn` throws an Error without a tensor, rethrows it with `fqn` as its tensor.
+template <typename Fn>
+void naming_tensor(const std::string& fqn, Fn fn) {
   try {
-    act();
+    fn();
   } catch (const Error& error) {
     Facts facts = error.facts();
     if (facts.tensor.empty()) facts.tensor = fqn;
@@ -116,11 +116,12 @@ void naming_tensor(const std::string& fqn, Act act) {
   }
 }
 
-// As naming_tensor, but adds the base name of a file. Returns the result of `act`.
-template <typename Act>
-auto naming_file(const std::string& name, Act act) {
+// Returns fn(). If `fn` throws an Error without a file, rethrows it with `name`, the base name of a
+// file, as its file.
+template <typename Fn>
+auto naming_file(const std::string& name, Fn fn) {
   try {
-    return act();
+    return fn();
   } catch (const Error& error) {
     Facts facts = error.facts();
     if (facts.file.empty()) facts.file = name;
@@ -128,8 +129,8 @@ auto naming_file(const std::string& name, Act act) {
   }
 }
 
-// A name from a file, made printable: control bytes become \xNN, and "..." replaces what follows
-// the first 256 bytes of the result.
+// A name from a file, made printable: control bytes become \xNN. Once the result has 256 bytes or
+// more, "..." replaces the rest of the name.
 std::string printable(std::string_view name);
 
 [[noreturn]] void assertion_failed(const char* condition, const char* file, int line);

@@ -1,5 +1,5 @@
-// Whether the tests run under a sanitizer. It holds memory of its own and replaces pthread_create,
-// so tests that measure memory or replace that function are skipped.
+// Whether the tests run under AddressSanitizer or ThreadSanitizer. Both hold memory of their own
+// and replace pthread_create, so tests that measure memory or make pthread_create fail are skipped.
 #pragma once
 
 namespace modicum {

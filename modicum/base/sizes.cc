@@ -57,11 +57,11 @@ uint64_t parse_with_units(std::string_view text, const std::array<Unit, N>& unit
     fail(Category::usage, fmt::format("not a {}: '{}' ({})", what, printable(text), why));
   };
   if (text.starts_with('-')) refuse("negative");
-  const size_t digits = std::min(text.find_first_not_of("0123456789."), text.size());
-  const std::string_view number = text.substr(0, digits);
-  const size_t letters = std::min(text.find_first_not_of(' ', digits), text.size());
-  // A space is allowed only before a unit.
-  const std::string_view suffix = text.substr(letters < text.size() ? letters : digits);
+  const size_t number_end = std::min(text.find_first_not_of("0123456789."), text.size());
+  const std::string_view number = text.substr(0, number_end);
+  const size_t unit_begin = std::min(text.find_first_not_of(' ', number_end), text.size());
+  // Spaces without a unit after them stay in the suffix, which is then an unknown unit.
+  const std::string_view suffix = text.substr(unit_begin < text.size() ? unit_begin : number_end);
   const auto unit = std::find_if(units.begin(), units.end(), [&](const Unit& u) {
     return is_same_but_for_case(u.suffix, suffix);
   });

@@ -16,13 +16,14 @@ constexpr uint64_t kGiB = 1024 * kMiB;
 constexpr uint64_t kPageBytes = 4096;
 
 // Bytes of a size such as "1.5 GiB". `KB MB GB TB` are powers of 1000; `KiB MiB GiB TiB` and the
-// letters `K M G T` are powers of 1024; `B` or no unit means bytes. Units may have any case, and
-// spaces before them. Fractions are rounded down to a byte. Throws USAGE for any other text and for
-// values over 2^63-1.
+// letters `K M G T` are powers of 1024; `B` or no unit means bytes. The case of a unit is ignored,
+// and spaces may precede the unit. A fraction of a byte is dropped. Throws USAGE for any other text
+// and for sizes over 2^63-1 bytes.
 uint64_t parse_size(std::string_view text);
-// A count such as "500M": `K M B` are 10^3, 10^6 and 10^9, else as for parse_size.
+// The value of a text such as "500M". The units are `K`, `M` and `B`, for 10^3, 10^6
+// and 10^9. Case, spaces, fractions and errors are as for parse_size.
 uint64_t parse_count(std::string_view text);
-// "1.50 GiB", in the largest unit up to PiB; "17 B" below one KiB.
+// "1.50 GiB": in the largest unit, up to PiB, of which `bytes` is at least one. "17 B" below a KiB.
 std::string format_size(uint64_t bytes);
 
 // nullopt if the result overflows.
@@ -39,8 +40,8 @@ constexpr std::optional<T> checked_mul(T a, std::type_identity_t<T> b) noexcept 
   return std::nullopt;
 }
 
-// UINT64_MAX if the result overflows. For bytes that are compared with a limit, such as a sum over
-// a user-chosen number of ranks: a result that overflows exceeds every limit.
+// UINT64_MAX if the result overflows. For bytes that are then compared with a limit, such as a sum
+// over a user-chosen number of ranks: limits are below 2^63, so an overflow is above every limit.
 constexpr uint64_t saturating_add(uint64_t a, uint64_t b) noexcept {
   return b > UINT64_MAX - a ? UINT64_MAX : a + b;
 }
@@ -62,7 +63,9 @@ constexpr int64_t ceil_div(int64_t value, int64_t by) noexcept {
 // The candidate with the smallest edit distance to `name`; "" if that distance is over
 // min(3, max(1, name.size() / 2)).
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
-// "; nearest is 'NAME'", the end of a message, with nearest_name; "" if there is none.
+// "; nearest is 'NAME'", to be appended to an error message, for the name that nearest_name
+// returns;
+// "" if that is "".
 std::string nearest_hint(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace modicum

@@ -3,8 +3,9 @@
 
 namespace modicum {
 
-// While an instance exists, this process can start `more` threads; starting another one fails. One
-// instance at a time. Has no effect under a sanitizer (kIsSanitized).
+// While an instance exists, the next `more` calls of pthread_create succeed, and later ones fail
+// with EAGAIN. At most one instance may exist at a time. Has no effect under a sanitizer
+// (kIsSanitized).
 class ThreadLimit {
  public:
   explicit ThreadLimit(int more);

@@ -37,12 +37,12 @@ TEST(RunWorkers, ThreadsRunOnTheCallersCpus) {
   CPU_ZERO(&one);
   CPU_SET(sched_getcpu(), &one);
   ASSERT_EQ(sched_setaffinity(0, sizeof one, &one), 0);
-  std::array<cpu_set_t, 4> of{};
+  std::array<cpu_set_t, 4> affinity_of{};
   run_workers(4, [&](int worker) {
-    sched_getaffinity(0, sizeof(cpu_set_t), &of[static_cast<size_t>(worker)]);
+    sched_getaffinity(0, sizeof(cpu_set_t), &affinity_of[static_cast<size_t>(worker)]);
   });
   ASSERT_EQ(sched_setaffinity(0, sizeof before, &before), 0);
-  for (const cpu_set_t& cpus : of) EXPECT_TRUE(CPU_EQUAL(&cpus, &one));
+  for (const cpu_set_t& cpus : affinity_of) EXPECT_TRUE(CPU_EQUAL(&cpus, &one));
 }
 
 TEST(RunWorkers, OneWorkerNeedsNoThread) {
@@ -67,7 +67,7 @@ TEST(RunWorkers, AnExceptionReachesTheCallerAfterAllHaveRun) {
   }
 }
 
-// Each thread in turn can't be started: no worker may run.
+// Four workers need three new threads. If only 0, 1 or 2 can be started, no worker may run.
 TEST(RunWorkers, RunsEveryWorkerOrNone) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers replace pthread_create";
   for (int can_start = 0; can_start <= 3; ++can_start) {

@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kMostParams = 32 * 1024 * 1024;      // per rank; far larger than any cache
 constexpr uint64_t kUnfusedBytes = 4 + 4 + 4 + 4 + 2;  // master, gradient, moments, bf16 copy
 
-// fp32 state of the unfused step over `n` parameters, as separate arrays.
+// State of the unfused step over `n` parameters: four fp32 arrays, and `out`, the bf16 copy.
 struct Unfused {
   int64_t n;
   std::byte* master;
@@ -30,7 +30,8 @@ struct Unfused {
         out(exp_avg_sq + 4 * n) {}
 };
 
-// Makes one pass over `n` elements. Threads divide it at multiples of kBucketElements.
+// Calls fn(worker, first, count) for all buckets of [0, n), each of at most kBucketElements
+// elements. Each thread has consecutive buckets.
 template <typename Fn>
 void pass(int threads, int64_t n, const Fn& fn) {
   const int64_t buckets = ceil_div(n, kBucketElements);
@@ -43,29 +44,29 @@ void pass(int threads, int64_t n, const Fn& fn) {
   });
 }
 
-void unfused_step(const Unfused& of, int threads, const AdamNumbers& numbers, float unscale) {
-  const auto grad = [&](int64_t at) { return reinterpret_cast<float*>(of.grad) + at; };
-  pass(threads, of.n, [&](int, int64_t at, int64_t n) { scale(grad(at), unscale, n); });
+void unfused_step(const Unfused& state, int threads, const AdamNumbers& numbers, float unscale) {
+  const auto grad = [&](int64_t at) { return reinterpret_cast<float*>(state.grad) + at; };
+  pass(threads, state.n, [&](int, int64_t at, int64_t n) { scale(grad(at), unscale, n); });
   std::vector<GradNorm> norms(static_cast<size_t>(threads));
-  pass(threads, of.n, [&](int worker, int64_t at, int64_t n) {
-    norms[static_cast<size_t>(worker)] += squares(of.grad + 4 * at, DType::f32, n);
+  pass(threads, state.n, [&](int worker, int64_t at, int64_t n) {
+    norms[static_cast<size_t>(worker)] += squares(state.grad + 4 * at, DType::f32, n);
   });
   GradNorm norm;
   for (const GradNorm& part : norms) norm += part;
   // The factor is 1, since the maximum is twice the norm. The pass is made nevertheless, because a
   // real step makes it.
   const float clip = clip_factor(norm.norm(), 2 * norm.norm());
-  pass(threads, of.n, [&](int, int64_t at, int64_t n) { scale(grad(at), clip, n); });
-  pass(threads, of.n, [&](int, int64_t at, int64_t n) {
+  pass(threads, state.n, [&](int, int64_t at, int64_t n) { scale(grad(at), clip, n); });
+  pass(threads, state.n, [&](int, int64_t at, int64_t n) {
     adamw(numbers, {.first = at,
                     .n = n,
-                    .master = of.master + 4 * at,
-                    .grad = of.grad + 4 * at,
-                    .exp_avg = of.exp_avg + 4 * at,
-                    .exp_avg_sq = of.exp_avg_sq + 4 * at});
+                    .master = state.master + 4 * at,
+                    .grad = state.grad + 4 * at,
+                    .exp_avg = state.exp_avg + 4 * at,
+                    .exp_avg_sq = state.exp_avg_sq + 4 * at});
   });
-  pass(threads, of.n, [&](int, int64_t at, int64_t n) {
-    cast(of.master + 4 * at, DType::f32, of.out + 2 * at, DType::bf16, n);
+  pass(threads, state.n, [&](int, int64_t at, int64_t n) {
+    cast(state.master + 4 * at, DType::f32, state.out + 2 * at, DType::bf16, n);
   });
 }
 
@@ -122,13 +123,14 @@ void measure_copies(const BaselineTask& task, Ledger& ledger, Stopwatch& watch,
   }
 }
 
-// The number of parameters of the timed steps: as many as the memory of the state under test holds,
-// fused and unfused. At least one bucket, at most kMostParams.
+// The number of parameters of the timed steps: so many that the states of the fused and the unfused
+// step together fit into the memory of the state under test. At least one bucket, at most
+// kMostParams.
 int64_t params_of(const BaselineTask& task) {
   const uint64_t state_bytes = adamw_footprint(task.spec).total();
   const int64_t numel = std::max<int64_t>(1, task.spec.shards[0].numel());
-  const uint64_t each = state_bytes / static_cast<uint64_t>(numel) + 1 + kUnfusedBytes;
-  const auto fit = static_cast<int64_t>(state_bytes / each);
+  const uint64_t per_param = state_bytes / static_cast<uint64_t>(numel) + 1 + kUnfusedBytes;
+  const auto fit = static_cast<int64_t>(state_bytes / per_param);
   return std::clamp(fit / kBucketElements * kBucketElements, kBucketElements, kMostParams);
 }
 
@@ -138,6 +140,7 @@ AdamWSpec fused_spec(const BaselineTask& task) {
   return spec;
 }
 
+// Gives the fused step the gradients of the unfused step.
 void deliver(AdamW& state, int threads, const Unfused& from) {
   pass(threads, from.n, [&](int, int64_t at, int64_t n) {
     state.arrive({0, at, n, from.grad + 4 * at, DType::f32});
@@ -173,7 +176,8 @@ Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRe
   const Outlet outlet{.ring = ring.bytes(), .send = [](const ReadyChunk&) {}};
   AdamW fused(fused_spec(task), ledger, task.threads);
   for (int round = -1; round < Baselines::kRounds; ++round) {  // round -1: warm-up
-    // Parameters and gradients are small pseudo-random numbers, moments are 0.
+    // In the unfused step, parameters and gradients are small pseudo-random numbers and moments are
+    // 0. The fused step gets the same gradients.
     pass(task.threads, n, [&](int, int64_t at, int64_t count) {
       synth_fill(0, DType::f32, at, count, unfused.master + 4 * at);
       std::memcpy(unfused.grad + 4 * at, unfused.master + 4 * at, 4 * static_cast<size_t>(count));
@@ -181,6 +185,7 @@ Baselines measure_baselines(const BaselineTask& task, Ledger& ledger, FunctionRe
       std::memset(unfused.exp_avg_sq + 4 * at, 0, 4 * static_cast<size_t>(count));
     });
     deliver(fused, task.threads, unfused);
+    // The warm-up, round -1, is step 1.
     const AdamNumbers numbers = adam_numbers(AdamOptions{}, round + 2, task.spec.seed);
     watch.time(measured.unfused_s, round,
                [&] { unfused_step(unfused, task.threads, numbers, 1.0F); });

@@ -21,12 +21,12 @@ namespace modicum {
 
 // The step under test, on one rank.
 struct BaselineTask {
-  // Has one shard. The timed steps have fewer elements than this shard: the states of the fused and
-  // of the unfused step together take about the memory of its state.
+  // Has one shard. The timed steps have so many elements that their states, fused plus unfused,
+  // take about as much memory as the state of this shard; at least kBucketElements, at most 32 Mi.
   AdamWSpec spec;
   int threads = 1;
   uint64_t ring_bytes = 0;  // size of the ring through which bf16 parameters are sent; 0: none
-  uint64_t copy_bytes = 0;  // source plus target of the parallel copy, all threads together
+  uint64_t copy_bytes = 0;  // source plus target of the copy, over all threads of this rank
 };
 
 // The bytes that each thread copies if the budget allows it. At this size memcpy bypasses the
@@ -40,12 +40,12 @@ struct Baselines {
   std::array<double, kRounds> streaming_s{};
   std::array<double, kRounds> unfused_s{};
   std::array<double, kRounds> fused_s{};
-  uint64_t copied_bytes = 0;  // read plus written by this rank's memcpy
+  uint64_t copied_bytes = 0;  // read plus written by this rank in one round of a copy
 };
 
 // The bytes that `measure_baselines` charges for the copies, and releases before the steps.
 Footprint copy_footprint(const BaselineTask& task);
-// The bytes that `measure_baselines` charges for both steps.
+// The bytes that `measure_baselines` charges for the fused and the unfused step together.
 Footprint baseline_footprint(const BaselineTask& task);
 
 // Calls `line_up`, a barrier, before each timing. Returns all memory to the ledger. Throws BUDGET,

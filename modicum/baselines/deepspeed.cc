@@ -20,8 +20,8 @@ namespace {
        fmt::format("DeepSpeed's '{}' has an unknown effect on memory", printable(key)));
 }
 
-// The keys of a section that have no effect on the forecast.
 using Names = std::vector<std::string_view>;
+// The keys of a section that have no effect on the forecast.
 const Names& neutral_of(std::string_view section) {
   static const Names root = {"gradient_clipping",
                              "steps_per_print",
@@ -199,7 +199,8 @@ class ConfigReader {
   // DeepSpeed's rule: a batch is micro batches x accumulation steps x ranks.
   int64_t accumulation_steps(int ranks) const {
     if (!batch_ || !micro_batch_) return std::max<int64_t>(1, accumulation_.value_or(1));
-    // Counts are below 1e18, but their product may overflow. It is then INT64_MAX, and `steps` 0.
+    // Each count is below 1e18, but their product may overflow. `per_step` is then INT64_MAX, and
+    // `steps` is 0, which is refused.
     const int64_t per_step =
         checked_mul(std::max<int64_t>(1, *micro_batch_), int64_t{ranks}).value_or(INT64_MAX);
     const int64_t steps = *batch_ / per_step;
@@ -232,11 +233,11 @@ constexpr std::string_view kAccumulated = "gradients accumulated in 16 bits";
 constexpr std::string_view kTempGradBuffer =
     "temp_grad_buffer of the largest parameter, never read";
 
-// A buffer of a rank, from which lines of the forecast are computed.
+// A buffer of a rank. Each line of the forecast but two (see own_lines) is computed from one.
 struct PerParam {
   std::string_view name;
   uint64_t bytes = 0;      // per parameter of the rank
-  std::string_view phase;  // in which it is allocated
+  std::string_view phase;  // in which the buffer is allocated
   bool is_pinned = false;
 };
 
@@ -331,8 +332,9 @@ class Forecast {
   DeepSpeedForecast take() { return std::move(of_); }
 
  private:
-  // Stages 1 and 2 make one request for the partition, stage 3 one for each sub-group. Accumulated
-  // gradients are requested per parameter, and the parameters are distributed over the ranks.
+  // The bytes that rounding adds to a buffer. Stages 1 and 2 make one request for the partition,
+  // stage 3 one for each sub-group. Accumulated gradients are requested per parameter, and the
+  // parameters are distributed over the ranks.
   uint64_t rounding_of_all(const PerParam& buffer) const {
     uint64_t sum = 0;
     if (buffer.name == kAccumulated) {
@@ -342,9 +344,9 @@ class Forecast {
     }
     const uint64_t part =
         config_.stage < 3 ? of_.params_of_rank : static_cast<uint64_t>(config_.sub_group_size);
-    const uint64_t parts = part == 0 ? 0 : of_.params_of_rank / part;
-    const uint64_t rest = of_.params_of_rank - parts * part;
-    return parts * rounding_of(part * buffer.bytes) +
+    const uint64_t whole_parts = part == 0 ? 0 : of_.params_of_rank / part;
+    const uint64_t rest = of_.params_of_rank - whole_parts * part;
+    return whole_parts * rounding_of(part * buffer.bytes) +
            (rest > 0 ? rounding_of(rest * buffer.bytes) : 0);
   }
 

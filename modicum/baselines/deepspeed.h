@@ -11,6 +11,7 @@
 
 namespace modicum {
 
+// The version whose memory was measured and is forecast.
 constexpr std::string_view kDeepSpeedVersion = "0.19.8";
 
 constexpr int kMaxWorkers = 1024;
@@ -33,9 +34,10 @@ struct DeepSpeedConfig {
   int64_t accumulation_steps = 1;
   int64_t sub_group_size = 1000000000;  // elements; stage 3 divides a rank's state into such groups
 };
-// Reads a ds_config.json. Throws USAGE if it is not JSON, a number is out of range, or its batch
-// sizes disagree. Throws UNSUPPORTED, which names the key, for a setting with an unknown effect on
-// memory, for "auto" where the forecast needs a value, and without bf16 or fp16.
+// Reads the text of a ds_config.json. Throws USAGE if it is not JSON, a value has the wrong type or
+// is out of range, or the batch sizes disagree. Throws UNSUPPORTED for a setting with an unknown
+// effect on memory, for "auto" where the forecast needs a value, and if neither bf16 nor fp16 is
+// enabled.
 DeepSpeedConfig read_deepspeed(std::string_view text, int ranks);
 
 struct DeepSpeedWorld {
@@ -44,8 +46,8 @@ struct DeepSpeedWorld {
   int workers = 0;        // per rank, forked after DeepSpeed's initialisation
   bool persistent_workers = false;
 };
-// Forecasts the memory of a rank; no lines without offload_optimizer to the CPU. `sizes`: the
-// number of elements of each parameter. Assumes training in bf16 or fp16.
+// Forecasts the host memory of a rank that trains in bf16 or fp16. `sizes` has the number of
+// elements of each parameter. The forecast has no lines unless offload_optimizer is to the CPU.
 DeepSpeedForecast deepspeed_forecast(const DeepSpeedConfig& config, std::span<const int64_t> sizes,
                                      const DeepSpeedWorld& world);
 

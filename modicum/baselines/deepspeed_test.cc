@@ -1,6 +1,6 @@
-// Compares the forecast with measurements of DeepSpeed 0.19.8, and tests its refusals. Must fail
-// for these mutants: a line is missing or counted for the wrong workers; pageable buffers are
-// rounded; a key that changes memory is ignored.
+// Compares the forecast with measurements of DeepSpeed 0.19.8, and tests which settings are
+// refused. Must fail for these mutants: a line is missing, or is counted without workers although
+// it is the cost of a fork; pageable buffers are rounded; a key that changes memory is ignored.
 #include "modicum/baselines/deepspeed.h"
 
 #include <gtest/gtest.h>
@@ -39,7 +39,8 @@ double per_param(const DeepSpeedForecast& of, std::string_view phase) {
   return of.per_param(of.bytes_at(phase));
 }
 
-// Bytes per parameter of the process tree with one rank, within about 1 % of the measurement.
+// The numbers are the measured bytes per parameter of the process tree of one rank. The tolerances
+// are about 1 %.
 TEST(DeepSpeed, TheForecastMatchesTheMeasurements) {
   const std::string config = config_of(2, kPageable);
   EXPECT_NEAR(per_param(forecast(config), "step_1"), 18.76, 0.02);
@@ -158,7 +159,8 @@ TEST(DeepSpeed, SettingsOfUnknownEffectAreRefusedByName) {
             "accepted");
 }
 
-// Gives every kind of JSON value to keys of every section, and to an unknown one.
+// Gives every kind of JSON value to keys of every section, and to an unknown key. `sections` has
+// the text before and after a member, and the keys.
 TEST(DeepSpeed, AnyJsonAtAnyKeyIsAcceptedOrRefused) {
   const std::vector<std::pair<std::vector<std::string>, std::vector<const char*>>> sections = {
       {{"", ""},

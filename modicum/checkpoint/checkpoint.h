@@ -1,9 +1,10 @@
 // The public header of `checkpoint`: reads a safetensors directory into a validated Manifest, and
 // writes such a directory.
 //
-// Opening reads only headers, index and config, with File::read, and validates the whole layout
-// before any size in it is used. A Manifest therefore needs no further checks. Every file that is
-// accepted is also accepted by the safetensors library. docs/reference/formats.md has the rules.
+// Opening reads only headers, the index and config.json (and refs/main of a cached model), with
+// File::read. It validates the whole layout before it uses any size in it. A Manifest therefore
+// needs no further checks. Every file that is accepted is also accepted by the safetensors library.
+// docs/reference/formats.md has the rules.
 #pragma once
 
 #include <map>
@@ -23,9 +24,9 @@
 
 namespace modicum {
 
-// The members of config.json that Modicum reads; empty without the file. The file is optional, so a
-// defect in it is a warning. It becomes an error only if a load needs a member that could not be
-// read.
+// The members of config.json that Modicum reads; the defaults below if there is no such file. The
+// file is optional, so a defect in it is a warning. The defect becomes an error only if a load
+// needs a member that could not be read.
 struct ModelConfig {
   std::string model_type;
   std::vector<std::string> architectures;
@@ -48,10 +49,13 @@ struct Checkpoint {
   std::vector<std::string> warnings;            // one line per defect that does not prevent loading
 };
 
-// `path` is a directory with an index and its shards, or with a single `*.safetensors` file, or
-// with model.safetensors among other files; the path of an index or of a safetensors file; or the
-// name of a model in the local Hugging Face cache (`org/name`; no network). On failure throws
-// FORMAT.*, INDEX.*, CONFLICT or IO, with file and tensor.
+// `path` is one of:
+//   - a directory with an index and its shards, with a single `*.safetensors` file, or with
+//     model.safetensors among other files;
+//   - the path of an index or of a safetensors file;
+//   - the name of a model in the local Hugging Face cache (`org/name`; the network is not used).
+// On failure throws FORMAT.*, INDEX.*, CONFLICT or IO, with the file and, if a tensor is at fault,
+// the tensor.
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path);
 
 // Opens data file `file` of the manifest. Throws CONFLICT if it has changed since its header was
@@ -65,16 +69,16 @@ std::unique_ptr<File> open_data_file(const Checkpoint& checkpoint, uint32_t file
 std::string safetensors_header(std::span<const TensorSpec> tensors, const std::string& file,
                                const std::map<std::string, std::string>& metadata = {});
 
-// The tensors of each data file of a checkpoint to be written, in file order: larger dtypes first,
-// then by name, as the safetensors library orders them.
+// The tensors of each data file of a checkpoint to be written, in the order in which the file has
+// them: larger dtypes first, then by name, as the safetensors library orders them.
 using FileSpecs = std::vector<std::vector<TensorSpec>>;
 
 // Assigns tensors to files as transformers does: fills one file after another in the given order. A
 // tensor that would take a file over the limit begins the next file. A tensor that alone is over
 // the limit gets a separate file, which comes before the file being filled.
 FileSpecs split_into_files(std::vector<TensorSpec> tensors, uint64_t limit_bytes);
-// Puts tensor i into file number file_of[i]. Files are in ascending order of these numbers, without
-// the unused ones.
+// Puts tensor i into file number file_of[i]. The result has the files in ascending order of these
+// numbers; numbers without a tensor are left out.
 FileSpecs group_by_file(std::vector<TensorSpec> tensors, std::span<const uint32_t> file_of);
 
 // "model-00001-of-00003.safetensors" for file 0 of 3; "model.safetensors" for a single file.
@@ -83,8 +87,8 @@ constexpr std::string_view kAdapterStem = "adapter_model";  // as PEFT names its
 std::string shard_name(size_t file, size_t files, std::string_view stem = kModelStem);
 
 // The manifest of a checkpoint that is yet to be written. It equals the manifest of the written
-// files, except that it has no inodes, no times and no scales of FP8 codes. Throws USAGE if there
-// is no tensor, FORMAT.* if open_checkpoint would refuse a file.
+// files, except that of each file's identity only the size is set, and that FP8 codes have no
+// scales. Throws USAGE if there is no tensor, FORMAT.* if open_checkpoint would refuse a file.
 Manifest output_manifest(const FileSpecs& files, std::string_view stem = kModelStem);
 // The bytes of file `file` before its tensors.
 std::string output_header(const Manifest& manifest, uint32_t file);
@@ -92,18 +96,18 @@ std::string output_header(const Manifest& manifest, uint32_t file);
 std::string output_index(const Manifest& manifest);
 // The names of the files in the checkpoint's directory that are not weights but have the ending of
 // a config, a tokenizer, a template or custom code: .json, .txt, .model, .py, .jinja, .tiktoken,
-// .spm. Without indexes, a step's manifest.json and names that begin with a dot.
+// .spm. Indexes, a step's manifest.json and names that begin with a dot are left out.
 std::vector<std::string> companion_files(const Checkpoint& checkpoint);
-// The dtypes of a saved checkpoint whose dtypes differ from the source's.
+// What config.json must say about a saved checkpoint whose dtypes differ from the source's.
 struct NewForm {
-  DType dtype;             // fp32, bf16 or fp16: the one with the most bytes
+  DType dtype;             // of fp32, bf16 and fp16, the one that takes the most bytes
   bool has_codes = false;  // some tensors are still FP8 codes with scales
 };
-// Updates the text of config.json: sets existing members `dtype` and `torch_dtype`, in nested
-// configs too, and removes `quantization_config` unless `has_codes`. Returns a text that is not a
-// JSON object unchanged.
+// Updates the text of config.json: sets the members `dtype` and `torch_dtype` where they are
+// strings, in nested configs too, and removes `quantization_config` unless `has_codes`. A text that
+// is not a JSON object is returned unchanged.
 std::string config_of(const std::string& config, const NewForm& form);
-// Collects the saved tensors and determines their NewForm, if any tensor's dtype has changed.
+// Collects the saved tensors, and determines their NewForm. There is none if no dtype has changed.
 class FormTally {
  public:
   // `stored` is the tensor of the source from which `saved` was made, or null.
@@ -121,7 +125,7 @@ void for_each_companion(const Checkpoint& source, const std::optional<NewForm>& 
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
 
-// Writes one safetensors file with the header of safetensors_header. One thread at a time.
+// Writes one safetensors file with the header of safetensors_header. Not thread-safe.
 class SafetensorsWriter {
  public:
   // Creates the file and writes its header. Throws CONFLICT if the file exists.

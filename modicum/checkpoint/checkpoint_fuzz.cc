@@ -5,7 +5,8 @@
 //   h  a header of such a file     m  manifest.json of a step
 //   i  an index of two files       s  state.json of a step
 //
-// Every text is accepted or refused with an Error. An accepted one is consistent.
+// Every text must be accepted or refused with an Error other than INTERNAL. An accepted checkpoint
+// must have consistent sizes. An accepted record must stay the same when it is written and read.
 #include <cstddef>
 #include <cstdint>
 #include <string>

@@ -46,7 +46,8 @@ size_t begin_of_key(std::string_view text, size_t begin) {
   return text.rfind('"', closing - 1);
 }
 
-// Removes the member whose value is at [begin, end), and one comma next to it.
+// Removes the member whose value is at [begin, end), with the comma after it. The last member of an
+// object has none, so the comma before it is removed.
 Edit removed_member(std::string_view text, size_t begin, size_t end) {
   Edit edit{begin_of_key(text, begin), end, ""};
   const size_t next = text.find_first_not_of(" \t\r\n", end);
@@ -93,10 +94,10 @@ std::vector<std::string> companion_files(const Checkpoint& checkpoint) {
       ".json", ".txt", ".model", ".py", ".jinja", ".tiktoken", ".spm"};
   std::vector<std::string> names;
   for (const std::string& name : checkpoint.files->list(checkpoint.directory)) {
-    const bool is_ours = std::any_of(kEndings.begin(), kEndings.end(),
-                                     [&](std::string_view end) { return name.ends_with(end); });
-    if (!is_ours || name.front() == '.' || name.ends_with(".index.json")) continue;
-    if (name == "manifest.json") continue;  // of a saved step
+    const bool has_ending = std::any_of(kEndings.begin(), kEndings.end(),
+                                        [&](std::string_view end) { return name.ends_with(end); });
+    if (!has_ending || name.front() == '.' || name.ends_with(".index.json")) continue;
+    if (name == "manifest.json") continue;  // the record of a saved step
     if (!checkpoint.files->is_directory(join_path(checkpoint.directory, name))) {
       names.push_back(name);
     }
@@ -111,6 +112,7 @@ std::string config_of(const std::string& config, const NewForm& form) {
   } catch (const JsonError&) {
     return config;  // opening the checkpoint has warned about it
   }
+  // From the last edit to the first, so that the offsets of the remaining edits stay valid.
   std::string text = config;
   std::sort(found.edits.begin(), found.edits.end(),
             [](const Edit& a, const Edit& b) { return a.begin > b.begin; });
@@ -119,7 +121,7 @@ std::string config_of(const std::string& config, const NewForm& form) {
 }
 
 void FormTally::add(const TensorSpec& saved, const Stored* stored) {
-  if (!is_castable(saved.dtype)) {
+  if (!is_castable(saved.dtype)) {  // FP8 codes, or a dtype that is never cast
     has_codes_ = has_codes_ || (stored != nullptr && stored->scale);
     return;
   }
@@ -129,10 +131,10 @@ void FormTally::add(const TensorSpec& saved, const Stored* stored) {
 
 std::optional<NewForm> FormTally::new_form() const {
   if (!is_changed_) return std::nullopt;
-  const auto most =
+  const auto most_bytes =
       std::max_element(bytes_.begin(), bytes_.end(),
                        [](const auto& a, const auto& b) { return a.second < b.second; });
-  return NewForm{most->first, has_codes_};
+  return NewForm{most_bytes->first, has_codes_};
 }
 
 void for_each_companion(const Checkpoint& source, const std::optional<NewForm>& form,

@@ -1,5 +1,5 @@
-// Reads config.json: two members on which loaded values depend (ties, FP8 block size), and two that
-// are only displayed.
+// Reads config.json: two members on which loaded values depend (tie_word_embeddings and the block
+// size of FP8 scales), and two that are only displayed (model_type and architectures).
 #include <fmt/format.h>
 
 #include "modicum/checkpoint/parts.h"
@@ -12,7 +12,7 @@ using Kind = JsonValue::Kind;
 constexpr std::array<std::string_view, 6> kKinds = {"an object", "an array",  "a string",
                                                     "a number",  "a boolean", "null"};
 
-// The text of a warning: the error's text without its category.
+// The text of a warning: the file, what happened, the offset, expected and got.
 std::string text_of(const Error& fault) {
   const Facts& facts = fault.facts();
   std::string text = fmt::format("{}: {}", facts.file, fault.what_happened());
@@ -39,6 +39,7 @@ class ConfigReader {
         model_member(key, value);
       }
     });
+    // With a fault in one place, a size that was read in another place is not used either.
     if (config_.block_size_fault) config_.weight_block_size.reset();
     return std::move(config_);
   }
@@ -129,7 +130,7 @@ class ConfigReader {
     size_path_ = in_ + kKey;
   }
 
-  // The text of a number; the kind of any other value.
+  // A number's text; of any other value the kind, such as "a string".
   std::string shown(JsonValue& value) const {
     if (value.kind() != Kind::number) return kind_of(value);
     const std::string_view rest = text_.substr(value.offset());

@@ -87,7 +87,7 @@ ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
       inputs_(inputs.digest) {
   if (files_.exists(out)) fail(Category::conflict, "the output exists already", {.file = name_});
   read_journal(inputs);
-  if (!files_.is_directory(partial_)) {
+  if (!files_.is_directory(partial_)) {  // then no recorded file exists either
     finished_.clear();
     if (!files_.is_directory(parent_)) files_.make_directory(parent_);
     files_.make_directory(partial_);
@@ -128,6 +128,7 @@ void ConversionJournal::keep_finished() {
   remove_unfinished("");
 }
 
+// `folder`: a folder of the output with a '/' at the end, or "" for the output itself.
 void ConversionJournal::remove_unfinished(const std::string& folder) {
   for (const std::string& entry : files_.list(join_path(partial_, folder))) {
     const std::string name = folder + entry;

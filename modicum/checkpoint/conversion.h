@@ -2,11 +2,11 @@
 // `checkpoint`.
 //
 //   PARENT/NAME              the output; exists only once it is complete and durable
-//   PARENT/.NAME.partial/    the output's files until then
+//   PARENT/.NAME.partial/    the output's files until it is complete
 //   PARENT/.NAME.journal     the converting process, the inputs, and the finished files
 //
-// A conversion that was killed resumes: every file in the journal is durable, and is kept if the
-// inputs are the same.
+// A conversion that was killed can be resumed: every file in the journal is durable, and is kept if
+// the new call has the same inputs.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,9 @@ namespace modicum {
 struct ConvertedFile {
   std::string name;  // relative to the output; may be in kStateDirectory or kExtraDirectory
   uint64_t bytes = 0;
-  uint64_t digest = 0;           // the file's part of the output's digest
-  std::vector<uint64_t> chunks;  // of a step's file: StepTensor::chunks of its tensors, in order
+  uint64_t digest = 0;  // the file's part of the output's digest
+  // If the output is a step: StepTensor::chunks of each tensor of this file, one after another.
+  std::vector<uint64_t> chunks;
 
   bool operator==(const ConvertedFile&) const = default;
 };
@@ -33,16 +34,18 @@ struct ConvertedFile {
 class ConversionJournal {
  public:
   struct Inputs {
-    Digest digest;    // covers everything that decides the output's bytes
+    Digest digest;    // covers everything that determines the output's bytes
     StepOwner owner;  // this process
-    std::function<bool(const StepOwner&)> is_dead;  // whether an earlier call's process has ended
+    // Whether the process that has written the journal is known to have ended.
+    std::function<bool(const StepOwner&)> is_dead;
   };
   // Begins a conversion to `out`, or resumes an earlier one with equal inputs. Removes the files of
-  // an earlier one with other inputs. Throws CONFLICT if `out` exists or a live process converts to
-  // it; IO; NOSPACE.
+  // an earlier conversion with other inputs. Throws CONFLICT if `out` exists, or if `is_dead` is
+  // false for the process that has written the journal; IO; NOSPACE.
   ConversionJournal(FileSystem& files, const std::string& out, const Inputs& inputs);
 
-  const std::string& directory() const noexcept { return partial_; }  // to write into
+  // The directory into which the files are written.
+  const std::string& directory() const noexcept { return partial_; }
   // The finished file of this name and size; null if there is none.
   const ConvertedFile* finished(const std::string& name, uint64_t bytes) const noexcept;
   // The finished files in the journal on disk, including those that a forked process has added.
@@ -50,8 +53,8 @@ class ConversionJournal {
   std::vector<ConvertedFile> recorded() const;
   // Records a finished file, which must already be durable. Throws IO or NOSPACE.
   void add(ConvertedFile file);
-  // Makes the output visible and durable. Throws CONFLICT if a file of that name has appeared; IO;
-  // NOSPACE.
+  // Makes the output visible and durable. Throws CONFLICT if a directory with the output's name has
+  // appeared and is not empty; IO; NOSPACE.
   void publish();
 
  private:

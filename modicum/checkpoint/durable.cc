@@ -14,17 +14,17 @@ void write_durably(FileSystem& files, const std::string& path, const std::string
   file->close();
 }
 
-void replace_durably(FileSystem& files, const Replacement& of, const std::string& text) {
-  const std::string temporary = join_path(of.directory, of.temporary);
+void replace_durably(FileSystem& files, const Replacement& file, const std::string& text) {
+  const std::string temporary = join_path(file.directory, file.temporary);
   if (files.exists(temporary)) files.remove(temporary);
   try {
     write_durably(files, temporary, text);
-    files.rename(temporary, join_path(of.directory, of.name));
+    files.rename(temporary, join_path(file.directory, file.name));
   } catch (const Error&) {
     if (files.exists(temporary)) files.remove(temporary);
     throw;
   }
-  files.sync_directory(of.directory);
+  files.sync_directory(file.directory);
 }
 
 void remove_tree(FileSystem& files, const std::string& path) {

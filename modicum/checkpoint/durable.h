@@ -7,15 +7,16 @@
 
 namespace modicum {
 
-// Creates a file with this text and syncs it, but not its directory. Throws CONFLICT if the file
-// exists; IO; NOSPACE.
+// Creates a file with this text and syncs the file, but not its directory. Throws CONFLICT if the
+// file exists; IO; NOSPACE.
 void write_durably(FileSystem& files, const std::string& path, const std::string& text);
-// Replaces file `name` of `directory` atomically, by writing and renaming the file `temporary`.
-// After a power cut the directory has either the old file or the new one.
+// The file to be replaced, and the name of the new file until it is complete.
 struct Replacement {
   std::string directory, name, temporary;
 };
-void replace_durably(FileSystem& files, const Replacement& of, const std::string& text);
+// Replaces the file atomically: writes and syncs the temporary file, then renames it. After a power
+// cut the directory has either the old file or the new one. Throws IO or NOSPACE.
+void replace_durably(FileSystem& files, const Replacement& file, const std::string& text);
 // Removes a file, or a directory with everything in it.
 void remove_tree(FileSystem& files, const std::string& path);
 

@@ -17,7 +17,7 @@ constexpr size_t kLongestFileName = 255;
   fail(category, what, {.file = file, .tensor = std::string(tensor), .offset = offset});
 }
 
-// R22: a file name in the index's own directory, checked before any file is opened.
+// R22: whether `name` can only be a file in the directory of the index.
 bool is_shard_name(std::string_view name) {
   const bool odd = std::any_of(name.begin(), name.end(), [](char c) {
     return c == '/' || c == '\\' || static_cast<unsigned char>(c) < 0x20 || c == 0x7f;
@@ -29,6 +29,7 @@ class IndexParser {
  public:
   explicit IndexParser(Index& index) : index_(index) {}
   void parse(std::string_view text) {
+    // A separate pass, so that invalid JSON is reported before any schema error.
     try {
       read_json(text, [](JsonValue&) {});
     } catch (const JsonError& error) {
@@ -86,6 +87,7 @@ class IndexParser {
     index_.file_of.emplace_back(tensor, number);
   }
 
+  // Replaces the numbers of first occurrence by the files' positions in the order of their names.
   void number_files_by_name() {
     std::vector<uint32_t> renumbered(seen_.size());
     for (const auto& [name, number] : seen_) {
@@ -97,11 +99,11 @@ class IndexParser {
 
   Index& index_;
   std::string tensor_;
-  std::map<std::string, uint32_t> seen_;  // shard -> its index, in order of first occurrence
+  std::map<std::string, uint32_t> seen_;  // number of each file, in order of first occurrence
 };
 
-// The manifest's tensors by name; INDEX.DUP if two files hold the same name. Sorted by hash,
-// because names have long common prefixes, which make comparing them slow.
+// The manifest's tensors by name. Throws INDEX.DUP if two files have a tensor of the same name.
+// Sorted by hash, because names have long common prefixes, so that comparing names is slow.
 class Names {
  public:
   explicit Names(const Manifest& manifest) : manifest_(manifest) {

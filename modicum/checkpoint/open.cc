@@ -21,7 +21,7 @@ struct Source {
   std::string directory;
   std::string file;
   bool is_index = false;
-  std::vector<std::string> names;  // of all files in the directory; empty if `path` was a file
+  std::vector<std::string> names;  // of all files in the directory; empty if the user named a file
 };
 
 // R30: formats that execute code when they are read.
@@ -67,11 +67,11 @@ Source look_into(FileSystem& files, const std::string& directory) {
   const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
   if (pickle == names.end()) {
     const auto listed = std::span(names).first(std::min<size_t>(names.size(), 5));
-    const bool is_zero = contains(names, "latest") &&
-                         std::any_of(names.begin(), names.end(), [](const std::string& name) {
-                           return name.starts_with("global_step");
-                         });
-    if (is_zero) {
+    const bool is_deepspeed = contains(names, "latest") &&
+                              std::any_of(names.begin(), names.end(), [](const std::string& name) {
+                                return name.starts_with("global_step");
+                              });
+    if (is_deepspeed) {
       fail(Category::io, "a checkpoint of DeepSpeed; modicum.torch.deepspeed.convert converts it",
            {.file = base_name(directory), .expected = "a .safetensors file"});
     }
@@ -86,10 +86,11 @@ Source look_into(FileSystem& files, const std::string& directory) {
                                                        names.size() > 5 ? ", ..." : ""))});
   }
   const bool is_dcp = contains(names, ".metadata");
-  refuse(Category::format_pickle,
-         fmt::format("only pickle files in the directory, which are never read{}",
-                     is_dcp ? "; modicum.torch.dcp.convert converts this one" : ""),
-         *pickle);
+  refuse(
+      Category::format_pickle,
+      fmt::format("the directory has pickle files, which are never read, and no safetensors file{}",
+                  is_dcp ? "; modicum.torch.dcp.convert converts this checkpoint" : ""),
+      *pickle);
 }
 
 std::string directory_of(const std::string& path) {
@@ -98,6 +99,8 @@ std::string directory_of(const std::string& path) {
   return path.substr(0, std::max<size_t>(slash, 1));
 }
 
+// Whether `name` can be an organisation, a model or a revision in the cache, and thus one component
+// of a path there.
 bool is_component(std::string_view name) {
   constexpr std::string_view kLegal =
       "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.";
@@ -149,6 +152,7 @@ Source find_source(FileSystem& files, const std::string& path) {
   if (const std::string snapshot = cached_snapshot(files, path); !snapshot.empty()) {
     return look_into(files, snapshot);
   }
+  // Nothing is there. The error of opening it says why, and gets the forms that a path may have.
   try {
     files.open(path);
   } catch (const Error& error) {
@@ -185,6 +189,7 @@ void add_file(Checkpoint& checkpoint, const std::string& name) {
   std::move(header.tensors.begin(), header.tensors.end(), std::back_inserter(manifest.tensors));
 }
 
+// `is_named`: the user's path is that of the index, so a file next to it makes nothing ambiguous.
 void add_shards(Checkpoint& checkpoint, const Source& source, bool is_named) {
   const std::unique_ptr<File> file =
       checkpoint.files->open(join_path(source.directory, source.file));

@@ -10,7 +10,7 @@ namespace {
 
 const std::string kSmall = file_with({{"a", 2}});
 
-// Sets an environment variable and restores it.
+// Sets an environment variable, and restores the old value in the destructor.
 class Variable {
  public:
   Variable(const char* name, const char* value) : name_(name) {

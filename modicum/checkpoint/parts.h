@@ -1,5 +1,5 @@
 // Internal to `checkpoint`: declarations that its sources share. R1 to R30 are the rules of
-// docs/reference/formats.md. Not thread-safe.
+// docs/reference/formats.md.
 #pragma once
 
 #include <cstdint>
@@ -35,10 +35,10 @@ struct Header {
 // Reads only the length prefix and the JSON. `file_index` becomes Extent::file.
 Header read_header(File& file, uint32_t file_index);
 
-// Checks R8. Throws FORMAT.NAME.
+// Checks rule R8. Throws FORMAT.NAME.
 void prove_name(std::string_view name, const std::string& file);
-// Returns the size of a tensor in bytes. Checks the sizes in R12 and R13. Throws FORMAT.OVERFLOW or
-// FORMAT.ALIGN.
+// Returns the size of a tensor in bytes. Checks the limits of R12 and R13. Throws FORMAT.OVERFLOW
+// or FORMAT.ALIGN.
 uint64_t proven_bytes(const TensorSpec& spec, const std::string& file);
 
 // model.safetensors.index.json, validated as far as possible without its shards (R21, R22).
@@ -52,14 +52,15 @@ struct Index {
 Index read_index(File& file);
 // Checks R24. Throws INDEX.MISSING_SHARD with the names of all missing files.
 void prove_shards_exist(const Index& index, FileSystem& files, const std::string& directory);
-// Checks R25 to R28 with a manifest whose files are the index's. Adds warnings; throws
+// Checks R25 to R28. `manifest` must have the tensors of the index's files. Adds warnings. Throws
 // INDEX.MISSING_TENSOR or INDEX.DUP.
 void prove_index(const Index& index, const Manifest& manifest, std::vector<std::string>& warnings);
 
 // Pairs each tensor of FP8 codes with its scale: the tensor NAME_scale_inv, else NAME_scale. The
-// block size is the result of block_of. If that is empty, it is the result of likely_block, with a
-// warning; likely_block is not called if the config's block size could not be read. If there is no
-// result, the block size is 0 x 0, for which BlockScale::fits is false, and a warning is added.
+// block size is the result of block_of. If block_of has none, it is the result of likely_block, and
+// a warning is added; likely_block is not called if the config's block size could not be read. If
+// neither has a result, the block size is 0 x 0, for which BlockScale::fits is false, and a warning
+// is added.
 void pair_scales(Manifest& manifest, const ModelConfig& config, std::vector<std::string>& warnings);
 
 // The value of Manifest::identity.

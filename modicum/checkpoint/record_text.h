@@ -1,4 +1,4 @@
-// Functions for the JSON records of both steps and conversions. Internal to `checkpoint`.
+// What the JSON records of steps and of conversions have in common. Internal to `checkpoint`.
 #pragma once
 
 #include <array>
@@ -12,14 +12,15 @@
 
 namespace modicum {
 
-// The directories within a step.
+// The subdirectories that a step may have.
 constexpr std::array<const char*, 2> kDirectories = {kStateDirectory, kExtraDirectory};
 
-std::string hex(uint64_t number);  // 16 digits
-std::optional<uint64_t> from_hex(std::string_view text);
+std::string hex(uint64_t number);                         // 16 digits
+std::optional<uint64_t> from_hex(std::string_view text);  // empty unless `text` is 16 hex digits
 
-// Writes a StepOwner's members; reads a member into `owner` if it is one of them.
+// Writes the fields of a StepOwner as members of the current object.
 void owner_members(JsonWriter& out, const StepOwner& owner);
+// Stores the member in `owner` if `key` names a field of StepOwner; else does nothing.
 void read_owner_member(std::string_view key, JsonValue& member, StepOwner& owner);
 
 }  // namespace modicum

@@ -193,7 +193,7 @@ class HeaderParser {
   std::vector<int64_t> integers_;  // the elements of the array that was read last
 };
 
-// Facts about a tensor whose offsets still count from the end of the header.
+// The facts of an error about a tensor whose offsets still count from the end of the header.
 Facts facts_of(const Header& header, const Stored& stored, std::string expected, std::string got) {
   return {.file = header.file.name,
           .tensor = stored.spec.fqn,

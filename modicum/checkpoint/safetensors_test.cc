@@ -30,7 +30,7 @@ std::string prefix(uint64_t length) {
   return bytes;
 }
 
-// The header of one tensor "t".
+// The text of a header with one tensor, "t". The arguments are JSON values.
 std::string entry(const std::string& dtype, const std::string& shape, const std::string& offsets) {
   return fmt::format(R"({{"t":{{"dtype":{},"shape":{},"data_offsets":{}}}}})", dtype, shape,
                      offsets);
@@ -38,6 +38,7 @@ std::string entry(const std::string& dtype, const std::string& shape, const std:
 std::string u8(const std::string& shape, const std::string& offsets) {
   return entry("\"U8\"", shape, offsets);
 }
+// The member of a header for a tensor of bytes at data_offsets [begin, end).
 std::string member(const std::string& name, uint64_t begin, uint64_t end) {
   return fmt::format(R"("{}":{{"dtype":"U8","shape":[{}],"data_offsets":[{},{}]}})", name,
                      end - begin, begin, end);

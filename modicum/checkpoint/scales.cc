@@ -12,8 +12,8 @@ namespace {
 
 constexpr std::array<std::string_view, 2> kScaleEndings = {"_scale_inv", "_scale"};
 
-// The tensors that may be scales, by name. A hash table, since half of a large FP8 model's tensors
-// are scales.
+// The indices of the tensors that may be scales, by name. A hash table, since half of a large FP8
+// model's tensors are scales.
 using Scales = std::unordered_map<std::string_view, uint32_t>;
 
 Scales scales_of(const Manifest& manifest) {

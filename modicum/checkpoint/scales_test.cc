@@ -84,8 +84,8 @@ TEST(PairedScales, HaveTheConfigsBlockSizeIfItFitsTheGrid) {
   EXPECT_EQ(block(kFits), (MatrixSize{128, 128}));
   EXPECT_EQ(block(R"({"text_config":{"quantization_config":{"weight_block_size":[199,100]}}})"),
             (MatrixSize{199, 100}));
-  // Blocks of 100 x 100 divide the tensor evenly, but blocks of 128 x 128 give the same grid: none
-  // is chosen.
+  // If the config has no size that fits: blocks of 100 x 100 divide the tensor evenly, but blocks
+  // of 128 x 128 give the same grid, so neither is chosen.
   for (const char* other : {"{}", R"({"quantization_config":{"weight_block_size":[64,64]}})",
                             R"({"quantization_config":{"weight_block_size":null}})"}) {
     EXPECT_EQ(block(other), (MatrixSize{0, 0})) << other;
@@ -137,8 +137,8 @@ TEST(PairedScales, ARefusedBlockSizeIsQuoted) {
             "[1, 2, 3, 4, ...]");
 }
 
-// Catches: an unreadable config, or a value of a wrong type, that is treated as a missing one. 256
-// rows in two blocks would then be mistaken for blocks of 128.
+// Catches: an unreadable config, or a value of a wrong type, that is treated as missing. The two
+// row blocks of `w`, which has 256 rows, would then be mistaken for blocks of 128.
 TEST(PairedScales, WithABrokenConfigOnlyShapesDetermineTheBlockSize) {
   const std::vector<TensorSpec> specs = {
       spec("w", DType::f8_e4m3, {256, 384}),      spec("w_scale_inv", DType::f32, {2, 3}),
@@ -190,8 +190,8 @@ TEST(PairedScales, AGridThatFitsNoBlockSizeIsMarked) {
 TEST(PairedScales, TheBlockSizeIsPartOfTheIdentity) {
   const std::vector<TensorSpec> specs = {spec("w", DType::f8_e4m3, {200, 300}),
                                          spec("w_scale_inv", DType::f32, {2, 3})};
-  const char* kOther = R"({"quantization_config":{"weight_block_size":[128,128]}})";
-  EXPECT_NE(opened(specs).identity, opened(specs, kOther).identity);
+  const char* const kBlocksOf128 = R"({"quantization_config":{"weight_block_size":[128,128]}})";
+  EXPECT_NE(opened(specs).identity, opened(specs, kBlocksOf128).identity);
   EXPECT_EQ(opened(specs).identity, opened(specs, "{}").identity);
 }
 

@@ -9,6 +9,8 @@
 namespace modicum {
 namespace {
 
+// Descending dtypes, then ascending names. DType has the order of the safetensors library, in which
+// larger dtypes come last.
 bool goes_before(const TensorSpec& a, const TensorSpec& b) {
   return std::tie(b.dtype, a.fqn) < std::tie(a.dtype, b.fqn);
 }

@@ -16,6 +16,7 @@ std::vector<TensorSpec> odd_tensors() {
           spec("mask", DType::boolean, {3}), spec("\u00e9\"\\", DType::u8, {1})};
 }
 
+// Writes the files of `manifest` to /m, with their headers and with zeros as data, and the index.
 void put(FileSystem& files, const Manifest& manifest) {
   for (uint32_t f = 0; f < manifest.files.size(); ++f) {
     const auto file = files.create("/m/" + manifest.files[f].name);
@@ -51,7 +52,7 @@ TEST(OutputManifest, IsTheManifestOfTheWrittenCheckpoint) {
   }
 }
 
-TEST(OutputManifest, FilesAreGroupedByTheirNumbers) {
+TEST(OutputManifest, TensorsAreGroupedByTheNumbersOfTheirFiles) {
   const FileSpecs files = group_by_file(
       {spec("c", DType::u8, {1}), spec("a", DType::u8, {1}), spec("b", DType::f32, {1})},
       std::vector<uint32_t>{5, 3, 5});

@@ -13,7 +13,7 @@ namespace {
 // since its bytes have another meaning.
 constexpr std::string_view kCodes = "mu-law";
 
-// Parses an unsigned 64-bit number. The JSON reader's integers have 63 bits.
+// The seed is stored as a string, since it has 64 bits and the JSON reader's integers have 63.
 uint64_t seed_of(const std::string& text) {
   uint64_t number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);

@@ -75,7 +75,7 @@ bool parse_digits(std::string_view digits, Number& number) {
   return error == std::errc() && end == digits.data() + digits.size();
 }
 
-// The number in "step-12"; none for any other name, "step-012" included.
+// The number in a name such as "step-12"; empty for other names, such as "step-012".
 std::optional<int64_t> step_of(std::string_view name) {
   if (!name.starts_with(kStepPrefix)) return std::nullopt;
   const std::string_view digits = name.substr(kStepPrefix.size());
@@ -88,7 +88,8 @@ std::string text_of(FileSystem& files, const std::string& directory, const std::
   return read_text(*files.open(join_path(directory, name)));
 }
 
-// Renames the step first, so that a partly removed step is never visible.
+// Removes the directory `name` of `root`. Renames it first, so that a partly removed step is never
+// visible.
 void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name) {
   const std::string trash = join_path(root, std::string(kTrashPrefix) + make_uuid());
   files.rename(join_path(root, name), trash);
@@ -129,9 +130,10 @@ std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& d
   return names;
 }
 
-// Renames the files of a step into the directory that becomes the step.
+// Renames the files of a step into the directory that becomes the step, and removes the previous
+// step's files that no new file has replaced.
 void place_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
-  std::vector<std::string> replaced = tensor_files_of(files, step.root);
+  std::vector<std::string> stale = tensor_files_of(files, step.root);
   for (const char* const name : kDirectories) {
     const std::string to = join_path(step.root, name);
     const bool is_needed = files.is_directory(join_path(step.directory, name));
@@ -139,10 +141,10 @@ void place_files(FileSystem& files, const StepInFlight& step, const StepRecord& 
   }
   for (const StepFile& file : record.files) {
     files.rename(join_path(step.directory, file.name), join_path(step.root, file.name));
-    std::erase(replaced, file.name);
+    std::erase(stale, file.name);
   }
   files.rename(join_path(step.directory, kManifest), join_path(step.root, kManifest));
-  for (const std::string& name : replaced) {
+  for (const std::string& name : stale) {
     if (files.exists(join_path(step.root, name))) files.remove(join_path(step.root, name));
   }
   sync_directories(files, step.root);
@@ -162,7 +164,8 @@ std::optional<std::string> publish_inside(FileSystem& files, const StepInFlight&
   return std::nullopt;
 }
 
-// The owner in a name that begins with `prefix`; none if it was not made by name_in_flight.
+// The owner in a name that consists of `prefix` and STEP-HOST-PID-STARTED-UUID, as name_in_flight
+// makes it; empty for any other name.
 std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix) {
   enum { kStep, kHost, kPid, kStarted, kUuid, kParts };
   std::array<std::string_view, kParts> parts;
@@ -348,11 +351,10 @@ std::optional<Error> digest_fault(FileSystem& files, const FoundStep& step) {
 FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
                       std::optional<int64_t> before) {
   skipped.clear();
-  for (bool more = true; more;) {
+  while (true) {
     Steps steps = find_steps(files, root, 1, before);
     std::move(steps.skipped.begin(), steps.skipped.end(), std::back_inserter(skipped));
-    more = !steps.found.empty();
-    if (!more) break;
+    if (steps.found.empty()) break;
     FoundStep& found = steps.found.front();
     const auto fault = digest_fault(files, found);
     if (!fault) return std::move(found);
@@ -384,7 +386,7 @@ std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& 
     } catch (const Error&) {
     }
   };
-  const auto is_left = [&](std::string_view name, std::string_view prefix) {
+  const auto stays = [&](std::string_view name, std::string_view prefix) {
     const std::optional<StepOwner> owner = owner_in(name, prefix);
     return !owner || !is_dead(*owner);
   };
@@ -393,10 +395,10 @@ std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& 
     const std::string path = join_path(root, name);
     if (name.starts_with(kTrashPrefix)) {
       attempt([&] { remove_tree(files, path); });
-    } else if (name.starts_with(kLatestPrefix) && !is_left(name, kLatestPrefix)) {
+    } else if (name.starts_with(kLatestPrefix) && !stays(name, kLatestPrefix)) {
       attempt([&] { files.remove(path); });
     } else if (name.starts_with(kPartialPrefix)) {
-      if (is_left(name, kPartialPrefix)) {
+      if (stays(name, kPartialPrefix)) {
         left.push_back(name);
       } else {
         attempt([&] { remove_by_trash(files, root, name); });

@@ -3,12 +3,14 @@
 //
 //   ROOT/step-12/                  committed: complete and durable
 //     model.safetensors            (or shards and an index)
-//     manifest.json                every file's length and digest, every tensor's digests
+//     manifest.json                the length and digest of each file, the digests of each tensor
 //     COMMIT                       the digest of manifest.json
 //   ROOT/.partial-13-OWNER-UUID/   in flight, or left over by a process that died; OWNER is the
 //                                  host, pid and start time of the leader
 //   ROOT/.trash-UUID/              being removed
-//   ROOT/latest                    "step-12": for people; Modicum never reads it
+//   ROOT/.latest-13-OWNER-UUID     the new `latest`, until it is renamed
+//   ROOT/latest                    "step-12", the step saved last: for people; Modicum itself
+//                                  does not read it
 //
 // A step can also be made inside an existing directory to which other programs write as well, such
 // as a checkpoint of Trainer. The directory becomes the step; its name has no meaning:
@@ -21,10 +23,10 @@
 // empties its `.partial-` directory, and leaves it as the mark of the failure.
 //
 // One rank, the leader, makes and publishes a step; all ranks write files in between. A step gets
-// its name, or inside a directory its COMMIT, only after all of it is durable. So after a kill or a
-// power cut at any time, whatever counts as a step is complete. Inside a directory the previous
-// step is lost then: a save removes the previous COMMIT when it begins. Nothing depends on clocks,
-// locks or the order of a directory's names.
+// its name, or inside a directory its COMMIT, only after all of its files are durable. So after a
+// kill or a power cut at any time, whatever counts as a step is complete. A save inside a directory
+// removes the previous COMMIT when it begins, so a save that fails loses the previous step. Nothing
+// depends on the wall clock, on locks or on the order of a directory's names.
 #pragma once
 
 #include <cstdint>
@@ -44,8 +46,9 @@ constexpr const char* kStateDirectory = "optimizer";
 // The subdirectory of a step with the files that the saving program has added.
 constexpr const char* kExtraDirectory = "extra";
 
-// A file of a step. The digest covers its first `digested_bytes`: of a safetensors file the header,
-// since tensors have separate digests (StepTensor), of any other file all bytes.
+// A file of a step. The digest covers the first `digested_bytes` bytes. They are the header of a
+// safetensors file, since its tensors have separate digests (StepTensor), and all of any other
+// file.
 struct StepFile {
   std::string name;  // relative to the step's directory
   uint64_t bytes = 0;
@@ -55,7 +58,7 @@ struct StepFile {
   bool operator==(const StepFile&) const = default;
 };
 // A tensor of a step, with the digest of each 4 MiB of its elements. The tensor's digest is the sum
-// of these digests modulo 2^64. No digest depends on the layout that wrote the tensor.
+// of these digests modulo 2^64. No digest depends on how the saving ranks had sharded the tensor.
 struct StepTensor {
   TensorSpec spec;
   std::vector<uint64_t> chunks;
@@ -75,12 +78,14 @@ struct StepRecord {
   bool operator==(const StepRecord&) const = default;
 };
 std::string record_json(const StepRecord& record);
-// Throws INTEGRITY for a text that record_json did not write, UNSUPPORTED for a later version.
+// Throws INTEGRITY for a text that is not a valid record, UNSUPPORTED for a record that a later
+// version of Modicum has written.
 StepRecord parse_record(const std::string& text);
 
 Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
 
-// The process that saves a step. Distinguishes leftovers of a dead process from a save in flight.
+// The process that saves a step. It distinguishes the leftovers of a dead process from a save in
+// flight.
 struct StepOwner {
   std::string host;  // without '-' and '/'; see ProcessIdentity
   int64_t pid = 0;
@@ -99,7 +104,8 @@ struct StepInFlight {
 // The content of optimizer/state.json: facts about AdamW's state that its tensors don't hold. The
 // state.json of another optimizer names that optimizer, and parse_state refuses it.
 struct StateFacts {
-  StateFormat format = StateFormat::fp32;  // as requested; see state_format_of for a parameter's
+  // As requested. state_format_of returns the format that a parameter has in fact.
+  StateFormat format = StateFormat::fp32;
   uint64_t seed = 0;
   int64_t steps = 0;                        // step count of each parameter not in `steps_of`
   std::map<std::string, int64_t> steps_of;  // step counts that differ, by FQN
@@ -116,28 +122,29 @@ constexpr const char* kStateFile = "state.json";
 // the parameters are stored as they are, under their own names.
 constexpr const char* kStateRecipeFile = "recipe.json";
 std::string state_json(const StateFacts& facts);
-// Throws INTEGRITY for an invalid text, UNSUPPORTED for another optimizer or other 8-bit codes.
+// Throws INTEGRITY for an invalid text, UNSUPPORTED for another optimizer or other 8-bit codes,
+// USAGE for an unknown state format.
 StateFacts parse_state(const std::string& text);
 
 // Makes the directory of a step in flight. Makes the root, too, if it is missing and its parent
 // exists. Throws CONFLICT if the step exists already; IO; NOSPACE.
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
                         const StepOwner& owner);
-// The same inside `directory`, which is made if it is missing and its parent exists. Removes the
-// COMMIT of a step that `directory` held before. Throws IO or NOSPACE.
+// As begin_step, but `directory` itself becomes the step. It is made if it is missing and its
+// parent exists. Removes the COMMIT of a step that `directory` held before. Throws IO or NOSPACE.
 StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
                            const StepOwner& owner);
 // Makes the step durable and visible. Its files must be complete and synced. On success the step
 // survives a power cut. On failure no step is visible, unless the failure came after the rename; a
-// visible step is always complete. For a step of begin_step_in, also removes the tensor files of
-// the step that the directory held before. Returns a warning if only writing `latest`, or removing
-// the directory in flight, failed. Throws CONFLICT if another process has published the same step;
-// IO; NOSPACE.
+// visible step is always complete. For a step of begin_step_in, also removes from the directory the
+// tensor files and the files in subdirectories that only the previous step had. Returns a warning
+// if only writing `latest`, or removing the directory in flight, failed. Throws CONFLICT if another
+// process has published the same step; IO; NOSPACE.
 std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
                                         const StepRecord& record);
-// Completes a step in `directory` without renaming anything but COMMIT: writes manifest.json and
-// COMMIT, and makes the names of all files durable. The step's files must be synced. The caller
-// makes the directory visible. Throws CONFLICT if it has a manifest; IO; NOSPACE.
+// Completes a step in `directory`, which keeps its name: writes manifest.json and COMMIT, and makes
+// the names of all files durable. The step's files must be synced. The caller makes the directory
+// visible. Throws CONFLICT if there is a manifest.json already; IO; NOSPACE.
 void commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record);
 // Removes the files of a failed save. Never throws; a later save removes what could not be removed.
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept;
@@ -153,7 +160,8 @@ struct SkippedStep {
   int64_t step = 0;
   std::string reason;
 };
-// The intact steps of a root and the damaged ones, each with its fault; both newest first.
+// The intact steps of a root, and the damaged or uncommitted ones with their faults. Both lists
+// begin with the newest step.
 struct Steps {
   std::vector<FoundStep> found;
   std::vector<SkippedStep> skipped;
@@ -162,23 +170,24 @@ struct Steps {
 // with a smaller number count. Throws IO if the root can't be listed.
 Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX,
                  std::optional<int64_t> before = {});
-// Returns the step at `path` if it is intact. Otherwise throws UNCOMMITTED or INTEGRITY, naming the
-// file.
+// Returns the step at `path` if it is intact. Otherwise throws UNCOMMITTED, INTEGRITY, UNSUPPORTED
+// (a later version) or IO, with the name of the file.
 FoundStep open_step(FileSystem& files, const std::string& path);
-// Checks the digest of a file of the step at `path`. Throws INTEGRITY, naming the file; IO.
+// Checks the digest of a file of the step at `path`. Throws INTEGRITY with the file's name; IO.
 void check_digest(FileSystem& files, const std::string& path, const StepFile& file);
 // Returns the newest intact step in which every file also has the recorded digest. This covers
 // everything but the values of tensors. Throws UNCOMMITTED, with the fault of the newest damaged
-// step, if there is none. With `before`, only steps with a smaller number count.
+// step, if there is none. `skipped` gets the newer steps that are not intact. With `before`, only
+// steps with a smaller number count.
 FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
                       std::optional<int64_t> before = {});
 
 // Removes all intact steps but the `keep` newest ones (at least one). Damaged steps are neither
 // counted nor removed.
 void keep_newest(FileSystem& files, const std::string& root, size_t keep);
-// Removes the trash and what dead processes have left in flight. A directory in flight stays if its
-// name has no owner, or if `is_dead` returns false for the owner. Returns the names of the
-// directories that stay.
+// Removes trash, and directories and new `latest` files that dead processes have left in flight.
+// They stay if their name has no owner, or if `is_dead` returns false for the owner. Returns the
+// names of the directories in flight that stay.
 std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,
                                           const std::function<bool(const StepOwner&)>& is_dead);
 

@@ -26,7 +26,7 @@ StepRecord record_of_step(const StepInFlight& step) {
   return record;
 }
 
-// Syncs each file, as the ranks do.
+// Writes the files of the record, and syncs each of them, as the ranks do.
 void write_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
   for (const StepFile& file : record.files) {
     const std::unique_ptr<File> out = files.create(join_path(step.directory, file.name));
@@ -125,8 +125,8 @@ TEST(Steps, SavingAnExistingStepIsAConflict) {
   EXPECT_EQ(files.get("/root/step-3/manifest.json"), before);
 }
 
-// Damages every file in turn (missing, truncated, changed): the previous step is chosen, and the
-// reason names the file.
+// Damages each file in turn: removes it, or cuts off its last byte. The previous step must then be
+// chosen, and the reason must name the file.
 TEST(Steps, ADamagedStepIsSkippedWithTheReason) {
   for (const std::string name : {"model.safetensors", "config.json", "manifest.json", "COMMIT"}) {
     for (const bool removes : {true, false}) {
@@ -301,7 +301,8 @@ bool has_name_in_flight(FileSystem& files) {
 }
 
 // Expects an intact step, or one that is refused because it was not committed. In the second case
-// its `.partial-` directory must distinguish it from another program's directory.
+// a `.partial-` directory must distinguish it from another program's directory. `cut_at`: the
+// number of the call that failed.
 void expect_whole_or_uncommitted(FileSystem& files, int64_t cut_at) {
   const Category category = category_of([&] { expect_intact(files, open_step(files, kInside)); });
   if (category == Category::count) return;
@@ -316,6 +317,7 @@ TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastStep) {
   EXPECT_EQ(category_of([&] { open_step(files, kInside); }), Category::uncommitted);
   write_files(files, step);
   StepRecord record = record_of_step(step);
+  // The new step has no model.safetensors, so that of the last step must be removed.
   files.rename(join_path(step.directory, "model.safetensors"), join_path(step.directory, "a.b"));
   record.files.front().name = "a.b";
   EXPECT_EQ(publish_step(files, step, record), std::nullopt);

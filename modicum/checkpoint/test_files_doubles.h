@@ -1,4 +1,4 @@
-// For the tests of this room: small safetensors files and indexes, and how opening one fails.
+// For the tests of this room: small safetensors files and indexes, and the error of opening one.
 #pragma once
 
 #include <map>
@@ -37,13 +37,14 @@ inline std::string file_with(const std::vector<std::pair<std::string, uint64_t>>
   return file_bytes(json.end_object().text(), end);
 }
 
+// The text of an index with this weight_map: the file name of each tensor.
 inline std::string index_with(const std::map<std::string, std::string>& weight_map,
                               uint64_t total_size) {
   const std::vector<std::pair<std::string, std::string>> rows(weight_map.begin(), weight_map.end());
   return index_json(rows, total_size);
 }
 
-// The error with which opening fails; empty if it succeeds.
+// The error that open_checkpoint throws; empty if it succeeds.
 inline std::optional<Error> failure(FileSystem& files, const std::string& path) {
   try {
     open_checkpoint(files, path);

@@ -8,8 +8,8 @@ namespace {
 
 constexpr uint64_t kAlignment = 8;
 
-// Checks the tensors by the rules of open_checkpoint. Returns each tensor's offset in the data, and
-// the data's size.
+// Checks the tensors by the rules of open_checkpoint. Returns the offset of each tensor in the
+// data, followed by the size of the data.
 std::vector<uint64_t> lay_out(std::span<const TensorSpec> tensors, const std::string& file) {
   std::vector<uint64_t> begins = {0};
   begins.reserve(tensors.size() + 1);

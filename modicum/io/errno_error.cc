@@ -17,7 +17,7 @@ struct Row {
   std::string_view name;
 };
 
-// strerrorname_np(3) needs glibc 2.32; we support older ones.
+// Instead of strerrorname_np(3), which needs glibc 2.32: we support older versions.
 constexpr std::array<Row, 35> kNames = {{
     {EACCES, "EACCES"},
     {EAGAIN, "EAGAIN"},

@@ -7,9 +7,9 @@
 
 namespace modicum {
 
-// Throws NOSPACE for ENOSPC and EDQUOT, and IO for all others, with a message such as "cannot open:
-// ENOENT (No such file ...)". Callers that need another category, such as CONFLICT for EEXIST,
-// check errno first.
+// Throws NOSPACE for ENOSPC and EDQUOT, and IO for every other errno, with a message such as
+// "cannot open: ENOENT (No such file or directory)". Callers that need another category, such as
+// CONFLICT for EEXIST, check errno first.
 [[noreturn]] void fail_errno(int error, std::string_view what_failed, Facts facts = {});
 
 }  // namespace modicum

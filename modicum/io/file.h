@@ -66,7 +66,7 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
 
-  // Every function throws IO for errors without a category below.
+  // The functions throw IO for every error for which no other category is named below.
 
   // Opens a regular file for reading; follows symbolic links. Throws IO for any other kind of file
   // (directory, FIFO, device), and for files that are absent or not readable.
@@ -78,7 +78,8 @@ class FileSystem {
   virtual std::unique_ptr<File> open_to_write(const std::string& path) = 0;
 
   // `exists` and `is_directory` follow symbolic links: for a dangling link they return false. They
-  // throw IO if a directory on the path may not be searched.
+  // throw IO if the path can't be examined, for example because a directory on it may not be
+  // searched.
   virtual bool exists(const std::string& path) = 0;
   virtual bool is_directory(const std::string& path) = 0;
   // The path that a symbolic link holds; empty for other files.

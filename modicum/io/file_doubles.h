@@ -50,10 +50,11 @@ struct IoCall {
   uint64_t end = 0;
 };
 
-// Records every call and passes it on to `under`. The `fail_at`-th call, counted from 1, is
-// recorded but throws IO (EIO); 0: no call fails. The calls about the page cache (read_around and
-// those after `close` in File) don't count: read_around, drops and write-backs have lists of their
-// own. Several threads may use it.
+// Records calls and passes them on to `under`. The `fail_at`-th recorded call, counted from 1, is
+// not passed on but throws IO (EIO); with 0 no call fails. File::name and the functions about the
+// page cache (read_around, and those that File declares after `close`) are not among the recorded
+// calls; successful read_arounds, drops and write-backs have separate lists. Several threads may
+// use it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
@@ -72,15 +73,15 @@ class RecordingFileSystem final : public FileSystem {
 
   std::vector<IoCall> calls() const;
   uint64_t bytes_read() const;               // sum over all "read" calls
-  std::vector<IoCall> reads_around() const;  // those that succeeded
+  std::vector<IoCall> reads_around() const;  // read_around calls that succeeded
   std::vector<IoCall> drops() const;
   std::vector<IoCall> writebacks() const;  // `what` is "start" or "finish"
   // From now on `cached_bytes` reports no page of a file until the file is first read, and then
   // every page, as if the kernel had read the whole file ahead.
   void be_cold();
-  // Calls `act` once, before the `number`-th call (counted from 1) is passed on: `act` can do what
-  // another process would do at this moment. Call this before the first recorded call.
-  void before_call(int64_t number, std::function<void()> act);
+  // Calls `action` once, before the `number`-th call (counted from 1) is passed on. `action` can do
+  // what another process would do at this moment. Must be called before the first recorded call.
+  void before_call(int64_t number, std::function<void()> action);
   // The `fail_at`-th call fails with this errno instead of EIO.
   void fail_with(int error);
   // The `number`-th call and all later ones fail and are not passed on, as after a power cut.

@@ -26,6 +26,7 @@ std::span<const std::byte> as_bytes(const std::string& text) {
   return std::as_bytes(std::span(text));
 }
 
+// The `size` bytes of the file from `offset` on.
 std::string read_text(File& file, uint64_t offset, size_t size) {
   std::string text(size, '?');
   file.read(std::as_writable_bytes(std::span(text)), offset);
@@ -39,6 +40,7 @@ void write_file(FileSystem& files, const std::string& path, const std::string& t
   file->close();
 }
 
+// The error that `call` throws; empty if it throws none.
 std::optional<Error> error_of(FunctionRef<void()> call) {
   try {
     call();
@@ -55,7 +57,8 @@ std::optional<Error> error_of(FunctionRef<void()> call) {
     EXPECT_EQ(thrown_->category(), wanted) << thrown_->what();                   \
   } while (false)
 
-// The contract of FileSystem, tested on the operating system's files and on those in memory.
+// The contract of FileSystem, tested on PosixFileSystem (parameter true) and on MemoryFileSystem
+// (false).
 class FileSystemTest : public testing::TestWithParam<bool> {
  protected:
   FileSystemTest() {
@@ -115,7 +118,7 @@ TEST_P(FileSystemTest, CreateNeverReplaces) {
   EXPECT_EQ(read_text(*files().open(at("a")), 0, 5), "first");
 }
 
-// Several writers write to one file, each through its own File.
+// Each writer has a separate File, as the ranks of a save have.
 TEST_P(FileSystemTest, SeveralWritersFillOneFile) {
   const std::unique_ptr<File> made = files().create(at("a"));
   made->allocate(6);
@@ -492,6 +495,7 @@ TEST(MemoryFileSystem, PutChangesAFileInPlace) {
   EXPECT_EQ(read_text(*file, 0, 5), "later");
 }
 
+// Makes six calls, of which the fifth is the rename.
 void save(FileSystem& files) {
   const std::unique_ptr<File> file = files.create("a.tmp");
   file->write(as_bytes("0123456789"), 0);
@@ -521,7 +525,7 @@ TEST(RecordingFileSystem, RecordsCallsInOrder) {
 }
 
 TEST(RecordingFileSystem, FailsExactlyTheNthCall) {
-  for (int64_t n = 1; n <= 6; ++n) {  // `save` makes six calls; the fifth is the rename
+  for (int64_t n = 1; n <= 6; ++n) {
     MemoryFileSystem memory;
     RecordingFileSystem files(memory, n);
     const std::optional<Error> met = error_of([&] { save(files); });

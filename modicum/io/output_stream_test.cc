@@ -16,12 +16,14 @@ namespace {
 // Must fail for these mutants: `open` waits for the reader of a FIFO; a regular file is written in
 // place; a descriptor's path is opened anew, at offset 0; errors of open(2) are reported as EBADF.
 
+// Up to 64 bytes that are read from a descriptor.
 std::string taken_from(int fd) {
   char text[64];
   const ssize_t got = read(fd, text, sizeof text);
   return {text, got < 0 ? 0 : static_cast<size_t>(got)};
 }
 
+// The error of opening `path`; "opened" if it succeeds.
 std::string refused(const std::string& path) {
   try {
     OutputStream::open(path);

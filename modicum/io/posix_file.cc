@@ -94,13 +94,13 @@ class PosixFile final : public File {
     size_t done = 0;
     while (done < from.size()) {
       const size_t size = std::min(from.size() - done, kMostPerCall);
-      const ssize_t got = uninterrupted([&] {
+      const ssize_t written = uninterrupted([&] {
         return ::pwrite(fd(), from.data() + done, size, static_cast<off_t>(offset + done));
       });
-      // A write of 0 bytes without an error would loop forever.
-      if (got == 0) errno = EIO;
-      if (got <= 0) fail_errno(errno, "write failed", {.file = name_, .offset = offset + done});
-      done += static_cast<size_t>(got);
+      // Repeating a write that writes 0 bytes without an error could loop forever.
+      if (written == 0) errno = EIO;
+      if (written <= 0) fail_errno(errno, "write failed", {.file = name_, .offset = offset + done});
+      done += static_cast<size_t>(written);
     }
   }
 
@@ -205,7 +205,7 @@ class PosixFile final : public File {
   std::optional<Descriptor> direct_;  // for read_around
 };
 
-// Uses cachestat(2), new in Linux 6.5; older C libraries lack its number.
+// Uses cachestat(2), new in Linux 6.5, by its number, which older C libraries don't define.
 std::optional<uint64_t> PosixFile::cached_bytes(uint64_t begin, uint64_t end) noexcept {
   constexpr long kCachestatCall = 451;
   struct Range {
@@ -223,6 +223,8 @@ std::optional<uint64_t> PosixFile::cached_bytes(uint64_t begin, uint64_t end) no
   Range range{begin, end - begin};
   Counts counts{};
   if (::syscall(kCachestatCall, descriptor_.get(), &range, &counts, 0U) != 0) return std::nullopt;
+  // The kernel counts whole pages. If one of them is not cached, the result must be less than the
+  // length of the range.
   const uint64_t pages = (end - 1) / kPageBytes - begin / kPageBytes + 1;
   if (counts.cached >= pages) return end - begin;
   return std::min(counts.cached * kPageBytes, end - begin - 1);

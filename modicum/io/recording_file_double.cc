@@ -11,7 +11,7 @@ namespace modicum {
 
 struct RecordingFileSystem::State {
   // Records a call before it is passed on, and throws if it is to fail. Must be called without
-  // `mutex`, since `act` may make calls.
+  // `mutex`, since `action` may make calls.
   void note(std::string what, std::string file, uint64_t begin = 0, uint64_t end = 0) {
     const IoCall call{std::move(what), std::move(file), begin, end};
     int64_t number = 0;
@@ -20,7 +20,7 @@ struct RecordingFileSystem::State {
       calls.push_back(call);
       number = static_cast<int64_t>(calls.size());
     }
-    if (number == act_at) act();
+    if (number == action_at) action();
     const bool is_cut = cut_at > 0 && number >= cut_at;
     if (number != fail_at && !is_cut) return;
     fail_errno(is_cut ? EIO : error, call.what + " failed", {.file = call.file, .offset = begin});
@@ -29,8 +29,8 @@ struct RecordingFileSystem::State {
   int64_t fail_at = 0;
   int error = EIO;  // errno of the `fail_at`-th call
   int64_t cut_at = 0;
-  int64_t act_at = 0;
-  std::function<void()> act;
+  int64_t action_at = 0;
+  std::function<void()> action;
   mutable std::mutex mutex;  // guards everything below
   std::vector<IoCall> calls;
   std::vector<IoCall> drops;
@@ -127,9 +127,9 @@ RecordingFileSystem::RecordingFileSystem(FileSystem& under, int64_t fail_at)
 }
 RecordingFileSystem::~RecordingFileSystem() = default;
 
-void RecordingFileSystem::before_call(int64_t number, std::function<void()> act) {
-  state_->act_at = number;
-  state_->act = std::move(act);
+void RecordingFileSystem::before_call(int64_t number, std::function<void()> action) {
+  state_->action_at = number;
+  state_->action = std::move(action);
 }
 
 void RecordingFileSystem::fail_with(int error) { state_->error = error; }

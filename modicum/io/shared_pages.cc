@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-// The mapping; empty on failure.
+// Maps the memory of a descriptor. The result is empty on failure.
 std::span<std::byte> mapped(int fd, uint64_t bytes) noexcept {
   void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (at == MAP_FAILED) return {};
@@ -21,7 +21,7 @@ std::span<std::byte> mapped(int fd, uint64_t bytes) noexcept {
 
 // A POSIX record lock on the byte whose offset is the process id. It belongs to the process that
 // sets it, and the kernel releases it when that process closes the descriptor, as exec does.
-struct flock byte_of(pid_t pid) noexcept {
+struct flock lock_of(pid_t pid) noexcept {
   struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
@@ -30,8 +30,9 @@ struct flock byte_of(pid_t pid) noexcept {
   return lock;
 }
 
-bool has_size(const struct stat& of, uint64_t bytes) noexcept {
-  return S_ISREG(of.st_mode) && of.st_size >= 0 && static_cast<uint64_t>(of.st_size) == bytes;
+bool has_size(const struct stat& status, uint64_t bytes) noexcept {
+  return S_ISREG(status.st_mode) && status.st_size >= 0 &&
+         static_cast<uint64_t>(status.st_size) == bytes;
 }
 
 }  // namespace
@@ -71,12 +72,12 @@ SharedPages::~SharedPages() {
 }
 
 bool SharedPages::mark() const noexcept {
-  struct flock lock = byte_of(getpid());
+  struct flock lock = lock_of(getpid());
   return fcntl(fd_, F_SETLK, &lock) == 0;
 }
 
 bool SharedPages::is_marked_by(int pid) const noexcept {
-  struct flock lock = byte_of(pid);
+  struct flock lock = lock_of(pid);
   return fcntl(fd_, F_GETLK, &lock) == 0 && lock.l_type != F_UNLCK;
 }
 

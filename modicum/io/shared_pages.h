@@ -9,7 +9,7 @@
 
 namespace modicum {
 
-// The path is /proc/PID/fd/N of a process that has the memory, so no file is left behind if that
+// The memory's path is /proc/PID/fd/N of a process that has it, so no file is left behind if that
 // process is killed. The memory is sealed against truncation, so no store into it raises SIGBUS.
 // The kernel frees it once no process maps it or holds a descriptor of it. Move-only.
 class SharedPages {

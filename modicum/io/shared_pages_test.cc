@@ -37,7 +37,7 @@ TEST(SharedPages, AreTheSameInAllProcesses) {
   EXPECT_FALSE(SharedPages::open(made.path(), 2 * kBytes).has_value()) << "of another size";
 }
 
-// Waits for a byte from the child.
+// Waits until a byte can be read from the pipe `fd`.
 void await(int fd) {
   char byte = 0;
   ASSERT_EQ(read(fd, &byte, 1), 1);
@@ -45,7 +45,7 @@ void await(int fd) {
 
 TEST(SharedPages, AreMarkedUntilAnotherProgramIsStarted) {
   const SharedPages made = SharedPages::make(kBytes);
-  int told[2], go_on[2];
+  int told[2], go_on[2];  // pipes from the child and to the child
   ASSERT_EQ(pipe(told), 0);
   ASSERT_EQ(pipe(go_on), 0);
   const pid_t child = fork();

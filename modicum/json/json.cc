@@ -44,8 +44,8 @@ void append_utf8(std::string& out, uint32_t code) {
   add(0x80 | (code & 0x3f));
 }
 
-// Reads tokens. Each call begins with `at` on the first byte of a token and ends with `at` behind
-// the last one.
+// Reads tokens. Each of literal, string and number begins with `at` at the first byte of a token,
+// and ends with `at` after its last byte.
 struct Cursor {
   std::string_view text;
   size_t at = 0;
@@ -112,7 +112,7 @@ std::string_view Cursor::number() {
 // Returns a view of `text` if the string has no escapes, else of `unescaped`.
 std::string_view Cursor::string(std::string& unescaped) {
   const size_t quote = at++;
-  size_t done = at;  // after an escape: `unescaped` has everything before this
+  size_t done = at;  // once there was an escape, `unescaped` has everything before this
   bool escaped = false;
   for (;; ++at) {
     while (at < text.size() && is_plain(text[at])) ++at;
@@ -123,7 +123,7 @@ std::string_view Cursor::string(std::string& unescaped) {
     escaped = true;
     unescaped += text.substr(done, at - done);
     escape(unescaped);
-    done = at--;
+    done = at--;  // the loop's ++at returns to this place
   }
   const std::string_view rest = text.substr(done, at++ - done);
   if (!escaped) return rest;
@@ -193,7 +193,7 @@ struct JsonReader : Cursor {
     bool taken = false;
   };
 
-  bool seen_before = false;  // reread_json
+  bool seen_before = false;  // for reread_json: UTF-8 and duplicate keys are not checked
   int depth = 0;
   std::vector<Key> keys;  // innermost object last
 

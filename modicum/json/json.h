@@ -12,7 +12,7 @@
 // Strict: RFC 8259; UTF-8 without overlong forms or surrogates; no duplicate keys (compared after
 // unescaping); nesting up to 64; only white space after the document. Skipped values are checked in
 // the same way. Errors are thrown as JsonErrors with a byte offset; callers convert them to their
-// own category. One thread.
+// own category. Not thread-safe.
 #pragma once
 
 #include <concepts>
@@ -33,9 +33,10 @@ enum class JsonFault : uint8_t {
   syntax,     // not JSON (also a lone surrogate, a raw control byte, nesting over 64)
   duplicate,  // a key occurs twice in one object
   type,       // a value of another type than expected (a string instead of a number)
-  range,      // integer: not 0|[1-9][0-9]*, or over 2^63-1; number: out of the range of a double;
-              // document: 4 GiB or more
-  trailing,   // text after the document
+  // `integer` of a number that is not 0|[1-9][0-9]* or is over 2^63-1; `number` of one that is out
+  // of the range of a double; a document of 4 GiB or more
+  range,
+  trailing,  // text after the document
 };
 
 struct JsonError : std::runtime_error {
@@ -45,10 +46,10 @@ struct JsonError : std::runtime_error {
   uint64_t offset;  // byte offset in the text
 };
 
-// A value, which the callback that receives it takes at most once, with one of the functions from
-// `object` to `skip`. A value that was not taken is checked and skipped after the callback. A
-// callback may catch the JsonError of such a call on its value, and continue, if the fault is
-// `type` (the value can still be taken) or `range` (the value has been taken).
+// A value that a callback receives. The callback may take it once, by a call of one of the
+// functions from `object` to `skip`. A value that it has not taken is checked and skipped after the
+// callback. It may catch the JsonError of such a call and continue if the fault is `type` (the
+// value can still be taken) or `range` (the value has been taken).
 class JsonValue {
  public:
   enum class Kind : uint8_t { object, array, string, number, boolean, null };
@@ -61,7 +62,7 @@ class JsonValue {
   void array(FunctionRef<void(JsonValue& element)> element);
   std::string string();
   int64_t integer();  // 0 to 2^63-1, without sign, fraction or exponent; else throws `range`
-  double number();    // throws `range` if it over- or underflows a double
+  double number();    // throws `range` if the number is too large or too small for a double
   bool boolean();
   void null();
   void skip();  // still checks the value
@@ -76,7 +77,7 @@ class JsonValue {
 // `duplicate` at the end of an object, after its members have been passed to the callbacks.
 void read_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 // Reads a text that read_json has accepted. Checks the syntax again, but neither UTF-8 nor
-// duplicates, and so keeps no keys.
+// duplicate keys, so that it needs no memory for keys.
 void reread_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 
 // Writes JSON into a string and adds commas and escapes. Throws INTERNAL on misuse, such as a value
@@ -110,7 +111,8 @@ class JsonWriter {
   }
   // The document so far.
   const std::string& text() const noexcept { return text_; }
-  std::string take() noexcept { return std::move(text_); }  // moves the document out: no copy
+  // Moves the document out. The writer must not be used afterwards.
+  std::string take() noexcept { return std::move(text_); }
 
  private:
   void separate();

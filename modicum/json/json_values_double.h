@@ -1,5 +1,5 @@
 // JSON values of every type and of unusual sizes. At any key, a reader must either accept such a
-// value or refuse it with a typed error.
+// value or refuse it with an Error.
 #pragma once
 
 #include <array>

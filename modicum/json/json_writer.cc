@@ -44,7 +44,7 @@ void append_string(std::string& out, std::string_view text) {
 
 }  // namespace
 
-// Called before each value.
+// Called before each value. Adds a comma if one is needed, and checks that a value may follow.
 void JsonWriter::separate() {
   if (open_.empty()) {
     MODICUM_ASSERT(text_.empty());

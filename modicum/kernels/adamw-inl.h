@@ -28,10 +28,10 @@ struct Constants {
   bool has_second;
   // As torch.lerp does, exp_avg moves towards the gradient from the nearer end: the result is
   // exp_avg or the gradient, plus lerp * (gradient - exp_avg).
-  float lerp;          // 1 - beta1, or -beta1 from the gradient
-  bool from_exp_avg;   // else from the gradient
-  bool adds_decay;     // L2
-  bool decays_master;  // decoupled
+  float lerp;          // 1 - beta1 from exp_avg, -beta1 from the gradient
+  bool from_exp_avg;   // false: from the gradient
+  bool adds_decay;     // L2: weight decay is added to the gradient
+  bool decays_master;  // decoupled weight decay
   float inverse_bias2;
 };
 
@@ -129,9 +129,10 @@ HWY_INLINE int64_t for_pairs(const Op& op, int64_t begin, int64_t end) {
   for (; i + 2 * lanes <= end; i += 2 * lanes) op.pair(d, i);
   return i;
 }
-// Vectors are stepped in pairs if gradients, masters and moments have at most 16 bits per element,
-// since packing a single vector costs as much as its arithmetic. has_pairs is the condition on the
-// format, pairs_of the one that is known only at run time.
+// Vectors are stepped in pairs if the gradients and all planes of the state have at most 16 bits
+// per element and no copy goes to `out`, since packing a single vector costs as much as its
+// arithmetic. has_pairs is the condition on the format, pairs_of the one that is known only at run
+// time.
 constexpr bool has_pairs(StateFormat format) {
   return HWY_TARGET != HWY_SCALAR && has_random(format) && is_split(format);
 }
@@ -174,7 +175,8 @@ class Pieces {
     return true;
   }
 
-  // The next complete blocks, up to `most` of them. Returns how many.
+  // Takes the next complete blocks, at most `most`, and stores their keys. Returns their number,
+  // which is 0 if the next piece is not a complete block.
   int64_t next_complete(int64_t most, BlockKeys* keys) {
     if (column_ % kScaleBlock != 0) return 0;
     const int64_t count = std::min(most, std::min(row_ - column_, n_ - end_) / kScaleBlock);
@@ -200,7 +202,7 @@ class Pieces {
   int64_t column_;  // column of element end_ in its row
   const int64_t first_block_;
   int64_t blocks_ = 0;  // blocks already returned
-  int64_t end_ = 0;     // end of the last one
+  int64_t end_ = 0;     // end of the last piece
 };
 
 template <class D>
@@ -284,6 +286,8 @@ struct Step {
     store_master<kFormat>(d, now.p, random, span, i);
     store_out(d, now.p, span, i);
     if constexpr (has_random(kFormat)) {
+      // The lower half of the random word rounds exp_avg, the upper half exp_avg_sq and its
+      // maximum.
       const hn::Rebind<uint32_t, D> du;
       const Words<D> upper = hn::ShiftRight<16>(random);
       store_bf16_random(d, now.m, hn::And(random, hn::Set(du, 0xffffU)), span.exp_avg, i);

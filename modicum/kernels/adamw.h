@@ -3,7 +3,7 @@
 // them. A step's results are also bit-equal for any number of threads and any division into calls
 // (for 8-bit moments see AdamSpan).
 //
-// The arithmetic is pure and noexcept: no allocation, no checks. Callers guarantee the shapes.
+// The kernels are noexcept, allocate nothing and check nothing: callers guarantee the shapes.
 #pragma once
 
 #include <cstddef>
@@ -76,7 +76,8 @@ class RunningPower {
 struct BetaPowers {
   RunningPower beta1, beta2;
 };
-// The same constants, in constant time if `powers` come from the step before.
+// The same constants, computed from `powers`, which it updates. Takes constant time if they come
+// from the step before, otherwise up to `step` multiplications.
 AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed,
                          BetaPowers& powers);
 
@@ -137,10 +138,10 @@ struct GradNorm {
 // calls may differ from one call's in its last bits.
 GradNorm squares(const std::byte* grad, DType dtype, int64_t n) noexcept;
 
-// The instruction sets for which this program has kernels, best first, as `--isa` names them:
-// those that this machine runs, and those that it does not run.
+// The instruction sets for which this program has kernels, best first, by their names in `--isa`.
+// isas() has those that this machine supports, isas_not_run() the others.
 std::vector<std::string_view> isas();
 std::vector<std::string_view> isas_not_run();
-std::string_view isa() noexcept;      // the current one
+std::string_view isa() noexcept;      // the one whose kernels are called now
 void use_isa(std::string_view name);  // for the whole process; USAGE if it is not in isas()
 }  // namespace modicum

@@ -1,5 +1,5 @@
-// AdamW as docs/internals/numerics.md defines it, one element at a time: the
-// reference of the kernels' tests.
+// AdamW as docs/internals/numerics.md defines it, one element at a time: the reference of the
+// kernels' tests.
 #pragma once
 
 #include "modicum/kernels/kernels.h"

@@ -13,6 +13,7 @@
 namespace modicum {
 namespace {
 
+// The digest that record_adamw.py computes of an array of 32-bit words.
 uint64_t digest_of(const std::vector<std::byte>& bytes) {
   uint64_t digest = 0xcbf29ce484222325U;
   for (size_t i = 0; i < bytes.size(); i += 4) {
@@ -23,6 +24,7 @@ uint64_t digest_of(const std::vector<std::byte>& bytes) {
   return digest;
 }
 
+// Makes the recorded steps and compares digests of the state with torch's.
 void expect_torch(const TorchRun& run) {
   HeldSpan held(StateFormat::fp32, 0, kTorchCount);
   const std::vector<float> start = spread_values(0, kTorchCount);
@@ -47,10 +49,12 @@ void expect_torch(const TorchRun& run) {
 // Tolerates two ulps of the parameter or of its total update, whichever is larger.
 void expect_near_in_one_step(float ours, float torchs, float before) {
   const float size = std::max(std::fabs(torchs), std::fabs(torchs - before));
-  const float place = std::nextafter(size, 2 * size) - size;
-  EXPECT_NEAR(ours, torchs, 2 * place);
+  const float ulp = std::nextafter(size, 2 * size) - size;
+  EXPECT_NEAR(ours, torchs, 2 * ulp);
 }
 
+// Makes the recorded steps and compares the first parameters with torch's, after step 1 and after
+// the last step.
 void expect_near_torch(const TorchRun& run) {
   HeldSpan held(StateFormat::fp32, 0, kTorchCount);
   const std::vector<float> start = spread_values(0, kTorchCount);
@@ -133,41 +137,45 @@ struct Elements {
   bool has_out = true;  // AdamSpan::out
 };
 
-AdamSpan span_of(HeldSpan& held, const Elements& of) {
+AdamSpan span_of(HeldSpan& held, const Elements& elements) {
   AdamSpan span = held.span();
-  if (!of.has_out) span.out = nullptr;
+  if (!elements.has_out) span.out = nullptr;
   return span;
 }
 
-HeldSpan begun(StateFormat format, const StepCase& one, const Elements& of) {
-  HeldSpan held(format, of.first, of.n, 1, of.row);
+// The state before step 1.
+HeldSpan begun(StateFormat format, const StepCase& one, const Elements& elements) {
+  HeldSpan held(format, elements.first, elements.n, 1, elements.row);
   held.grad_dtype = one.grad;
   held.out_dtype = one.out;
-  import_state(numbers_of(one, 1), held.span(), StatePlane::master, spread_values(0, of.n).data());
+  import_state(numbers_of(one, 1), held.span(), StatePlane::master,
+               spread_values(0, elements.n).data());
   return held;
 }
 
 using GradientsOf = std::vector<float> (*)(int64_t step, int64_t n);
 
-void expect_reference(StateFormat format, const StepCase& one, const Elements& of, int64_t steps,
-                      GradientsOf gradients = spread_values) {
-  HeldSpan expected = begun(format, one, of);
+// Expects that after `steps` steps the state has the reference's bits on every instruction set.
+void expect_reference(StateFormat format, const StepCase& one, const Elements& elements,
+                      int64_t steps, GradientsOf gradients = spread_values) {
+  HeldSpan expected = begun(format, one, elements);
   std::vector<HeldSpan> held(isas().size(), expected);
   for (int64_t step = 1; step <= steps; ++step) {
-    const std::vector<float> grad = gradients(step, of.n);
+    const std::vector<float> grad = gradients(step, elements.n);
     const AdamNumbers numbers = numbers_of(one, step);
     expected.set_grad(grad);
-    reference_adamw(numbers, span_of(expected, of));
+    reference_adamw(numbers, span_of(expected, elements));
     for (size_t i = 0; i < held.size(); ++i) {
       use_isa(isas()[i]);
       held[i].set_grad(grad);
-      adamw(numbers, span_of(held[i], of));
+      adamw(numbers, span_of(held[i], elements));
     }
   }
   for (size_t i = 0; i < held.size(); ++i) {
     EXPECT_TRUE(held[i] == expected)
         << isas()[i] << ", " << row_of(format).name << ", betas " << one.beta1 << " " << one.beta2
-        << ", clip " << one.clip << ", " << of.n << " from " << of.first << ", rows of " << of.row;
+        << ", clip " << one.clip << ", " << elements.n << " from " << elements.first << ", rows of "
+        << elements.row;
   }
   use_isa(isas().front());
 }
@@ -190,9 +198,9 @@ TEST(AdamW, EqualsTheReferenceAtAnyOffsetAndLength) {
 
 TEST(AdamW, EqualsTheReferenceInRows) {
   for (const StateFormatRow& row : all_state_formats()) {
-    for (const int64_t of_row : {100, 128, 129, 300, 1000}) {
+    for (const int64_t row_size : {100, 128, 129, 300, 1000}) {
       for (const int64_t first : {int64_t{0}, int64_t{250}, (int64_t{1} << 33) + 77}) {
-        expect_reference(row.format, kStepCases[0], {first, 700, of_row}, 2);
+        expect_reference(row.format, kStepCases[0], {first, 700, row_size}, 2);
       }
     }
   }
@@ -406,10 +414,11 @@ struct Stream {
   int64_t first = 0;
 };
 
-std::vector<uint32_t> words(const Stream& of, int shift = 0) {
+std::vector<uint32_t> words(const Stream& stream, int shift = 0) {
   std::vector<uint32_t> kept;
   for (int64_t i = 0; i < 100'000; ++i) {
-    kept.push_back(reference_word(of.seed, of.step, of.parameter, of.first + i) << shift);
+    kept.push_back(reference_word(stream.seed, stream.step, stream.parameter, stream.first + i)
+                   << shift);
   }
   return kept;
 }

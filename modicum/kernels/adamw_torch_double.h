@@ -19,9 +19,9 @@ struct TorchRun {
   AdamOptions options;
   float unscale;
   float clip;
-  std::array<TorchDigests, 5> after;
-  TorchParams after_first;
-  TorchParams after_last;
+  std::array<TorchDigests, 5> after;  // after each of kTorchSteps
+  TorchParams after_first;            // after step 1
+  TorchParams after_last;             // after the last of kTorchSteps
 };
 
 constexpr std::array<TorchRun, 16> kTorchRuns = {{

@@ -33,15 +33,15 @@ HWY_INLINE void fetch_ahead(const std::byte* plane, int64_t i, int64_t bytes) {
   hwy::Prefetch(plane + (i + kAhead) * bytes);
 }
 
-// One moment's scales and factors for encoding, by block of the run.
+// The scale of one moment, and its factors for encoding, in each block of the run.
 struct MomentBlocks {
   float scale[kRunBlocks] = {};
   float per[kRunBlocks];       // per_value
   float per_step[kRunBlocks];  // least_per_step; only for roots
 };
 
-// The moments of a run in fp32. If two vectors are updated as a pair, the elements with even
-// indices come first.
+// The moments of a run in fp32, and its random words. If vectors are stepped in pairs, each pair
+// has first its elements with even indices, then those with odd indices.
 struct Staged {
   alignas(64) float exp_avg[kRunElements];
   alignas(64) float magnitude[kRunElements];  // of exp_avg
@@ -143,11 +143,12 @@ struct Moments {
 };
 
 // Sets the scale of each block of a run to the largest of its magnitudes.
-HWY_INLINE void measure(const Run& run, const float* magnitudes, MomentBlocks& of) {
+HWY_INLINE void measure(const Run& run, const float* magnitudes, MomentBlocks& blocks) {
 #if HWY_TARGET != HWY_SCALAR
-  if (run.n == kRunElements) return largest_of_four(magnitudes, of.scale);
+  if (run.n == kRunElements) return largest_of_four(magnitudes, blocks.scale);
 #endif
-  run.by_block([&](int64_t b, int64_t k, int64_t n) { of.scale[b] = largest(magnitudes + k, n); });
+  run.by_block(
+      [&](int64_t b, int64_t k, int64_t n) { blocks.scale[b] = largest(magnitudes + k, n); });
 }
 
 // Sets the scales of a run; returns false if a moment exceeds kMostCoded or is NaN.
@@ -157,25 +158,25 @@ HWY_INLINE bool set_scales(const AdamSpan& span, const Run& run, Staged& staged)
   measure(run, staged.magnitude, staged.of_exp_avg);
   measure(run, staged.root, staged.of_root);
   if constexpr (kAmsgrad) measure(run, staged.max_root, staged.of_max_root);
-  const auto blocks = static_cast<size_t>((run.n + kScaleBlock - 1) / kScaleBlock);
+  const auto block_count = static_cast<size_t>((run.n + kScaleBlock - 1) / kScaleBlock);
   bool fits = true;
   for (int64_t b = 0; b < kRunBlocks; b += static_cast<int64_t>(hn::Lanes(d))) {
     const auto scale = hn::LoadU(d, staged.of_exp_avg.scale + b);
     hn::StoreU(per_value<kSignedPlaces>(d, scale), d, staged.of_exp_avg.per + b);
     fits = fits && hn::AllTrue(d, hn::Le(scale, hn::Set(d, kMostCoded)));
-    const auto set = [&](MomentBlocks& of) {
-      const auto root = hn::LoadU(d, of.scale + b);
-      hn::StoreU(per_value<kRootPlaces>(d, root), d, of.per + b);
-      hn::StoreU(least_per_step(d, scale, root), d, of.per_step + b);
+    const auto set = [&](MomentBlocks& blocks) {
+      const auto root = hn::LoadU(d, blocks.scale + b);
+      hn::StoreU(per_value<kRootPlaces>(d, root), d, blocks.per + b);
+      hn::StoreU(least_per_step(d, scale, root), d, blocks.per_step + b);
       fits = fits && hn::AllTrue(d, hn::Le(root, hn::Set(d, kMostCoded)));
     };
     set(staged.of_root);
     if constexpr (kAmsgrad) set(staged.of_max_root);
   }
-  std::copy_n(staged.of_exp_avg.scale, blocks, span.exp_avg_scale + run.scale);
-  std::copy_n(staged.of_root.scale, blocks, span.exp_avg_sq_scale + run.scale);
+  std::copy_n(staged.of_exp_avg.scale, block_count, span.exp_avg_scale + run.scale);
+  std::copy_n(staged.of_root.scale, block_count, span.exp_avg_sq_scale + run.scale);
   if constexpr (kAmsgrad)
-    std::copy_n(staged.of_max_root.scale, blocks, span.max_exp_avg_sq_scale + run.scale);
+    std::copy_n(staged.of_max_root.scale, block_count, span.max_exp_avg_sq_scale + run.scale);
   return fits;
 }
 
@@ -291,7 +292,7 @@ struct Codes {
   }
   struct Roots {
     const float* staged;
-    const MomentBlocks& of;
+    const MomentBlocks& blocks;
   };
   Roots roots() const { return {staged->root, staged->of_root}; }
   Roots max_roots() const { return {staged->max_root, staged->of_max_root}; }
@@ -300,8 +301,8 @@ struct Codes {
   template <class D>
   HWY_INLINE Words<D> root(D d, const Roots& from, int64_t b, int64_t k, Words<D> z) const {
     const Floats<D> root = hn::LoadU(d, from.staged + k);
-    const Words<D> offset = hn::Max(bits_of(d, offset_of(d, root, from.of.per[b])),
-                                    bits_of(d, least_of(d, z, from.of.per_step[b])));
+    const Words<D> offset = hn::Max(bits_of(d, offset_of(d, root, from.blocks.per[b])),
+                                    bits_of(d, least_of(d, z, from.blocks.per_step[b])));
     return zero_for_zero(d, hn::Add(offset, root_random(d, random(d, k))), root);
   }
   template <class D>
@@ -358,7 +359,7 @@ HWY_INLINE void step_run(const Constants& c, const AdamSpan& span, const Run& ru
   const bool fits = set_scales<kAmsgrad>(span, run, staged);
   cover<kFormat>(Random{span, &run, &staged}, run);
   cover<kFormat>(Masters<kFormat, kRule>{c, span, &run, &staged}, run);
-  if (!fits) {
+  if (!fits) {  // only the stored moments are clamped: the masters have been stepped
     clamp_to_codes(staged.exp_avg, run.n);
     clamp_to_codes(staged.magnitude, run.n);
     clamp_to_codes(staged.root, run.n);

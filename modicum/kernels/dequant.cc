@@ -125,8 +125,9 @@ struct Blocks {
     const int64_t step = kSpread ? to_step : 1;
     const int64_t bytes_per_step = step * static_cast<int64_t>(sizeof(typename To::Bits));
     int64_t left = n;
-    for (int64_t room = from.block - from.into_block; left > 0; room = from.block, ++scale) {
-      const int64_t count = std::min(room, left);
+    int64_t in_block = from.block - from.into_block;  // codes of the current block, from `codes` on
+    for (; left > 0; in_block = from.block, ++scale) {
+      const int64_t count = std::min(in_block, left);
       block(codes, *scale, target, count, step);
       codes += count;
       target += count * bytes_per_step;

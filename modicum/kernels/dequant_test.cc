@@ -56,7 +56,7 @@ std::vector<std::byte> all_codes() {
   return codes;
 }
 
-// Scales of every kind, and on both sides of kPlainFrom and kPlainTo.
+// Scales of every kind, and on both sides of kPlainFrom and kPlainTo in dequant.cc.
 std::vector<float> scales() {
   std::vector<float> some;
   for (const uint32_t bits :
@@ -90,8 +90,8 @@ TEST(Dequant, ReferenceGivesKnownValues) {
   EXPECT_TRUE(std::isinf(value_of(0xfc, DType::f8_e5m2)));
 }
 
-// Oracle: all codes, many scales, three target dtypes. Must fail if products are rounded twice or
-// not to nearest even, denormals are flushed, or NaNs have other bits.
+// All codes, many scales, three target dtypes. Must fail if a product is not rounded to nearest
+// even in fp32, denormals are flushed, or NaNs have other bits.
 TEST(Dequant, EveryCodeTimesManyScalesAgreesWithTheReference) {
   for (const DType dtype : kCodes) {
     for (const DType to : kTargets) {

@@ -18,6 +18,8 @@ HWY_BEFORE_NAMESPACE();
 namespace modicum {
 namespace HWY_NAMESPACE {
 
+// These depend on the order of StateFormat: fp32, then the split formats, then the others with fp32
+// masters; every format but the first two rounds at random.
 constexpr bool is_split(StateFormat format) {
   return format != StateFormat::fp32 && format < StateFormat::bf16_moments_fp32;
 }
@@ -88,7 +90,7 @@ HWY_INLINE void store_master(D d, Floats<D> v, [[maybe_unused]] Words<D> random,
   }
 }
 
-// The same for 2 * Lanes(d) elements of a split master.
+// load_master and store_master for 2 * Lanes(d) elements of a split master.
 template <StateFormat kFormat, class D>
 HWY_INLINE Pair<Floats<D>> load_master_pair(D d, const std::byte* high, const std::byte* low,
                                             int64_t i) {
@@ -296,7 +298,7 @@ HWY_INLINE hn::Vec<hn::Repartition<uint16_t, D>> halves_of(D, const Pair<Words<D
   const auto even = hn::BitCast(d16, hn::ShiftRight<16>(words.even));
   return hn::OddEven(hn::BitCast(d16, words.odd), even);
 }
-// root_code for pairs, in the lower bytes.
+// The codes of a pair of vectors, as of root_code, each in the lower byte of its 16 bits.
 template <class D>
 HWY_INLINE hn::Vec<hn::Repartition<uint16_t, D>> root_codes(D d, const Pair<Words<D>>& z) {
   const hn::Repartition<uint16_t, D> d16;
@@ -381,7 +383,7 @@ HWY_INLINE float largest(const float* values, int64_t n) {
 }
 
 #if HWY_TARGET != HWY_SCALAR
-// The largest values of four complete blocks without negative values, by the same comparison.
+// The largest values of four complete blocks without negative values, compared as in `largest`.
 HWY_INLINE void largest_of_four(const float* values, float* most) {
   const hn::ScalableTag<uint32_t> d;
   const hn::FixedTag<uint32_t, 4> d4;
@@ -402,6 +404,7 @@ HWY_INLINE void largest_of_four(const float* values, float* most) {
     for (int64_t k = 4; k < lanes; k += 4) four = hn::Max(four, hn::Load(d4, by_lane + k));
     return four;
   };
+  // Each block has four candidates. Transposing them while taking maxima leaves one per block.
   const auto merged = [&](auto a, auto b) {
     return hn::Max(hn::InterleaveLower(d4, a, b), hn::InterleaveUpper(d4, a, b));
   };

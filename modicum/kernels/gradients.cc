@@ -27,7 +27,7 @@ namespace HWY_NAMESPACE {
 constexpr int64_t kStreams = 4;
 constexpr int64_t kColumns = 8;
 constexpr int64_t kSums = kStreams * kColumns;
-constexpr int64_t kTileRows = 64;
+constexpr int64_t kTileRows = 64;  // stay in the cache while narrow vectors pass over them again
 // Two vectors per stream: with 256-bit registers all sums stay in registers.
 using DoubleTag = hn::CappedTag<double, kColumns / 2>;
 
@@ -45,8 +45,8 @@ struct Streams {
 
 // Adds `rows` rows of kColumns elements of each stream, from the stream's element `begin` on.
 // (s0 to s7 are no array, since C++ has no arrays of scalable vectors.)
-HWY_INLINE void add_rows(const Streams& of, int64_t begin, int64_t rows, double* sums) {
-  const auto [grad, dtype, apart] = of;
+HWY_INLINE void add_rows(const Streams& streams, int64_t begin, int64_t rows, double* sums) {
+  const auto [grad, dtype, apart] = streams;
   const DoubleTag d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t k = 0; k < kColumns; k += 2 * lanes) {

@@ -98,6 +98,7 @@ struct HeldSpan {
     cast(reinterpret_cast<const std::byte*>(values.data()), DType::f32, grad.data(), grad_dtype, n);
   }
 
+  // Compares what a step writes, so not the gradients.
   bool operator==(const HeldSpan& other) const {
     const auto planes = [](const HeldSpan& s) {
       return std::vector{s.master.bytes(),     s.master_low.bytes(),     s.exp_avg.bytes(),
@@ -110,7 +111,7 @@ struct HeldSpan {
 };
 
 // fp32 values with any sign and 24 random bits, scaled by powers of two from 2^-15 to 1; the same
-// as in record_adamw.py.
+// values as in tests/fixtures/record_adamw.py.
 inline std::vector<float> spread_values(int64_t stream, int64_t n) {
   std::vector<float> values(static_cast<size_t>(n));
   for (size_t i = 0; i < values.size(); ++i) {

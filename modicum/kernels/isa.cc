@@ -25,8 +25,9 @@ int64_t target_in_force() { return HWY_TARGET; }
 HWY_AFTER_NAMESPACE();
 
 #if HWY_ONCE
-// When libhwy is loaded, it measures a timer that nothing here uses: 3 ms of CPU time in every
-// process, half of a short command's. The dynamic linker prefers this definition to libhwy's.
+// When libhwy is loaded, it measures a timer that nothing here uses. That takes 3 ms of CPU time in
+// every process, which is half of what a short command takes. The dynamic linker prefers this
+// definition to libhwy's.
 namespace hwy::platform {
 __attribute__((visibility("default"))) uint64_t TimerResolution() { return 1; }
 }  // namespace hwy::platform

@@ -1,6 +1,6 @@
-// The public header of `kernels`: arithmetic over contiguous elements. Pure, noexcept, bit-equal
-// for any number of threads. Pointers need no alignment (except copy_streaming's); ranges must not
-// overlap.
+// The public header of `kernels`: arithmetic over contiguous elements. The functions have no state
+// but the instruction set that use_isa sets, and start no threads. Pointers need no alignment
+// (except copy_streaming's); ranges must not overlap.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,8 @@ namespace modicum {
 
 // Casts `n` elements between fp32, bf16 and fp16: round to nearest, ties to even; values too large
 // become infinities; denormals are kept, whatever the caller's flush-to-zero mode. fp16 <-> bf16
-// goes through fp32. Equal dtypes are copied. No other pair may be passed; the plan refuses them.
+// goes through fp32. Equal dtypes are copied. No other pair of dtypes may be passed: the plan
+// refuses such casts.
 //
 // NaNs stay NaNs. Casts from fp32 and fp16 to bf16 make every NaN 0x7fc0, as torch 2.13's scalar
 // code does (its AVX2 code gives 0xffff). fp32 <-> fp16 keeps the sign and the upper payload bits
@@ -59,10 +60,10 @@ uint64_t name_hash(std::string_view name) noexcept;
 // The synthesised value of element `index` of the tensor whose name hashes to `tensor_hash`: a
 // counter-based hash, finite in every dtype, independent of the division into calls. Floats of 16
 // bits and more have magnitudes in [2^-16, 1), any sign and any mantissa, except that fp16 has
-// magnitudes in [0, 1), one in eight denormal or 0; bf16 is the upper half of fp32. F8 is any code
-// but NaN and infinity; BOOL is 0 or 1; other dtypes have any bits. Files depend on these values:
-// they never change. Writes elements [first, first + n); for dtypes below a byte, `first` and `n`
-// are even (multiples of four for 6 bits).
+// magnitudes in [0, 1), one in eight denormal or 0; a bf16 value is the upper half of the fp32
+// value. F8 is any code but NaN and infinity; BOOL is 0 or 1; other dtypes have any bits. Files
+// depend on these values: they never change. Writes elements [first, first + n); for dtypes below a
+// byte, `first` and `n` are even (multiples of four for 6 bits).
 void synth_fill(uint64_t tensor_hash, DType dtype, int64_t first, int64_t n,
                 std::byte* to) noexcept;
 

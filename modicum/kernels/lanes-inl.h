@@ -130,8 +130,8 @@ HWY_INLINE Floats<D> fma(D d, Floats<D> a, Floats<D> b, Floats<D> c) {
 #endif
 }
 
-// ---- bf16 and fp16, by the methods of floats.h. Other than there, load_f16 keeps a NaN's quiet
-// bit as it is, and narrow_f16 makes every NaN 0x7e00 with its sign.
+// ---- bf16 and fp16, by the methods of floats.h. Unlike the functions there, load_f16 keeps a
+// NaN's quiet bit as it is, and narrow_f16 makes every NaN 0x7e00 with its sign.
 
 template <class D>
 HWY_INLINE Floats<D> load_bf16(D d, const std::byte* from, int64_t i) {

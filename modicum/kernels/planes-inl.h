@@ -153,9 +153,9 @@ void import_all(const AdamNumbers& numbers, const AdamSpan& span, StatePlane pla
     }
     to.scales[piece.scale] = scale;
     const OneLane d;
-    const auto of = hn::Set(d, scale);
+    const auto lane = hn::Set(d, scale);
     const float per =
-        hn::GetLane(roots ? per_value<kRootPlaces>(d, of) : per_value<kSignedPlaces>(d, of));
+        hn::GetLane(roots ? per_value<kRootPlaces>(d, lane) : per_value<kSignedPlaces>(d, lane));
     for_lanes(EncodeNearest{staged, to.codes, roots, piece, per}, piece.begin, piece.end);
   }
 }

@@ -85,6 +85,8 @@ HeldSpan written_over(StateFormat format, int16_t lower) {
   return held;
 }
 
+// The number of masters that do not continue from their upper half, whose number is their index: a
+// finite one must round to its upper half, and infinities and NaNs must stay such.
 int64_t not_of_their_class(const std::vector<float>& masters) {
   int64_t wrong = 0;
   for (uint32_t upper = 0; upper < kUppers; ++upper) {
@@ -181,6 +183,7 @@ TEST(StateFormat, AnExactFormatExportsTheImportedValues) {
   }
 }
 
+// A short master has 24 bits: the lower half keeps 8.
 TEST(StateFormat, AShortMasterIsWithinTwoToTheMinusFifteen) {
   const std::vector<float> values = spread_values(3, 5000);
   HeldSpan held(StateFormat::int8_moments_24, 11, 5000);
@@ -507,9 +510,9 @@ float largest_update(StateFormat format) {
 }
 
 TEST(StateFormat, NoUpdateIsMuchLargerThanFp32s) {
-  const float whole = largest_update(StateFormat::fp32);
+  const float in_fp32 = largest_update(StateFormat::fp32);
   for (const StateFormat format : kLowBit) {
-    EXPECT_LE(largest_update(format), 2 * whole) << name_of(format) << ", fp32: " << whole;
+    EXPECT_LE(largest_update(format), 2 * in_fp32) << name_of(format) << ", fp32: " << in_fp32;
   }
 }
 

@@ -375,7 +375,7 @@ uint64_t buffer_class(const Layout& layout, int rank) noexcept {
   uint64_t key = 0;
   for (const Sharding& sharding : layout.kinds) {
     for (const Cut& cut : sharding.cuts) {
-      if (cut.pads && cut.dim == 0) continue;
+      if (cut.pads && cut.dim == 0) continue;  // padding makes all buffers equally large
       key = key * static_cast<uint64_t>(parts_of(sharding.mesh, cut)) +
             static_cast<uint64_t>(part_of(sharding.mesh, cut, rank));
     }
@@ -414,7 +414,7 @@ void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
     i = std::min(rest / dim.step, dim.extent() - 1);
     rest -= i * dim.step;
   }
-  const int64_t row = inner < 0 ? 1 : piece.dims[static_cast<size_t>(inner)].extent();
+  const int64_t row_size = inner < 0 ? 1 : piece.dims[static_cast<size_t>(inner)].extent();
   for (;;) {
     int64_t place = piece.at;
     int64_t global = 0;
@@ -425,7 +425,7 @@ void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
     }
     if (place >= end) return;
     const int64_t lo = std::max(begin, place);
-    const int64_t hi = std::min(end, place + row);
+    const int64_t hi = std::min(end, place + row_size);
     if (lo < hi) run(global + (lo - place), lo, hi - lo);
     int d = inner - 1;
     for (; d >= 0; --d) {

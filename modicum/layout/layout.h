@@ -63,7 +63,7 @@ struct FlatGroup {
   int64_t numel = 0;              // without padding
   int64_t part = 0;               // elements of each rank's buffer, padding included
   std::vector<uint32_t> targets;  // in the order of the group
-  std::vector<int64_t> begins;    // first element of each target, and `numel`
+  std::vector<int64_t> begins;    // first element of each target in the group; last: `numel`
 };
 
 struct Layout {
@@ -160,7 +160,7 @@ std::vector<int64_t> local_shape(const Sharding& sharding, const TensorSpec& tar
 
 // Calls `piece` with the boxes of `target` that `rank` holds. A box's dims may be merged dims of
 // the target, in the same row-major order. `at` and `step` are places in the rank's local buffer.
-// An empty shard has no box. Returns the same as local_buffer.
+// An empty shard has no box. Returns local_buffer(sharding, target, rank).
 LocalBuffer for_each_piece(const Sharding& sharding, const TensorSpec& target, int rank,
                            FunctionRef<void(const Box& piece)> piece);
 // The part of a target that `rank` holds, with its place in the rank's buffer; may be empty. The
@@ -195,8 +195,8 @@ inline bool is_primary(const Sharding& sharding, const TensorSpec& target, int r
   return replica_place(sharding, target, rank).index == 0;
 }
 
-// The replicas of `rank`, itself included, ascending: for targets of this sharding, or for all
-// targets of the layout.
+// The ranks that hold the same elements as `rank`, and `rank` itself, ascending. The first function
+// is about targets of this sharding, the second about all targets of the layout.
 std::vector<int> replicas_of(const Sharding& sharding, int rank);
 std::vector<int> replicas_of(const Layout& layout, int rank);
 // Calls `fn` once for each group of replicas of all targets, the group with the lowest rank first.

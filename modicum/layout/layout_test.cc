@@ -11,7 +11,7 @@ TensorSpec tensor(std::vector<int64_t> shape) {
   return {"t", Role::param, DType::bf16, std::move(shape)};
 }
 
-// The row-major ids of the elements that `rank` holds, in local order. In torch:
+// The row-major ids of the elements that `rank` holds, in local order. For FSDP2, in torch:
 // chunk(arange(numel).reshape(shape), world, dim)[rank].flatten().
 std::vector<int64_t> held_ids(const Sharding& sharding, const TensorSpec& target, int rank) {
   std::vector<int64_t> ids(static_cast<size_t>(local_buffer(sharding, target, rank).numel), -1);
@@ -150,7 +150,7 @@ using Ids = std::vector<int64_t>;
 // part, concatenated.
 Ids cut_by_hand(const Ids& along, int packed, int parts, int part) {
   Ids mine;
-  const auto chunk = [](int64_t n, int of) { return (n + of - 1) / of; };
+  const auto chunk = [](int64_t n, int count) { return (n + count - 1) / count; };
   const auto size = static_cast<int64_t>(along.size());
   const int64_t q = chunk(size, packed);
   for (int64_t p = 0; p < packed; ++p) {
@@ -206,13 +206,13 @@ TEST(Layout, TpCutsFirstAndFsdpCutsItsShards) {
           const auto check = [&](TpKind kind, int tp_dim, int packed, int tp_parts) {
             Ids along[2] = {indices(n), indices(n + 1)};
             along[tp_dim] = cut_by_hand(along[tp_dim], packed, tp_parts, rank % tp % tp_parts);
-            const auto of_tp = static_cast<int64_t>(along[0].size());
+            const auto tp_rows = static_cast<int64_t>(along[0].size());
             along[dim] = cut_by_hand(along[dim], 1, dp, rank / tp);
             const Sharding& sharding = layout.kinds[static_cast<size_t>(kind)];
             ASSERT_EQ(held_ids(sharding, target, rank), product(along[0], along[1], n + 1))
                 << dp << "x" << tp << " n " << n << " rank " << rank << " dim " << dim;
             // FSDP2 pads TP's shard along dim 0.
-            const int64_t rows = dim == 0 ? (of_tp + dp - 1) / dp : of_tp;
+            const int64_t rows = dim == 0 ? (tp_rows + dp - 1) / dp : tp_rows;
             ASSERT_EQ(local_buffer(sharding, target, rank).padded_numel,
                       rows * static_cast<int64_t>(along[1].size()));
           };
@@ -408,9 +408,9 @@ TEST(Layout, RunsListARanksElementsInMemoryOrder) {
   std::vector<int> order = {0, 1, 2};
   do {
     for (int rank = 0; rank < 6; ++rank) {
-      for (const Sharding* of : {&sharding, &across}) {
+      for (const Sharding* each : {&sharding, &across}) {
         std::vector<Ids> held = {indices(7), indices(5), indices(3)};
-        for (const Cut& cut : of->cuts) {
+        for (const Cut& cut : each->cuts) {
           Ids& along = held[static_cast<size_t>(cut.dim)];
           const bool outer = cut.axes[0] == 0;
           along = cut_by_hand(along, cut.packed, outer ? 2 : 3, outer ? rank / 3 : rank % 3);
@@ -420,7 +420,7 @@ TEST(Layout, RunsListARanksElementsInMemoryOrder) {
         expected = product(expected, held[at(2)], shape[at(2)]);
         Ids got;
         int64_t behind = -1;
-        for (const ElementRun& run : runs_of(*of, tensor(shape), rank, order)) {
+        for (const ElementRun& run : runs_of(*each, tensor(shape), rank, order)) {
           EXPECT_GT(run.first, behind) << "runs that touch, or are not ascending";
           for (int64_t i = 0; i < run.n; ++i) got.push_back(run.first + i);
           behind = run.first + run.n;

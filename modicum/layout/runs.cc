@@ -39,9 +39,9 @@ std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Shardi
 
 std::vector<ElementRun> runs_of(const Sharding& sharding, const TensorSpec& target, int rank,
                                 std::span<const int> order) {
-  const auto [seen, cut] = reordered(target, sharding, order);
+  const auto [new_target, new_sharding] = reordered(target, sharding, order);
   std::vector<std::pair<int64_t, ElementRun>> placed;  // place in the rank's memory, and run
-  for_each_piece(cut, seen, rank, [&](const Box& piece) {
+  for_each_piece(new_sharding, new_target, rank, [&](const Box& piece) {
     for_each_runs(piece, [&](const Runs& runs) {
       MODICUM_ASSERT(runs.at_step == 1 || runs.length == 1);
       for (int64_t k = 0; k < runs.count; ++k) {

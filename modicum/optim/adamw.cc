@@ -95,11 +95,11 @@ const AdamOptions& AdamW::options(int group) const {
 
 void AdamW::set_options(int group, const AdamOptions& options) {
   check_options(options);
-  AdamOptions& of = spec_.groups.at(static_cast<size_t>(group));
-  if (of.amsgrad != options.amsgrad) {
+  AdamOptions& current = spec_.groups.at(static_cast<size_t>(group));
+  if (current.amsgrad != options.amsgrad) {
     fail(Category::usage, "amsgrad can't change: the state's constructor allocates its memory");
   }
-  of = options;
+  current = options;
 }
 
 void AdamW::set_steps(size_t shard, int64_t steps) {

@@ -1,7 +1,7 @@
 // AdamW over the shards of a rank. Its states, and the calls that change them:
 //
 //   AdamWSpec          a value; adamw_footprint(spec) is the memory that the state will hold
-//      |  AdamW(spec, ledger, ...)          charges, commits and pins all of it, or throws
+//      |  AdamW(spec, ledger, ...)          charges and commits all of it, or throws
 //      v
 //   READY              moments and masters are zero, except masters that the caller owns, which
 //      |               are unchanged; import_from, set_steps, set_options
@@ -22,9 +22,9 @@
 //   if (!norm.finite) return state.skip();
 //   state.step({.clip = clip_factor(norm.norm(), max_norm)});
 //
-// Memory: one arena per plane, charged and committed by the constructor, with huge pages where the
-// kernel allows them, and excluded from forked children unless AdamWSpec::fork says otherwise. No
-// later call allocates memory in proportion to the number of elements.
+// Memory: one arena (one mapping) per plane, charged and committed by the constructor, with huge
+// pages where the kernel allows them, and excluded from forked children unless AdamWSpec::fork says
+// otherwise. No later call allocates memory in proportion to the number of elements.
 //
 // Gradients: every element arrives once per step. The thread that completes a bucket sums its
 // squares while the bucket is still in the cache; `norm` adds the buckets in a fixed order. So the
@@ -145,7 +145,7 @@ class AdamW {
   const ShardSpec& shard(size_t index) const { return spec_.shards.at(index); }
   const AdamOptions& options(int group) const;
   // Sets the options of later steps. Throws USAGE if `amsgrad` changes, since the constructor
-  // allocates its plane; else as the constructor does for options.
+  // allocates the plane of max_exp_avg_sq, and as the constructor does for options.
   void set_options(int group, const AdamOptions& options);
 
   // Converts a piece and stores it. Throws MISMATCH, naming the parameter, for elements outside of
@@ -160,12 +160,14 @@ class AdamW {
   // This rank's sum of squares over its primary replicas (ShardSpec::counts); `finite` covers all
   // shards. Throws MISMATCH, naming the parameter, if a gradient is missing.
   GradNorm norm() const;
-  // The same per shard, secondary replicas included, for callers that weight replicas themselves.
+  // The sum of squares of each shard, secondary replicas included, for callers that weight replicas
+  // themselves. Throws as `norm`.
   std::vector<GradNorm> norms() const;
-  // One optimizer step. Throws MISMATCH as `norm` does; USAGE if the norm is not finite, `unscale`
-  // or `clip` is out of range, or the outlet's ring has fewer slots than threads; UNSUPPORTED for
-  // an outlet that is not bf16 if the master is split; NOMEM if a thread cannot be started. On
-  // failure nothing has been stepped and the gradients are kept, so the call can be repeated.
+  // One optimizer step. Throws MISMATCH as `norm` does; USAGE if a gradient is not finite,
+  // `unscale` or `clip` is out of range, or the outlet's ring has fewer slots than threads;
+  // UNSUPPORTED for an outlet that is not bf16 if the master is split; NOMEM if a thread cannot be
+  // started. On failure nothing has been stepped and the gradients are kept, so the call can be
+  // repeated.
   void step(const StepOptions& options = {});
   // One step of several states, all or nothing: on failure none of them has been stepped. Threads
   // are started once.

@@ -56,9 +56,9 @@ void AdamW::claim(size_t shard, int64_t at, int64_t n) {
   }
   if (n == 0) return;
   const std::lock_guard lock(mutex_);
-  Arriving& of = arriving_[shard];
-  if (of.left_out) fail_about(shard, "its gradient was left out of this step");
-  if (!of.arrived.add(at, at + n)) {
+  Arriving& arriving = arriving_[shard];
+  if (arriving.left_out) fail_about(shard, "its gradient was left out of this step");
+  if (!arriving.arrived.add(at, at + n)) {
     fail_about(shard, fmt::format("expected elements that have not arrived in this step, got local "
                                   "elements {} to {}",
                                   at, at + n));
@@ -87,19 +87,19 @@ void AdamW::arrived_in_place(size_t shard, int64_t at, int64_t n) {
 
 void AdamW::leave_out(size_t shard) {
   const std::lock_guard lock(mutex_);
-  Arriving& of = arriving_.at(shard);
-  if (of.arrived.count() > 0) {
+  Arriving& arriving = arriving_.at(shard);
+  if (arriving.arrived.count() > 0) {
     fail_about(shard, fmt::format("its gradient can't be left out: {} elements have arrived",
-                                  of.arrived.count()));
+                                  arriving.arrived.count()));
   }
-  of.left_out = true;
+  arriving.left_out = true;
 }
 
-// acq_rel: the thread that delivers a bucket's last element sees the gradients that other threads
-// wrote.
+// acq_rel: the thread that delivers a bucket's last element must see the gradients that other
+// threads have written.
 void AdamW::settle(size_t shard, int64_t bucket, int64_t n) {
-  Bucket& of = buckets(shard)[static_cast<size_t>(bucket)];
-  const std::atomic_ref<int64_t> left(of.left);
+  Bucket& entry = buckets(shard)[static_cast<size_t>(bucket)];
+  const std::atomic_ref<int64_t> left(entry.left);
   if (left.fetch_sub(n, std::memory_order_acq_rel) == n) take_norm(shard, bucket);
 }
 
@@ -115,11 +115,11 @@ void AdamW::take_norm(size_t shard, int64_t bucket) {
 
 void AdamW::require_complete() const {
   for (size_t shard = 0; shard < shards(); ++shard) {
-    const Arriving& of = arriving_[shard];
+    const Arriving& arriving = arriving_[shard];
     const int64_t numel = map_->index(shard).numel();
-    if (of.left_out || of.arrived.count() == numel) continue;
+    if (arriving.left_out || arriving.arrived.count() == numel) continue;
     fail_about(shard, fmt::format("its gradient has not arrived: {} of {} elements",
-                                  of.arrived.count(), numel));
+                                  arriving.arrived.count(), numel));
   }
 }
 
@@ -128,7 +128,7 @@ void AdamW::for_each_norm(const Fn& fn) const {
   require_complete();
   for (size_t shard = 0; shard < shards(); ++shard) {
     if (arriving_[shard].left_out) continue;
-    for (const Bucket& of : buckets(shard)) fn(shard, of.norm);
+    for (const Bucket& bucket : buckets(shard)) fn(shard, bucket.norm);
   }
 }
 

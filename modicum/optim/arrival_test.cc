@@ -75,7 +75,7 @@ TEST(Arrival, IsBitEqualForAnyOrderPiecesAndThreads) {
       const GradNorm norm = whole.norm();
       EXPECT_EQ(pieces.norm().sum_of_squares, norm.sum_of_squares) << format_name(format);
       GradNorm by_shard;
-      for (const GradNorm& of : pieces.norms()) by_shard += of;
+      for (const GradNorm& part : pieces.norms()) by_shard += part;
       EXPECT_NEAR(by_shard.sum_of_squares, norm.sum_of_squares, norm.sum_of_squares * 1e-12);
       const float clip = clip_factor(norm.norm(), 1.0);
       whole.step({.clip = clip});

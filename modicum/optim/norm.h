@@ -1,4 +1,4 @@
-// The clip factor and the loss scale. Values without shared state; any thread.
+// The clip factor and the loss scale. They share no state, so any thread may use them.
 #pragma once
 
 namespace modicum {
@@ -18,7 +18,7 @@ struct LossScale {
   int clean_steps = 0;  // finite steps since the last overflow or growth
 
   float unscale() const noexcept;     // 1 / scale, rounded once
-  void update(bool finite) noexcept;  // after each step; `finite`: of all its gradients
+  void update(bool finite) noexcept;  // after a step: whether all its gradients were finite
   bool operator==(const LossScale&) const = default;
 };
 

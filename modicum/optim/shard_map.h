@@ -48,8 +48,8 @@ class ShardIndex {
   int64_t bucket_begin(int64_t bucket) const noexcept { return before(global_begin(bucket)); }
   // The local end of the bucket that holds local element `at`.
   int64_t bucket_end_around(int64_t at) const noexcept;
-  // Whether a scale's elements begin at local index `at`, at the begin of a block or of a run, or
-  // the shard ends there.
+  // Whether no two elements around local index `at` share a scale: a block or a run begins there,
+  // or the shard ends there.
   bool is_block_edge(int64_t at) const noexcept;
 
   // Visits the stretches of local elements [begin, end), split at the ends of buckets.
@@ -62,8 +62,8 @@ class ShardIndex {
         const int64_t first = run->first + (begin - run->at);
         const int64_t to_edge = global_begin(bucket_of(first) + 1) - first;
         const int64_t n = std::min(to_edge, run_end - begin);
-        const int64_t before = blocks_.block_of(first) - blocks_.block_of(run->first);
-        fn(Stretch{begin, first, n, run->scale + before});
+        const int64_t blocks_before = blocks_.block_of(first) - blocks_.block_of(run->first);
+        fn(Stretch{begin, first, n, run->scale + blocks_before});
         begin += n;
       }
     }
@@ -91,7 +91,8 @@ struct Bucket {
   GradNorm norm;
 };
 
-// Bytes of a shard in a plane: its codes and their scales, each rounded up to cache lines.
+// Bytes of a shard in a plane: its codes, which are the plane's elements in any dtype, and their
+// scales. Each is rounded up to cache lines.
 struct PlaneBytes {
   static constexpr uint64_t kAlignment = 64;
   uint64_t codes = 0;
@@ -136,8 +137,8 @@ class ShardMap {
   std::vector<uint64_t> first_bucket_;  // per shard; last: the number of buckets
 };
 
-// Divides the elements among threads: equal shares, rounded to buckets, so that thread i steps
-// nearly the same part of every arena that it committed.
+// Divides the elements among threads, in equal shares rounded to buckets. So the part of each arena
+// that thread i steps is nearly the part that it has committed.
 class Partition {
  public:
   Partition(const ShardMap& map, int threads);

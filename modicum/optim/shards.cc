@@ -23,6 +23,7 @@ bool has_scales(const StateFormatRow& row, Plane plane) noexcept {
   return row.has_scales() && plane_purpose(plane) == Purpose::moments;
 }
 
+// Whether a shard of this group has elements of the plane in the arenas.
 bool holds(Plane plane, const AdamOptions& group, bool owns_master) {
   if (plane == Plane::master) return owns_master;
   return plane != Plane::max_exp_avg_sq || group.amsgrad;
@@ -70,31 +71,31 @@ Purpose plane_purpose(Plane plane) noexcept {
   }
 }
 
-void check_options(const AdamOptions& of) {
+void check_options(const AdamOptions& options) {
   const auto require = [](bool holds, const char* name, const char* range, const auto& got) {
     if (holds) return;
     fail(Category::usage, fmt::format("AdamW can't step with this {}", name),
          {.expected = range, .got = fmt::format("{}", got)});
   };
   const auto is_non_negative = [](double x) { return std::isfinite(x) && x >= 0; };
-  require(is_non_negative(of.lr), "lr", "a finite number of 0 or more", of.lr);
-  require(of.beta1 >= 0 && of.beta1 < 1, "beta1", "a number in [0, 1)", of.beta1);
-  require(of.beta2 >= 0 && of.beta2 < 1, "beta2", "a number in [0, 1)", of.beta2);
-  require(is_non_negative(of.eps), "eps", "a finite number of 0 or more", of.eps);
-  require(is_non_negative(of.weight_decay), "weight_decay", "a finite number of 0 or more",
-          of.weight_decay);
+  require(is_non_negative(options.lr), "lr", "a finite number of 0 or more", options.lr);
+  require(options.beta1 >= 0 && options.beta1 < 1, "beta1", "a number in [0, 1)", options.beta1);
+  require(options.beta2 >= 0 && options.beta2 < 1, "beta2", "a number in [0, 1)", options.beta2);
+  require(is_non_negative(options.eps), "eps", "a finite number of 0 or more", options.eps);
+  require(is_non_negative(options.weight_decay), "weight_decay", "a finite number of 0 or more",
+          options.weight_decay);
   // The kernels compute in fp32, where 1 - beta may round to 0 and a large value to infinity. The
   // first step has the most extreme coefficients.
-  const AdamNumbers first = adam_numbers(of, 1, 0);
+  const AdamNumbers first = adam_numbers(options, 1, 0);
   const char* const range = "a finite coefficient in fp32";
   require(std::isfinite(first.step_size), "lr and beta1", range,
-          fmt::format("{} and {}", of.lr, of.beta1));
+          fmt::format("{} and {}", options.lr, options.beta1));
   require(std::isfinite(first.bias2) && first.bias2 > 0, "beta2",
-          "a finite coefficient other than 0 in fp32", of.beta2);
-  require(std::isfinite(first.eps), "eps", range, of.eps);
-  require(std::isfinite(first.decay), "weight_decay", range, of.weight_decay);
-  if (of.semantics == AdamSemantics::torch) return;
-  if (of.amsgrad || of.maximize) {
+          "a finite coefficient other than 0 in fp32", options.beta2);
+  require(std::isfinite(first.eps), "eps", range, options.eps);
+  require(std::isfinite(first.decay), "weight_decay", range, options.weight_decay);
+  if (options.semantics == AdamSemantics::torch) return;
+  if (options.amsgrad || options.maximize) {
     fail(Category::unsupported,
          "DeepSpeed's semantics lack amsgrad and maximize; torch's have both");
   }
@@ -203,7 +204,7 @@ ShardMap::ShardMap(const AdamWSpec& spec) {
   require_memory_apart(spec);
   first_bucket_.push_back(0);
   for (const ShardSpec& shard : spec.shards) {
-    group_of(spec.groups, shard);
+    group_of(spec.groups, shard);  // throws if the group is out of range
     shards_.emplace_back(shard);
     first_bucket_.push_back(first_bucket_.back() + static_cast<uint64_t>(shards_.back().buckets()));
   }
@@ -242,7 +243,7 @@ void ShardMap::lay_out(const AdamWSpec& spec, Plane plane) {
     place.scales = end;
     end += bytes.scales;
   });
-  if (end == bytes_before(plane)) end = 0;
+  if (end == bytes_before(plane)) end = 0;  // no shard has the plane
 }
 
 Partition::Partition(const ShardMap& map, int threads) : map_(map) {
@@ -252,6 +253,7 @@ Partition::Partition(const ShardMap& map, int threads) : map_(map) {
   Cut cut;
   int64_t before = 0;  // elements of the shards before cut.shard
   for (int thread = 0; thread < threads; ++thread) {
+    // The element at which the thread's share would begin if it were not rounded.
     const auto aim = static_cast<int64_t>(static_cast<double>(total) * thread / threads);
     while (cut.shard < map.shards() && before + map.index(cut.shard).numel() <= aim) {
       before += map.index(cut.shard).numel();

@@ -65,8 +65,8 @@ constexpr int64_t kBucketElements = 65536;
 // and runs.
 Footprint adamw_footprint(const AdamWSpec& spec);
 
-// The same footprint, without `fork`, for shards that are added one at a time, so that a plan needs
-// no list of them.
+// Computes the footprint of adamw_footprint, but without `fork`, from shards that are added one at
+// a time, so that a plan needs no list of shards.
 class AdamWCount {
  public:
   AdamWCount(StateFormat format, std::vector<AdamOptions> groups);

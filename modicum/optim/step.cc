@@ -33,16 +33,16 @@ void AdamW::step(const StepOptions& options) {
 
 void AdamW::step_all(std::span<const StateStep> steps) {
   int threads = 1;
-  for (const StateStep& of : steps) {
-    of.state->prepare_step(of.options);
-    threads = std::max(threads, of.state->threads_);
+  for (const StateStep& each : steps) {
+    each.state->prepare_step(each.options);
+    threads = std::max(threads, each.state->threads_);
   }
   run_workers(threads, [&](int worker) {
-    for (const StateStep& of : steps) {
-      if (worker < of.state->threads_) of.state->step_of(worker, of.options);
+    for (const StateStep& each : steps) {
+      if (worker < each.state->threads_) each.state->step_of(worker, each.options);
     }
   });
-  for (const StateStep& of : steps) of.state->finish_step();
+  for (const StateStep& each : steps) each.state->finish_step();
 }
 
 // Everything in a step that can fail, except the start of its threads.
@@ -136,9 +136,9 @@ class AdamW::Slots {
   int64_t used_ = 0;
 };
 
-// Computes one entry per group and step count. Of the group's entries of the last step, its powers
-// continue from the one with the highest count up to this one, usually the count before. Shards
-// that are left out get an entry too, so that their powers are kept.
+// Computes one entry per group and step count. The powers of an entry continue from the last step's
+// entry of the same group with the highest count not above its own, which is usually the count
+// before. Shards that are left out get an entry too, so that their powers are kept.
 void AdamW::take_numbers(const StepOptions& options) {
   decltype(numbers_) taken;
   for (size_t shard = 0; shard < shards(); ++shard) {

@@ -22,6 +22,7 @@
 namespace modicum {
 namespace {
 
+// The states of all ranks, in one process.
 struct World {
   Ledger ledger;
   std::vector<std::unique_ptr<AdamW>> ranks;
@@ -77,8 +78,8 @@ TEST(Step, AnnouncesWhatItOverwrites) {
       }
       for (uint64_t t = 1; t <= 2; ++t) {
         std::vector<std::vector<std::byte>> before, announced;
-        for (const auto of : memory) before.emplace_back(of.begin(), of.end());
-        for (const auto of : memory) announced.emplace_back(of.size());
+        for (const auto region : memory) before.emplace_back(region.begin(), region.end());
+        for (const auto region : memory) announced.emplace_back(region.size());
         std::mutex mutex;
         const BeforeOverwrite note = [&](std::span<const std::byte> part) {
           const std::lock_guard lock(mutex);
@@ -197,7 +198,7 @@ TEST(Step, OfSeveralStatesIsAllOrNothing) {
     for (const auto& rank : world.ranks) deliver_tiny(*rank, 1);
     return std::array{StateStep{world.ranks[0].get(), {}}, StateStep{world.ranks[1].get(), {}}};
   };
-  for (const StateStep& of : steps_of(straight)) of.state->step();
+  for (const StateStep& each : steps_of(straight)) each.state->step();
   std::array<StateStep, 2> steps = steps_of(hindered);
   const auto bytes = [](const World& world) {
     std::vector<std::byte> both = bytes_of_state(*world.ranks[0]);
@@ -223,7 +224,7 @@ TEST(Step, OfSeveralStatesIsAllOrNothing) {
   // A state with fewer threads follows one with more.
   AdamW other(tiny_spec(StateFormat::fp32), hindered.ledger, 5),
       alone(tiny_spec(StateFormat::fp32), hindered.ledger, 1);
-  for (AdamW* of : {&other, &alone}) deliver_tiny(*of, 1);
+  for (AdamW* state : {&other, &alone}) deliver_tiny(*state, 1);
   steps_of(hindered);
   AdamW::step_all(std::array{StateStep{&other, {}}, StateStep{hindered.ranks[0].get(), {}}});
   alone.step();
@@ -410,9 +411,9 @@ TEST(Outlet, SendsEveryNewParameterOnceThroughAFixedRing) {
     std::vector<std::vector<std::byte>> sent;
     for (size_t s = 0; s < state.shards(); ++s) sent.emplace_back(state.shard(s).numel() * 2);
     std::mutex mutex;
-    std::vector<ReadyChunk> on_its_way(slots, ReadyChunk{.n = 0});
+    std::vector<ReadyChunk> in_flight(slots, ReadyChunk{.n = 0});
     const auto land = [&](int slot) {  // reads the slot at the last moment that `wait` allows
-      ReadyChunk& chunk = on_its_way[static_cast<size_t>(slot)];
+      ReadyChunk& chunk = in_flight[static_cast<size_t>(slot)];
       std::memcpy(sent[chunk.shard].data() + chunk.at * 2, chunk.elements,
                   static_cast<size_t>(chunk.n) * 2);
       chunk.n = 0;
@@ -421,8 +422,8 @@ TEST(Outlet, SendsEveryNewParameterOnceThroughAFixedRing) {
                         .send =
                             [&](const ReadyChunk& chunk) {
                               const std::lock_guard lock(mutex);
-                              EXPECT_EQ(on_its_way[static_cast<size_t>(chunk.slot)].n, 0);
-                              on_its_way[static_cast<size_t>(chunk.slot)] = chunk;
+                              EXPECT_EQ(in_flight[static_cast<size_t>(chunk.slot)].n, 0);
+                              in_flight[static_cast<size_t>(chunk.slot)] = chunk;
                             },
                         .wait =
                             [&](int slot) {

@@ -39,6 +39,7 @@ constexpr std::array<StateFormat, 7> kFormats = {StateFormat::fp32,
 
 inline std::string format_name(StateFormat format) { return std::string(row_of(format).name); }
 
+// The shards of one rank.
 inline AdamWSpec tiny_spec(StateFormat format, int rank = 0, int ranks = 1) {
   AdamWSpec spec{
       .format = format, .groups = {AdamOptions{.lr = 1e-2}, AdamOptions{.lr = 1e-3}}, .seed = 7};
@@ -74,6 +75,7 @@ inline void import_tiny_masters(AdamW& state) {
   }
 }
 
+// `values`, which the caller keeps, as the gradient of elements from `at` on.
 inline Piece piece_of(size_t shard, int64_t at, const std::vector<float>& values) {
   return {shard, at, static_cast<int64_t>(values.size()),
           reinterpret_cast<const std::byte*>(values.data()), DType::f32};
@@ -103,6 +105,7 @@ inline std::vector<std::byte> bytes_of_state(const AdamW& state) {
   return bytes;
 }
 
+// The error that `call` throws; empty if it throws none.
 inline std::optional<Error> error_of(const std::function<void()>& call) {
   try {
     call();
