@@ -206,8 +206,8 @@ class Watcher {
     }
   }
 
-  // Returns a kill of a watched process from the kernel's log. Waits up to 20 ms for the message,
-  // which the kernel writes right after it has counted the kill.
+  // Returns the kill of a watched process that the kernel has logged, if any. Waits up to 20 ms for
+  // the message, which the kernel writes right after it has counted the kill.
   std::optional<OomKill> logged_kill() {
     std::vector<OomKill> without_group;
     for (int attempt = 0; log_.is_readable() && attempt < 10; ++attempt) {
@@ -265,8 +265,9 @@ class Watcher {
       killed_->limit_bytes = limits_.front().limit_bytes;
       killed_->limit_source = limits_.front().source;
     }
+    // The process that grew most before the last sample, unless the killed one grew more since
+    // then.
     TreeSampler::Growth growth = sampler_->growth(kNsPerSecond, kill.pid);
-    // `more`: the growth of the killed process since it was last sampled.
     if (more > growth.bytes) growth = sampler_->growth_to(kill.pid, kill.held_bytes);
     if (growth.bytes == 0) return;
     const WatchedProcess* const grew = sampler_->find(growth.pid);

@@ -26,7 +26,8 @@ enum class WatchOwner : uint8_t {
 constexpr size_t kWatchOwners = static_cast<size_t>(WatchOwner::count);
 std::string_view watch_owner_name(size_t owner) noexcept;  // "shards", "copies_since_fork"
 
-// The memory of one process by owner, in KiB as the kernel counts it: records stay small.
+// The memory of one process by owner. In KiB, the unit of the kernel's counts, so that records stay
+// small.
 struct OwnedMemory {
   std::array<uint32_t, kWatchOwners> kib{};
 
@@ -47,12 +48,12 @@ struct WatchedProcess {
   double begin_s = 0;               // when it was first seen
   double end_s = 0;                 // when it was last seen
   uint64_t peak_bytes = 0;          // its own highest Pss_Anon + Pss_Shmem
-  uint64_t held_at_peak_bytes = 0;  // when the tree held most
-  // In pages copied since it was forked (ForkCopies), when the whole tree had most of them.
+  uint64_t held_at_peak_bytes = 0;  // what it held when the tree held most
+  // In pages that were copied since it was forked (ForkCopies), when the tree had most such pages.
   uint64_t cow_duplicate_bytes = 0;
   int forked_from = 0;          // a pid; 0 if `cow_duplicate_bytes` is 0
   uint64_t peak_rss_bytes = 0;  // VmHWM: misses no peak, and counts mapped files
-  // The most that was in huge pages when its Pss was read; nullopt: Pss was never read.
+  // The most that was in huge pages at a time when its Pss was read; nullopt if it never was.
   std::optional<uint64_t> huge_page_bytes;
 };
 
@@ -65,8 +66,8 @@ struct WatchSample {
   };
   double at_s = 0;
   uint64_t held_bytes = 0;        // by the tree: the sum of `shares` and `others`
-  uint64_t page_cache_bytes = 0;  // mapped by the tree; with --limit, charged to its cgroup
-  uint64_t charged_bytes = 0;     // with --limit: to the command's cgroup, page cache included
+  uint64_t page_cache_bytes = 0;  // mapped by the tree; with --limit, charged to the cgroup
+  uint64_t charged_bytes = 0;     // with --limit: all memory charged to the command's cgroup
   std::vector<Share> shares;      // the largest first
   OwnedMemory others;             // sum of the processes without a share
 };
@@ -98,7 +99,7 @@ struct WatchedKill {
   std::string phase;              // of the killed process; empty: it has reported none
   int grew_pid = 0;               // the process that grew most before the kill; 0: none grew
   std::string grew_name;
-  std::string grew_owner;  // which of its memory grew most; empty: it reports no ledgers
+  std::string grew_owner;  // the owner whose memory grew most; empty: it reports no ledgers
   uint64_t grew_bytes = 0;
   double grew_s = 0;  // the time in which it grew by grew_bytes
   // The sum of the processes' promises for their phases, with page tables. A process without a
@@ -117,7 +118,7 @@ struct WatchRecord {
   uint64_t cow_duplicate_bytes = 0;           // highest sum over the tree
   std::vector<WatchedProcess> processes;      // in the order in which they were first seen
   uint64_t processes_left_out = 0;            // how many small ones are not in `processes`
-  std::vector<WatchSample> samples;           // thinned; the sample of the peak is kept
+  std::vector<WatchSample> samples;           // not all, but that of the peak (see Timeline)
   std::vector<WatchedPhase> phases;           // sorted by begin
   std::optional<MemoryPressure> pressure;     // while the command ran
   std::optional<uint64_t> limit_bytes;        // --limit
