@@ -53,7 +53,7 @@ namespace {
 
 using Path = std::filesystem::path;
 
-// The text of a flag; "" for None. Throws USAGE for an empty text, which would be taken for None.
+// The text of a flag; "" for None. Throws USAGE for an empty text, which would count as None.
 std::string text_of(std::string_view name, const OptionalText& given) {
   if (given && given->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
   return given.value_or("");

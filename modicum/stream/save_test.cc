@@ -73,7 +73,7 @@ Recipe converting(const Manifest& manifest) {
 
 struct Saved {
   std::vector<SaveOutcome> outcomes;  // by rank
-  std::vector<Footprint> peaks;       // by rank: peak of the save, without what was held before
+  std::vector<Footprint> peaks;       // by rank: peak of the save in excess of the loaded state
   std::map<std::string, uint64_t> digests;  // by tensor
 };
 
@@ -330,8 +330,8 @@ void expect_each_failure_ends_all_ranks(const Checkpoint& checkpoint, const Plan
 }
 
 // The failing call may be of either rank; dim 1 has divided rows. One rank ends with IO; the other
-// ends with PEER, unless it has finished before. Catches:
-// an error that is swallowed; a rank that waits forever.
+// ends with PEER, unless it has finished before. Catches: an error that is swallowed; a rank that
+// waits forever.
 TEST(SaveFault, AFailingCallEndsAllRanks) {
   MemoryFileSystem source;
   source.make_directory("/m");

@@ -87,9 +87,8 @@ struct DumpFile {
   FileSystem& files;
   const std::string& path;
 };
-// Writes `rank`'s local tensors and flat groups to one safetensors file, aliases included, padding
-// left out. Throws
-// CONFLICT if the file exists, IO or NOSPACE.
+// Writes `rank`'s local tensors and flat groups to one safetensors file, with aliases and without
+// padding. Throws CONFLICT if the file exists, IO or NOSPACE.
 void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll poll = kNoPoll);
 
 }  // namespace modicum

@@ -19,7 +19,7 @@ namespace modicum {
 // The planes of an optimizer's state (a parameter's master, exp_avg and exp_avg_sq) that change
 // their format. Their values are converted to fp32 and from there to the new format, as by
 // AdamW::export_to and import_from with the saved seed and step counts. The bits are therefore
-// those of an AdamW of the new format that has imported the old one's state.
+// those of an AdamW of the new format that has imported the state of the old format.
 //
 // bf16 w, fp32 -> fp32-split            fp32 -> bf16-moments
 //

@@ -72,8 +72,8 @@ constexpr uint64_t kStateFileBytes = 5 * kGiB;  // largest size of a file
 class StateFiles {
  public:
   // The files in which the state of `run` is saved. The run must have an optimizer. Throws
-  // UNSUPPORTED,
-  // naming the parameter, if the layout divides a block of 8-bit moments between ranks.
+  // UNSUPPORTED, naming the parameter, if the layout divides a block of 8-bit moments between
+  // ranks.
   explicit StateFiles(const Run& run);
   explicit StateFiles(std::span<const StateOf> parameters);
   // The files of a saved step. `saved` is the manifest of its kStateDirectory.

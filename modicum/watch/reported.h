@@ -42,7 +42,7 @@ class Division {
 
  private:
   uint64_t written_kib_ = 0;            // the ledger's total when all of it was last written
-  uint64_t baseline_kib_ = UINT64_MAX;  // what was left for the baseline then
+  uint64_t baseline_kib_ = UINT64_MAX;  // the rest for the baseline at that time
 };
 
 // The phases and memory in all reports. Reports are untrusted: they may hold any bytes. One thread.

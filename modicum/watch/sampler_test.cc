@@ -139,7 +139,7 @@ TEST(Sampler, WhatCameAndWentBetweenTwoSamplesIsInThePeakAtMost) {
   tree.put(11, {.anon_kib = 12'000, .file_kib = 500, .highest_kib = 18'500});
   tree.put(12, {.anon_kib = 15'000, .highest_kib = 21'000});
   tree.sample_after();
-  // VmHWM is unchanged, so the processes have not held more than in the samples since.
+  // VmHWM is unchanged, so no process has exceeded its samples since.
   tree.put(11, {.anon_kib = 13'000, .file_kib = 500, .highest_kib = 18'500});
   tree.put(12, {.anon_kib = 18'000, .highest_kib = 21'000});
   tree.sample_after();
