@@ -97,7 +97,7 @@ class CallerExchange final : public Exchange {
   explicit CallerExchange(nb::object broadcast) : broadcast_(std::move(broadcast)) {}
   Charge commit(Ledger&) override { return {}; }
   using Exchange::broadcast;
-  void broadcast(int root, std::span<std::byte> bytes, Part wanted) override {
+  void broadcast(int root, std::span<std::byte> bytes, Exchange::Part wanted) override {
     const nb::gil_scoped_acquire acquired;
     broadcast_(root, view_of(bytes), std::min(wanted.begin, bytes.size()),
                std::min(wanted.end, bytes.size()));

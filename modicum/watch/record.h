@@ -20,7 +20,7 @@ enum class WatchOwner : uint8_t {
   copies_since_fork = static_cast<uint8_t>(Purpose::count),
   retained_heap,  // freed blocks that malloc keeps; in a process that reports ledgers
   unexplained,    // the rest, in a process that reports ledgers
-  held,           // the rest, in a process that reports none
+  held,           // the rest, in a process that reports no ledgers
   count
 };
 constexpr size_t kWatchOwners = static_cast<size_t>(WatchOwner::count);
@@ -103,7 +103,7 @@ struct WatchedKill {
   uint64_t grew_bytes = 0;
   double grew_s = 0;  // the time in which it grew by grew_bytes
   // The sum of the processes' promises for their phases, with page tables. A process without a
-  // promise counts with the memory that it held. 0 if the killed process had none.
+  // promise counts with the memory that it held. 0 if the killed process had no promise.
   uint64_t promised_bytes = 0;
 };
 
@@ -133,9 +133,9 @@ struct WatchRecord {
   bool may_have_missed_peak() const noexcept;
   // The sample in which the tree held most; null without samples.
   const WatchSample* peak() const noexcept;
-  // The innermost phase of a process at `at_s`: the one that began last. Null without one.
+  // The innermost phase of a process at `at_s`: the one that began last. Null if there is none.
   const WatchedPhase* phase_at(int pid, double at_s) const noexcept;
-  // The phase of a process that ended last before `at_s`. Null without one.
+  // The phase of a process that ended last before `at_s`. Null if there is none.
   const WatchedPhase* phase_before(int pid, double at_s) const noexcept;
 };
 

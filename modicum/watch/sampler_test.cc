@@ -93,7 +93,7 @@ class Sampled {
  private:
   void put_children() {
     std::map<int, std::string> children = {{kWatcher, ""}};
-    for (const auto& [pid, of] : processes_) children[pid] += "";
+    for (const auto& [pid, of] : processes_) children[pid] += "";  // an entry for each
     for (const auto& [pid, of] : processes_) children[of.parent] += fmt::format("{} ", pid);
     for (const auto& [pid, text] : children) {
       machine_.put(fmt::format("/proc/{}/task/{}/children", pid, pid), text);
