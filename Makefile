@@ -1,4 +1,5 @@
-# Every target installs the Debian packages that it needs (root) or prints the line that does.
+# A target that needs Debian packages first installs them. Without root it prints the command for
+# that, and fails.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 .PHONY: help demo build test check tidy bench soak conformance format wheel mutants clean
@@ -7,13 +8,13 @@ STAGES := dev asan tsan python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
 
 help:
-	@echo 'make demo     loads a synthesised qwen3-0.6b into 4 ranks: promised and measured memory'
+	@echo 'make demo     loads a synthesised model into 4 ranks; prints promised and measured memory'
 	@echo 'make build    the release build: build/release/modicum'
 	@echo 'make test     every test; make test-STAGE runs one of: $(STAGES)'
-	@echo 'make check    format, the table of rooms, sizes, pages, clang-tidy'
+	@echo 'make check    checks format, the table of rooms, sizes and pages, and runs clang-tidy'
 	@echo 'make bench    the programs in benchmarks/'
-	@echo 'make soak     all under the sanitizers and by Clang, fuzzers, mutants, other versions'
-	@echo 'make conformance  newest packages, transformers 4.57, engines: benchmarks/CONFORMANCE.md'
+	@echo 'make soak     hours: all rooms with sanitizers, Clang, fuzzers, mutants, and conformance'
+	@echo 'make conformance  tests newest packages and engines; writes benchmarks/CONFORMANCE.md'
 	@echo 'make mutants  applies each named mutation and expects its test to fail'
 	@echo 'make wheel    the Python wheel, in dist/'
 	@echo 'make format   formats the C++ sources'

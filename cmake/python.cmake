@@ -1,6 +1,6 @@
-# The content of the wheel besides its Python sources: the module `_modicum`, the program `modicum`
-# and the shared libraries that both need and a machine may lack. All of them are in one folder,
-# which the module and the program search first (RPATH).
+# The content of the wheel besides its Python sources: the module `_modicum`, the program `modicum`,
+# and the shared libraries that both need and that a machine may lack. All are in one folder, which
+# the module and the program search first (RPATH).
 
 find_package(Python REQUIRED COMPONENTS Interpreter Development.Module)
 execute_process(

@@ -32,8 +32,8 @@ elseif(MODICUM_SANITIZE STREQUAL "thread")
   target_link_options(modicum_flags INTERFACE -fsanitize=thread)
 endif()
 
-# Headers that many files include, precompiled once for all libraries and once for all tests. Builds
-# without MODICUM_PRECOMPILE find files that lack an include.
+# Headers that many files include, precompiled once for all libraries and once for all tests. They
+# hide a missing include, so that only builds without MODICUM_PRECOMPILE fail.
 set(often_included
     <algorithm>
     <array>

@@ -24,13 +24,14 @@ uint64_t staging_bytes(int slots, int threads) noexcept {
   return static_cast<uint64_t>(slots) * static_cast<uint64_t>(threads) * kRingSlotBytes;
 }
 
+// Returns `needed`. Throws BUDGET if the ledger has no room for it.
 Footprint with_room_in(const Ledger& ledger, Footprint needed) {
   ledger.require_room(needed, "AdamW's state and its staging");
   return needed;
 }
 
-// A Poll that lets Ctrl-C cancel. It runs Python's signal handlers, and only on the thread that
-// called for_signals.
+// A Poll with which Ctrl-C cancels. It runs Python's signal handlers, but only on the thread that
+// has called for_signals.
 auto for_signals() {
   return [caller = std::this_thread::get_id()] {
     if (std::this_thread::get_id() != caller) return;
@@ -53,7 +54,7 @@ DType dtype_of(const AnyArray& array, const std::string& fqn) {
   using Code = nb::dlpack::dtype_code;
   if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Bfloat)) return DType::bf16;
   if (dtype.bits == 16 && dtype.code == static_cast<uint8_t>(Code::Float)) return DType::f16;
-  fail(Category::unsupported, "an array that is not float32, bfloat16 or float16", {.tensor = fqn});
+  fail(Category::unsupported, "an array must be float32, bfloat16 or float16", {.tensor = fqn});
 }
 
 Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamOptions>& groups,

@@ -38,8 +38,8 @@ Written written(const std::vector<WrittenShard>& shards, const std::vector<AdamO
 // Throws UNSUPPORTED unless the array is float32, bfloat16 or float16.
 DType dtype_of(const AnyArray& array, const std::string& fqn);
 
-// A Pinner that calls `pin` and `unpin` with address and bytes, under the GIL. Empty if `pin` is
-// None.
+// A Pinner that calls `pin` and `unpin` with address and bytes, with the GIL. Empty if `pin` is
+// None. `limit`: the bytes that may be pinned; empty: any number.
 Pinner pinner_of(const nb::object& pin, const nb::object& unpin,
                  const std::optional<uint64_t>& limit);
 
@@ -71,8 +71,8 @@ struct State {
 };
 
 // An Outlet that calls the Python functions `send` and `wait`, which must outlive it, on the
-// threads of a step, with the GIL. After the first call that raises it makes no more calls, and
-// keeps that error.
+// threads of a step, with the GIL. After the first call that raises, it keeps the error and makes
+// no more calls.
 class Sending {
  public:
   Sending(State& state, const nb::object& send, const nb::object& wait, const std::string& dtype);

@@ -50,7 +50,8 @@ Footprint from_purposes(const std::map<std::string, uint64_t>& bytes) {
     if (!of.empty()) footprint.bytes[i] = of.mapped();
   }
   if (unknown.empty()) return footprint;
-  fail(Category::usage, "unknown purpose of memory", {.got = printable(unknown.begin()->first)});
+  fail(Category::usage, "a purpose of memory is unknown",
+       {.got = printable(unknown.begin()->first)});
 }
 
 }  // namespace modicum::python

@@ -1,7 +1,7 @@
-// The Python module `modicum._modicum`, with the verbs `inspect` and `plan`.
+// The Python module `modicum._modicum`, with its functions `inspect` and `plan`.
 //
-// Their results are the JSON documents of the command line, parsed by json.loads. So the command
-// line and Python can't differ.
+// Their results are the JSON documents that the command line prints, parsed by json.loads. So the
+// two can't differ.
 #include "modicum/python/bindings.h"
 
 #include <fmt/format.h>
@@ -45,7 +45,7 @@ TensorSpec spec_of(const std::string& fqn, const std::string& dtype,
 
 int checked_rank(int rank, int ranks) {
   if (rank >= 0 && rank < ranks) return rank;
-  fail(Category::usage, "no such rank",
+  fail(Category::usage, "a rank is out of range",
        {.expected = fmt::format("0 to {}", ranks - 1), .got = std::to_string(rank)});
 }
 
@@ -53,7 +53,7 @@ namespace {
 
 using Path = std::filesystem::path;
 
-// The text of a flag; "" for None. Throws USAGE for an empty text, which would count as absent.
+// The text of a flag; "" for None. Throws USAGE for an empty text, which would count as None.
 std::string text_of(std::string_view name, const OptionalText& given) {
   if (given && given->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
   return given.value_or("");
@@ -76,7 +76,7 @@ Args:
 
 Returns:
     The document of `modicum inspect --json`: checkpoint, model_type, tie_word_embeddings,
-    dtypes, files, tensors, warnings. Bytes are integers.
+    dtypes, files, tensors, warnings. Numbers of bytes are integers.
 
 Raises:
     FormatError: a header or the index is malformed.
@@ -132,30 +132,30 @@ line ("512MB", "1.5GiB").
 
 Args:
     path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
-    ranks: rank processes, 1 to 65536.
-    ranks_per_node: None: all ranks are on one node.
+    ranks: number of rank processes, 1 to 65536.
+    ranks_per_node: number of ranks on a node; None: all ranks are on one node.
     strategy: the strategy to which the result's `fits` refers: own-shard, node-reader,
         replica-striped, rank0-broadcast or full-per-rank.
     layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds all tensors).
-    mesh: "AxB": replicate x shard for hsdp, dp x tp for tp-fsdp; "AxBxC": shard or dp over two
-        mesh axes.
+    mesh: "AxB": for hsdp A replicas of B shards, for tp-fsdp dp A and tp B. "AxBxC" has one mesh
+        axis more: for hsdp it shards over B x C, for tp-fsdp dp is A x B.
     shard_dim: the tensor dim to shard.
-    tp_rowwise: a regular expression; TP shards matching names on dim 1, others on dim 0.
+    tp_rowwise: a regular expression; TP shards tensors with matching names on dim 1 instead of 0.
     tp_packed: a regular expression; tensors with matching names have two packed halves (gate and
         up), each of which TP shards on dim 0.
     tp_replicate: a regular expression; TP replicates tensors with matching names.
-    expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP over A.
+    expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP shards them over A.
     experts: a regular expression that matches the names of experts.
     round_robin: for zero1 and zero2: DeepSpeed's round_robin_gradients.
     dtype: float32, bfloat16 or float16; None: as stored.
     keep_fp32: a regular expression; tensors with matching names are loaded as float32.
     recipe: a recipe.json; None: tensors as stored.
     untie: if both names of a tie are stored, load both tensors. By default a load compares them.
-    destination: cpu, or discard (digest and drop).
+    destination: cpu, or discard: the elements are digested and dropped.
     staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires it.
-    budget: host memory per node; "auto": what cgroup and node have left; None: not checked.
-    baseline: bytes of a rank process before Modicum; None: 2 MiB, as in `modicum load`. With torch
-        imported it is more: "256MiB" is a fair guess.
+    budget: host memory per node; "auto": what the cgroup and the node have left; None: not checked.
+    baseline: bytes that a rank process holds before the load; None: 2 MiB, as in `modicum load`. A
+        process that has imported torch holds more: "256MiB" is a fair guess.
     optimizer: "none", or "adamw:FORMAT" to include the optimizer's state.
     frozen: a regular expression; no state is included for parameters with matching names.
     deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
@@ -234,7 +234,8 @@ NB_MODULE(_modicum, module) {
   module.def("inspect", front::inspect, "path"_a, front::kInspectDoc);
   front::define_plan(module);
   module.def("report_page", front::page_of, "title"_a, "runs"_a, "sentence"_a = "",
-             "The HTML page of runs. `runs`: (label, document with `timeline` and `peak`) each.");
+             "The text of an HTML page about runs. `runs`: (label, text of a JSON document with "
+             "`timeline` and `peak`) each. `sentence` is shown above the charts.");
   front::define_source(module);
   front::define_values(module);
   front::define_recipe_builder(module);

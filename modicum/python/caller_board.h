@@ -71,8 +71,8 @@ class CallerBoard final : public Board {
       error.discard_as_unraisable("modicum: can't report a failure to the other ranks");
     }
   }
-  // Python itself can't raise KeyboardInterrupt while load() runs. So this runs its signal handlers
-  // and throws their exception.
+  // Python itself can't raise KeyboardInterrupt while load() runs. So this runs Python's signal
+  // handlers and throws the exception that they raise.
   void look_for_signals() const {
     if (std::this_thread::get_id() != thread_) return;
     const auto now = std::chrono::steady_clock::now();

@@ -1,4 +1,4 @@
-// Ledger, Board, load() and its report. bindings.h shows the threads of a load.
+// Ledger, Board, load() and its report. The threads of a load are shown in bindings.h.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -34,7 +34,8 @@ namespace {
 struct Arena {
   std::shared_ptr<Ledger> ledger;
   Buffer buffer;
-  // All memory is freed with the last Part: it is pinned for a device, or children share it.
+  // All memory is freed with the last Part, since it is pinned for a device or shared with
+  // children.
   bool whole = false;
   nb::object kept;  // released before the memory is freed
 
@@ -96,7 +97,7 @@ class CallerExchange final : public Exchange {
   explicit CallerExchange(nb::object broadcast) : broadcast_(std::move(broadcast)) {}
   Charge commit(Ledger&) override { return {}; }
   using Exchange::broadcast;
-  void broadcast(int root, std::span<std::byte> bytes, Part wanted) override {
+  void broadcast(int root, std::span<std::byte> bytes, Exchange::Part wanted) override {
     const nb::gil_scoped_acquire acquired;
     broadcast_(root, view_of(bytes), std::min(wanted.begin, bytes.size()),
                std::min(wanted.end, bytes.size()));
@@ -269,8 +270,8 @@ Args:
           [](const Ledger& ledger, const std::map<std::string, uint64_t>& needed,
              const std::string& what) { ledger.require_room(from_purposes(needed), what); },
           "needed"_a, "what"_a,
-          "Raises BudgetError if `needed`, bytes by purpose, plus the bytes held exceed the "
-          "limit.");
+          "Raises BudgetError if the bytes held and `needed`, bytes by purpose, together "
+          "exceed the limit. `what` says in the error what needs them.");
   module.def(
       "charge_init",
       [](const std::shared_ptr<Ledger>& ledger, uint64_t bytes) {
@@ -279,7 +280,8 @@ Args:
         return array_of(std::move(arena), all);
       },
       "ledger"_a, "bytes"_a,
-      "Zeroed memory for a tensor that the model initialises; freed with the array.");
+      "An array of zeroed memory for a tensor that the model initialises. The memory is "
+      "freed with the array.");
 }
 
 void define_forks(nb::module_& module) {
@@ -321,10 +323,12 @@ void define_load(nb::module_& module) {
                           R"(Connects a rank to the other ranks of a load, save or resume.
 
 Args:
-    peers: has barrier(), agree(digest) and report(document); None: there is one rank.)")
+    peers: an object with the methods barrier(), agree(digest) and report(document); None: there is
+        one rank.)")
       .def(nb::init<nb::object>(), "peers"_a.none() = nb::none())
       .def("fail", &CallerBoard::fail_here, "what"_a, "rank"_a = -1,
-           "Cancels the running load or save at its next check. Any thread may call it.")
+           "Cancels the running load or save at its next check. Any thread may call it. "
+           "`what`: the reason; `rank`: the rank that has failed, or -1.")
       .def_prop_ro("progress", &CallerBoard::progress, "Bytes read, received or written so far.");
   nb::class_<Loaded>(module, "Loaded", "The host memory that a load has filled.")
       .def(
@@ -332,8 +336,8 @@ Args:
           "The bytes of a target's local buffer, with padding, as an array that owns them. At most "
           "one call per target.")
       .def("whole", &Loaded::whole,
-           "All bytes as one array, for pinning. From now on they are freed together. The array "
-           "owns nothing; pass it to `keep`.")
+           "All bytes as one array, for pinning. From now on they are freed together. The "
+           "array does not own them; pass it to `keep`.")
       .def(
           "keep",
           [](const Loaded& loaded, nb::object kept) { loaded.arena->kept = std::move(kept); },
@@ -342,7 +346,12 @@ Args:
   module.def("load", load_into, "plan"_a, "rank"_a, "board"_a, "ledger"_a, nb::kw_only(),
              "given"_a = nb::dict(), "copy"_a = nb::none(), "caller"_a = nb::none(),
              "broadcast"_a = nb::none(), "threads"_a = 0, "check"_a = false, "seed"_a = 0,
-             "Executes one rank's part of a plan. modicum.load documents the arguments.");
+             "Executes one rank's part of a plan. `given`: host memory by target, for "
+             "destination `given`. `copy(target, at, view)` receives elements for destination "
+             "`copy`, of which the first is element `at`. `caller(ordinal)` returns a tensor "
+             "that the model makes. `broadcast(root, view, begin, end)` sends `view` from the "
+             "rank number `root` of the exchange group to the others, which need its bytes "
+             "[begin, end). modicum.load documents the other arguments.");
   module.def("load_report", report_of, "plan"_a, "outcomes"_a, "checked"_a, "budget"_a = nb::none(),
              "budget_source"_a = "",
              "The document of `modicum load --json` and the text of `modicum load`.");

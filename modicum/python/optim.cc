@@ -36,7 +36,7 @@ constexpr int64_t kPieceElements = kBucketElements * 16;  // a thread processes 
 
 using Names = std::span<const std::string_view>;
 
-// The names of Plane, StatePlane and AdamSemantics, each in the order of the enumeration.
+// The names of Plane, StatePlane and AdamSemantics, in the order of these enumerations.
 constexpr std::array<std::string_view, kPlanes> kPlaneNames = {
     "master", "master_low", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
 constexpr std::array<std::string_view, 4> kStatePlaneNames = {"master", "exp_avg", "exp_avg_sq",
@@ -68,7 +68,10 @@ std::shared_ptr<State> state(const std::vector<WrittenShard>& shards,
   if (pin.is_none() != unpin.is_none()) {
     fail(Category::usage, "pin and unpin must be given together");
   }
-  if (slots < 0) fail(Category::usage, "slots: 0 or more");
+  if (slots < 0) {
+    fail(Category::usage, "the number of slots must not be negative",
+         {.got = std::to_string(slots)});
+  }
   Written made = written(shards, groups, format, seed_of(seed));
   made.spec.fork = fork_named(fork);
   const Pinner pinner = pinner_of(pin, unpin, pin_limit);
@@ -263,7 +266,7 @@ Args:
         bfloat16 or float16 array that receives new parameters, or None. The state keeps the arrays
         alive.
     groups: options by group.
-    format: a name of state_formats.
+    format: the name of a state format, see state_formats.
     ledger: is charged for all memory.
     seed: for stochastic rounding; equal on every rank.
     threads: for construction and steps; 0: one per usable CPU.
@@ -291,17 +294,17 @@ void define_contents(nb::class_<State>& bound) {
           "The bytes of the slots; the array keeps the state alive.")
       .def("scales", scales, "shard"_a, "plane"_a, "The float32 scales of 8-bit moments, as bytes.")
       .def("export_to", export_to, "shard"_a, "plane"_a, "to"_a, "at"_a = 0,
-           "Fills `to`, a float32 array, with the values of the elements from `at` on.")
+           "Fills `to`, a float32 array, with the values of a plane from element `at` on.")
       .def("import_from", import_from, "shard"_a, "plane"_a, "values"_a, "at"_a = 0,
-           "Stores float32 values from element `at` on: exactly in float32 planes and in split "
-           "masters of 32 bits, as the nearest code in 8-bit moments, else rounded like in a step.")
+           "Stores float32 values in a plane, from element `at` on. They are exact in float32 "
+           "planes and in split masters of 32 bits, the nearest codes in 8-bit moments, and "
+           "rounded as in a step otherwise.")
       .def_prop_ro(
           "footprint", [](const State& of) { return by_purpose(of.footprint); },
           "The bytes charged to the ledger, by purpose.")
-      .def(
-          "digest", digest,
-          "Digests `state` and `master` of this rank's values; their sums over ranks, modulo 2^64, "
-          "are those of all values.");
+      .def("digest", digest,
+           "A dict of `state` and `master`, digests of this rank's values. Their sums over "
+           "all ranks, modulo 2^64, are the digests of all values.");
 }
 
 void define_state(nb::module_& module) {
@@ -315,7 +318,7 @@ void define_state(nb::module_& module) {
           [](State& of, int group, const AdamOptions& options) {
             of.adamw.set_options(group, options);
           },
-          "group"_a, "options"_a, "Applies from the next step on.")
+          "group"_a, "options"_a, "Sets the options of a group, from the next step on.")
       .def("arrive", arrive, "shard"_a, "elements"_a, "at"_a = 0,
            "Stores part of a shard's gradient, from local element `at` on. In each step every "
            "element must arrive once.")
@@ -330,7 +333,8 @@ void define_state(nb::module_& module) {
           },
           "shard"_a, "Declares that a shard has no gradient in this step.")
       .def("norms", norms,
-           "(sum of squares by shard, whether all are finite) of the gradients that have arrived.")
+           "(sums, finite): the sum of squares of the gradients of each shard that have "
+           "arrived, and whether all gradients are finite.")
       .def("step", step, "unscale"_a = 1.0F, "clip"_a = 1.0F, nb::kw_only(),
            "send"_a.none() = nb::none(), "wait"_a.none() = nb::none(), "dtype"_a = "bfloat16",
            "refresh_masters"_a = false,
@@ -347,8 +351,8 @@ void define_state(nb::module_& module) {
             AdamW& adamw = of.here();
             without_the_lock([&] { adamw.refresh_masters(); });
           },
-          "Copies values that the caller has written to arrays `out` into the masters: those that "
-          "differ from the rounded master.")
+          "Copies the values that the caller has written to the arrays `out` into the "
+          "masters. A value that equals the rounded master is not copied.")
       .def(
           "skip", [](State& of) { of.here().skip(); },
           "Discards the gradients; changes nothing else.")
@@ -377,7 +381,7 @@ void define_optim(nb::module_& module) {
         return by_purpose(footprint_of(spec, slots, threads));
       },
       "shards"_a, "groups"_a, nb::kw_only(), "format"_a, "slots"_a = 0, "threads"_a = 1,
-      "fork"_a = "excluded", "The footprint of an AdamW with these arguments, bytes by purpose.");
+      "fork"_a = "excluded", "The memory of an AdamW with these arguments, in bytes by purpose.");
   module.def(
       "step_all", step_all, "states"_a, "unscale"_a = 1.0F, "clip"_a = 1.0F,
       "snapshot"_a.none() = nb::none(),

@@ -46,13 +46,16 @@ void define_probe(nb::module_& module) {
       "available_memory",
       [] {
         const auto limits = memory_limits();
-        if (limits.empty()) fail(Category::usage, "no memory limit in /proc or the cgroup");
+        if (limits.empty())
+          fail(Category::usage, "no memory limit was found in /proc or in a cgroup");
         return nb::make_tuple(limits.front().available_bytes, limits.front().source);
       },
-      "Bytes that the cgroup chain and the node have left, and the source of that limit.");
+      "(bytes, source): the memory that the node and the cgroups of this process have "
+      "left, and which of them has the least left.");
   module.def(
       "granted_cpus", [] { return granted_cpus(); },
-      "CPUs that this process may use, by affinity and the quotas of its cgroup chain.");
+      "The number of CPUs that this process may use, by its affinity and the quotas of "
+      "its cgroups.");
   module.def(
       "descendants", [](int pid) { return descendants(pid); }, "pid"_a = 0,
       "The pids of all descendants of a process. `pid` 0: this process.");

@@ -59,9 +59,9 @@ Args:
     stored: (dtype, shape) of each stored tensor, by name.
 
 Raises:
-    UsageError: MISMATCH if an operation does not fit the shapes or dtypes of its inputs or a name
-        is unknown; UNSUPPORTED for an unknown dtype or more than eight dims. Every method may raise
-        it.)")
+    UsageError: MISMATCH if an operation does not fit the shapes or dtypes of its inputs, or if a
+        name is unknown; UNSUPPORTED for an unknown dtype, or for more than eight dims. Every method
+        may raise it.)")
       .def(nb::init<const std::map<std::string, Described>&>(), "stored"_a)
       .def("stored", op<std::string_view>(&RecipeBuilder::stored), "name"_a,
            "The stored tensor `name`.")

@@ -115,8 +115,6 @@ nb::dict save_tensors(const MadeSave& made, int rank, CallerBoard& board,
   }));
 }
 
-// ---- the state of AdamW
-
 std::vector<StateOf> states_of(const std::vector<WrittenState>& written) {
   std::vector<StateOf> states;
   for (const auto& [fqn, dtype, shape, format, is_master] : written) {
@@ -197,8 +195,6 @@ nb::dict state_facts(const std::string& text) {
                  "steps"_a = facts.steps, "steps_of"_a = nb::cast(facts.steps_of),
                  "without_state"_a = nb::cast(facts.without_state));
 }
-
-// ---- steps
 
 // The StepSave of the rank that leads the save. `discard` destroys it.
 struct StepInSave {
@@ -292,8 +288,8 @@ void define_gather(nb::module_& module) {
       module, "SharedGather",
       R"(Shared memory in which the ranks of a node collect the short runs of a save.
 
-Runs of several ranks that are neighbours in a file, such as the parts of a tensor's row, are then
-written by one call.
+Runs of several ranks that are neighbours in a file, such as the parts of a tensor's row, are
+written together.
 
 Args:
     ranks: number of ranks of the node.
@@ -327,7 +323,8 @@ void define_save_plan(nb::module_& module) {
                        "The inverse of a load's plan: which bytes each rank writes where.")
       .def_prop_ro(
           "held", [](const MadeSave& made) { return by_purpose(made.held()); },
-          "The bytes that a save holds on each rank, by purpose, without tensors and SharedGather.")
+          "The bytes that a save holds on each rank, by purpose, without the tensors and the "
+          "SharedGather.")
       .def_prop_ro("gather_bytes", &MadeSave::gather_bytes,
                    "Bytes of each rank's part of a SharedGather; 0: the save has none.")
       .def("fetching_bytes", &MadeSave::fetching_bytes, "threads"_a,
@@ -364,7 +361,7 @@ Args:
     gathers: whether the ranks of a node collect their short runs with a Gather.
 
 Raises:
-    UsageError: two tensors would have one name, or there is no tensor.)");
+    UsageError: two saved tensors would have the same name, or there is no tensor to save.)");
   module.def("save_promise", save_promise, "held"_a, "baselines"_a, nb::kw_only(),
              "ranks_per_node"_a, "budget"_a = nb::none(), "budget_source"_a = "argument",
              "(promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a "
@@ -392,11 +389,11 @@ Args:
              "place"_a, "held"_a, "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
              "Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the "
              "shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.");
-  module.def(
-      "load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a, "ledger"_a,
-      "held"_a,
-      "Reads one rank's shards of a saved state into them; returns the bytes read. "
-      "Raises UsageError, which names a tensor, unless it is the state of these parameters.");
+  module.def("load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a,
+             "ledger"_a, "held"_a,
+             "Reads one rank's shards of a saved state; returns the bytes read. Raises "
+             "UsageError, which names a tensor, unless the saved state is that of these "
+             "parameters.");
   module.def("state_text", state_text, "state_format"_a, "seed"_a, "steps"_a, "without_state"_a,
              "The text of AdamW's state.json. `steps`: (fqn, number of steps) each.");
   module.def("state_facts", state_facts, "text"_a,
@@ -426,7 +423,8 @@ Raises:
           "The directory to which the ranks write.")
       .def_prop_ro(
           "point", [](StepInSave& step) { return step.open().point(); },
-          "A random number with which the digests are computed; a part of each rank's `place`.")
+          "The random number with which the ranks prove that each element was written once; "
+          "a part of each rank's `place`.")
       .def("publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
            "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
            "keep"_a = nb::none(),
@@ -442,10 +440,9 @@ Raises:
       "The newest intact step (older than `before`): a dict of step, path, uuid, world_size and "
       "has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError "
       "(UNCOMMITTED) if there is none.");
-  module.def(
-      "step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
-      "Compares one rank's part of a step with its digests; all ranks together compare every "
-      "byte. Returns the first fault, or an empty text.");
+  module.def("step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
+             "Compares one rank's part of a step with the recorded digests; all ranks together "
+             "compare every byte. Returns the text of the first fault, or an empty text.");
   module.def("open_step", opened, "path"_a,
              "The dict of newest_step, without `skipped`, for one step. The step must be intact.");
 }

@@ -109,8 +109,8 @@ using WrittenState = std::tuple<std::string, std::string, std::vector<int64_t>, 
 // A shard that this rank saves or loads: (state, index of the shard in the state, fqn).
 using WrittenHeld = std::tuple<std::shared_ptr<State>, size_t, std::string>;
 
-// Visits shards of states. Throws UNSUPPORTED if a shard with 8-bit moments holds a part of a
-// block: another rank's part has another scale.
+// Visits shards of states. Throws UNSUPPORTED if a shard with 8-bit moments has only a part of a
+// block: the ranks that share a block have different scales for it.
 class Held {
  public:
   Held(const std::vector<WrittenHeld>& held, const std::map<std::string, int64_t>& numel_of)
@@ -136,6 +136,7 @@ inline std::map<std::string, int64_t> numels_of(const std::vector<WrittenState>&
   return numels;
 }
 
+// The files of AdamW's state, and the parameters that have this state.
 struct MadeState {
   const std::vector<WrittenState> parameters;
   const StateFiles files;

@@ -108,7 +108,8 @@ Args:
          const std::string& directory) {
         return create_files_of(made.files.manifest(), rank_of, board, directory);
       },
-      "files"_a, "rank_of"_a, "board"_a, "directory"_a, "The same for AdamW's state.");
+      "files"_a, "rank_of"_a, "board"_a, "directory"_a,
+      "Creates one rank's share of the files of AdamW's state; returns the bytes written.");
 }
 
 }  // namespace modicum::python

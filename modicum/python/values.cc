@@ -98,7 +98,7 @@ Sharding sharding_from(const WrittenSharding& written) {
 Layout sharded_layout(const MadeRecipe& recipe, const std::vector<WrittenSharding>& shardings,
                       const std::vector<uint8_t>& sharding_of) {
   if (shardings.empty() || shardings.size() > UINT8_MAX) {
-    fail(Category::unsupported, "the number of different shardings",
+    fail(Category::unsupported, "the number of different shardings is out of range",
          {.expected = "1 to 255", .got = std::to_string(shardings.size())});
   }
   Layout layout = make_layout("mesh", sharding_from(shardings.front()));
@@ -129,7 +129,8 @@ struct Shard {
       : sharding(make_layout("mesh", sharding_from(written)).kinds.front()),
         target{.shape = shape},
         rank(checked_rank(of, sharding.mesh.world_size())) {
-    if (!checked_numel(shape)) fail(Category::usage, "invalid shape");
+    if (!checked_numel(shape))
+      fail(Category::usage, "a shape is negative or too large", {.got = shape_text(shape)});
   }
 
   std::vector<std::pair<int64_t, int64_t>> runs(const std::vector<int>& order) const {
@@ -307,8 +308,9 @@ void define_plan_class(nb::module_& module) {
       .def_prop_ro("document", document,
                    "The document of `modicum plan --json`, for this strategy only.")
       .def("buffers", buffers, "rank"_a,
-           "A dict for each target: holder (index of the target that owns the memory; for an alias "
-           "another one), numel, padded_numel, bytes, shape (this rank's part without padding).")
+           "A dict for each target: holder (the index of the target that owns the memory: for "
+           "an alias, of the target that it names), numel, padded_numel, bytes, shape (of "
+           "this rank's part, without padding).")
       .def(
           "promised_bytes",
           [](const MadePlan& made, int rank) {

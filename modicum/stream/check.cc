@@ -1,4 +1,4 @@
-// After a load: checks the values, digests them, and dumps them as files.
+// What can be done with a rank's loaded values: check them, digest them, dump them to a file.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -12,20 +12,22 @@
 namespace modicum {
 namespace {
 
-constexpr int64_t kCheckElements = 8 * 1024;  // compared at a time
+constexpr int64_t kCheckElements = 8 * 1024;  // the most that are compared at a time
 
+// A little-endian number, its most significant byte first.
 std::string hex(std::span<const std::byte> bytes) {
   std::string text = "0x";
   for (size_t i = bytes.size(); i-- > 0;) text += fmt::format("{:02x}", static_cast<int>(bytes[i]));
   return text;
 }
 
+// Compares loaded elements with elements that it makes itself from `expected`.
 class ValueCheck {
  public:
   ValueCheck(const Plan& plan, int rank, ExpectedElements expected, const LoadOptions& options)
       : plan_(plan), rank_(rank), expected_(expected), options_(options), fp8_(plan, expected) {}
 
-  // Checks the elements of a local buffer in `held`, the first of which is element `at`.
+  // Checks `held`, the elements of a local buffer from element `at` on.
   void local(uint32_t buffer, int64_t at, std::span<const std::byte> held) {
     const LocalBuffer local = buffer_of(plan_, buffer, rank_);
     const auto n = static_cast<int64_t>(held.size()) * 8 / bits_per_element(local.dtype);
@@ -53,7 +55,7 @@ class ValueCheck {
     for (int64_t i = 0; i < n;) {
       const ElementSource source = element_source(*plan_.recipe, target.root, global + i);
       const int64_t count = std::min({source.count, n - i, kCheckElements});
-      MODICUM_ASSERT(whole_bytes || count % 2 == 0);
+      MODICUM_ASSERT(whole_bytes || count % 2 == 0);  // two 4-bit elements share a byte
       made_.resize(bytes_of(source.leaf->dtype, count));
       expected_bytes_.resize(bytes_of(dtype, count));
       make(t, source, count);
@@ -95,7 +97,7 @@ class ValueCheck {
     const auto size = static_cast<size_t>(std::max(1, bits / 8));
     size_t at = 0;
     while (got[at] == expected_bytes_[at]) ++at;
-    at = at / size * size;
+    at = at / size * size;  // the first byte of the element that differs
     fail(Category::integrity,
          fmt::format("the loaded value of element {} differs from the expected one",
                      first + static_cast<int64_t>(at) * 8 / bits),
@@ -113,7 +115,8 @@ class ValueCheck {
   std::vector<std::byte> made_, expected_bytes_;
 };
 
-// Local buffers of targets in file order, then of flat groups; aliases have no buffer.
+// Calls `fn` for the local buffers of the targets, in file order, then for those of flat groups.
+// Aliases have no buffer.
 void for_each_own_buffer(const Plan& plan, FunctionRef<void(uint32_t buffer)> fn) {
   for (const uint32_t t : plan.order) {
     if (!plan.recipe->is_alias(t) && !plan.layout.is_flat(t)) fn(t);

@@ -9,8 +9,9 @@
 namespace modicum {
 namespace {
 
-// Whether all places of `runs` are in [begin, end). The lowest and the highest are at ends of the
-// first or last run. 128 bits, since a defective transfer could overflow 64.
+// Whether all places of `runs` are in [begin, end). The lowest and the highest place are each at an
+// end of the first or the last run. They are computed in 128 bits, since the products of a
+// defective transfer could overflow 64.
 bool lies_within(const Runs& runs, uint64_t begin, uint64_t end) noexcept {
   __extension__ typedef __int128 Signed;
   const Signed outer = Signed{runs.at_stride} * (runs.count - 1);

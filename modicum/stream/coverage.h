@@ -22,15 +22,15 @@ namespace modicum {
 // of a degree below n. These agree at n - 1 points at most, so a defect goes unnoticed with a
 // probability of at most n / 2^61 (2e-9 for 4 billion elements). A place outside the buffer is
 // always an error. An alias that is compared with its target has no buffer; its fingerprint is over
-// the places of its target. `tick` may be called by any thread.
+// the places that its target has in a buffer. `tick` may be called by any thread.
 class Coverage {
  public:
   // `point`: above 1 and below Powers::kPrime, independent of the plan.
   Coverage(const Plan& plan, int rank, uint64_t point = random_point());
   Coverage(const Plan&&, int, uint64_t = 0) = delete;
   void tick(const Transfer& done) noexcept;
-  // Call after all transfers. Throws INTEGRITY, naming the first buffer with a place that was not
-  // written exactly once.
+  // Call after all transfers. Throws INTEGRITY, naming the first buffer with a write outside it or
+  // a place that was not written exactly once.
   void prove() const;
 
   static uint64_t random_point();

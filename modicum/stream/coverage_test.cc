@@ -12,10 +12,10 @@ namespace {
 
 using Places = std::vector<Runs>;
 
-// A plan for one rank and one target of `numel` elements.
-class Buffer1 {
+// A plan for one rank with one target of `numel` elements, and so with one local buffer.
+class OneBuffer {
  public:
-  explicit Buffer1(int64_t numel) {
+  explicit OneBuffer(int64_t numel) {
     manifest_.files.push_back({"model.safetensors"});
     const auto bytes = static_cast<uint64_t>(numel);
     manifest_.tensors.push_back({{"weight", Role::param, DType::u8, {numel}}, {0, 8, 8 + bytes}});
@@ -23,8 +23,8 @@ class Buffer1 {
     plan_ =
         make_plan(manifest_, recipe_, fsdp2_layout(1), {.strategy = &strategy_named("own-shard")});
   }
-  Buffer1(const Buffer1&) = delete;
-  Buffer1& operator=(const Buffer1&) = delete;
+  OneBuffer(const OneBuffer&) = delete;
+  OneBuffer& operator=(const OneBuffer&) = delete;
 
   // The error of Coverage::prove after these transfers; empty if it succeeds.
   std::optional<Error> failure_of(const Places& places,
@@ -63,8 +63,8 @@ Places stretches(int64_t numel) {
   return places;
 }
 
-// The transfers of a `rows` x `columns` matrix: its upper half is written column by column, as by a
-// transpose, the other rows one by one.
+// The transfers of a `rows` x `columns` matrix. The first writes the upper half column by column,
+// as for a transpose. The second writes the next row, the third the other rows.
 Places turned(int64_t rows, int64_t columns) {
   const int64_t half = rows / 2;
   return {{.count = columns, .length = half, .at = 0, .at_stride = 1, .at_step = columns},
@@ -82,19 +82,19 @@ std::vector<std::pair<int64_t, Places>> tilings() {
 
 TEST(Coverage, ATilingIsProvenInAnyOrder) {
   for (auto [numel, places] : tilings()) {
-    const Buffer1 buffer(numel);
+    const OneBuffer buffer(numel);
     EXPECT_TRUE(buffer.proves(places));
     std::reverse(places.begin(), places.end());
     EXPECT_TRUE(buffer.proves(places));
   }
-  EXPECT_TRUE(Buffer1(0).proves({}));
+  EXPECT_TRUE(OneBuffer(0).proves({}));
 }
 
 // Catches: a proof that always succeeds; a transfer that is omitted, repeated, shifted or of the
 // wrong length.
 TEST(Coverage, EachMutationOfATilingIsDetected) {
   for (const auto& [numel, tiling] : tilings()) {
-    const Buffer1 buffer(numel);
+    const OneBuffer buffer(numel);
     for (size_t i = 0; i < tiling.size(); ++i) {
       SCOPED_TRACE(testing::Message() << "transfer " << i << " of " << numel << " elements");
       const auto with = [&, t = tiling](const std::function<void(Runs&)>& change) {
@@ -126,7 +126,7 @@ TEST(Coverage, EachMutationOfATilingIsDetected) {
 
 TEST(Coverage, SwappedLengthsAndPlacesAreDetected) {
   const Places tiling = stretches(200);
-  const Buffer1 buffer(200);
+  const OneBuffer buffer(200);
   for (size_t i = 0; i < tiling.size(); ++i) {
     for (size_t j = i + 1; j < tiling.size(); ++j) {
       if (tiling[i].length == tiling[j].length) continue;
@@ -140,41 +140,45 @@ TEST(Coverage, SwappedLengthsAndPlacesAreDetected) {
   }
 }
 
-// Sets of places that equal the correct set in their count and sum; the second and third also in
-// the sum of squares, the third also in the sum of cubes. A proof by such sums would accept them.
+// Wrong places that have the count and the sum of the right ones. The second and the third list
+// also have their sum of squares, the third also their sum of cubes. A proof by such sums would
+// accept them.
 TEST(Coverage, WrongPlacesWithEqualPowerSumsAreDetected) {
   const auto singles = [](std::vector<int64_t> of) {
     Places places;
     for (const int64_t at : of) places.push_back({.length = 1, .at = at});
     return places;
   };
-  EXPECT_FALSE(Buffer1(4).proves(singles({1, 1, 2, 2})));
-  EXPECT_FALSE(Buffer1(7).proves(singles({0, 0, 3, 4, 4, 5, 5})));
-  EXPECT_FALSE(Buffer1(16).proves(singles({0, 0, 3, 3, 5, 5, 6, 6, 9, 9, 10, 10, 12, 12, 15, 15})));
+  EXPECT_FALSE(OneBuffer(4).proves(singles({1, 1, 2, 2})));
+  EXPECT_FALSE(OneBuffer(7).proves(singles({0, 0, 3, 4, 4, 5, 5})));
+  EXPECT_FALSE(
+      OneBuffer(16).proves(singles({0, 0, 3, 3, 5, 5, 6, 6, 9, 9, 10, 10, 12, 12, 15, 15})));
 }
 
-// x^(p - 1) = 1, so place p - 1, outside the buffer, has the same power as place 0.
+// With p = Powers::kPrime, x^(p - 1) = 1 = x^0. So place p - 1, which is outside the buffer, adds
+// to the fingerprint what place 0 adds.
 TEST(Coverage, PlacesOutsideOfTheBufferAreDetected) {
   const auto far = static_cast<int64_t>(Powers::kPrime - 1);
-  EXPECT_FALSE(Buffer1(2).proves({{.length = 1, .at = far}, {.length = 1, .at = 1}}));
-  const auto failure = Buffer1(2).failure_of({{.length = 2, .at = 1}, {.length = 1, .at = 0}});
+  EXPECT_FALSE(OneBuffer(2).proves({{.length = 1, .at = far}, {.length = 1, .at = 1}}));
+  const auto failure = OneBuffer(2).failure_of({{.length = 2, .at = 1}, {.length = 1, .at = 0}});
   ASSERT_TRUE(failure.has_value());
   EXPECT_STREQ(failure->what_happened().c_str(), "a transfer was written outside its local buffer");
   EXPECT_EQ(failure->facts().expected, "elements [0, 2)");
   EXPECT_EQ(failure->facts().got, "an element outside");
-  EXPECT_FALSE(Buffer1(4).proves({{.count = 2, .length = 2, .at = 1, .at_stride = 2, .at_step = -1},
-                                  {.length = 1, .at = -1}}));
+  EXPECT_FALSE(
+      OneBuffer(4).proves({{.count = 2, .length = 2, .at = 1, .at_stride = 2, .at_step = -1},
+                           {.length = 1, .at = -1}}));
 }
 
 // A dim that is written backwards.
 TEST(Coverage, NegativeStridesAreCounted) {
-  EXPECT_TRUE(Buffer1(6).proves({{.length = 6, .at = 5, .at_step = -1}}));
-  EXPECT_TRUE(Buffer1(6).proves({{.count = 3, .length = 2, .at = 4, .at_stride = -2}}));
-  EXPECT_FALSE(Buffer1(6).proves({{.count = 3, .length = 2, .at = 4, .at_stride = -1}}));
+  EXPECT_TRUE(OneBuffer(6).proves({{.length = 6, .at = 5, .at_step = -1}}));
+  EXPECT_TRUE(OneBuffer(6).proves({{.count = 3, .length = 2, .at = 4, .at_stride = -2}}));
+  EXPECT_FALSE(OneBuffer(6).proves({{.count = 3, .length = 2, .at = 4, .at_stride = -1}}));
 }
 
 TEST(Coverage, TheFailureNamesTheTensorAndTheCounts) {
-  const auto failure = Buffer1(10).failure_of({{.length = 9}});
+  const auto failure = OneBuffer(10).failure_of({{.length = 9}});
   ASSERT_TRUE(failure.has_value());
   EXPECT_EQ(failure->category(), Category::integrity);
   EXPECT_EQ(failure->facts().tensor, "weight");
@@ -182,7 +186,7 @@ TEST(Coverage, TheFailureNamesTheTensorAndTheCounts) {
   EXPECT_EQ(failure->facts().expected, "10 elements");
   EXPECT_EQ(failure->facts().got, "9 elements");
   // As many writes as elements: place 8 twice, place 9 never.
-  const auto repeated = Buffer1(10).failure_of({{.length = 9}, {.length = 1, .at = 8}});
+  const auto repeated = OneBuffer(10).failure_of({{.length = 9}, {.length = 1, .at = 8}});
   ASSERT_TRUE(repeated.has_value());
   EXPECT_EQ(repeated->facts().got, "10 elements, some of them more than once");
 }
@@ -192,7 +196,7 @@ TEST(Coverage, ClosedFormsEqualElementwiseSums) {
   for (int64_t numel = 0; numel <= 200; ++numel) {
     Places singles;
     for (int64_t i = 0; i < numel; ++i) singles.push_back({.length = 1, .at = i});
-    const Buffer1 buffer(numel);
+    const OneBuffer buffer(numel);
     EXPECT_TRUE(buffer.proves(singles));
     EXPECT_TRUE(buffer.proves({{.length = numel}}));
     EXPECT_TRUE(buffer.proves({{.count = numel, .length = 1, .at_stride = 1}}));
@@ -206,7 +210,7 @@ TEST(Coverage, WideBuffersDoNotOverflow) {
   for (const int64_t numel :
        {(int64_t{1} << 32) - 1, int64_t{1} << 32, (int64_t{1} << 33) + 1, int64_t{6'000'000'007},
         (int64_t{1} << 53) + 2, (int64_t{1} << 60) - 1, int64_t{1} << 60}) {
-    const Buffer1 buffer(numel);
+    const OneBuffer buffer(numel);
     const auto proves = [&](const Places& places) {
       return !buffer.failure_of(places, 37).has_value();
     };

@@ -4,12 +4,12 @@
 namespace modicum {
 
 uint64_t create_file(const Manifest& manifest, uint32_t file, const SaveFiles& to, Space space) {
-  const DataFile& of = manifest.files[file];
-  const std::unique_ptr<File> made = to.files.create(join_path(to.directory, of.name));
+  const DataFile& described = manifest.files[file];
+  const std::unique_ptr<File> made = to.files.create(join_path(to.directory, described.name));
   if (space == Space::reserved) {
-    made->allocate(of.identity.size_bytes);
+    made->allocate(described.identity.size_bytes);
   } else {
-    made->truncate(of.identity.size_bytes);
+    made->truncate(described.identity.size_bytes);
   }
   const std::string header = output_header(manifest, file);
   made->write(std::as_bytes(std::span(header)), 0);

@@ -14,18 +14,19 @@ namespace modicum {
 
 // Writes the files of a save for one worker; at most one file is open. A save is 3 to 6 times
 // slower if the kernel decides when to write dirty pages back, and the memory cgroup is charged for
-// them. So the writer ends a window after kWindowBytes, starts the write-back of its pages, waits
-// for the write-back of the window before it, and drops that window from the page cache:
+// them. So the writer divides its writes into windows of kWindowBytes. At the end of a window it
+// starts the write-back of the window's pages, waits for the write-back of the window before, and
+// drops that earlier window from the page cache:
 //
 //   window     0         1         2         3
 //              dropped   dropped   started   filling
 //
 // Writes below kSmallBytes are parts of rows whose other columns belong to other ranks, which write
 // to the same pages at about the same time. A page that is written back too early must be written
-// back twice, and if it was dropped also read again: together 5 to 14 times slower. So if at least
-// half of a window's bytes are in small writes, the window ends after kWindowBytes / 2, its
-// write-back starts one window later ("pending"), and its pages stay cached for two more windows
-// after they are on the disk ("written"):
+// back twice, and also read again if it was dropped: together, this makes a save 5 to 14 times
+// slower. So if at least half of a window's bytes are in small writes, the window ends after
+// kWindowBytes / 2, its write-back starts one window later ("pending"), and its pages stay cached
+// for two more windows after they are on the disk ("written"):
 //
 //   window     0         1         2         3         4         5
 //              dropped   written   written   started   pending   filling

@@ -21,15 +21,15 @@ class Comparison {
   // The difference of two tensors' values, if any.
   std::optional<Difference> values(const Stored& of_a, const Stored& of_b) {
     Difference found{.tensor = of_a.spec.fqn, .count = 0};
-    const auto half = std::span(buffer_).first(buffer_.size() / 2);
-    const auto other = std::span(buffer_).subspan(half.size());
-    for (uint64_t done = 0; done < of_a.at.bytes(); done += half.size()) {
-      const uint64_t n = std::min<uint64_t>(half.size(), of_a.at.bytes() - done);
-      a_.read(of_a.at.file, of_a.at.begin + done, half.first(n));
-      b_.read(of_b.at.file, of_b.at.begin + done, other.first(n));
+    const auto from_a = std::span(buffer_).first(buffer_.size() / 2);
+    const auto from_b = std::span(buffer_).subspan(from_a.size());
+    for (uint64_t done = 0; done < of_a.at.bytes(); done += from_a.size()) {
+      const uint64_t n = std::min<uint64_t>(from_a.size(), of_a.at.bytes() - done);
+      a_.read(of_a.at.file, of_a.at.begin + done, from_a.first(n));
+      b_.read(of_b.at.file, of_b.at.begin + done, from_b.first(n));
       poll_(n);
-      if (std::memcmp(half.data(), other.data(), n) == 0) continue;
-      count(half.first(n), other.first(n), {of_a.spec.dtype, done}, found);
+      if (std::memcmp(from_a.data(), from_b.data(), n) == 0) continue;
+      count(from_a.first(n), from_b.first(n), {of_a.spec.dtype, done}, found);
     }
     return found.count == 0 ? std::nullopt : std::optional(std::move(found));
   }
@@ -42,9 +42,9 @@ class Comparison {
  private:
   struct Place {
     DType dtype;
-    uint64_t begin;  // byte of the tensor
+    uint64_t begin;  // of the compared bytes within the tensor
   };
-  // If one 4-bit element of a byte differs, both count.
+  // If one of the two 4-bit elements of a byte differs, both are counted.
   static void count(std::span<const std::byte> a, std::span<const std::byte> b, const Place& at,
                     Difference& found) {
     const auto bits = static_cast<uint64_t>(bits_per_element(at.dtype));
@@ -62,6 +62,7 @@ class Comparison {
   std::vector<std::byte> buffer_;
 };
 
+// A difference that counts all elements of the tensor.
 Difference whole(const TensorSpec& spec, Difference::Kind kind) {
   return {.tensor = spec.fqn, .kind = kind, .count = numel_of(spec.shape)};
 }
@@ -79,25 +80,26 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
   std::map<std::string_view, const Stored*> left;  // tensors of B not yet found in A
   for (const Stored& stored : b.manifest.tensors) left[stored.spec.fqn] = &stored;
   const auto& tensors = a.manifest.tensors;
-  std::vector<std::optional<Difference>> of(tensors.size());
-  std::vector<const Stored*> same(tensors.size());  // by tensor of A: B's, if values are compared
+  std::vector<std::optional<Difference>> difference_of(tensors.size());  // by tensor of A
+  // By tensor of A: the tensor of B with which its values are compared, or null.
+  std::vector<const Stored*> to_compare(tensors.size());
   Differences all;
   for (size_t t = 0; t < tensors.size(); ++t) {
     const TensorSpec& spec = tensors[t].spec;
     const auto found = left.find(spec.fqn);
     if (found == left.end()) {
-      of[t] = whole(spec, Difference::Kind::only_in_a);
+      difference_of[t] = whole(spec, Difference::Kind::only_in_a);
       continue;
     }
     const Stored& other = *found->second;
     left.erase(found);
     ++all.tensors;
     if (other.spec.dtype != spec.dtype) {
-      of[t] = whole(spec, Difference::Kind::dtype);
+      difference_of[t] = whole(spec, Difference::Kind::dtype);
     } else if (other.spec.shape != spec.shape) {
-      of[t] = whole(spec, Difference::Kind::shape);
+      difference_of[t] = whole(spec, Difference::Kind::shape);
     } else {
-      same[t] = &other;
+      to_compare[t] = &other;
       all.bytes += other.at.bytes();
     }
   }
@@ -105,11 +107,13 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
     Comparison comparison(a, b, poll);
     for (size_t t = static_cast<size_t>(worker); t < tensors.size();
          t += static_cast<size_t>(threads)) {
-      if (same[t] != nullptr) of[t] = comparison.values(tensors[t], *same[t]);
+      if (to_compare[t] != nullptr) {
+        difference_of[t] = comparison.values(tensors[t], *to_compare[t]);
+      }
     }
     comparison.finish();
   });
-  for (std::optional<Difference>& difference : of) {
+  for (std::optional<Difference>& difference : difference_of) {
     if (difference) all.found.push_back(std::move(*difference));
   }
   for (const Stored& stored : b.manifest.tensors) {

@@ -10,14 +10,14 @@
 namespace modicum {
 
 struct Difference {
-  // only_in_a, only_in_b: the other checkpoint has no tensor of this name. dtype, shape: the first
-  // of the two that differs. values: same dtype and shape, other bits.
+  // only_in_a, only_in_b: the other checkpoint has no tensor of this name. dtype: the dtypes
+  // differ. shape: the dtypes are equal, the shapes differ. values: only elements differ.
   enum class Kind : uint8_t { only_in_a, only_in_b, dtype, shape, values };
   std::string tensor;
   Kind kind = Kind::values;
   int64_t first_index = 0;  // row-major index of the first differing element
-  // The number of differing elements. Unless the kind is `values`, that is all elements of the
-  // tensor: of A's, or of B's for only_in_b.
+  // For `values` the number of differing elements, else the number of all elements: of B's tensor
+  // for only_in_b, of A's tensor for the other kinds.
   int64_t count = 0;
 };
 std::string_view kind_name(Difference::Kind kind) noexcept;
@@ -30,8 +30,9 @@ struct Differences {
 
 constexpr uint64_t kDiffBytes = 8 * kMiB;
 // Compares names, dtypes, shapes and, bit for bit, values, but not the division into files. Holds
-// kDiffBytes for each thread. Calls `poll` between reads, on any thread; an exception from it ends
-// the call. Throws FORMAT.TRUNC, IO; CONFLICT if a file changed.
+// kDiffBytes for each thread. Calls `poll` after each read with the number of bytes compared since
+// the last call, on any thread; an exception from it ends the call. Throws FORMAT.TRUNC, IO;
+// CONFLICT if a file changed.
 Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
                  FunctionRef<void(uint64_t more_bytes)> poll);
 

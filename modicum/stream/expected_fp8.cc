@@ -13,10 +13,10 @@ namespace {
 // infinities and NaNs.
 double value_of(DType dtype, uint8_t code) {
   const bool has_infinity = dtype == DType::f8_e5m2;
-  const int places = has_infinity ? 2 : 3;
+  const int mantissa_bits = has_infinity ? 2 : 3;
   const int bias = has_infinity ? 15 : 7;
-  const int exponent = (code & 0x7f) >> places;
-  const int mantissa = code & ((1 << places) - 1);
+  const int exponent = (code & 0x7f) >> mantissa_bits;
+  const int mantissa = code & ((1 << mantissa_bits) - 1);
   const double sign = (code & 0x80) != 0 ? -1 : 1;
   if (has_infinity && exponent == 31 && mantissa == 0) {
     return sign * std::numeric_limits<double>::infinity();
@@ -24,8 +24,8 @@ double value_of(DType dtype, uint8_t code) {
   if (has_infinity ? exponent == 31 : (code & 0x7f) == 0x7f) {
     return std::numeric_limits<double>::quiet_NaN();
   }
-  const int implicit = exponent > 0 ? 1 << places : 0;
-  return sign * std::ldexp(mantissa + implicit, std::max(exponent, 1) - bias - places);
+  const int implicit = exponent > 0 ? 1 << mantissa_bits : 0;
+  return sign * std::ldexp(mantissa + implicit, std::max(exponent, 1) - bias - mantissa_bits);
 }
 
 using Values = std::array<double, 256>;
@@ -94,8 +94,8 @@ std::span<const std::byte> ExpectedFp8::numbers(uint32_t stored, int64_t first,
               scale_columns);
     for (int64_t column = element % columns; column < columns && i < codes.size(); ++column, ++i) {
       const double scale = row_[static_cast<size_t>(one_for_all ? 0 : column / block_columns)];
-      // Significands have up to 4 and 24 bits. Their product is exact in double, so it is rounded
-      // only once, to fp32.
+      // The significand of a code has up to 4 bits, that of a scale up to 24. So their product is
+      // exact in double, and is rounded only once, to fp32.
       const auto product = static_cast<float>(values[static_cast<size_t>(codes[i])] * scale);
       numbers_[i] = std::isnan(product) ? std::bit_cast<float>(0x7fc00000U) : product;
     }

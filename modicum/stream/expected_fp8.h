@@ -20,6 +20,7 @@ class ExpectedFp8 {
                                      std::span<const std::byte> codes);
 
  private:
+  // Makes `row_` row `row` of the scale tensor `scales`, which has `columns` columns.
   void fetch_row(uint32_t scales, int64_t row, int64_t columns);
 
   const Plan& plan_;
@@ -27,7 +28,7 @@ class ExpectedFp8 {
   uint32_t row_of_ = UINT32_MAX;       // the scale tensor that holds `row_`
   int64_t row_index_ = -1;             // the index of `row_` in this tensor
   std::vector<std::byte> stored_row_;  // `row_` in the dtype of the scales
-  std::vector<double> row_;            // a row of scales
+  std::vector<double> row_;            // the row of scales that was fetched last
   std::vector<float> numbers_;
 };
 

@@ -7,7 +7,8 @@
 
 namespace modicum {
 
-// Has no host memory of its buffers, like a device. `copy` and `fetch` access private ones.
+// Like the sink of a device, has no host memory to give out. `copy` and `fetch` access private
+// buffers, which tests read with `buffer`.
 class FakeDeviceSink final : public Sink {
  public:
   FakeDeviceSink(const Plan& plan, int rank);

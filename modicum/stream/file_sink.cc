@@ -12,8 +12,9 @@ bool is_zero(std::span<const std::byte> bytes) noexcept {
          std::memcmp(bytes.data(), bytes.data() + 1, bytes.size() - 1) == 0;
 }
 
-// Calls `fn(begin, end)` for the ranges of `bytes` that remain without the file pages of zeros;
-// bytes[0] is byte `at` of the file. Pages that are not written read as zero.
+// Calls `fn(begin, end)` for the ranges of `bytes` that must be written, where bytes[0] is byte
+// `at` of the file. The bytes of a file page are left out if all of them are zero, since pages that
+// are not written read as zero.
 template <typename Fn>
 void for_each_written(std::span<const std::byte> bytes, uint64_t at, const Fn& fn) {
   uint64_t begin = 0;

@@ -12,13 +12,13 @@
 
 namespace modicum {
 
-// Writes targets to their extents in the existing files of `saved`. The plan must have one rank,
-// which holds every target unsharded (whole_layout), and Destination::copy.
+// Writes targets to their extents in the files of `saved`, which must exist (create_file). The plan
+// must have Destination::copy, and one rank, which holds every target unsharded (whole_layout).
 class FileSink final : public Sink {
  public:
   struct Options {
     bool keeps_holes = false;   // pages of zeros are not written and take no space
-    ChunkSums* sums = nullptr;  // if set, sums for `saved`, which receive every write
+    ChunkSums* sums = nullptr;  // if set, every element is added to these sums for `saved`
   };
   // places[t] is the tensor of `saved` that target t is written to; UINT32_MAX for aliases, which
   // have no elements. All arguments must outlive the sink.
@@ -28,7 +28,7 @@ class FileSink final : public Sink {
            Options) = delete;
 
   std::span<std::byte> host(uint32_t) noexcept override { return {}; }
-  // Throws NOSPACE or IO. Any thread; a lock lets one write at a time.
+  // Throws NOSPACE or IO. May be called by any thread; a lock admits one write at a time.
   void copy(uint32_t target, int64_t at, std::span<const std::byte> elements) override;
   // Always throws UNSUPPORTED: a conversion does not read back.
   void fetch(uint32_t target, int64_t at, std::span<std::byte> elements) override;

@@ -1,5 +1,5 @@
-// Tests of loads that dequantise FP8 codes: exact, value and fault, with ranks as threads and files
-// in memory. The reference does not use the manifest's block sizes, but computes them itself.
+// Tests of loads that dequantise FP8 codes, with ranks as threads and files in memory. The
+// reference does not use the manifest's block sizes, but computes them itself.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ struct Tensor {
   std::vector<std::byte> bytes;
 };
 
-// Codes of random bits, NaN and infinities included.
+// A tensor of codes with random bits, NaN and infinities included.
 Tensor codes_of(std::string name, DType dtype, std::vector<int64_t> shape) {
   Tensor tensor{{std::move(name), Role::param, dtype, std::move(shape)}, {}};
   tensor.bytes.resize(static_cast<size_t>(numel_of(tensor.spec.shape)));
@@ -33,6 +33,7 @@ Tensor codes_of(std::string name, DType dtype, std::vector<int64_t> shape) {
   return tensor;
 }
 
+// A tensor of scales with finite values.
 Tensor scales_of(std::string name, DType dtype, std::vector<int64_t> shape) {
   Tensor tensor{{std::move(name), Role::param, dtype, std::move(shape)}, {}};
   const int64_t n = numel_of(tensor.spec.shape);
@@ -75,8 +76,8 @@ struct Model {
   }
 };
 
-// Incomplete blocks in both dims; a tensor larger than a staging slot; scales per tensor, row and
-// column; experts; all dtypes of scales.
+// A model with incomplete blocks in both dims; a tensor larger than a staging slot; scales per
+// tensor, row and column; stacked experts; scales of every dtype; codes without scales.
 Model all_kinds() {
   using S = std::vector<int64_t>;
   constexpr DType kE4m3 = DType::f8_e4m3, kE5m2 = DType::f8_e5m2;
@@ -104,6 +105,7 @@ Model all_kinds() {
   return Model(std::move(of));
 }
 
+// A stored scale as fp32.
 float widened(DType dtype, const std::byte* at) {
   if (dtype == DType::u8 || dtype == DType::f8_e8m0) {
     return std::ldexp(1.0F, static_cast<int>(*at) - 127);
@@ -113,7 +115,7 @@ float widened(DType dtype, const std::byte* at) {
   return value;
 }
 
-// A code's value, by the kernel with the scale 1.
+// A code's value, computed by the dequantising kernel with the scale 1.
 float code_of(DType dtype, std::byte code) {
   const float one = 1;
   float value = 0;
@@ -135,11 +137,11 @@ std::vector<std::byte> number(const Model& model, const std::string& name, int64
   const int64_t rows = dim(codes.spec.shape, 2), columns = dim(codes.spec.shape, 1);
   const int64_t grid_rows = dim(scales.spec.shape, 2), grid_columns = dim(scales.spec.shape, 1);
   const bool is_128 = (rows + 127) / 128 == grid_rows && (columns + 127) / 128 == grid_columns;
-  const int64_t high = is_128 ? 128 : rows / grid_rows,
-                wide = is_128 ? 128 : columns / grid_columns;
+  const int64_t block_rows = is_128 ? 128 : rows / grid_rows,
+                block_columns = is_128 ? 128 : columns / grid_columns;
   const int64_t matrix = element / (rows * columns);
   const int64_t row = element / columns % rows, column = element % columns;
-  int64_t index = (matrix * grid_rows + row / high) * grid_columns + column / wide;
+  int64_t index = (matrix * grid_rows + row / block_rows) * grid_columns + column / block_columns;
   if (numel_of(scales.spec.shape) == 1) index = 0;
   const auto size = static_cast<size_t>(bytes_per_element(scales.spec.dtype));
   const float product =
@@ -151,6 +153,7 @@ std::vector<std::byte> number(const Model& model, const std::string& name, int64
   return out;
 }
 
+// All elements of a target, computed by the reference.
 std::vector<std::byte> whole(const Model& model, const Recipe& recipe, const Target& target) {
   std::vector<std::byte> due;
   for (int64_t i = 0; i < numel_of(target.spec.shape); ++i) {
@@ -173,6 +176,7 @@ std::vector<std::byte> whole(const Model& model, const Recipe& recipe, const Tar
 
 using Wholes = std::vector<std::vector<std::byte>>;  // by target
 
+// Stored elements for check_elements and check_values.
 auto expected_of(const Model& model) {
   return [&model](uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
     const Tensor& tensor = model.tensors.at(model.checkpoint.manifest.tensors[stored].spec.fqn);
@@ -208,7 +212,7 @@ struct Setting {
   int dim;
 };
 
-// Loads one rank and compares its memory, traffic and values with the plan and the reference.
+// Loads one rank. Compares its memory and traffic with the plan, its values with the reference.
 void load_one(const Setting& s, const Plan& plan, int rank, Board& board, Exchange* exchange) {
   Ledger ledger(plan.promise.ledger_limit_bytes(rank));
   std::unique_ptr<HostSink> host;
@@ -283,10 +287,10 @@ void expect_grid(const Model& model, const Recipe& recipe) {
   }
 }
 
-// exact and value: shards that end inside blocks, incomplete blocks, every strategy, both
-// destinations. The ledger's peak equals the promise; reads and sends equal the plan's counts.
-// Catches: a scale block shifted by one, rows of scales that were not read, a code rounded before
-// it is scaled, a window without room for the scales.
+// The values are right for shards that end inside blocks, incomplete blocks, every strategy, and
+// the destinations `cpu` and `copy`; the ledger's peak equals the promise, and the bytes read and
+// exchanged equal the plan's counts. Catches: a scale block shifted by one, rows of scales that
+// were not read, a code rounded before it is scaled, a window without room for the scales.
 TEST(LoadFp8, EveryKindOfScaleIsDequantised) {
   const Model model = all_kinds();
   for (const DType to : {DType::bf16, DType::f32, DType::f16}) {
@@ -342,7 +346,6 @@ TEST(LoadFp8, ExpertsAreStackedTransposedAndDequantised) {
   expect_grid(model, b.finish());
 }
 
-// values: one wrong scale fails the check.
 TEST(LoadFp8, AWrongScaleFailsTheCheck) {
   Model model = experts();
   const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});
@@ -365,7 +368,8 @@ TEST(LoadFp8, AWrongScaleFailsTheCheck) {
   }
 }
 
-// fault. Catches: the identity of the scales' file is not compared after its last read.
+// Before the n-th call, for every n, the scales' file is put anew, which changes its identity but
+// no byte. Catches: a load that does not compare the file's identity after the last read.
 TEST(LoadFp8, AFileOverwrittenAtAnyMomentIsAConflict) {
   const std::string changed = "scales.safetensors";
   Model model = experts(true);
@@ -400,7 +404,8 @@ TEST(LoadFp8, AFileOverwrittenAtAnyMomentIsAConflict) {
   }
 }
 
-// fault: each call fails once. The error is IO; for a read it names the codes or the scales.
+// Each file call fails once. The error is IO; if the call is a read, it names the tensor of codes
+// or of scales.
 TEST(LoadFp8, EveryFailingCallIsNamed) {
   const Model model = experts();
   const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});

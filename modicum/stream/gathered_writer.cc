@@ -10,7 +10,8 @@ GatheredWriter::GatheredWriter(const Manifest& manifest, const RankContext& at, 
   uint64_t end = 0;
   for (const DataFile& file : manifest.files) {
     begins_.push_back(end);
-    // Each file begins with a new slot, so that no page of a file is written by two ranks.
+    // Each file begins with a new window of the Gather. So windows consist of whole pages of a
+    // file, and no page is written by two ranks.
     end += round_up(file.identity.size_bytes, at.gather->slot_bytes());
   }
 }

@@ -1,4 +1,5 @@
-// Writes short parts of files, collected with the other ranks of the node. Internal to `stream`.
+// Writes the short parts of files that the ranks of a node have: they are collected in shared
+// memory (Gather) and written together. Internal to `stream`.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +14,13 @@
 
 namespace modicum {
 
-// Each rank of the node constructs one at the same time, calls `put` in about the same order of
-// files and offsets as the others, and then `finish`. The address space of the Gather holds all
-// files one after the other.
+// Each rank of the node constructs a GatheredWriter at the same time, calls `put` in about the same
+// order of files and offsets as the others, and then `finish`. The addresses of the Gather are
+// those of all files, one after the other.
 class GatheredWriter {
  public:
-  // `at.gather` must be set. `sums` receives the bytes that this rank writes, whoever put them.
+  // `at.gather` must be set. `sums` receives the bytes that this rank writes, whichever rank has
+  // put them.
   GatheredWriter(const Manifest& manifest, const RankContext& at, const SaveFiles& to,
                  ChunkSums& sums);
 

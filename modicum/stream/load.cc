@@ -12,6 +12,8 @@
 namespace modicum {
 namespace {
 
+// The load of one rank. Its workers run one pass after the other: first they fill the window, if
+// the strategy has one, then they put all elements into the sink.
 class Load {
  public:
   Load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
@@ -30,6 +32,7 @@ class Load {
   }
 
   LoadOutcome run() {
+    // Ranks that exchange must make the same calls in the same order, so they use one worker.
     const bool sends = plan_.staging.exchanges;
     if (plan_.strategy().of_reader != Window::none) {
       in_workers(workers_, &Load::fill_window);
@@ -62,13 +65,15 @@ class Load {
     workers_ = staging.workers_of(threads);
   }
 
+  // A worker's table and slot (see Staging); empty if the load has no staging.
   std::span<std::byte> share_of(int worker) const noexcept {
     const uint64_t share = plan_.staging.table_bytes + plan_.staging.slot_bytes;
     return staging_.bytes().subspan(std::min(staging_.bytes().size(), worker * share),
                                     staging_.empty() ? 0 : share);
   }
 
-  // Reads around the page cache go through the rest of the staging.
+  // How worker `worker` reads. The staging after the shares of all workers is divided among them:
+  // reads around the page cache go through it.
   DataReader::Options reading(int worker) const noexcept {
     constexpr uint64_t kMost = 2 * kMiB, kLeast = 512 * kKiB;
     const auto workers = static_cast<uint64_t>(workers_);
@@ -95,7 +100,7 @@ class Load {
 
     bool is_my_turn() noexcept { return next++ % count == index; }
     bool is_last() const noexcept { return index == count - 1; }
-    // Scratch space of the generator of reads, in the staging.
+    // The scratch space of for_each_read.
     std::span<Transfer> table() const {
       auto* const rows = reinterpret_cast<Transfer*>(share.data());
       std::uninitialized_default_construct_n(rows, kReadTableRows);
@@ -105,8 +110,8 @@ class Load {
     const int index, count;
     int64_t next = 0;
     const std::span<std::byte> share, slot;
-    // Scales are in other places of the files: with one reader for both, they would push windows of
-    // the codes out of the page cache too early.
+    // Two readers, since scales are far from their codes in the files: a reader of both would drop
+    // windows of codes from the page cache too early.
     DataReader codes, scales;
     Writer writer;
   };
@@ -145,8 +150,8 @@ class Load {
     make(worker);
   }
 
-  // Carries out transfers that read no file. LoadOptions::caller must be called on the calling
-  // thread, where run_workers runs the last worker.
+  // Carries out the transfers that read no file. LoadOptions::caller must be called on the thread
+  // that called load(), and run_workers runs the last worker there.
   void make(Worker& worker) {
     for_each_made_transfer(plan_, at_.rank, [&](const Transfer& made) {
       const bool is_callers = made.source == Transfer::Source::caller;
@@ -269,6 +274,7 @@ class Load {
     writer.put(transfer, place_in(elements, begin, transfer), scales);
   }
 
+  // A strategy with a window, without an exchange: takes this rank's shards from the window.
   void cut_from_window(Worker& worker) {
     for_each_stored_transfer(plan_, at_.rank, [&](const Transfer& transfer) {
       if (!worker.is_my_turn()) return;
@@ -285,7 +291,8 @@ class Load {
     received(reads_storage(plan_, at_.rank) ? 0 : tensor.size());
   }
 
-  // Strategy rank0-broadcast: rank 0 has the model in its window, the others one tensor at a time.
+  // Strategy rank0-broadcast: rank 0 has the whole model in its window, every other rank has one
+  // tensor at a time.
   void broadcast_tensors(Worker& worker) {
     window_.for_each_tensor([&](const RankWindow::Tensor& tensor) {
       broadcast(tensor.elements);

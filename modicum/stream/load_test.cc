@@ -1,4 +1,4 @@
-// Tests of a load: exact, fault and value, with ranks as threads and files in memory.
+// Tests of a load, with ranks as threads and files in memory.
 #include <gtest/gtest.h>
 
 #include <chrono>
@@ -25,7 +25,7 @@ TensorSpec spec(std::string name, DType dtype, std::vector<int64_t> shape) {
   return {std::move(name), Role::param, dtype, std::move(shape)};
 }
 
-// Finite bit patterns, among them halfway cases of rounding.
+// The values of a stored tensor: finite bit patterns, among them halfway cases of rounding.
 std::vector<std::byte> values_of(const TensorSpec& tensor) {
   std::vector<std::byte> bytes(bytes_of(tensor.dtype, numel_of(tensor.shape)));
   synth_fill(name_hash(tensor.fqn), tensor.dtype, 0, numel_of(tensor.shape), bytes.data());
@@ -38,7 +38,7 @@ void put_model(FileSystem& files, const std::string& path, const Specs& specs) {
   out.finish();
 }
 
-// Sizes 0..40 along dim 0 or 1; a 0-d tensor, integers, bools.
+// Tensors with sizes 0 to 40 along dim 0 or 1; a 0-d tensor, integers, bools.
 Specs odd_sizes(DType dtype) {
   Specs specs = {spec("scalar", dtype, {}), spec("ids", DType::i64, {7}),
                  spec("mask", DType::boolean, {3, 5})};
@@ -51,6 +51,7 @@ Specs odd_sizes(DType dtype) {
   return specs;
 }
 
+// A model with five experts, each of whose matrices is stored as a tensor.
 Specs tiny_moe(DType dtype) {
   Specs specs = {spec("embed", dtype, {13, 6})};
   for (const char* name : {"gate", "up", "down"}) {
@@ -100,7 +101,7 @@ RankResult load_one(const Case& c, int rank, Board& board, Exchange* exchange) {
   RecordingFileSystem recorded(*c.checkpoint->files);
   Checkpoint checkpoint = *c.checkpoint;
   checkpoint.files = &recorded;
-  const auto& promised = c.plan->promise.phases[1].of_rank[static_cast<size_t>(rank)];
+  const auto& promised = c.plan->promise.phases[kLoadPhase].of_rank[static_cast<size_t>(rank)];
   Ledger ledger(promised.ledger_total());
   {
     HostSink sink(*c.plan, rank, ledger);
@@ -147,7 +148,7 @@ Plan plan_of(const Checkpoint& checkpoint, const Recipe& recipe, Layout layout,
       {.strategy = &strategy, .ranks_per_node = ranks_per_node, .staging_bytes = kStaging});
 }
 
-// The memory of a load, computed without the room `plan`.
+// The memory of one rank's load, computed without the code of the room `plan`.
 struct Simulated {
   uint64_t shards = 0, window = 0, staging = 0;
 };
@@ -177,7 +178,7 @@ Simulated simulate(const Specs& stored, const std::vector<TensorSpec>& targets,
     held.window = pages(rank == 0 ? model : largest);
     if (world > 1) held.staging = kStaging / static_cast<uint64_t>(world) / 4096 * 4096;
   }
-  // A rank's part of a ring is taken from this staging.
+  // If these ranks exchange, their parts of the ring are included in this staging.
   if (strategy == "own-shard" || strategy == "node-reader" || strategy == "replica-striped") {
     held.staging = kStaging;
   }
@@ -196,7 +197,7 @@ void expect_counted(const Plan& plan, int rank, const RankResult& result) {
 }
 
 void expect_exact(const Plan& plan, const Specs& stored, int rank, const RankResult& result) {
-  Footprint promised = plan.promise.phases[1].of_rank[static_cast<size_t>(rank)];
+  Footprint promised = plan.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(rank)];
   promised[Purpose::process] = promised[Purpose::page_tables] = 0;
   EXPECT_EQ(result.at_peak, promised);
   EXPECT_EQ(result.after, Footprint{});
@@ -211,7 +212,8 @@ void expect_exact(const Plan& plan, const Specs& stored, int rank, const RankRes
   expect_counted(plan, rank, result);
 }
 
-// The value of one element of a target, by element_source.
+// The value of one element of a target, from the stored element that element_source names, or
+// initialised.
 std::vector<std::byte> element(const Specs& stored, const Recipe& recipe, const Target& target,
                                int64_t index) {
   const ElementSource source = element_source(recipe, target.root, index);
@@ -229,6 +231,8 @@ std::vector<std::byte> element(const Specs& stored, const Recipe& recipe, const 
   return out;
 }
 
+// Compares the shards of FSDP2's Shard(0). `large` has the same form in every recipe and is copied
+// or cast directly, since `element` generates the whole stored tensor for each element.
 void expect_values(const Plan& plan, const Specs& stored, int rank, const RankResult& result) {
   for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
     const Target& target = plan.recipe->targets[t];
@@ -294,9 +298,10 @@ void expect_grid(Model& model, const Recipe& recipe) {
   }
 }
 
-// exact: promise, ledger and simulator are equal to the byte; the values are right; all layouts
-// have one digest. Catches: a transfer that is omitted, repeated, shifted or cast wrongly; a read
-// one byte too long; a charge that was not promised; a rank's promise one page short.
+// Promise, ledger and simulation are equal to the byte; the values are right; all strategies and
+// world sizes give one digest. Catches: a transfer that is omitted, repeated, shifted or cast
+// wrongly; a read one byte too long; a charge that was not promised; a rank's promise one page
+// short.
 TEST(LoadExact, OddSizesAsStored) {
   Model model(odd_sizes(DType::bf16));
   expect_grid(model, identity_recipe(model.checkpoint.manifest));
@@ -321,7 +326,7 @@ TEST(LoadExact, ExpertsStackedConcatenatedAndTransposed) {
   }
 }
 
-// Loads the model in every layout; all give the same digest.
+// Loads the model with every strategy in eleven layouts; all give the same digest.
 void expect_one_digest(const Specs& specs) {
   Model model(specs);
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -357,7 +362,7 @@ TEST(LoadExact, OtherLayoutsAndThreads) {
   expect_one_digest(tiny_moe(DType::bf16));
 }
 
-// A sink that takes only copies from staging gets the same elements.
+// A sink without host memory, to which elements are copied from staging, gets the same elements.
 TEST(LoadExact, ADeviceGetsTheSameElementsByCopies) {
   Model model(tiny_moe(DType::bf16));
   Recipe recipe = moe_recipe(model.checkpoint.manifest);
@@ -397,7 +402,7 @@ TEST(LoadExact, DiscardingElementsGivesTheSameDigest) {
     Ledger ledger;
     DiscardSink sink(dropping, rank);
     load(model.checkpoint, dropping, {rank, &board, nullptr, &ledger}, sink);
-    Footprint promised = dropping.promise.phases[1].of_rank[static_cast<size_t>(rank)];
+    Footprint promised = dropping.promise.phases[kLoadPhase].of_rank[static_cast<size_t>(rank)];
     promised[Purpose::process] = promised[Purpose::page_tables] = 0;
     const std::lock_guard lock(mutex);
     EXPECT_EQ(ledger.at_peak(), promised);
@@ -406,8 +411,8 @@ TEST(LoadExact, DiscardingElementsGivesTheSameDigest) {
   EXPECT_EQ(kept, dropped);
 }
 
-// fault: the n-th I/O call fails, for every n. The error is IO and names the call; afterwards the
-// ledger holds as many bytes as before the load.
+// The n-th file call fails, for every n. The error is IO and names the file, for a read also the
+// tensor; afterwards the ledger holds nothing.
 TEST(LoadFault, EveryFailingCallIsANamedErrorAndLeavesNothingCharged) {
   Model model(tiny_moe(DType::bf16));
   const Recipe recipe = moe_recipe(model.checkpoint.manifest);
@@ -471,7 +476,8 @@ TEST(LoadFault, TheFirstFailureOfAnyWorkerIsTheRanksFailure) {
     specs.push_back(spec("t" + std::to_string(10 + i), DType::bf16, {64, 997}));
   Model model(specs);
   Recipe recipe = identity_recipe(model.checkpoint.manifest);
-  for (Target& target : recipe.targets) target.spec.dtype = DType::f32;  // through staging
+  for (Target& target : recipe.targets)
+    target.spec.dtype = DType::f32;  // cast, so reads use staging
   const Plan plan =
       make_plan(model.checkpoint.manifest, recipe, fsdp2_layout(1),
                 {.strategy = &strategy_named("own-shard"), .staging_bytes = 16 * kMiB});
@@ -499,7 +505,7 @@ TEST(LoadFault, ExceedingTheLimitFailsBeforeAnyDataIsRead) {
   model.checkpoint.files = &recorded;
   SteadyClock clock;
   SharedBoard board(1, clock);
-  Ledger ledger(plan.promise.phases[1].of_rank[0].ledger_total() - 1);
+  Ledger ledger(plan.promise.phases[kLoadPhase].of_rank[0].ledger_total() - 1);
   try {
     HostSink sink(plan, 0, ledger);
     load(model.checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
@@ -523,8 +529,9 @@ TEST(LoadFault, AFileReplacedAfterItWasOpenedIsAConflict) {
   EXPECT_EQ(failure->category, Category::conflict);
 }
 
-// Catches: identities compared only at open, or not before a reader opens its next file. A file
-// overwritten between two reads would then be loaded partly old, partly new.
+// Catches: a reader that compares a file's identity only when it opens the file, or not before it
+// opens the next one. A file that is overwritten between two reads would then be loaded with old
+// and new values.
 TEST(LoadFault, AFileOverwrittenAtAnyMomentIsAConflict) {
   MemoryFileSystem files;
   files.make_directory("/model");
@@ -568,7 +575,8 @@ TEST(LoadFault, AFileOverwrittenAtAnyMomentIsAConflict) {
   }
 }
 
-// Reads also fetch small gaps between shards: here at most 2 % more bytes than the checkpoint has.
+// A read may also fetch a small gap between two pieces of a shard: here all reads together have at
+// most 2 % more bytes than the checkpoint.
 TEST(LoadReads, OwnShardReadsTheCheckpointOnceOverAllRanks) {
   Model model(odd_sizes(DType::bf16));
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -604,8 +612,9 @@ TEST(LoadReads, EqualThePlansCountsAndAre8MiBAtMost) {
   }
 }
 
-// Must fail if these are read around the page cache: what a rank sends to others; runs that a
-// replica on the same node reads, too; short runs.
+// `shares` returns the percentage of the tensor's bytes that are read around the page cache. Must
+// fail for these mutants: a rank reads around the page cache what it sends to others, or runs that
+// a replica on the same node also reads, or short runs.
 TEST(LoadReads, AreAroundThePageCacheForRunsThatOneRankOfTheNodeNeeds) {
   Model model({spec("large", DType::bf16, {96, 64'000})});
   Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -644,6 +653,7 @@ TEST(LoadReads, AreAroundThePageCacheForRunsThatOneRankOfTheNodeNeeds) {
 TEST(LoadReads, KeepOneWindowBehindIfNoOtherRankOfTheNodeReads) {
   Model model({spec("large", DType::bf16, {96, 128'000})});
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
+  // Rank 0's.
   const auto peak = [&](const char* strategy, int ranks_per_node) {
     RecordingFileSystem recorded(model.files);
     recorded.be_cold();
@@ -660,7 +670,7 @@ TEST(LoadReads, KeepOneWindowBehindIfNoOtherRankOfTheNodeReads) {
   EXPECT_LE(peak("own-shard", 1), 16 * kMiB);
 }
 
-// values: one wrong bit in the first or last byte of a buffer, padding included, fails the check.
+// One wrong bit in the first or the last byte of a buffer, padding included, fails the check.
 TEST(CheckValues, OneWrongBitIsReported) {
   Model model(tiny_moe(DType::bf16));
   const Recipe recipe = moe_recipe(model.checkpoint.manifest);

@@ -79,7 +79,7 @@ std::vector<Loaded> load_all(const Model& model, const Plan& plan, Board& board,
   return loaded;
 }
 
-// Loads over the doubles. `calls`, if set, receives the broadcasts.
+// Loads with a ThreadExchange for each rank. `calls`, if set, receives the calls of broadcast.
 std::vector<Loaded> load_scripted(const Model& model, const Plan& plan, Board& board,
                                   std::vector<ThreadHub::Call>* calls = nullptr) {
   ThreadHub hub(plan.ranks(), plan.staging.ring_part_bytes);
@@ -124,7 +124,7 @@ TEST(LoadAmongPeers, HeartbeatsAddUpToTheBytesReadOrReceived) {
     for (const int world : {1, 3}) {
       const Plan plan = model.plan(strategy.name, world);
       ScriptedBoard board(world);
-      // With these layouts, either all ranks exchange with each other or none does.
+      // One hub for all ranks suffices: they all exchange with each other, or none does.
       const auto loaded = load_scripted(model, plan, board);
       for (int rank = 0; rank < world; ++rank) {
         const Traffic due = traffic_of_rank(plan, rank);
@@ -143,7 +143,7 @@ void expect_peer(const Loaded& loaded) {
   EXPECT_EQ(loaded.after, Footprint{});
 }
 
-// fault: another rank fails before the n-th poll of the board, for every n; the load stops.
+// Another rank fails before the n-th poll of the board, for every n; the load stops.
 TEST(LoadAmongPeers, APeersFailureBeforeTheNthPollEndsTheLoad) {
   const Model model;
   for (const Strategy& strategy : strategies()) {
@@ -189,7 +189,8 @@ TEST(LoadAmongPeers, ARankWaitingForAFailedPeerStops) {
     const Plan plan = model.plan("rank0-broadcast", 2);
     ScriptedBoard board(2, {.fail_at_beat = n});
     const auto loaded = load_scripted(model, plan, board);
-    // Rank 0 may have sent everything before this heartbeat; rank 1 always has more to do.
+    // Rank 0 may succeed, if it has sent everything before the n-th heartbeat. Rank 1 always has
+    // more to receive, so it fails.
     for (const Loaded& rank : loaded) {
       EXPECT_EQ(rank.after, Footprint{});
       if (!rank.failure) continue;

@@ -31,7 +31,7 @@ struct World {
   Checkpoint checkpoint;
   Recipe recipe;
   std::vector<float> made = std::vector<float>(kRows * kColumns);
-  std::vector<std::thread::id> asked;
+  std::vector<std::thread::id> asked;  // the thread of each call of LoadOptions::caller
 
   World() {
     std::vector<TensorSpec> specs;
@@ -71,7 +71,7 @@ struct World {
   }
 };
 
-// The board of a rank whose peers never fail.
+// A board on which no rank ever fails.
 class AloneBoard final : public Board {
  public:
   void beat(int, uint64_t) noexcept override {}
@@ -162,7 +162,7 @@ size_t pages_in_memory(std::span<std::byte> bytes) {
   return static_cast<size_t>(std::ranges::count_if(pages, [](auto page) { return page & 1; }));
 }
 
-// A recipe of one target with an init rule.
+// A recipe with one target, which is initialised with zeros.
 Recipe recipe_of_zeros(const World& world, int64_t elements) {
   RecipeBuilder builder(world.checkpoint.manifest);
   builder.target("zeros", builder.init(InitRule::zeros, 0, {elements}, DType::f32));
@@ -175,8 +175,8 @@ Plan plan_alone(const World& world, const Recipe& recipe) {
                    {.strategy = &strategy_named("own-shard"), .staging_bytes = kMiB});
 }
 
-// Catches: pages that are committed long before they are filled. Their zeros have then left the
-// CPU's cache when the data arrives.
+// Catches: pages that are committed, and so zeroed by the kernel, long before they are filled. They
+// have then left the CPU's cache when the data arrives.
 TEST(HostSink, TouchesPagesOnlyAsTheyAreFilled) {
   World world;
   const Recipe recipe = recipe_of_zeros(world, kMiB);
@@ -190,8 +190,8 @@ TEST(HostSink, TouchesPagesOnlyAsTheyAreFilled) {
   EXPECT_EQ(pages_in_memory(sink.host(0)), 4 * kMiB / kPageBytes);
 }
 
-// Catches: poisoning that can't be cancelled. It touches all pages of the arena, which is most of a
-// load's time.
+// Catches: a call of poison() that can't be cancelled. It touches all pages of the arena, which can
+// take longer than the load.
 TEST(HostSink, PoisoningCanBeCancelled) {
   const World world;
   const Recipe recipe = recipe_of_zeros(world, 10 * kMiB);
@@ -204,7 +204,8 @@ TEST(HostSink, PoisoningCanBeCancelled) {
     if (++polls == 3) throw Stopped{};
   };
   EXPECT_THROW(sink.poison(poll), Stopped);
-  EXPECT_EQ(pages_in_memory(sink.host(0)), 32 * kMiB / kPageBytes) << "16 MiB after each poll";
+  EXPECT_EQ(pages_in_memory(sink.host(0)), 32 * kMiB / kPageBytes)
+      << "expected 16 MiB after each of the two polls that did not throw";
 }
 
 }  // namespace

@@ -7,8 +7,8 @@
 namespace modicum {
 
 // Calls run_workers. If a worker fails, reports the failure to the board immediately; this rank's
-// other workers and the other ranks then end with PEER. Throws the first failure. It is never one
-// of these PEER errors, since a failure is stored here before it is reported.
+// other workers and the other ranks then end with PEER. Throws the failure that came first. This is
+// never one of those PEER errors, since a failure is stored before it is reported.
 void run_rank_workers(Board& board, int rank, int count, FunctionRef<void(int worker)> work);
 
 }  // namespace modicum

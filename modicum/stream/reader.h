@@ -13,18 +13,19 @@
 namespace modicum {
 
 // Reads a checkpoint's data for one worker; at most one file is open. Drops the page cache that its
-// reads fill, in aligned windows of 8 MiB (the kernel keeps large folios that a range covers only
-// in part). Several ranks read neighbouring parts of a window at about the same time, and a window
-// dropped too early is read twice, so the last kWindowsBehind windows are kept:
+// reads fill, in aligned windows of 8 MiB, since the kernel keeps a large folio if only a part of
+// it is to be dropped. Several ranks read neighbouring parts of a window at about the same time,
+// and a window that is dropped too early is read twice. So the last Options::windows_behind windows
+// before the current one are kept:
 //
 //   window    0        1        2       ...      8        9
 //             dropped  kept     kept    ...      kept     being read
 //
-// A window that was completely cached when the file was opened stays cached. This is probed at
-// open, since later the kernel's read-ahead may have cached it.
+// A window that was completely cached before the file was opened stays cached. This is probed when
+// the file is opened, since later the kernel's read-ahead may have cached it.
 //
-// Bytes that no other rank of the node needs are read around the page cache, unless half of them
-// are cached.
+// With Options::room, bytes that no other rank of the node needs are read around the page cache,
+// unless half of them or more are cached.
 class DataReader {
  public:
   static constexpr size_t kWindowsBehind = 8;
@@ -50,6 +51,7 @@ class DataReader {
   void finish();
 
   uint64_t bytes_read() const noexcept { return bytes_read_; }
+  // The most bytes of its own reads that were in the page cache at once.
   uint64_t page_cache_peak_bytes() const noexcept { return cached_peak_; }
 
  private:

@@ -14,7 +14,8 @@ namespace {
 constexpr uint64_t kWindow = 8 * kMiB;  // as in reader.cc
 using Windows = std::vector<std::pair<char, uint64_t>>;
 
-// Two data files of `bytes` each, with headers before them.
+// A checkpoint of two data files, each with one tensor of `bytes` bytes. Every 4099th byte is a
+// mark that depends on its place and on the tensor; all others are zero.
 struct Files {
   explicit Files(int64_t bytes) {
     memory.make_directory("/m");
@@ -36,7 +37,8 @@ struct Files {
     opened = recorded.calls().size();
   }
 
-  // Reads [begin, end) of a file's data in pieces; true if every byte is right.
+  // Reads bytes [begin, end) of a file's tensor, `piece` bytes at a time. Returns whether every
+  // byte is right.
   bool read(DataReader& reader, uint32_t file, uint64_t begin, uint64_t end, uint64_t piece) {
     const Stored& stored = checkpoint.manifest.tensors[file];
     bool right = true;
@@ -70,7 +72,7 @@ struct Files {
   size_t opened = 0;  // number of calls that opened the checkpoint
 };
 
-// Catches: page cache never dropped, or dropped while slower ranks still need it.
+// Catches: a reader that never drops the page cache, or drops it while slower ranks still need it.
 TEST(DataReader, DropsTheCacheSomeWindowsBehindTheReads) {
   constexpr uint64_t kLast = DataReader::kWindowsBehind + 1;
   Files files(static_cast<int64_t>((kLast + 1) * kWindow));
@@ -90,7 +92,8 @@ TEST(DataReader, DropsTheCacheSomeWindowsBehindTheReads) {
   EXPECT_EQ(files.dropped(), all);
 }
 
-// Catches: pages of the kernel's read-ahead that are mistaken for pages cached before the load.
+// Catches: a reader that keeps the pages of the kernel's read-ahead as if they had been cached
+// before the load.
 TEST(DataReader, DropsReadAhead) {
   Files files(20 << 20);
   files.recorded.be_cold();
@@ -133,8 +136,8 @@ TEST(DataReader, SeekingBackCountsEachReadOnce) {
   EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}, {'a', 0}, {'a', 2}, {'a', 0}}));
 }
 
-// Must fail for these mutants: what other ranks need, too, is read around the page cache; pages
-// that the page cache has are read from the storage again.
+// Must fail for these mutants: bytes that other ranks also need are read around the page cache;
+// bytes that are in the page cache are read from the storage again.
 TEST(DataReader, ReadsAroundThePageCacheWhatNoOtherRankNeeds) {
   Files files(20 << 20);
   files.recorded.be_cold();
@@ -146,7 +149,7 @@ TEST(DataReader, ReadsAroundThePageCacheWhatNoOtherRankNeeds) {
             std::byte{static_cast<unsigned char>(7 * kMiB / 4099 + 1 + 'a')});
   EXPECT_EQ(reader.page_cache_peak_bytes(), 0U);
   reader.read(0, data, into, false);
-  reader.read(0, data + 12 * kMiB, into, true);  // cached by the read before
+  reader.read(0, data + 12 * kMiB, into, true);  // cached: be_cold reads the whole file ahead
   const auto around = files.recorded.reads_around();
   ASSERT_EQ(around.size(), 1U);
   EXPECT_EQ(around[0].begin, data + 7 * kMiB);

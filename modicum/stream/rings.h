@@ -15,7 +15,7 @@ class Rings {
  public:
   explicit Rings(const Plan& plan);
   explicit Rings(const Plan&&) = delete;
-  // The Exchange of `rank`; null if the plan has no exchange.
+  // The Exchange of `rank`; null if the plan has no ring.
   std::unique_ptr<Exchange> end_of(int rank, Board& board);
 
  private:
@@ -23,7 +23,7 @@ class Rings {
   std::map<int, SharedRing> rings_;  // by the first rank of the group
 };
 
-// One SharedGather for each node, through which a save collects short runs. Construct it before the
+// One SharedGather for each node, in which a save collects short runs. Construct it before the
 // ranks are forked. It must outlive every Gather from end_of.
 class Gathers {
  public:

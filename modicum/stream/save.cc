@@ -63,7 +63,7 @@ std::vector<SavePlan::Copied> copied_of(const SavedForm& form, const Manifest& s
 }
 
 // Whether a run's elements are contiguous in the buffer.
-bool is_along(const Transfer& t) noexcept { return t.runs.at_step == 1 || t.runs.length == 1; }
+bool is_contiguous(const Transfer& t) noexcept { return t.runs.at_step == 1 || t.runs.length == 1; }
 
 // The elements of a transfer's first run in host memory.
 Snapshot::Pieces pieces_of(const Transfer& t, std::span<const std::byte> host) {
@@ -130,6 +130,7 @@ class Save {
           writer(save.to_.files, save.to_.directory),
           source(save.run_.source) {}
 
+    // The scratch space of for_each_write.
     std::span<Transfer> table() const {
       auto* const rows = reinterpret_cast<Transfer*>(share.data());
       std::uninitialized_default_construct_n(rows, kReadTableRows);
@@ -199,21 +200,21 @@ class Save {
   // from a transfer's to_dtype to its from_dtype.
   void take(Worker& worker, const Transfer& t, std::byte* to) const {
     const std::span<const std::byte> host = run_.from.host(t.buffer);
-    const bool along = is_along(t);
-    if (along && !host.empty() && run_.snapshot == nullptr) {
+    const bool contiguous = is_contiguous(t);
+    if (contiguous && !host.empty() && run_.snapshot == nullptr) {
       return cast(bytes_at(t).data(), t.to_dtype, to, t.from_dtype, t.runs.length);
     }
-    if (along && !t.casts()) return fetch(t, 0, {to, bytes_of(t.to_dtype, t.runs.length)});
+    if (contiguous && !t.casts()) return fetch(t, 0, {to, bytes_of(t.to_dtype, t.runs.length)});
     // Other runs are copied to `room` before the cast: contiguous ones from a device or a snapshot,
-    // others element by element. `most` is a multiple of 8, so that parts of elements smaller than
-    // a byte end on a byte.
+    // others element by element. `most` is a multiple of 8, so that a part of elements smaller than
+    // a byte ends at the end of a byte.
     std::array<std::byte, 4096> gathered;
-    const std::span<std::byte> room = along ? worker.room : std::span(gathered);
+    const std::span<std::byte> room = contiguous ? worker.room : std::span(gathered);
     const auto most = static_cast<int64_t>(room.size() * 8) / bits_per_element(t.to_dtype) / 8 * 8;
     for (int64_t i = 0; i < t.runs.length; i += most) {
       const int64_t n = std::min(most, t.runs.length - i);
       const std::span<std::byte> elements = room.first(bytes_of(t.to_dtype, n));
-      if (along) {
+      if (contiguous) {
         fetch(t, i, elements);
       } else {
         gather(t.part(0, 1, i, n), host, elements);
@@ -252,7 +253,7 @@ class Save {
     }
   }
 
-  // Copies the tensors that no target reads; the ranks take turns.
+  // Copies the tensors that no target reads. Each rank copies every ranks-th of them.
   void copy_unread(Worker& worker) {
     const auto ranks = static_cast<size_t>(plan_.ranks());
     for (size_t i = static_cast<size_t>(at_.rank); i < run_.plan.copied().size(); i += ranks) {
@@ -314,7 +315,7 @@ void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& fro
       const std::span<const std::byte> host = from.host(t.buffer);
       if (host.empty()) continue;
       Snapshot::Pieces pieces = pieces_of(t, host);
-      if (is_along(t)) pieces = {pieces.first, bytes_of(t.to_dtype, t.runs.length)};
+      if (is_contiguous(t)) pieces = {pieces.first, bytes_of(t.to_dtype, t.runs.length)};
       snapshot.expect(pieces);
     }
   };

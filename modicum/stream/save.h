@@ -18,12 +18,13 @@ namespace modicum {
 struct RankContext;
 
 struct SaveForm {
-  bool copies_unused = true;   // copies stored tensors that no target reads from the source
+  bool copies_unused = true;   // stored tensors that no target reads are copied from the source
   std::optional<DType> dtype;  // dtype of saved floats; default: as loaded
-  std::optional<uint64_t> shard_bytes;  // size of a file; default: the source's division into files
-  std::vector<bool> is_computed;        // see SavedOptions
-  std::string_view stem = kModelStem;   // first part of the files' names
-  bool gathers = true;                  // see PlanOptions; must be false for a background save
+  // Largest size of a file. If empty, the source's division into files is kept.
+  std::optional<uint64_t> shard_bytes;
+  std::vector<bool> is_computed;       // see SavedOptions
+  std::string_view stem = kModelStem;  // first part of the files' names
+  bool gathers = true;                 // see PlanOptions; must be false for a background save
 };
 
 // A save carries out, in reverse, the plan that would load the saved files. Not movable, as plan_
@@ -31,7 +32,7 @@ struct SaveForm {
 class SavePlan {
  public:
   // For the buffers that the plan `loaded` has filled from the checkpoint `source`. Throws MISMATCH
-  // if two tensors would have one name; USAGE if there is no tensor to save.
+  // if two saved tensors would have the same name; USAGE if there is no tensor to save.
   SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm& form = {});
   SavePlan(const SavePlan&) = delete;
   SavePlan& operator=(const SavePlan&) = delete;
@@ -56,7 +57,7 @@ class SavePlan {
   std::vector<Copied> copied_;
 };
 
-// The destination of a save: an existing directory without files of these names.
+// The destination of a save: an existing directory that has no file with the name of a saved one.
 struct SaveFiles {
   FileSystem& files;
   const std::string& directory;
@@ -85,8 +86,8 @@ struct SaveRun {
   Snapshot* snapshot = nullptr;
 };
 // Saves one rank's part of the plan. All ranks call it at the same time; `sums` receives the sums
-// of this rank's writes. All memory but the buffers is charged to the rank's ledger and committed
-// before the first byte is written.
+// of this rank's writes. Charges its memory, which is that of footprint() and the staging, to the
+// rank's ledger and commits it before the first byte is written.
 //
 // On success this rank's writes are synced, but not the directory. The files are complete once all
 // ranks have returned and the merged sums are proven. On failure the caller must discard the
@@ -106,6 +107,7 @@ SaveOutcome save(const SaveRun& run, const SaveFiles& to, ChunkSums& sums);
 // snapshot must cover this memory.
 void expect_writes(Snapshot& snapshot, const SavePlan& plan, int rank, Sink& from);
 
+// The rank number `rank` of `ranks` that divide the files among them.
 struct RankOfMany {
   int rank = 0;
   int ranks = 1;

@@ -51,6 +51,7 @@ Specs model() {
   return specs;
 }
 
+// Keeps some tensors as stored; transposes, slices, stacks and concatenates others. Has an alias.
 Recipe converting(const Manifest& manifest) {
   RecipeBuilder b(manifest);
   for (const char* same : {"scalar", "ids", "mask", "empty", "embed", "bias"}) {
@@ -71,8 +72,8 @@ Recipe converting(const Manifest& manifest) {
 }
 
 struct Saved {
-  std::vector<SaveOutcome> outcomes;
-  std::vector<Footprint> peaks;
+  std::vector<SaveOutcome> outcomes;  // by rank
+  std::vector<Footprint> peaks;       // by rank: peak of the save in excess of the loaded state
   std::map<std::string, uint64_t> digests;  // by tensor
 };
 
@@ -121,7 +122,7 @@ std::vector<std::byte> stored_bytes(const Checkpoint& checkpoint, const Stored& 
   return bytes;
 }
 
-// Each tensor of the saved checkpoint has the name and the bytes that it was generated with.
+// Expects the tensors of `specs` in the saved checkpoint, with the values that values_of generates.
 void expect_same(const Checkpoint& saved, Specs specs) {
   ASSERT_EQ(saved.manifest.tensors.size(), specs.size());
   for (const Stored& stored : saved.manifest.tensors) {
@@ -195,9 +196,9 @@ TEST(Save, SavedFilesEqualTheLoadedOnes) {
   }
 }
 
-// A background save while all memory is overwritten has the same files and digests. Catches: memory
-// that is read directly instead of through the snapshot, or that was not expected; ranks that wait
-// for each other; a digest of other bytes than the written ones.
+// A background save, during which all memory is overwritten, writes the values from before.
+// Catches: memory that is read directly instead of through the snapshot, or that was not expected;
+// ranks that wait for each other; a digest of other bytes than the written ones.
 TEST(Save, InTheBackgroundTheValuesAreThoseOfTheBeginning) {
   MemoryFileSystem source;
   source.make_directory("/m");
@@ -294,6 +295,7 @@ TEST(Save, DeviceBuffersAreSavedThroughStaging) {
   }
 }
 
+// The n-th file call of a save by two ranks fails, for every n.
 void expect_each_failure_ends_all_ranks(const Checkpoint& checkpoint, const Plan& plan) {
   const SavePlan saved(checkpoint, plan, {.shard_bytes = 100'000});
   const std::string out = "/out";
@@ -327,9 +329,9 @@ void expect_each_failure_ends_all_ranks(const Checkpoint& checkpoint, const Plan
   }
 }
 
-// Every file call of the save fails once, on either rank, with whole and with divided rows. The
-// error is the first failure; the other rank ends with PEER, unless it has ended before. Catches:
-// an error that is swallowed; a rank that waits forever.
+// The failing call may be of either rank; dim 1 has divided rows. One rank ends with IO; the other
+// ends with PEER, unless it has finished before. Catches: an error that is swallowed; a rank that
+// waits forever.
 TEST(SaveFault, AFailingCallEndsAllRanks) {
   MemoryFileSystem source;
   source.make_directory("/m");
@@ -395,7 +397,7 @@ TEST(Save, SharedPagesAreWrittenBackLater) {
   EXPECT_GE(end_of(files.drops(), "drop") + 16 * kKiB, 64 * kMiB);
 }
 
-// Catches: sums that don't change if an element is written twice or not at all.
+// Catches: sums that remain the same if an element is written twice or not at all.
 TEST(ChunkSums, AnElementWrittenTwiceOrNeverIsDetected) {
   const Manifest manifest = output_manifest({{spec("w", DType::bf16, {3'000'000})}});
   const std::vector<std::byte> values(6'000'000, std::byte{7});

@@ -42,7 +42,8 @@ class HostSink final : public Sink {
   void copy(uint32_t buffer, int64_t at, std::span<const std::byte> elements) override;
   // Always throws UNSUPPORTED: elements that were passed to a callback can't be read back.
   void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) override;
-  // Fills all memory with a pattern, so that a check notices elements that were never written.
+  // Fills all host memory of the buffers with a pattern (0xa5 in every byte), so that a check
+  // notices elements that were never written. Calls `poll` before every 16 MiB; it may throw.
   void poison(Poll poll = kNoPoll);
   // Moves the arena out; buffer b begins at arena_begins(plan, rank)[b].
   Buffer release() noexcept { return std::move(arena_); }

@@ -57,10 +57,10 @@ class Snapshot {
   // when a copy needs it. Throws BUDGET or NOMEM.
   void charge(Ledger& ledger);
 
-  // Copies the values that expected bytes had at `charge` to `to`, without gaps between the pieces.
+  // Copies to `to` the values that expected bytes had at `charge`, without gaps between the pieces.
   void read(const Pieces& pieces, std::byte* to);
-  // Copies the blocks of `memory` that the save has yet to read to the window. False if the window
-  // has no room for some; does not wait for room.
+  // Copies to the window the blocks of `memory` that the save has yet to read. Returns false if the
+  // window has no room for some of them; does not wait for room.
   bool keep(std::span<const std::byte> memory);
   // Call before these bytes are overwritten. They need not be covered.
   void before_overwrite(std::span<const std::byte> memory);

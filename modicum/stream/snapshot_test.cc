@@ -1,7 +1,7 @@
-// In any order of reads and overwrites, the save must read the values at `charge`. Must fail
-// for these mutants: a block is overwritten before it is read; a copy is read for another block, or
-// freed before all of its bytes are read; more memory is used than charged; the window's pages are
-// committed without a copy; a step waits forever, or for a save that has ended.
+// Whatever the order of reads and overwrites, the save reads the values at the time of `charge`.
+// Must fail for these mutants: a block is overwritten before it is read; a copy is read for another
+// block, or freed before all of its bytes are read; more memory is used than charged; the window's
+// pages are committed without a copy; a step waits forever, or for a save that has ended.
 #include "modicum/stream/snapshot.h"
 
 #include <gtest/gtest.h>
@@ -36,6 +36,7 @@ struct Model {
                                                std::span(memory[2]).subspan(1000, kBlock)};
 };
 
+// Reads the tensor in pieces of 60 kB, in random order.
 void read_all(Snapshot& snapshot, std::span<const std::byte> tensor, std::span<std::byte> to,
               uint32_t seed) {
   constexpr uint64_t kPiece = 60'000;
@@ -48,6 +49,7 @@ void read_all(Snapshot& snapshot, std::span<const std::byte> tensor, std::span<s
   }
 }
 
+// Overwrites the memory with zeros in pieces of 100 kB, in random order.
 void overwrite_all(Snapshot& snapshot, std::span<std::byte> memory, uint32_t seed) {
   constexpr uint64_t kStretch = 100'000;
   std::vector<uint64_t> places((memory.size() + kStretch - 1) / kStretch);
@@ -153,8 +155,8 @@ TEST(Snapshot, TakesNoMemoryBeforeTheFirstCopy) {
   EXPECT_GE(resident_bytes(), before + kWindow / 2);
 }
 
-// Memory that the save does not read, or has read, is overwritten without a wait, even without a
-// window.
+// A step does not wait before it overwrites memory that the save does not read or has already read,
+// even if the window has no room.
 TEST(Snapshot, NobodyWaitsForWhatIsNotRead) {
   Bytes memory = random_bytes(4 * kBlock, 1), elsewhere(kBlock);
   Ledger ledger;
@@ -162,13 +164,13 @@ TEST(Snapshot, NobodyWaitsForWhatIsNotRead) {
   snapshot.cover(memory);
   snapshot.lay_out();
   const auto first = reinterpret_cast<uintptr_t>(memory.data());
-  const uint64_t whole = round_up(first, kBlock) - first;  // where a block begins
-  snapshot.expect({memory.data() + whole, kBlock});
+  const uint64_t block = round_up(first, kBlock) - first;  // the offset at which a block begins
+  snapshot.expect({memory.data() + block, kBlock});
   snapshot.charge(ledger);
   snapshot.before_overwrite(elsewhere);
-  snapshot.before_overwrite(std::span(memory).subspan(whole + kBlock));
+  snapshot.before_overwrite(std::span(memory).subspan(block + kBlock));
   Bytes read(kBlock);
-  snapshot.read({memory.data() + whole, kBlock}, read.data());
+  snapshot.read({memory.data() + block, kBlock}, read.data());
   snapshot.before_overwrite(memory);
   EXPECT_EQ(snapshot.waited_ns(), 0);
 }

@@ -44,14 +44,14 @@ uint64_t digest_of_run(const TensorSpec& stored, uint64_t seed, const Runs& run,
 
 }  // namespace
 
-uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink, const std::vector<bool>& of,
-                               Poll poll) {
+uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink,
+                               const std::vector<bool>& included, Poll poll) {
   uint64_t sum = 0;
   for (const uint32_t target : plan.order) {
     poll();
     if (!is_primary(*plan.recipe, plan.layout, holder_of(plan, target), rank)) continue;
     for_each_transfer_of(plan, rank, target, [&](const Transfer& t) {
-      if (t.source != Transfer::Source::stored || !of[t.from]) return;
+      if (t.source != Transfer::Source::stored || !included[t.from]) return;
       const TensorSpec& stored = plan.manifest->tensors[t.from].spec;
       const uint64_t seed = digest_seed(stored);
       for (int64_t k = 0; k < t.runs.count; ++k) {

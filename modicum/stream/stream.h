@@ -1,4 +1,4 @@
-// The public header of `stream`: carries out a plan within its staging.
+// The public header of `stream`: loads and saves by a plan, within the plan's staging.
 #pragma once
 
 #include <functional>
@@ -73,22 +73,22 @@ void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expec
                   const LoadOptions& options = {});
 
 // The rank's part of the model's digest (DigestSum), from the sink's host memory. This and the next
-// two functions call `poll` before each tensor; an exception from it ends the call.
+// two functions call `poll` before each tensor or flat group; an exception from it ends the call.
 uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll);
 
 // The rank's part of the digest of stored tensors, computed from the elements that the load has put
 // into the sink's host memory. Over all ranks it adds up to the sum of the chunk digests in the
-// record of the step (a saved checkpoint directory). of[s]: whether to include stored tensor s, for
-// which held_whole must be true.
-uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink, const std::vector<bool>& of,
-                               Poll poll = kNoPoll);
+// record of the step (a saved checkpoint directory). included[s]: whether stored tensor s is
+// included, for which held_whole must be true.
+uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink,
+                               const std::vector<bool>& included, Poll poll = kNoPoll);
 
 struct DumpFile {
   FileSystem& files;
   const std::string& path;
 };
-// Writes `rank`'s local tensors without padding, aliases included, to one safetensors file. Throws
-// CONFLICT if the file exists, IO or NOSPACE.
+// Writes `rank`'s local tensors and flat groups to one safetensors file, with aliases and without
+// padding. Throws CONFLICT if the file exists, IO or NOSPACE.
 void dump_rank(const Plan& plan, int rank, Sink& sink, const DumpFile& to, Poll poll = kNoPoll);
 
 }  // namespace modicum

@@ -82,15 +82,15 @@ void ChunkSums::add(uint32_t stored, uint64_t at, std::span<const std::byte> byt
 
 void ChunkSums::add(const Extent& at, std::span<const std::byte> bytes) {
   const auto& tensors = manifest_.tensors;
-  // The first tensor that ends after the begin of the extent.
-  auto of =
+  // At first the first tensor that ends after the begin of the extent.
+  auto tensor =
       std::upper_bound(tensors.begin(), tensors.end(), at, [](const Extent& e, const Stored& s) {
         return std::pair(e.file, e.begin) < std::pair(s.at.file, s.at.end);
       });
-  for (uint64_t done = 0; done < bytes.size(); ++of) {
-    const uint64_t from = at.begin + done - of->at.begin;
-    const uint64_t n = std::min(of->at.end, at.end) - of->at.begin - from;
-    add(static_cast<uint32_t>(of - tensors.begin()), from, bytes.subspan(done, n));
+  for (uint64_t done = 0; done < bytes.size(); ++tensor) {
+    const uint64_t from = at.begin + done - tensor->at.begin;
+    const uint64_t n = std::min(tensor->at.end, at.end) - tensor->at.begin - from;
+    add(static_cast<uint32_t>(tensor - tensors.begin()), from, bytes.subspan(done, n));
     done += n;
   }
 }
@@ -123,8 +123,8 @@ void ChunkSums::merge(std::span<const std::byte> sums) {
 }
 
 uint64_t ChunkSums::chunk_numel(uint32_t stored, uint64_t chunk) const noexcept {
-  const Stored& of = manifest_.tensors[stored];
-  return std::min(kChunkBytes, of.at.bytes() - chunk * kChunkBytes) / unit_bytes(of.spec);
+  const Stored& tensor = manifest_.tensors[stored];
+  return std::min(kChunkBytes, tensor.at.bytes() - chunk * kChunkBytes) / unit_bytes(tensor.spec);
 }
 
 void ChunkSums::prove() const {

@@ -39,6 +39,7 @@ class ChunkSums {
   // plan.
   ChunkSums(const Manifest& manifest, uint64_t point);
   ChunkSums(const Manifest&&, uint64_t) = delete;
+  // The memory of a ChunkSums for this manifest.
   static uint64_t held_bytes(const Manifest& manifest) noexcept;
 
   // Adds a write of `bytes` to bytes [at, at + bytes.size()) of a stored tensor. Both ends must be
@@ -54,6 +55,7 @@ class ChunkSums {
 
   // Throws INTEGRITY, naming the first tensor with an element that was not written exactly once.
   void prove() const;
+  // By chunk of the tensor.
   std::span<const ChunkSum> of_tensor(uint32_t stored) const noexcept;
   uint64_t digest_of_tensor(uint32_t stored) const noexcept;
 

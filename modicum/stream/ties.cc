@@ -9,7 +9,7 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kSeed = 0x7469652d7469652dULL;  // the same for both sides
+constexpr uint64_t kSeed = 0x7469652d7469652dULL;  // the same for an alias and its target
 
 }  // namespace
 
@@ -25,7 +25,7 @@ bool Ties::has(const Transfer& transfer) const noexcept {
 
 void Ties::add(const Transfer& of, int64_t at, std::span<const std::byte> elements) noexcept {
   if (!has(of)) return;
-  // Elements smaller than a byte are hashed byte by byte; runs of them end on a byte.
+  // Elements smaller than a byte are hashed byte by byte; a run of them ends at the end of a byte.
   const int bits = bits_per_element(of.to_dtype);
   const int bytes = std::max(8, bits) / 8;
   const int64_t first = at * bits / 8 / bytes;
@@ -40,8 +40,8 @@ void Ties::add(const Transfer& of, int64_t at, std::span<const std::byte> elemen
 void Ties::add(const Transfer& done, std::span<const std::byte> host) noexcept {
   if (!has(done)) return;
   const Runs& runs = done.runs;
-  const bool along = runs.at_step == 1 || runs.length == 1;
-  const int64_t n = along ? runs.length : 1;
+  const bool contiguous = runs.at_step == 1 || runs.length == 1;
+  const int64_t n = contiguous ? runs.length : 1;
   for (int64_t k = 0; k < runs.count; ++k) {
     for (int64_t i = 0; i < runs.length; i += n) {
       const int64_t at = runs.at + k * runs.at_stride + i * runs.at_step;

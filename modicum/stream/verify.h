@@ -21,17 +21,18 @@ struct Verified {
 
   const Error* first_fault() const noexcept;
 };
-// For callers that share the reads: the part of caller number `index` of `count`.
+// If several callers share the reads, each makes every count-th read, from number `index` on.
 struct VerifyPart {
   uint64_t index = 0;
   uint64_t count = 1;
 };
-// Reads every byte of the step that open_step finds at `path`. First checks the digests of files;
-// if all are right, checks the values of tensors. Records the first fault of each file and goes on;
-// a fault of a value has the tensor, the offset of the chunk and both digests. Holds 4 MiB. Calls
-// `poll` before each read, which may end the call by throwing CANCELLED or PREEMPTED. Throws the
-// errors of open_step and open_checkpoint; INTEGRITY if the files hold fewer tensors than the
-// record lists, or a file that it does not list.
+// Reads every byte of the step that open_step finds at `path`, or this caller's part. First checks
+// the digests of files (see StepFile); if all are right, checks the values of tensors. Records the
+// first fault of each file and goes on; a fault of a value has the tensor, the offset of the chunk
+// and both digests. Holds 4 MiB. Calls `poll` before each read, which may end the call by throwing
+// CANCELLED or PREEMPTED. Throws the errors of open_step and open_checkpoint; INTEGRITY if the
+// files hold fewer tensors than the record lists, or if a tensor is in a file that the record does
+// not list.
 Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
                      const VerifyPart& part = {});
 

@@ -1,9 +1,10 @@
-// The walk: follows parameters from their place in a file to a rank's shards, and compares the
-// numbers of every room with numbers computed by hand.
+// The walk: follows two parameters from their places in a file to a rank's shards. Compares the
+// numbers of the rooms on the way (checkpoint, recipe, layout, plan, memory, stream) with numbers
+// computed by hand. Under FSDP2 with 4 ranks a rank has 2 elements of `a` and up to 3 rows of `w`:
 //
-//   a  bf16 [8]        w  bf16 [10, 6]         4 ranks, FSDP2: chunks of 2 elements and of 3 rows
-//   | 16 bytes |  36  |  36  |  36  | 12 |
-//               rank 0      1      2    3
+//   tensor          a [8]      w [10, 6], both bf16
+//   bytes of data   |   16   |  36  |  36  |  36  | 12 |
+//   held by rank     0 to 3     0      1      2     3
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -53,7 +54,8 @@ TEST(Walk, AParameterFromItsFileToTheLastRank) {
   const auto add = [&](const Transfer& t) { transfers.push_back(t); };
   for_each_stored_transfer(plan, 3, add);
   for_each_made_transfer(plan, 3, add);
-  ASSERT_EQ(transfers.size(), 3U);  // a's last two, w's last row, w's padding
+  // The last two elements of a, the last row of w, and the padding of w.
+  ASSERT_EQ(transfers.size(), 3U);
   EXPECT_EQ(transfers[0].runs.first, 6);
   EXPECT_EQ(transfers[1].runs.first, 54);
   EXPECT_EQ(transfers[1].runs.length, 6);
@@ -66,7 +68,8 @@ TEST(Walk, AParameterFromItsFileToTheLastRank) {
   for_each_read(plan, 3, table, [&](const Read& r) { reads.push_back(r.at); });
   EXPECT_EQ(reads, (std::vector<Extent>{{0, data + 12, data + 16}, {0, data + 124, data + 136}}));
 
-  // promise: a at 0, w at 64, 36 bytes: one page of shards, and staging.
+  // promise: rank 3 holds 4 bytes of a at 0 and, with padding, 36 bytes of w at 64, together one
+  // page of shards. Staging and the process's baseline have their default sizes.
   const Footprint& promised = plan.promise.phases[kLoadPhase].of_rank[3];
   EXPECT_EQ(promised[Purpose::shards], 4096U);
   EXPECT_EQ(promised[Purpose::staging], 8 * kMiB);
@@ -85,9 +88,9 @@ TEST(Walk, AParameterFromItsFileToTheLastRank) {
     EXPECT_EQ(outcome.bytes_loaded, outcome.storage_read_bytes);
     const auto held = shards.host(1);
     ASSERT_EQ(held.size(), 36U);
-    const size_t rows = rank == 3 ? 12 : 36;
-    EXPECT_EQ(std::memcmp(held.data(), values.data() + 36 * rank, rows), 0);
-    for (size_t i = rows; i < held.size(); ++i) EXPECT_EQ(held[i], std::byte{0});
+    const size_t loaded_bytes = rank == 3 ? 12 : 36;
+    EXPECT_EQ(std::memcmp(held.data(), values.data() + 36 * rank, loaded_bytes), 0);
+    for (size_t i = loaded_bytes; i < held.size(); ++i) EXPECT_EQ(held[i], std::byte{0});
   });
 }
 

@@ -75,27 +75,27 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
 // Sink::copy takes a line: elements that are contiguous in the destination. If a run is contiguous
 // there, it is a line; otherwise (a transpose) a line has one element of each run, collected in
 // `room`. Lines longer than the room are copied in parts; if a line's elements are not neighbours
-// in the destination either, one by one. A part has a multiple of 8 elements, so that it ends on a
-// byte.
+// in the destination either, one by one. A part has a multiple of 8 elements, so that it ends at
+// the end of a byte.
 //
 //   source, 2 runs of 3        destination, transposed: at_step 2, at_stride 1
 //     a b c                      a d b e c f
 //     d e f                      lines: [a d] [b e] [c f]
 void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conversion& how,
                            std::span<std::byte> room) {
-  const bool along = t.runs.at_step == 1 || t.runs.length == 1;
-  const int64_t lines = along ? t.runs.count : t.runs.length;
-  const int64_t length = along ? t.runs.length : t.runs.count;
-  const int64_t line_at = along ? t.runs.at_stride : t.runs.at_step;
-  const bool neighbours = along || t.runs.at_stride == 1 || t.runs.count == 1;
+  const bool runs_are_lines = t.runs.at_step == 1 || t.runs.length == 1;
+  const int64_t lines = runs_are_lines ? t.runs.count : t.runs.length;
+  const int64_t length = runs_are_lines ? t.runs.length : t.runs.count;
+  const int64_t line_at = runs_are_lines ? t.runs.at_stride : t.runs.at_step;
+  const bool neighbours = runs_are_lines || t.runs.at_stride == 1 || t.runs.count == 1;
   const auto most =
       neighbours ? static_cast<int64_t>(room.size() * 8) / bits_per_element(t.to_dtype) / 8 * 8 : 1;
   for (int64_t line = 0; line < lines; ++line) {
     for (int64_t i = 0; i < length; i += most) {
       const int64_t n = std::min(most, length - i);
-      const int64_t first = along ? line * t.runs.stride + i : i * t.runs.stride + line;
-      const int64_t at = t.runs.at + line * line_at + i * (along ? 1 : t.runs.at_stride);
-      if (along) {
+      const int64_t first = runs_are_lines ? line * t.runs.stride + i : i * t.runs.stride + line;
+      const int64_t at = t.runs.at + line * line_at + i * (runs_are_lines ? 1 : t.runs.at_stride);
+      if (runs_are_lines) {
         how.run(from + bytes_at(t.from_dtype, first), t.runs.first + first, room.data(), n);
       } else {
         for (int64_t j = 0; j < n; ++j) {

@@ -25,7 +25,7 @@ class Writer {
          std::span<std::byte> slot) noexcept;
 
   // Carries out a transfer. `from` points to element `transfer.runs.first` of its source. `scales`
-  // are required if it dequantises.
+  // are required if the transfer dequantises.
   void put(const Transfer& transfer, const std::byte* from, const ScalesAtHand& scales = {});
   // Carries out a transfer that reads no file: zero, init or caller.
   void make(const Transfer& transfer);

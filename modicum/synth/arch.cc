@@ -92,42 +92,42 @@ void gather(JsonValue& object, const std::string& prefix, Numbers& numbers) {
 ArchWidths widths_of(const Arch& arch) {
   Numbers numbers;
   read_json(arch_config(arch), [&](JsonValue& root) { gather(root, "", numbers); });
-  // Families have different keys for a width. Returns the number of the first key in the config, or
-  // else 0.
+  // The families have different keys for the same size. Returns the number under the first of
+  // `keys` that the config has; 0 if it has none.
   const auto first_of = [&](std::initializer_list<const char*> keys) {
     for (const char* key : keys) {
       if (const auto found = numbers.find(key); found != numbers.end()) return found->second;
     }
     return int64_t{0};
   };
-  const auto of = [&](const char* key) { return first_of({key}); };
+  const auto number = [&](const char* key) { return first_of({key}); };
 
   ArchWidths w{arch.traits};
-  w.vocab = of("vocab_size");
+  w.vocab = number("vocab_size");
   w.hidden = first_of({"hidden_size", "n_embd"});
   // GPT-2's config has no n_inner: it defaults to four times the hidden size.
-  w.intermediate = numbers.contains("n_embd") ? 4 * w.hidden : of("intermediate_size");
+  w.intermediate = numbers.contains("n_embd") ? 4 * w.hidden : number("intermediate_size");
   w.heads = first_of({"num_attention_heads", "n_head"});
-  w.kv_heads = of("num_key_value_heads");
-  w.head_dim = numbers.contains("head_dim") ? of("head_dim") : w.hidden / w.heads;
-  w.positions = of("n_positions");
+  w.kv_heads = number("num_key_value_heads");
+  w.head_dim = numbers.contains("head_dim") ? number("head_dim") : w.hidden / w.heads;
+  w.positions = number("n_positions");
   w.experts = first_of({"num_experts", "num_local_experts", "n_routed_experts"});
   w.expert_intermediate = first_of({"moe_intermediate_size", "intermediate_size"});
   w.shared_intermediate = first_of({"shared_expert_intermediate_size", "moe_intermediate_size"});
-  w.dense_layers = of("first_k_dense_replace");
-  w.is_tied = of("tie_word_embeddings") != 0;
-  w.latent = {of("q_lora_rank"), of("kv_lora_rank"), of("qk_nope_head_dim"), of("qk_rope_head_dim"),
-              of("v_head_dim")};
-  w.linear = {of("full_attention_interval"), of("linear_num_key_heads"),
-              of("linear_key_head_dim"),     of("linear_num_value_heads"),
-              of("linear_value_head_dim"),   of("linear_conv_kernel_dim")};
-  w.tower = {of("vision_config.depth"),
-             of("vision_config.hidden_size"),
-             of("vision_config.intermediate_size"),
-             of("vision_config.in_chans"),
-             of("vision_config.temporal_patch_size"),
-             of("vision_config.patch_size"),
-             of("vision_config.spatial_merge_size")};
+  w.dense_layers = number("first_k_dense_replace");
+  w.is_tied = number("tie_word_embeddings") != 0;
+  w.latent = {number("q_lora_rank"), number("kv_lora_rank"), number("qk_nope_head_dim"),
+              number("qk_rope_head_dim"), number("v_head_dim")};
+  w.linear = {number("full_attention_interval"), number("linear_num_key_heads"),
+              number("linear_key_head_dim"),     number("linear_num_value_heads"),
+              number("linear_value_head_dim"),   number("linear_conv_kernel_dim")};
+  w.tower = {number("vision_config.depth"),
+             number("vision_config.hidden_size"),
+             number("vision_config.intermediate_size"),
+             number("vision_config.in_chans"),
+             number("vision_config.temporal_patch_size"),
+             number("vision_config.patch_size"),
+             number("vision_config.spatial_merge_size")};
   return w;
 }
 

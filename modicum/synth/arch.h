@@ -1,4 +1,5 @@
-// The table of the architectures that `synth` knows, and the lists of their tensors.
+// The table of the architectures that `synth` knows, and the lists of their tensors. "The hub" is
+// the Hugging Face Hub.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +18,13 @@ struct ArchTraits {
   bool has_qkv_bias = false;
   bool has_o_bias = false;
   bool has_qk_norm = false;
-  bool has_query_gate = false;
-  bool has_sinks = false;
+  bool has_query_gate = false;  // q_proj makes queries and, of the same width, gates
+  bool has_sinks = false;       // attention sinks: one learned number per head
   bool has_mtp = false;  // multi-token prediction: one more layer, for the token after the next
 };
 
-// The sizes in a model's shapes, from config.json. 0 if the model's family lacks that size.
+// The sizes that determine the shapes of a model's tensors, from config.json. A size is 0 if the
+// model's family does not have it.
 struct ArchWidths : ArchTraits {
   int64_t vocab = 0;
   int64_t hidden = 0;

@@ -16,9 +16,9 @@ namespace {
 
 struct Known {
   const char* arch;
-  size_t tensors;
-  int64_t elements;
-  uint64_t bytes;
+  size_t tensors;    // number of tensors
+  int64_t elements;  // of all tensors, scales included
+  uint64_t bytes;    // of all tensors
 };
 
 class ArchNumbers : public testing::TestWithParam<Known> {};
@@ -76,7 +76,7 @@ TEST(Arch, DeepseekHasTheHubsCountOfEachDtype) {
                                       {DType::f32, 41'555'600}}));
 }
 
-// Every matrix of codes, and no other, has scales; blocks at the edges are smaller.
+// Every matrix of FP8 codes has scales, and no other tensor has. Blocks at the edges are smaller.
 TEST(Arch, EveryBlockOf128RowsAndColumnsHasAScale) {
   for (const char* name : {"deepseek-v3", "tiny-fp8"}) {
     std::map<std::string, TensorSpec> by_name;

@@ -16,7 +16,7 @@ void add_layer_norm(TensorList& list, const std::string& name, int64_t width) {
 
 void add_gpt2_layer(TensorList& list, const std::string& prefix, const ArchWidths& w) {
   add_layer_norm(list, prefix + "ln_1", w.hidden);
-  // The causal mask. The hub's file holds this buffer; current transformers has none.
+  // The causal mask, a buffer. The hub's file has it; the models of current transformers do not.
   list.add(prefix + "attn.bias", {1, 1, w.positions, w.positions});
   add_conv1d(list, prefix + "attn.c_attn", w.hidden, 3 * w.hidden);
   add_conv1d(list, prefix + "attn.c_proj", w.hidden, w.hidden);

@@ -49,7 +49,8 @@ void add_decoder(TensorList& list, const ArchWidths& w,
 void list_gpt2(TensorList& list, const ArchWidths& w);
 // Llama, Qwen 2.5 and Qwen 3.
 void list_llama(TensorList& list, const ArchWidths& w);
-void list_mixtral(TensorList& list, const ArchWidths& w);  // other names of router and experts
+// Like list_llama, with other names for the router and the experts.
+void list_mixtral(TensorList& list, const ArchWidths& w);
 void list_qwen25_vl(TensorList& list, const ArchWidths& w);
 void list_gpt_oss(TensorList& list, const ArchWidths& w);
 // The following two end with the MTP layer, if the variant has one.

@@ -8,10 +8,8 @@ constexpr int64_t kScaleBlock = 128;   // FP8: a scale per block of 128 rows x 1
 constexpr int64_t kMxBlock = 32;       // MXFP4: a scale per 32 neighbouring codes of a row
 constexpr int64_t kMxBlockBytes = 16;  // 32 codes, two per byte
 
-// ---- gpt-oss
-
-// All experts in one tensor: MXFP4 codes with scales along the input dim, or unquantised weights
-// [experts, in, out].
+// gpt-oss: all experts in one tensor: MXFP4 codes with scales along the input dim, or unquantised
+// weights [experts, in, out].
 void add_packed_experts(TensorList& list, const std::string& name, int64_t experts, int64_t in,
                         int64_t out) {
   if (list.variant().is_quantised) {
@@ -23,8 +21,7 @@ void add_packed_experts(TensorList& list, const std::string& name, int64_t exper
   list.add(name + "_bias", {experts, out});
 }
 
-// ---- Qwen3-Next
-
+// Qwen3-Next's gated delta rule.
 void add_linear_attention(TensorList& list, const std::string& prefix, const ArchWidths& w) {
   const ArchWidths::LinearAttention& linear = w.linear;
   const int64_t keys = linear.key_heads * linear.key_dim;
@@ -60,10 +57,8 @@ void add_qwen3_next_mtp(TensorList& list, const ArchWidths& w) {
   list.add("mtp.pre_fc_norm_hidden.weight", {w.hidden});
 }
 
-// ---- DeepSeek-V3
-
-// FP8 codes and one scale per block; blocks at the edges may be smaller. If the variant is not
-// quantised: a weight without scales.
+// DeepSeek-V3: FP8 codes and one scale per block; blocks at the edges may be smaller. If the
+// variant is not quantised, a weight without scales.
 void add_coded(TensorList& list, const std::string& name, int64_t out, int64_t in) {
   if (!list.variant().is_quantised) return add_linear(list, name, out, in, false);
   list.add(name + ".weight", DType::f8_e4m3, {out, in});
@@ -79,7 +74,7 @@ void add_coded_mlp(TensorList& list, const std::string& prefix, int64_t hidden,
 }
 
 // Multi-head latent attention. Queries are projected down and up again, and so are keys and values
-// together. All heads share one key with rotary embedding.
+// together. All heads share the part of the key that has rotary embedding.
 void add_latent_attention(TensorList& list, const std::string& prefix, const ArchWidths& w) {
   const ArchWidths::LatentAttention& latent = w.latent;
   add_coded(list, prefix + "q_a_proj", latent.query_rank, w.hidden);
@@ -115,7 +110,8 @@ void add_deepseek_layer(TensorList& list, int layer, const std::string& prefix,
   add_norms(list, prefix, w);
 }
 
-// The MTP layer has the next layer number. The hub's file stores its embedding and head again.
+// The MTP layer has the next layer number. The hub's files store the model's embedding and head a
+// second time, under the names of this layer.
 void add_deepseek_mtp(TensorList& list, int layer, const ArchWidths& w) {
   const std::string prefix = "model.layers." + std::to_string(layer) + ".";
   list.add(prefix + "embed_tokens.weight", {w.vocab, w.hidden});

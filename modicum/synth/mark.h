@@ -16,9 +16,10 @@ namespace modicum {
 // In `__metadata__`, "modicum.synth" is "1", or "sparse" if most of the file is a hole. A sparse
 // file may also have "modicum.synth.edges", a list of world sizes such as "2,4".
 //
-// In a sparse file the first 4096 bytes of each tensor are written. For each world size W, so are
-// 2048 bytes on each side of every boundary between shards of Shard(0); a shard has ceil(rows / W)
-// rows. Ranges are widened to multiples of synth_granule(). All other bytes read as zeros.
+// In a sparse file the first 4096 bytes of each tensor are written. For each world size W of the
+// list, 2048 bytes are also written on each side of every boundary between shards of Shard(0),
+// which have ceil(rows / W) rows. The ranges are widened to multiples of synth_granule(). All other
+// bytes read as zeros.
 //
 //   rows 10, world size 4:   0  1  2 | 3  4  5 | 6  7  8 | 9
 //   written                  ####   ###       ###       ###
@@ -41,7 +42,7 @@ struct ElementRange {
   bool operator==(const ElementRange&) const = default;
 };
 
-// The written ranges among elements [first, first + n): sorted, with gaps between them.
+// The parts of elements [first, first + n) that are written: sorted, with gaps between them.
 std::vector<ElementRange> synth_written(const SynthMark& mark, const TensorSpec& stored,
                                         int64_t first, int64_t n);
 
@@ -50,7 +51,7 @@ std::vector<ElementRange> synth_written(const SynthMark& mark, const TensorSpec&
 void synth_expected(const SynthMark& mark, const TensorSpec& stored, int64_t first, int64_t n,
                     std::byte* out);
 
-// The fewest elements that fill whole bytes: 1, 2 (F4) or 4 (F6).
+// The least number of elements that fill whole bytes: 2 for F4, 4 for F6, 1 for other dtypes.
 int64_t synth_granule(DType dtype) noexcept;
 
 }  // namespace modicum

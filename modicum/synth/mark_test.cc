@@ -44,7 +44,8 @@ TEST(SynthWritten, IsEverythingUnlessSparse) {
 }
 
 TEST(SynthWritten, IsTheFirstPageAndTheShardBoundaries) {
-  // 100,000 rows of 8 bytes; 4096 bytes are 1024 elements. World 4 cuts every 25,000 rows.
+  // 100,000 rows of 8 bytes; 4096 bytes are 1024 elements. World size 4 has a boundary every 25,000
+  // rows, which are 50,000 elements.
   const TensorSpec spec = tensor(DType::f32, {100'000, 2});
   EXPECT_EQ(written({true, {}}, spec), (std::vector<ElementRange>{{0, 1024}}));
   EXPECT_EQ(written({true, {4}}, spec),
@@ -55,7 +56,8 @@ TEST(SynthWritten, IsTheFirstPageAndTheShardBoundaries) {
 }
 
 TEST(SynthWritten, BoundariesAreThoseOfShard0) {
-  // ceil(100,001 / 3) = 33,334 rows; ceil(5 / 4) = 2: the last of four ranks has none.
+  // The first tensor has ceil(100,001 / 3) = 33,334 rows per shard. The second has ceil(5 / 4) = 2:
+  // the last of four ranks has none, so there are two boundaries.
   EXPECT_EQ(written({true, {3}}, tensor(DType::u8, {100'001}))[1],
             (ElementRange{33'334 - 2048, 33'334 + 2048}));
   EXPECT_EQ(written({true, {4}}, tensor(DType::u8, {5, 100'000})).size(), 3U);

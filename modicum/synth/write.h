@@ -15,13 +15,14 @@ namespace modicum {
 struct SynthOptions {
   std::string arch;  // a name of arch_names()
   int layers = 0;    // 0: as many as the model has
-  uint64_t shard_size_bytes =
-      5'000'000'000;           // most data per file; a larger tensor has a file alone
+  // The most data of a file. A larger tensor has a file of its own.
+  uint64_t shard_size_bytes = 5'000'000'000;
   std::optional<DType> dtype;  // f32, bf16 or f16; nullopt: as on the hub, see arch.h
   bool is_sparse = false;      // see SynthMark
   std::vector<int64_t> edges;  // world sizes, see SynthMark; only if is_sparse
   int threads = 1;
-  // Called by every thread before each chunk of at most 4 MiB. An exception aborts write_synth.
+  // Called before each chunk of at most 4 MiB, by the thread that will write it. An exception ends
+  // write_synth.
   std::function<void()> check = [] {};
   // Called after each chunk, by one thread at a time.
   std::function<void(uint64_t written_bytes, uint64_t total_bytes)> show = [](uint64_t, uint64_t) {

@@ -154,7 +154,7 @@ TEST(WriteSynth, SparseFilesHaveHolesThatChecksExpect) {
   options.shard_size_bytes = 150'000'000;  // less than the embedding, which gets its own file
   options.threads = 2;
   const SynthResult result = write_synth(files, directory.path() + "/out", options);
-  // Embeddings, a layer of 7,087,872 parameters and a mask of 1024 x 1024, and the final norm.
+  // Two embeddings; a layer of 7,087,872 parameters with a mask of 1024 x 1024; the final norm.
   EXPECT_EQ(result.data_bytes, 4 * ((50257 + 1024) * 768 + 7'087'872U + 1024 * 1024 + 2 * 768));
   EXPECT_LT(result.written_bytes, 300'000U);
   EXPECT_EQ(result.files, 2U);

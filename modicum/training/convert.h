@@ -25,8 +25,8 @@ class ConvertedForm {
     std::set<std::string, std::less<>> without;
   };
   ConvertedForm(const Checkpoint& source, const Recipe& recipe, const Options& of);
-  // The files of `manifest`, which may have any tensors. A tensor is written from the target with
-  // the same name, dtype and shape, if there is one.
+  // The files of `manifest`. A tensor is written from the target that has its name, dtype and
+  // shape; a tensor without such a target is left to ConvertPart::completes.
   ConvertedForm(Manifest manifest, const Recipe& recipe);
 
   const Manifest& manifest() const noexcept { return manifest_; }

@@ -16,8 +16,8 @@ namespace modicum {
 StepOwner owner_of_conversion();
 bool is_owner_dead(const StepOwner& owner);
 
-// A file with tensors that have no target, such as planes of an optimizer's state in a new format.
-// They are yet to be written.
+// A file of which some tensors have no target, and are yet to be written. They are planes of an
+// optimizer's state in a new format: master weights, exp_avg or exp_avg_sq.
 struct FileToComplete {
   const Manifest& manifest;
   uint32_t file = 0;
@@ -39,11 +39,12 @@ struct ConvertPart {
   const ConvertedForm& form;
   std::string folder;  // in the output: "", or "optimizer/"
   bool keeps_holes = false;
-  // Set if the output is a step (a saved checkpoint directory). Called for each written tensor;
-  // throws if its values are not the expected ones. If set, the journal records the chunks'
-  // digests.
+  // Set if the output is a step (a saved checkpoint directory); the journal then records the
+  // chunks' digests. Called for each written tensor; throws if its values are not the expected
+  // ones.
   std::function<void(const ChunkSums& sums, uint32_t tensor)> checks;
-  // Writes the tensors that have no target; empty if there are none. Requires `checks`.
+  // Writes the tensors of a file that have no target; empty if no tensor lacks one. Requires
+  // `checks`.
   std::function<FileOutcome(const FileToComplete& of)> completes;
 };
 

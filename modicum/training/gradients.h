@@ -10,8 +10,8 @@
 
 namespace modicum {
 
-// The most elements that a thread generates at a time, and the memory for them: fp32 values,
-// followed by a 16-bit copy.
+// The most elements that a thread generates at a time, and the bytes that it needs for them: fp32
+// values, followed by a 16-bit copy.
 constexpr int64_t kGradientChunk = 16384;
 constexpr uint64_t kGradientChunkBytes = kGradientChunk * (sizeof(float) + 2);
 
@@ -26,8 +26,8 @@ struct ChunkOfShard {
   int64_t global = 0;
   int64_t n = 0;
 };
-// Visits all elements of a state. The ends of buckets divide the runs of the shards into parts;
-// each thread visits a contiguous share of the parts.
+// Calls `fn` for all elements of a state. The runs of the shards are divided into parts at the ends
+// of buckets (kBucketElements of a parameter); each thread visits a contiguous share of the parts.
 void for_each_chunk(const AdamW& state, int threads,
                     FunctionRef<void(int thread, const ChunkOfShard&)> fn);
 
@@ -45,7 +45,7 @@ class MadeGradients {
   };
   // Generates the gradients of a step and has `state` accumulate them (AdamW::arrive).
   void deliver(AdamW& state, const Step& step, Heartbeat heartbeat) const;
-  // Sets the masters to a hash of (seed, global index), for runs without a checkpoint.
+  // Sets the master weights to a hash of (seed, global index), for runs without a checkpoint.
   void make_masters(AdamW& state) const;
 
   uint64_t seed() const noexcept { return seed_; }

@@ -16,8 +16,8 @@ namespace modicum {
 Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
                  const StateFiles& state);
 
-// The report of verb `plan`: plan_report, and with an optimizer also the promises of each
-// strategy's job. A warning gives the reason if this layout can't be saved and resumed.
+// The report of the command `plan`: plan_report and, with an optimizer, the promises of the job
+// under each strategy. If this layout can't be saved and resumed, a warning gives the reason.
 PlanReport job_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan);
 
 }  // namespace modicum

@@ -42,8 +42,8 @@ class DumpDirectory {
   bool is_finished_ = false;
 };
 
-// Digests elements and drops them. With --check first compares them with the file, one thread at a
-// time, since the threads share a reader.
+// Digests elements and drops them. With --check first compares them with the checkpoint, one thread
+// at a time, since the threads share an Expectation.
 class Dropped {
  public:
   Dropped(const LoadTask& task, int rank, const RankLoad& load)
@@ -74,20 +74,21 @@ class LoadRank {
       : task_(world.task),
         board_(world.board),
         rank_(rank),
-        of_(world, rank, [this](uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
-          dropped_->copy(buffer, at, elements);
-        }) {}
+        loading_(world, rank,
+                 [this](uint32_t buffer, int64_t at, std::span<const std::byte> elements) {
+                   dropped_->copy(buffer, at, elements);
+                 }) {}
 
   RankOutcome live() {
-    RankLoad& load = of_.load;
+    RankLoad& load = loading_.load;
     if (task_.run.options.destination == Destination::copy) dropped_.emplace(task_, rank_, load);
     load.load();
     if (task_.run.optimizer) {
       load.book_what_stays();
       naming_phase("step", [&] {
-        gradients_.emplace(0, task_.threads, of_.ledger);
+        gradients_.emplace(0, task_.threads, loading_.ledger);
         optimizer_.emplace(trained_of(task_.run, task_.plan, rank_, load.shards()), *gradients_,
-                           of_.ledger, task_.threads);
+                           loading_.ledger, task_.threads);
       });
     }
     board_.barrier(rank_);  // all ranks hold their shards until the last rank has loaded
@@ -98,9 +99,9 @@ class LoadRank {
   }
 
  private:
-  // Called after the peaks were read, so that they don't include the check, digest and dump.
+  // Checks, digests and dumps. Called after the peaks were read, so that they don't include this.
   void finish() {
-    RankLoad& load = of_.load;
+    RankLoad& load = loading_.load;
     const auto heartbeat = [&load] { load.beat(); };
     if (dropped_) {
       load.outcome().digest = dropped_->digest();
@@ -118,10 +119,10 @@ class LoadRank {
   const LoadTask& task_;
   SharedBoard& board_;
   const int rank_;
-  LoadingRank of_;
+  LoadingRank loading_;
   std::optional<Dropped> dropped_;
   std::optional<MadeGradients> gradients_;
-  std::optional<RankOptimizer> optimizer_;  // takes no step
+  std::optional<RankOptimizer> optimizer_;  // only its memory is needed: it makes no step
 };
 
 }  // namespace

@@ -14,14 +14,16 @@ namespace modicum {
 struct LoadTask {
   const Run& run;
   const Plan& plan;
-  int threads = 1;     // per rank
-  bool check = false;  // poison the destination, then compare every value
+  int threads = 1;  // per rank
+  // Compare every loaded value with the checkpoint (Expectation). Before the load the shards'
+  // memory is filled with a pattern, so that elements that were never written are found.
+  bool check = false;
   bool digest = false;
-  std::string dump;           // a new directory for the shards of each rank; empty: no dump
+  std::string dump;           // a directory to create, with a file of shards per rank; empty: none
   uint64_t budget_bytes = 0;  // per node, for `modicum watch`; 0: none
 };
-// If the run has an optimizer, allocates its state, but makes no step. On failure removes the
-// directory `dump`. Throws the errors of run_ranks.
+// If the run has an optimizer, also allocates its state, but makes no step. On failure removes the
+// directory `dump` that it has created. Throws the errors of run_ranks.
 LoadReport load_in_ranks(const LoadTask& task, ShowBytes show);
 
 }  // namespace modicum

@@ -26,6 +26,7 @@ struct LoadWorld : World {
 // A rank's ledger, its exchange and its load.
 struct LoadingRank {
   LoadingRank(LoadWorld& world, int rank, HostSink::Copy copy = {})
+      // The kernel's peak counts from here on.
       : baseline_bytes((reset_peak_rss(), read_process_memory().held())),
         ledger(world.task.plan.promise.ledger_limit_bytes(rank), world.own_report.reporter()),
         exchange(world.rings.end_of(rank, world.board)),
@@ -39,8 +40,8 @@ struct LoadingRank {
     load.outcome().baseline_bytes = baseline_bytes;
   }
 
-  // Returns `of` with the peaks since the last call, or since construction. All ranks call it at
-  // the same time, and none goes on until all have read their peaks.
+  // Returns `of` with the peaks since the last call, at first since construction. All ranks call it
+  // at the same time, and none goes on until all have read their peaks.
   RankOutcome phase_of(RankOutcome of, Board& board) {
     board.barrier(of.rank);
     of.ledger_peak_bytes = ledger.peak_since_mark();

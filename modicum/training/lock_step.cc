@@ -74,6 +74,7 @@ void LockStep::step(int64_t number) {
 }
 
 void LockStep::step_timed() {
+  // With a ring the low-precision copies are made, as for a device, but not sent anywhere.
   const Outlet outlet{.ring = options_.ring, .send = [](const ReadyChunk&) {}};
   StepOptions options{.unscale = taken_.unscale};
   if (options_.max_norm) {

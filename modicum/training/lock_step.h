@@ -14,8 +14,8 @@
 namespace modicum {
 
 // Shared memory in which ranks exchange their parts of the gradient norm. Construct it before the
-// fork. A rank writes its lane and calls line_up, and may then read all lanes until its next
-// line_up.
+// fork. In each step a rank writes its lane and calls line_up. It may then read all lanes of this
+// step until its next line_up.
 class NormPage {
  public:
   explicit NormPage(int ranks);
@@ -61,7 +61,8 @@ struct StepsTaken {
   float unscale = 1;  // factor that undoes the last step's loss scale
   LossScale loss_scale;
   int32_t skipped = 0;  // steps with a gradient that was not finite
-  // Median of the slowest rank's time per step, over the last 1024 steps; 0: all were skipped.
+  // The slowest rank's time per step: the median over the last 1024 steps that were not skipped; 0
+  // if all were skipped.
   double step_s = 0;
 };
 
@@ -85,7 +86,7 @@ class LockStep {
   const LockStepOptions options_;
   StepsTaken taken_;
   double last_step_s_ = 0;
-  // The slowest rank's times of the last 1024 steps.
+  // The slowest rank's times of the last 1024 steps that were not skipped.
   std::array<double, 1024> seconds_{};
   int64_t timed_ = 0;
 };

@@ -20,13 +20,13 @@ struct Trained {
   std::vector<const std::byte*> cast_from;
 };
 
-// The parameters that `rank` has loaded, one element for each state format that they have
+// The parameters that `rank` has loaded, one Trained for each state format that they have
 // (state_format_of). The loaded memory becomes the master, or receives the low-precision parameter
 // after each step.
 std::vector<Trained> trained_of(const Run& run, const Plan& plan, int rank, HostSink& loaded);
 
-// Allocates all memory of the steps at construction; together with the gradients' staging it is
-// exactly training_footprint. Not thread-safe.
+// Allocates all memory of the steps at construction. With the gradients' staging this is exactly
+// training_footprint. Not thread-safe.
 class RankOptimizer {
  public:
   // Steps use `threads` threads. `gradients` and the memory to which `trained` points must outlive

@@ -19,14 +19,16 @@ struct RankLoadTask {
   RankContext at;
   Clock& clock;
   LoadOptions options;
-  bool check = false;  // poison the destination first, so that `check_values` finds gaps
+  // Fill the shards' memory with a pattern before the load (HostSink::poison), so that check_values
+  // finds elements that were never written.
+  bool check = false;
 };
 
-// Calls `act`. Adds the phase to an error NOMEM.
-template <typename Act>
-auto naming_phase(std::string_view phase, const Act& act) {
+// Calls `work`. If it throws NOMEM, adds the name of the phase to the error.
+template <typename Work>
+auto naming_phase(std::string_view phase, const Work& work) {
   try {
-    return act();
+    return work();
   } catch (const Error& error) {
     if (error.category() != Category::no_memory) throw;
     fail(error.category(), fmt::format("in phase {}: {}", phase, error.what_happened()),
@@ -34,7 +36,7 @@ auto naming_phase(std::string_view phase, const Act& act) {
   }
 }
 
-// Construct, then call load(), then any other function. Not thread-safe.
+// Call load() after the construction, and all other functions after that. Not thread-safe.
 class RankLoad {
  public:
   // Agrees with the other ranks on the plan's inputs, then constructs the sink (for `given` and
@@ -43,7 +45,7 @@ class RankLoad {
 
   // Throws the errors of modicum::load.
   void load();
-  // Compares every loaded value in host memory with the checkpoint. Throws INTEGRITY.
+  // Compares every loaded value in host memory with the checkpoint (Expectation). Throws INTEGRITY.
   void check_values();
   // Charges the ledger for the memory other than shards that outlives the load: manifest, plan, and
   // this rank's part of the ring.
@@ -61,7 +63,7 @@ class RankLoad {
   const RankLoadTask task_;
   ReportedPhase phase_;  // "load", which ends with load()
   RankOutcome outcome_;
-  const uint64_t held_before_;  // by the ledger, before construction
+  const uint64_t held_before_;  // what the ledger held before construction
   HostSink shards_;
   Charge header_, plan_, ring_;
 };

@@ -1,4 +1,5 @@
-// The common parts of all verbs that start rank processes. Part of the public header of `training`.
+// The common parts of all commands that start rank processes. Part of the public header of
+// `training`.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ namespace modicum {
 // Called about every 100 ms with the progress of all ranks together, in bytes.
 using ShowBytes = FunctionRef<void(uint64_t bytes)>;
 
-// Shared by the rank processes of a verb. Construct it before the fork.
+// Shared by the rank processes of a command. Construct it before the fork.
 struct World {
   explicit World(int ranks) : board(ranks, clock) {}
 
@@ -28,7 +29,7 @@ struct World {
   int64_t begin_ns = 0;               // time just before the first fork
   std::function<int64_t()> grace_ns;  // see SuperviseOptions
   uint64_t budget_bytes = 0;          // budget of the node, for the report; 0: none
-  std::string need;                   // the plan's need of memory, for an error; empty: unknown
+  std::string need;                   // text of an error: the memory that the plan needs; or empty
   OwnReport own_report;               // each rank's process has its copy
   CgroupPeak cgroup_peak;             // since construction
 };
@@ -37,9 +38,9 @@ struct World {
 // error names the memory limit, `world.need` and the progress.
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show);
 
-// In a process per rank, constructs a Rank(world, rank) and calls its live(). Returns the results
-// by rank; they must be trivially copyable. Every Rank object lives until all ranks have returned
-// from live(). Throws the errors of run_ranks.
+// In a process per rank, constructs a Rank(world, rank) and calls its live(), which does all the
+// work of the rank. Returns the results by rank; they must be trivially copyable. Every Rank object
+// lives until all ranks have returned from live(). Throws the errors of run_ranks.
 template <typename Rank, typename OfWorld>
 auto outcomes_of(OfWorld& world, ShowBytes show) {
   using Outcome = decltype(std::declval<Rank&>().live());

@@ -38,30 +38,30 @@ struct RehearsalWorld : LoadWorld {
 class RehearsalRank {
  public:
   RehearsalRank(RehearsalWorld& world, int rank)
-      : world_(world), task_(world.rehearsal), rank_(rank), of_(world, rank) {
+      : world_(world), task_(world.rehearsal), rank_(rank), loading_(world, rank) {
     if (world.place) gather_ = world.place->gathers.end_of(rank, world.board);
   }
 
   Rehearsed live() {
-    of_.load.load();
-    outcome_.phases[0] = of_.phase_of(of_.load.outcome(), world_.board);
-    of_.load.book_what_stays();
+    loading_.load.load();
+    outcome_.phases[0] = loading_.phase_of(loading_.load.outcome(), world_.board);
+    loading_.load.book_what_stays();
     take_steps();
-    outcome_.model_digest =
-        digest_of_rank(task_.load.plan, rank_, of_.load.shards(), [this] { of_.load.beat(); });
+    outcome_.model_digest = digest_of_rank(task_.load.plan, rank_, loading_.load.shards(),
+                                           [this] { loading_.load.beat(); });
     return outcome_;
   }
 
  private:
   void take_steps() {
-    TrainedRank trained(world_, world_.page, rank_, of_,
+    TrainedRank trained(world_, world_.page, rank_, loading_,
                         {.seed = task_.seed, .max_norm = task_.max_norm});
     trained.cast_masters();
     for (int step = 1; step <= task_.steps; ++step) {
       trained.steps().step(step);
-      if (step == 1) outcome_.phases[1] = of_.later_phase(world_.board);
+      if (step == 1) outcome_.phases[1] = loading_.later_phase(world_.board);
     }
-    outcome_.phases[2] = of_.later_phase(world_.board);
+    outcome_.phases[2] = loading_.later_phase(world_.board);
     int last = task_.steps;
     if (task_.save != nullptr) {
       save(trained.optimizer());
@@ -73,16 +73,16 @@ class RehearsalRank {
 
   void save(const RankOptimizer& optimizer) {
     outcome_.save = save_rank(*task_.save, *world_.place,
-                              {rank_, &world_.board, nullptr, &of_.ledger, gather_.get()},
-                              of_.load.shards(), &optimizer);
-    outcome_.phases[3] = of_.later_phase(world_.board);
+                              {rank_, &world_.board, nullptr, &loading_.ledger, gather_.get()},
+                              loading_.load.shards(), &optimizer);
+    outcome_.phases[3] = loading_.later_phase(world_.board);
     outcome_.saved_digest = optimizer.digest().state;
   }
 
   RehearsalWorld& world_;
   const RehearsalTask& task_;
   const int rank_;
-  LoadingRank of_;
+  LoadingRank loading_;
   std::unique_ptr<Gather> gather_;
   Rehearsed outcome_;
 };

@@ -45,6 +45,7 @@ Digest inputs_of(const ReshardTask& task) {
     hasher.add(state->manifest().identity.hex());
   }
   hasher.add(task.form.new_facts().value_or(""));
+  // Without a state the files of the weights are added twice.
   for (const Manifest* const of : {&task.load.run.checkpoint.manifest,
                                    task.form.state() ? &task.form.state_run().checkpoint.manifest
                                                      : &task.load.run.checkpoint.manifest}) {
@@ -62,13 +63,13 @@ class Recorded {
   Recorded(std::span<const StepTensor> tensors, const Manifest& written,
            const std::set<std::string, std::less<>>& changed)
       : written_(written), changed_(changed) {
-    for (const StepTensor& tensor : tensors) of_[tensor.spec.fqn] = &tensor;
+    for (const StepTensor& tensor : tensors) by_name_[tensor.spec.fqn] = &tensor;
   }
 
   void check(const ChunkSums& sums, uint32_t s) const {
     const TensorSpec& spec = written_.tensors[s].spec;
-    const auto found = of_.find(spec.fqn);
-    if (found == of_.end() || changed_.contains(spec.fqn)) return;
+    const auto found = by_name_.find(spec.fqn);
+    if (found == by_name_.end() || changed_.contains(spec.fqn)) return;
     const StepTensor& saved = *found->second;
     if (digest_seed(saved.spec) != digest_seed(spec)) return;
     const std::span<const ChunkSum> chunks = sums.of_tensor(s);
@@ -83,7 +84,7 @@ class Recorded {
   }
 
  private:
-  std::map<std::string_view, const StepTensor*> of_;
+  std::map<std::string_view, const StepTensor*> by_name_;
   const Manifest& written_;
   const std::set<std::string, std::less<>>& changed_;
 };
@@ -117,7 +118,7 @@ std::vector<ConvertPart> parts_of(const ReshardTask& task) {
   return parts;
 }
 
-// Writes the files that hold no tensors, and the step's record.
+// Writes the files that hold no tensors, indexes included, and the step's record.
 class Publication {
  public:
   Publication(const ReshardTask& task, ConversionJournal& conversion, const Digest& inputs)
@@ -204,9 +205,9 @@ uint64_t digest_of(const std::vector<StepTensor>& tensors) {
   return digest;
 }
 
-// Checks the parts of the source that the rank does not check: headers and files without tensors.
-// If the state's format changes, also checks all values, since the new ones have no recorded
-// digest.
+// Checks the parts of the source that the rank process does not check: headers and files without
+// tensors. If the state's format changes, also checks all values, since the converted values have
+// no recorded digest to compare with.
 void check_source(const ReshardTask& task) {
   FileSystem& files = *task.load.run.files;
   for (const StepFile& file : task.step.record.files) check_digest(files, task.step.path, file);
@@ -282,7 +283,8 @@ Footprint ReshardForm::footprint(const Plan& plan) const {
   const uint64_t of_weights = plan.promise.ledger_limit_bytes(0);
   held[Purpose::plan] += of_state - std::min(of_state, of_weights);
   held[Purpose::plan] += ChunkSums::held_bytes(state_->manifest());
-  if (restate_ != nullptr) {  // upper limit of its maps from the names of both manifests
+  if (restate_ != nullptr) {
+    // An upper limit of the memory of its maps by name.
     held[Purpose::header] += state_run_->checkpoint.manifest.held_bytes();
     held[Purpose::header] += weights_->manifest().held_bytes();
   }

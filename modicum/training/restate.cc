@@ -185,6 +185,7 @@ void Restate::convert(const Parameter& of, StatePlane plane, const std::vector<T
   AdamNumbers numbers = adam_numbers(AdamOptions{}, 1, seed_);
   numbers.step = of.steps;  // random bits of the last step, as in AdamW::import_from
   for (int64_t first = 0; first < numel;) {
+    // A window ends where a block of scales ends.
     const int64_t end = first + kElements >= numel ? numel : blocks.begin_of(first + kElements);
     const int64_t n = end - first;
     const auto at = [&](AdamSpan span) {

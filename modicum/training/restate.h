@@ -16,9 +16,10 @@
 
 namespace modicum {
 
-// The planes of a step that change their format. Their values are converted to fp32 and from there
-// to the new format, as by AdamW::export_to and import_from with the saved seed and step counts.
-// The bits are therefore those of an AdamW of the new format that has imported the old one's state.
+// The planes of an optimizer's state (a parameter's master, exp_avg and exp_avg_sq) that change
+// their format. Their values are converted to fp32 and from there to the new format, as by
+// AdamW::export_to and import_from with the saved seed and step counts. The bits are therefore
+// those of an AdamW of the new format that has imported the state of the old format.
 //
 // bf16 w, fp32 -> fp32-split            fp32 -> bf16-moments
 //
@@ -52,7 +53,7 @@ class Restate {
     bool is_master_from, is_master_to;
     int64_t steps;
   };
-  struct Tensor;  // a stored plane, or its scales, and its slot in a window
+  struct Tensor;  // a stored tensor (a plane, its scales, or the weight) and its slot in a window
   struct Window;
   struct Places;  // window, readers and writer of one call of `write`
 

@@ -1,4 +1,4 @@
-// Whether a save may finish after SIGTERM. Internal to `training`.
+// Decides whether a save may finish after SIGTERM. Internal to `training`.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace modicum {
 
 // Estimates the remaining time of a save from the rate at which all ranks together have written so
-// far. The launcher decides once, for all ranks: if the save can probably finish within the grace,
-// the ranks may use all of the grace.
+// far. The launcher decides once, for all ranks: if the save can probably finish within the grace
+// period (SaveTask::grace_ns), the ranks may use all of it.
 //
 //   first write                 SIGTERM                              durable        end of grace
 //   |---- bytes, seconds: rate -|---- rest / rate + a quarter, 1 s --|               |
@@ -26,8 +26,9 @@ class SaveGrace {
   // Call just before the rank's first write.
   void begin(int rank) const noexcept;
 
-  // Call after SIGTERM. The first call decides: the grace, or 0 if the remaining time is longer. It
-  // is also 0 if a rank did not call begin() before or no byte is written: then there is no rate.
+  // Call after SIGTERM. The first call decides. Returns the grace period, or 0 if the remaining
+  // time is longer or unknown; it is unknown until all ranks have called begin() and a byte is
+  // written.
   int64_t granted_ns();
   // Whether the granted time has passed since the decision. Decides if granted_ns has not been
   // called.

@@ -50,20 +50,20 @@ class SaveRank {
       : world_(world),
         task_(world.save),
         rank_(rank),
-        of_(world, rank),
+        loading_(world, rank),
         gather_(world.place.gathers.end_of(rank, world.board)) {}
 
   Saved live() {
-    RankLoad& load = of_.load;
+    RankLoad& load = loading_.load;
     load.load();
     load.book_what_stays();
     if (task_.state != nullptr) train();
     world_.board.barrier(rank_);
     outcome_.begin_ns = world_.clock.now_ns();
     world_.grace.begin(rank_);
-    outcome_.save =
-        save_rank(task_, world_.place, {rank_, &world_.board, nullptr, &of_.ledger, gather_.get()},
-                  load.shards(), trained_ ? &trained_->optimizer() : nullptr);
+    outcome_.save = save_rank(task_, world_.place,
+                              {rank_, &world_.board, nullptr, &loading_.ledger, gather_.get()},
+                              load.shards(), trained_ ? &trained_->optimizer() : nullptr);
     outcome_.end_ns = world_.clock.now_ns();
     world_.board.barrier(rank_);
     load.note_peaks();
@@ -76,7 +76,8 @@ class SaveRank {
 
  private:
   void train() {
-    trained_.emplace(world_, world_.page, rank_, of_, TrainedRank::Options{.seed = task_.seed});
+    trained_.emplace(world_, world_.page, rank_, loading_,
+                     TrainedRank::Options{.seed = task_.seed});
     trained_->cast_masters();
     for (int step = 1; step <= task_.steps; ++step) trained_->steps().step(step);
     if (task_.steps > 0) outcome_.taken = trained_->steps().finish(task_.steps);
@@ -86,7 +87,7 @@ class SaveRank {
   SaveWorld& world_;
   const SaveTask& task_;
   const int rank_;
-  LoadingRank of_;
+  LoadingRank loading_;
   const std::unique_ptr<Gather> gather_;
   std::optional<TrainedRank> trained_;
   Saved outcome_;
@@ -94,10 +95,11 @@ class SaveRank {
 
 // The outcome of a resuming rank. Plain data.
 struct Resumed {
-  RankOutcome resume, step;  // peaks until the state is read; peaks after that
-  // This rank's parts of digests: of the compared tensors and the state, as loaded.
+  // With the peaks until the state was read, and with those of the time after that.
+  RankOutcome resume, step;
+  // This rank's parts of the digests of the compared tensors and of the state, as loaded.
   uint64_t loaded_tensors = 0, loaded_state = 0;
-  // And of the model and the state, after the steps.
+  // This rank's parts of the digests of the model and of the state, after the steps.
   uint64_t model = 0, state = 0;
 };
 
@@ -148,20 +150,20 @@ struct ResumeWorld : LoadWorld {
 class ResumeRank {
  public:
   ResumeRank(ResumeWorld& world, int rank)
-      : world_(world), task_(world.resume), rank_(rank), of_(world, rank) {}
+      : world_(world), task_(world.resume), rank_(rank), loading_(world, rank) {}
 
   Resumed live() {
-    RankLoad& load = of_.load;
+    RankLoad& load = loading_.load;
     load.load();
     load.book_what_stays();
     if (task_.state != nullptr) read_state(*task_.state);
-    outcome_.resume = of_.phase_of(load.outcome(), world_.board);
+    outcome_.resume = loading_.phase_of(load.outcome(), world_.board);
     outcome_.loaded_tensors =
         stored_digest_of_rank(world_.task.plan, rank_, load.shards(), world_.compared.by_stored(),
                               [&load] { load.beat(); });
     outcome_.loaded_state = state_digest();
     for (int i = 1; i <= task_.steps; ++i) trained_->steps().step(task_.state->facts.steps + i);
-    outcome_.step = of_.later_phase(world_.board);
+    outcome_.step = loading_.later_phase(world_.board);
     outcome_.model =
         digest_of_rank(world_.task.plan, rank_, load.shards(), [&load] { load.beat(); });
     outcome_.state = task_.steps > 0 ? state_digest() : outcome_.loaded_state;
@@ -170,16 +172,17 @@ class ResumeRank {
 
  private:
   void read_state(const ResumeState& from) {
-    const ReportedPhase phase(of_.ledger.reporter(), "resume");
-    trained_.emplace(world_, world_.page, rank_, of_,
+    const ReportedPhase phase(loading_.ledger.reporter(), "resume");
+    trained_.emplace(world_, world_.page, rank_, loading_,
                      TrainedRank::Options{.seed = from.facts.seed, .max_norm = task_.max_norm});
     const RankOptimizer& optimizer = trained_->optimizer();
-    const Charge held = of_.ledger.adopt(Purpose::header, from.files.footprint()[Purpose::header]);
+    const Charge held =
+        loading_.ledger.adopt(Purpose::header, from.files.footprint()[Purpose::header]);
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
       from.files.for_each_span(optimizer, false, fn);
     };
-    of_.load.outcome().storage_read_bytes +=
-        load_spans(from.checkpoint, spans, {rank_, &world_.board, nullptr, &of_.ledger});
+    loading_.load.outcome().storage_read_bytes +=
+        load_spans(from.checkpoint, spans, {rank_, &world_.board, nullptr, &loading_.ledger});
     optimizer.for_each_state([&](AdamW& state) {
       for (size_t shard = 0; shard < state.shards(); ++shard) {
         state.set_steps(shard, from.facts.steps_made_by(state.shard(shard).fqn));
@@ -192,7 +195,7 @@ class ResumeRank {
   ResumeWorld& world_;
   const ResumeTask& task_;
   const int rank_;
-  LoadingRank of_;
+  LoadingRank loading_;
   std::optional<TrainedRank> trained_;
   Resumed outcome_;
 };
@@ -215,7 +218,8 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
   return phases;
 }
 
-// Reads the step again to find the changed tensor, which the sums of the ranks' digests don't show.
+// Reads the step again to find the tensor that has changed: the sums of the ranks' digests show
+// only that one has.
 [[noreturn]] void fail_values(const ResumeTask& task) {
   const Verified verified = verify_step(*task.load.run.files, task.step.path, [] {});
   if (const Error* const fault = verified.first_fault()) throw *fault;

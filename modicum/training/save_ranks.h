@@ -19,9 +19,9 @@ struct SaveTask {
   // With an optimizer: the files of its state, and the number of training steps before the save.
   const StateFiles* state = nullptr;
   int steps = 0;
-  uint64_t seed = 0;  // for gradients and random bits
-  // After SIGTERM the save goes on for at most this time, and only if SaveGrace expects that it
-  // finishes within it.
+  uint64_t seed = 0;  // for gradients and for the random bits of stochastic rounding
+  // After SIGTERM the save goes on for at most this time, and only if SaveGrace expects it to
+  // finish in this time.
   int64_t grace_ns = 0;
 };
 // The memory that saving the buffers of `run` adds to a promise (PlanOptions::save). `state` is
@@ -60,7 +60,7 @@ Footprint resume_footprint_of(const StateFiles& state);
 struct RehearsalTask {
   LoadTask load;  // its run must have an optimizer
   int steps = 1;
-  uint64_t seed = 0;  // for gradients and random bits
+  uint64_t seed = 0;  // as in SaveTask
   std::optional<double> max_norm;
   // If given, must have the same load, steps and seed. The ranks then save after the steps, and
   // make one more step, so that the caller can compare its state with that of a resumed run.

@@ -1,8 +1,10 @@
 // The optimizer's state in the files of a step (a saved checkpoint directory). Part of the public
 // header of `training`.
 //
-// Every plane of the state is a tensor with the parameter's shape and the same dtype as in memory.
-// 8-bit moments have one scale for each block of elements, in row-major order:
+// A plane is a part of the state that has a value per element of a parameter: the master, the lower
+// half of a split master, exp_avg or exp_avg_sq. Each is stored as a tensor with the parameter's
+// shape and the dtype that it has in memory. 8-bit moments have one scale for each block of
+// elements, in row-major order:
 //
 //   w [300, 256] bf16, int8-moments
 //
@@ -59,8 +61,9 @@ struct HeldShard {
 // Calls its argument for each shard. The names must stay valid during the whole call.
 using HeldShards = FunctionRef<void(FunctionRef<void(const HeldShard&)>)>;
 
-// For a shard with 8-bit moments of a parameter with `numel` elements. Throws UNSUPPORTED, naming
-// the parameter, if the shard has a part of a block: each rank then has its own scale for its part.
+// Call for a shard with 8-bit moments, of a parameter with `numel` elements. Throws UNSUPPORTED,
+// naming the parameter, if the shard has only a part of a block: the ranks that share a block have
+// different scales for it.
 void require_whole_blocks(const ShardSpec& shard, int64_t numel);
 
 constexpr uint64_t kStateFileBytes = 5 * kGiB;  // largest size of a file
@@ -68,8 +71,9 @@ constexpr uint64_t kStateFileBytes = 5 * kGiB;  // largest size of a file
 // The tensors of a state, and their files.
 class StateFiles {
  public:
-  // The files for saving the state of `run`, which must have an optimizer. Throws UNSUPPORTED,
-  // naming the parameter, if the layout divides a block of 8-bit moments between ranks.
+  // The files in which the state of `run` is saved. The run must have an optimizer. Throws
+  // UNSUPPORTED, naming the parameter, if the layout divides a block of 8-bit moments between
+  // ranks.
   explicit StateFiles(const Run& run);
   explicit StateFiles(std::span<const StateOf> parameters);
   // The files of a saved step. `saved` is the manifest of its kStateDirectory.
@@ -81,7 +85,7 @@ class StateFiles {
   void require_of(std::span<const StateOf> parameters) const;
 
   const Manifest& manifest() const noexcept { return manifest_; }
-  // The host memory of the files on each rank, including the sums of a save.
+  // The host memory on each rank for this object and for the sums of a save.
   Footprint footprint() const;
   // Calls `fn` for the spans of one rank's state, in the order of the files. `to_save`: only for
   // shards of which the rank holds the primary replica.

@@ -33,7 +33,7 @@ struct StepWorld : World {
 struct StepOutcome {
   // Memory of this rank before its state is allocated; rank 0 adds the launcher's.
   uint64_t fixed_bytes = 0;
-  // Peaks in step 1 and in the later steps.
+  // The peaks in step 1, and in the later steps.
   std::array<uint64_t, 2> kernel_bytes{};  // of this rank with its children
   std::array<uint64_t, 2> ledger_bytes{};  // of the charges that the optimizer adds
   Baselines baselines;
@@ -161,7 +161,8 @@ class StepRank {
   bool can_reset_ = false;
 };
 
-// The phases are the two parts of the comparison, memcpy and optimizers, then the steps.
+// The phases are `copy` and `compare`, which measure memcpy and other optimizers for the
+// comparison, and `step`.
 Promise promise_of(const StepTask& task, uint64_t copy_bytes) {
   std::vector<Phase> phases = {{"copy", {}}, {"compare", {}}, {"step", {}}};
   // Two sets of children coexist: see take_steps.

@@ -39,6 +39,7 @@ std::optional<std::string> recipe_of_state(const Plan& plan) {
   return recipe_text(part_of(recipe, stored, manifest.tensors.size()), manifest);
 }
 
+// Removes what dead processes have left in `root`. Returns the names that remain of other saves.
 std::vector<std::string> collect(FileSystem& files, const std::string& root) {
   if (!files.is_directory(root)) return {};
   return remove_leftovers(files, root, [](const StepOwner& owner) {

@@ -8,6 +8,7 @@
 
 namespace modicum {
 
+// Its gradients, its AdamW and its LockStep. The referenced objects must outlive it.
 class TrainedRank {
  public:
   struct Options {

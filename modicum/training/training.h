@@ -1,8 +1,8 @@
 // The public header of `training`: ranks that load and train.
 //
 // The parts of a rank: its load (RankLoad), its optimizer (RankOptimizer) with synthetic gradients
-// (MadeGradients), and its steps in lock step with the other ranks (LockStep). The verbs of the
-// command line run these in rank processes: load_in_ranks, rehearse_in_ranks, save_in_ranks,
+// (MadeGradients), and its steps in lock step with the other ranks (LockStep). The commands of
+// the program run these in rank processes: load_in_ranks, rehearse_in_ranks, save_in_ranks,
 // resume_in_ranks, step_in_ranks, convert_in_rank, reshard_in_rank.
 #pragma once
 

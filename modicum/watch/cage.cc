@@ -28,7 +28,7 @@ std::optional<uint64_t> number_of(const std::string& file) {
        fmt::format("cannot make a memory cgroup in {} for --limit: {}", where.directory, why));
 }
 
-// Returns the cgroup of v2 in which one with a limit can be made. `chain`: from memory_cgroups.
+// Returns the v2 cgroup in which a cgroup with a limit can be made. `chain`: from memory_cgroups.
 const MemoryCgroup& parent_in_v2(const std::vector<MemoryCgroup>& chain) {
   const MemoryCgroup& own = chain.front();
   const std::string control = own.directory + "/cgroup.subtree_control";
@@ -72,8 +72,8 @@ void MemoryCage::make_below(const MemoryCgroup& parent, const std::string& name)
 
 void MemoryCage::write_limit(uint64_t limit_bytes) {
   const std::string text = std::to_string(limit_bytes);
-  const std::string file = group_.directory + (group_.version == 1 ? "/memory.limit_in_bytes"  //
-                                                                   : "/memory.max");
+  const char* const name = group_.version == 1 ? "/memory.limit_in_bytes" : "/memory.max";
+  const std::string file = group_.directory + name;
   if (!write_kernel_text(file, text)) {
     fail(Category::io, fmt::format("cannot limit a new memory cgroup: cannot write {}", file));
   }

@@ -12,8 +12,9 @@
 namespace modicum {
 namespace {
 
-// The files of cgroup-v2.rst (Linux 6.1) in a temporary directory. No kernel adds control files to
-// a new cgroup there, so a cgroup can be made, but its limit can't be set.
+// The cgroup files that the kernel's cgroup-v2.rst (Linux 6.1) describes, in a temporary directory.
+// No kernel adds control files to a directory made there: a cgroup can be made, but its limit can't
+// be set.
 class MachineInV2 {
  public:
   MachineInV2(std::string_view max, std::string_view high) {

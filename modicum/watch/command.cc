@@ -206,8 +206,8 @@ class Watcher {
     }
   }
 
-  // Returns a kill of a watched process from the kernel's log. Waits up to 20 ms for the message,
-  // which the kernel writes right after it has counted the kill.
+  // Returns the kill of a watched process that the kernel has logged, if any. Waits up to 20 ms for
+  // the message, which the kernel writes right after it has counted the kill.
   std::optional<OomKill> logged_kill() {
     std::vector<OomKill> without_group;
     for (int attempt = 0; log_.is_readable() && attempt < 10; ++attempt) {
@@ -245,7 +245,7 @@ class Watcher {
     const WatchedProcess* const process = sampler_->find(kill.pid);
     const WatchSample& last = sampler_->last();
     const uint64_t seen_bytes = is_unseen ? 0 : sampler_->last_held(kill.pid);
-    const uint64_t more = kill.held_bytes - std::min(kill.held_bytes, seen_bytes);
+    const uint64_t unsampled_growth = kill.held_bytes - std::min(kill.held_bytes, seen_bytes);
     killed_ = WatchedKill{.pid = kill.pid,
                           .name = kill.name,
                           .rank = process->rank,
@@ -265,9 +265,10 @@ class Watcher {
       killed_->limit_bytes = limits_.front().limit_bytes;
       killed_->limit_source = limits_.front().source;
     }
+    // The process that grew most before the last sample, or the killed one if it has grown by more
+    // since then.
     TreeSampler::Growth growth = sampler_->growth(kNsPerSecond, kill.pid);
-    // `more`: the growth of the killed process since it was last sampled.
-    if (more > growth.bytes) growth = sampler_->growth_to(kill.pid, kill.held_bytes);
+    if (unsampled_growth > growth.bytes) growth = sampler_->growth_to(kill.pid, kill.held_bytes);
     if (growth.bytes == 0) return;
     const WatchedProcess* const grew = sampler_->find(growth.pid);
     killed_->grew_pid = growth.pid;
@@ -326,8 +327,8 @@ class Watcher {
   std::optional<TreeSampler> sampler_;
   int64_t begin_ns_ = 0;
   int command_ = 0;
-  std::optional<int> status_;        // of wait(2), when the command has ended
-  std::map<int, int> statuses_;      // of wait(2), by pid, of processes that have just ended
+  std::optional<int> status_;        // the command's status of wait(2), once it has ended
+  std::map<int, int> statuses_;      // statuses of wait(2) by pid, of processes that just ended
   std::vector<MemoryLimit> limits_;  // of this process, read once per second
   int64_t limits_ns_ = 0;
   std::vector<MemoryCgroup> groups_;  // the command's cgroup, or the watcher's and its ancestors

@@ -19,10 +19,11 @@ struct WatchTask {
   std::function<void()> restore_signals = [] {};
 };
 
-// Runs the command to its end and samples it and its descendants, also those whose parents have
-// ended: this process becomes, and stays, a child subreaper (prctl(2)). SIGINT, SIGTERM, SIGHUP,
-// SIGQUIT, SIGUSR1 and SIGUSR2 are forwarded to the command, unless a terminal sent them (it
-// signals the command too) or a watched process did. The signal mask is restored at the end.
+// Runs the command to its end, and samples it and its descendants. Descendants whose parents have
+// ended are included: this process becomes, and stays, a child subreaper (prctl(2)). SIGINT,
+// SIGTERM, SIGHUP, SIGQUIT, SIGUSR1 and SIGUSR2 are forwarded to the command, unless a terminal
+// sent them (it signals the command too) or a watched process did. The signal mask is restored at
+// the end.
 //
 // Throws IO if the command can't be started or the cgroup of its limit can't be made, NOMEM if
 // fork(2) fails. This process must have one thread, and no other children: they would be reaped.

@@ -1,4 +1,5 @@
-// Notices the ends of watched processes, and which of them was an OOM kill. Internal to `watch`.
+// Notices when watched processes end, and which of them the OOM killer has ended. Internal to
+// `watch`.
 #pragma once
 
 #include <poll.h>
@@ -25,9 +26,10 @@ class Deaths {
   Deaths(const Deaths&) = delete;
   Deaths& operator=(const Deaths&) = delete;
 
-  // Opens a pidfd for each process that has none, up to kMostFollowed in all and as far as the
-  // limit on open files allows.
+  // Opens a pidfd for each process that has none, until kMostFollowed are open or the limit on open
+  // files is reached.
   void follow(const std::vector<int>& pids);
+  // Adds all pidfds to the descriptors that the caller passes to poll(2).
   void add_to(std::vector<pollfd>& waited) const;
   // Returns the processes whose descriptors poll(2) has marked as ready in `waited`, and closes
   // these descriptors.
@@ -35,9 +37,10 @@ class Deaths {
 
   // Whether the kernel has counted a kill since construction, or since killed_of last found one.
   bool has_new_kill() const { return kills() != kills_; }
-  // The process of `dead` that the OOM killer has ended; nullopt without a new kill. `statuses`:
-  // the statuses of wait(2) that are known, by pid; they rule out processes not ended by SIGKILL.
-  // Of several candidates, the one that held most by `sampler`: the kernel prefers the largest.
+  // The process of `dead` that the OOM killer has ended; nullopt without a new kill. `statuses` has
+  // the known statuses of wait(2) by pid: a process that SIGKILL has not ended is ruled out. Of
+  // several candidates returns the one that held most memory by `sampler`, since the kernel prefers
+  // the largest.
   std::optional<int> killed_of(const std::vector<int>& dead, const std::map<int, int>& statuses,
                                const TreeSampler& sampler);
 

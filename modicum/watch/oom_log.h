@@ -40,12 +40,12 @@ class OomLog {
   OomLog& operator=(const OomLog&) = delete;
 
   bool is_readable() const noexcept { return fd_ >= 0; }
-  // The kills on the whole machine that were logged since the last call.
+  // The kills that were logged since the last call, of any process of the machine.
   std::vector<OomKill> next();
 
  private:
   int fd_ = -1;
-  std::string group_;  // named by the last message whose kill has not been read yet
+  std::string group_;  // the cgroup of a kill whose message has not been read yet
 };
 
 }  // namespace modicum

@@ -20,13 +20,14 @@ enum class WatchOwner : uint8_t {
   copies_since_fork = static_cast<uint8_t>(Purpose::count),
   retained_heap,  // freed blocks that malloc keeps; in a process that reports ledgers
   unexplained,    // the rest, in a process that reports ledgers
-  held,           // the rest, in a process that reports none
+  held,           // the rest, in a process that reports no ledgers
   count
 };
 constexpr size_t kWatchOwners = static_cast<size_t>(WatchOwner::count);
 std::string_view watch_owner_name(size_t owner) noexcept;  // "shards", "copies_since_fork"
 
-// The memory of one process by owner, in KiB as the kernel counts it: records stay small.
+// The memory of one process by owner. In KiB, the unit of the kernel's counts, so that records stay
+// small.
 struct OwnedMemory {
   std::array<uint32_t, kWatchOwners> kib{};
 
@@ -47,12 +48,12 @@ struct WatchedProcess {
   double begin_s = 0;               // when it was first seen
   double end_s = 0;                 // when it was last seen
   uint64_t peak_bytes = 0;          // its own highest Pss_Anon + Pss_Shmem
-  uint64_t held_at_peak_bytes = 0;  // when the tree held most
-  // In pages copied since it was forked (ForkCopies), when the whole tree had most of them.
+  uint64_t held_at_peak_bytes = 0;  // what it held when the tree held most
+  // In pages that were copied since it was forked (ForkCopies), when the tree had most such pages.
   uint64_t cow_duplicate_bytes = 0;
   int forked_from = 0;          // a pid; 0 if `cow_duplicate_bytes` is 0
   uint64_t peak_rss_bytes = 0;  // VmHWM: misses no peak, and counts mapped files
-  // The most that was in huge pages when its Pss was read; nullopt: Pss was never read.
+  // The most that was in huge pages at a time when its Pss was read; nullopt if it never was.
   std::optional<uint64_t> huge_page_bytes;
 };
 
@@ -65,8 +66,8 @@ struct WatchSample {
   };
   double at_s = 0;
   uint64_t held_bytes = 0;        // by the tree: the sum of `shares` and `others`
-  uint64_t page_cache_bytes = 0;  // mapped by the tree; with --limit, charged to its cgroup
-  uint64_t charged_bytes = 0;     // with --limit: to the command's cgroup, page cache included
+  uint64_t page_cache_bytes = 0;  // mapped by the tree; with --limit, charged to the cgroup
+  uint64_t charged_bytes = 0;     // with --limit: all memory charged to the command's cgroup
   std::vector<Share> shares;      // the largest first
   OwnedMemory others;             // sum of the processes without a share
 };
@@ -98,11 +99,11 @@ struct WatchedKill {
   std::string phase;              // of the killed process; empty: it has reported none
   int grew_pid = 0;               // the process that grew most before the kill; 0: none grew
   std::string grew_name;
-  std::string grew_owner;  // which of its memory grew most; empty: it reports no ledgers
+  std::string grew_owner;  // the owner whose memory grew most; empty: it reports no ledgers
   uint64_t grew_bytes = 0;
   double grew_s = 0;  // the time in which it grew by grew_bytes
   // The sum of the processes' promises for their phases, with page tables. A process without a
-  // promise counts with the memory that it held. 0 if the killed process had none.
+  // promise counts with the memory that it held. 0 if the killed process had no promise.
   uint64_t promised_bytes = 0;
 };
 
@@ -117,7 +118,7 @@ struct WatchRecord {
   uint64_t cow_duplicate_bytes = 0;           // highest sum over the tree
   std::vector<WatchedProcess> processes;      // in the order in which they were first seen
   uint64_t processes_left_out = 0;            // how many small ones are not in `processes`
-  std::vector<WatchSample> samples;           // thinned; the sample of the peak is kept
+  std::vector<WatchSample> samples;           // not all, but that of the peak (see Timeline)
   std::vector<WatchedPhase> phases;           // sorted by begin
   std::optional<MemoryPressure> pressure;     // while the command ran
   std::optional<uint64_t> limit_bytes;        // --limit
@@ -132,9 +133,9 @@ struct WatchRecord {
   bool may_have_missed_peak() const noexcept;
   // The sample in which the tree held most; null without samples.
   const WatchSample* peak() const noexcept;
-  // The innermost phase of a process at `at_s`: the one that began last. Null without one.
+  // The innermost phase of a process at `at_s`: the one that began last. Null if there is none.
   const WatchedPhase* phase_at(int pid, double at_s) const noexcept;
-  // The phase of a process that ended last before `at_s`. Null without one.
+  // The phase of a process that ended last before `at_s`. Null if there is none.
   const WatchedPhase* phase_before(int pid, double at_s) const noexcept;
 };
 

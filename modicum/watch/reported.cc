@@ -68,6 +68,7 @@ OwnedMemory Division::operator()(uint64_t held_bytes, uint64_t copied_bytes,
   Footprint ledger = ledger_kib(reported->held);
   const uint64_t baseline_kib = reported->baseline_bytes / kKiB;
   const uint64_t base_kib = std::min(baseline_kib_, baseline_kib);
+  // If the kernel counts this much, all pages of the ledger have been written.
   if (left >= base_kib + ledger.total()) written_kib_ = ledger.total();
   const bool is_written = ledger.total() <= written_kib_;
   if (!is_written) take(kProcess, base_kib);

@@ -14,7 +14,7 @@
 
 namespace modicum {
 
-// The last report of one process, as it wrote it: the bytes may be any number.
+// The last report of one process, unchecked: any number may have been written.
 struct ReportedMemory {
   std::optional<int> rank;
   uint64_t baseline_bytes = 0;
@@ -41,31 +41,35 @@ class Division {
                          const ReportedMemory* reported);
 
  private:
-  uint64_t written_kib_ = 0;            // the ledger's total when last known as all written
-  uint64_t baseline_kib_ = UINT64_MAX;  // the part left for the baseline then
+  uint64_t written_kib_ = 0;            // the ledger's total when all of it was last written
+  uint64_t baseline_kib_ = UINT64_MAX;  // the rest for the baseline at that time
 };
 
 // The phases and memory in all reports. Reports are untrusted: they may hold any bytes. One thread.
 class ReportedProcesses {
  public:
-  static constexpr size_t kMostPhases = 2048;  // ended ones; beyond, they are joined or dropped
+  // Of phases that have ended. If there are more, phases are joined, and the oldest are dropped.
+  static constexpr size_t kMostPhases = 2048;
   // Reports of ended processes. Once there are twice as many, the oldest are dropped.
   static constexpr size_t kMostEnded = 256;
 
   // Whether a living process still runs the program that began its report.
   using IsSameProgram = std::function<bool(int pid)>;
 
-  // `begin_ns`: the start of the command. Without `is_same_program`, exec is never assumed.
+  // `begin_ns`: the start of the command. Without `is_same_program`, an exec is noticed only when
+  // the next program begins its report.
   ReportedProcesses(SelfReports& table, int64_t begin_ns, IsSameProgram is_same_program = {})
       : table_(table), begin_ns_(begin_ns), is_same_program_(std::move(is_same_program)) {}
 
-  // Reads all reports. `alive`: the pids of the living processes, ascending; the reports of others
-  // are read for the last time, and their places in the table become free. If a process has
-  // replaced its program (exec), the earlier program's phases end and its memory is forgotten.
+  // Reads all reports. `alive`: the pids of the living processes, ascending. The report of a
+  // process that is not among them is read for the last time, and its place in the table becomes
+  // free. If a process has replaced its program (exec), the earlier program's phases end and its
+  // memory is forgotten.
   void read(int64_t now_ns, std::span<const int> alive);
   // The report of a process now, or the last one before it ended. nullopt if it made none.
   std::optional<ReportedMemory> memory_of(int pid) const;
-  // The innermost phase of a process now, or when the process ended; no name: none.
+  // The innermost phase of a process now, or when the process ended; its name is empty if there is
+  // none.
   WatchedPhase phase_of(int pid) const;
 
   std::optional<uint64_t> budget_bytes() const noexcept { return budget_bytes_; }

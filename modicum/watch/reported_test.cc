@@ -18,6 +18,7 @@ namespace {
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }
 
+// Begins a phase in entry `place` of the report's phases.
 void begin(SelfReport& report, size_t place, uint64_t number, const std::string& name,
            int64_t begin_ns) {
   SelfReport::Phase& phase = report.phases[place];
@@ -27,6 +28,7 @@ void begin(SelfReport& report, size_t place, uint64_t number, const std::string&
   phase.number.store(number);
 }
 
+// "NAME BEGIN-END; " for each phase, in milliseconds.
 std::string text_of(const std::vector<WatchedPhase>& phases) {
   std::string text;
   for (const WatchedPhase& phase : phases) {
@@ -39,7 +41,7 @@ std::string text_of(const std::vector<WatchedPhase>& phases) {
 TEST(OwnedMemory, IsDividedAmongTheLedgerAndTheRest) {
   ReportedMemory reported{.baseline_bytes = 2 * kMiB};
   reported.held[Purpose::shards] = 100 * kMiB;
-  reported.held[Purpose::fork] = 50 * kMiB;  // a bound on the copies of children: not held
+  reported.held[Purpose::fork] = 50 * kMiB;  // a bound on copies of children, which hold them
   const OwnedMemory owned = Division()(110 * kMiB, 3 * kMiB, &reported);
   EXPECT_EQ(owned.bytes(at(Purpose::process)), 2 * kMiB);
   EXPECT_EQ(owned.bytes(at(Purpose::shards)), 100 * kMiB);
@@ -179,7 +181,7 @@ TEST(ReportedProcesses, AProgramBeforeAnExecHasEnded) {
   reported.read(40 * kNsPerMs, alive);
   EXPECT_EQ(reported.memory_of(7), std::nullopt);
   EXPECT_EQ(reported.phase_of(7).name, "");
-  is_same = true;  // the next program has marked the table, but not begun its report
+  is_same = true;  // the next program has marked the table, but has not begun its report
   reported.read(50 * kNsPerMs, alive);
   EXPECT_EQ(reported.memory_of(7), std::nullopt);
   SelfReport& next = *table.claim(7, 0);

@@ -12,9 +12,9 @@ constexpr double kFirstCreditNs = 200 * kNsPerMs;
 constexpr double kAmpleCreditNs = 100 * kNsPerMs;
 constexpr double kMostCreditNs = 500 * kNsPerMs;
 constexpr double kMostDebtNs = 1000 * kNsPerMs;  // to read copies that have just been made
-constexpr double kMostCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact figures and copies
+constexpr double kMostCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact readings and copies
 constexpr double kEarlyDuty = 0.02;            // instead of half of the duty, while credit is ample
-constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before exact figures are read
+constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before an exact reading
 constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // the interval of reading page faults
 constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
 // The rank is read in a process's first samples: an exec soon after the fork may change it.
@@ -75,8 +75,6 @@ void TreeSampler::sample() {
   if (is_near && credit_ns_ > kAmpleCreditNs / 10)
     pause_ns_ = std::min(pause_ns_, kPauseNearLimitNs);
 }
-
-// ---- processes
 
 void TreeSampler::discover() {
   const uint64_t last = last_pid(options_.root);
@@ -205,8 +203,6 @@ uint64_t TreeSampler::rss_sum() const noexcept {
   return sum;
 }
 
-// ---- exact figures
-
 // Whether enough pages were copied since Pss was last read, and either copying has just stopped or
 // credit is ample enough to read during it.
 bool TreeSampler::has_copied(int64_t now) {
@@ -221,13 +217,13 @@ bool TreeSampler::has_copied(int64_t now) {
   faults_since_ += more;
   const bool rise = more >= kFaultsOfCopying / 4;
   const bool is_over = std::exchange(faults_rose_, rise) && !rise;
-  // While copying goes on, exact figures are read only if credit is ample afterwards.
+  // While copying goes on, Pss is read only if credit is ample afterwards.
   const double cost_ns = kMostCostPerByteNs * static_cast<double>(rss_before_);
   return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > kAmpleCreditNs + cost_ns);
 }
 
-// Exact figures are worth their cost if the tree may hold more than its peak so far, the estimates
-// may be too low, and memory has changed since they were last read.
+// An exact reading is worth its cost if the tree may hold more than its peak so far, the estimates
+// may be too low, and memory has changed since the last exact reading.
 bool TreeSampler::wants_exact(int64_t now) {
   const uint64_t sum = rss_sum();
   if (distance(sum, rss_before_) > step_of(sum) / 8) steady_since_ns_ = now;
@@ -244,8 +240,8 @@ bool TreeSampler::wants_exact(int64_t now) {
   return change > step_of(sum) / 2 && now - steady_since_ns_ >= kSteadyNs;
 }
 
-// Exact figures also count huge pages. If wants_exact has declined, they are read for that alone
-// when memory has grown and is steady, and credit stays ample after a reading at the highest cost.
+// An exact reading also counts huge pages. If wants_exact has declined, it is made for them alone
+// when memory has grown and is steady, and credit stays ample even at the highest cost.
 bool TreeSampler::wants_huge_pages(int64_t now) {
   const uint64_t sum = rss_before_;
   const double cost_ns = kMostCostPerByteNs * static_cast<double>(sum);
@@ -298,8 +294,6 @@ void TreeSampler::read_copies() {
     processes_[*at->process].forked_from = one.forked_from;
   }
 }
-
-// ---- the record
 
 void TreeSampler::record_share(Tracked& one, WatchSample& sample) {
   const uint64_t held = one.held_bytes();

@@ -59,10 +59,10 @@ class TreeSampler {
   TreeSampler(Clock& clock, SamplerOptions options);
 
   void sample();
-  // The pause before the next sample. It lets samples, without exact readings, use at most half of
-  // the duty, or 2 % of one core while much of the allowed CPU time is unused, as at the beginning.
-  // Above half of the limit the pause is at most kPauseNearLimitNs, whatever a sample costs, until
-  // the allowed CPU time is nearly used up.
+  // The pause before the next sample. It is so long that the samples, without their exact readings,
+  // use at most half of the duty, or 2 % of one core while much of the allowed CPU time is unused,
+  // as at the beginning. Above half of the limit the pause is at most kPauseNearLimitNs, whatever a
+  // sample costs, until the allowed CPU time is nearly used up.
   int64_t pause_ns() const noexcept { return pause_ns_; }
 
   // The processes that were alive at the last sample.
@@ -72,7 +72,7 @@ class TreeSampler {
   uint64_t last_held(int pid) const;
   // The memory of all other processes in the last sample.
   uint64_t held_by_others(int pid) const;
-  const WatchedProcess* find(int pid) const;  // the latest with this pid; null: none
+  const WatchedProcess* find(int pid) const;  // the latest with this pid; null if there is none
   // The process that grew most during the `within_ns` before the last sample in which process `pid`
   // held memory; before the last sample of all, if it is in no recent one.
   struct Growth {

@@ -34,7 +34,7 @@ struct Process {
   uint64_t anon_kib = 0;
   uint64_t file_kib = 0;
   uint64_t huge_kib = 0;
-  std::string variables;     // "RANK=1"
+  std::string variables;     // its environment, as "RANK=1"
   uint64_t shared_kib = 0;   // of the anonymous memory, with one other process since a fork
   uint64_t faults = 0;       // minor page faults
   uint64_t highest_kib = 0;  // VmHWM, if above the current RSS
@@ -93,7 +93,7 @@ class Sampled {
  private:
   void put_children() {
     std::map<int, std::string> children = {{kWatcher, ""}};
-    for (const auto& [pid, of] : processes_) children[pid] += "";
+    for (const auto& [pid, of] : processes_) children[pid] += "";  // an entry for each
     for (const auto& [pid, of] : processes_) children[of.parent] += fmt::format("{} ", pid);
     for (const auto& [pid, text] : children) {
       machine_.put(fmt::format("/proc/{}/task/{}/children", pid, pid), text);
@@ -139,7 +139,7 @@ TEST(Sampler, WhatCameAndWentBetweenTwoSamplesIsInThePeakAtMost) {
   tree.put(11, {.anon_kib = 12'000, .file_kib = 500, .highest_kib = 18'500});
   tree.put(12, {.anon_kib = 15'000, .highest_kib = 21'000});
   tree.sample_after();
-  // VmHWM is unchanged: no sample was exceeded since.
+  // VmHWM is unchanged, so no process has exceeded its samples since.
   tree.put(11, {.anon_kib = 13'000, .file_kib = 500, .highest_kib = 18'500});
   tree.put(12, {.anon_kib = 18'000, .highest_kib = 21'000});
   tree.sample_after();
@@ -240,7 +240,7 @@ TEST(Sampler, HugePagesAreReadWhenMemoryIsSteady) {
   EXPECT_EQ(tree.finish().processes.at(0).huge_page_bytes, 90'112 * kKiB) << "the most";
 }
 
-// 10 GiB of small pages take half a second to read, more than the credit at the beginning.
+// Pss of 10 GiB of small pages takes half a second to read, more than the credit at the beginning.
 TEST(Sampler, HugePagesOfALargeTreeAreNotReadBeforeThereIsCredit) {
   Sampled tree;
   tree.put(11, {.anon_kib = 100});
@@ -391,8 +391,7 @@ TEST(Sampler, ManySmallProcessesAreOneSum) {
   EXPECT_EQ(sample.held_bytes, (100 + 199) * 100 / 2 * kKiB);
 }
 
-// ---- cgroup v2, with the files of Linux 6.1
-
+// The memory.stat of a v2 cgroup, as Linux 6.1 writes it.
 constexpr const char* kStat =
     "anon 268435456\nfile 83886080\nkernel 3596288\nkernel_stack 753664\npagetables 1228800\n"
     "sec_pagetables 0\npercpu 4248\nsock 0\nvmalloc 86016\nshmem 20971520\nzswap 0\nzswapped 0\n"

@@ -18,7 +18,7 @@ def inspect(path: str | os.PathLike) -> dict:
 
     Returns:
         The document of `modicum inspect --json`: checkpoint, model_type, tie_word_embeddings,
-        dtypes, files, tensors, warnings. Bytes are integers.
+        dtypes, files, tensors, warnings. Numbers of bytes are integers.
 
     Raises:
         FormatError: a header or the index is malformed.
@@ -34,30 +34,30 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
 
     Args:
         path: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
-        ranks: rank processes, 1 to 65536.
-        ranks_per_node: None: all ranks are on one node.
+        ranks: number of rank processes, 1 to 65536.
+        ranks_per_node: number of ranks on a node; None: all ranks are on one node.
         strategy: the strategy to which the result's `fits` refers: own-shard, node-reader,
             replica-striped, rank0-broadcast or full-per-rank.
         layout: fsdp2, hsdp, tp-fsdp, zero1, zero2, zero3, or none (every rank holds all tensors).
-        mesh: "AxB": replicate x shard for hsdp, dp x tp for tp-fsdp; "AxBxC": shard or dp over two
-            mesh axes.
+        mesh: "AxB": for hsdp A replicas of B shards, for tp-fsdp dp A and tp B. "AxBxC" has one mesh
+            axis more: for hsdp it shards over B x C, for tp-fsdp dp is A x B.
         shard_dim: the tensor dim to shard.
-        tp_rowwise: a regular expression; TP shards matching names on dim 1, others on dim 0.
+        tp_rowwise: a regular expression; TP shards tensors with matching names on dim 1 instead of 0.
         tp_packed: a regular expression; tensors with matching names have two packed halves (gate and
             up), each of which TP shards on dim 0.
         tp_replicate: a regular expression; TP replicates tensors with matching names.
-        expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP over A.
+        expert_mesh: "AxB": EP shards experts on dim 0 over B ranks, then FSDP shards them over A.
         experts: a regular expression that matches the names of experts.
         round_robin: for zero1 and zero2: DeepSpeed's round_robin_gradients.
         dtype: float32, bfloat16 or float16; None: as stored.
         keep_fp32: a regular expression; tensors with matching names are loaded as float32.
         recipe: a recipe.json; None: tensors as stored.
         untie: if both names of a tie are stored, load both tensors. By default a load compares them.
-        destination: cpu, or discard (digest and drop).
+        destination: cpu, or discard: the elements are digested and dropped.
         staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires it.
-        budget: host memory per node; "auto": what cgroup and node have left; None: not checked.
-        baseline: bytes of a rank process before Modicum; None: 2 MiB, as in `modicum load`. With torch
-            imported it is more: "256MiB" is a fair guess.
+        budget: host memory per node; "auto": what the cgroup and the node have left; None: not checked.
+        baseline: bytes that a rank process holds before the load; None: 2 MiB, as in `modicum load`. A
+            process that has imported torch holds more: "256MiB" is a fair guess.
         optimizer: "none", or "adamw:FORMAT" to include the optimizer's state.
         frozen: a regular expression; no state is included for parameters with matching names.
         deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.
@@ -77,7 +77,7 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
 
 def report_page(title: str, runs: Sequence[tuple[str, str]], sentence: str = '') -> str:
     """
-    The HTML page of runs. `runs`: (label, document with `timeline` and `peak`) each.
+    The text of an HTML page about runs. `runs`: (label, text of a JSON document with `timeline` and `peak`) each. `sentence` is shown above the charts.
     """
 
 def open_tensors(tensors: Sequence[tuple[str, str, Sequence[int]]], read: object | None) -> Checkpoint:
@@ -160,7 +160,7 @@ class Plan:
 
     def buffers(self, rank: int) -> list:
         """
-        A dict for each target: holder (index of the target that owns the memory; for an alias another one), numel, padded_numel, bytes, shape (this rank's part without padding).
+        A dict for each target: holder (the index of the target that owns the memory: for an alias, of the target that it names), numel, padded_numel, bytes, shape (of this rank's part, without padding).
         """
 
     def promised_bytes(self, rank: int) -> int:
@@ -293,9 +293,9 @@ class RecipeBuilder:
         stored: (dtype, shape) of each stored tensor, by name.
 
     Raises:
-        UsageError: MISMATCH if an operation does not fit the shapes or dtypes of its inputs or a name
-            is unknown; UNSUPPORTED for an unknown dtype or more than eight dims. Every method may raise
-            it.
+        UsageError: MISMATCH if an operation does not fit the shapes or dtypes of its inputs, or if a
+            name is unknown; UNSUPPORTED for an unknown dtype, or for more than eight dims. Every method
+            may raise it.
     """
 
     def __init__(self, stored: Mapping[str, tuple[str, Sequence[int]]]) -> None: ...
@@ -356,12 +356,12 @@ class Ledger:
 
     def require_room(self, needed: Mapping[str, int], what: str) -> None:
         """
-        Raises BudgetError if `needed`, bytes by purpose, plus the bytes held exceed the limit.
+        Raises BudgetError if the bytes held and `needed`, bytes by purpose, together exceed the limit. `what` says in the error what needs them.
         """
 
 def charge_init(ledger: Ledger, bytes: int) -> object:
     """
-    Zeroed memory for a tensor that the model initialises; freed with the array.
+    An array of zeroed memory for a tensor that the model initialises. The memory is freed with the array.
     """
 
 class Exclusion:
@@ -398,14 +398,15 @@ class Board:
     Connects a rank to the other ranks of a load, save or resume.
 
     Args:
-        peers: has barrier(), agree(digest) and report(document); None: there is one rank.
+        peers: an object with the methods barrier(), agree(digest) and report(document); None: there is
+            one rank.
     """
 
     def __init__(self, peers: object | None = None) -> None: ...
 
     def fail(self, what: str, rank: int = -1) -> None:
         """
-        Cancels the running load or save at its next check. Any thread may call it.
+        Cancels the running load or save at its next check. Any thread may call it. `what`: the reason; `rank`: the rank that has failed, or -1.
         """
 
     @property
@@ -422,7 +423,7 @@ class Loaded:
 
     def whole(self) -> object:
         """
-        All bytes as one array, for pinning. From now on they are freed together. The array owns nothing; pass it to `keep`.
+        All bytes as one array, for pinning. From now on they are freed together. The array does not own them; pass it to `keep`.
         """
 
     def keep(self, kept: object) -> None:
@@ -434,7 +435,7 @@ class Loaded:
 
 def load(plan: Plan, rank: int, board: Board, ledger: Ledger, *, given: dict = {}, copy: object | None = None, caller: object | None = None, broadcast: object | None = None, threads: int = 0, check: bool = False, seed: int = 0) -> Loaded:
     """
-    Executes one rank's part of a plan. modicum.load documents the arguments.
+    Executes one rank's part of a plan. `given`: host memory by target, for destination `given`. `copy(target, at, view)` receives elements for destination `copy`, of which the first is element `at`. `caller(ordinal)` returns a tensor that the model makes. `broadcast(root, view, begin, end)` sends `view` from the rank number `root` of the exchange group to the others, which need its bytes [begin, end). modicum.load documents the other arguments.
     """
 
 def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '') -> tuple:
@@ -459,7 +460,7 @@ class AdamW:
             bfloat16 or float16 array that receives new parameters, or None. The state keeps the arrays
             alive.
         groups: options by group.
-        format: a name of state_formats.
+        format: the name of a state format, see state_formats.
         ledger: is charged for all memory.
         seed: for stochastic rounding; equal on every rank.
         threads: for construction and steps; 0: one per usable CPU.
@@ -478,7 +479,7 @@ class AdamW:
     def __init__(self, shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, ledger: Ledger, seed: int = 0, threads: int = 0, slots: int = 0, pin: object | None = None, unpin: object | None = None, pin_limit: int | None = None, fork: str = 'excluded') -> None: ...
 
     def set_options(self, group: int, options: AdamOptions) -> None:
-        """Applies from the next step on."""
+        """Sets the options of a group, from the next step on."""
 
     def arrive(self, shard: int, elements: object, at: int = 0) -> None:
         """
@@ -495,7 +496,7 @@ class AdamW:
 
     def norms(self) -> tuple:
         """
-        (sum of squares by shard, whether all are finite) of the gradients that have arrived.
+        (sums, finite): the sum of squares of the gradients of each shard that have arrived, and whether all gradients are finite.
         """
 
     def step(self, unscale: float = 1.0, clip: float = 1.0, *, send: object | None = None, wait: object | None = None, dtype: str = 'bfloat16', refresh_masters: bool = False) -> None:
@@ -505,7 +506,7 @@ class AdamW:
 
     def refresh_masters(self) -> None:
         """
-        Copies values that the caller has written to arrays `out` into the masters: those that differ from the rounded master.
+        Copies the values that the caller has written to the arrays `out` into the masters. A value that equals the rounded master is not copied.
         """
 
     def skip(self) -> None:
@@ -532,12 +533,12 @@ class AdamW:
 
     def export_to(self, shard: int, plane: str, to: object, at: int = 0) -> None:
         """
-        Fills `to`, a float32 array, with the values of the elements from `at` on.
+        Fills `to`, a float32 array, with the values of a plane from element `at` on.
         """
 
     def import_from(self, shard: int, plane: str, values: object, at: int = 0) -> None:
         """
-        Stores float32 values from element `at` on: exactly in float32 planes and in split masters of 32 bits, as the nearest code in 8-bit moments, else rounded like in a step.
+        Stores float32 values in a plane, from element `at` on. They are exact in float32 planes and in split masters of 32 bits, the nearest codes in 8-bit moments, and rounded as in a step otherwise.
         """
 
     @property
@@ -546,11 +547,11 @@ class AdamW:
 
     def digest(self) -> dict:
         """
-        Digests `state` and `master` of this rank's values; their sums over ranks, modulo 2^64, are those of all values.
+        A dict of `state` and `master`, digests of this rank's values. Their sums over all ranks, modulo 2^64, are the digests of all values.
         """
 
 def adamw_footprint(shards: Sequence[tuple[str, Sequence[int], Sequence[tuple[int, int]], int, object, object]], groups: Sequence[AdamOptions], *, format: str, slots: int = 0, threads: int = 1, fork: str = 'excluded') -> dict:
-    """The footprint of an AdamW with these arguments, bytes by purpose."""
+    """The memory of an AdamW with these arguments, in bytes by purpose."""
 
 def step_all(states: Sequence[tuple[AdamW, object, object, str, bool]], unscale: float = 1.0, clip: float = 1.0, snapshot: Snapshot | None = None) -> None:
     """
@@ -584,8 +585,8 @@ class SharedGather:
     """
     Shared memory in which the ranks of a node collect the short runs of a save.
 
-    Runs of several ranks that are neighbours in a file, such as the parts of a tensor's row, are then
-    written by one call.
+    Runs of several ranks that are neighbours in a file, such as the parts of a tensor's row, are
+    written together.
 
     Args:
         ranks: number of ranks of the node.
@@ -624,7 +625,7 @@ class SavePlan:
     @property
     def held(self) -> dict:
         """
-        The bytes that a save holds on each rank, by purpose, without tensors and SharedGather.
+        The bytes that a save holds on each rank, by purpose, without the tensors and the SharedGather.
         """
 
     @property
@@ -667,7 +668,7 @@ def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool 
         gathers: whether the ranks of a node collect their short runs with a Gather.
 
     Raises:
-        UsageError: two tensors would have one name, or there is no tensor.
+        UsageError: two saved tensors would have the same name, or there is no tensor to save.
     """
 
 def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per_node: int, budget: int | None = None, budget_source: str = 'argument') -> list[tuple[int, int]]:
@@ -701,7 +702,7 @@ def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: L
 
 def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> int:
     """
-    Reads one rank's shards of a saved state into them; returns the bytes read. Raises UsageError, which names a tensor, unless it is the state of these parameters.
+    Reads one rank's shards of a saved state; returns the bytes read. Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
     """
 
 def state_text(state_format: str, seed: int, steps: Sequence[tuple[str, int]], without_state: Sequence[str]) -> str:
@@ -765,7 +766,9 @@ def create_files(plan: SavePlan, rank_of: tuple[int, int], board: Board, directo
 
 @overload
 def create_files(files: StateFiles, rank_of: tuple[int, int], board: Board, directory: str) -> int:
-    """The same for AdamW's state."""
+    """
+    Creates one rank's share of the files of AdamW's state; returns the bytes written.
+    """
 
 class StepSave:
     """
@@ -795,7 +798,7 @@ class StepSave:
     @property
     def point(self) -> int:
         """
-        A random number with which the digests are computed; a part of each rank's `place`.
+        The random number with which the ranks prove that each element was written once; a part of each rank's `place`.
         """
 
     def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None) -> dict:
@@ -813,7 +816,7 @@ def newest_step(root: str, before: int | None = None) -> dict:
 
 def step_fault(path: str, rank: int, ranks: int, board: Board) -> str:
     """
-    Compares one rank's part of a step with its digests; all ranks together compare every byte. Returns the first fault, or an empty text.
+    Compares one rank's part of a step with the recorded digests; all ranks together compare every byte. Returns the text of the first fault, or an empty text.
     """
 
 def open_step(path: str) -> dict:
@@ -831,12 +834,12 @@ def reset_peak() -> bool:
 
 def available_memory() -> tuple:
     """
-    Bytes that the cgroup chain and the node have left, and the source of that limit.
+    (bytes, source): the memory that the node and the cgroups of this process have left, and which of them has the least left.
     """
 
 def granted_cpus() -> int:
     """
-    CPUs that this process may use, by affinity and the quotas of its cgroup chain.
+    The number of CPUs that this process may use, by its affinity and the quotas of its cgroups.
     """
 
 def descendants(pid: int = 0) -> list[int]:
