@@ -54,8 +54,8 @@ void add_common_flags(CLI::App& app, CommonFlags& flags);
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
 std::string format_names();  // the names of all state formats, for help texts
-// Adds --seed, an unsigned 64-bit number. `seeded` is the part of its help text that names what is
-// made from the seed.
+// Adds --seed, an unsigned 64-bit number. Its help text begins with "seed of " and
+// `seeded`.
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& seeded);
 // Returns `value`. Throws USAGE unless it is finite and above 0.
 double positive(const std::string& flag, double value);
