@@ -25,8 +25,8 @@ void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
       ->required();
   app.add_option("OUT", flags.out, "the new directory")->required();
   app.add_option("--dtype", flags.run.dtype,
-                 "cast tensors, and dequantise FP8 codes, to float32, bfloat16 or float16 (fp32, "
-                 "bf16, fp16); default: as stored");
+                 "cast floating-point tensors, and dequantise FP8 codes, to float32, "
+                 "bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
   app.add_option("--keep-fp32", flags.run.keep_fp32,
                  "REGEX of tensors that are written as float32");
   app.add_option("--recipe", flags.run.recipe,

@@ -74,10 +74,10 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--ranks", flags.ranks, "number of rank processes; default 1");
   app.add_option("--ranks-per-node", flags.ranks_per_node,
                  "number of ranks on each node; default: all ranks are on one node");
-  app.add_option(
-      "--strategy", flags.strategy,
-      "which ranks read, and what they send to others: own-shard (default), node-reader, "
-      "replica-striped, rank0-broadcast or full-per-rank");
+  app.add_option("--strategy", flags.strategy,
+                 "which ranks read the files, and what they send to other ranks: "
+                 "own-shard (default), node-reader, replica-striped, rank0-broadcast or "
+                 "full-per-rank");
   app.add_option(
       "--layout", flags.layout,
       "fsdp2 (default), hsdp, tp-fsdp, zero1, zero2, zero3, or none (replicate everything)");
@@ -103,9 +103,9 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
                  "with --expert-mesh: REGEX of expert tensors; default \\.experts\\.");
   app.add_flag("--round-robin", flags.round_robin,
                "zero1, zero2: order parameters as DeepSpeed does with round_robin_gradients");
-  app.add_option(
-      "--dtype", flags.dtype,
-      "cast tensors to float32, bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
+  app.add_option("--dtype", flags.dtype,
+                 "cast floating-point tensors, and dequantise FP8 codes, to float32, "
+                 "bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
   app.add_option("--keep-fp32", flags.keep_fp32, "REGEX of tensors that are loaded as float32");
   app.add_option(
       "--recipe", flags.recipe,

@@ -33,15 +33,15 @@ int run_plan(const Args& args) {
                  "unless --budget is given. If this run does not fit, plan lists the "
                  "runs with the fewest changes that do");
   app.add_flag("--reference", of_plan.node.reference,
-               "reinforcement learning: add a frozen reference model with the trainer's layout");
+               "reinforcement learning: also count a frozen reference model with the "
+               "trainer's layout");
   app.add_option("--engine-tp", of_plan.node.engine_tp,
-                 "reinforcement learning: add the weights of sleeping inference engines, which lie "
-                 "in host memory, one engine per N ranks")
+                 "reinforcement learning: also count sleeping inference engines, one "
+                 "for each N ranks, whose weights are in host memory")
       ->check(CLI::Range(1, kMaxRanks));
-  app.add_flag(
-      "--backup", of_plan.node.backup,
-      "reinforcement learning: add a host copy of each rank's parameters, made when they are "
-      "first sent to the inference engines");
+  app.add_flag("--backup", of_plan.node.backup,
+               "reinforcement learning: also count a host copy of each rank's "
+               "parameters, made when they are first sent to the inference engines");
   app.add_option("--report", page,
                  "write the memory of the fullest node in each phase as an HTML file");
   if (const auto done = parse(app, args)) return *done;
