@@ -25,22 +25,27 @@ void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
       ->required();
   app.add_option("OUT", flags.out, "the new directory")->required();
   app.add_option("--dtype", flags.run.dtype,
-                 "float32, bfloat16 or float16 (fp32, bf16, fp16), to which FP8 codes are "
-                 "dequantised, too; default: as stored");
-  app.add_option("--keep-fp32", flags.run.keep_fp32, "REGEX of tensors written as float32");
+                 "cast floating-point tensors, and dequantise FP8 codes, to float32, "
+                 "bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
+  app.add_option("--keep-fp32", flags.run.keep_fp32,
+                 "REGEX of tensors that are written as float32");
   app.add_option("--recipe", flags.run.recipe,
-                 "recipe.json: its targets are written; default: every tensor as stored");
+                 "a recipe.json, which says how tensors are made of stored ones: these tensors are "
+                 "written; default: every tensor as stored");
   app.add_option("--shard-size", flags.shard_size,
-                 "largest size of a file; default: files as in the source");
-  app.add_option("--staging", flags.run.staging, "staging buffer; default 8 MiB");
-  app.add_flag("--sparse", flags.sparse, "keep holes: pages of zeros take no space");
+                 "largest size of a file; default: tensors are divided into files as in DIR");
+  app.add_option("--staging", flags.run.staging,
+                 "size of the staging buffer; default 8 MiB, or less if the budget requires it");
+  app.add_flag("--sparse", flags.sparse,
+               "leave a hole in the file, which takes no disk space, for each page of zeros");
 }
 
 }  // namespace
 
 int run_convert(const Args& args) {
-  CLI::App app("write a checkpoint with another dtype, recipe or file size, through staging",
-               "modicum convert");
+  CLI::App app(
+      "write a checkpoint with another dtype, recipe or file size, without holding it in memory",
+      "modicum convert");
   ConvertFlags flags;
   add_convert_flags(app, flags);
   if (const auto done = parse(app, args)) return *done;

@@ -11,20 +11,20 @@ namespace modicum {
 
 int run_diff(const Args& args) {
   CLI::App app(
-      "compare names, dtypes, shapes and values of two checkpoints; exit 12 if they differ",
+      "compare names, dtypes, shapes and values of two checkpoints; exits with 12 if they differ",
       "modicum diff");
   CommonFlags flags;
-  std::string of_a, of_b;
+  std::string path_a, path_b;
   add_common_flags(app, flags);
-  app.add_option("A", of_a,
+  app.add_option("A", path_a,
                  "a step or a checkpoint: a directory, a file, or ORG/NAME in the local Hugging "
                  "Face cache")
       ->required();
-  app.add_option("B", of_b, "the step or checkpoint to compare with")->required();
+  app.add_option("B", path_b, "a step or a checkpoint, like A")->required();
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
-  const Checkpoint a = open_checkpoint(files, of_a);
-  const Checkpoint b = open_checkpoint(files, of_b);
+  const Checkpoint a = open_checkpoint(files, path_a);
+  const Checkpoint b = open_checkpoint(files, path_b);
   const int threads = threads_per_rank(flags.threads, 1);
   require_budget(flags, Purpose::staging, kDiffBytes * static_cast<uint64_t>(threads));
   Progress progress(flags, a.manifest.data_bytes());
@@ -35,8 +35,8 @@ int run_diff(const Args& args) {
     progress.show(done += more);
   });
   DiffReport report{.tensors = found.tensors, .bytes = found.bytes};
-  for (const Difference& of : found.found) {
-    report.differences.push_back({of.tensor, kind_name(of.kind), of.first_index, of.count});
+  for (const Difference& one : found.found) {
+    report.differences.push_back({one.tensor, kind_name(one.kind), one.first_index, one.count});
   }
   print_result(
       flags, [&] { return diff_json(report); }, [&] { return diff_text(report); });

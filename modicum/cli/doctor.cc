@@ -9,14 +9,17 @@ namespace modicum {
 
 int run_doctor(const Args& args) {
   CLI::App app(
-      "limits and settings of this machine that end a training job, or cost it memory; with --pid "
-      "also those of a running program: fork exposure, start method, malloc, pinned memory",
+      "find limits and settings of this machine that end a training job or cost it memory; with "
+      "--pid also examine a running program: the memory that forked children share, how they were "
+      "started, malloc's heaps, pinned memory",
       "modicum doctor");
   CommonFlags flags;
   int pid = 0;
   add_common_flags(app, flags);
-  app.add_option("--pid", pid,
-                 "a running trainer, or its launcher; reading it takes about 0.1 s per GiB")
+  app.add_option(
+         "--pid", pid,
+         "PID of a running trainer, or of its launcher; reading takes about 0.1 s per GiB of "
+         "the memory of processes that have forked")
       ->check(CLI::Range(1, INT32_MAX));
   if (const auto done = parse(app, args)) return *done;
   DoctorFacts facts;

@@ -20,15 +20,18 @@ constexpr auto kVerbs = std::to_array<Verb>({
     {"synth", "write a checkpoint of a model's true shapes with known values", run_synth},
     {"plan", "predict reads, traffic and peak memory of every rank and node", run_plan},
     {"load", "load into rank processes and compare their memory with the plan", run_load},
-    {"rehearse", "load, then step the optimizer, within one budget; memory by phase", run_rehearse},
+    {"rehearse", "load and step the optimizer in one budget; show the memory of each phase",
+     run_rehearse},
     {"save", "load, then save a step, which is committed completely or not at all", run_save},
     {"resume", "load the newest intact step", run_resume},
-    {"verify", "check files and values of a saved step", run_verify},
+    {"verify", "check the files of a checkpoint, and the values of a saved step", run_verify},
     {"convert", "write a checkpoint with another dtype, recipe or file size", run_convert},
     {"reshard", "copy a step with other file sizes or another state format", run_reshard},
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},
-    {"step", "step the optimizer without a load; bytes per parameter, speed", run_step},
-    {"doctor", "find limits of this machine, or traits of a program, that cost memory", run_doctor},
+    {"step", "step the optimizer on synthetic parameters; show bytes per parameter and speed",
+     run_step},
+    {"doctor", "find settings of this machine or of a running program that cost memory",
+     run_doctor},
     {"watch", "run any command and measure the memory of its process tree", run_watch},
 });
 
@@ -44,16 +47,23 @@ std::string format_names() {
 
 void add_common_flags(CLI::App& app, CommonFlags& flags) {
   app.add_flag("--json", flags.json, "one JSON document on stdout");
-  app.add_flag("-q,--quiet", flags.quiet, "print errors only");
+  app.add_flag("-q,--quiet", flags.quiet, "print only errors, and with --json the document");
   app.add_flag("-v,--verbose", flags.verbose,
-               "inspect: a line per tensor; doctor: advice on each finding");
+               "inspect: print a line for each tensor; doctor: also show what each `info` "
+               "finding advises");
   app.add_option("--threads", flags.threads,
-                 "threads of each rank; default: the usable CPUs divided by the ranks")
+                 "threads of each rank process (of synth and diff: of the verb); "
+                 "default: the usable CPUs, divided by the number of ranks; no effect "
+                 "on inspect, verify, doctor and watch")
       ->check(CLI::Range(1, 1024));
-  app.add_option("--budget", flags.budget,
-                 "host memory per node: SIZE, none, or auto (what cgroup and node have left); "
-                 "default: auto, for plan and doctor none");
-  app.add_option("--progress", flags.progress, "auto, plain or none; on stderr")
+  app.add_option(
+      "--budget", flags.budget,
+      "limit on the host memory per node: SIZE, none, or auto (the memory that cgroup and "
+      "node have left); default: auto, but none for plan and doctor. Has no effect on "
+      "watch, which has --limit");
+  app.add_option("--progress", flags.progress,
+                 "progress on stderr: auto (default: one line that is rewritten, if stderr is a "
+                 "terminal), plain (a new line every 5 s) or none")
       ->check(CLI::IsMember({"auto", "plain", "none"}));
 }
 
@@ -61,43 +71,65 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("DIR", flags.directory,
                  "a directory, a file, or ORG/NAME in the local Hugging Face cache")
       ->required();
-  app.add_option("--ranks", flags.ranks, "rank processes; default 1");
-  app.add_option("--ranks-per-node", flags.ranks_per_node, "default: all ranks on one node");
-  app.add_option(
-      "--strategy", flags.strategy,
-      "own-shard (default), node-reader, replica-striped, rank0-broadcast, full-per-rank");
+  app.add_option("--ranks", flags.ranks, "number of rank processes; default 1");
+  app.add_option("--ranks-per-node", flags.ranks_per_node,
+                 "number of ranks on each node; default: all ranks are on one node");
+  app.add_option("--strategy", flags.strategy,
+                 "which ranks read the files, and what they send to other ranks: "
+                 "own-shard (default), node-reader, replica-striped, rank0-broadcast or "
+                 "full-per-rank");
   app.add_option(
       "--layout", flags.layout,
       "fsdp2 (default), hsdp, tp-fsdp, zero1, zero2, zero3, or none (replicate everything)");
   app.add_option(
       "--mesh", flags.mesh,
-      "AxB: hsdp replicate x shard, tp-fsdp dp x tp; AxBxC: shard or dp over two mesh axes");
-  app.add_option("--shard-dim", flags.shard_dim, "the tensor dim to shard; default 0");
-  app.add_option("--tp-rowwise", flags.tp_rowwise,
-                 "REGEX of tensors that TP shards along dim 1; all others: along dim 0");
-  app.add_option("--tp-packed", flags.tp_packed,
-                 "REGEX of tensors with two packed halves (gate and up), each sharded along dim 0");
+      "sizes of the mesh axes. hsdp: AxB is A replicas of B shards, AxBxC is A replicas of (B x C) "
+      "shards. tp-fsdp: AxB is dp A x tp B, AxBxC is dp (A x B) x tp C");
+  app.add_option("--shard-dim", flags.shard_dim, "the tensor dim that FSDP shards; default 0");
+  app.add_option(
+      "--tp-rowwise", flags.tp_rowwise,
+      "REGEX of tensors that TP shards along dim 1; TP shards a tensor that no --tp-* flag "
+      "matches along dim 0");
+  app.add_option(
+      "--tp-packed", flags.tp_packed,
+      "REGEX of tensors that hold two matrices, one after the other along dim 0 (gate and "
+      "up); TP shards each of the two along dim 0");
   app.add_option("--tp-replicate", flags.tp_replicate, "REGEX of tensors that TP replicates");
-  app.add_option("--expert-mesh", flags.expert_mesh,
-                 "AxB: EP over B ranks along dim 0, then FSDP over A ranks");
-  app.add_option("--experts", flags.experts, "REGEX of expert tensors; default \\.experts\\.");
+  app.add_option(
+      "--expert-mesh", flags.expert_mesh,
+      "AxB: expert tensors are sharded along dim 0 among B ranks (EP), then by FSDP among A "
+      "ranks");
+  app.add_option("--experts", flags.experts,
+                 "with --expert-mesh: REGEX of expert tensors; default \\.experts\\.");
   app.add_flag("--round-robin", flags.round_robin,
-               "zero1, zero2: as DeepSpeed's round_robin_gradients");
+               "zero1, zero2: order parameters as DeepSpeed does with round_robin_gradients");
   app.add_option("--dtype", flags.dtype,
-                 "float32, bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
-  app.add_option("--keep-fp32", flags.keep_fp32, "REGEX of tensors loaded as float32");
-  app.add_option("--recipe", flags.recipe, "recipe.json; default: every tensor as stored");
-  app.add_flag("--untie", flags.untie,
-               "load both copies of a tied tensor that is stored twice; default: compare them");
-  app.add_option("--optimizer", flags.optimizer,
-                 fmt::format("none, or adamw:FORMAT to include the optimizer's state; FORMAT: {}",
-                             format_names()));
+                 "cast floating-point tensors, and dequantise FP8 codes, to float32, "
+                 "bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
+  app.add_option("--keep-fp32", flags.keep_fp32, "REGEX of tensors that are loaded as float32");
+  app.add_option(
+      "--recipe", flags.recipe,
+      "a recipe.json, which says how tensors are made of stored ones; default: every tensor "
+      "as stored");
+  app.add_flag(
+      "--untie", flags.untie,
+      "load both copies of a tied tensor that is stored under two names; default: load one, "
+      "and fail if they differ");
+  app.add_option(
+      "--optimizer", flags.optimizer,
+      fmt::format("none (default; of resume: the saved one), or adamw:FORMAT, to include "
+                  "the optimizer's state in this format: {}",
+                  format_names()));
   app.add_option("--frozen", flags.frozen,
-                 "REGEX of parameters that are not trained: they have no state");
-  app.add_option("--destination", flags.destination,
-                 "cpu (default), or discard: drop loaded bytes, as after a copy to a device");
-  app.add_option("--staging", flags.staging,
-                 "staging buffer of each rank, allocated at its start; default 8 MiB");
+                 "REGEX of parameters that are not trained, and so have no optimizer state");
+  app.add_option(
+      "--destination", flags.destination,
+      "cpu (default): keep the shards in host memory; discard: drop loaded bytes, as a load "
+      "to a device does after the copy");
+  app.add_option(
+      "--staging", flags.staging,
+      "size of the staging buffer that each rank allocates at its start; default 8 MiB, or "
+      "less if the budget requires it");
   app.add_option("--baseline", flags.baseline,
                  "memory of a rank process before it uses Modicum; default 2 MiB");
 }
@@ -199,7 +231,7 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
        fmt::format("unexpected '{}'{}", printable(unknown), nearest_hint(flag, names)));
 }
 
-void add_seed(CLI::App& app, uint64_t& seed, const std::string& of) {
+void add_seed(CLI::App& app, uint64_t& seed, const std::string& seeded) {
   // CLI11's own conversion would read -1 as 2^64 - 1 and accept numbers that overflow.
   const auto parse = [&seed](const std::string& text) {
     const char* const end = text.data() + text.size();
@@ -208,7 +240,7 @@ void add_seed(CLI::App& app, uint64_t& seed, const std::string& of) {
     fail(Category::usage, "--seed is not an unsigned 64-bit number",
          {.expected = "0 to 2^64 - 1", .got = printable(text)});
   };
-  app.add_option_function<std::string>("--seed", parse, of + "; default 0");
+  app.add_option_function<std::string>("--seed", parse, "seed of " + seeded + "; default 0");
 }
 
 double positive(const std::string& flag, double value) {

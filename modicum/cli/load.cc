@@ -51,11 +51,15 @@ int run_load(const Args& args) {
   add_run_flags(app, flags.run);
   add_oversubscribe_flag(app, flags.common);
   app.add_option("--check", flags.check,
-                 "values: poison the destination first, then compare every value");
-  app.add_flag("--digest", flags.digest, "a hash of names, dtypes, shapes and values");
+                 "values: fill the destination with the byte 0xa5 before the load, so "
+                 "that a value that is not written differs; after it, read the "
+                 "checkpoint again and compare every value (values of synth are "
+                 "computed instead)");
+  app.add_flag("--digest", flags.digest,
+               "print a hash of the names, dtypes, shapes and values of the loaded tensors");
   app.add_option("--expect-digest", flags.expect_digest,
-                 "16 hex digits: exit 12 if the digest differs");
-  app.add_option("--dump", flags.dump, "a new directory for the shards of each rank");
+                 "16 hex digits: exit with 12 if the digest is another one");
+  app.add_option("--dump", flags.dump, "a new directory, into which each rank writes its shards");
   app.add_option("--report", flags.report, std::string(kReportHelp));
   if (const auto done = parse(app, args)) return *done;
   refuse_contradictions(flags);

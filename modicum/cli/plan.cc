@@ -23,23 +23,27 @@ int run_plan(const Args& args) {
                  "ds_config.json: add a forecast of DeepSpeed's own host memory");
   app.add_option("--workers", deepspeed.workers,
                  "with --deepspeed: forked data-loader workers per rank; default 0");
-  app.add_flag("--persistent-workers", deepspeed.persistent_workers,
-               "with --deepspeed: workers live for all epochs; default: forked per epoch");
-  app.add_option(
-      "--from", of_plan.from,
-      "run.json, printed by `watch --json` or by a refused run: find the smallest change "
-      "with which this run fits its limit, or --budget");
+  app.add_flag(
+      "--persistent-workers", deepspeed.persistent_workers,
+      "with --deepspeed: the workers live for all epochs; default: they are forked for each "
+      "epoch");
+  app.add_option("--from", of_plan.from,
+                 "a JSON document that `watch --json` printed, or that a verb with "
+                 "--json printed when its budget refused it. Its limit is the budget, "
+                 "unless --budget is given. If this run does not fit, plan lists the "
+                 "runs with the fewest changes that do");
   app.add_flag("--reference", of_plan.node.reference,
-               "reinforcement learning: add a frozen reference model with the trainer's layout");
+               "reinforcement learning: also count a frozen reference model with the "
+               "trainer's layout");
   app.add_option("--engine-tp", of_plan.node.engine_tp,
-                 "reinforcement learning: add the weights of sleeping inference engines, which lie "
-                 "in host memory, one engine per N ranks")
+                 "reinforcement learning: also count sleeping inference engines, one "
+                 "for each N ranks, whose weights are in host memory")
       ->check(CLI::Range(1, kMaxRanks));
   app.add_flag("--backup", of_plan.node.backup,
-               "reinforcement learning: add a host copy of each rank's parameters, made at the "
-               "first refit");
+               "reinforcement learning: also count a host copy of each rank's "
+               "parameters, made when they are first sent to the inference engines");
   app.add_option("--report", page,
-                 "write the memory of the fullest node, by phase, as an HTML file");
+                 "write the memory of the fullest node in each phase as an HTML file");
   if (const auto done = parse(app, args)) return *done;
   of_plan.budget = common.budget;
   flags.threads = common.threads;

@@ -19,8 +19,9 @@ struct RehearseFlags {
   std::string report;
 };
 
-// The flags of the resumed run: those of this run with `resume_ranks` ranks. If that is another
-// number of ranks, a mesh does not fit it, and the resumed run has the default layout instead.
+// The flags of the resumed run: those of this run, with `resume_ranks` ranks. If the number of
+// ranks changes, the sizes of a mesh no longer multiply to it; a run with a mesh then resumes with
+// the default layout.
 RunFlags resumed_flags(const RehearseFlags& flags) {
   RunFlags resumed = flags.run;
   resumed.ranks = *flags.resume_ranks;
@@ -41,12 +42,12 @@ RunFlags resumed_flags(const RehearseFlags& flags) {
 // ranks, and UNSUPPORTED if its layout can't read the state.
 void require_resumable(const RehearseFlags& flags, const Run& run, const SavePlan& plan,
                        const StateFiles& state) {
-  const RunFlags resumed_by = resumed_flags(flags);
-  require_cores(flags.common, resumed_by.ranks);
-  const Run resumed = resuming_run(resumed_by, run, plan, state);
-  const auto budget = budget_in_force(flags.common, nodes_of(resumed_by));
-  const Plan of = plan_run(resumed, *resumed.options.strategy, budget);
-  if (budget) require_fits(of.promise, *budget);
+  const RunFlags second_flags = resumed_flags(flags);
+  require_cores(flags.common, second_flags.ranks);
+  const Run resumed = resuming_run(second_flags, run, plan, state);
+  const auto budget = budget_in_force(flags.common, nodes_of(second_flags));
+  const Plan resumed_plan = plan_run(resumed, *resumed.options.strategy, budget);
+  if (budget) require_fits(resumed_plan.promise, *budget);
 }
 
 RehearseReport rehearse_with_save(const RehearseFlags& flags) {
@@ -104,7 +105,7 @@ void require_equal_digests(const RehearseReport& report) {
 int run_rehearse(const Args& args) {
   CLI::App app(
       "load, then step AdamW with synthetic gradients, within one budget; with --save also save "
-      "and resume",
+      "and resume; shows the memory of each phase",
       "modicum rehearse");
   RehearseFlags flags;
   add_common_flags(app, flags.common);
@@ -112,10 +113,12 @@ int run_rehearse(const Args& args) {
   add_oversubscribe_flag(app, flags.common);
   app.add_option("--steps", flags.steps, "optimizer steps; default 3")
       ->check(CLI::Range(1, 1000000000));
-  add_seed(app, flags.seed, "of gradients and random bits");
+  add_seed(app, flags.seed, "gradients and random bits");
   app.add_option("--clip", flags.clip, "largest gradient norm; default: no clipping");
-  app.add_option("--save", flags.save,
-                 "a ROOT: save the last step there, end the ranks, and resume with new ones");
+  app.add_option(
+      "--save", flags.save,
+      "a ROOT: save the last step there, end the ranks, resume with new ranks, and make one "
+      "more step");
   app.add_option("--resume-ranks", flags.resume_ranks,
                  "with --save: the number of ranks that resume; default: that of --ranks")
       ->check(CLI::Range(1, kMaxRanks));

@@ -24,8 +24,9 @@ void add_reshard_flags(CLI::App& app, ReshardFlags& flags) {
   app.add_option("--state-format", flags.format,
                  "new format of the optimizer's state: " + format_names() + "; default: as saved");
   app.add_option("--shard-size", flags.shard_size,
-                 "largest size of a file; default: the division into files of STEP");
-  app.add_option("--staging", flags.run.staging, "size of the staging buffer; default 8 MiB");
+                 "largest size of a file; default: tensors are divided into files as in STEP");
+  app.add_option("--staging", flags.run.staging,
+                 "size of the staging buffer; default 8 MiB, or less if the budget requires it");
 }
 
 }  // namespace

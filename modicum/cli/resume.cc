@@ -77,8 +77,8 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundSte
 
 int run_resume(const Args& args) {
   CLI::App app(
-      "load the newest intact step of a ROOT, or a given step, into rank processes, with its "
-      "optimizer's state",
+      "load the newest intact step of a ROOT, or a given step, into rank processes, with the "
+      "optimizer state that was saved in it",
       "modicum resume");
   CommonFlags common;
   RunFlags run;
@@ -86,7 +86,8 @@ int run_resume(const Args& args) {
   run.optimizer.clear();  // default: the saved optimizer
   add_common_flags(app, common);
   add_run_flags(app, run);
-  app.get_option("DIR")->description("a ROOT, whose newest intact step is loaded, or one step");
+  app.get_option("DIR")->description(
+      "a step, or the ROOT of several steps, of which the newest intact one is loaded");
   add_oversubscribe_flag(app, common);
   app.add_option("--steps", steps, "optimizer steps after the load; default 0")
       ->check(CLI::Range(0, 1000000000));
@@ -96,8 +97,8 @@ int run_resume(const Args& args) {
   const FoundStep step = step_at(files, run.directory, skipped);
   LoadReport report = resume_step(common, run, step, {.steps = steps});
   report.resumed = ResumedStep{step.step, step.path, {}};
-  for (const SkippedStep& of : skipped) {
-    report.resumed->skipped.push_back({of.step, of.reason});
+  for (const SkippedStep& damaged : skipped) {
+    report.resumed->skipped.push_back({damaged.step, damaged.reason});
   }
   print_result(
       common, [&] { return load_json(report); }, [&] { return load_text(report); });

@@ -43,20 +43,22 @@ int run_save(const Args& args) {
       ->required()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--shard-size", flags.shard_size,
-                 "largest size of a file; default: files as in the source");
-  app.add_option("--keep", flags.keep,
-                 "afterwards remove all intact steps but the newest KEEP; default: keep all")
+                 "largest size of a file; default: tensors are divided into files as in DIR");
+  app.add_option(
+         "--keep", flags.keep,
+         "number of steps to keep: after the save, remove all intact steps but the newest ones; "
+         "default: keep all")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));
   app.add_option("--unused", flags.unused,
                  "copy (default) or drop the stored tensors that the recipe leaves unused")
       ->check(CLI::IsMember({"copy", "drop"}));
   app.add_option("--steps", flags.steps, "optimizer steps before the save; default 0")
       ->check(CLI::Range(0, 1000000000));
-  add_seed(app, flags.seed, "of gradients and random bits");
-  app.add_option(
-      "--grace", flags.grace,
-      "seconds in which the save may finish after SIGTERM, if the rate so far shows that "
-      "it can; default: none");
+  add_seed(app, flags.seed, "gradients and random bits");
+  app.add_option("--grace", flags.grace,
+                 "seconds that the save may take to finish after SIGTERM, if its rate "
+                 "so far shows that it can finish in time; otherwise, and by default, "
+                 "it stops at once");
   if (const auto done = parse(app, args)) return *done;
   if (flags.run.destination != "cpu") {
     fail(Category::unsupported, "save needs the loaded tensors in host memory",

@@ -29,26 +29,34 @@ struct StepFlags {
 void add_step_flags(CLI::App& app, StepFlags& flags) {
   add_common_flags(app, flags.common);
   add_oversubscribe_flag(app, flags.common);
-  app.add_option("--params", flags.params,
-                 "parameters, of all ranks together, in rows of 4096; default 100M");
-  app.add_option("--state-format", flags.format, format_names() + "; default fp32");
-  app.add_option("--ranks", flags.task.ranks, "rank processes; default 1")
+  app.add_option(
+      "--params", flags.params,
+      "number of parameters of all ranks together; they have rows of 4096; default 100M");
+  app.add_option("--state-format", flags.format,
+                 "format of the optimizer's state: " + format_names() + "; default fp32");
+  app.add_option("--ranks", flags.task.ranks, "number of rank processes; default 1")
       ->check(CLI::Range(1, 4096));
-  app.add_option("--steps", flags.task.steps, "default 5")->check(CLI::Range(1, 1000000000));
-  add_seed(app, flags.task.seed, "of parameters, gradients and random bits");
-  app.add_option("--clip", flags.clip, "largest gradient norm");
-  app.add_option("--loss-scale", flags.loss_scale,
-                 "scale gradients as torch.amp.GradScaler does; initial scale, default 65536")
+  app.add_option("--steps", flags.task.steps, "optimizer steps; default 5")
+      ->check(CLI::Range(1, 1000000000));
+  add_seed(app, flags.task.seed, "parameters, gradients and random bits");
+  app.add_option("--clip", flags.clip, "largest gradient norm; default: no clipping");
+  app.add_option(
+         "--loss-scale", flags.loss_scale,
+         "scale gradients as torch.amp.GradScaler does, from this initial scale, or from 65536 "
+         "if the flag has no value; without the flag: no scaling")
       ->expected(0, 1);
   app.add_option("--grad-dtype", flags.grad_dtype,
                  "dtype of the gradients: float32 (default), bfloat16 or float16");
   app.add_option("--isa", flags.isa,
                  fmt::format("{}; default: the first", fmt::join(isas(), ", ")));
-  app.add_option("--fork-children", flags.task.children,
-                 "children that each rank forks and keeps until the last step")
+  app.add_option(
+         "--fork-children", flags.task.children,
+         "number of children that each rank forks, which live until the last step; default 0")
       ->check(CLI::Range(0, 64));
-  app.add_flag("--no-compare", flags.no_compare,
-               "don't measure a copy and an AdamW of five unfused passes for comparison");
+  app.add_flag(
+      "--no-compare", flags.no_compare,
+      "don't measure, for comparison, a memory copy and an AdamW that makes five passes over "
+      "memory");
 }
 
 double positive_number(const std::string& flag, const std::string& text) {
@@ -84,7 +92,7 @@ StepTask task_of(const StepFlags& flags, const CLI::App& app) {
 }  // namespace
 
 int run_step(const Args& args) {
-  CLI::App app("step AdamW with synthetic gradients in rank processes: memory and speed",
+  CLI::App app("step AdamW with synthetic gradients in rank processes; measures memory and speed",
                "modicum step");
   StepFlags flags;
   add_step_flags(app, flags);

@@ -49,18 +49,22 @@ int run_synth(const Args& args) {
   SynthOptions options;
   std::string out, dtype, shard_size;
   add_common_flags(app, common);
-  app.add_option("OUT", out, "a new directory")->required();
-  app.add_option("--arch", options.arch, fmt::format("{}", fmt::join(arch_names(), ", ")))
+  app.add_option("OUT", out, "the new directory")->required();
+  app.add_option("--arch", options.arch,
+                 fmt::format("the model: {}", fmt::join(arch_names(), ", ")))
       ->required();
-  app.add_option("--layers", options.layers, "only the first N layers")
+  app.add_option("--layers", options.layers, "write only the first N layers; default: all")
       ->check(CLI::Range(1, 100000));
   app.add_option("--shard-size", shard_size, "largest size of a file's data; default 5 GB");
   app.add_option("--dtype", dtype,
-                 "float32, bfloat16 or float16, without quantisation; default: as on the hub");
+                 "float32, bfloat16 or float16, without quantisation; default: the dtypes of the "
+                 "model's checkpoint on the Hugging Face Hub");
   app.add_flag("--sparse", options.is_sparse,
                "write data to each tensor's first page only, to save disk space");
-  app.add_option("--edges", options.edges,
-                 "with --sparse: also write data around the shard boundaries of these world sizes")
+  app.add_option(
+         "--edges", options.edges,
+         "with --sparse: comma-separated world sizes; also write data around the boundaries of "
+         "their shards")
       ->delimiter(',');
   if (const auto done = parse(app, args)) return *done;
   options.dtype = dtype_flag(dtype);

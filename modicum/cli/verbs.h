@@ -45,7 +45,7 @@ struct CommonFlags {
   bool json = false;
   bool quiet = false;
   bool verbose = false;
-  int threads = 0;  // 0: the usable CPUs, divided by the ranks
+  int threads = 0;  // of each rank process; 0: the usable CPUs, divided by the ranks
   std::string budget;
   std::string progress = "auto";
   bool oversubscribe = false;  // only for verbs with --ranks
@@ -54,8 +54,9 @@ void add_common_flags(CLI::App& app, CommonFlags& flags);
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
 std::string format_names();  // the names of all state formats, for help texts
-// Adds --seed, an unsigned 64-bit number. `of` begins its help text: what the seed is for.
-void add_seed(CLI::App& app, uint64_t& seed, const std::string& of);
+// Adds --seed, an unsigned 64-bit number. Its help text begins with "seed of " and
+// `seeded`.
+void add_seed(CLI::App& app, uint64_t& seed, const std::string& seeded);
 // Returns `value`. Throws USAGE unless it is finite and above 0.
 double positive(const std::string& flag, double value);
 

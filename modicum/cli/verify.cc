@@ -99,8 +99,9 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
 
 int run_verify(const Args& args) {
   CLI::App app(
-      "check the files and values of one step or of all steps of a ROOT; of another checkpoint the "
-      "structure and, in the Hugging Face cache, the SHA-256",
+      "check the files and the values of a step, or of all steps of a ROOT; "
+      "for any other checkpoint, check the structure of its files and, in "
+      "the Hugging Face cache, their SHA-256",
       "modicum verify");
   CommonFlags flags;
   std::string path;

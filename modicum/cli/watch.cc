@@ -101,19 +101,25 @@ int run_watch(const Args& args) {
       "JSON document goes to stdout and COMMAND's stdout goes to stderr",
       "modicum watch");
   WatchFlags flags;
+  // Completes the usage line: CLI11 prints this label in brackets after the name.
+  app.get_formatter()->label("OPTIONS", "OPTIONS] -- COMMAND [ARGUMENTS...");
   add_common_flags(app, flags.common);
   app.add_option("--limit", flags.limit,
-                 "limit on the memory of COMMAND's process tree, swap included; makes a memory "
-                 "cgroup for it");
-  app.add_option("--trace", flags.trace,
-                 "write memory over time by process and owner, and phases, to this file, which "
-                 "Perfetto and Chrome (chrome://tracing) open; replaces an existing file");
-  app.add_option("--report", flags.report,
-                 "write memory over time to this HTML file, as a chart and tables; with "
-                 "--compare, the comparison");
-  app.add_option("--compare", flags.compare,
-                 "compare the runs of two JSON documents that --json printed: which held more "
-                 "memory, when, and of which owner; takes no COMMAND")
+                 "limit on the memory of COMMAND's process tree (and on its swap, where "
+                 "the kernel accounts for swap), by a memory cgroup that is made for "
+                 "the run and removed after it");
+  app.add_option(
+      "--trace", flags.trace,
+      "write memory over time, by process and by owner, and the phases to this file, for "
+      "Perfetto or Chrome (chrome://tracing); replaces an existing file");
+  app.add_option(
+      "--report", flags.report,
+      "write a chart and tables of memory over time to this HTML file; with --compare, of "
+      "both runs");
+  app.add_option(
+         "--compare", flags.compare,
+         "two JSON documents that `watch --json` printed: shows which run held more memory, "
+         "when, and of which owner; takes no COMMAND")
       ->expected(2);
   const auto [own, command] = split_at_dashes(args);
   if (const auto done = parse(app, own)) return *done;

@@ -9,7 +9,7 @@
 namespace modicum {
 
 constexpr std::string_view kReportHelp =
-    "run under `modicum watch`, and write memory over time by owner as an HTML file";
+    "run under `modicum watch`, and write an HTML file with memory over time by owner";
 // Replaces this process with `modicum watch --quiet --report REPORT -- modicum VERB ARGS`, since
 // `watch` is the only code that records memory over time. ARGS is `args` without --report. Throws
 // IO if REPORT can't be written, or if exec fails.

@@ -20,7 +20,8 @@ auto within_budget(const CommonFlags& common, RunFlags flags, const CarryOut& ca
   const auto budget = budget_in_force(common, nodes_of(flags));
   const Plan plan = plan_run(run, *run.options.strategy, budget);
   if (budget) require_fits(plan.promise, *budget);
-  // With a window every rank reads or receives the complete model, and counts it as progress.
+  // With full-per-rank and rank0-broadcast every rank reads or receives the complete model, and
+  // counts it as progress.
   const int times = plan.strategy().of_reader == Window::none ? 1 : flags.ranks;
   Progress progress(
       common, saturating_mul(run.checkpoint.manifest.data_bytes(), static_cast<uint64_t>(times)));
