@@ -14,7 +14,13 @@ from modicum.torch.build.emptied import Emptied
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
 from modicum.torch.loading.origin import Origin, remember
 from modicum.torch.loading.planning import Later, Options, Size, later_of, optimizers_of, plan_of
-from modicum.torch.loading.rows import fill_norms, fill_rows, require_rows, require_rule
+from modicum.torch.loading.rows import (
+    fill_norms,
+    fill_rows,
+    require_rows,
+    require_rule,
+    require_tokens,
+)
 from modicum.torch.loading.running import run
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
@@ -106,6 +112,7 @@ def _load(
     in_flight.wait()
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model, adapter=how["adapter"], originals=True)
+        require_tokens(whole)
         emptied = Emptied(model, whole.structure, made["buffers"], ranks, options.seed)
         goal = goal_of_source(whole, ranks, source, how, emptied.unwritten)
         refuse_gaps(whole, goal.dtypes)
