@@ -14,6 +14,7 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.structure import Structure, structure_of
+from modicum.torch.loading.around import giving
 from modicum.torch.loading.load import load
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.collectives import settled
@@ -115,8 +116,11 @@ def load_rounded(
     """Loads the values that accelerate would have after its casts to the dtypes `passed`."""
     narrow = [] if built.source is None else _narrowings(model, passed, built.source)
     before = _digests_of(model)
-    with _bound(bindings) as optimizers:
-        arguments = built.arguments | {"optimizer": optimizers}
+    arguments = built.arguments
+    # Those of the context in which the model was built, even if an inner one has others.
+    account = giving(arguments["ledger"], arguments["budget"])
+    with _bound(bindings) as optimizers, account:
+        arguments |= {"optimizer": optimizers}
         built.loading.reports.append(load(model, built.source, **arguments))
     _refuse_overwritten(before, _digests_of(model))
     for parameter, dtypes in narrow:
