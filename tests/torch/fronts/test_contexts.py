@@ -69,14 +69,13 @@ def test_arguments_of_the_call_take_precedence(
         call(which, model, tmp_path, **own)
 
 
-def test_the_ledger_of_the_context_is_charged(tmp_path: Path) -> None:
-    ledger = modicum.Ledger()
+def test_the_ledger_of_the_context_is_charged() -> None:
+    ledger, models = modicum.Ledger(), [empty("llama"), empty("llama")]
     with alone():
         with loading(ledger=ledger):
-            other = empty("llama")
-            modicum.torch.load(other, checkpoint_of("llama"), progress=False)
-        held = sum(p.numel() * p.element_size() for p in set(other.parameters()))
+            modicum.torch.load(models[0], checkpoint_of("llama"), progress=False)
+        held = sum(p.numel() * p.element_size() for p in models[0].parameters())
         assert ledger.held["shards"] >= held
         before = ledger.peak_bytes
-        modicum.torch.load(empty("llama"), checkpoint_of("llama"), progress=False)
+        modicum.torch.load(models[1], checkpoint_of("llama"), progress=False)
     assert ledger.peak_bytes == before
