@@ -213,7 +213,8 @@ Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
 //   head = cat(stored head, 2 rows of zeros)         head, with the 2 rows
 //
 // Values have the dtype in which they are loaded, or SavedOptions::dtype. Dequantised codes lose
-// their scales. A tensor that no target reads is copied from the source, or left out.
+// their scales. A tensor that no target reads is copied from the source, or left out; scales of
+// codes that are saved as codes are always copied.
 struct SavedTensor {
   TensorSpec spec;
   // The stored tensor that is restored or copied. For an unchanged target: the first stored tensor
@@ -227,7 +228,7 @@ struct SavedForm {
   std::vector<uint32_t> left_out;    // stored tensors that are neither restored nor copied
 };
 struct SavedOptions {
-  bool copies_unused = true;
+  bool copies_unused = true;   // false: only scales that saved codes need
   std::optional<DType> dtype;  // of floats that can be cast; default: as loaded
   // By target: whether the model computes it, so that it is not saved. Has an effect only for
   // targets without stored elements. Empty: no target is computed.

@@ -89,7 +89,9 @@ class Form {
       Taken& taken = taken_[s];
       if (taken.dtype && *taken.dtype != dtype) kept_[s] = false;
       taken.dtype = dtype;
-      if (dequantises(t, s)) spent_.insert(manifest_.tensors[s].scale->tensor);
+      const std::optional<BlockScale>& scale = manifest_.tensors[s].scale;
+      const bool is_spent = is_dequantised(recipe_, recipe_.targets[t]);
+      if (scale) (is_spent ? spent_ : needed_).insert(scale->tensor);
     }
     const Node& node = recipe_.nodes[root];
     if (node.op == Op::stored) {  // most targets
@@ -154,17 +156,12 @@ class Form {
   }
 
   // Whether a tensor that no target reads is copied. It is not if an unchanged target takes its
-  // name. Scales of codes that are not dequantised are copied even if `copies_unused` is false,
-  // unless the recipe lists them as unused.
+  // name. Scales of codes that are not dequantised are copied even if `copies_unused` is false:
+  // nothing could read the codes without them.
   bool is_copy(uint32_t s) const {
     if (spent_.contains(s) || names_.contains(manifest_.tensors[s].spec.fqn)) return false;
-    return options_.copies_unused ||
+    return options_.copies_unused || needed_.contains(s) ||
            !std::binary_search(recipe_.unused.begin(), recipe_.unused.end(), s);
-  }
-
-  // Whether target `t` dequantises the codes `s`.
-  bool dequantises(uint32_t t, uint32_t s) const {
-    return is_dequantised(recipe_, recipe_.targets[t]) && manifest_.tensors[s].scale.has_value();
   }
 
   void refuse_equal_names() const {
@@ -184,6 +181,7 @@ class Form {
   std::vector<bool> kept_;    // by stored tensor: whether it is restored
   std::vector<Use> uses_;
   std::set<uint32_t> spent_;          // scales of codes that are dequantised
+  std::set<uint32_t> needed_;         // scales of codes that are not
   std::set<std::string_view> names_;  // of targets that are saved unchanged
   SavedForm form_;
 };

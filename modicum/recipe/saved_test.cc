@@ -210,6 +210,24 @@ TEST(SavedForm, DequantisedCodesLoseTheirScales) {
   EXPECT_EQ(names_of(unnamed), (Names{"w", "w_scale"}));
 }
 
+// Codes could not be read without their scales.
+TEST(SavedForm, ScalesOfCodesAreCopiedEvenIfUnusedTensorsAreNot) {
+  Manifest manifest = stored({{"w", {4, 4}}, {"w_scale", {2, 2}}, {"v", {4}}, {"v_scale", {1}}});
+  for (const uint32_t codes : {0U, 2U}) {
+    manifest.tensors[codes].spec.dtype = DType::f8_e4m3;
+    manifest.tensors[codes].scale = BlockScale{codes + 1, {2, 2}};
+    manifest.tensors[codes + 1].spec.dtype = DType::f32;
+  }
+  RecipeBuilder b(manifest);
+  b.target("w", b.stored("w"));
+  for (const char* name : {"w_scale", "v", "v_scale"}) b.unused(name);
+  const Recipe recipe = b.finish();
+  const SavedForm form = saved_form(recipe, manifest, {.copies_unused = false});
+  EXPECT_EQ(names_of(form), (Names{"w", "w_scale"}));
+  EXPECT_EQ(form.left_out, (std::vector<uint32_t>{2, 3}));
+  prove(recipe, manifest, form);
+}
+
 TEST(SavedForm, TwoTensorsWithOneNameAreAMismatch) {
   const Manifest manifest = stored({{"a", {4}}, {"b", {4}}});
   RecipeBuilder b(manifest);

@@ -1,6 +1,5 @@
 #include "modicum/watch/command.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
@@ -12,7 +11,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <ctime>
 #include <map>
 #include <system_error>
@@ -22,6 +20,7 @@
 #include "modicum/watch/deaths.h"
 #include "modicum/watch/oom_log.h"
 #include "modicum/watch/sampler.h"
+#include "modicum/watch/start.h"
 
 namespace modicum {
 namespace {
@@ -68,50 +67,6 @@ class Signals {
   int fd_ = -1;
 };
 
-// The parts of the watcher that the forked process needs.
-struct Surroundings {
-  const Signals& signals;
-  const MemoryCage* cage = nullptr;
-  std::string reports;  // the path of the table in which processes report about themselves
-};
-
-// Runs in the forked process: becomes the command. Writes errno to `told` if that fails; a
-// successful exec closes it.
-[[noreturn]] void become(const WatchTask& task, const Surroundings& in, int told) {
-  std::vector<char*> words;
-  for (const std::string& word : task.command) words.push_back(const_cast<char*>(word.c_str()));
-  words.push_back(nullptr);
-  task.restore_signals();
-  in.signals.restore_mask();
-  bool is_ready = in.cage == nullptr || write_kernel_text(in.cage->entry(), "0");
-  is_ready = is_ready && setenv(kWatchVariable, in.reports.c_str(), 1) == 0;
-  if (is_ready && task.is_stdout_for_us) is_ready = dup2(STDERR_FILENO, STDOUT_FILENO) >= 0;
-  if (is_ready) execvp(words[0], words.data());
-  const int error = errno;
-  static_cast<void>(!write(told, &error, sizeof error));
-  _exit(127);
-}
-
-// Starts the command. Returns its pid after its exec has succeeded.
-int start(const WatchTask& task, const Surroundings& in) {
-  const std::string cannot = fmt::format("cannot start '{}': ", printable(task.command[0]));
-  int told[2];
-  if (pipe2(told, O_CLOEXEC) != 0) fail(Category::io, cannot + "pipe2: " + reason(errno));
-  const pid_t pid = fork();
-  const int fork_error = errno;
-  if (pid == 0) become(task, in, told[1]);
-  close(told[1]);
-  int error = 0;
-  ssize_t got = -1;
-  while (pid > 0 && (got = read(told[0], &error, sizeof error)) < 0 && errno == EINTR) {
-  }
-  close(told[0]);
-  if (pid < 0) fail(Category::no_memory, cannot + "fork: " + reason(fork_error));
-  if (got <= 0) return pid;
-  waitpid(pid, nullptr, 0);
-  fail(Category::io, cannot + reason(error));
-}
-
 class Watcher {
  public:
   Watcher(const WatchTask& task, FileSystem& files) : task_(task) {
@@ -121,7 +76,8 @@ class Watcher {
     deaths_.emplace(groups_);
     pressure_before_ = memory_pressure(groups_);
     begin_ns_ = clock_.now_ns();
-    command_ = start(task, {signals_, cage_ ? &*cage_ : nullptr, reports_.path()});
+    const Start how{.task = task, .entry = cage_ ? cage_->entry() : "", .reports = reports_.path()};
+    command_ = start_command(how, [this] { signals_.restore_mask(); });
     sampler_.emplace(
         clock_,
         SamplerOptions{.root_pid = getpid(),

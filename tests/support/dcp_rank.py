@@ -1,5 +1,6 @@
 """Acts of `torch_rank.py` that save and load by torch.distributed.checkpoint through Modicum."""
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -117,6 +118,12 @@ def dcp_resumes(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     return {"before": before, "end": whole(model, stepping), "step": report.step}
 
 
+def on_a_thread(state: dict[str, Any], **how: Any) -> None:
+    """`dcp.save` on a thread of this program."""
+    with ThreadPoolExecutor(thread_name_prefix="own") as threads:
+        threads.submit(dcp.save, state, **how).result()
+
+
 def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
     """Makes a save that must fail on every rank. Returns the message."""
     model, stepping = trained(directory, cut)
@@ -131,6 +138,8 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
         _modicum.save_tensors = full
     if how == "async":
         save = dcp.async_save
+    if how == "thread":
+        save = on_a_thread
     if how == "value":
         state["rng"] = {"state": object()}
     if how == "models":

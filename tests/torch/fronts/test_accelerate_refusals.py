@@ -32,6 +32,7 @@ from families import FAMILIES  # noqa: E402
 from peft.tuners import tuners_utils  # noqa: E402
 from peft.tuners.lora import dora  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch_front import (  # noqa: E402
     BY_NAME,
     alone,
@@ -64,7 +65,7 @@ WHAT_CAN_CHANGE = (
 @pytest.fixture(scope="module", autouse=True)
 def written() -> None:
     """Writes the checkpoints before a process group is simulated."""
-    for name in ("llama", "qwen2"):
+    for name in ("llama", "llama_tied", "qwen2"):
         from_pretrained(name)
 
 
@@ -542,6 +543,55 @@ def with_two(model: Any, config: dict[str, Any]) -> Any:
     model = peft.get_peft_model(model, peft.LoraConfig(**config))
     model.add_adapter("other", peft.LoraConfig(**(config | {"r": 3})))
     return model
+
+
+OWN_UNIT = {"transformer_cls_names_to_wrap": ["LlamaDecoderLayer", "Embedding"]}
+
+
+@pytest.mark.parametrize("sent", (False, True))
+@pytest.mark.parametrize(
+    ("name", "how", "why"),
+    [
+        pytest.param("llama", OWN_UNIT, "a unit of its own: leave its class out", id="own unit"),
+        pytest.param("llama_tied", {}, "are tied: call fully_shard", id="tied"),
+        pytest.param("llama_tied", {"auto_wrap_policy": "no_wrap"}, "are tied", id="tied, whole"),
+    ],
+)
+def test_tokens_that_accelerate_cannot_shard_are_refused(
+    one_rank: None, name: str, how: dict[str, Any], why: str, sent: bool
+) -> None:
+    """Without Modicum accelerate fails for these with an error of torch about other tensors."""
+    config = peft.LoraConfig(**ADAPTERS["tokens"])
+    whole = peft.get_peft_model(copy.deepcopy(from_pretrained(name)), config)
+    with pytest.raises((AttributeError, RuntimeError, TypeError)):
+        prepare(whole, cpu_ram_efficient_loading=sent, **how)
+    AcceleratorState._reset_state(True)
+    with pytest.raises(UsageError, match=f"trainable_token_indices.*{why}") as refused, loading():
+        prepare(peft.get_peft_model(build(name), config), cpu_ram_efficient_loading=sent, **how)
+    assert refused.value.category == "UNSUPPORTED" and refused.value.__cause__ is not None
+    assert "trainable_tokens_" in refused.value.tensor
+
+
+def test_other_errors_of_accelerate_keep_their_text(one_rank: None) -> None:
+    config = peft.LoraConfig(**ADAPTERS["tokens"])
+    with pytest.raises(ValueError, match="Could not find.*Unknown"), loading():
+        model = peft.get_peft_model(build(), config)
+        prepare(model, transformer_cls_names_to_wrap=["Unknown"])
+
+
+def test_tied_tokens_are_loaded_if_the_script_shards(one_rank: None) -> None:
+    config = peft.LoraConfig(**ADAPTERS["tokens"])
+    torch.manual_seed(3)
+    expected = peft.get_peft_model(copy.deepcopy(from_pretrained("llama_tied")), config)
+    with loading(progress=False):
+        model = build("llama_tied")
+        torch.manual_seed(3)
+        model = peft.get_peft_model(model, config)
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        model, _ = prepare(fully_shard(model), auto_wrap_policy="no_wrap")
+    assert_same_tensors(model, expected)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
 
 
 @pytest.mark.parametrize("low_cpu_mem_usage", (False, True))

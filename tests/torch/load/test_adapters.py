@@ -3,7 +3,8 @@ that PEFT gives them after `from_pretrained`, on any rank.
 
 Tested against PEFT in one process. Must fail for these mutants: magnitudes (DoRA) that are not the
 norms of the loaded weight; tokens that begin as other rows; an adapter's file that is loaded into
-another adapter; an initialisation that needs the base's values and gets other ones.
+another adapter; an initialisation that needs the base's values and gets other ones; tokens that no
+forward can use.
 """
 
 from pathlib import Path
@@ -19,6 +20,8 @@ from sharding import Cut, assert_same, playing_new_rank  # noqa: E402  (torch is
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import Replicate  # noqa: E402
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module  # noqa: E402
 from torch_front import (  # noqa: E402
     BY_NAME,
     checkpoint_of,
@@ -149,6 +152,31 @@ def test_tokens_begin_as_the_rows_of_the_embedding(name: str, world: int) -> Non
             buffers = dict(model.named_buffers())
             for buffer, value in kept.items():
                 assert_same(buffers[buffer], value, buffer)
+
+
+@pytest.mark.parametrize("layout", ("unit", "tp", "tp and fsdp2"))
+def test_tokens_whose_embedding_no_forward_can_read_are_refused(layout: str) -> None:
+    """Without Modicum the first forward fails, with torch's error about mixed tensors."""
+    config = LORA | {"trainable_token_indices": TOKENS}
+    texts = {"unit": "without calling the embedding.*on a module around"}
+    why = f"trainable_token_indices.*{texts.get(layout, 'tensor parallelism.*leaves whole')}"
+    with playing_new_rank(0, 2), pytest.raises(UsageError, match=why) as refused:
+        model = empty("llama", config)
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        embedding = next(m for m in model.modules() if isinstance(m, nn.Embedding))
+        if layout == "unit":
+            fully_shard(embedding, mesh=mesh["tp"])
+            fully_shard(model, mesh=mesh["tp"])
+        else:
+            style = RowwiseParallel(input_layouts=Replicate())
+            parallelize_module(embedding, mesh["tp"], style)
+        if layout == "tp and fsdp2":
+            fully_shard(model, mesh=mesh["dp"])
+        load(model, checkpoint_of("llama"))
+    assert refused.value.category == "UNSUPPORTED"
+    assert "trainable_tokens_" in refused.value.tensor
+    base = (p for n, p in model.named_parameters() if "lora_" not in n)
+    assert all(parameter.is_meta for parameter in base)
 
 
 def test_trained_tokens_are_loaded_after_the_base(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@ a save of both. A budget without room for the save is refused before a weight is
 
 Must fail for these mutants: a load whose promise ends with the step; a
 save that is promised with the load's staging, which the budget has shrunk; a report of a resume
-that does not name the steps that it skipped.
+that does not name the steps that it skipped; threads whose stacks and heaps are not promised.
 """
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,17 @@ from program import run_json
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import modicum.torch  # noqa: E402  (after torch is known to be there)
+from on_device import OnDevice  # noqa: E402  (after torch is known to be there)
+from safetensors.torch import load_file  # noqa: E402
+from torch import nn  # noqa: E402
+
+import modicum.torch  # noqa: E402
 from modicum.errors import BudgetError  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
+from modicum.torch.saving import planning, weights  # noqa: E402
 
 MIB = 1 << 20
+THREAD_BYTES = (24 + 132) << 10  # its stack, and its heap of malloc's
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +105,50 @@ def test_the_save_promises_no_more_than_the_load_did(directory: Path, tmp_path: 
     saved = modicum.torch.save(model, tmp_path / "root", step=1, optimizer=optimizer)
     assert saved.promised_bytes <= rank["promised_bytes"] + 16 * MIB  # Python's own
     assert str(saved).startswith(f"{saved.path}: ") and "visible after" in str(saved)
+
+
+@pytest.mark.parametrize("cpus", (1, 3))
+def test_threads_that_copy_from_a_device_are_promised(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: int
+) -> None:
+    """Each of them has a stack and a heap of malloc's: the promise has both, for as many threads as
+    copy at most."""
+    model, _, _ = loaded(directory)
+    plans: list[weights.Writing] = []
+    seen: set[int] = set()
+    make, fetching = planning.writing_of_model, weights.fetching
+
+    def keeping(*how: Any) -> weights.Writing:
+        plans.append(make(*how))
+        return plans[-1]
+
+    def noting(lines: Any) -> weights.Fetch | None:
+        fetch = fetching(lines)
+
+        def fetch_noted(*place: Any) -> None:
+            seen.add(threading.get_ident())
+            assert fetch is not None
+            fetch(*place)
+
+        return fetch and fetch_noted
+
+    monkeypatch.setattr(weights, "cpus_of_rank", lambda _: cpus)
+    monkeypatch.setattr(planning, "writing_of_model", keeping)
+    monkeypatch.setattr(weights, "fetching", noting)
+    steps = [modicum.torch.save(model, tmp_path, step=1)]
+    assert not seen
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(OnDevice(parameter.detach()))
+    steps.append(modicum.torch.save(model, tmp_path, step=2))
+    assert 1 <= len(seen) <= cpus
+    host, device = plans
+    assert (host.fetch_bytes, device.fetch_bytes) == (0, cpus * THREAD_BYTES)
+    more = sum(device.bytes_held.values()) - sum(device.plan.held.values())
+    assert more == cpus * THREAD_BYTES
+    first, second = (load_file(Path(step.path) / "model.safetensors") for step in steps)
+    assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
 
 
 def test_the_report_of_a_resume_as_text_names_skipped_steps(

@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 from ranks import GONE, Ranks, ranks
 from sharding import Cut
 
-ONE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
+ONE, TWO, MESH = Cut("none", (1,)), Cut("fsdp2", (2,)), Cut("tp-fsdp", (2, 2))
 BEGIN_S = 20.0
 
 
@@ -42,20 +42,38 @@ def how(two: Ranks, tmp_path: Path) -> dict[str, Any]:
     return {"directory": folder, "root": str(tmp_path / "steps"), "cut": TWO}
 
 
-def begin(two: Ranks, how: dict[str, Any], tmp_path: Path, *, grace: float, pause_s: float) -> None:
-    """Begins a slow save. Returns once both ranks write."""
+@pytest.fixture
+def four(tmp_path: Path) -> Iterator[Ranks]:
+    with ranks(4, tmp_path / "ranks") as group:
+        yield group
+
+
+@pytest.fixture
+def on_mesh(four: Ranks, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """As `how`, for four ranks of TP and FSDP2. The ranks of a node write rows that TP divides
+    together, through shared memory; the second model is a mixture of experts."""
+    folder = str(tmp_path / "model")
+    sizes = {"hidden_size": 256, "intermediate_size": 512 if request.param == "qwen3" else 128}
+    four.ask("write", directory=folder, family=request.param, config=sizes, dtype="float32")
+    return {"directory": folder, "root": str(tmp_path / "steps"), "cut": MESH}
+
+
+def begin(
+    group: Ranks, how: dict[str, Any], tmp_path: Path, *, grace: float, pause_s: float
+) -> None:
+    """Begins a slow save. Returns once every rank writes."""
     marks = tmp_path / "marks"
     marks.mkdir()
-    two.tell("save_slowly", slow=(pause_s, str(marks)), grace=grace, **how)
+    group.tell("save_slowly", slow=(pause_s, str(marks)), grace=grace, **how)
     deadline = time.monotonic() + BEGIN_S
-    while len(list(marks.iterdir())) < 2:
-        assert time.monotonic() < deadline, two.logs()
+    while len(list(marks.iterdir())) < how["cut"].world:
+        assert time.monotonic() < deadline, group.logs()
         time.sleep(0.01)
 
 
-def send(two: Ranks, *to: int) -> float:
+def send(group: Ranks, *to: int) -> float:
     for rank in to:
-        os.kill(two.pids[rank], signal.SIGTERM)
+        os.kill(group.pids[rank], signal.SIGTERM)
     return time.monotonic()
 
 
@@ -95,6 +113,39 @@ def test_all_ranks_end_a_save_that_does_not_fit(
     begin(two, how, tmp_path, grace=3.0, pause_s=1.0)
     sent = send(two, *to)
     for answer in two.hear():
+        assert answer["error"] == "PreemptedError" and "PREEMPTED: SIGTERM" in answer["message"]
+        assert answer["default"], "SIGTERM stays held"
+    assert time.monotonic() - sent < 3.0
+    assert [*(tmp_path / "steps").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("on_mesh", "to"), (("qwen3", (0, 1, 2, 3)), ("mixtral", (3,))), indirect=["on_mesh"]
+)
+def test_a_step_of_a_mesh_is_committed_within_the_grace(
+    four: Ranks, on_mesh: dict[str, Any], tmp_path: Path, modicum: Path, to: tuple[int, ...]
+) -> None:
+    begin(four, on_mesh, tmp_path, grace=120.0, pause_s=0.05)
+    send(four, *to)
+    heard = four.hear()
+    for rank in range(4):
+        if rank in to:
+            assert_ended(four, rank, heard[rank])
+        else:
+            assert heard[rank] == {"error": ""}
+    assert_committed(on_mesh, modicum)
+
+
+@pytest.mark.parametrize(
+    ("on_mesh", "to"), (("qwen3", (2,)), ("mixtral", (0, 1, 2, 3))), indirect=["on_mesh"]
+)
+def test_all_ranks_of_a_mesh_end_a_save_that_does_not_fit(
+    four: Ranks, on_mesh: dict[str, Any], tmp_path: Path, to: tuple[int, ...]
+) -> None:
+    """No rank waits for rows that a rank that has ended its save would have gathered."""
+    begin(four, on_mesh, tmp_path, grace=3.0, pause_s=1.0)
+    sent = send(four, *to)
+    for answer in four.hear():
         assert answer["error"] == "PreemptedError" and "PREEMPTED: SIGTERM" in answer["message"]
         assert answer["default"], "SIGTERM stays held"
     assert time.monotonic() - sent < 3.0

@@ -41,6 +41,7 @@ from modicum.recipes.structure import structure_of
 from modicum.torch.build.empty import empty_parameters
 from modicum.torch.checkpoints import Checkpoints
 from modicum.torch.filling import dtypes_passed, keys_of, load_rounded, shard_and_load
+from modicum.torch.loading.around import giving
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.rebinding import Bindings
@@ -78,7 +79,8 @@ def loading(
             None (default): the files that each `from_pretrained` would read.
         budget: host memory per node while loading, saving and resuming, bytes or text ("200GiB"),
             including what the processes hold already; "none": no limit; None (default): the
-            ledger's limit, or the memory that the cgroup and the node have left.
+            ledger's limit, or the memory that the cgroup and the node have left. Calls of
+            `modicum.torch.load`, `save` and `resume` in the context take it, too.
         ledger: the account to which every parameter is charged until its last tensor is freed; its
             limit is the budget of the node; None (default): a new one for each load.
         strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
@@ -118,7 +120,7 @@ def loading(
         scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
         scripts.loadings.append(one)
         stack.callback(scripts.loadings.remove, one)
-        with told_to_users(lambda: bool(one.unfilled())):
+        with giving(ledger, budget), told_to_users(lambda: bool(one.unfilled())):
             yield one
     _refuse_unfilled(one)
 

@@ -130,10 +130,14 @@ class Writer(StorageWriter, AsyncStager):
             self._at = (path.parent, int(number))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises `UsageError` on any thread but the main one, as that of `async_save`, or unless
-        rank 0 alone is the coordinator."""
+        """Raises `UsageError` on any thread but the main one, as that of `async_save` with a stager
+        of its own, or unless rank 0 alone is the coordinator."""
         if threading.current_thread() is not threading.main_thread():
-            _refuse_async()
+            what = "a save by DCP on another thread than the main one, while training may go on"
+            expected = "torch.distributed.checkpoint.save on the main thread, or "
+            expected += "modicum.torch.save(background=True)"
+            got = f"thread {threading.current_thread().name!r}"
+            raise refusal("UNSUPPORTED", what, expected=expected, got=got)
         rank = dist.get_rank() if dist.is_initialized() else 0
         if is_coordinator != (rank == 0):
             what = "a save by some of the ranks, or without collectives"

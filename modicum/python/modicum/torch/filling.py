@@ -14,6 +14,7 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.structure import Structure, structure_of
+from modicum.torch.loading.around import giving
 from modicum.torch.loading.load import load
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.collectives import settled
@@ -22,7 +23,7 @@ from modicum.torch.shards.tensors import as_bytes
 from modicum.torch.unfilled import Built, refuse_changed
 from modicum.upstream.patching import replace
 from modicum.upstream.torch_core import local_of
-from modicum.upstream.torch_fsdp import is_sharded
+from modicum.upstream.torch_fsdp import is_sharded, is_unit
 from modicum.upstream.wrappers import canonical
 
 _CHUNK = 1 << 20  # elements
@@ -70,13 +71,40 @@ def shard_and_load(
         # With this flag accelerate would move buffers to meta and broadcast values of rank 0.
         replace(stack, plugin, "cpu_ram_efficient_loading", False)
         replace(stack, plugin, "ignored_modules", ignored)
-        model = shard(accelerator, model)
+        with _naming_tokens(structure):
+            model = shard(accelerator, model)
     if not is_sharded(model):
         raise refusal("UNSUPPORTED", "fsdp2_prepare_model of this accelerate shards nothing")
     load_rounded(model, built, passed, bindings)
     for module in ignored if pattern else ():
         module.to(accelerator.device)  # as accelerate does for a pattern of names
     return model
+
+
+@contextmanager
+def _naming_tokens(structure: Structure) -> Iterator[None]:
+    """A context in which accelerate shards a model. If it can't because of PEFT's trainable tokens,
+    the error names them: accelerate makes embedding and head units of FSDP2, and reads the weight
+    of the embedding, which PEFT computes from a weight that may be sharded by then. `structure`: of
+    the model before."""
+    try:
+        yield
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        for name, (weight, _) in structure.rows.items():
+            embedding = structure.members[weight]
+            is_tied = sum(m.tensor is embedding.tensor for m in structure.members.values()) > 1
+            if not is_tied and not is_unit(embedding.module):
+                continue
+            what = "accelerate can't shard a model with PEFT's trainable_token_indices if "
+            if is_tied:
+                what += "embedding and head are tied: call fully_shard on the layers and on the "
+                what += "model before prepare"
+            else:
+                what += "the embedding is a unit of its own: leave its class out of "
+                what += "transformer_cls_names_to_wrap"
+            got = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            raise refusal("UNSUPPORTED", what, tensor=name, got=got) from error
+        raise
 
 
 def load_rounded(
@@ -88,8 +116,11 @@ def load_rounded(
     """Loads the values that accelerate would have after its casts to the dtypes `passed`."""
     narrow = [] if built.source is None else _narrowings(model, passed, built.source)
     before = _digests_of(model)
-    with _bound(bindings) as optimizers:
-        arguments = built.arguments | {"optimizer": optimizers}
+    arguments = built.arguments
+    # Those of the context in which the model was built, even if an inner one has others.
+    account = giving(arguments["ledger"], arguments["budget"])
+    with _bound(bindings) as optimizers, account:
+        arguments |= {"optimizer": optimizers}
         built.loading.reports.append(load(model, built.source, **arguments))
     _refuse_overwritten(before, _digests_of(model))
     for parameter, dtypes in narrow:

@@ -115,6 +115,17 @@ def is_sharded(model: nn.Module) -> bool:
     return bool(_known_groups(model.modules()))
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on the module itself."""
+    return bool(_groups([module]))
+
+
+def stays_cut(parameter: torch.Tensor, managed: Managed | None) -> bool:
+    """Whether a parameter is a DTensor even while FSDP2 has gathered it, as with tensor
+    parallelism. `managed`: its entry in `fsdp_params`, if there is one."""
+    return managed.fsdp_param.is_dtensor if managed else hasattr(parameter, "placements")
+
+
 def reshard(model: nn.Module) -> None:
     """Frees gathered parameters, which a forward without a backward leaves."""
     from torch.distributed.fsdp import FSDPModule

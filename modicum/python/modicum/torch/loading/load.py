@@ -11,10 +11,17 @@ from modicum import _modicum
 from modicum.recipes import Recipe, read_recipe
 from modicum.recipes.patterns import Rule
 from modicum.torch.build.emptied import Emptied
+from modicum.torch.loading.around import taken
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
 from modicum.torch.loading.origin import Origin, remember
 from modicum.torch.loading.planning import Later, Options, Size, later_of, optimizers_of, plan_of
-from modicum.torch.loading.rows import fill_norms, fill_rows, require_rows, require_rule
+from modicum.torch.loading.rows import (
+    fill_norms,
+    fill_rows,
+    require_rows,
+    require_rule,
+    require_tokens,
+)
 from modicum.torch.loading.running import run
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
@@ -47,9 +54,9 @@ def load(
             the conversions of the installed transformers.
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None: everything on meta is initialised.
-        ledger: the account to which every parameter is charged; None: a new one.
+        ledger: the account to which every parameter is charged; None: a new one, or loading()'s.
         budget: host memory per node, bytes or text ("200GiB"), including what processes hold now;
-            "none": no limit; None: the ledger's limit, or what the cgroup and the node have left.
+            "none": no limit; None: loading()'s, the ledger's limit, or what cgroup and node have.
         strategy: own-shard, node-reader, replica-striped, rank0-broadcast or full-per-rank.
         dtype: the dtype of tensors that `from_pretrained` would cast; None: each parameter's own.
         keep_fp32: a regular expression (RE2, matches anywhere in a name): matching names are loaded
@@ -88,7 +95,7 @@ def load(
         "recipe": _read(recipe), "key_mapping": key_mapping,
     }  # fmt: skip
     options = Options(
-        ledger or _modicum.Ledger(), budget, strategy, staging, fork, seed, check, progress,
+        *taken(ledger, budget), strategy, staging, fork, seed, check, progress,
         optimizers_of(optimizer), later_of(optimizer),
     )  # fmt: skip
     return _load(model, source, how, options, {"buffers": buffers, "resized": resized or ""})
@@ -106,6 +113,7 @@ def _load(
     in_flight.wait()
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model, adapter=how["adapter"], originals=True)
+        require_tokens(whole)
         emptied = Emptied(model, whole.structure, made["buffers"], ranks, options.seed)
         goal = goal_of_source(whole, ranks, source, how, emptied.unwritten)
         refuse_gaps(whole, goal.dtypes)

@@ -23,6 +23,7 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.placements import Sharding, Shardings
 from modicum.torch.shards.tensors import ModelTensor
+from modicum.upstream.torch_fsdp import is_unit, stays_cut
 from modicum.upstream.transformers import initialise, is_pretrained
 
 _BITS = 40  # bits of a value in the sum: int64 has room for 2^23 rows
@@ -78,6 +79,25 @@ def require_rows(model: Model, grown: Mapping[str, int], norms: Mapping[str, str
             what += "unsharded, or pass `missing` with a rule and load a saved adapter afterwards"
             expected, got = (f"rows {a} to {a + n}" for a, n in (rows, own))
             raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
+
+
+def require_tokens(model: Model) -> None:
+    """Raises `UsageError` if no forward could use PEFT's trainable tokens: PEFT reads the weight of
+    the embedding without calling it, so FSDP2 would not gather a unit that is the embedding itself,
+    and a weight that tensor parallelism divides does not go with PEFT's plain tensors."""
+    for name, (weight, _) in model.structure.rows.items():
+        of = model.tensors[weight]
+        if is_unit(of.module):
+            what = "trainable_token_indices: a forward of PEFT reads this embedding's weight "
+            what += "without calling the embedding, so FSDP2 does not gather it"
+            expected = "fully_shard on a module around PEFT's wrapper of the embedding"
+            got = f"fully_shard on '{weight.rpartition('.')[0]}'"
+            raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
+        if stays_cut(of.tensor, of.managed):
+            what = "trainable_token_indices: PEFT does not support tensor parallelism of the "
+            what += "embedding"
+            expected = "an embedding that parallelize_module leaves whole"
+            raise refusal("UNSUPPORTED", what, tensor=name, expected=expected)
 
 
 @torch.no_grad()

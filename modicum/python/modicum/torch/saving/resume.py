@@ -17,6 +17,7 @@ from modicum._modicum import exit_codes
 from modicum.errors import from_json, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
+from modicum.torch.loading.around import taken
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
 from modicum.torch.loading.origin import keeping_origin
@@ -81,8 +82,9 @@ def resume(
     """
     begin = time.monotonic()
     found = replace(find(Path(root), optimizer, verify=verify), staging=staging)
+    ledger, budget = taken(ledger, budget)
     how: dict[str, Any] = {
-        "ledger": ledger or _modicum.Ledger(), "budget": budget, "strategy": strategy,
+        "ledger": ledger, "budget": budget, "strategy": strategy,
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
@@ -93,20 +95,14 @@ def resume(
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with Ranks.of_world().together() as ranks:
         if optimizer is not None:
-            read += sum(ranks.gather(load_state(model, optimizer, found, how["ledger"], ranks)))
+            read += sum(ranks.gather(load_state(model, optimizer, found, ledger, ranks)))
         saved_by, rank = found.facts["world_size"], ranks.rank
         common, own = extra.read_all(found.path, saved_by, rank, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
     return Resumed(
-        step=found.facts["step"],
-        path=str(found.path),
-        skipped=found.facts.get("skipped", []),
-        load=report,
-        read_bytes=read,
-        elapsed_s=took_s,
-        extra=common,
-        extra_per_rank=own,
-    )
+        step=found.facts["step"], path=str(found.path), skipped=found.facts.get("skipped", []),
+        load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=own,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -12,11 +12,11 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import IoError
-from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra
 from modicum.torch.saving.planning import Planned
 from modicum.torch.saving.report import Saved
+from modicum.torch.saving.weights import threads_of
 from modicum.torch.saving.writing import Flight, Where, write_tensors
 
 
@@ -51,7 +51,7 @@ class Begun:
         )
         # In the background ranks do not meet while they write: the board is this process's own.
         self.board = _modicum.Board(ranks if snapshot is None else None)
-        threads = cpus_of_rank(ranks.ranks_per_node) if snapshot is None else 1
+        threads = threads_of(ranks, background=snapshot is not None)
         self._where = Where(ranks, self.board, ask.ledger, directory, point, threads, snapshot)
         self._shared, self._warnings = shared_of(planned.gather_bytes, ranks)
         self._created = 0

@@ -13,6 +13,7 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import UsageError, refusal
+from modicum.torch.loading.around import taken
 from modicum.torch.loading.goal import Model, Source
 from modicum.torch.loading.origin import Origin, origin_of, remember
 from modicum.torch.loading.planning import Size
@@ -118,12 +119,13 @@ def save(
             visible.
     """
 
+    account, limit = taken(ledger, budget)
+
     def ask(sigterm: Sigterm) -> Ask:
         return Ask(
             root=Path(root), step=step, keep=keep,
             form=Form(dtype, unused, shard_size, staging, adapters, background),
-            ledger=ledger or _modicum.Ledger(), budget=budget, extra=extra,
-            per_rank=extra_per_rank, sigterm=sigterm,
+            ledger=account, budget=limit, extra=extra, per_rank=extra_per_rank, sigterm=sigterm,
         )  # fmt: skip
 
     return _save(model, Given(optimizer, source), ask, Sigterm(grace))

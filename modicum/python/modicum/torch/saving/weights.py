@@ -18,6 +18,7 @@ from modicum.recipes.nodes import Node, caller
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
 from modicum.torch.loading.origin import Origin
 from modicum.torch.loading.planning import places_of
+from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.placements import Sharding, layout_of
 from modicum.torch.shards.tensors import as_bytes
@@ -47,7 +48,8 @@ class Writing:
     fetch: Fetch | None = None
     """Provides elements of all targets if `held` is empty (streams.py, one rank); else None."""
     fetch_bytes: int = 0
-    """The most bytes that the threads that call `fetch` hold for it."""
+    """The most bytes that the threads that fetch elements of other memory than the host's hold for
+    it: stacks and heaps. 0: all tensors are on the host."""
 
     @property
     def bytes_held(self) -> Counter[str]:
@@ -180,7 +182,18 @@ def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form
         staging=form.staging,
     )
     gathers = not form.background and ranks.ranks_per_node is not None
-    return Writing(save_plan_of(loaded, form, gathers=gathers), recipe, held)
+    plan = save_plan_of(loaded, form, gathers=gathers)
+    threads = threads_of(ranks, background=form.background)
+    is_on_device = any(destination_of(of.local) == "copy" for of in held)
+    return Writing(
+        plan, recipe, held, fetch_bytes=plan.fetching_bytes(threads) if is_on_device else 0
+    )
+
+
+def threads_of(ranks: Ranks, *, background: bool) -> int:
+    """The threads with which a save writes on a rank. In the background there is one, since the
+    training uses the CPUs."""
+    return 1 if background else cpus_of_rank(ranks.ranks_per_node)
 
 
 def save_plan_of(loaded: _modicum.Plan, form: Form, *, gathers: bool = False) -> _modicum.SavePlan:

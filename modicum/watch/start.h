@@ -1,0 +1,22 @@
+// Starts a watched command. Internal to `watch`.
+#pragma once
+
+#include <string>
+
+#include "modicum/base/base.h"
+#include "modicum/watch/command.h"
+
+namespace modicum {
+
+struct Start {
+  const WatchTask& task;
+  std::string entry;    // MemoryCage::entry of the command's memory cgroup; empty: none
+  std::string reports;  // the path of the table in which processes report about themselves
+};
+
+// Starts the command in a new process, with the signal mask that `restore_mask` sets there. Returns
+// its pid after its exec has succeeded. Otherwise throws IO with what has failed, the path
+// included, and why; NOMEM if fork(2) fails.
+int start_command(const Start& start, FunctionRef<void()> restore_mask);
+
+}  // namespace modicum

@@ -1,0 +1,81 @@
+"""Calls of `load`, `save` and `resume` within `modicum.torch.accelerate.loading`: the context's
+budget and ledger apply to them, as to `prepare`.
+
+Must fail for these mutants: a call that ignores the context; a context that lasts after its end; a
+context that outranks the call's own arguments.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import accelerate_rank  # noqa: E402  (after torch is known to be there)
+from accelerate_alone import build, prepare  # noqa: E402
+from torch_front import alone, checkpoint_of, empty  # noqa: E402
+
+import modicum.torch  # noqa: E402
+from modicum.errors import BudgetError  # noqa: E402
+from modicum.torch.accelerate import loading  # noqa: E402
+
+CALLS = ("load", "save", "resume")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def written() -> None:
+    """Writes the checkpoint before a process group is simulated."""
+    checkpoint_of("llama")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Iterator[Any]:
+    """A loaded model, of which there is a step."""
+    with alone(), accelerate_rank.fsdp2_on_cpus():
+        with loading(progress=False):
+            model, _ = prepare(build())
+        modicum.torch.save(model, tmp_path, step=1)
+        yield model
+
+
+def call(which: str, model: Any, root: Path, **how: Any) -> Any:
+    if which == "save":
+        return modicum.torch.save(model, root, step=2, **how)
+    source = root if which == "resume" else checkpoint_of("llama")
+    return getattr(modicum.torch, which)(model, source, progress=False, **how)
+
+
+@pytest.mark.parametrize("which", CALLS)
+def test_the_budget_of_the_context_applies(model: Any, tmp_path: Path, which: str) -> None:
+    with loading(budget="1MiB"):
+        with pytest.raises(BudgetError, match="1.0 MiB|1048576"):
+            call(which, model, tmp_path)
+        with loading(budget="none"):
+            call(which, model, tmp_path)
+    assert call("load", model, tmp_path) is not None
+
+
+@pytest.mark.parametrize("how", ("budget", "ledger"))
+@pytest.mark.parametrize("which", CALLS)
+def test_arguments_of_the_call_take_precedence(
+    model: Any, tmp_path: Path, which: str, how: str
+) -> None:
+    own = {"budget": "none"} if how == "budget" else {"ledger": modicum.Ledger()}
+    with loading(budget="1MiB"):
+        call(which, model, tmp_path, **own)
+
+
+def test_the_ledger_of_the_context_is_charged() -> None:
+    ledger, models = modicum.Ledger(), [empty("llama"), empty("llama")]
+    with alone():
+        with loading(ledger=ledger):
+            modicum.torch.load(models[0], checkpoint_of("llama"), progress=False)
+        held = sum(p.numel() * p.element_size() for p in models[0].parameters())
+        assert ledger.held["shards"] >= held
+        before = ledger.peak_bytes
+        modicum.torch.load(models[1], checkpoint_of("llama"), progress=False)
+    assert ledger.peak_bytes == before
