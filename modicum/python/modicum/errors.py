@@ -6,9 +6,9 @@ from modicum._modicum import exit_codes
 
 
 class Error(Exception):
-    """The base of every error that Modicum raises. `str()` is the message, one line; the attributes
-    are the fields that the command line prints under `error` with `--json`. An attribute is None if
-    it is unknown or does not apply."""
+    """The base of Modicum's own errors. `str()` is the message, one line; the attributes are the
+    fields that the command line prints under `error` with `--json`. An attribute is None if it is
+    unknown or does not apply."""
 
     category: str = "INTERNAL"
     """One of a closed list: `FORMAT.TRUNC`, `INDEX.PATH`, `BUDGET`, ..."""
@@ -49,7 +49,8 @@ class BudgetError(Error, MemoryError):
 
 
 class IoError(Error, OSError):
-    """A file can't be opened, read or written, or its path is taken."""
+    """A file can't be opened, read or written; or CONFLICT: a path exists already, or ranks have
+    different inputs."""
 
 
 class PeerError(Error, RuntimeError):
