@@ -16,10 +16,10 @@ Inside the context:
     training
       | save_state, load_state, save_model, Trainer's checkpoints: see torch/checkpoints.py
 
-`cpu_ram_efficient_loading` changes neither the loaded values nor what a rank reads; with it, rank
-0's values of parameters that the script made itself are broadcast, as by accelerate. When the
-context ends, with or without an exception, every patched function is restored. Importing this
-module imports neither accelerate nor transformers.
+`cpu_ram_efficient_loading` changes neither the loaded values nor the bytes that a rank reads. With
+it, all ranks get rank 0's values of the parameters that the script made itself, as in accelerate.
+When the context ends, with or without an exception, every patched function is restored. Importing
+this module imports neither accelerate nor transformers.
 """
 
 import functools
@@ -67,8 +67,8 @@ def loading(
     fork: str = "excluded",
 ) -> Iterator["Loading"]:
     """A context in which each rank of a script of accelerate or Trainer with FSDP2 reads only its
-    own bytes. The values have the same bits as those that accelerate would load. The script's
-    checkpoints are saved and resumed through Modicum, too.
+    own bytes (with the default strategy). The values have the same bits as those that accelerate
+    would load. The script's checkpoints are saved and resumed through Modicum, too.
 
     It must enclose `from_pretrained` and `prepare` or `Trainer.train`. Every rank enters it with
     the same arguments, on one thread. Of nested contexts the innermost one applies.
@@ -88,7 +88,8 @@ def loading(
             `missing` of `modicum.torch.load`.
         unexpected: what to do about stored names that are not in the model: "error" (default;
             `from_pretrained` would only warn), "ignore", or patterns of names to drop.
-        check: None (default), or "values": read everything again and compare every value.
+        check: None (default), or "values": read the source again after each load, and compare every
+            value.
         progress: whether rank 0 prints the plan and a progress bar on stderr.
         seed: the seed of initialised parameters; 0 by default.
         staging: host memory per rank for bytes in flight, bytes or text; None (default): 8 MiB,
@@ -275,6 +276,8 @@ class _Scripts:
                 built.filled = True
 
     def _is_filled(self, model: nn.Module) -> bool:
+        """Whether all parts of a model given to prepare have values. Raises `UsageError` for a
+        model that is neither built here, nor sharded, nor exempt."""
         roots = self._roots(model)
         is_exempt = any(model in one._exempt for one in self.loadings)
         if not roots and not is_sharded(model) and not is_exempt:
@@ -340,7 +343,7 @@ class _Scripts:
         @functools.wraps(original)
         def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             made = original(accelerator, model, *args, **kwargs)
-            self.fill(model)  # neither trained nor sharded: a reference model on every rank
+            self.fill(model)  # one that accelerate has not sharded, such as a reference model
             return made
 
         return prepare_model

@@ -154,8 +154,8 @@ class Checkpoints:
             self._open = outer
             for kept in one.kept.values():
                 kept.flight.end()
-        for act in one.after:
-            act()
+        for call in one.after:
+            call()
 
     def _save(self, one: _Open, ranks: Ranks) -> None:
         """Saves the models. The first one is saved last: its COMMIT commits the whole directory."""
@@ -170,9 +170,9 @@ class Checkpoints:
             self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
 
     def _decide(self, accelerator: Any, model: Any) -> bool:
-        """Decides whether Modicum saves the model: whether it has loaded the model, FSDP2 shards
-        the model, and a save of its adapters alone would be complete. Warns if only the last fails.
-        """
+        """Decides whether Modicum saves the model. It does if it has loaded the model, if FSDP2
+        shards the model and, if the model has adapters, if a save of these alone is complete. Warns
+        if only the last condition fails."""
         model = upstream.bare(model)
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
         if not is_loaded or not accelerator.is_fsdp2:
@@ -376,7 +376,7 @@ class Checkpoints:
         ) -> None:  # fmt: skip
             limit, best = save_total_limit, best_model_checkpoint
 
-            def act() -> None:
+            def remove_oldest() -> None:
                 found = upstream.sorted_checkpoints(output_dir, checkpoint_prefix)
                 if limit is None or limit <= 0 or not any(map(is_step, found)):
                     original(output_dir, limit, best, use_mtime, checkpoint_prefix)
@@ -384,9 +384,9 @@ class Checkpoints:
                     rotate(found, limit, Path(best) if best else None, Path(output_dir))
 
             if self._open is not None:
-                self._open.after.append(act)
+                self._open.after.append(remove_oldest)
             else:
-                act()
+                remove_oldest()
 
         return rotate_checkpoints
 
