@@ -100,8 +100,8 @@ def refusal(category: str, what: str, **facts: str) -> UsageError:
     """An error of category `UNSUPPORTED`, `MISMATCH` or `USAGE`. Its message has the same form as
     those from C++: `CATEGORY: what (tensor ..., expected ..., got ...)`."""
     known = {name: text for name, text in facts.items() if text}
-    told = ", ".join(f"{name} {text}" for name, text in known.items())
-    error = UsageError(f"{category}: {what}" + (f" ({told})" if told else ""))
+    details = ", ".join(f"{name} {text}" for name, text in known.items())
+    error = UsageError(f"{category}: {what}" + (f" ({details})" if details else ""))
     vars(error).update(known, category=category, code=exit_codes()[category])
     return error
 

@@ -281,11 +281,11 @@ def recorded(label: str = "", lines: Mapping[str, int] | None = None) -> list[di
         "began": recording.began,
         "version": _modicum.version(),
     }
-    told: list[dict[str, Any]] = [{"process": process}]
-    told += [{"phase": asdict(one)} for one in recording.phases]
-    told += [{"sample": one._asdict()} for one in recording.samples]
-    told += [{"line": {"name": name, "bytes": of}} for name, of in (lines or {}).items()]
-    return told
+    records: list[dict[str, Any]] = [{"process": process}]
+    records += [{"phase": asdict(one)} for one in recording.phases]
+    records += [{"sample": one._asdict()} for one in recording.samples]
+    records += [{"line": {"name": name, "bytes": of}} for name, of in (lines or {}).items()]
+    return records
 
 
 def save(

@@ -44,7 +44,14 @@ from modicum.torch.filling import dtypes_passed, keys_of, load_rounded, shard_an
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.rebinding import Bindings
-from modicum.torch.unfilled import Built, note, note_resized, refuse_changed, release, told_to_users
+from modicum.torch.unfilled import (
+    Built,
+    note,
+    note_resized,
+    readable_errors,
+    refuse_changed,
+    release,
+)
 from modicum.upstream import accelerate, peft, transformers, trl
 from modicum.upstream.torch_fsdp import is_sharded
 from modicum.walk.calls import require_check
@@ -119,7 +126,7 @@ def loading(
         scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
         scripts.loadings.append(one)
         stack.callback(scripts.loadings.remove, one)
-        with told_to_users(lambda: bool(one.unfilled())):
+        with readable_errors(lambda: bool(one.unfilled())):
             yield one
     _refuse_unfilled(one)
 

@@ -278,15 +278,16 @@ class Checkpoints:
             own = [i for i, model in enumerate(models) if self._decide(accelerator, model)]
             chosen = upstream.next_directory(accelerator)
             directory = chosen or (Path(output_dir) if output_dir is not None else None)
+            # accelerate itself refuses a directory of its own choice that exists already.
             if not own or directory is None or (chosen and directory.exists()):
                 return original(accelerator, output_dir, *args, **kwargs)
             with self._opened(directory, *own) as one:
                 with upstream.named_by_caller(accelerator):
-                    told = original(accelerator, str(directory), *args, **kwargs)
+                    result = original(accelerator, str(directory), *args, **kwargs)
                 limit = accelerator.project_configuration.total_limit
                 if chosen and limit is not None and accelerator.is_main_process:
                     one.after.append(lambda: _rotate_accelerates(directory.parent, limit))
-            return told
+            return result
 
         return save_state
 

@@ -356,7 +356,7 @@ class Reader(_PathReader):
         facts = _facts_of(step)
         at = facts["model"]
         self._parts = [_Part(step, self._model, lambda name: flat_key((*at, name)), **self._how)]
-        self._values = {key: made_value(told) for key, told in facts["values"].items()}
+        self._values = {key: made_value(encoded) for key, encoded in facts["values"].items()}
         if "optim" in facts:
             self._open_state(step, facts)
 

@@ -136,9 +136,9 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
         expected_keys: Any = None,
     ) -> tuple[Any, Any]:
         if by.is_exempt:
-            told = read(model, state_dict, checkpoint_files, load_config, expected_keys)
+            loaded = read(model, state_dict, checkpoint_files, load_config, expected_keys)
             by.exempted(model)
-            return told
+            return loaded
         model.tie_weights(recompute_mapping=False)
         by.built(model, checkpoint_files, load_config, state_dict, expected_keys)
         return _nothing_loaded(), None

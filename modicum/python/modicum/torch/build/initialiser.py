@@ -187,7 +187,7 @@ class Initialiser:
                     copies = stand_ins(rule, tensor_for)
                     rule.run(copies[id(rule.module)])
                     _take_back(copies[id(group.module)], made)
-                except Exception as error:  # as above
+                except Exception as error:  # the model's code, which may raise anything
                     raise _failed(rule, error, asked) from error
 
 

@@ -151,7 +151,7 @@ def goal_of_source(
         expected = "a torch.dtype, such as torch.bfloat16, or None"
         raise refusal("USAGE", "dtype", expected=expected, got=repr(how["dtype"]))
     facts = {"the size of the checkpoint": f"{checkpoint.bytes} bytes"}
-    facts |= {f"argument {name}": said(value) for name, value in how.items()}
+    facts |= {f"argument {name}": _repr_of(value) for name, value in how.items()}
     facts["argument recipe"] = "" if given is None else given.text(callers=True)
     ranks.agree_on(facts | model.facts())
     present = [
@@ -186,7 +186,7 @@ def _warn_of_unused(made: Recipe, stored: Collection[str]) -> None:
         warnings.warn(f"modicum: {what}", stacklevel=3)
 
 
-def said(argument: Any) -> str:
+def _repr_of(argument: Any) -> str:
     """The repr of an argument, with sets sorted: their order differs between ranks."""
     return repr(sorted(argument) if isinstance(argument, Set) else argument)
 

@@ -27,7 +27,7 @@ from modicum.torch.optim.binding import (
 )
 from modicum.torch.optim.bound import Bound
 from modicum.torch.optim.items import StateItem, exported_items, stored_items
-from modicum.torch.optim.names import called, names_of, skip_warning, told_by_fqn, warn_script
+from modicum.torch.optim.names import called, names_of, naming_fqns, skip_warning, warn_script
 from modicum.torch.optim.parts import Part
 from modicum.torch.optim.state_dicts import (
     is_begun,
@@ -52,8 +52,8 @@ class AdamW(torch.optim.Optimizer):
     float32, bfloat16 or float16.
 
     On the CPU a float32 parameter is its own master (the float32 value that is stepped); in a split
-    format a bfloat16 parameter is its master's upper half. After a backward `parameter.grad` is a
-    view of the state's memory. A step skips parameters whose `grad` is None, as in torch.
+    format a bfloat16 parameter is its master's upper half. In both cases a backward makes
+    `parameter.grad` a view of the state's memory. A step skips parameters without a `grad`.
 
     For parameters on a device the complete state is on the host. Gradients stay on the device until
     a step or a norm copies them to the host; new parameters are copied back while the step runs.
@@ -373,7 +373,7 @@ class AdamW(torch.optim.Optimizer):
         def meshes() -> list[Any]:
             return (not groups and self._bound.meshes) or meshes_of(groups or self.param_groups)
 
-        with told_by_fqn(self.param_groups), self._all_or_none():
+        with naming_fqns(self.param_groups), self._all_or_none():
             return agreed(prepare, meshes, names)
 
     def _check_gradients(self) -> None:
@@ -416,7 +416,7 @@ class AdamW(torch.optim.Optimizer):
         in float32 with each parameter's shape; and `master` if the parameter is its rounded copy or
         its upper half. float32 planes are views. Others are exported to new memory, 4 bytes per
         element, which the dict holds."""
-        with told_by_fqn(self.param_groups), self._all_or_none():
+        with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()
         own_state = self.state
@@ -433,7 +433,7 @@ class AdamW(torch.optim.Optimizer):
     def state_items(self, codes: bool = False) -> Iterator[StateItem]:
         """Iterates over the complete state as (parameter's name, name, tensor). `codes`: yields
         views of planes and scales in their own dtypes, to save or to fill without a copy."""
-        with told_by_fqn(self.param_groups), self._all_or_none():
+        with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()
         return stored_items(self._bound) if codes else exported_items(self._bound)
@@ -495,6 +495,6 @@ class AdamW(torch.optim.Optimizer):
         """Digests of this rank's fp32 values with their names and global indices: `state` (masters
         and moments) and `master` (masters). The sum modulo 2^64 over ranks with different shards
         does not depend on the sharding."""
-        with told_by_fqn(self.param_groups), self._all_or_none():
+        with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         return self._bound.digest()

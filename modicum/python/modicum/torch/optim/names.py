@@ -47,16 +47,16 @@ def called(parts: Sequence[Any]) -> str:
 
 
 @contextmanager
-def told_by_fqn(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+def naming_fqns(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
     """A context in which an `Error` that names "param.N" gets the parameter's FQN instead, if the
     parameter has one. This needs a scan of all objects of the process, but only after an error."""
     try:
         yield
     except Error as error:
         of = {name: parameter for name, _, parameter in named(groups) if _UNNAMED.fullmatch(name)}
-        told = [name[0] for name in _UNNAMED.finditer(str(error)) if name[0] in of]
-        fqns = fqns_of([of[name] for name in told]) if told else {}
-        fqn_of = {name: fqns[id(of[name])] for name in told if id(of[name]) in fqns}
+        unnamed = [name[0] for name in _UNNAMED.finditer(str(error)) if name[0] in of]
+        fqns = fqns_of([of[name] for name in unnamed]) if unnamed else {}
+        fqn_of = {name: fqns[id(of[name])] for name in unnamed if id(of[name]) in fqns}
         if fqn_of:
             error.args = (_UNNAMED.sub(lambda name: fqn_of.get(name[0], name[0]), str(error)),)
             error.tensor = fqn_of.get(error.tensor or "", error.tensor)

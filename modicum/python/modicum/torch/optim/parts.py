@@ -230,14 +230,14 @@ def global_sum(
     for mesh, value in zip(meshes, values, strict=True):
         of_mesh.setdefault(mesh, []).append(value)
     total = fsum(of_mesh.pop(None, []))
-    told = [float(flag) for flag in flags]
+    any_set = [float(flag) for flag in flags]
     for mesh in of_mesh:
-        value, *told = _reduced(mesh, [fsum(of_mesh[mesh]), *told])
+        value, *any_set = _reduced(mesh, [fsum(of_mesh[mesh]), *any_set])
         total += value
     # Ranks of an earlier mesh lack the flags that were set on ranks of later meshes only.
     for mesh in list(of_mesh)[:-1]:
-        _, *told = _reduced(mesh, [0.0, *told])
-    return total, [flag > 0 for flag in told]
+        _, *any_set = _reduced(mesh, [0.0, *any_set])
+    return total, [flag > 0 for flag in any_set]
 
 
 def largest(meshes: Iterable[Any], value: int) -> int:

@@ -404,8 +404,8 @@ class Ranks:
         try:
             self._tell_over()
             for pause_s in self._pauses():
-                told = self._shared.count("over")
-                if waited_s >= PART_LIMIT_S or told >= self.world_size - is_dead:
+                informed = self._shared.count("over")
+                if waited_s >= PART_LIMIT_S or informed >= self.world_size - is_dead:
                     return
                 self._ended.wait(pause_s)
                 waited_s += pause_s
@@ -414,8 +414,8 @@ class Ranks:
 
     def _tell_over(self) -> None:
         with self._lock:
-            told, self._over_told = self._over_told, True
-        if not told:
+            was_told, self._over_told = self._over_told, True
+        if not was_told:
             self._shared.count("over", 1)
 
     def _close(self) -> None:

@@ -33,6 +33,7 @@ class Process:
     """A rank's process, as other ranks identify it."""
 
     boot: str
+    """The id of the host's boot; empty: unknown."""
     host: str
     pid_space: int
     """The pid namespace of `pid`; 0: unknown."""
@@ -63,7 +64,7 @@ class Process:
     def condition(self) -> str:
         """The state of a process on the same host: "is gone", "is stopped", or "" if it runs."""
         state, started = _state_of(self.pid) or ("X", "")
-        if state in "ZX" or started != self.started:
+        if state in "ZX" or started != self.started:  # a zombie, dead, or another process
             return "is gone"
         return "is stopped" if state == "T" else ""
 

@@ -45,7 +45,7 @@ class LoadStore:
     def __init__(self, store: Any, on_loss: Callable[[str], Error]) -> None:
         self._on_loss = on_loss
         self._lost: str | None = None
-        self._put_here: list[str] = []
+        self._put_here: list[str] = []  # keys that this rank has set with put()
         self._line = Caller("modicum-store")
         own = self._ask(store.clone, slices=CONNECT_SLICES)
         self._store = dist.PrefixStore(f"modicum/{next(_loads)}", own)

@@ -153,7 +153,7 @@ def _save(
 
 
 def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Saved:
-    """The same as `save` in the foreground, inside a context of `Ranks.together`."""
+    """Saves in the foreground, inside a context of `Ranks.together` that the caller has entered."""
     begun = _begun(model, given, ask, ranks, flight)
     saved = _finished(model, begun, begun.write())
     _warn(saved, ranks)

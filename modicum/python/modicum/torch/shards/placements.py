@@ -204,11 +204,11 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
     parts into which the tensor dim was divided before this cut: by mesh axes further right or, if
     none of them cuts this dim, as packed parts.
     """
-    told = shard_order(tensor)
+    order = shard_order(tensor)
     made: dict[int, list[tuple[_Shard, int]]] = {}
     for shard in reversed(shards):
         same_dim = made.setdefault(shard.dim, [])
-        if told or not same_dim:
+        if order or not same_dim:
             same_dim.insert(0, (shard, shard.split_factor))
             continue
         parts = [prod(s.parts for s, _ in same_dim[:i]) for i in range(len(same_dim) + 1)]
@@ -221,7 +221,7 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
             got = f"{list(tensor.shape)} as {list(tensor.placements)}"
             raise refusal("UNSUPPORTED", "cuts of unknown order", tensor=name, got=got)
         same_dim.insert(place, (shard, 1))
-    for entry in told:
+    for entry in order:
         by_order = made.get(entry.tensor_dim, [])
         by_order.sort(key=lambda cut: entry.mesh_dims.index(cut[0].mesh_dim))
     return [cut for dim in sorted(made) for cut in made[dim]]
