@@ -115,7 +115,7 @@ def loading(
     """
     require_check(check)
     require_fork(fork)
-    one = Loading(
+    opened = Loading(
         None if source is None else Path(source),
         dict(
             budget=budget, ledger=ledger, strategy=strategy, missing=missing, fork=fork,
@@ -124,11 +124,11 @@ def loading(
     )  # fmt: skip
     with ExitStack() as stack:
         scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
-        scripts.loadings.append(one)
-        stack.callback(scripts.loadings.remove, one)
-        with readable_errors(lambda: bool(one.unfilled())):
-            yield one
-    _refuse_unfilled(one)
+        scripts.loadings.append(opened)
+        stack.callback(scripts.loadings.remove, opened)
+        with readable_errors(lambda: bool(opened.unfilled())):
+            yield opened
+    _refuse_unfilled(opened)
 
 
 @dataclass(eq=False)
@@ -174,10 +174,10 @@ class Loading:
             self._is_exempt = before
 
 
-def _refuse_unfilled(one: Loading) -> None:
-    if one.unfilled():
+def _refuse_unfilled(opened: Loading) -> None:
+    if opened.unfilled():
         gc.collect()  # a model that nothing but a cycle refers to is no error
-    for model in one.unfilled():
+    for model in opened.unfilled():
         what = "a model that was built within loading() has no values yet: call "
         what += "Accelerator.prepare or Trainer.train before the context ends"
         raise refusal("USAGE", what, got=type(model).__name__)
@@ -241,19 +241,19 @@ class _Scripts:
     def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
         """Called in place of reading: records the source, and guards the model until the load."""
         transformers.check_arguments(model, *given)
-        one = self.loadings[-1]
-        source = one._source or transformers.source_of(files)
-        note(model, Built(one, source, {}), one._built.__setitem__)
+        innermost = self.loadings[-1]
+        source = innermost._source or transformers.source_of(files)
+        note(model, Built(innermost, source, {}), innermost._built.__setitem__)
 
     def made(self, model: Any) -> None:
         """Called when `from_config` has built a model, whose values its own rules make."""
-        one = self.loadings[-1]
-        note(model, Built(one, None, {}), one._built.__setitem__)
+        innermost = self.loadings[-1]
+        note(model, Built(innermost, None, {}), innermost._built.__setitem__)
 
     def resized(self, model: Any, how: str) -> None:
         """Called when embeddings or heads of a model were resized. `how`: "mean" or "model"."""
-        for one in self.loadings:
-            for whole, built in one._built.items():
+        for context in self.loadings:
+            for whole, built in context._built.items():
                 if model in [*whole.modules()]:
                     note_resized(whole, built, transformers.embeddings_of(model), how)
 
@@ -268,7 +268,7 @@ class _Scripts:
 
     def _record(self, module: nn.Module) -> Built | None:
         """The facts about a module that was built without values; None for other modules."""
-        return next((of for one in self.loadings if (of := one._built.get(module))), None)
+        return next((of for context in self.loadings if (of := context._built.get(module))), None)
 
     def _roots(self, model: nn.Module) -> dict[nn.Module, Built]:
         """The outermost models inside `model` that were built without values."""
@@ -277,6 +277,7 @@ class _Scripts:
         return {m: of for child in model.children() for m, of in self._roots(child).items()}
 
     def _filled(self, model: nn.Module) -> None:
+        """Notes that a model has its values: removes its guards."""
         for module in model.modules():
             release(module)
             if built := self._record(module):
@@ -286,7 +287,7 @@ class _Scripts:
         """Whether all parts of a model given to prepare have values. Raises `UsageError` for a
         model that is neither built here, nor sharded, nor exempt."""
         roots = self._roots(model)
-        is_exempt = any(model in one._exempt for one in self.loadings)
+        is_exempt = any(model in context._exempt for context in self.loadings)
         if not roots and not is_sharded(model) and not is_exempt:
             what = "from_pretrained did not build this model within loading(): prepare it outside, "
             what += "or within `with loading.exempt(model)`"
@@ -314,15 +315,15 @@ class _Scripts:
         @functools.wraps(original)
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             self._checkpoints.replace(self._stack)
-            models = [one for one in args if isinstance(one, nn.Module)]
+            models = [argument for argument in args if isinstance(argument, nn.Module)]
             empty = [model for model in models if not self._is_filled(model)]
             if not empty:
                 return original(accelerator, *args, **kwargs)
             accelerate.require_fsdp2(accelerator.state)
             optimizers = [
-                getattr(one, "optimizer", one)
-                for one in args
-                if isinstance(one, torch.optim.Optimizer)
+                getattr(argument, "optimizer", argument)
+                for argument in args
+                if isinstance(argument, torch.optim.Optimizer)
             ]
             with self._binding(empty[0], optimizers):
                 prepared = original(accelerator, *args, **kwargs)
