@@ -213,8 +213,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether values of one dtype can be cast to the other. FP8 codes can't: they would need
-    scales."""
+    """Whether values of one dtype can be loaded as the other. FP8 codes can't be cast to another
+    dtype, since their scales are missing."""
     wide = [d.is_floating_point and d.itemsize > 1 for d in (source, target)]
     return source == target or all(wide)
 
