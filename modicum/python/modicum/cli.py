@@ -6,6 +6,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Replaces this process by the program (execv), which gets signals and sets the exit code."""
+    """Replaces this process by the program with execv. Signals then reach the program directly, and
+    its exit code is that of the command."""
     program = Path(__file__).with_name("modicum")
     os.execv(program, ["modicum", *sys.argv[1:]])

@@ -6,9 +6,9 @@ from modicum._modicum import exit_codes
 
 
 class Error(Exception):
-    """The base of every error that Modicum raises. `str()` is the message, one line; the attributes
-    are the fields that the command line prints under `error` with `--json`. An attribute is None if
-    it is unknown or does not apply."""
+    """The base of Modicum's own errors. `str()` is the message, one line; the attributes are the
+    fields that the command line prints under `error` with `--json`. An attribute is None if it is
+    unknown or does not apply."""
 
     category: str = "INTERNAL"
     """One of a closed list: `FORMAT.TRUNC`, `INDEX.PATH`, `BUDGET`, ..."""
@@ -49,7 +49,8 @@ class BudgetError(Error, MemoryError):
 
 
 class IoError(Error, OSError):
-    """A file can't be opened, read or written, or its path is taken."""
+    """A file can't be opened, read or written; or CONFLICT: a path exists already, or ranks have
+    different inputs."""
 
 
 class PeerError(Error, RuntimeError):
@@ -99,8 +100,8 @@ def refusal(category: str, what: str, **facts: str) -> UsageError:
     """An error of category `UNSUPPORTED`, `MISMATCH` or `USAGE`. Its message has the same form as
     those from C++: `CATEGORY: what (tensor ..., expected ..., got ...)`."""
     known = {name: text for name, text in facts.items() if text}
-    told = ", ".join(f"{name} {text}" for name, text in known.items())
-    error = UsageError(f"{category}: {what}" + (f" ({told})" if told else ""))
+    details = ", ".join(f"{name} {text}" for name, text in known.items())
+    error = UsageError(f"{category}: {what}" + (f" ({details})" if details else ""))
     vars(error).update(known, category=category, code=exit_codes()[category])
     return error
 

@@ -280,7 +280,7 @@ def finishing(cls: Any, path: Any, *args: Any, config: Any, **kwargs: Any) -> An
         (accelerate_module, "fsdp2_prepare_model", lambda model: None, "fsdp2_prepare_model"),
         (AcceleratorState, "is_fsdp2", None, "say how FSDP2 is run"),
         (transformers.PreTrainedModel, "get_init_context", None, "get_init_context"),
-        (transformers.PreTrainedModel, "from_pretrained", classmethod(reading), "it does not"),
+        (transformers.PreTrainedModel, "from_pretrained", classmethod(reading), "does not hold"),
         (transformers.PreTrainedModel, "from_pretrained", classmethod(finishing), "_load"),
     ],
     ids=["gone", "other arguments", "no property", "no contexts", "reads", "finishes"],

@@ -41,11 +41,13 @@ class Attribution:
     """The number of this rank's parameters: the divisor of bytes per parameter."""
     owners: tuple[Owner, ...]
     """In this order: master, gradient, moments, staging, offloaded weights, weights; other tensors;
-    ledgers; memory without a tensor: copies, children's own pages, shared memory, page tables."""
+    ledgers; memory without a tensor ("process, otherwise": copies; "children's own"; "shared
+    memory"; "page tables")."""
     baseline_bytes: int
     """The argument of `attribute`."""
     unexplained_bytes: int
-    """Total - baseline - owners. Negative if a part of the baseline was freed since."""
+    """`total_bytes` minus the baseline and the bytes of all owners. Negative if a part of the
+    baseline was freed since."""
     total_bytes: int
     """The kernel's Pss_Anon + Pss_Shmem + VmPTE, summed over all processes."""
     processes: int
@@ -111,6 +113,7 @@ class _Claims:
         self.parts: list[tuple[int, int, str]] = []  # ascending, without overlap
 
     def claim(self, begin: int, end: int, owner: str) -> None:
+        """Gives the owner those addresses in [begin, end) that no earlier claim has."""
         at = bisect_left(self.parts, (begin,))
         if at > 0 and self.parts[at - 1][1] > begin:
             at -= 1
@@ -129,8 +132,8 @@ class _Claims:
 
 def held() -> int:
     """Bytes that this process and its children hold now, by the kernel's count: private memory,
-    shared memory divided among the processes that map it, and page tables, but no page cache. For
-    `baseline` of `attribute`."""
+    shared memory divided among the processes that map it, and page tables, but no page cache. To be
+    given to `attribute` as its `baseline`."""
     return sum(map(_total_of, _modicum.tree_memory([])["processes"]))
 
 
@@ -148,20 +151,20 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
         print(modicum.memory.attribute(engine, baseline=before))
 
     Looks up the pages of the sources' tensors in every process of the tree (/proc/PID/pagemap,
-    without privileges). A page that was written after a fork exists twice. The version that the
-    other process keeps (a data loader's worker, for example) is a copy. RSS does not distinguish
-    copies from shared pages. Several copies of a page, made by forks at different times, are
-    distinguished only with CAP_SYS_ADMIN (page frame numbers); otherwise they count once. Takes
-    about 0.1 s per GiB. Needs Linux 4.2 or later.
+    without privileges). If one process writes to a page after a fork, the page exists twice, and
+    the version in the other process (a data loader's worker, for example) counts as a copy. RSS
+    does not distinguish copies from shared pages. Several copies of a page, made by forks at
+    different times, are distinguished only with CAP_SYS_ADMIN (by page frame numbers); otherwise
+    they count once. Takes about 0.1 s per GiB. Needs Linux 4.2 or later.
 
     Args:
         sources: DeepSpeed engines or ZeRO optimizers (without NVMe; tested with 0.19.8), optimizers
             or modules of torch or Modicum, tensors, mappings of owners to tensors, or a
             `modicum.Ledger` in place of the tensors charged to it. With DeepSpeed's CPU accelerator
-            the device's weights are host memory and have their own line.
+            the weights of the device are host memory, too; their owner is "weights".
         params: the divisor of bytes per parameter; None: the number of elements of the master, or
             of the weights if there is no master.
-        baseline: bytes that were held before, from `held()`.
+        baseline: bytes that were held before the sources existed, from `held()`.
 
     Raises:
         UsageError: a source is of an unknown kind, or an engine lacks an expected attribute.
@@ -176,9 +179,10 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
         for of in holdings(source):
             before = len(claims.parts)
             claims.claim(of.begin, of.end, of.owner)
-            # Planes of modicum.torch.AdamW are uint8: only the parameters count for `params`.
-            counts = len(claims.parts) > before and of.tensor.is_floating_point()
-            if counts and of.owner in numel:
+            # An overlap with earlier claims adds no parameters, and neither do the planes of
+            # modicum.torch.AdamW, which are uint8.
+            is_counted = len(claims.parts) > before and of.tensor.is_floating_point()
+            if is_counted and of.owner in numel:
                 numel[of.owner] += of.tensor.numel()
     tree = _modicum.tree_memory([part[:2] for part in claims.parts])
     owners = _by_owner(claims.parts, tree["ranges"])
@@ -210,8 +214,10 @@ def _by_owner(
 
 
 def _not_tensors(tree: dict[str, Any]) -> list[Owner]:
-    """Owners of memory without a tensor. "children's own": the private pages of all processes minus
-    those at addresses that the first process has mapped."""
+    """Owners of memory without a tensor. "process, otherwise" has only the copies of such memory;
+    what this process itself holds of it is a part of the baseline, or unexplained. "children's
+    own": the private pages of all processes, minus those at addresses that the first process has
+    mapped."""
     processes = tree["processes"]
     rest_own, rest_copied = tree["rest"]
     counted = sum(own + copied for own, copied in tree["ranges"]) + rest_own + rest_copied

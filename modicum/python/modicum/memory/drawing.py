@@ -1,4 +1,8 @@
-"""Draws the memory of processes over time, as a page like that of `modicum watch --report`."""
+"""Draws the memory of processes over time as an HTML page like that of `modicum watch --report`.
+
+Each process has its own clock. `zero` is the time.time() at which the first recording of a chart
+began; times in the chart are seconds since then.
+"""
 
 import json
 import os
@@ -49,9 +53,9 @@ def draw(
     """Draws host memory over time: one HTML page that needs no network and no other package.
 
     Each label of the recordings gets a chart with its processes, stacked, and their phases; all
-    charts share one scale and one legend. The line "promise" is drawn dashed while a process is
-    recorded; other lines cross the chart. Each line is the sum over the label's processes. If NVML
-    reports device memory, it is a separate line.
+    charts share one scale and one legend. The lines given to `save` are summed over the processes
+    of a chart by name. The line "promise" is dashed, and is drawn only while a process is recorded;
+    other lines cross the chart. If NVML reports device memory, it is a separate curve.
 
     Args:
         path: the path of the page; it must end in .html.
@@ -67,7 +71,8 @@ def draw(
     """
     target = Path(path)
     if target.suffix != ".html":
-        raise refusal("USAGE", "the page", expected="a path that ends in .html", got=target.name)
+        what = "the path of the page does not end in .html"
+        raise refusal("USAGE", what, expected="NAME.html", got=target.name)
     charts: dict[str, list[_Curve]] = {}
     for curve in _curves(sources):
         charts.setdefault(curve.label, []).append(curve)
@@ -100,8 +105,8 @@ def _read(lines: Iterable[Any], name: str) -> list[_Curve]:
         for line in lines:
             ((kind, value),) = line.items()
             if kind == "process":
-                of = (value["label"], value["rank"], value["pid"], value["began"])
-                curves.append(_Curve(*of))
+                names = ("label", "rank", "pid", "began")
+                curves.append(_Curve(*(value[name] for name in names)))
             elif kind == "phase":
                 curves[-1].phases.append(Phase(**value))
             elif kind == "sample":
@@ -152,7 +157,8 @@ def _totals(curves: list[_Curve], times: list[float], zero: float) -> list[int]:
 
 
 def _thinned(times: list[float], totals: list[int]) -> list[float]:
-    """At most _MOST_SAMPLES times: in each bucket the one with the most bytes, to keep the peak."""
+    """At most _MOST_SAMPLES of `times`: of each bucket of consecutive times the one with the most
+    bytes, so that the peak stays."""
     width = -(-len(times) // _MOST_SAMPLES)
     buckets = [range(at, min(at + width, len(times))) for at in range(0, len(times), width)]
     return [times[max(bucket, key=totals.__getitem__)] for bucket in buckets]

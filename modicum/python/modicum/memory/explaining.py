@@ -1,4 +1,4 @@
-"""Describes in one paragraph who held the memory of a phase."""
+"""Describes in one paragraph which processes held the memory of a phase."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from modicum.errors import counted
 if TYPE_CHECKING:
     from modicum.memory.recording import Phase
 
-_SHOWN = 4  # the number of holders that are named; the others are summed
+_SHOWN = 4  # the most holders that are named; the rest is one sum
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size_text(size: float) -> str:
-    """A size in the form of the command line: "1.50 GiB", "17 B"."""
+    """A number of bytes in the form of the command line: "1.50 GiB", "17 B"."""
     unit = 0
     while abs(size) >= 1024 and unit + 1 < len(_UNITS):
         size, unit = size / 1024, unit + 1
@@ -75,8 +75,9 @@ def _moment(phase: Phase) -> str:
 
 
 def _growth(phase: Phase) -> dict[str, int]:
-    """The bytes that each holder has gained. Empty if no name is the same, for example because the
-    process had no children at the begin: then its holders were kinds of memory."""
+    """The bytes that each holder has gained from the begin to the peak. Empty if no holder has the
+    same name at both times. So it is if the process had no children at the begin but has some at
+    the peak: without children the holders are kinds of memory."""
     before, after = phase.holders_at_begin, phase.holders_at_peak
     common = before.keys() & after.keys()
     if not common:

@@ -11,7 +11,7 @@ from modicum.errors import refusal
 from modicum.upstream.torch_core import local_of
 
 MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS = "master", "gradient", "moments", "staging", "weights"
-PARTITION = "offloaded weights"  # ZeRO-3's partitions, which data-loader workers can't use
+PARTITION = "offloaded weights"  # ZeRO-3's partitions; data-loader workers do not use them
 OTHER = "tensors"
 KNOWN_DEEPSPEED = "0.19"
 
@@ -28,15 +28,15 @@ class Holding(NamedTuple):
 
 
 def holdings(source: Any) -> Iterator[Holding]:
-    """The tensors of a DeepSpeed engine or ZeRO optimizer, a torch optimizer or module, a mapping
-    of owners to any of these, or an iterable of them. Skips empty tensors, and tensors that are not
-    in host memory."""
+    """The tensors of a source: a DeepSpeed engine or ZeRO optimizer, a torch optimizer or module, a
+    tensor, a mapping of owners to sources, or an iterable of sources. Skips empty tensors, and
+    tensors that are not in host memory."""
     for owner, name, tensor in _tensors(source):
         tensor = local_of(tensor)
         if tensor.device.type != "cpu" or tensor.numel() == 0:
             continue
         begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous():  # its elements do not fill a range: takes all of the storage
             storage = tensor.untyped_storage()
             begin, size = storage.data_ptr(), storage.nbytes()
         if begin != 0:
@@ -44,7 +44,8 @@ def holdings(source: Any) -> Iterator[Holding]:
 
 
 def stepping(source: Any) -> Any:
-    """The torch optimizer whose first step allocates missing state; None if `source` has none."""
+    """The torch optimizer that allocates the source's missing state in its first step; None if
+    `source` is neither an optimizer nor of DeepSpeed."""
     if _is_of_deepspeed(source):
         return _zero_of(source)[0].optimizer
     return source if hasattr(source, "register_step_post_hook") else None
@@ -53,7 +54,7 @@ def stepping(source: Any) -> Any:
 def _tensors(source: Any) -> Iterator[tuple[str, str, Any]]:
     if hasattr(source, "data_ptr") and hasattr(source, "untyped_storage"):
         yield OTHER, "tensor", source
-    elif hasattr(source, "_holdings"):
+    elif hasattr(source, "_holdings"):  # modicum.torch.AdamW
         yield from source._holdings()
     elif _is_of_deepspeed(source):
         yield from _of_zero(source)
@@ -115,7 +116,7 @@ def _is_of_deepspeed(source: Any) -> bool:
 
 
 def _zero_of(source: Any) -> tuple[Any, bool]:
-    """(`source` or, for an engine, its ZeRO optimizer; whether it is of stage 3)."""
+    """(the ZeRO optimizer: `source` itself, or that of an engine; whether it is of stage 3)."""
     for zero in (source, source.optimizer):
         names = [of.__name__ for of in type(zero).__mro__]
         if "DeepSpeedZeroOptimizer_Stage3" in names:

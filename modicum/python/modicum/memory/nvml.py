@@ -39,7 +39,7 @@ class Devices:
                 self._handles.append(handle)
 
     def used_bytes(self) -> list[int]:
-        """Bytes in use on each device, by any process; 0 if the device does not report them."""
+        """Bytes in use on each device, by any process; 0 for a device that does not report them."""
         used = []
         for handle in self._handles:
             memory = _Memory()

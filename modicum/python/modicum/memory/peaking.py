@@ -1,4 +1,4 @@
-"""Records the peak of each owner over time, including children that have ended since."""
+"""Records the peak of each owner over time, including memory of children that have ended since."""
 
 import threading
 import time
@@ -8,11 +8,11 @@ from typing import Any
 
 from modicum.memory.attribution import Attribution, Owner, attribute
 
-_SHARE = 0.04  # the largest part of a core that samples may use
+_CORE_SHARE = 0.04  # the largest part of a core that the sampling thread may use
 
 
 class Peaks:
-    """The largest values of several attributions. Thread-safe."""
+    """The largest values of several attributions (results of `attribute`). Thread-safe."""
 
     def __init__(self, sources: tuple[Any, ...], params: int | None, baseline: int) -> None:
         self._sources, self._params, self._baseline = sources, params, baseline
@@ -62,7 +62,7 @@ class Peaks:
         }
 
     def text(self) -> str:
-        """The table of the largest attribution, then the peak of each owner in MiB."""
+        """The table of the attribution with the most bytes, then the peak of each owner in MiB."""
         lines = [self.largest.text(), "", f"peaks of {self.samples} samples, in MiB"]
         lines.append(f"{'':24}{'held':>11}{'copied by forks':>21}")
         for owner in self.owners:
@@ -78,22 +78,24 @@ class Peaks:
 def peaks(
     *sources: Any, params: int | None = None, baseline: int = 0, interval_s: float = 0.1
 ) -> Iterator[Peaks]:
-    """A context in which `attribute` runs repeatedly. Keeps the peak of each owner, which includes
+    """A context in which `attribute` runs repeatedly. Keeps the peak of each owner, including the
     copies of workers that have ended since.
 
         with modicum.memory.peaks(engine, baseline=before) as peaks:
             train()
         print(peaks["moments"].copied_bytes, peaks)
 
-    A thread takes the samples, and uses at most 4 % of a core: it can miss a peak that is shorter
-    than 25 calls of `attribute`. `peaks.sample()` takes a sample immediately.
+    A thread takes the samples, and uses at most 4 % of a core. So between two samples it pauses at
+    least 25 times as long as `attribute` takes, and can miss a peak that is shorter than this
+    pause. `peaks.sample()` takes a sample immediately.
 
     Args:
         sources, params, baseline: as for `attribute`.
         interval_s: the least number of seconds between samples.
 
     Yields:
-        A `Peaks` with a first sample; the last sample is taken at the end of the block.
+        A `Peaks` with a first sample. The last one is taken at the end of the block, unless the
+        block raises.
 
     Raises:
         UsageError: a source is of an unknown kind.
@@ -128,4 +130,4 @@ def _sample(
         except Exception as error:
             failures.append(error)
             return
-        pause_s = max(interval_s, (time.thread_time() - began) / _SHARE)
+        pause_s = max(interval_s, (time.thread_time() - began) / _CORE_SHARE)

@@ -27,7 +27,7 @@ class Status(NamedTuple):
 
 
 def own_status() -> Status:
-    """The memory of this process, from one file. Takes 0.1 ms."""
+    """The memory of this process, read from /proc/self/status. Takes 0.1 ms."""
     values = dict.fromkeys(_OF_STATUS, 0)
     for line in Path("/proc/self/status").read_bytes().splitlines():
         name, _, rest = line.partition(b":")
@@ -47,7 +47,7 @@ def name_of(pid: int) -> str:
 
 def held_by_tree(pids: list[int]) -> list[int]:
     """Bytes of each process: Pss_Anon + Pss_Shmem + VmPTE, in which shared pages are divided among
-    the processes that map them; 0 if it has ended. Takes 10 to 50 ms per GiB."""
+    the processes that map them; 0 for a process that has ended. Takes 10 to 50 ms per GiB."""
     held = []
     for pid in pids:
         try:

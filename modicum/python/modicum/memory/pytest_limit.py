@@ -3,8 +3,9 @@
 @pytest.mark.limit_memory("2 GiB")
 def test_load(): ...
 
-The test fails if its peak exceeds the memory held at its begin, after its fixtures, by more than
-this size. The failure message says who held what at the peak. Needs pytest 8.
+The test fails if the peak of the process and its children exceeds their memory at the test's begin
+by more than this size. Fixtures are set up before the begin. The failure message names the holders
+of the memory at the peak. Needs pytest 8.
 """
 
 from collections.abc import Generator
@@ -12,7 +13,8 @@ from collections.abc import Generator
 import pytest
 
 _USE = (
-    'limit_memory(size): "2 GiB" or bytes that the test, with its children, may add; else it fails'
+    "limit_memory(size): fails the test if it and its child processes add more than this size at "
+    'their peak; size: "2 GiB" or a number of bytes'
 )
 
 
@@ -53,7 +55,7 @@ def _limit_of(item: pytest.Item) -> int | None:
     from modicum import _modicum
     from modicum.errors import refusal
 
-    given = [*map(repr, marker.args), *(f"{key}={of!r}" for key, of in marker.kwargs.items())]
+    given = [*map(repr, marker.args), *(f"{key}={it!r}" for key, it in marker.kwargs.items())]
     size = marker.args[0] if len(given) == 1 and marker.args else None
     if isinstance(size, bool) or not isinstance(size, int | str):
         got = ", ".join(given) or "no argument"

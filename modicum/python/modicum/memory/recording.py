@@ -17,8 +17,10 @@ from modicum.memory.nvml import Devices
 from modicum.memory.processes import held_by_tree, name_of, own_status
 
 _CHILDREN_S = 0.1  # least time between scans for children, which read a file per process
-_SHARE = 0.01  # the share of a core that samples may use, and that scans may use in addition
-_SHARE_OF_TREE = 0.04  # the share for samples of several processes, which take milliseconds
+# The shares of a core that may be used by samples of a process without children and, in addition,
+# by scans; and by samples of a process with children, which take milliseconds.
+_SHARE = 0.01
+_SHARE_OF_TREE = 0.04
 
 
 class Sample(NamedTuple):
@@ -26,7 +28,8 @@ class Sample(NamedTuple):
 
     at_s: float
     held: int
-    """Bytes of this process: RssAnon + RssShmem + VmPTE; Pss in place of Rss if it has children."""
+    """Bytes of this process: RssAnon + RssShmem + VmPTE. If it has children, Pss takes the place of
+    Rss: shared pages are divided among the processes that map them."""
     children: int
     """Bytes of all its descendants."""
     devices: tuple[int, ...]
@@ -36,7 +39,8 @@ class Sample(NamedTuple):
 @dataclass
 class Phase:
     """One phase of one process. Bytes are sums over this process and its children, without device
-    memory; seconds count from the begin of the recording, at the first phase."""
+    memory, unless an attribute says otherwise. Seconds count from the begin of the process's
+    recording: its first use of this module."""
 
     name: str
     depth: int = 0
@@ -46,9 +50,9 @@ class Phase:
     begin_bytes: int = 0
     end_bytes: int = 0
     peak_bytes: int = 0
-    """The larger of `sampled_peak_bytes` and `kernel_peak_bytes`; use this one."""
+    """The larger of `sampled_peak_bytes` and `kernel_peak_bytes`: the best value for the peak."""
     sampled_peak_bytes: int = 0
-    """The peak of the samples. Never too high, but misses peaks between samples."""
+    """The peak of the samples. It misses higher peaks between two samples."""
     samples: int = 0
     """The number of samples after the one at the begin. The last one is taken at the end."""
     kernel_peak_bytes: int | None = None
@@ -56,21 +60,23 @@ class Phase:
     too high by mapped file pages. None if the kernel can't reset the mark and the phase did not
     raise it."""
     device_peak_bytes: list[int] = field(default_factory=list)
-    """The peaks of the samples, by device."""
+    """The most bytes in use on each device, over the samples."""
     holders_at_begin: dict[str, int] = field(default_factory=dict)
-    """`begin_bytes` by holder: this process (by kind of memory without children), each child."""
+    """`begin_bytes` by holder: this process and each child; or, if there are no children, this
+    process's kinds of memory."""
     holders_at_peak: dict[str, int] = field(default_factory=dict)
-    """`sampled_peak_bytes` by holder."""
+    """`sampled_peak_bytes` by holder, as in `holders_at_begin`."""
     peak_s: float = 0.0
     """The time of the sample with `sampled_peak_bytes`."""
     peak_phase: str = ""
     """The innermost phase that was open at `peak_s`; empty: this one."""
 
     def text(self, limit: int | str | None = None) -> str:
-        """One paragraph: who held what at the peak, what has grown, and which limit would suffice.
+        """One paragraph: the holders of the memory at the peak, what has grown and, if the phase
+        exceeds `limit`, which limit would suffice.
 
         Args:
-            limit: how many bytes the phase may add to those at its begin, such as "2 GiB".
+            limit: the most bytes that the phase may add to those at its begin, such as "2 GiB".
         """
         return paragraph(self, None if limit is None else _modicum.parse_size(limit))
 
@@ -86,7 +92,7 @@ class _Recording:
         self._zero = time.monotonic()
         self._lock = threading.RLock()
         self._open: list[Phase] = []
-        # What `modicum watch` is told, in the order of `_open`.
+        # The reports of the open phases to `modicum watch`, in the order of `_open`.
         self._reported: list[_modicum.ReportedPhase] = []
         self._devices: Devices | None = None
         self._children: dict[int, str] = {}  # names by pid
@@ -148,8 +154,8 @@ class _Recording:
         self._scan_children()
         sample = self._take()
         own = own_status()
-        # If the mark could not be reset, it is a peak of this interval only if it has risen since
-        # the last boundary.
+        # If the mark could not be reset at the last boundary, it is a peak of the time since then
+        # only if it has risen.
         if self._is_reset or own.peak_rss > self._peak_rss:
             peak = sample.held + max(0, own.peak_rss - own.rss)
             for phase in self._open:
@@ -232,9 +238,9 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
 
     Phases may nest. A thread takes the samples, at a rate that uses at most 2 % of a core (5 % with
     children). A sample reads one file of /proc in 0.1 ms; with children, whose shared
-    pages the kernel must count, it takes up to 50 ms per GiB. If the block holds the GIL, the
-    kernel's high-water mark still records the peak. If the program runs under `modicum watch`, the
-    phase is recorded there, too. Linux only.
+    pages the kernel must count, it takes up to 50 ms per GiB. While the block holds the GIL there
+    are no samples, but the kernel's high-water mark still records the peak of this process. If the
+    program runs under `modicum watch`, the phase is recorded there, too. Linux only.
 
     Args:
         name: the label in tables and pictures.
@@ -258,8 +264,8 @@ def phases() -> list[Phase]:
 
 
 def reset_peak() -> bool:
-    """Resets the kernel's high-water mark; open phases keep the old value as a peak. False if the
-    kernel refuses."""
+    """Resets the kernel's high-water mark (VmHWM) of this process, after its value was added to the
+    peaks of open phases. Returns False if the kernel refuses."""
     return _recording().reset_peak()
 
 
@@ -275,11 +281,11 @@ def recorded(label: str = "", lines: Mapping[str, int] | None = None) -> list[di
         "began": recording.began,
         "version": _modicum.version(),
     }
-    told: list[dict[str, Any]] = [{"process": process}]
-    told += [{"phase": asdict(one)} for one in recording.phases]
-    told += [{"sample": one._asdict()} for one in recording.samples]
-    told += [{"line": {"name": name, "bytes": of}} for name, of in (lines or {}).items()]
-    return told
+    records: list[dict[str, Any]] = [{"process": process}]
+    records += [{"phase": asdict(one)} for one in recording.phases]
+    records += [{"sample": one._asdict()} for one in recording.samples]
+    records += [{"line": {"name": name, "bytes": of}} for name, of in (lines or {}).items()]
+    return records
 
 
 def save(
@@ -291,8 +297,8 @@ def save(
         path: the file, which is overwritten; "{rank}" in it is replaced by this process's RANK (0
             if unset), so that each rank writes its own file.
         label: the label of the run; `draw` makes a chart for each label.
-        lines: bytes of this process by name, such as {"promise": ...} or {"budget": ...}, drawn as
-            horizontal lines in the run's chart.
+        lines: numbers of bytes by name, such as {"promise": ...} or {"budget": ...}, which `draw`
+            sums over the processes of the run and draws as horizontal lines in its chart.
 
     Returns:
         The path that was written.

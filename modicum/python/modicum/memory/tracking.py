@@ -1,4 +1,4 @@
-"""`track`: the same as `phase`, but also a decorator for functions."""
+"""`track`: a context like `phase` that is also a decorator for functions."""
 
 import functools
 import inspect
@@ -27,18 +27,18 @@ def track(name: str | Callable[..., Any] = "", *, interval_s: float = 0.01) -> A
         @modicum.memory.track
         def evaluate(): ...
 
-    Each call of a function is a phase with its name in `modicum.memory.phases()`. A call of a
-    coroutine function ends when it has been awaited. A generator function is refused, because its
-    call runs none of its code: use `track` as a context in its body. `Phase.text()` says who held
-    what at the peak.
+    Each call of a decorated function is a phase in `modicum.memory.phases()`. A call of a coroutine
+    function ends when it has been awaited. A generator function is refused, because its call runs
+    none of its code: use `track` as a context in its body. `Phase.text()` names the holders of the
+    memory at the peak.
 
     Args:
-        name: the name of the phase; by default the function's name, or "block". Or the function
-            itself: `@track` is `@track()`.
+        name: the name of the phase. By default it is the qualified name of the decorated function,
+            or "block" for a context. With `@track` it is the function itself.
         interval_s: the least number of seconds between samples; see `modicum.memory.phase`.
 
     Raises:
-        UsageError: it decorates a class, a generator function, or no function.
+        UsageError: the decorated object is a class, a generator function, or not callable.
     """
     if isinstance(name, str):
         return _Tracker(name, interval_s)

@@ -9,21 +9,25 @@ from modicum.recipes.recipe import meta_model, recipe_for
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Writes the recipe.json of a directory."""
+    """Writes recipe.json: how each tensor of a directory's model is made of stored tensors."""
     parser = argparse.ArgumentParser(prog="python -m modicum.recipes", description=main.__doc__)
     parser.add_argument("directory", help="a Hugging Face directory: config.json and safetensors")
     parser.add_argument("-o", "--output", help="the file to write; default: stdout")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16; default: the config's")
-    parser.add_argument("--untie", action="store_true", help="load both tensors of a tie")
+    parser.add_argument(
+        "--untie",
+        action="store_true",
+        help="if both tensors of a tie are stored, load both instead of comparing them",
+    )
     parser.add_argument(
         "--ignore-missing",
         action="store_true",
-        help="the model initialises tensors that are not stored",
+        help="leave out tensors that are not stored; the default is an error",
     )
     parser.add_argument(
         "--ignore-unexpected",
         action="store_true",
-        help="drop stored tensors that are not in the model",
+        help="drop stored tensors that are not in the model; the default is an error",
     )
     options = parser.parse_args(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Targets of PEFT that get their first values from the base model: copies of modules, rows of the
+"""Tensors of PEFT whose first values come from the base model: copies of modules, rows of the
 embedding, and norms of a weight's rows."""
 
 from collections.abc import Container, Mapping
@@ -13,7 +13,7 @@ from modicum.recipes.translation import Described
 
 @dataclass(frozen=True)
 class Asked:
-    """The targets that a recipe has to make."""
+    """The targets of a recipe, and the user's rules for those that are not stored."""
 
     rules: Rules
     targets: Described
@@ -33,11 +33,13 @@ def begin_as_base(
     dtypes: Dtypes,
     asked: Asked,
 ) -> dict[str, str]:
-    """Adds these targets to `targets` if their base is in `made`. Copies (`modules_to_save`) get
-    the values of the original, tied or not. DoRA's magnitudes become zeros: the caller of the load
-    computes them afterwards as the norms of a weight's rows. Returns this weight by magnitude."""
+    """Adds the tensors of PEFT that are not stored to `targets`. Copies (`modules_to_save`) and
+    rows of the embedding get values of the base model's tensor, if that is in `made`. DoRA's
+    magnitudes become zeros: the caller of the load computes them afterwards as the norms of a
+    weight's rows. Returns the name of this weight by the name of the magnitude."""
 
     def base(name: str) -> Array | None:
+        # A tied name is an alias: its values are those of the name in "of".
         return made.get(targets.get(name, {}).get("of", name))
 
     for name, original in structure.copies.items():

@@ -38,8 +38,9 @@ def dtype_name(dtype: Any) -> str:
 
 
 def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
-    """An expression that matches if one of `patterns` does; None without patterns. For the lists of
-    transformers' models, in Python's syntax. Users' expressions use `Patterns` (RE2)."""
+    """An expression that matches if one of `patterns` does; None without patterns. For the lists in
+    transformers' models, which are in Python's syntax; users' expressions are in RE2's, see
+    `Patterns`."""
     body = "|".join(f"(?:{pattern})" for pattern in patterns)
     return re.compile(body) if body else None
 
@@ -65,13 +66,18 @@ class Dtypes:
             self._keep = Patterns("keep_fp32", [keep_fp32])
             floats = (name for name, (of, _) in targets.items() if of in FLOATS)
             self._keep.require_match(floats, "floating-point targets")
-        self._own: dict[str, str] = {}  # by target: the dtype of its part
-        self._float32: set[str] = set()
-        for part in structure.parts if dtype is not None else ():
+        # By target: the dtype with which its part was built, known from the part's first
+        # floating-point parameter.
+        self._own: dict[str, str] = {}
+        self._float32: set[str] = set()  # targets that the model's class keeps in float32
+        if dtype is None:
+            return
+        for part in structure.parts:
+            # The last part has no module; its tensors count as built with the first part's dtype.
             module = structure.parts[0].module if part.module is None else part.module
             floats = (p.dtype for p in module.parameters() if p.is_floating_point())
             self._own |= dict.fromkeys(part.keys, dtype_name(next(floats, None)))
-            if dtype is not None and is_pretrained(part.module):
+            if is_pretrained(part.module):
                 import torch
 
                 listed = dtype_plan(part.module, getattr(torch, dtype))
@@ -79,8 +85,8 @@ class Dtypes:
                 self._float32 |= {n for n, key in part.keys.items() if kept and kept.search(key)}
 
     def of(self, target: str, first: str) -> str:
-        """The dtype of `target`. `first`: the first target of the conversion that makes it; all
-        targets of a conversion get the dtype of the first."""
+        """The dtype of `target`. `first`: the first target of the conversion that makes `target`;
+        all targets of a conversion get the dtype of its first one."""
         dtype = self._targets[target][0]
         if self._keep is not None and dtype in FLOATS and self._keep.finds(target):
             return "float32"

@@ -1,7 +1,8 @@
 """The nodes of recipe.json, each with the shape and dtype of its result.
 
 An `Array` only describes elements. The C++ RecipeBuilder checks each op and derives the dtype and
-shape of its result. Negative dims count from the end. An op that changes nothing adds no node.
+shape of its result. Negative dims count from the end. For an op that changes nothing the functions
+return the input, so that recipe.json does not have it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,7 +68,7 @@ def cut(dim: int, start: int, stop: int, array: Array) -> Array:
 
 
 def with_rows(rows: int, array: Array) -> Array:
-    """The first `rows` rows. If there are fewer, they are repeated from the first on."""
+    """The first `rows` rows. If the array has fewer, its rows are repeated from the first on."""
     own = array.shape[0]
     if rows <= own:
         return cut(0, 0, rows, array)

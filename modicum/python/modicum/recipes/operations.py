@@ -25,25 +25,26 @@ Values: TypeAlias = dict[str, Value]
 
 @dataclass
 class Chain:
-    """The converter to which an operation belongs, and its targets."""
+    """The converter to which a chain of operations belongs, and what the operations may read."""
 
-    sources: list[str]
-    targets: list[str]
+    sources: list[str]  # the converter's source patterns
+    targets: list[str]  # its target patterns
     first_target: str  # the name in the model for `targets[0]`
     shapes: Mapping[str, Shape]  # shapes of the model's tensors
     config: Any
-    # Consumed by an operation that uses no element of them.
+    # Inputs that an operation consumes without using an element.
     dropped: list[Array] = field(default_factory=list)
-    scales: list[Array] = field(default_factory=list)  # of FP8 codes; a load reads codes and scales
+    # Scales of FP8 codes: no node names them, since a load reads codes with their scales.
+    scales: list[Array] = field(default_factory=list)
 
     def only_target(self, op: str) -> str:
-        """The target of an operation that has one output."""
+        """The converter's only target pattern, for an operation that has one output."""
         if len(self.targets) != 1:
             raise _senseless(op, f"has one output, and its chain {len(self.targets)} targets")
         return self.targets[0]
 
     def shape_of(self, target: str) -> Shape:
-        """The model's shape of a target of this chain."""
+        """The model's shape of the target with the pattern `target`."""
         name = self.first_target.replace(self.targets[0], target)
         if name not in self.shapes:
             raise refusal("MISMATCH", "the model lacks a target of a conversion", tensor=name)
@@ -51,6 +52,7 @@ class Chain:
 
 
 def _senseless(op: str, why: str) -> Exception:
+    """The error about an operation that does not fit its inputs or its converter."""
     return refusal("MISMATCH", f"the conversion operation '{op}' {why}")
 
 
@@ -69,7 +71,8 @@ def _only_input(inputs: Values, op: str) -> Array:
 
 
 def _chunks(array: Array, count: int, dim: int) -> list[Array]:
-    """The result of `torch.chunk`: parts of size / count, rounded up; the last may be shorter."""
+    """The result of `torch.chunk`: parts of size / count, rounded up. The last may be shorter, and
+    there may be fewer than `count`."""
     dim %= len(array.shape)
     size = array.shape[dim]
     step = math.ceil(size / count)
@@ -150,8 +153,8 @@ def _unbind(array: Array, dim: int) -> list[Array]:
 
 
 def _only_one(inputs: Values, chain: Chain, op: str) -> tuple[str, Array]:
-    """(name of the output, the only input). The name is the chain's target, or its source if a
-    later operation makes several targets."""
+    """(name of the output, the only input). The name is the converter's target pattern if it has
+    only one; else its only source pattern, since a later operation makes the several targets."""
     array = _only_input(inputs, op)
     for names in (chain.targets, chain.sources):
         if len(names) == 1:
@@ -257,8 +260,8 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
     for pattern, value in inputs.items():
         values = [value] if isinstance(value, Array) else value
         if "activation_scale" in pattern or "weight_scale_inv" in pattern:
-            of_weights = "weight_scale_inv" in pattern
-            (chain.scales if of_weights else chain.dropped).extend(values)
+            is_of_weights = "weight_scale_inv" in pattern
+            (chain.scales if is_of_weights else chain.dropped).extend(values)
             continue
         scales = inputs.get(f"{pattern}_scale_inv")
         count = 1 if isinstance(scales, Array) else len(scales or [])
@@ -274,7 +277,7 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
 
 @dataclass(frozen=True)
 class Operation:
-    """The translation of an operation, and the settings that it handles."""
+    """The translation of an operation. An operation with other settings is refused."""
 
     nodes: Callable[[Any, Values, Chain], Values]
     settings: Collection[str] = ()
@@ -311,8 +314,8 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def nodes_of(op: Any, inputs: Values, chain: Chain) -> Values:
-    """The outputs of one operation. Raises UNSUPPORTED, naming it, if the table lacks the operation
-    or one of its settings."""
+    """The outputs of one operation. Raises UNSUPPORTED, naming the operation, if it or one of its
+    settings is not in `OPERATIONS`."""
     cls = type(op)
     known = OPERATIONS.get(cls.__name__)
     if known is None or cls.__module__.partition(".")[0] != "transformers":

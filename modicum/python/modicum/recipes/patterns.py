@@ -6,6 +6,7 @@ from modicum import _modicum
 from modicum.errors import refusal
 
 Rule = str | tuple[str, float]
+"""How a tensor is made: "zeros", "ones", ("normal", standard deviation) or "model"."""
 
 
 class Patterns:
@@ -37,7 +38,8 @@ class Patterns:
 
 
 class Rules:
-    """The rules for tensors that are not stored, by name or regular expression."""
+    """The rules for tensors that are not stored, by name or regular expression: the argument
+    `missing` of a load."""
 
     def __init__(
         self, missing: str | Iterable[str] | Mapping[str, Rule], names: Iterable[str]
@@ -58,6 +60,7 @@ class Rules:
 
     @property
     def take_all(self) -> bool:
+        """Whether there is a rule for every name, as with "init"."""
         return "" in self._rules
 
     def of(self, name: str) -> Rule | None:

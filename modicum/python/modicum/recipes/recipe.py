@@ -46,9 +46,9 @@ class Recipe:
     unused: list[str] = field(default_factory=list)
     """Stored tensors that are not read, sorted."""
     grown: dict[str, int] = field(default_factory=dict)
-    """The stored number of rows, by target that has another number (`resized`)."""
+    """The stored number of rows of each target that has another number of rows (`resized`)."""
     norms: dict[str, str] = field(default_factory=dict)
-    """The weight, by target that the caller of the load fills with the norms of its rows."""
+    """By target that the caller of the load fills with row norms: the weight with these rows."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -205,11 +205,10 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 @dataclass
 class _May:
-    """Whether a target may have another shape than the stored one, or another number of rows; by
-    name."""
+    """Returns by name whether a target may have another shape than the stored tensors give."""
 
-    differ: Callable[[str], bool]
-    grow: Callable[[str], bool]
+    differ: Callable[[str], bool]  # any other shape; the target then counts as missing
+    grow: Callable[[str], bool]  # another number of rows, which the load adapts
 
 
 def _translate(
@@ -389,7 +388,7 @@ def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any
         quantizer = quantizer or _quantizer_of(part.module, targets)
         transforms = get_model_conversion_mapping(part.module, key_mapping, quantizer)
     for transform in transforms:
-        # The prefix of a nested model's stored names.
+        # The path of the nested model to which the transform applies, in names without wrappers.
         if transform.scope_prefix:
             transform.scope_prefix = canonical(transform.scope_prefix)
     return transforms
@@ -412,15 +411,15 @@ def recipe_for(
         checkpoint: a directory or file, or a mapping of stored names to (dtype, shape). The names
             are those in the unwrapped model, in the wrapped one, or in an adapter's file.
         dtype: None: the dtype of each tensor in the model. Otherwise the dtype with which the model
-            was built: tensors get it as in `from_pretrained`, listed ones float32.
+            was built: tensors get it as in `from_pretrained`, which keeps listed ones in float32.
         keep_fp32: a regular expression (RE2): targets with a match in their name are float32.
-        missing: for tensors that are not stored, except those that the model lists as possibly
-            missing, and adapters of which nothing is stored. "error"; "init" or "ignore": the model
-            initialises them; regular expressions: it initialises matching ones; or rules by name or
-            regular expression: "zeros", "ones", ("normal", std) or "model". A tensor that is named
-            here but stored in another shape counts as missing.
-        unexpected: for stored tensors that are not in the model, except those that the model lists.
-            "error"; "ignore"; or regular expressions of tensors to drop.
+        missing: for tensors that are not stored: "error"; "init" or "ignore": the model initialises
+            them; regular expressions: it initialises those with a match; or rules by name or
+            regular expression: "zeros", "ones", ("normal", std), "model". Without a rule the model
+            still initialises tensors that it lists as possibly missing, and adapters of which
+            nothing is stored. A tensor with a match also counts as missing if its shape differs.
+        unexpected: what to do about stored tensors that are neither in the model nor in its list of
+            names to ignore: "error"; "ignore"; or regular expressions of those to drop.
         present: canonical names of tensors that have values already, and so are not missing.
         untie: if both names of a tie are stored, load both instead of comparing them.
         key_mapping: renamings as for `from_pretrained`; replacements may refer to \\1 only.
@@ -455,11 +454,11 @@ def recipe_for(
     for name, array in translation.made.items():
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
     open_ties = _tie(recipe, ties_of(structure), untie)
-    asked = Asked(rules, targets, held := frozenset(present))
+    asked = Asked(rules, targets, frozenset(present))
     recipe.norms = begin_as_base(recipe.targets, structure, translation.made, dtypes, asked)
     left = _left_to_model(structure, translation.made)
     lacking = _fill_gaps(
-        recipe, targets, dtypes, open_ties, rules=rules, left_to_model=left, present=held
+        recipe, targets, dtypes, open_ties, rules=rules, left_to_model=left, present=asked.present
     )
     _check_lacking(lacking, structure, stored)
     recipe.targets = {name: recipe.targets[name] for name in targets if name in recipe.targets}
@@ -478,10 +477,8 @@ def _of_tokens(structure: Structure) -> frozenset[str]:
 
 
 def meta_model(directory: str | os.PathLike[str], dtype: Any = None) -> Any:
-    """The model of a directory's config.json on meta, without memory for its weights.
-
-    `dtype`: None: the dtype in the config, or float32 without one.
-    """
+    """The model of a directory's config.json on meta, without memory for its weights. `dtype`: None
+    means the dtype in the config, or float32 if the config has none."""
     import torch
     import transformers
 

@@ -106,13 +106,13 @@ class Member:
 
 @dataclass(frozen=True)
 class _Place:
-    """A module that the walk has reached; fields as in `Member`."""
+    """A module that the walk has reached; `root` and `adapter` as in `Member`."""
 
     chain: tuple[Any, ...]  # the modules around it, outermost first, and itself
-    path: tuple[str, ...] = ()  # in the model
-    key: tuple[str, ...] = ()  # in the root
+    path: tuple[str, ...] = ()  # the components of its name in the model
+    key: tuple[str, ...] = ()  # the components of its key in the root
     root: Any = None
-    root_depth: int = 0
+    root_depth: int = 0  # the number of components of the root's path
     adapter: str | None = None
 
     @property
@@ -150,6 +150,7 @@ class _Walk:
         self.places = list(self._below(self._enter(_Place((model,)))))
 
     def _enter(self, place: _Place) -> _Place:
+        """`place`; if it is an outermost root, with a key that begins there."""
         if id(place.module) not in self.roots or place.root is not None:
             return place
         return _Place(place.chain, place.path, (), place.module, len(place.path))
@@ -172,16 +173,18 @@ class _Walk:
         return _Place(chain, path, key, at.root, at.root_depth, adapter)
 
     def named(self, at: _Place, name: str) -> tuple[tuple[str, ...], str | None]:
-        """The key and the adapter of a module's attribute."""
+        """The key and the adapter of the attribute `name` of the module at `at`."""
         key, adapter = at.key, at.adapter
         if adapter is None and self._belongs_to_adapters(at, name):
-            # Nested adapters would have equal keys; the path differs.
+            # Keys lack wrappers, so adapters of nested PEFT layers would share one. Paths differ.
             key, adapter = at.path[at.root_depth :], ""
         if adapter == "" and name in self.adapters:
             return key, name
         return (*key, name), adapter
 
     def _belongs_to_adapters(self, at: _Place, name: str) -> bool:
+        """Whether PEFT has added the attribute `name` to the module at `at`: to its wrapper of a
+        layer, or to its wrapper of the model."""
         if wrapped_by(at.module) is not None:
             return True
         if at.root is not None or not has_adapters(at.module):
@@ -211,8 +214,8 @@ class Part:
 
     module: Any  # None: the last part
     prefix: str = ""  # the prefix of its names in the model, with a dot
-    keys: dict[str, str] = field(default_factory=dict)  # by name in the model
-    saved_as: dict[str, str] = field(default_factory=dict)  # keys by name in an adapter's file
+    keys: dict[str, str] = field(default_factory=dict)  # of its members, by name in the model
+    saved_as: dict[str, str] = field(default_factory=dict)  # keys, by name in an adapter's file
 
     @property
     def bare_prefix(self) -> str:
@@ -240,11 +243,11 @@ class Structure:
     copies: dict[str, str] = field(default_factory=dict)
     """The name of the original member, by name of its copy by PEFT (`modules_to_save`)."""
     norms: dict[str, str] = field(default_factory=dict)
-    """The weight whose row norms are the first values of a magnitude of PEFT's DoRA, by name of the
-    magnitude."""
+    """For each magnitude of PEFT's DoRA, by name, the weight whose row norms are its first
+    values."""
     rows: dict[str, tuple[str, list[int]]] = field(default_factory=dict)
-    """The embedding, and the indices of its rows that are the first values: by name of PEFT's
-    trainable tokens, and of their originals that PEFT keeps."""
+    """For each tensor of PEFT's trainable tokens, and of the original rows that PEFT keeps, by
+    name: the embedding, and the indices of its rows that are the first values."""
     undecided: tuple[str, ...] = ()
     """The adapters of a model with several, if the caller has named none."""
 
@@ -267,6 +270,7 @@ class Structure:
                 key = part.key_of(name)
                 if key is not None:
                     return i, key
+            # A name that the model lacks: the only inner part may rename it.
             return (0 if len(inner) == 1 else len(inner)), name
 
         for name in stored:
@@ -276,8 +280,8 @@ class Structure:
 
 
 def _note_copies(walk: _Walk, adapter: str | None, structure: Structure) -> None:
-    """Notes PEFT's copies: a module that it trains completely (`modules_to_save`) is saved under
-    the name of the original."""
+    """Notes PEFT's copies of modules that are trained completely (`modules_to_save`). PEFT saves a
+    copy under the name of the original."""
     by_root = {id(part.module): part for part in structure.parts}
     for at in walk.places:
         if not hasattr(type(at.module), "adapter_state_dict_load_map"):
@@ -307,10 +311,10 @@ def _note_norms(walk: _Walk, structure: Structure) -> None:
 
 
 def _note_rows(walk: _Walk, structure: Structure) -> None:
-    """Notes PEFT's trainable tokens. A tied layer uses the tokens of the other layer."""
+    """Notes PEFT's trainable tokens. A layer that is tied to another one uses the tokens of that
+    layer."""
     for at in walk.places:
-        held = children_of(at.module)
-        if TOKENS not in held or wrapped_by(at.module) is None:
+        if TOKENS not in children_of(at.module) or wrapped_by(at.module) is None:
             continue
         path = ".".join(at.path)
         weight = next(

@@ -34,7 +34,7 @@ class Translation:
     first: dict[str, str] = field(default_factory=dict)
     # Stored names that an operation consumes without using an element.
     dropped: list[str] = field(default_factory=list)
-    # By stored name that matches no target: the names that it would have in the model.
+    # By stored name that matches no target: the names that its targets would have in the model.
     unexpected: dict[str, list[str]] = field(default_factory=dict)
     # By stored name: its target, if another stored tensor already makes that target.
     doubled: dict[str, str] = field(default_factory=dict)
@@ -44,7 +44,8 @@ class Translation:
 
 @dataclass
 class _Group:
-    """The stored tensors from which one target is made, or several by one converter."""
+    """The stored tensors from which one target is made, or from which a converter makes several
+    targets."""
 
     converter: Any  # None: the stored tensor is the target
     collected: dict[str, list[Array]] = field(default_factory=dict)  # by source pattern
@@ -84,7 +85,8 @@ class _Names:
         self._base_prefix = base_prefix
 
     def _with_base_prefix(self, name: str) -> str:
-        """`name` with the base model's prefix added or removed if that is a target; else `name`."""
+        """`name` with the base model's prefix added or removed, if there is a target of the
+        resulting name; else `name`."""
         if not self._base_prefix:
             return name
         if name.startswith(self._base_prefix):
@@ -96,8 +98,8 @@ class _Names:
         return longer if longer in self.targets else name
 
     def rename(self, name: str) -> tuple[str, str | None]:
-        """(name in the model, of the first target if there are several; source pattern of the
-        converter that matched, or None)."""
+        """(the target's name in the model, or that of the first target of a converter; the source
+        pattern of the converter that matched, or None)."""
         renamed, pattern = name, None
         for renaming in self._renamings:
             renamed, _ = renaming.rename_source_key(renamed)
@@ -125,6 +127,7 @@ def _collect(
             result.unexpected[name] = [target.replace(patterns[0], p) for p in patterns]
             continue
         group = groups.setdefault(target, _Group(converter))
+        # Without a converter a target has exactly one stored tensor.
         is_plain = converter is None and not group.collected
         if not is_plain and (group.converter is None or converter is None):
             result.doubled[name] = target
@@ -134,7 +137,8 @@ def _collect(
 
 
 def _full_names(first_target: str, values: Values) -> dict[str, Value]:
-    """Replaces pattern names by names in the model, with the first target's prefix and suffix."""
+    """Replaces the converter's target patterns by names in the model: each gets the prefix and
+    suffix that the first target has around its own pattern."""
     whole = first_target.replace("*.", "0.")
     for pattern in values:
         if pattern in whole:
@@ -175,15 +179,19 @@ def _refuse_gaps(first_target: str, group: _Group) -> None:
     """Raises MISMATCH, naming the missing tensor, if one source pattern has fewer tensors than
     another."""
     most = max(group.collected, key=lambda pattern: len(group.collected[pattern]))
+    complete = group.collected[most]
     for pattern, arrays in group.collected.items():
+        if len(arrays) == len(complete):
+            continue
         there = {array.node["name"] for array in arrays}
+        # The names of both patterns differ only after the "*", as in experts.0.up, experts.0.gate.
         ends = most.rpartition("*")[2], pattern.rpartition("*")[2]
-        for array in group.collected[most][: len(group.collected[most]) * (pattern != most)]:
+        for array in complete:
             wanted = array.node["name"].replace(*ends)
-            if len(arrays) < len(group.collected[most]) and wanted not in there:
+            if wanted not in there:
                 what = f"the source lacks a tensor that '{first_target}' is made of: complete "
                 what += "the checkpoint, since missing= does not fill a part of a tensor"
-                expected = f"as many as of {most}, {len(group.collected[most])}"
+                expected = f"as many as of {most}, {len(complete)}"
                 raise refusal(
                     "MISMATCH", what, tensor=wanted, expected=expected, got=str(len(arrays))
                 )
@@ -225,9 +233,9 @@ def translate(
     with these targets. Pass a new list each time: its renamings keep state.
 
     Args:
-        keys: names to match in place of the stored ones.
+        keys: by stored name, the name to match in place of it.
         may_differ: returns whether a target is left out, instead of an error, if the stored tensors
-            have another shape.
+            give another shape.
         may_grow: returns whether a target may have more or fewer rows than stored; additional rows
             repeat the first ones.
     """
@@ -242,15 +250,15 @@ def translate(
         sources, patterns = group.converter.source_patterns, group.converter.target_patterns
         chain = Chain(sources, patterns, target, shapes, config)
         _convert(target, group, chain, result)
-    other: set[str] = set()
+    left_out: set[str] = set()  # stored tensors of targets that may differ
     for name, array in list(result.made.items()):
         if name in targets and may_grow(name) and _has_other_rows(array, targets[name][1]):
             result.grown[name] = array.shape[0]
             result.made[name] = with_rows(targets[name][1][0], array)
         elif name in targets and array.shape != targets[name][1] and may_differ(name):
-            other.update(stored_under(result.made.pop(name).node))
+            left_out.update(stored_under(result.made.pop(name).node))
         else:
             _check_shape(name, array, targets)
     used = {name for array in result.made.values() for name in stored_under(array.node)}
-    result.dropped += sorted(other - used)
+    result.dropped += sorted(left_out - used)
     return result

@@ -16,10 +16,10 @@ Inside the context:
     training
       | save_state, load_state, save_model, Trainer's checkpoints: see torch/checkpoints.py
 
-`cpu_ram_efficient_loading` changes neither the loaded values nor what a rank reads; with it, rank
-0's values of parameters that the script made itself are broadcast, as by accelerate. When the
-context ends, with or without an exception, every patched function is restored. Importing this
-module imports neither accelerate nor transformers.
+`cpu_ram_efficient_loading` changes neither the loaded values nor the bytes that a rank reads. With
+it, all ranks get rank 0's values of the parameters that the script made itself, as in accelerate.
+When the context ends, with or without an exception, every patched function is restored. Importing
+this module imports neither accelerate nor transformers.
 """
 
 import functools
@@ -45,7 +45,14 @@ from modicum.torch.loading.around import giving
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.rebinding import Bindings
-from modicum.torch.unfilled import Built, note, note_resized, refuse_changed, release, told_to_users
+from modicum.torch.unfilled import (
+    Built,
+    note,
+    note_resized,
+    readable_errors,
+    refuse_changed,
+    release,
+)
 from modicum.upstream import accelerate, peft, transformers, trl
 from modicum.upstream.torch_fsdp import is_sharded
 from modicum.walk.calls import require_check
@@ -68,8 +75,8 @@ def loading(
     fork: str = "excluded",
 ) -> Iterator["Loading"]:
     """A context in which each rank of a script of accelerate or Trainer with FSDP2 reads only its
-    own bytes. The values have the same bits as those that accelerate would load. The script's
-    checkpoints are saved and resumed through Modicum, too.
+    own bytes (with the default strategy). The values have the same bits as those that accelerate
+    would load. The script's checkpoints are saved and resumed through Modicum, too.
 
     It must enclose `from_pretrained` and `prepare` or `Trainer.train`. Every rank enters it with
     the same arguments, on one thread. Of nested contexts the innermost one applies.
@@ -90,7 +97,8 @@ def loading(
             `missing` of `modicum.torch.load`.
         unexpected: what to do about stored names that are not in the model: "error" (default;
             `from_pretrained` would only warn), "ignore", or patterns of names to drop.
-        check: None (default), or "values": read everything again and compare every value.
+        check: None (default), or "values": read the source again after each load, and compare every
+            value.
         progress: whether rank 0 prints the plan and a progress bar on stderr.
         seed: the seed of initialised parameters; 0 by default.
         staging: host memory per rank for bytes in flight, bytes or text; None (default): 8 MiB,
@@ -109,7 +117,7 @@ def loading(
     """
     require_check(check)
     require_fork(fork)
-    one = Loading(
+    opened = Loading(
         None if source is None else Path(source),
         dict(
             budget=budget, ledger=ledger, strategy=strategy, missing=missing, fork=fork,
@@ -118,11 +126,11 @@ def loading(
     )  # fmt: skip
     with ExitStack() as stack:
         scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
-        scripts.loadings.append(one)
-        stack.callback(scripts.loadings.remove, one)
-        with giving(ledger, budget), told_to_users(lambda: bool(one.unfilled())):
-            yield one
-    _refuse_unfilled(one)
+        scripts.loadings.append(opened)
+        stack.callback(scripts.loadings.remove, opened)
+        with giving(ledger, budget), readable_errors(lambda: bool(opened.unfilled())):
+            yield opened
+    _refuse_unfilled(opened)
 
 
 @dataclass(eq=False)
@@ -168,10 +176,10 @@ class Loading:
             self._is_exempt = before
 
 
-def _refuse_unfilled(one: Loading) -> None:
-    if one.unfilled():
+def _refuse_unfilled(opened: Loading) -> None:
+    if opened.unfilled():
         gc.collect()  # a model that nothing but a cycle refers to is no error
-    for model in one.unfilled():
+    for model in opened.unfilled():
         what = "a model that was built within loading() has no values yet: call "
         what += "Accelerator.prepare or Trainer.train before the context ends"
         raise refusal("USAGE", what, got=type(model).__name__)
@@ -235,19 +243,19 @@ class _Scripts:
     def built(self, model: Any, files: Sequence[str] | None, *given: Any) -> None:
         """Called in place of reading: records the source, and guards the model until the load."""
         transformers.check_arguments(model, *given)
-        one = self.loadings[-1]
-        source = one._source or transformers.source_of(files)
-        note(model, Built(one, source, {}), one._built.__setitem__)
+        innermost = self.loadings[-1]
+        source = innermost._source or transformers.source_of(files)
+        note(model, Built(innermost, source, {}), innermost._built.__setitem__)
 
     def made(self, model: Any) -> None:
         """Called when `from_config` has built a model, whose values its own rules make."""
-        one = self.loadings[-1]
-        note(model, Built(one, None, {}), one._built.__setitem__)
+        innermost = self.loadings[-1]
+        note(model, Built(innermost, None, {}), innermost._built.__setitem__)
 
     def resized(self, model: Any, how: str) -> None:
         """Called when embeddings or heads of a model were resized. `how`: "mean" or "model"."""
-        for one in self.loadings:
-            for whole, built in one._built.items():
+        for context in self.loadings:
+            for whole, built in context._built.items():
                 if model in [*whole.modules()]:
                     note_resized(whole, built, transformers.embeddings_of(model), how)
 
@@ -262,7 +270,7 @@ class _Scripts:
 
     def _record(self, module: nn.Module) -> Built | None:
         """The facts about a module that was built without values; None for other modules."""
-        return next((of for one in self.loadings if (of := one._built.get(module))), None)
+        return next((of for context in self.loadings if (of := context._built.get(module))), None)
 
     def _roots(self, model: nn.Module) -> dict[nn.Module, Built]:
         """The outermost models inside `model` that were built without values."""
@@ -271,14 +279,17 @@ class _Scripts:
         return {m: of for child in model.children() for m, of in self._roots(child).items()}
 
     def _filled(self, model: nn.Module) -> None:
+        """Notes that a model has its values: removes its guards."""
         for module in model.modules():
             release(module)
             if built := self._record(module):
                 built.filled = True
 
     def _is_filled(self, model: nn.Module) -> bool:
+        """Whether all parts of a model given to prepare have values. Raises `UsageError` for a
+        model that is neither built here, nor sharded, nor exempt."""
         roots = self._roots(model)
-        is_exempt = any(model in one._exempt for one in self.loadings)
+        is_exempt = any(model in context._exempt for context in self.loadings)
         if not roots and not is_sharded(model) and not is_exempt:
             what = "from_pretrained did not build this model within loading(): prepare it outside, "
             what += "or within `with loading.exempt(model)`"
@@ -306,15 +317,15 @@ class _Scripts:
         @functools.wraps(original)
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
             self._checkpoints.replace(self._stack)
-            models = [one for one in args if isinstance(one, nn.Module)]
+            models = [argument for argument in args if isinstance(argument, nn.Module)]
             empty = [model for model in models if not self._is_filled(model)]
             if not empty:
                 return original(accelerator, *args, **kwargs)
             accelerate.require_fsdp2(accelerator.state)
             optimizers = [
-                getattr(one, "optimizer", one)
-                for one in args
-                if isinstance(one, torch.optim.Optimizer)
+                getattr(argument, "optimizer", argument)
+                for argument in args
+                if isinstance(argument, torch.optim.Optimizer)
             ]
             with self._binding(empty[0], optimizers):
                 prepared = original(accelerator, *args, **kwargs)
@@ -342,7 +353,7 @@ class _Scripts:
         @functools.wraps(original)
         def prepare_model(accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
             made = original(accelerator, model, *args, **kwargs)
-            self.fill(model)  # neither trained nor sharded: a reference model on every rank
+            self.fill(model)  # one that accelerate has not sharded, such as a reference model
             return made
 
         return prepare_model

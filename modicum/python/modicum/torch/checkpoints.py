@@ -133,46 +133,46 @@ class Checkpoints:
         they are saved, the model 0 into `directory` and others into subdirectories, and the
         checkpoint is committed, on all ranks or on none. Collective."""
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
-        one = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
-        outer, self._open = self._open, one
+        checkpoint = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
+        outer, self._open = self._open, checkpoint
         try:
             with Ranks.of_world().together() as ranks:
-                for kept in one.kept.values():
+                for kept in checkpoint.kept.values():
                     kept.flight.open(ranks)
                 for index in indices:
                     self._warn_of_other_files(directory, index, is_first=ranks.rank == 0)
             error: Exception | None = None
             try:
-                yield one
+                yield checkpoint
             except Exception as raised:  # raised again below, where all ranks learn of it
                 error = raised
             with Ranks.of_world().together() as ranks:
                 if error is not None:
                     raise error
-                self._save(one, ranks)
+                self._save(checkpoint, ranks)
         finally:
             self._open = outer
-            for kept in one.kept.values():
+            for kept in checkpoint.kept.values():
                 kept.flight.end()
-        for act in one.after:
-            act()
+        for call in checkpoint.after:
+            call()
 
-    def _save(self, one: _Open, ranks: Ranks) -> None:
+    def _save(self, checkpoint: _Open, ranks: Ranks) -> None:
         """Saves the models. The first one is saved last: its COMMIT commits the whole directory."""
-        how = {**self._how(), "shard_size": one.shard_size}
-        for kept in reversed([*one.kept.values()]):
+        how = {**self._how(), "shard_size": checkpoint.shard_size}
+        for kept in reversed([*checkpoint.kept.values()]):
             if kept.model is None:
                 what = "save_state did not save the model of this checkpoint"
                 raise refusal("UNSUPPORTED", what, file=kept.flight.directory.name)
-            if ranks.rank == 0 and not one.has_config and is_pretrained(kept.model):
+            if ranks.rank == 0 and not checkpoint.has_config and is_pretrained(kept.model):
                 upstream.save_config(kept.model, kept.flight.directory)
             how["adapters"] = upstream.has_adapters(kept.model)
             self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
 
     def _decide(self, accelerator: Any, model: Any) -> bool:
-        """Decides whether Modicum saves the model: whether it has loaded the model, FSDP2 shards
-        the model, and a save of its adapters alone would be complete. Warns if only the last fails.
-        """
+        """Decides whether Modicum saves the model. It does if it has loaded the model, if FSDP2
+        shards the model and, if the model has adapters, if a save of these alone is complete. Warns
+        if only the last condition fails."""
         model = upstream.bare(model)
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
         if not is_loaded or not accelerator.is_fsdp2:
@@ -233,8 +233,8 @@ class Checkpoints:
         if self._open is not None and self._open.directory == directory:
             yield self._open.kept[index]
             return
-        with self._opened(directory, index) as one:
-            yield one.kept[index]
+        with self._opened(directory, index) as checkpoint:
+            yield checkpoint.kept[index]
 
     def _loading_model(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -278,15 +278,16 @@ class Checkpoints:
             own = [i for i, model in enumerate(models) if self._decide(accelerator, model)]
             chosen = upstream.next_directory(accelerator)
             directory = chosen or (Path(output_dir) if output_dir is not None else None)
+            # accelerate itself refuses a directory of its own choice that exists already.
             if not own or directory is None or (chosen and directory.exists()):
                 return original(accelerator, output_dir, *args, **kwargs)
-            with self._opened(directory, *own) as one:
+            with self._opened(directory, *own) as checkpoint:
                 with upstream.named_by_caller(accelerator):
-                    told = original(accelerator, str(directory), *args, **kwargs)
+                    result = original(accelerator, str(directory), *args, **kwargs)
                 limit = accelerator.project_configuration.total_limit
                 if chosen and limit is not None and accelerator.is_main_process:
-                    one.after.append(lambda: _rotate_accelerates(directory.parent, limit))
-            return told
+                    checkpoint.after.append(lambda: _rotate_accelerates(directory.parent, limit))
+            return result
 
         return save_state
 
@@ -312,9 +313,9 @@ class Checkpoints:
             if is_left_alone or not self._decide(accelerator, model):
                 given = (model, save_directory, max_shard_size, safe_serialization)
                 return original(accelerator, *given)
-            with self._opened(Path(save_directory), 0) as one:
-                one.kept[0].model = upstream.bare(model)
-                one.shard_size = max_shard_size
+            with self._opened(Path(save_directory), 0) as checkpoint:
+                checkpoint.kept[0].model = upstream.bare(model)
+                checkpoint.shard_size = max_shard_size
             return None
 
         return save_model
@@ -326,9 +327,9 @@ class Checkpoints:
         def _save_checkpoint(trainer: Any, model: Any, trial: Any, *args: Any) -> Any:
             if not self._decide_for(trainer):
                 return original(trainer, model, trial, *args)
-            with self._opened(upstream.checkpoint_of(trainer, trial), 0) as one:
+            with self._opened(upstream.checkpoint_of(trainer, trial), 0) as checkpoint:
                 with ExitStack() as stack:
-                    upstream.replace_push(stack, trainer, one.after.append)
+                    upstream.replace_push(stack, trainer, checkpoint.after.append)
                     return original(trainer, model, trial, *args)
 
         return _save_checkpoint
@@ -376,7 +377,7 @@ class Checkpoints:
         ) -> None:  # fmt: skip
             limit, best = save_total_limit, best_model_checkpoint
 
-            def act() -> None:
+            def remove_oldest() -> None:
                 found = upstream.sorted_checkpoints(output_dir, checkpoint_prefix)
                 if limit is None or limit <= 0 or not any(map(is_step, found)):
                     original(output_dir, limit, best, use_mtime, checkpoint_prefix)
@@ -384,9 +385,9 @@ class Checkpoints:
                     rotate(found, limit, Path(best) if best else None, Path(output_dir))
 
             if self._open is not None:
-                self._open.after.append(act)
+                self._open.after.append(remove_oldest)
             else:
-                act()
+                remove_oldest()
 
         return rotate_checkpoints
 

@@ -63,7 +63,7 @@ class _Target:
 
 @dataclass
 class _Place:
-    """A tensor of a state dict, and the recipe's node that fills it."""
+    """A tensor of a state dict, or a box of one, and the recipe's node that fills it."""
 
     fqn: str
     node: Node
@@ -105,11 +105,11 @@ class HuggingFaceReader(_PathReader):
     Tensors and DTensors are filled in place, on CPUs or devices; they must be row-major. Values are
     rounded to their dtype. DCP's plan determines which box (chunk) a rank reads. A strided shard
     (packed projections; FSDP2 after tensor parallelism along the same dim) consists of several
-    boxes, which a plan can't express: its elements follow from the placements of the DTensor and,
-    with `model`, from FSDP2's shards.
+    boxes, which a plan can't express: its elements are determined by the placements of the DTensor
+    and, with `model`, by FSDP2's shards.
 
-    A tensor that the model initialises by its own rule is not stored: DCP reports it as missing,
-    and with `DefaultLoadPlanner(allow_partial_load=True)` it keeps its values.
+    A tensor that is left to the model's own rule is not stored: DCP reports it as missing, and with
+    `DefaultLoadPlanner(allow_partial_load=True)` it keeps its values.
     """
 
     def __init__(
@@ -254,6 +254,8 @@ class HuggingFaceReader(_PathReader):
     # ---- the load
 
     def _fill(self, places: list[_Place]) -> None:
+        """Reads all places in one load. If any has a sharding, the plan is for all ranks of the
+        world, of which this one executes only its part."""
         is_cut = any(place.sharding for place in places)
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if is_cut else (1, 0)
         whole = Sharding((ranks,), ())
@@ -354,7 +356,7 @@ class Reader(_PathReader):
         facts = _facts_of(step)
         at = facts["model"]
         self._parts = [_Part(step, self._model, lambda name: flat_key((*at, name)), **self._how)]
-        self._values = {key: made_value(told) for key, told in facts["values"].items()}
+        self._values = {key: made_value(encoded) for key, encoded in facts["values"].items()}
         if "optim" in facts:
             self._open_state(step, facts)
 

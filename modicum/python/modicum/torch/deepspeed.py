@@ -23,7 +23,8 @@ class ProtectCallback(TrainerCallback):
 
     Works for DeepSpeed's ZeRO with `offload_optimizer` and for torch's optimizers.
     `modicum.torch.AdamW` needs no protection and is ignored. State that does not exist yet is
-    protected at the end of the first step. Children forked after training inherit the memory again.
+    protected at the end of the step that allocates it. Children forked after training inherit the
+    memory again.
     """
 
     def __init__(self) -> None:
@@ -40,14 +41,14 @@ class ProtectCallback(TrainerCallback):
 
 
 def config_of(arguments: Any) -> dict[str, Any]:
-    """The ds_config of `TrainingArguments(deepspeed=...)`, in which transformers has replaced most
-    "auto" values by numbers, for `modicum plan --deepspeed`:
+    """The ds_config of `TrainingArguments(deepspeed=...)`, for `modicum plan --deepspeed` and
+    `modicum.plan`. transformers has replaced most of its "auto" values by numbers:
 
         Path("resolved.json").write_text(json.dumps(config_of(arguments)))
         modicum.plan("DIRECTORY", ranks=8, deepspeed="resolved.json")
 
-    Infinities and NaN, which JSON lacks, are left out. Bucket sizes that depend on the model stay
-    "auto": they do not change host memory.
+    Infinities and NaN at its top level are left out, since JSON lacks them. Bucket sizes that
+    depend on the model stay "auto": they do not change host memory.
 
     Raises:
         UsageError: the arguments have no DeepSpeed configuration.

@@ -113,7 +113,8 @@ def load_rounded(
     passed: Mapping[str, list[torch.dtype]],
     bindings: Bindings | None,
 ) -> None:
-    """Loads the values that accelerate would have after its casts to the dtypes `passed`."""
+    """Loads the values that the model would have under accelerate, which casts each stored value to
+    its dtypes in `passed`, one after the other."""
     narrow = [] if built.source is None else _narrowings(model, passed, built.source)
     before = _digests_of(model)
     arguments = built.arguments
@@ -128,8 +129,8 @@ def load_rounded(
 
 
 def keys_of(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, str]:
-    """For each name in the model the name that the same parameter had in `root` when it was
-    built."""
+    """For each name in the model the name that the same parameter had in `root` when that was
+    built. A tensor of PEFT that begins as a base tensor gets the base tensor's."""
     path = next(canonical(path) for path, module in model.named_modules() if module is root)
     prefix = f"{path}." if path else ""
     keys = {}
@@ -174,7 +175,8 @@ def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes])
 def dtypes_passed(
     structure: Structure, built: Built, keys: Mapping[str, str]
 ) -> dict[str, list[torch.dtype]]:
-    """For each name the dtypes to which accelerate would cast the value, in order."""
+    """For each name of a floating-point tensor on meta the dtypes to which accelerate would cast
+    the stored value, in order: the one in which `from_pretrained` loads it, and the present one."""
     passed = {}
     for name, member in structure.members.items():
         now = member.tensor.dtype
@@ -186,8 +188,8 @@ def dtypes_passed(
 def _narrowings(
     model: nn.Module, passed: Mapping[str, list[torch.dtype]], source: Path
 ) -> list[tuple[nn.Parameter, list[torch.dtype]]]:
-    """Parameters that accelerate would cast to a narrower dtype than the stored one and then back,
-    with the dtypes of these casts: a load alone would keep bits that accelerate rounds off.
+    """Parameters that accelerate would cast to a narrower dtype than the stored one and then to
+    float32, each with the narrower dtypes: a load alone would keep bits that accelerate rounds off.
 
         stored float32 -> built as bfloat16 -> upcast to float32    accelerate: 8 bits of mantissa
         stored float32 -> float32                                   load: 24 bits, then `_round`

@@ -20,12 +20,14 @@ from modicum.torch.ranks.group import Ranks
 
 Full = State | str | Path | None
 
-# The keyword arguments of `load` except `buffers`, with their defaults; and `on_report`.
+# The options of a call with a path, with their defaults: `on_report`, and the keyword arguments of
+# `load` except `buffers`.
 _OPTIONS: dict[str, Any] = {"on_report": None} | {
     name: of.default
     for name, of in signature(load).parameters.items()
     if of.kind is of.KEYWORD_ONLY and name != "buffers"
 }
+# The options of a call with a dict.
 _WITH_DICT = {"ledger", "budget", "progress", "staging", "fork", "on_report", "consume"}
 
 
@@ -124,6 +126,7 @@ def _of_accelerate(
     offload_to_cpu: bool = False,  # axolotl's name for cpu_offload
     **options: Any,
 ) -> nn.Module:
+    """The call with an accelerator, as in accelerate and axolotl."""
     offload = cpu_offload or offload_to_cpu
     rules = {"strict": True, "drops": True, "scratch": False}
     return _fill(model, full_sd, offload, rules, options)
@@ -138,6 +141,7 @@ def _of_engines(
     strict: bool | None = None,
     **options: Any,
 ) -> nn.Module:
+    """The call with a model first, as in verl, SkyRL and AReaL."""
     offload = bool(cpu_offload) or _is_policy(device_mesh)
     rules = {"strict": strict is not False, "drops": strict is False, "scratch": True}
     return _fill(model, full_state, offload, rules, options)
@@ -153,20 +157,22 @@ def _is_policy(given: Any) -> bool:
 def _fill(
     module: nn.Module, full: Full, offload: bool, rules: dict[str, bool], options: dict[str, Any]
 ) -> nn.Module:
-    """Loads, for both signatures. `full`: a dict or a path."""
+    """Loads, for both signatures. `full`: a dict or a path. `rules`: `strict` and `drops` as for
+    `chosen_from`, and `scratch`: whether to fill non-persistent buffers."""
     is_path = isinstance(full, (str, os.PathLike))
     known = _OPTIONS.keys() if is_path else _WITH_DICT
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"fsdp2_load_full_state_dict: unknown argument '{unknown[0]}'")
     how = _OPTIONS | {"consume": False} | options
     names = ("budget", "strategy", "staging", "fork", "seed", "check", "progress")
-    said = Options(how["ledger"] or _modicum.Ledger(), *(how[name] for name in names))
+    of_load = Options(how["ledger"] or _modicum.Ledger(), *(how[name] for name in names))
     with Ranks.of_world().together() as ranks:
         if not is_path and not isinstance(full, (Mapping, type(None))):
             got = type(full).__name__
-            raise refusal("USAGE", "a state dict", expected="a dict or a path", got=got)
+            what = "the full state has an unsupported type"
+            raise refusal("USAGE", what, expected="a dict or a path", got=got)
         if how["consume"] and not isinstance(full, (MutableMapping, type(None))):
-            what, got = "consume=True of a state dict", type(full).__name__
+            what, got = "consume=True can't remove tensors from this dict", type(full).__name__
             raise refusal("USAGE", what, expected="a mutable mapping", got=got)
         model = Model.of(module, scratch=rules["scratch"], buffers_follow_fsdp=True)
         _check_offload(model, offload)
@@ -175,7 +181,7 @@ def _fill(
         refuse_gaps(model, made, buffers=rules["scratch"])
         planned: list[Planned] = []
         for goal in goals:  # all must fit before one runs
-            planned.append(plan_of(model, ranks, goal, said, planned[-1] if planned else None))
+            planned.append(plan_of(model, ranks, goal, of_load, planned[-1] if planned else None))
         for load in planned:
             report = run(load, model, ranks)
             if how["on_report"] is not None:
@@ -191,6 +197,7 @@ def _goals_of(
     """The loads to run, in order: from rank 0's memory, then from a checkpoint."""
     kind = "path" if isinstance(full, (str, os.PathLike)) else "dict"
     facts = {"the form of the state": kind} | {name: str(rule) for name, rule in rules.items()}
+    # `level` compares tensors by their order, so all ranks must have the same names.
     ranks.agree_on(facts | {f"tensor {name}": "in the model" for name in model.tensors})
     uneven = level(model, ranks)
     if full is None or isinstance(full, Mapping):
@@ -199,7 +206,7 @@ def _goals_of(
         consumed = full if how["consume"] and isinstance(full, MutableMapping) else None
         return [goal_of_memory(model, ranks, choose, consumed)]
     if how["check"] and uneven:
-        what = "check='values' if the buffers of ranks differ"
+        what = "check='values' is not supported if non-persistent buffers differ between ranks"
         raise refusal("UNSUPPORTED", what)
     recipe = {name: how[name] for name in ("dtype", "keep_fp32", "missing", "unexpected")}
     first = [goal_of_memory(model, ranks, lambda: (uneven, {}))] if uneven else []

@@ -43,6 +43,7 @@ class Built:
     resized: str | None = None
     """How new rows are made, "mean" or "model"; None: no tensor was resized."""
     filled: bool = False
+    """Whether the model has its values now."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -120,8 +121,8 @@ def _refuse_state(
 
 
 def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) -> None:
-    """Raises `UsageError` if a parameter was written to, or an adapter computed from it, while it
-    had no values. `keys`: from `keys_of`."""
+    """Raises `UsageError` if a parameter was written to while it had no values, or if an adapter is
+    on meta that is not to begin as a base tensor. `keys`: from `keys_of`."""
     for name, member in structure.members.items():
         if not isinstance(member.tensor, nn.Parameter) or not member.tensor.is_meta:
             continue
@@ -145,7 +146,7 @@ def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) 
 
 
 @contextmanager
-def told_to_users(has_unfilled: Callable[[], bool]) -> Iterator[None]:
+def readable_errors(has_unfilled: Callable[[], bool]) -> Iterator[None]:
     """A context that makes errors readable. If a model has no values, torch's errors about tensors
     without values become a `UsageError`. Tracebacks of an `Error` show only the script's frames."""
     try:

@@ -84,7 +84,8 @@ def convert(
     opened = ZeroDirectory.open(Path(directory))
     if opened.foreign and state_format is not None:
         expected, got = "Adam's exp_avg and exp_avg_sq, or state_format=None", opened.foreign
-        raise refusal("UNSUPPORTED", "state of an optimizer", expected=expected, got=got)
+        what = "the saved state is not that of Adam"
+        raise refusal("UNSUPPORTED", what, expected=expected, got=got)
     number = opened.global_steps if step is None else step
     ask = Ask(root=Path(root), step=number, keep=None, form=form, budget=budget, extra=None,
               ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip

@@ -33,7 +33,8 @@ def require_fsdp2_if_set() -> None:
 
 
 def require_fsdp2(state: Any) -> None:
-    """Raises `UsageError` unless accelerate runs FSDP2: only then an empty model is filled."""
+    """Raises `UsageError` unless accelerate runs FSDP2: Modicum fills a model without values only
+    when accelerate shards it by FSDP2."""
     if state.is_fsdp2:
         return
     kind = getattr(state.distributed_type, "value", str(state.distributed_type))
@@ -46,7 +47,7 @@ def require_fsdp2(state: Any) -> None:
     raise refusal("UNSUPPORTED", what, expected=expected, got=f"distributed_type {kind}")
 
 
-# ---- known facts (whether prepare calls fsdp2_prepare_model is checked only during the call)
+# ---- known facts. That prepare calls fsdp2_prepare_model is checked after each call of prepare.
 
 
 def _shards_by_function() -> bool:

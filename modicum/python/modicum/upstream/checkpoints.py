@@ -48,8 +48,8 @@ def has_trainer() -> bool:
 def replace_trainer(
     stack: ExitStack, methods: Mapping[str, Wrapper], functions: Mapping[str, Wrapper]
 ) -> None:
-    """Until `stack` ends, wraps methods of Trainer by name, and the functions with which it finds
-    and removes checkpoints. Trainer must have been imported."""
+    """Until `stack` ends, wraps `methods` of Trainer, and `functions` of its module such as those
+    that find and remove checkpoints, all by name. Trainer must have been imported."""
     KNOWN_TRAINER.require()
     trainer = sys.modules[_TRAINER]
     for name, wrap in methods.items():
@@ -97,8 +97,10 @@ def own_names(directory: Path, model_index: int) -> list[str]:
     """The entries of a checkpoint in which accelerate itself saves a model and its optimizer."""
     number = f"_{model_index}" if model_index else "(_0)?"
     name = re.compile(rf"(pytorch_model_fsdp|optimizer){number}(_rank\d+)?(\.bin)?")
+    # "optimizer" is the directory to which Modicum writes the state of the first model's optimizer.
     found = {one for one in os.listdir(directory) if name.fullmatch(one)} - {"optimizer"}
-    # Modicum writes models after the first one to a directory of the same name.
+    # Modicum and accelerate write a model after the first one to a directory of the same name, but
+    # only accelerate's has the file .metadata.
     shared = folder_of(model_index) if model_index else ""
     if shared in found and not (directory / shared / ".metadata").exists():
         found.remove(shared)
@@ -143,7 +145,8 @@ def named_by_caller(accelerator: Any) -> Iterator[None]:
 
 
 def numbered_directories(folder: Path) -> list[Path]:
-    """accelerate's checkpoints in a folder, oldest first."""
+    """accelerate's checkpoints in a folder, oldest first: sorted, as by accelerate, by the last
+    number in their names."""
     found = [
         (int(number.group()), path)
         for path in folder.iterdir()
@@ -160,7 +163,8 @@ def nothing_amiss() -> Any:
 
 
 def save_config(model: Any, directory: Path) -> None:
-    """Writes config, generation config and custom code as `save_pretrained` does; no weights."""
+    """Writes config, generation config and custom code as `save_pretrained` does, but no
+    weights."""
     with _without_bars():
         model.save_pretrained(directory, state_dict={}, is_main_process=True)
     _remove_dummy(directory)
@@ -168,7 +172,8 @@ def save_config(model: Any, directory: Path) -> None:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """A context without the progress bars that transformers draws even for no weights."""
+    """A context without the progress bars of transformers, which appear even if no weights are
+    written."""
     from transformers.utils import logging
 
     before = logging.set_tqdm_hook(lambda bar, args, how: bar(*args, **how | {"disable": True}))
@@ -198,8 +203,8 @@ def saves_as_usual(trainer: Any) -> bool:
 
 
 def save_companions(trainer: Any, directory: Path) -> None:
-    """Writes config, tokenizer and training arguments, without weights, on ranks that save. For a
-    PeftModel it writes only the model card of PEFT's files: PEFT needs weights for the others."""
+    """Writes config, tokenizer and training arguments, without weights. Of PEFT's own files it
+    writes only the model card of a PeftModel, since PEFT would write the others with weights."""
     model = bare(trainer.model)
     with ExitStack() as stack:
         stack.enter_context(_without_bars())
@@ -235,8 +240,8 @@ def sorted_checkpoints(folder: str, prefix: str = "checkpoint") -> list[Path]:
 
 
 def last_of(paths: Sequence[Path], accepts: Callable[[Path], bool]) -> str | None:
-    """The newest of `paths`, Trainer's checkpoints with the oldest first, for which `accepts` is
-    true; in the form of `get_last_checkpoint`."""
+    """The last of `paths` that has the name of a Trainer checkpoint and for which `accepts` is
+    true; a string or None, as from `get_last_checkpoint`. `paths`: sorted, the oldest first."""
     own = (path for path in reversed(paths) if _NUMBERED.fullmatch(path.name))
     return next((str(path) for path in own if accepts(path)), None)
 

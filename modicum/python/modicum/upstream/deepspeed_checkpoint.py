@@ -12,7 +12,8 @@ EXPERT_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_.*\.pt|expp_rank_\d+_.*\.pt
 
 STAGE = "deepspeed.runtime.zero.config ZeroStageEnum"
 STAGES = {"optimizer_states": 1, "gradients": 2, "weights": 3}
-"""The stages by the names of the enum's members."""
+"""The stages by the names of the enum's members. Python 3.11.0 to 3.11.2 pickle the name instead of
+the number."""
 PICKLED = frozenset(
     (
         STAGE,
@@ -28,10 +29,10 @@ MASTERS = {
     1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups",
     3: "fp32_flat_groups",
 }  # fmt: skip
-"""The key of a rank's masters, by stage."""
+"""The key of a rank's float32 masters in its optimizer file, by stage."""
 
 BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
-"""The key of the inner optimizer's own state, by stage."""
+"""The key of the state of the optimizer that ZeRO wraps, by stage."""
 
 MODEL_KEYS = frozenset(
     (
@@ -40,4 +41,5 @@ MODEL_KEYS = frozenset(
         "ds_version", "optimizer",
     )
 )  # fmt: skip
-"""The keys that DeepSpeed itself writes into the model's file."""
+"""The keys of a model file that a conversion uses, or that describe only DeepSpeed's run. All other
+keys, such as `lr_scheduler` or a program's own, are reported as not converted."""

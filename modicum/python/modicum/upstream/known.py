@@ -7,7 +7,7 @@ from importlib import import_module
 from modicum.errors import refusal
 
 TORCH_TESTED = ("2.13.0", "2.15.0")
-"""The versions of torch with which the tests have run, for all files about torch."""
+"""The versions of torch with which the tests have run, for every file of this room about torch."""
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,18 @@ class Known:
 
     package: str
     tested: tuple[str, ...]
-    """The versions with which the tests have run. Others are accepted if every fact holds."""
+    """The versions with which the tests have run. Another version is accepted if every fact holds
+    for it."""
     facts: Mapping[str, Callable[[], bool]]
-    """For each statement a check whether it is true for the installed package; it may raise."""
+    """For each statement about the package a function that returns whether the installed version
+    satisfies it. The function may raise any error."""
 
     def mismatch(self) -> str:
-        """The first fact that does not hold, in one line with the installed version; or empty."""
+        """One line with the installed version, the first fact that does not hold, and why; empty if
+        every fact holds."""
         for fact, holds in self.facts.items():
             try:
-                why = "" if holds() else "it does not"
+                why = "" if holds() else "this does not hold"
             except Exception as error:  # another version may raise anything
                 why = f"{error}".partition("\n")[0] or type(error).__name__
             if why:

@@ -15,7 +15,8 @@ from modicum.upstream.patching import replace
 from modicum.upstream.torch_core import parameters_of
 
 _FROM_BASE = ("pissa", "olora", "corda", "loftq", "mica", "lora_ga")
-"""Prefixes of the values of `init_lora_weights` that need the base model's values."""
+"""A setting `init_lora_weights` that begins with one of these computes adapters from the base
+model's weights."""
 
 
 def with_real_adapters(stack: ExitStack) -> bool:
@@ -97,7 +98,8 @@ def _refuse_from_base(model: nn.Module, config: Any) -> None:
 def _take_values(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:
-    """A hook: gives memory to adapters on meta for which a state dict has values."""
+    """A load_state_dict pre-hook: gives memory to adapters on meta for which the state dict has
+    values."""
     if local_metadata.get("assign_to_params_buffers", False):
         return
     own = parameters_of(module)

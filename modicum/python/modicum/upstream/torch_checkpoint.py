@@ -8,7 +8,7 @@ REBUILD_TYPED = "torch._tensor _rebuild_from_type_v2"
 ORDERED_DICT = "collections OrderedDict"
 LAYOUT = "torch.serialization _get_layout"
 GETATTR = frozenset(("builtins getattr", "__builtin__ getattr"))
-"""Python 3.11.0 to 3.11.2 pickles an enum member as `getattr(class, name)`."""
+"""Python 3.11.0 to 3.11.2 pickle an enum member as `getattr(class, name)`."""
 MEMORY_FORMAT = f"{METADATA} _MEM_FORMAT_ENCODING"
 
 PICKLED = frozenset(
@@ -25,6 +25,8 @@ PICKLED = frozenset(
         "pathlib PosixPath", "pathlib._local PosixPath",
     )
 )  # fmt: skip
+"""The classes and functions, as "module name", that `.metadata` and its archives may name. A pickle
+with any other name is refused."""
 
 STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",

@@ -1,7 +1,7 @@
 """torch's tensors, modules and optimizers: their private attributes, and accessors for them.
 
-Only the checks import torch: `modicum.memory` and `modicum.recipes` apply the accessors to objects
-of their callers, and need no torch.
+Only `not_compiled` and the checks import torch: `modicum.memory` and `modicum.recipes` apply the
+other accessors to objects of their callers, and need no torch.
 """
 
 import functools
@@ -30,7 +30,8 @@ def version_of(tensor: Any) -> int:
 
 
 def use_count(tensor: Any) -> int:
-    """The number of references to the tensor: 1 for Python, plus one per autograd graph."""
+    """The number of C++ references to the tensor: 1 for its Python object, and more if an autograd
+    graph refers to it."""
     return tensor._use_count()
 
 
@@ -51,18 +52,19 @@ def carry_hooks(source: Any, target: Any) -> None:
 
 def parameters_of(module: Any) -> dict[str, Any]:
     """A module's own parameters by attribute; None for one registered without a tensor. Returns the
-    module's own dictionary: setting entries bypasses torch's registration hooks. Empty before the
-    module's constructor has run."""
+    module's own dictionary: setting entries bypasses torch's registration hooks. Returns an empty
+    one before the module's constructor has run."""
     return vars(module).get("_parameters", {})
 
 
 def buffers_of(module: Any) -> dict[str, Any]:
-    """The same for buffers."""
+    """A module's own buffers by attribute, as `parameters_of` returns parameters."""
     return module._buffers
 
 
 def children_of(module: Any) -> dict[str, Any]:
-    """The same for submodules; a shared one has an entry for each name."""
+    """A module's own submodules by attribute, as `parameters_of` returns parameters. A submodule
+    that has several attributes has an entry for each."""
     return vars(module).get("_modules", {})
 
 
@@ -76,17 +78,18 @@ def clone_of(module: Any, kind: type, **registered: dict[str, Any]) -> Any:
     `buffers` and `modules`. Attributes set on the clone are not set on the module."""
     clone: Any = object.__new__(kind)
     vars(clone).update(vars(module))
-    vars(clone).update({f"_{name}": of for name, of in registered.items()})
+    vars(clone).update({f"_{name}": members for name, members in registered.items()})
     return clone
 
 
 def drop_hooks(module: Any, *hooks: Callable[..., Any]) -> None:
     """Removes forward pre-hooks and load_state_dict pre-hooks by their functions: a deep copy of a
     module has the original's hooks, but there are no handles to them."""
-    for of_module in (module._forward_pre_hooks, module._load_state_dict_pre_hooks):
-        for key, one in list(of_module.items()):
+    for registered in (module._forward_pre_hooks, module._load_state_dict_pre_hooks):
+        for key, one in list(registered.items()):
+            # torch wraps load_state_dict pre-hooks in an object with an attribute `hook`.
             if getattr(one, "hook", one) in hooks:
-                del of_module[key]
+                del registered[key]
 
 
 def not_compiled(function: Any) -> Any:
@@ -111,7 +114,7 @@ def load_hooks(optimizer: Any) -> tuple[list[Callable[..., Any]], list[Callable[
 
 
 def _plain() -> Iterator[Any]:
-    """Two tensors on the CPU, whatever the default device and inference mode."""
+    """Two ordinary tensors on the CPU, whatever the default device, and in inference mode, too."""
     import torch
 
     with torch.inference_mode(False):
@@ -222,8 +225,8 @@ KNOWN = Known(
 
 @functools.cache
 def require_known() -> None:
-    """Raises `UsageError` if the installed torch contradicts `KNOWN`, here or in torch_dispatch.
-    Checks it once per process, in milliseconds."""
+    """Raises `UsageError` if the installed torch contradicts `KNOWN` of this file or of
+    torch_dispatch. After a success later calls check nothing; the check takes milliseconds."""
     from modicum.upstream import torch_dispatch
 
     KNOWN.require()

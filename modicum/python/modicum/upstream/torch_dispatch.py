@@ -1,6 +1,6 @@
 """torch's dispatcher: modes, schemas of operators, and tensors without memory.
 
-With a torch that lacks one of these names the import fails.
+The import of this file fails with a torch that lacks one of the private names imported below.
 """
 
 import threading
@@ -88,8 +88,8 @@ def is_dispatching(kind: type[TorchDispatchMode]) -> bool:
 
 
 def push_lowest(mode: TorchFunctionMode) -> None:
-    """Activates a function mode on this thread below the active ones, so that their contexts can
-    still pop them. No effect if a mode of its class is active."""
+    """Activates a function mode on this thread below the active modes, so that the contexts of
+    these can still pop their own mode. Does nothing if a mode of the same class is active."""
     if any(isinstance(one, type(mode)) for one in _get_current_function_mode_stack()):
         return
     modes = [_pop_mode() for _ in range(_len_torch_function_stack())]

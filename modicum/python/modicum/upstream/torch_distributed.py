@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from modicum.errors import refusal
 
-# A tag that no message uses. Gloo sends a message on connection (tag modulo number of connections):
-# for up to ten network interfaces this is the connection of tag 0, since 5040 is divisible by 1 to
-# 10. Tested with the Gloo of torch 2.13.0 and 2.15.0.
+# A tag that no message uses. Gloo has one connection per network interface, and selects it by the
+# tag modulo their number. 5040 is divisible by 1 to 10, so with up to ten interfaces this tag
+# selects the same connection as tag 0. Tested with the Gloo of torch 2.13.0 and 2.15.0.
 _UNSENT_TAG = 5040
 _SHORTEST = timedelta(milliseconds=1)
 
@@ -33,15 +33,16 @@ def default_store() -> Any:
 
 
 def strided_shard() -> type:
-    """The placement class of a tensor dim that FSDP2 shards after another mesh axis has."""
+    """DTensor's placement class for a tensor dim that FSDP2 shards although another mesh axis, such
+    as that of tensor parallelism, shards it already."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard
 
 
 def shard_order(tensor: Any) -> tuple[Any, ...]:
-    """For each tensor dim an entry with `tensor_dim` and the `mesh_dims` that cut it, in the order
-    of the cuts. Empty before torch 2.15, or if a placement is strided."""
+    """For each sharded tensor dim an entry with `tensor_dim` and the `mesh_dims` that cut it, in
+    the order of the cuts. Empty if a placement is strided, or if this torch does not record it."""
     return getattr(tensor._spec, "shard_order", None) or ()
 
 
@@ -70,7 +71,8 @@ def require_gloo() -> None:
 
 def break_connections(group: Any) -> None:
     """Ends a group's connections; its peers get an error. Gloo has no call for this, but ends all
-    connections when a wait exceeds its time limit."""
+    connections when a wait exceeds its time limit. So this waits 1 ms for a message that no rank
+    sends."""
     peer = 1 if group.rank() == 0 else 0
     never = torch.empty(1, dtype=torch.uint8)
     try:

@@ -36,7 +36,7 @@ class Managed:
     unit: int
     """Index of its parameter group in the model. FSDP2 gathers a group together."""
     padded_numel: int
-    """Number of elements of each rank's padded buffer."""
+    """Number of elements of each rank's buffer, padding included."""
     device: torch.device
     """The device of its storage: the CPU if it is offloaded."""
     pins: bool
@@ -69,6 +69,7 @@ def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:
     """The result of `_groups`. Raises `UsageError` if FSDP2 differs from the tested versions."""
     try:
         groups = _groups(modules)
+        # The facts do not depend on the mesh: a check on the first group's mesh suffices.
         meshes = [group.fsdp_params[0].mesh_info.mesh for group in groups[:1]]
     except AttributeError as error:
         raise _not_known(error) from None
@@ -86,8 +87,8 @@ def _not_known(error: Exception) -> UsageError:
 
 
 def cut_by_fsdp() -> dict[torch.Tensor, Any]:
-    """All parameters that FSDP2 manages in this process, of any model, with the argument for
-    `shard_ranks`. Raises `UsageError` if this torch does not expose them."""
+    """For each parameter that FSDP2 manages in this process, in any model, FSDP2's record of it:
+    the argument for `shard_ranks`. Raises `UsageError` if this torch does not expose them."""
     try:
         # All live modules on which `fully_shard` was called.
         from torch.distributed._composable_state import _module_state_mapping
@@ -127,7 +128,7 @@ def stays_cut(parameter: torch.Tensor, managed: Managed | None) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees gathered parameters, which a forward without a backward leaves."""
+    """Frees the gathered parameters that FSDP2 keeps after a forward without a backward."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -175,8 +176,9 @@ def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, M
 def check_unit_dtypes(
     managed: Mapping[str, Managed], dtype_of: Callable[[str], torch.dtype]
 ) -> None:
-    """Raises `UsageError` if the trainable parameters of a unit have several dtypes, which FSDP2
-    refuses at the first forward. `dtype_of`: returns the future dtype of an FQN."""
+    """Raises `UsageError` if the trainable parameters of a unit will have several dtypes, which
+    FSDP2 refuses at the first forward. `dtype_of`: returns the dtype that the parameter with a
+    given FQN will have."""
     first: dict[int, tuple[str, torch.dtype]] = {}
     for name, of in managed.items():
         if of.fsdp_param.sharded_param.requires_grad:
@@ -193,8 +195,9 @@ def check_unit_dtypes(
 
 
 def check_replaceable(name: str, parameter: nn.Parameter) -> None:
-    """Raises `UsageError` if a parameter's memory can't be replaced: it is lazy, has a gradient, or
-    something else refers to it."""
+    """Raises `UsageError` if a parameter's memory can't be replaced: it is lazy, a tensor subclass
+    or not row-major, has a gradient, or has a weak reference or an autograd graph that refers to
+    it."""
     local = local_of(parameter)
     if isinstance(parameter, UninitializedTensorMixin):
         raise refusal("UNSUPPORTED", "a lazy parameter has no shape yet", tensor=name)
@@ -238,7 +241,8 @@ def hand_over(
         # FSDP2 pads only along dim 0, so the padding is at the end.
         local = storage[: shape.numel()].view(shape)
         made = dtensor_like(parameter, local)
-        made = nn.Parameter(local, requires_grad=False) if made is local else made
+        if made is local:  # the parameter is no DTensor
+            made = nn.Parameter(local, requires_grad=False)
     made.__class__ = type(parameter)
     made.__dict__.update(parameter.__dict__)
     made.requires_grad_(parameter.requires_grad)
@@ -253,8 +257,9 @@ def hand_over(
 
 
 def known(mesh: Any) -> Known:
-    """Facts about FSDP2, checked on a tiny unit over `mesh`, over which FSDP2 has sharded a model.
-    Takes about a millisecond, without communication."""
+    """Facts about FSDP2, checked on a module of one element that is sharded over `mesh`. FSDP2 must
+    have sharded a model over it already: then the check takes about a millisecond and does not
+    communicate."""
     facts = {
         "FSDPParam takes a storage that is padded, without a copy": partial(_takes_storage, mesh),
         "a process registers the modules that it shards": partial(_is_registered, mesh),

@@ -31,7 +31,8 @@ def is_pretrained(module: Any) -> bool:
 
 
 def initialise(model: Any, module: Any) -> None:
-    """Initialises the parameters of `module`, which is `model` or a submodule."""
+    """Initialises the parameters of `module`, which is `model` or one of its submodules, by the
+    model's own rule."""
     model._init_weights(module)
 
 
@@ -42,7 +43,8 @@ def embeddings_of(model: Any) -> list[Any]:
 
 
 def forget_initialised(module: Any) -> None:
-    """Removes a mark, so that `initialize_weights` initialises the module again."""
+    """Removes the mark that transformers sets on initialised modules, so that `initialize_weights`
+    initialises this one again."""
     vars(module).pop("_is_hf_initialized", None)
 
 
@@ -52,7 +54,7 @@ def has_dtype_plan(module: Any) -> bool:
 
 
 def dtype_plan(model: Any, dtype: Any) -> dict[str, Any]:
-    """The dtypes of tensors in a model of `dtype`, by pattern of their names."""
+    """The dtypes of the tensors that do not get the model's `dtype`, by pattern of their names."""
     return model._get_dtype_plan(dtype)
 
 
@@ -75,11 +77,12 @@ def renames_stored(model: Any) -> bool:
 
 
 class Builder(Protocol):
-    """What `replace_loading` calls in place of the parts of transformers that make values."""
+    """The callbacks of `replace_loading`, called in place of the parts of transformers that read or
+    initialise values."""
 
     @property
     def is_exempt(self) -> bool:
-        """Whether models are now built without this builder."""
+        """Whether models that are built now are left to transformers."""
 
     is_building: bool
     """Whether a model is under construction; it may build other models as parts."""
@@ -98,13 +101,13 @@ class Builder(Protocol):
         """Called with a model that was built without this builder."""
 
     def resized(self, model: Any, how: str) -> None:
-        """Called when `resize_token_embeddings` has resized a model without values. `how`: new rows
-        become the "mean" of the others, or are made by the "model"."""
+        """Called when `resize_token_embeddings` has resized a model without values. `how`: "mean":
+        new rows get the mean of the others; "model": the model initialises them."""
 
 
 def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
-    """Until `stack` ends, `from_pretrained` of `cls`, a model class, reads no tensor but calls
-    `by`."""
+    """Until `stack` ends, `from_pretrained` of `cls`, a model class, reads no tensor and calls the
+    methods of `by` instead."""
     contexts, from_config = cls.get_init_context.__func__, cls._from_config.__func__
     read, finish = cls._load_pretrained_model, cls._finalize_model_loading
 
@@ -133,9 +136,9 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
         expected_keys: Any = None,
     ) -> tuple[Any, Any]:
         if by.is_exempt:
-            told = read(model, state_dict, checkpoint_files, load_config, expected_keys)
+            loaded = read(model, state_dict, checkpoint_files, load_config, expected_keys)
             by.exempted(model)
-            return told
+            return loaded
         model.tie_weights(recompute_mapping=False)
         by.built(model, checkpoint_files, load_config, state_dict, expected_keys)
         return _nothing_loaded(), None
@@ -153,8 +156,8 @@ def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
 
 
 def _replace_resizing(stack: ExitStack, cls: Any, by: Builder) -> None:
-    """Replaces `resize_token_embeddings` for tensors on meta: new rows can't be computed yet from
-    their values."""
+    """Replaces `resize_token_embeddings` for tensors on meta, from which new rows can't be computed
+    yet."""
     resize = cls.resize_token_embeddings
 
     @functools.wraps(resize)
@@ -173,11 +176,12 @@ def _replace_resizing(stack: ExitStack, cls: Any, by: Builder) -> None:
 
     replace(stack, cls, "resize_token_embeddings", resize_token_embeddings)
     for name in _ROWS_OF_THE_MEAN:
-        of_values = getattr(cls, name)
+        own = getattr(cls, name)
 
-        @functools.wraps(of_values)
-        def fill(model: Any, old: Any, *args: Any, by: Any = of_values) -> Any:
-            return None if old.weight.is_meta else by(model, old, *args)
+        # The default binds this iteration's function.
+        @functools.wraps(own)
+        def fill(model: Any, old: Any, *args: Any, original: Any = own) -> Any:
+            return None if old.weight.is_meta else original(model, old, *args)
 
         replace(stack, cls, name, fill)
 
@@ -203,7 +207,7 @@ def _nothing_loaded() -> Any:
 
 def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any) -> None:
     """Raises `UsageError` for arguments of `from_pretrained` that Modicum's load would ignore."""
-    if expected_keys is not None:
+    if expected_keys is not None:  # transformers passes them only for adapters
         what = "a directory of adapters: build the base model, then PeftModel.from_pretrained(base)"
         raise refusal("UNSUPPORTED", what)
     quantizer = config.hf_quantizer
@@ -226,16 +230,18 @@ def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any
 def _has_key_mapping(model: Any, config: Any) -> bool:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
+    # The mapping in use is the model's own and, with `key_mapping`, further renamings.
     own = get_model_conversion_mapping(model, None, config.hf_quantizer) or ()
     return len(config.weight_mapping or ()) > len(own)
 
 
 def source_of(files: Sequence[str] | None) -> Path:
-    """The source for `modicum.torch.load` that has exactly these files of transformers."""
+    """The source for `modicum.torch.load` that consists of exactly these files, which transformers
+    would read: their folder, or the only file. Raises `UsageError` if there is none."""
     paths = [Path(file) for file in files or ()]
-    odd = next((path.name for path in paths if path.suffix != ".safetensors"), None)
-    if odd or not paths:
-        raise refusal("UNSUPPORTED", "no safetensors file to load from", got=odd or "")
+    other = next((path.name for path in paths if path.suffix != ".safetensors"), "")
+    if other or not paths:
+        raise refusal("UNSUPPORTED", "no safetensors file to load from", got=other)
     folder, names = paths[0].parent, {path.name for path in paths}
     index = folder / "model.safetensors.index.json"
     if index.exists():
@@ -246,8 +252,8 @@ def source_of(files: Sequence[str] | None) -> Path:
         return folder
     if len(paths) > 1:
         what = "from_pretrained reads other files than the index lists"
-        other = min(names ^ stored, default="")
-        got = f"a difference in {other}" if other else "files of several folders"
+        different = min(names ^ stored, default="")
+        got = f"a difference in {different}" if different else "files of several folders"
         raise refusal("UNSUPPORTED", what, expected=counted(len(stored), "file"), got=got)
     return paths[0]
 

@@ -1,4 +1,5 @@
-"""TRL: the function with which its trainers shard a reference model. TRL is not imported here."""
+"""TRL: the function with which its trainers shard a reference model. A module of TRL is imported
+here only if the program has imported TRL."""
 
 import importlib
 import sys

@@ -42,13 +42,14 @@ def make_plan(
         given: names of the targets that `load(into=...)` reads into the caller's memory.
         staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires
             it.
-        baseline: bytes that a rank process holds before the load; None: 2 MiB.
+        baseline: bytes that each rank's process holds before the load; None: 2 MiB.
         budget: host memory per node, bytes or "1.5GiB"; None: not checked.
         fork: how forked children see the shards: "excluded" (not mapped: an access raises SIGSEGV),
             "shared" (the same memory) or "inherited" (copies, which the promise includes).
 
     Raises:
-        BudgetError: the plan exceeds the budget; it has the shortfall and the bytes by purpose.
+        BudgetError: the plan exceeds the budget. The error has the shortfall and the bytes by
+            purpose.
         UsageError: a name in `given` is not a target.
     """
     wanted = set(given)
@@ -120,8 +121,8 @@ def load(
     threads: int = 0,
     seed: int = 0,
 ) -> Shards:
-    """Executes one rank's part of a plan. Ranks do not communicate here: a strategy that sends
-    bytes between ranks raises USAGE.
+    """Executes one rank's part of a plan. Ranks do not communicate here: a plan in which this rank
+    exchanges bytes with others raises USAGE.
 
     All memory is charged to `ledger` and committed before the first data byte is read. The GIL is
     released; Ctrl-C cancels the load.
@@ -133,8 +134,8 @@ def load(
             local buffer's size, by DLPack or the buffer protocol. After an error their contents are
             undefined.
         ledger: the account to charge; None: a new one, whose limit is this rank's promise.
-        check: None, or "values": fills the buffers with a pattern before the load, and afterwards
-            reads everything again and compares every value.
+        check: None, or "values": fills the buffers with a pattern before the load. Afterwards reads
+            the checkpoint again and compares the result with every value in the buffers.
         threads: the number of threads, or fewer if staging has no room for them; 0: one per usable
             CPU.
         seed: the seed of `init` rules.
@@ -167,5 +168,11 @@ def load(
 
 
 def report(plan: Plan, outcomes: Iterable[dict[str, Any]], *, checked: bool = False) -> Report:
-    """The report of a load. `outcomes`: `Shards.outcome` of all ranks, rank 0 first."""
+    """The report of a load.
+
+    Args:
+        plan: the plan that all ranks have executed.
+        outcomes: `Shards.outcome` of all ranks, rank 0 first.
+        checked: whether the ranks loaded with `check="values"`.
+    """
     return Report(*_modicum.load_report(plan, list(outcomes), checked))

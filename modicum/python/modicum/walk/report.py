@@ -5,8 +5,8 @@ from typing import Any
 
 
 class Report:
-    """The report of a load on all ranks; the same on each rank. `str()` is the table that `modicum
-    load` prints."""
+    """The report of a load on all ranks. Every rank gets the same report. `str()` is the table that
+    `modicum load` prints."""
 
     def __init__(self, document: Mapping[str, Any], text: str) -> None:
         self.document = dict(document)
@@ -23,9 +23,10 @@ class Report:
 
     @property
     def coverage(self) -> str:
-        """`proven`: every element of every local buffer was written exactly once. The proof is a
-        fingerprint of the written places at a random point, new for each load; it misses a fault
-        with a probability of at most elements / 2^61."""
+        """Always `proven`: every element of every local buffer was written exactly once; otherwise
+        the load raises. The proof is a polynomial fingerprint of the written positions, evaluated
+        at a random point that is new for each load. It misses a fault with a probability of at most
+        elements / 2^61."""
         return self.document["coverage"]
 
     @property
@@ -35,7 +36,8 @@ class Report:
 
     @property
     def check(self) -> str:
-        """`ok`: every value was equal in a second reading; `off`: not requested."""
+        """`ok`: a second reading of the checkpoint gave every value again; `off`: the check was not
+        requested."""
         return self.document["check"]
 
     @property

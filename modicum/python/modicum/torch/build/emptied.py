@@ -87,7 +87,7 @@ class Emptied:
         everyone = ranks.gather([unwritten, [*self._values], self._differ, self._unknown])
         names = [sorted({name for rank in everyone for name in rank[i]}) for i in range(4)]
         self.unwritten = set(names[0])
-        self._named = names[1:] if ranks.rank == 0 else [[], [], []]
+        self._named = names[1:] if ranks.rank == 0 else [[], [], []]  # only rank 0 warns
 
     def _compare(self, makes: _Makes, found: dict[str, _Buffer], *, everything: bool) -> bool:
         """Notes buffers that differ from their rule. Returns whether any of them shows that
@@ -145,9 +145,10 @@ def _warn(what: str, names: list[str]) -> None:
 def _examined(
     model: nn.Module, tensors: dict[str, ModelTensor], *, everything: bool
 ) -> dict[str, _Buffer]:
-    """The non-persistent buffers that may be garbage, by name. A buffer is not garbage if a
-    parameter of the module around it is on meta (`to_empty` was not called there), or if it was
-    written in place. `everything`: returns those, too, but none on meta."""
+    """The non-persistent buffers that may be garbage, by name. A buffer is not garbage if it was
+    written in place, or if a parameter of the smallest module with parameters around it is on meta:
+    then `to_empty` was not called there. `everything`: returns these buffers, too. Buffers on meta
+    are never returned."""
     around = dict(_smallest_with_parameters(model))
     found = {}
     for name, of in tensors.items():

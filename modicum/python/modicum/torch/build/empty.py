@@ -103,21 +103,25 @@ def _tensors(*arguments: Any) -> Iterator[torch.Tensor]:
 
 
 class _Memory(TorchDispatchMode):
-    """Decides where each tensor's memory comes from; tracks which tensors have no values yet."""
+    """Decides where the memory of each new tensor comes from; tracks which tensors have no values
+    yet."""
 
     def __init__(self) -> None:
         super().__init__()
-        # By id of the storage, which is unique as long as the weak reference exists.
+        # By id of the storage, which is unique as long as the weak reference exists: the storages
+        # that have no values, and functions that make tensors on meta again, on the CPU.
         self._uncomputed: dict[int, StorageWeakRef] = {}
         self._makers: dict[int, tuple[StorageWeakRef, Callable[[], torch.Tensor]]] = {}
         self._may_use_meta = False
 
     def is_uncomputed(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing has computed the tensor's values: it is on meta, or `torch.empty`."""
+        """Whether nothing has computed the tensor's values: it is on meta, or `torch.empty` has
+        made it and nothing has written to it."""
         known = tensor.is_meta or storage_id(tensor) in self._uncomputed
         return known and tensor.numel() > 0
 
     def _note(self, tensor: torch.Tensor, *, computed: bool) -> None:
+        """Notes that the tensor's memory now has values, or that it has none."""
         key = storage_id(tensor)
         self._makers.pop(key, None)
         if computed or tensor.is_meta:
@@ -229,7 +233,7 @@ class _Memory(TorchDispatchMode):
         if not computed and not is_mutable(func):
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(_META), (args, kwargs))
         is_copy = func.overloadpacket in _COPIES
-        if is_copy and self.is_uncomputed(tensors[-1]):
+        if is_copy and self.is_uncomputed(tensors[-1]):  # the source: copy_ has it second
             computed = False
         if written and written[0].is_meta and _is_random(func):
             result = written[0]  # the kernel for meta would take a millisecond
@@ -377,8 +381,8 @@ def empty_parameters() -> Iterator[None]:
 
     The cost is the memory of the buffers and milliseconds per layer: parameters are neither
     committed nor initialised. A constructor that reads a parameter's values fails with torch's own
-    error. Existing modules are not changed. A nested context has no effect. Only one thread at a
-    time may be in the context.
+    error. Modules from before the context are not changed. A nested context has no effect. Only one
+    thread at a time may be in the context.
 
     Raises:
         UsageError: on exit (UNSUPPORTED, naming the `tensor`): a non-persistent buffer was never

@@ -87,7 +87,7 @@ class Initialiser:
         sources = {name: names[0] for names in ties_of(structure) for name in names}
         position = {name: i for i, name in enumerate(members)}
         groups: dict[int, _Group] = {}
-        self._made_in: dict[str, tuple[_Group, str]] = {}  # by name (group, attribute)
+        self._made_in: dict[str, tuple[_Group, str]] = {}  # by name: (group, attribute)
         for name in sorted(names, key=lambda name: position.get(name, -1)):
             if name not in members:
                 raise refusal("USAGE", "the model has no such tensor", tensor=name)
@@ -107,8 +107,10 @@ class Initialiser:
                 raise refusal("UNSUPPORTED", "no rule of the model makes this tensor", tensor=name)
         if buffers_only:
             self._drop_siblings()
-        rank = {key: i for i, key in enumerate(groups)}
-        self.order = sorted(self._made_in, key=lambda name: rank[id(self._made_in[name][0].module)])
+        number = {key: i for i, key in enumerate(groups)}
+        self.order = sorted(
+            self._made_in, key=lambda name: number[id(self._made_in[name][0].module)]
+        )
         self.largest_bytes = max((group.nbytes for group in groups.values()), default=0)
         self.most_tensors = max((len(group.members) for group in groups.values()), default=0)
         self._held: _Group | None = None
@@ -165,6 +167,7 @@ class Initialiser:
         return made
 
     def _make(self, group: _Group, asked: str) -> None:
+        """Makes the group's tensors. `asked`: the tensor that errors name."""
         made: dict[str, torch.Tensor] = {}
         for attribute, member in group.members.items():
             shape, dtype = tuple(member.tensor.shape), member.tensor.dtype
@@ -184,7 +187,7 @@ class Initialiser:
                     copies = stand_ins(rule, tensor_for)
                     rule.run(copies[id(rule.module)])
                     _take_back(copies[id(group.module)], made)
-                except Exception as error:  # as above
+                except Exception as error:  # the model's code, which may raise anything
                     raise _failed(rule, error, asked) from error
 
 
@@ -200,6 +203,7 @@ def _take_back(module: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _label_of(member: Member, structure: Structure) -> str:
+    """The name of the member's module in the model, without wrappers."""
     part = next(part for part in structure.parts if part.module is member.root)
     name = member.key if member.adapter is None else member.name.removeprefix(part.prefix)
     return (part.bare_prefix + name).rpartition(".")[0]

@@ -65,8 +65,8 @@ class Outline(torch.Tensor):
     own initialisers skip it.
     """
 
-    inner: torch.Tensor  # type: ignore[assignment]  # on meta
-    made: list[Region]  # the same list for all views
+    inner: torch.Tensor  # type: ignore[assignment]  # the same tensor on meta
+    made: list[Region]  # the regions that were written; the same list for all views
 
     __torch_function__ = NO_TORCH_FUNCTION  # type: ignore[assignment]
 
@@ -255,11 +255,14 @@ class Rules:
         return self._outlines[slot]
 
     def _once(self, module: nn.Module, kind: str, make: Callable[[], Rule | None]) -> Rule | None:
+        """The result of `make`, from a cache by module and kind."""
         if (id(module), kind) not in self._rules:
             self._rules[id(module), kind] = make()
         return self._rules[id(module), kind]
 
     def _of_weights(self, chain: Sequence[nn.Module]) -> Rule | None:
+        """The rule by which the innermost model of transformers in `chain` initialises the last
+        module; None without such a model."""
         module = chain[-1]
         model: Any = next((m for m in reversed(chain) if is_pretrained(m)), None)
         if model is None:
@@ -271,6 +274,9 @@ class Rules:
         return self._once(module, "weights", lambda: Rule(module, run, is_bare=True))
 
     def _of_constructor(self, module: nn.Module) -> Rule | None:
+        """The module's own method of RESETS; None without one that can be called without
+        arguments."""
+
         def make() -> Rule | None:
             for name in RESETS:
                 if hasattr(type(module), name):
@@ -286,6 +292,8 @@ class Rules:
         return self._once(module, "constructor", make)
 
     def _of_adapter(self, chain: Sequence[nn.Module], adapter: str) -> Rule | None:
+        """PEFT's reset of the adapter in the last module of `chain`; None without one."""
+
         def make() -> Rule | None:
             holder: Any = next(m for m in reversed(chain) if has_adapters(m))
             run = _reset_of(chain[-1], adapter, holder.peft_config.get(adapter))

@@ -1,4 +1,4 @@
-"""The goal of a load: a checkpoint, and the recipe of the model's tensors that are made from it."""
+"""The goal of a load: a checkpoint, and the recipe that makes the model's tensors from it."""
 
 import json
 import warnings
@@ -52,6 +52,7 @@ class Model:
             originals: whether the load may also fill the original rows that PEFT keeps for its
                 trainable tokens.
             scratch: whether the load may also fill non-persistent buffers.
+            buffers_follow_fsdp: see the attribute.
         """
         if not isinstance(module, nn.Module):
             expected, got = "a torch.nn.Module", type(module).__name__
@@ -72,14 +73,15 @@ class Model:
 
     @cached_property
     def names(self) -> dict[int, str]:
-        """The name of each tensor in files of optimizer state, by id; the first of tied names."""
+        """By id of a tensor: its name in files of optimizer state, the first of tied names."""
         names: dict[int, str] = {}
         for name, of in self.tensors.items():
             names.setdefault(id(of.tensor), name)
         return names
 
     def facts(self) -> dict[str, str]:
-        """What must be equal on all ranks that share a recipe, for `Ranks.agree_on`."""
+        """For `Ranks.agree_on`: the facts about tensors that must be equal on all ranks, since they
+        share one recipe."""
         facts: dict[str, str] = {}
         first: dict[int, str] = {}
         for name, of in self.tensors.items():
@@ -94,14 +96,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Goal:
-    """A checkpoint, and the recipe of the model's tensors from it; equal on every rank."""
+    """A checkpoint, and the recipe by which the model's tensors are made from it; equal on every
+    rank."""
 
     checkpoint: _modicum.Checkpoint
     recipe: _modicum.Recipe
     memories: list[Any]
     """The results of `memory_before` of all ranks, by rank."""
     callers: list[str]
-    """The names of tensors that the model's own rules make."""
+    """The names of tensors that are not stored and that the model's own rules make, in the order of
+    the recipe's nodes `caller`."""
     grown: dict[str, int] = field(default_factory=dict)
     """The stored number of rows, for each tensor that has another number of rows in the model."""
     norms: dict[str, str] = field(default_factory=dict)
@@ -133,7 +137,8 @@ def goal_of_source(
 
     Args:
         source: None: all tensors are initialised.
-        how: the arguments of `recipe_for` (dtype, missing, ...), and `recipe`, a given one.
+        how: the arguments of `recipe_for` (dtype, missing, ...); and `recipe`, which if not None is
+            used instead of making one.
         unwritten: names of tensors that have memory but no values, as after `to_empty()`.
     """
     checkpoint = _modicum.open_checkpoint(None if source is None else Path(source))
@@ -146,7 +151,7 @@ def goal_of_source(
         expected = "a torch.dtype, such as torch.bfloat16, or None"
         raise refusal("USAGE", "dtype", expected=expected, got=repr(how["dtype"]))
     facts = {"the size of the checkpoint": f"{checkpoint.bytes} bytes"}
-    facts |= {f"argument {name}": said(value) for name, value in how.items()}
+    facts |= {f"argument {name}": _repr_of(value) for name, value in how.items()}
     facts["argument recipe"] = "" if given is None else given.text(callers=True)
     ranks.agree_on(facts | model.facts())
     present = [
@@ -164,8 +169,8 @@ def goal_of_source(
         _warn_of_unused(made, stored)
         return [made.text(callers=True), made.callers, made.grown, made.norms]
 
-    # transformers needs seconds of CPU to make the recipe, so only rank 0 makes it, and before its
-    # memory is measured: what transformers keeps in memory then counts as baseline.
+    # Only rank 0 makes the recipe, which takes transformers seconds of CPU. Memory is measured
+    # after that, so that the memory that transformers keeps counts as baseline.
     (text, callers, grown, norms), memories = ranks.once(make, memory_before)
     recipe = _modicum.make_recipe(checkpoint, text)
     return Goal(checkpoint, recipe, memories, callers, grown, norms, text=text)
@@ -181,20 +186,21 @@ def _warn_of_unused(made: Recipe, stored: Collection[str]) -> None:
         warnings.warn(f"modicum: {what}", stacklevel=3)
 
 
-def said(argument: Any) -> str:
+def _repr_of(argument: Any) -> str:
     """The repr of an argument, with sets sorted: their order differs between ranks."""
     return repr(sorted(argument) if isinstance(argument, Set) else argument)
 
 
 def memory_before() -> list[Any]:
-    """[bytes that this process holds before the load, bytes available to it, the name of the limit
-    that determines the latter]."""
+    """[bytes that this process holds before the load, bytes that it may still allocate, the name of
+    the limit that determines the latter]. Also resets this process's VmHWM, from which the peak of
+    the load is read."""
     reset_peak()
     return [_modicum.process_memory()["held_bytes"], *_modicum.available_memory()]
 
 
 def refuse_gaps(model: Model, made: Collection[str], *, buffers: bool = True) -> None:
-    """Raises `UsageError` if a tensor on meta would stay without values.
+    """Raises `UsageError` if a tensor that is on meta would get no values by the load.
 
     Args:
         made: names of the tensors that get values.

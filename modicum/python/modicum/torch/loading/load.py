@@ -61,20 +61,20 @@ def load(
         dtype: the dtype of tensors that `from_pretrained` would cast; None: each parameter's own.
         keep_fp32: a regular expression (RE2, matches anywhere in a name): matching names are loaded
             as float32. Here and in missing and unexpected a pattern must match some name.
-        missing: if names are not in the source, and the model does not allow that: "error"; "init":
+        missing: for names that are not in the source though the model needs them: "error"; "init":
             initialise them by the model's own rule, with the same bits at any world size; patterns
             of names to initialise; or rules by pattern ("zeros", "ones", ("normal", std), "model").
-        unexpected: if stored names are not in the model: "error", "ignore", or patterns to drop.
-        check: None, or "values": reads everything again after the load and compares every value.
+        unexpected: for stored names that the model lacks: "error", "ignore", or patterns to drop.
+        check: None, or "values": read the source again after the load, and compare every value.
         progress, seed: whether rank 0 prints plan and progress; the seed of initialised tensors.
         staging: host memory that a rank streams through; None: 8 MiB, less if the budget needs it.
-        buffers: if non-persistent buffers differ from the model's own rule: "restore", "keep", or
-            None: restore those whose modules were never written to, as after `to_empty()`.
+        buffers: for non-persistent buffers that differ from the model's own rule: "restore"; "keep"
+            them; None: restore those whose modules were never written to, as after `to_empty()`.
         fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
-        optimizer: `modicum.torch.AdamW` of parameters on meta, or several: the promise includes
-            their state, allocated after the load, and with a single one a save of model and state.
-        resized: new rows of token embeddings and heads with other numbers of rows than stored: the
-            "mean" of the stored ones, or made by the "model"; None: an error.
+        optimizer: one or several `modicum.torch.AdamW` of parameters on meta. The promise includes
+            their state, allocated after the load; for a single one also a save of model and state.
+        resized: for token embeddings and heads with another number of rows than stored: "mean": new
+            rows are the mean of the stored ones; "model": made by the model's rule; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a
             model with other names. Then missing, unexpected, dtype and keep_fp32 do not apply.
         key_mapping: new names of stored tensors by regular expression; \\1 is its first group.
@@ -87,7 +87,7 @@ def load(
         BudgetError: the load does not fit; only headers have been read.
         UsageError: model, source and arguments do not fit together.
         FormatError, IntegrityError, IoError, PeerError: raised on every rank, naming the rank that
-            failed first. Tensors on meta stay there; those with values may be partly overwritten.
+            caused it. Tensors on meta stay there; those with values may be partly overwritten.
     """
     how = {
         "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
@@ -109,7 +109,7 @@ def _load(
     model: nn.Module, source: Source, how: dict[str, Any], options: Options, made: dict[str, Any]
 ) -> Report:
     """`how`: the arguments that determine the recipe; `made`: the arguments `buffers` and
-    `resized`, by which tensors are made after the load."""
+    `resized`, which determine how tensors that are not loaded get values afterwards."""
     in_flight.wait()
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model, adapter=how["adapter"], originals=True)
@@ -122,7 +122,8 @@ def _load(
         fill_rows(whole, goal.grown, made["resized"], options.seed)
         fill_norms(whole, goal.norms)
         emptied.restore(loaded=goal.dtypes)
-        # Their first values come from the base model, but a save must write their own values.
+        # PEFT's tensors whose first values came from the base model: the origin's recipe leaves
+        # them out, so that a save writes their own values.
         begun = goal.norms.keys() | whole.structure.rows.keys()
         remember(model, Origin(source, goal.text_without(begun)))
         return report

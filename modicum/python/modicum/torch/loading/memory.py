@@ -1,8 +1,8 @@
 """Tensors in rank 0's memory as the source of a load.
 
-The C++ library sees them as a checkpoint of one file. Every rank has its header; only rank 0 can
-read its data: piece by piece from the tensors, cast to the model's dtypes. Rank 0 reads for all
-ranks and sends each the bytes that it needs, through the staging.
+The C++ library sees them as a checkpoint of one file. Every rank has the file's header, but only
+rank 0 can read data: piece by piece from the tensors, cast to the model's dtypes. Rank 0 reads for
+all ranks and sends each rank the bytes that it needs, through the staging.
 """
 
 import ctypes
@@ -82,12 +82,13 @@ def _empty(of: ModelTensor) -> None:
 def chosen_from(
     model: Model, state: State, uneven: Tensors, *, strict: bool, drops: bool
 ) -> tuple[Tensors, dict[str, str]]:
-    """The tensors of a full state dict that the model needs, by name; and for each further name of
-    a tied tensor the name that is among them.
+    """Returns the tensors of a full state dict that the model needs, by name; and, for each other
+    name of a tied tensor, the name under which the tensor is among these.
 
     Args:
         uneven: from `level`.
-        strict: whether to refuse a dict that lacks a tensor which has values in the model.
+        strict: whether to refuse a dict that lacks a persistent tensor of the model, even if that
+            has values.
         drops: whether to drop names that are not in the model instead of refusing them.
     """
     given = uneven | {canonical(name): tensor for name, tensor in state.items()}
@@ -122,13 +123,14 @@ class _Consumed:
         self._freed_bytes = 0
 
     def note(self, alias_of: Mapping[str, str]) -> None:
-        """Notes for each of the model's names the names in the dict that are loaded as it."""
+        """Notes for each of the model's names the names in the dict under which its tensor is, ties
+        included. `alias_of`: from `chosen_from`."""
         for name in self._state:
             target = canonical(name)
             self._names.setdefault(alias_of.get(target, target), []).append(name)
 
     def free(self, target: str, nbytes: int) -> None:
-        """Removes a tensor; the caller must not refer to it any more."""
+        """Removes a tensor of `nbytes` bytes; it is freed unless something else refers to it."""
         for name in self._names.get(target, ()):
             self._state.pop(name, None)
         self._freed_bytes += nbytes
@@ -146,8 +148,7 @@ def goal_of_memory(
     """The goal of loading tensors of rank 0 into the model. Collective.
 
     Args:
-        choose: called on rank 0 only; returns the tensors by their names in the model, and further
-            names tied to them, as `chosen_from`.
+        choose: called on rank 0 only; returns the same as `chosen_from`.
         consumed: on rank 0 the dict that holds the tensors; each is removed after its last byte is
             read. None: nothing is removed.
     """
@@ -173,6 +174,7 @@ def goal_of_memory(
         return [Recipe(ordered).text(), described]
 
     def read(index: int, offset: int, view: memoryview) -> None:
+        """Fills `view` from byte `offset` of a tensor on, cast to the target's dtype."""
         name, tensor, dtype = chosen[index]
         first = offset // dtype.itemsize
         into = torch.frombuffer(view, dtype=torch.uint8).view(dtype)
@@ -211,7 +213,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether values can be cast; 1-byte floats (FP8) can't, since their scales are missing."""
+    """Whether values of one dtype can be loaded as the other. FP8 codes can't be cast to another
+    dtype, since their scales are missing."""
     wide = [d.is_floating_point and d.itemsize > 1 for d in (source, target)]
     return source == target or all(wide)
 

@@ -34,7 +34,7 @@ def origin_of(model: nn.Module) -> Origin | None:
 
 @contextmanager
 def keeping_origin(model: nn.Module) -> Iterator[None]:
-    """Within this context loads do not change the model's origin."""
+    """A context at whose end the model has the same origin as at the begin, whatever was loaded."""
     before = origin_of(model)
     try:
         yield

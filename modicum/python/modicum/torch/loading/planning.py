@@ -1,4 +1,4 @@
-"""Plans a load: the destination of each target, and the plan of the C++ library in the budget."""
+"""Plans a load within its budget: the destination of each target, and the C++ library's plan."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ class Options:
     progress: bool
     optimizers: Sequence[AdamW] = ()
     later: Mapping[str, int] = field(default_factory=dict)
-    """What the caller will allocate on this rank after the load, bytes by purpose."""
+    """Bytes by purpose that the caller will allocate on this rank after the load."""
 
     def __post_init__(self) -> None:
         require_check(self.check)
@@ -60,7 +60,7 @@ class Later:
 
 
 def later_of(given: Any) -> Counter[str]:
-    """The sum of all `Later`."""
+    """The bytes by purpose of all `Later` in `given`, the argument `optimizer` of a load."""
     needed: Counter[str] = Counter()
     for one in given if isinstance(given, (list, tuple)) else ():
         needed.update(one.needed if isinstance(one, Later) else {})
@@ -68,13 +68,14 @@ def later_of(given: Any) -> Counter[str]:
 
 
 def optimizers_of(given: Any) -> list[AdamW]:
-    """The optimizers whose state a load allocates. Frees the state of replaced parameters, or
-    raises `UsageError` if values would be lost."""
+    """The optimizers in `given`, the argument `optimizer` of a load, which then allocates their
+    state. Frees the state of parameters that were replaced, or raises `UsageError` if values would
+    be lost."""
     optimizers: list[Any] = [given] if isinstance(given, torch.optim.Optimizer) else [*given]
     optimizers = [one for one in optimizers if not isinstance(one, Later)]
     for one in optimizers:
         if not isinstance(one, AdamW):
-            what = "optimizer: leave out those that allocate their state in their first step"
+            what = "optimizer: leave out optimizers that allocate their state in their first step"
             got = f"{type(one).__module__}.{type(one).__qualname__}"
             raise refusal("USAGE", what, expected="modicum.torch.AdamW", got=got)
         one._unbind_changed()
@@ -90,7 +91,8 @@ class Place:
     sharding: Sharding
     device: torch.device
     destination: str
-    """`cpu`: new host memory; `given`: the tensor's own host memory; `copy`: device memory."""
+    """`cpu`: new host memory; `given`: host memory that the tensor has; `copy`: device memory, new
+    or the tensor's own."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ def plan_of(
     """Plans a load; the same plan on every rank. Collective.
 
     Args:
-        before: another load of the same model, which runs first and whose buffers stay.
+        before: the plan of another load into the same model that runs first; the memory that it
+            allocates counts as held.
 
     Raises:
         BudgetError: the load does not fit.
@@ -197,14 +200,15 @@ def _after(options: Options, needs: Sequence[Needs], ranks: Ranks) -> list[dict[
 
 
 def _state_files(needs: Sequence[Needs], model: Model) -> _modicum.StateFiles | None:
-    """The files of optimizer state in a save; None unless there is exactly one optimizer, whose
-    state can be saved."""
+    """The files of optimizer state in a save, whose memory the promise includes. None unless there
+    is exactly one optimizer and its state can be saved."""
     stored = needs[0].stored(model.names) if len(needs) == 1 else []
     return _modicum.StateFiles(stored) if stored else None
 
 
 def kept_bytes(before: Planned | None, rank: int) -> int:
-    """The bytes of host memory that the load `before` allocates and that stay, in whole pages."""
+    """The bytes of host memory, in whole pages, that the load `before` leaves allocated on a rank;
+    0 without a load."""
     if before is None:
         return 0
     buffers = before.plan.buffers(rank)
@@ -213,7 +217,7 @@ def kept_bytes(before: Planned | None, rank: int) -> int:
 
 
 def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor for the model's own rules, charged to the ledger."""
+    """An uninitialised tensor, charged to the ledger, into which a rule of the model writes."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes == 0:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -224,8 +228,9 @@ def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) 
 def budget_of(
     options: Options, memories: list[Any], baselines: list[int], per_node: int
 ) -> tuple[int | None, str]:
-    """The budget of a node in bytes, or None for no limit; and its source. The budget includes the
-    memory that the processes of the node hold before the load."""
+    """(the budget of a node in bytes, or None for no limit; the name of its source). The budget
+    includes the memory that the processes of the node hold before the load. Of several nodes the
+    one with the least memory counts."""
     limit = options.ledger.limit_bytes
     if options.budget == "none":
         return None, ""
@@ -233,11 +238,11 @@ def budget_of(
         return _modicum.parse_size(options.budget), "argument"
     if options.budget is None and limit is not None:
         return limit, "ledger"
-    offers = []
+    totals = []
     for rank, (_, available, source) in enumerate(memories):
         first = rank // per_node * per_node
-        offers.append((available + sum(baselines[first : first + per_node]), source))
-    return min(offers, key=lambda offer: offer[0])
+        totals.append((available + sum(baselines[first : first + per_node]), source))
+    return min(totals, key=lambda total: total[0])
 
 
 # ---- destinations
@@ -290,7 +295,7 @@ def device_of(model: Model, of: ModelTensor) -> torch.device:
 def _place_in_own_memory(of: ModelTensor, dtype: torch.dtype, sharding: Sharding) -> Place:
     local = of.local
     if local.dtype != dtype:
-        what = "the dtype of a tensor that has values"
+        what = "a tensor that has values can't be loaded in another dtype"
         raise refusal("MISMATCH", what, tensor=of.name, expected=str(dtype), got=str(local.dtype))
     if not local.is_contiguous():
         raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=of.name)

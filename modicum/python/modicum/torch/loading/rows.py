@@ -5,9 +5,10 @@ A rank holds a run of complete rows. The mean of the stored rows is summed in in
 bits do not depend on the division of rows among ranks:
 
     largest absolute value of each column, over all ranks     max is exact in any order
-    value / 2^exponent -> int64 with 40 bits, summed          so are sums of integers
+    value / 2^exponent -> int64 with 40 bits, summed          integer sums are exact in any order
     sum / rows * 2^exponent -> the tensor's dtype
 
+The exponent is that of the column's largest absolute value.
 """
 
 import hashlib
@@ -43,7 +44,7 @@ def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> N
     """Fills the rows beyond the stored ones. Collective over the meshes of these tensors.
 
     Args:
-        grown: the number of stored rows by tensor, the same on every rank.
+        grown: the number of stored rows, by name of the tensor; the same on every rank.
         rule: "mean": the mean of the stored rows; "model": the model's own initialisation of a
             module with only the new rows.
     """
@@ -102,8 +103,12 @@ def require_tokens(model: Model) -> None:
 
 @torch.no_grad()
 def fill_norms(model: Model, norms: Mapping[str, str]) -> None:
-    """Computes DoRA's magnitudes from the loaded weights by PEFT's own function. The adapter's part
-    is passed as 0: an adapter begins with B = 0."""
+    """Computes DoRA's magnitudes from the loaded weights by PEFT's own function. Its argument for
+    the adapter's part of the weight is 0, since an adapter begins with B = 0.
+
+    Args:
+        norms: the name of the weight, by name of its magnitude.
+    """
     shardings = Shardings()
     for name, weight in norms.items():
         of, base = model.tensors[name], model.tensors[weight]
@@ -160,7 +165,8 @@ class _Rows:
         return torch.ldexp(total.double() / stored, exponent - _BITS)
 
     def fill(self, stored: int, values: torch.Tensor) -> None:
-        """Fills the rows from `stored` on. `values`: one row for all of them, or one for each."""
+        """Fills this rank's part of the tensor's rows from `stored` on. `values`: one row for all
+        of the tensor's new rows, or one row for each."""
         begin = max(0, stored - self._first)
         mine = self.local[begin:]
         if len(values) > 1 and len(mine) > 0:
@@ -171,6 +177,7 @@ class _Rows:
         torch.autograd.graph.increment_version(self._of.tensor)
 
     def _reduce(self, values: torch.Tensor, how: str) -> None:
+        """Reduces `values` in place over all ranks of the tensor's mesh. `how`: "MAX" or "SUM"."""
         import torch.distributed as dist
 
         mesh: Any = getattr(self._of.tensor, "device_mesh", None)
@@ -181,8 +188,8 @@ class _Rows:
 
 
 def _made_by_model(module: nn.Module, of: ModelTensor, stored: int, seed: int) -> torch.Tensor:
-    """The new rows: the transformers model initialises a module that has only these; the same on
-    every rank."""
+    """The new rows, the same on every rank: a module with only these rows, initialised by the rule
+    of the transformers model, with random numbers seeded by `seed` and the tensor's name."""
     root = next((m for m in module.modules() if is_pretrained(m)), None)
     count, width = of.tensor.shape[0] - stored, of.tensor.shape[1:].numel()
     if root is None:

@@ -24,8 +24,8 @@ Storages = dict[int, torch.Tensor]
 
 
 def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
-    """Loads; returns the same report on every rank. Collective. If a rank fails, all raise, and no
-    tensor on meta gets its memory."""
+    """Runs the load; returns the same report on every rank. Collective. If a rank fails, all raise,
+    and every tensor on meta stays on meta."""
     if planned.options.progress and ranks.rank == 0:
         print(f"modicum: {planned.headline()}", file=sys.stderr)
     plan, options, rank = planned.plan, planned.options, ranks.rank
@@ -33,13 +33,14 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
     storages = _storages_of(planned)
     given = {t: s for t, s in storages.items() if planned.places[t].destination == "given"}
     copied = {t: s for t, s in storages.items() if planned.places[t].destination == "copy"}
-    lines = {t: (as_bytes(s), planned.places[t].dtype.itemsize) for t, s in copied.items()}
+    of_devices = {t: (as_bytes(s), planned.places[t].dtype.itemsize) for t, s in copied.items()}
     board = _modicum.Board(ranks)
     group = plan.exchange_group(rank)
     if len(group) > 1:
         ranks.exchange_among(group, whole=plan.strategy != "node-reader")
     own = list(_own_targets(planned))
     _modicum.report_budget(planned.budget or 0)
+    # During the load the ledger's limit is this rank's promise; afterwards it is the caller's.
     outside = ledger.limit_bytes
     ledger.limit_bytes = ledger.held_bytes + plan.ledger_limit_bytes(rank)
     try:
@@ -56,7 +57,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
                 board,
                 ledger,
                 given={t: as_bytes(s) for t, s in given.items() if s.numel() > 0},
-                copy=copying_into(lines) if lines else None,
+                copy=copying_into(of_devices) if of_devices else None,
                 caller=_Maker(planned),
                 broadcast=ranks.broadcast if len(group) > 1 else None,
                 threads=cpus_of_rank(planned.ranks_per_node),
@@ -81,8 +82,8 @@ def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
 
 
 def _storages_of(planned: Planned) -> Storages:
-    """One-dimensional tensors by target: a tensor's own memory if it has values, or new device
-    memory. For new host memory there is none: the load itself allocates it."""
+    """One-dimensional tensors by index of a target: the target's own memory if it has values, or
+    new device memory. Targets in new host memory have no entry: the load itself allocates it."""
     storages = {}
     for t, place in _own_targets(planned):
         if not place.of.tensor.is_meta:
@@ -111,9 +112,9 @@ class _Maker:
 
 def _hand_over(planned: Planned, model: Model, loaded: _modicum.Loaded, storages: Storages) -> None:
     if any(of.pins for of in model.managed.values()):
-        arena = from_dlpack(loaded.whole())
-        pin(arena)
-        loaded.keep(arena)
+        memory = from_dlpack(loaded.whole())  # of all targets in new host memory
+        pin(memory)
+        loaded.keep(memory)
     for t, place in _own_targets(planned):
         of = place.of
         if of.tensor.is_meta:

@@ -1,4 +1,4 @@
-"""`AdamW`: a torch optimizer whose state is in arenas of the C++ library, in a declared format."""
+"""`AdamW`: a torch optimizer whose state is in memory of the C++ library, in a declared format."""
 
 import math
 import weakref
@@ -27,7 +27,7 @@ from modicum.torch.optim.binding import (
 )
 from modicum.torch.optim.bound import Bound
 from modicum.torch.optim.items import StateItem, exported_items, stored_items
-from modicum.torch.optim.names import called, names_of, skip_warning, told_by_fqn, warn_script
+from modicum.torch.optim.names import called, names_of, naming_fqns, skip_warning, warn_script
 from modicum.torch.optim.parts import Part
 from modicum.torch.optim.state_dicts import (
     is_begun,
@@ -43,21 +43,21 @@ from modicum.upstream.torch_core import load_hooks, not_compiled
 
 class AdamW(torch.optim.Optimizer):
     """AdamW with its state on the host. The constructor allocates the state of all parameters that
-    train, a declared number of bytes. A frozen parameter has no state until it trains. While any
-    parameter that trains is on meta, no state is allocated: `modicum.torch.load(..., optimizer=)`,
-    `Accelerator.prepare` within `loading()`, `allocate()` or the first step does it later.
+    train, in a size that `state_format` determines. A frozen parameter has no state until it
+    trains. While any parameter that trains is on meta, no state is allocated: this is then done by
+    `modicum.torch.load(..., optimizer=)`, `prepare` within `loading()`, `allocate` or a step.
 
     It is a `torch.optim.Optimizer`, with groups, schedulers, hooks, `GradScaler`, and a
     `state_dict` with PyTorch's names and shapes. Parameters are plain tensors or DTensors of
     float32, bfloat16 or float16.
 
-    On the CPU a float32 parameter is its own master, and in a split format a bfloat16 parameter is
-    the upper half of its master: neither is held twice. After a backward `parameter.grad` becomes a
-    view of the state's gradient plane. A step skips parameters whose `grad` is None, as in torch.
+    On the CPU a float32 parameter is its own master (the float32 value that is stepped); in a split
+    format a bfloat16 parameter is its master's upper half. In both cases a backward makes
+    `parameter.grad` a view of the state's memory. A step skips parameters without a `grad`.
 
     For parameters on a device the complete state is on the host. Gradients stay on the device until
     a step or a norm copies them to the host; new parameters are copied back while the step runs.
-    Both go through 528 KiB of staging per thread, or the state's own planes.
+    Both go through 528 KiB of staging per thread or, if the dtypes are equal, directly.
 
     Parameters with any dense strides are stepped in memory order. If parameters are replaced in
     `param_groups` (as by accelerate's `prepare` or `rebinding`) or their memory is moved
@@ -65,10 +65,10 @@ class AdamW(torch.optim.Optimizer):
     afterwards it raises an error that names the parameter. A program may change `state` as in
     torch: a removed entry starts from zero, and new values are used.
 
-    The constructor, `step`, `clip_grad_norm_`, `load_state_dict` and `add_param_group` are
-    collective over all ranks of the parameters' meshes: if a call raises on one rank, it raises on
-    all. These calls and `state_dict` allocate the state of parameters that were unfrozen since the
-    last call, or raise `BudgetError`.
+    The constructor, `allocate`, `step`, `clip_grad_norm_`, `load_state_dict` and `add_param_group`
+    are collective over all ranks of the parameters' meshes: if a call raises on one rank, it raises
+    on all. These calls and `state_dict` allocate the state of parameters that were unfrozen since
+    the last call, or raise `BudgetError`.
 
     Args:
         params: parameters, groups, or `model.named_parameters()`. Random bits are keyed by names
@@ -77,9 +77,9 @@ class AdamW(torch.optim.Optimizer):
         foreach, fused: ignored; they select one of torch's implementations.
         capturable, differentiable: must be False.
         state_format: fp32, fp32-split, bf16-moments, int8-moments or int8-moments-24. A bfloat16
-            parameter takes 14 (fp32-split), 10, 8.0625 or 7.0625 bytes per element, including
-            itself and its gradient; a float32 parameter 16 (fp32), 12 or 10.0625 bytes. Vectors,
-            and tensors with rows of fewer than 128 elements, keep fp32 moments.
+            parameter takes 18, 14, 10, 8.0625 or 7.0625 bytes per element, including itself and its
+            gradient; a float32 one 16, 16, 12, 10.0625 or 10.0625. In the int8 formats vectors, and
+            tensors of fewer than 128 elements per row or 4096 in all, keep fp32 moments.
         semantics: torch (the same bits as torch.optim.AdamW's default path) or deepspeed.
         decoupled: False: the decay is added to the gradient (Adam). The key in a group is
             `decoupled_weight_decay`.
@@ -100,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
             another one; options are wrong; or another rank, which is named, raised.
     """
 
-    _step_supports_amp_scaling = True
+    _step_supports_amp_scaling = True  # GradScaler then leaves the unscaling to `step`
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class AdamW(torch.optim.Optimizer):
             if not is_in_place(part, parameter.grad):
                 continue
             if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
-                parameter.grad = part.grad.clone()  # the plane is freed; the next step needs it
+                parameter.grad = part.grad.clone()  # its plane is freed before the next step
         unhook(parts)
         self._bound.drop(0)
         self._has_loaded = False
@@ -335,7 +335,7 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Computes the norm of all ranks' gradients; the next step clips it. Collective.
+        """Computes the norm of all ranks' gradients; the next step clips to `max_norm`. Collective.
 
         The gradients in `parameter.grad` are not changed: the step applies the factor. The factor
         follows from the unscaled norm, whether a `GradScaler` unscales before or in the step.
@@ -373,12 +373,12 @@ class AdamW(torch.optim.Optimizer):
         def meshes() -> list[Any]:
             return (not groups and self._bound.meshes) or meshes_of(groups or self.param_groups)
 
-        with told_by_fqn(self.param_groups), self._all_or_none():
+        with naming_fqns(self.param_groups), self._all_or_none():
             return agreed(prepare, meshes, names)
 
     def _check_gradients(self) -> None:
         """Raises if parameters lack gradients because the model has replaced them: checked in the
-        first step, and the first time that none has a gradient. Warns if that is the first step."""
+        first step, and when for the first time no parameter has a gradient. Warns if both hold."""
         collected = zip(self._bound.parts, self._bound.collected, strict=True)
         lacking = [part for part, (grad, _) in collected if grad is None]
         has_none = len(lacking) == len(self._bound.parts)
@@ -416,7 +416,7 @@ class AdamW(torch.optim.Optimizer):
         in float32 with each parameter's shape; and `master` if the parameter is its rounded copy or
         its upper half. float32 planes are views. Others are exported to new memory, 4 bytes per
         element, which the dict holds."""
-        with told_by_fqn(self.param_groups), self._all_or_none():
+        with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()
         own_state = self.state
@@ -433,7 +433,7 @@ class AdamW(torch.optim.Optimizer):
     def state_items(self, codes: bool = False) -> Iterator[StateItem]:
         """Iterates over the complete state as (parameter's name, name, tensor). `codes`: yields
         views of planes and scales in their own dtypes, to save or to fill without a copy."""
-        with told_by_fqn(self.param_groups), self._all_or_none():
+        with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         self._bound.refresh_masters()
         return stored_items(self._bound) if codes else exported_items(self._bound)
@@ -495,6 +495,6 @@ class AdamW(torch.optim.Optimizer):
         """Digests of this rank's fp32 values with their names and global indices: `state` (masters
         and moments) and `master` (masters). The sum modulo 2^64 over ranks with different shards
         does not depend on the sharding."""
-        with told_by_fqn(self.param_groups), self._all_or_none():
+        with naming_fqns(self.param_groups), self._all_or_none():
             self._follow()
         return self._bound.digest()

@@ -1,5 +1,5 @@
-"""Agreement between the ranks of an optimizer's meshes: a sum over all ranks, and whether any rank
-refuses a call."""
+"""Agreement between the ranks of an optimizer's meshes: a sum over all ranks, whether any rank has
+set a flag, and whether any rank refuses a call."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +19,9 @@ def agreed(
     ranks' values, and whether any rank has set the flag.
 
     If `prepare` raises on a rank, all ranks raise, since otherwise the others would wait for that
-    rank in this or the next collective. That rank raises its own error. Others raise `UsageError`
-    with its number and the tensor's name, or the error of a save in the background that has failed.
+    rank in this or the next collective. That rank raises its own error. The others raise a
+    `UsageError` with the rank's number and the tensor's name; or, if a save in the background has
+    failed, the save's error.
 
     Args:
         meshes: called after `prepare`; the same meshes in the same order on every rank.
@@ -32,6 +33,7 @@ def agreed(
         terms, flag = prepare() or ([], False)
     except Exception as error:
         problem = error
+    # Every mesh takes part with at least the value 0: a rank whose `prepare` raised has no terms.
     over = list(meshes())
     summed = [*over, *(mesh for mesh, _ in terms)]
     values = [0.0] * len(over) + [value for _, value in terms]
@@ -42,7 +44,7 @@ def agreed(
     named = getattr(problem, "tensor", None)
     at = known.index(named) if named in known else 0
     rank = next((mesh.get_rank() for mesh in over if mesh is not None), 0)
-    # Rank and name as one number, of which all ranks get the largest; 0: no error here.
+    # The rank and the name of its tensor as one number: all ranks get the largest. 0: no error.
     code = 0 if problem is None else 1 + rank * len(known) + at
     rank, at = divmod(largest(over, code) - 1, len(known))
     if problem is None:

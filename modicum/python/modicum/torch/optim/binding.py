@@ -30,10 +30,14 @@ def new_parts(
     bound: Sequence[Part],
     memories: Mapping[int, Memory] | None = None,
 ) -> list[Part]:
-    """A part for each parameter in `groups` that is not among `bound` and for which `wants` is
-    true, in their order. Raises `UsageError` for a parameter that can't be stepped in place, equal
-    names, or shared memory. `memories`: the future memory of parameters on meta, by id, to count
-    their state."""
+    """A part for each parameter in `groups` that has none in `bound` and for which `wants` is true,
+    in the groups' order. Raises `UsageError` for a parameter that can't be stepped in place, for
+    equal names, and for shared memory.
+
+    Args:
+        memories: the memory that parameters on meta will have, by id of the parameter. The parts of
+            these serve only to count bytes of state.
+    """
     own = {id(part.parameter) for part in bound}
     memories = memories or {}
     if not any(id(p) not in own and wants(p) for group in groups for p in group["params"]):
@@ -81,8 +85,8 @@ def _refuse_overlaps(parts: Iterable[Part]) -> None:
 
 
 def listed(group: Any) -> Any:
-    """`group`, whose parameters become a list, as torch converts them. What torch would refuse is
-    unchanged."""
+    """Returns `group` after converting its parameters to a list, as torch does. Leaves anything
+    unchanged that torch would refuse."""
     if isinstance(group, dict) and "params" in group:
         given = group["params"]
         if isinstance(given, torch.Tensor):
@@ -133,9 +137,10 @@ def changed_since(parts: Sequence[Part], groups: Sequence[Group]) -> UsageError 
 
 
 def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
-    """Raises `UsageError` if a parameter without a gradient is no longer in any module, while some
-    module has a parameter of the same shape that has a gradient and is not in `parts`: it has
-    replaced the first in the module, but not in the groups. Searches all objects of the process."""
+    """Raises `UsageError` if a parameter of `lacking` was replaced in its module, but not in the
+    groups. This is assumed if no module has the parameter any more, while some module has a
+    parameter of the same shape that has a gradient and is not in `parts`. Searches all objects of
+    the process."""
     live = {id(p): p for module in modules_alive() for p in parameters_of(module).values()}
     own = {id(part.parameter) for part in parts}
     strangers = [p for p in live.values() if p is not None and id(p) not in own]

@@ -1,8 +1,8 @@
 """The parameters of an optimizer bound to their states: planes, the entries of `state`, and the
 transfer of values and gradients.
 
-Per parameter: bind -> [collect gradients -> norms -> step | skip]* -> release. `collect` hands all
-gradients to the C++ states; the next `step` or `forget` ends the round.
+The calls for a parameter: add -> [collect -> norms -> step or forget]* -> drop. `collect` hands the
+current gradients to the C++ states, which use them until the next `step` or `forget`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,9 @@ class Bound:
         self.parts: list[Part] = []
         """In the order of the groups; the parts of each later `add` follow."""
         self.states: dict[str, _modicum.AdamW] = {}
+        """By key (`Part.state`)."""
         self.lanes: dict[str, Lane] = {}
+        """For each state of parameters on a device, by the same key."""
         self.meshes: list[Any] = []
         """The meshes over which the optimizer's collectives run."""
         self.collected: list[tuple[Any, int]] = []
@@ -47,9 +49,10 @@ class Bound:
         self.counts = torch.zeros(0)
         """The step counts of the states, by part."""
         self._steps: list[torch.Tensor] = []  # for each `add` the counts shown in `state`
+        # By part: the parameter's `versions_of` when its master last agreed with it.
         self._versions: list[int] = []
         self._groups: dict[str, int] = {}  # the number of groups that each state knows
-        self._read: _modicum.Snapshot | None = None  # of a save that reads during the step
+        self._read: _modicum.Snapshot | None = None  # of a save that reads memory during the step
 
     @property
     def steps(self) -> torch.Tensor:
@@ -115,7 +118,7 @@ class Bound:
         return {part.shard: self.plane(part, "master") for part in parts if part.local.numel()}
 
     def plane(self, part: Part, name: str) -> torch.Tensor:
-        """A view of the part's elements in a plane."""
+        """A view of the part's elements in the plane `name`: master, grad or a moment."""
         dtype = dtype_of(part, "moment" if name in MOMENTS else name)
         if part.local.numel() == 0:
             return torch.empty(0, dtype=dtype)
@@ -207,8 +210,8 @@ class Bound:
             return
         self.states[part.state].import_from(part.shard, "master", master.float().contiguous())
         if not is_own_master(part):
-            for at, low in chunks(self.plane(part, "master")):
-                part.local[at : at + low.numel()].copy_(low.to(part.local.dtype))
+            for at, piece in chunks(self.plane(part, "master")):
+                part.local[at : at + piece.numel()].copy_(piece.to(part.local.dtype))
 
     def exported(self, part: Part, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """`entry`, completed by exported planes: those that are not float32, and the master."""
@@ -249,18 +252,19 @@ class Bound:
         self.note_versions()
 
     def refresh_on_device(self) -> None:
-        """The same as `refresh_masters` for parameters on a device, where a changed version counter
-        indicates a write. Elements that still are the rounded masters keep these masters."""
+        """Does what `refresh_masters` does, only for parameters on a device, where a changed
+        version counter indicates a write. Elements that are still the rounded masters keep their
+        masters."""
         for part, version in zip(self.parts, self._versions, strict=True):
             if part.on_host or versions_of(part.parameter) == version:
                 continue
             state, master = self.states[part.state], self.plane(part, "master")
-            for at, low in chunks(part.local):
-                low = low.to("cpu")
-                is_rounded = master[at : at + low.numel()].to(low.dtype) == low
-                values = torch.empty(low.numel())
+            for at, piece in chunks(part.local):
+                piece = piece.to("cpu")
+                is_rounded = master[at : at + piece.numel()].to(piece.dtype) == piece
+                values = torch.empty(piece.numel())
                 state.export_to(part.shard, "master", values, at=at)
-                values = torch.where(is_rounded, values, low.float())
+                values = torch.where(is_rounded, values, piece.float())
                 state.import_from(part.shard, "master", values, at=at)
 
     # ---- gradients
@@ -322,8 +326,8 @@ class Bound:
         )
 
     def norms(self) -> tuple[list[tuple[Any, float]], bool]:
-        """(mesh, sum of squares, or 0 if another replica counts it) of each part; and whether any
-        gradient is not finite."""
+        """For each part (its mesh; the sum of its gradient's squares, or 0 if another replica
+        counts it); and whether any gradient is not finite."""
         sums, is_bad = {}, False
         for name, state in self.states.items():
             sums[name], is_finite = state.norms()
@@ -386,7 +390,7 @@ class Bound:
         for part in self.parts:
             of = held.setdefault(part.format, {"parameters": 0})
             of["parameters"] += part.local.numel()
-            if part.shard == 0:
+            if part.shard == 0:  # once per state: the footprint is that of all its parts
                 for purpose, size in self.states[part.state].footprint.items():
                     of[purpose] = of.get(purpose, 0) + size
         return held

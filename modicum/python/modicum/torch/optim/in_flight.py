@@ -1,5 +1,5 @@
-"""The save in the background, if one runs. Optimizer steps and loads must not overwrite parameters
-and optimizer state before it has read them."""
+"""The save that runs in the background, or none. Optimizer steps and loads must not overwrite
+parameters and optimizer state that the save has not read yet."""
 
 import os
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
 """Transfers between a state on the host and its parameters on a device: gradients to the host, and
-new parameters to the device. They go directly to and from the state's planes if the dtypes are
-equal, and otherwise through a small staging."""
+new parameters to the device. They go directly to and from the state's planes (its arrays of one
+kind of value, such as the gradients) if the dtypes are equal, else through a small staging."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -12,7 +12,9 @@ from modicum import _modicum
 from modicum.torch.optim.parts import Part
 
 Stepping = tuple[_modicum.AdamW, Any, Any, str, bool]
-"""One of the states in the argument of `_modicum.step_all`."""
+"""An item of the argument `states` of `_modicum.step_all`: the state; functions that send a chunk
+of new parameters from a slot, and that wait for the slot; the dtype of the chunks; whether the
+parameters are on the host."""
 SLOTS = 4
 """Staging slots per thread."""
 
@@ -32,9 +34,9 @@ class Lane:
     ) -> None:
         """
         Args:
-            masters: the masters by shard, if they have the parameters' dtype: they are copied
-                directly. None: new parameters are rounded into slots of the staging and copied from
-                there.
+            masters: the masters by shard, if they have the parameters' dtype: new parameters are
+                copied from them. None: new parameters are rounded into slots of the staging, and
+                copied from there.
         """
         self._state = state
         self._masters = masters
@@ -108,7 +110,8 @@ class Lane:
 
 
 def _stream_of(device: torch.device) -> Any:
-    """The device's current stream; None if it has no streams: its copies are synchronous."""
+    """The device's current stream; None for a device without streams, whose copies are
+    synchronous."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != device.type:
         return None

@@ -1,5 +1,5 @@
-"""The names of an optimizer's parameters: in messages, and as keys of the random bits with which
-their values are rounded."""
+"""The names of an optimizer's parameters. Messages have them, and the random bits of stochastic
+rounding are keyed by them."""
 
 import gc
 import inspect
@@ -21,8 +21,9 @@ _UNNAMED = re.compile(r"\bparam\.(\d+)\b")
 
 
 def named(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, nn.Parameter]]:
-    """(name, index of its group, parameter) of all parameters. Names are the groups' or "param.N".
-    A group that is not added yet may hold (name, parameter) pairs."""
+    """(name, index of its group, parameter) of all parameters. The name is the one in the group's
+    `param_names`, or "param.N" with the parameter's index. A group that is not added yet may hold
+    (name, parameter) pairs."""
     count = 0
     for index, group in enumerate(groups):
         names = group.get("param_names", ())
@@ -40,22 +41,22 @@ def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def called(parts: Sequence[Any]) -> str:
-    """A description of the state of `parts`, for errors."""
+    """What errors call the state of `parts`: the first part's name, and the number of others."""
     others = f" and {len(parts) - 1} more parameters" if len(parts) > 1 else ""
     return f"AdamW's state of '{parts[0].name}'{others}" if parts else "AdamW's state"
 
 
 @contextmanager
-def told_by_fqn(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-    """A context in which errors that name "param.N" get the parameter's FQN instead, if it has one.
-    An error costs a scan of all objects of the process."""
+def naming_fqns(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+    """A context in which an `Error` that names "param.N" gets the parameter's FQN instead, if the
+    parameter has one. This needs a scan of all objects of the process, but only after an error."""
     try:
         yield
     except Error as error:
         of = {name: parameter for name, _, parameter in named(groups) if _UNNAMED.fullmatch(name)}
-        told = [name[0] for name in _UNNAMED.finditer(str(error)) if name[0] in of]
-        fqns = fqns_of([of[name] for name in told]) if told else {}
-        fqn_of = {name: fqns[id(of[name])] for name in told if id(of[name]) in fqns}
+        unnamed = [name[0] for name in _UNNAMED.finditer(str(error)) if name[0] in of]
+        fqns = fqns_of([of[name] for name in unnamed]) if unnamed else {}
+        fqn_of = {name: fqns[id(of[name])] for name in unnamed if id(of[name]) in fqns}
         if fqn_of:
             error.args = (_UNNAMED.sub(lambda name: fqn_of.get(name[0], name[0]), str(error)),)
             error.tensor = fqn_of.get(error.tensor or "", error.tensor)
@@ -63,8 +64,8 @@ def told_by_fqn(groups: Sequence[dict[str, Any]]) -> Iterator[None]:
 
 
 def fqns_of(parameters: Sequence[nn.Parameter]) -> dict[int, str]:
-    """The FQNs of parameters, by id. A parameter has an FQN if it is in exactly one root module (a
-    module that is in no other), under one name."""
+    """The FQNs of parameters, by id. A parameter has an FQN if all root modules that hold it (those
+    that are in no other module) give it the same name."""
     modules = modules_alive()
     inner = {id(child) for module in modules for child in children_of(module).values()}
     wanted = {id(parameter) for parameter in parameters}
@@ -85,14 +86,15 @@ def modules_alive() -> list[nn.Module]:
 
 def skip_warning(name: str | None) -> str:
     """The warning about the first skipped step. `name`: the parameter whose gradient is not finite;
-    empty: it is on another rank."""
+    empty if every gradient on this rank is finite."""
     what = f"that of '{name}'" if name else "on another rank"
     what = f"AdamW skipped a step, on all ranks: a gradient is not finite ({what}). Further "
     return what + "skips are not reported: `skipped_steps` counts them"
 
 
 def warn_script(what: str) -> None:
-    """Issues a UserWarning at the line of the script that called torch or Modicum."""
+    """Issues a UserWarning at the innermost line of the call stack that is outside of torch and
+    Modicum."""
     packages = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[2]))
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith((*packages, "<")):

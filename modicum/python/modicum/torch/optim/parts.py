@@ -1,5 +1,5 @@
-"""This rank's part of each parameter that an optimizer steps: its memory, the places of its
-elements in the complete tensor, and whether this rank counts it in sums."""
+"""This rank's part of each parameter that an optimizer steps: the part's memory, the indices of its
+elements in the complete tensor, and whether this rank counts it in sums over ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +33,10 @@ class Part:
     """This rank's elements: runs (first, number) of indices in the complete tensor, whose elements
     are numbered with the dims in `order`."""
     is_counted: bool
-    """Whether this rank counts the part in a global norm; exactly one of its replicas does."""
+    """Whether this rank counts the part in a global norm. Of the ranks that hold the same part
+    exactly one does."""
     at: int = 0
-    """Index of the parameter among the parameters of all groups, with and without state."""
+    """Index of the parameter in the list of all groups' parameters, with and without state."""
     place: tuple[Any, ...] = ()
     """`place_of(parameter)` when the state was made."""
     format: str = ""
@@ -90,8 +91,9 @@ class Part:
         """This rank's elements of `whole`, in the order of `local`. A DTensor with other placements
         is redistributed, which is collective.
 
-        Raises `UsageError`, which calls the tensor `what`, if it is sparse, if only one of it and
-        the parameter is a DTensor, if their shapes differ, or if its storage was freed.
+        Raises `UsageError`, which calls `whole` by the name `what`, if `whole` is sparse, if only
+        one of `whole` and the parameter is a DTensor, if their shapes differ, or if the storage of
+        `whole` was freed.
         """
         if whole.is_sparse:
             raise refusal("UNSUPPORTED", f"its {what} is sparse", tensor=self.name)
@@ -130,8 +132,9 @@ def mesh_of(tensor: torch.Tensor) -> Any:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Address, dtype, shape, strides and storage size of this rank's elements. They change if a
-    tensor's memory is replaced, moved, freed or shortened; its version counter does not."""
+    """Address, dtype, shape, strides and storage size of this rank's elements. At least one of them
+    changes if the tensor's memory is replaced, moved, freed or shortened; the version counter does
+    not."""
     local = local_of(tensor)
     stored = local.untyped_storage().nbytes()
     return local.data_ptr(), local.dtype, local.shape, local.stride(), stored
@@ -205,7 +208,8 @@ def part_of(
 
 
 def _memory_order(local: torch.Tensor) -> tuple[int, ...]:
-    """The dims, slowest first. Dims of size 1 come first: their strides mean nothing."""
+    """The dims, slowest first. Unless the tensor is contiguous, dims of size 1 come first, since
+    their strides mean nothing."""
     dims, strides = range(local.dim()), local.stride()
     if local.is_contiguous():
         return tuple(dims)
@@ -226,13 +230,14 @@ def global_sum(
     for mesh, value in zip(meshes, values, strict=True):
         of_mesh.setdefault(mesh, []).append(value)
     total = fsum(of_mesh.pop(None, []))
-    told = [float(flag) for flag in flags]
+    any_set = [float(flag) for flag in flags]
     for mesh in of_mesh:
-        value, *told = _reduced(mesh, [fsum(of_mesh[mesh]), *told])
+        value, *any_set = _reduced(mesh, [fsum(of_mesh[mesh]), *any_set])
         total += value
-    for mesh in list(of_mesh)[:-1]:  # its ranks lack the flags of later meshes
-        _, *told = _reduced(mesh, [0.0, *told])
-    return total, [flag > 0 for flag in told]
+    # Ranks of an earlier mesh lack the flags that were set on ranks of later meshes only.
+    for mesh in list(of_mesh)[:-1]:
+        _, *any_set = _reduced(mesh, [0.0, *any_set])
+    return total, [flag > 0 for flag in any_set]
 
 
 def largest(meshes: Iterable[Any], value: int) -> int:
@@ -247,9 +252,9 @@ def largest(meshes: Iterable[Any], value: int) -> int:
 def _reduced(mesh: Any, values: list[float], how: str = "SUM") -> list[float]:
     import torch.distributed as dist
 
-    both = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
+    reduced = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
     for dim in range(mesh.ndim):
         if mesh.size(dim) > 1:
             op = getattr(dist.ReduceOp, how)
-            settled(dist.all_reduce, both, op, group=mesh.get_group(dim))
-    return both.tolist()
+            settled(dist.all_reduce, reduced, op, group=mesh.get_group(dim))
+    return reduced.tolist()

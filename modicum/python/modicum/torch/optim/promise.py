@@ -30,8 +30,8 @@ class Needs:
 
 
 def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
-    """What `optimizer.allocate()` would charge if the parameters on meta had `memories`, by id of
-    the parameter; nothing if a parameter on meta that trains is not in `memories`. Raises
+    """The bytes that `optimizer.allocate()` would charge if the parameters on meta had `memories`,
+    by id of the parameter; no bytes if `memories` lacks a parameter on meta that trains. Raises
     `BudgetError` if the optimizer's ledger lacks room."""
     groups, wants, bound = optimizer.param_groups, optimizer._trains, optimizer._bound.parts
     if any(id(one) not in memories for one in on_meta(groups, wants)):
@@ -46,6 +46,6 @@ def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
 
 
 def held_by(optimizer: AdamW) -> int:
-    """The bytes of the optimizer's state."""
+    """The bytes of the optimizer's state on this rank, for all purposes together."""
     held = optimizer.held.values()
     return sum(size for of in held for purpose, size in of.items() if purpose != "parameters")

@@ -33,6 +33,7 @@ class Protection:
 
     def __init__(self) -> None:
         self._sources: list[Any] = []  # weak references to sources that may allocate more
+        # By [begin, end) of a tensor's memory: the entry, and the finalizer of the storage.
         self._done: dict[tuple[int, int], tuple[Protected, Any]] = {}
         self._hooks: list[Any] = []
 
@@ -84,8 +85,8 @@ class Protection:
             exclusion = _exclude(begin, size)
             size = size if exclusion else 0
             left = of.end - of.begin - size
-            # Freed memory may be allocated again for something else. Then children must inherit it,
-            # and a child with only the reserved range must get pages.
+            # Freed memory may be allocated again for something else. Children forked after that
+            # must inherit it, and a child from before must get pages in its reserved range.
             storage = of.tensor.untyped_storage()
             undone = weakref.finalize(storage, _inherit, exclusion)
             undone.atexit = False

@@ -1,5 +1,5 @@
-"""Makes the C++ states that step an optimizer's parameters: one for each format on the host, and
-one for each format, dtype and device."""
+"""Makes the C++ states that step an optimizer's parameters: for parameters on the host one state
+per format, for those on devices one per format, dtype and device."""
 
 import math
 from collections import Counter
@@ -25,7 +25,8 @@ def dtype_of(part: Part, plane: str) -> torch.dtype:
 
 
 def plane_dtype(part: Part, plane: str) -> torch.dtype:
-    """The dtype of any plane in memory. The 8-bit codes of second moments are unsigned."""
+    """The dtype of any plane, as `_modicum.AdamW.plane` has it in memory: 8-bit codes of second
+    moments are unsigned."""
     if plane in ("master", "master_low", "grad"):
         return dtype_of(part, plane)
     dtype = dtype_of(part, "moment")
@@ -117,9 +118,8 @@ def make_states(
     what: str,
 ) -> dict[str, _modicum.AdamW]:
     """Makes the states, by key, and sets `format`, `state` and `shard` of each part. `state_format`
-    determines the format of a part by its dtype and shape. Parts on the host have one state for
-    each format; parts on devices one for each format, dtype and device. Charges all of the memory
-    or none: a `BudgetError` calls it `what`."""
+    determines the format of a part by its dtype and shape. Charges all of the memory or none.
+    `what`: what a `BudgetError` calls the memory."""
     shards, made_with = _grouped(parts, options, state_format, fork)
     ledger.require_room(_footprint(shards, made_with, options), what)  # all must fit, or none
     pins, unpins = _registrar(pin)

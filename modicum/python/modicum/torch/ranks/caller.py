@@ -19,13 +19,13 @@ class Caller:
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Queues a call; does not wait for it. The thread drops its references to the arguments
-        before the future is done."""
+        before the future is done, so that the caller may free their memory then."""
         call: Future[Any] = Future()
         self._calls.put((call, partial(function, *arguments)))
         return call
 
     def end(self) -> None:
-        """Ends the thread after all queued calls."""
+        """Lets the thread end after all queued calls; does not wait for it."""
         self._calls.put(None)
 
     def _run(self) -> None:

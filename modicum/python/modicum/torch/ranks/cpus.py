@@ -13,7 +13,7 @@ def cpus_of_rank(ranks_per_node: int | None = None) -> int:
     bound to CPUs of its own gets too few.
 
     Args:
-        ranks_per_node: if None: LOCAL_WORLD_SIZE, which launchers set, else the world size.
+        ranks_per_node: None means LOCAL_WORLD_SIZE, which launchers set, or else the world size.
     """
     if ranks_per_node is None:
         world_size = dist.get_world_size() if dist.is_initialized() else 1

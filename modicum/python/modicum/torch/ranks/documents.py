@@ -13,15 +13,16 @@ def document_with(category: str, what: str, **facts: Any) -> str:
     the message."""
     details = ", ".join(f"{name} {facts[name]}" for name in ("expected", "got") if name in facts)
     message = f"{category}: {what}" + (f" ({details})" if details else "")
-    told = {"category": category, "code": exit_codes()[category], "message": message}
-    return json.dumps({"error": told | facts})
+    fields = {"category": category, "code": exit_codes()[category], "message": message}
+    return json.dumps({"error": fields | facts})
 
 
 def document_of(error: BaseException) -> str:
+    """The document of any exception: INTERNAL unless it is an `Error`, or CANCELLED for Ctrl-C."""
     if isinstance(error, Error):
         known = {name: fact for name, fact in vars(error).items() if name in Error.__annotations__}
-        told = {"category": error.category, "code": error.code, "message": str(error)}
-        return json.dumps({"error": told | known})
+        fields = {"category": error.category, "code": error.code, "message": str(error)}
+        return json.dumps({"error": fields | known})
     if isinstance(error, KeyboardInterrupt):
         return document_with("CANCELLED", "interrupted")
     return document_with("INTERNAL", f"{type(error).__name__}: {first_line(error)}")

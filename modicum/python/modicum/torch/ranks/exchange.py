@@ -1,8 +1,8 @@
 """Sends bytes from one rank of a load to the others, over Gloo.
 
 Uses only point-to-point sends, no collectives: a rank waits only for one peer at a time, for as
-long as that peer reads from storage, and can leave at any time. The *root* is the rank that sends.
-There are two patterns:
+long as that peer reads from storage, and can leave at any time. The *root* is the rank that has the
+bytes and sends them. There are two patterns:
 
 - *whole*: every rank needs all bytes. The ranks form a ring, and each forwards pieces of 2 MiB to
   the next one as they arrive; the last rank before the root forwards none. Each rank receives and
@@ -10,7 +10,8 @@ There are two patterns:
 
       root 1 -> 2 -> 3 -> 0
 
-- *scatter*: each rank sends the root the range that it needs, and receives that range.
+- *scatter*: each other rank tells the root the range of bytes that it needs, and receives that
+  range.
 
 The network interface is the one that PyTorch's own Gloo groups use.
 """
@@ -32,8 +33,8 @@ from modicum.upstream.torch_distributed import break_connections, require_gloo
 PIECE_BYTES = 2 << 20
 PIECES_AHEAD = 8  # receives posted in advance
 CONNECT_LIMIT = timedelta(minutes=5)
-NO_LIMIT = timedelta(days=365)  # a root may read for hours; its failure ends the wait
-BREAK_WAIT_S = 2.0  # for the call whose connections close() has broken
+NO_LIMIT = timedelta(days=365)  # a root may read for hours; if it fails, the connection ends
+BREAK_WAIT_S = 2.0  # how long close() waits for the call whose connections it has ended
 TAG = 0
 
 
@@ -82,7 +83,7 @@ class Exchange:
         self._links.clear()
         self._groups.clear()
 
-    # ---- on the caller's thread
+    # ---- on the thread of `_caller`
 
     def _connect(self, store: Any, name: str, members: Sequence[int]) -> None:
         """Connects the places `members`, which include this one."""
@@ -99,7 +100,8 @@ class Exchange:
         if not self._whole or self._size == 2:
             self._connect(store, "all", range(self._size))
         else:
-            # Even links first: otherwise all ranks could wait for the next one, in a circle.
+            # Link k connects the places k and k + 1. Every rank makes its even link first: if each
+            # began with the link to the next rank, all could wait for one another.
             mine = (self._place - 1) % self._size, self._place
             for link in sorted(mine, key=lambda at: (at % 2, at)):
                 self._connect(store, f"link/{link}", (link, (link + 1) % self._size))
@@ -123,6 +125,7 @@ class Exchange:
         if not self._is_connected:
             self._connect_all()
         before, after = (self._place - 1) % self._size, (self._place + 1) % self._size
+        # All receives of a stretch are posted at once, so that the previous rank need not wait.
         for stretch in whole.split(PIECE_BYTES * PIECES_AHEAD):
             pieces = stretch.split(PIECE_BYTES)
             arriving = [] if self._place == root else [self._receive(before, p) for p in pieces]
@@ -139,17 +142,17 @@ class Exchange:
         if not self._is_connected:
             self._connect_all()
         if self._place != root:
-            asking = self._send(root, torch.tensor([begin, end]))
+            request = self._send(root, torch.tensor([begin, end]))
             if begin < end:
                 self._await(root, self._receive(root, whole[begin:end]))
-            self._await(root, asking)
+            self._await(root, request)
             return
-        wanted = {place: torch.empty(2, dtype=torch.int64) for place in self._links}
-        asked = {place: self._receive(place, wanted[place]) for place in self._links}
+        ranges = {place: torch.empty(2, dtype=torch.int64) for place in self._links}
+        requests = {place: self._receive(place, ranges[place]) for place in self._links}
         leaving = {}
-        for place, work in asked.items():
+        for place, work in requests.items():
             self._await(place, work)
-            begin, end = wanted[place].tolist()
+            begin, end = ranges[place].tolist()
             if begin < end:
                 leaving[place] = self._send(place, whole[begin:end])
         for place, work in leaving.items():

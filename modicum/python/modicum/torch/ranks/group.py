@@ -3,10 +3,10 @@
 Everything except tensor bytes goes through the store of the caller's process group, so that no rank
 is ever in a collective that another rank does not enter. A load has its own prefix in the store:
 
-    failed      the first failure, {"error": {...}}; set once, seen by all ranks within TICK_S
+    failed      the first failure, {"error": {...}}; set once, read by each rank every TICK_S
     beat/R      heartbeat of rank R
-    barrier/N   number of ranks that have arrived at meeting N
-    gather/N    the same; gather/N/R is the value of rank R, gather/N/all the result
+    barrier/N   number of ranks that have arrived at meeting N, if it is a barrier
+    gather/N    the same for a gather; gather/N/R is the value of rank R, gather/N/all the result
     over        number of ranks that know that the load is over, by success or failure
     exchange/N/R  Gloo's rendezvous of the group whose first rank is R, after N meetings
 
@@ -46,8 +46,8 @@ POLL_GROWTH = 1.25  # the factor by which the pause between polls grows
 
 
 class Ranks:
-    """One rank of a load. The C++ library calls `barrier`, `agree`, `report` and `broadcast`. Its
-    collectives raise the first failure of any rank, the same error on all."""
+    """One rank of a load. The C++ library calls `barrier`, `agree`, `report` and `broadcast`. If a
+    rank fails, the collectives of this class raise its error, the first one, on all ranks."""
 
     rank: int
     world_size: int
@@ -64,7 +64,7 @@ class Ranks:
         self._on_wait: Callable[[], object] = lambda: None
         self._exchange: Exchange | None = None
         self._members: Sequence[int] = (rank,)
-        self._lock = threading.Lock()  # guards the next four
+        self._lock = threading.Lock()  # guards _failure, _failed, _board and _over_told
         self._failure: str | None = None
         self._failed = threading.Event()
         self._board: Board | None = None
@@ -110,9 +110,9 @@ class Ranks:
         return self._settle(value, list)
 
     def once(self, make: Callable[[], Any], local: Callable[[], Any]) -> tuple[Any, list[Any]]:
-        """Calls `make` on rank 0, and then `local` on every rank. Returns the result of `make`, and
-        the results of `local` by rank. Collective. The results must be JSON values. A rank without
-        a store calls `make` itself."""
+        """Calls `make` on rank 0, and `local` on every rank, on rank 0 after `make`. Returns the
+        result of `make`, and the results of `local` by rank. Collective. The results must be JSON
+        values. A rank without a store calls `make` itself."""
         made = make() if self.rank == 0 or self._store is None else None
         made, brought = self._settle(local(), lambda brought: [made, brought])
         return made, brought
@@ -204,7 +204,7 @@ class Ranks:
             return document
         document = self._naming_this_rank(document)
         if self._failure is None:
-            with suppress(Error):  # the store is lost; other ranks detect that, too
+            with suppress(Error):  # the store is lost; the other ranks find that out themselves
                 document = self._store.set_first("failed", document)
             self._fail(document)
         return self._failure or document
@@ -397,15 +397,15 @@ class Ranks:
         return from_json(counts)
 
     def _part(self) -> None:
-        """Waits, at most PART_LIMIT_S, until all ranks know that the load is over: the process that
-        hosts the store may exit then. A dead rank never adds itself to `over`."""
+        """Waits, at most PART_LIMIT_S, until all ranks know that the load is over. Afterwards the
+        process that hosts the store may exit. A dead rank never adds itself to `over`."""
         is_dead = self._failure is not None and from_json(self._failure).category == "PEER"
         waited_s = 0.0
         try:
             self._tell_over()
             for pause_s in self._pauses():
-                told = self._shared.count("over")
-                if waited_s >= PART_LIMIT_S or told >= self.world_size - is_dead:
+                informed = self._shared.count("over")
+                if waited_s >= PART_LIMIT_S or informed >= self.world_size - is_dead:
                     return
                 self._ended.wait(pause_s)
                 waited_s += pause_s
@@ -414,8 +414,8 @@ class Ranks:
 
     def _tell_over(self) -> None:
         with self._lock:
-            told, self._over_told = self._over_told, True
-        if not told:
+            was_told, self._over_told = self._over_told, True
+        if not was_told:
             self._shared.count("over", 1)
 
     def _close(self) -> None:
@@ -470,14 +470,14 @@ class Ranks:
 
 
 def _first_other(digests: list[str]) -> tuple[int, int, str, str] | None:
-    """(first rank whose digest differs from rank 0's, number of further ones, both digests), or
-    None. Called on rank 0, whose result all ranks get."""
+    """(the first rank whose digest differs from rank 0's, the number of further such ranks, rank
+    0's digest, the first rank's digest), or None. Called on rank 0, whose result all ranks get."""
     others = [rank for rank, of in enumerate(digests) if of != digests[0]]
     return (others[0], len(others) - 1, digests[0], digests[others[0]]) if others else None
 
 
 def _remedy(name: str, expected: str, got: str) -> str:
-    """What to do about models that differ by rank; empty for other differences."""
+    """The end of the message: advice about models that differ by rank; empty for other facts."""
     if not name.startswith(("tensor ", _ORDER)):
         return ""
     if "none" in (expected, got):
@@ -491,7 +491,7 @@ def _remedy(name: str, expected: str, got: str) -> str:
 
 
 def _first_difference(one: list[Any], other: list[Any]) -> tuple[str, str, str]:
-    """The first difference of two lists of (name, value): the name, and both values."""
+    """The first difference of two lists of (name, value) that differ: the name, and both values."""
     known, found = dict(one), dict(other)
     for name in [*known, *found]:
         if known.get(name) != found.get(name):

@@ -1,4 +1,4 @@
-"""Liveness: every rank increments a heartbeat, and one or two other ranks check it.
+"""Liveness: every rank increments a heartbeat, which other ranks check.
 
 Each rank checks the next rank of its host, in a ring, and the first rank of a host checks all ranks
 of the next host:
@@ -6,13 +6,13 @@ of the next host:
     host A: 0 -> 1 -> 2 -> 0        host B: 3 -> 4 -> 5 -> 3
             0 -> {3, 4, 5}                  3 -> {0, 1, 2}
 
-Each rank makes one or two such checks per second, whatever the world size. If a rank is found dead
-the load ends on all ranks.
+So a rank is checked by at most two others. If a rank is found dead the load ends on all ranks.
 
 A missing heartbeat alone does not prove that a process is dead: it makes none while the kernel
 commits its memory, which may take tens of seconds, or while an extension holds the GIL. Therefore
-/proc decides for a rank of the same host and pid namespace, and all ranks of another host must be
-silent. For a rank of the same host in another pid namespace, its silence alone decides.
+/proc decides about a rank of the same host and pid namespace, and a rank of another host counts as
+dead only if all ranks of that host are silent. About a rank of the same host in another pid
+namespace its silence alone decides.
 """
 
 import os
@@ -33,6 +33,7 @@ class Process:
     """A rank's process, as other ranks identify it."""
 
     boot: str
+    """The id of the host's boot; empty: unknown."""
     host: str
     pid_space: int
     """The pid namespace of `pid`; 0: unknown."""
@@ -63,7 +64,7 @@ class Process:
     def condition(self) -> str:
         """The state of a process on the same host: "is gone", "is stopped", or "" if it runs."""
         state, started = _state_of(self.pid) or ("X", "")
-        if state in "ZX" or started != self.started:
+        if state in "ZX" or started != self.started:  # a zombie, dead, or another process
             return "is gone"
         return "is stopped" if state == "T" else ""
 
@@ -126,8 +127,8 @@ class Neighbours:
             self._watched.append(_Watched(order[(order.index(here) + 1) % len(order)], False))
 
     def check(self, beat_of: Callable[[int], int]) -> tuple[int, str] | None:
-        """A dead or silent rank, and how it was lost; or None. Call it every LOOK_S. `beat_of`:
-        returns a rank's heartbeat."""
+        """A rank that counts as dead, and the reason ("is gone", ...); or None. Call it every
+        LOOK_S. `beat_of`: returns a rank's heartbeat."""
         for watched in self._watched:
             silent = watched.read(beat_of)
             condition = self._processes[watched.ranks[0]].condition() if watched.seen else ""

@@ -12,7 +12,7 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None] |
 
     Args:
         total: bytes to load.
-        shown: whether to draw it, if tqdm is installed.
+        shown: whether to draw the bar; without tqdm it is never drawn.
     """
     try:
         from tqdm import tqdm

@@ -22,7 +22,7 @@ SLICES, CONNECT_SLICES = 60, 600
 """Time limits in slices: 6 s for an answer, and a minute to connect, since all ranks may connect at
 the same time. Slices are counted, not seconds: time in which this process is stopped does not
 count."""
-PIECE_BYTES = 4 << 20  # a TCPStore closes the connection on a message of more than 8 MiB
+PIECE_BYTES = 4 << 20  # longer texts are split: a TCPStore refuses messages of more than 8 MiB
 COMPRESSED_BYTES = 1 << 12
 """Longer texts are compressed: gathered values of all ranks are similar, and a recipe has many
 similar names."""
@@ -45,7 +45,7 @@ class LoadStore:
     def __init__(self, store: Any, on_loss: Callable[[str], Error]) -> None:
         self._on_loss = on_loss
         self._lost: str | None = None
-        self._put_here: list[str] = []
+        self._put_here: list[str] = []  # keys that this rank has set with put()
         self._line = Caller("modicum-store")
         own = self._ask(store.clone, slices=CONNECT_SLICES)
         self._store = dist.PrefixStore(f"modicum/{next(_loads)}", own)
@@ -105,6 +105,8 @@ class LoadStore:
         self._ask(self._store.set, key, data)
 
     def _ask(self, function: Callable[..., Any], *arguments: Any, slices: int = SLICES) -> Any:
+        """Calls `function` on the thread; raises the error of `on_loss` if it fails or gives no
+        answer within `slices`."""
         if self._lost is None:
             call = self._line.begin(function, *arguments)
             if any(wait([call], SLICE_S).done for _ in range(slices)):

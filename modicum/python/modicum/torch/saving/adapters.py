@@ -166,7 +166,7 @@ def goal_of_adapters(model: Model, ranks: Ranks) -> Goal:
 
 
 def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
-    """Writes the adapters' tensors into PEFT's file."""
+    """The `Writing` of the adapters' tensors into PEFT's file."""
     shardings = Shardings()
     held = []
     for own in names_of_peft(model).values():

@@ -282,6 +282,7 @@ def _require_tiles(key: str, shape: Shape, boxes: list[Box]) -> None:
         for other in boxes[at + 1 :]:
             if shape and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
                 break  # sorted by the first offset
+            # They overlap if [a, a + n) and [b, b + m) do in every dim.
             if all(
                 a < b + m and b < a + n
                 for a, n, b, m in zip(

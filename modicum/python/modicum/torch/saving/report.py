@@ -20,8 +20,8 @@ class Saved:
     read_bytes: int
     """Bytes of `copied` tensors, read from the source."""
     gathered_bytes: int
-    """The part of `written_bytes` in short runs of divided rows, which a node's ranks have written
-    together."""
+    """The part of `written_bytes` that the ranks of a node have written together: rows of which
+    each rank has only a short run."""
     elapsed_s: float
     """From the agreement of all ranks until all data are written and synced."""
     durable_s: float

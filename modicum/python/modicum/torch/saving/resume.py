@@ -51,10 +51,10 @@ def resume(
 ) -> Resumed:  # fmt: skip
     """Loads the newest complete step (saved checkpoint) of `root` into a model and its optimizer.
 
-    Collective, like `load`. World size and sharding may differ from those of the save. Training
-    continues with the same bits as without the interruption. Weights and state are read directly
-    into their final memory, without a second copy: a model on meta gets memory, and a
-    `modicum.torch.AdamW` of its parameters allocates its state.
+    Collective, like `load`. World size and sharding may differ from those of the save. Weights and
+    state get the saved bits: with equal world size and sharding training can go on as without the
+    interruption, bit for bit. They are read directly into their final memory: a model on meta gets
+    memory, and a `modicum.torch.AdamW` of its parameters allocates its state.
 
     Args:
         model: as for `load`; sharded or not; on meta, or with values, which are overwritten.

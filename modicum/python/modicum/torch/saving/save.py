@@ -94,17 +94,18 @@ def save(
             number generators; on all ranks or on none.
         unused: "copy" or "drop" tensors of the source that the model does not use.
         adapters: True: only PEFT's adapters and what PEFT saves with them, in the files that
-            `PeftModel` reads. False: all tensors. None: as True if the model is a `PeftModel` that
-            trains nothing else.
+            `PeftModel` reads. False: all tensors. None: True if the model is a `PeftModel` that
+            trains nothing else, and otherwise False.
         ledger, budget: as for `load`; the promise includes what the processes hold already.
         staging: host memory that a rank streams through; None: 8 MiB.
         grace: seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held back
             until the step is committed, and then ends the process. All ranks raise `PreemptedError`
-            at a second SIGTERM, or if a rank would need longer at its rate of writing, or has
-            waited for the others for half of its grace before it writes. The program must not have
-            its own handler of SIGTERM. None: SIGTERM is not handled.
-        background: returns while files are still written, from the same memory: an optimizer step
-            waits where it would overwrite bytes that are not written yet (docs/guide/save.md).
+            if a rank gets a second SIGTERM, if at its rate of writing it would need longer than its
+            grace, or if it has waited for the others for half of its grace before it writes. The
+            program must not have its own handler of SIGTERM. None: SIGTERM is not handled.
+        background: return while files are still written. They are written from the memory of model
+            and state: an optimizer step waits, or makes a copy, before it overwrites bytes that are
+            not written yet (docs/guide/save.md).
 
     Returns:
         The same report on every rank; rank 0 also issues its warnings as UserWarnings. With
@@ -154,7 +155,7 @@ def _save(
 
 
 def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Saved:
-    """The same as `save` in the foreground, inside a context of `Ranks.together`."""
+    """Saves in the foreground, inside a context of `Ranks.together` that the caller has entered."""
     begun = _begun(model, given, ask, ranks, flight)
     saved = _finished(model, begun, begun.write())
     _warn(saved, ranks)

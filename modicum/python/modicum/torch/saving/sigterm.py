@@ -1,7 +1,7 @@
 """SIGTERM during a save: held back as long as the rest of the save fits into the grace time.
 
     first write              SIGTERM                                committed      end of grace
-    |--- bytes, time: rate --|--- rest / rate + a quarter, 1 s ------|              |
+    |--- bytes / time: rate -|--- 1.25 * rest / rate + 1 s ----------|              |
                              |------------------- grace ----------------------------|
 
 Each rank repeatedly estimates how long the rest of its writes will take. The first rank that would
@@ -110,7 +110,7 @@ class Sigterm:
             raise _preempted("SIGTERM", rest_s, left_s)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._is_over or os.getpid() != self._pid:  # the latter in a forked child
+        if self._is_over or os.getpid() != self._pid:  # or a forked child
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         self._arrived.append(time.monotonic())

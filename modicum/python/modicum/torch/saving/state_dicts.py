@@ -322,7 +322,7 @@ def goal_as_stored(tensors: Mapping[str, torch.Tensor], source: Any, ranks: Rank
 
 
 def writing_of_named(named: Named, goal: Goal, ranks: Ranks, form: Form) -> Writing:
-    """Writes the state dict's tensors into files like those of the goal's checkpoint."""
+    """The `Writing` of the state dict's tensors into files like those of the goal's checkpoint."""
     shardings = Shardings()
     names = [target["name"] for target in goal.recipe.targets]
     held = [named.held(name, shardings) for name in names]

@@ -56,7 +56,8 @@ def goal_of_tensors(
 
 
 def streamed(recipe: _modicum.Recipe, form: Form, read: Read) -> Writing:
-    """Writes the targets of a recipe, whose elements `read` provides. On any thread."""
+    """The `Writing` of a recipe's targets, whose elements `read` provides; it is called on any
+    thread."""
     names = [target["name"] for target in recipe.targets]
     loaded = _modicum.make_plan(
         recipe,

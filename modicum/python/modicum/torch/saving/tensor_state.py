@@ -57,7 +57,8 @@ Entry = tuple[str, torch.Tensor, Mapping[str, Any]]
 def writing_of_entries(
     entries: Sequence[Entry], kind: str, ranks: Ranks, form: Form
 ) -> tuple[Writing, str]:
-    """The same as `writing_of_state`, from entries. `kind`: the optimizer's class."""
+    """The tensors to write, and the text of state.json. `kind`: as it names the optimizer's
+    class."""
     shardings = Shardings()
     targets: dict[str, Node] = {}
     held: list[Held] = []

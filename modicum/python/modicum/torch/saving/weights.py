@@ -67,6 +67,7 @@ class Writing:
 
     @property
     def is_on_device(self) -> bool:
+        """Whether a function provides elements, as for tensors on a device."""
         return self.memory[1] is not None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
@@ -167,13 +168,13 @@ def _completed(text: str, model: Model) -> str:
 
 
 def writing_of_model(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
-    """Writes the model's tensors into files like those of the goal's checkpoint."""
+    """The `Writing` of the model's tensors into files like those of the goal's checkpoint."""
     held = [Held(p.of.local, p.sharding, p.of.tensor) for p in places_of(model, goal)]
     return writing_of(goal.recipe, held, ranks, form)
 
 
 def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form: Form) -> Writing:
-    """Writes `held`, a tensor for each target of the recipe."""
+    """The `Writing` of `held`, a tensor for each target of the recipe."""
     loaded = _modicum.make_plan(
         recipe,
         layout_of(recipe, [of.sharding for of in held], ranks.world_size),

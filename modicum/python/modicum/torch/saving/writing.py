@@ -56,7 +56,8 @@ class StateWriting(Protocol):
 
     @property
     def gather_bytes(self) -> int:
-        """Memory of each rank to write together with the others of its node."""
+        """Bytes of memory that each rank needs to write divided rows together with the other ranks
+        of its node; 0 if it needs none."""
 
     @property
     def told(self) -> str:

@@ -303,7 +303,7 @@ def _flat_cuts(
 def _equal_cuts(
     sizes: Mapping[str, Shape], own: Sequence[Flat], padding: Sequence[int], model: Table
 ) -> _Cuts:
-    """The same for stage 3."""
+    """For stage 3: (name, `begins`, `at`, `base`) of the `Cut` of each parameter."""
     base, world = 0, len(own)
     for name, shape in sizes.items():
         piece = -(-prod(shape) // world)

@@ -1,4 +1,4 @@
-"""The guard in forked children: it raises if memory is used that was left out of the fork.
+"""The guard in forked children: raises if a torch function gets memory that the fork left out.
 
 Memory allocated with `fork="excluded"` is not mapped in forked children: there its address range is
 reserved without access. Tensors, views, `.data` and state dicts from before the fork still point to
@@ -70,8 +70,8 @@ def _lacking(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _is_lacking(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's storage was left out of the fork, completely or but for its edges, which
-    `protect` leaves in since it leaves out only complete pages."""
+    """Whether the fork left out the tensor's storage. `protect` leaves out only complete pages, so
+    the edges of the storage may still be mapped."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         tensor = local_of(tensor)  # the local tensor of a DTensor
     if tensor.device.type != "cpu":
@@ -79,7 +79,7 @@ def _is_lacking(tensor: torch.Tensor) -> bool:
     try:
         storage = tensor.untyped_storage()
         begin, size = storage.data_ptr(), storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # a fake or sparse tensor, or a wrapper of others
+    except (RuntimeError, NotImplementedError):  # a fake or sparse tensor, or a wrapper subclass
         return False
     page = -(-begin // _PAGE_BYTES) * _PAGE_BYTES
     is_excluded = _modicum.is_excluded_here
@@ -90,7 +90,7 @@ def _guard_child() -> None:
     """Runs in the child after a fork."""
     if not _modicum.has_exclusions_here():
         return
-    push_lowest(_Guard())  # below the active modes, which their contexts will pop
+    push_lowest(_Guard())  # below the active modes: their contexts will pop the top of the stack
 
 
 os.register_at_fork(after_in_child=_guard_child)

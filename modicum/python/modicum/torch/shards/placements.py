@@ -1,9 +1,9 @@
 """The sharding of a plain tensor or a DTensor in the terms of the C++ library: a mesh and a
 sequence of cuts.
 
-A DTensor has a mesh and a placement per mesh axis. It lacks two facts: the place of the mesh in the
-world, if the mesh has only some of the ranks; and the order of the cuts, if FSDP2 has cut the local
-tensor of a DTensor of tensor parallelism. `Shardings` finds these facts. From the resulting
+A DTensor has a mesh and a placement per mesh axis. It lacks two facts: the position of the mesh in
+the world, if the mesh has only some of the ranks; and the order of the cuts, if FSDP2 has cut the
+local tensor of a DTensor of tensor parallelism. `Shardings` finds these facts. From the resulting
 sharding the C++ library computes which elements a rank holds.
 
 For example 8 rows on a mesh (dp 2, tp 2) with the placements [_StridedShard(0, split_factor=2),
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     """One tensor dim, cut along mesh axes as torch.chunk cuts."""
 
     axes: tuple[int, ...]
-    """Indices of mesh axes; several make up one flattened axis, outermost first."""
+    """Indices of mesh axes, outermost first. Several are cut as one, flattened axis."""
     dim: int
     """The tensor dim."""
     packed: int = 1
@@ -69,9 +69,9 @@ def layout_of(
 
 
 class Shardings:
-    """Finds the shardings of tensors; the same on every rank of the world.
+    """Finds the shardings of tensors. For a tensor every rank of the world finds the same sharding.
 
-    An object caches meshes and FSDP2's parameters, for many tensors.
+    An object caches meshes and FSDP2's parameters: use one object for many tensors.
     """
 
     def __init__(self) -> None:
@@ -95,10 +95,10 @@ class Shardings:
                 object for the same memory.
 
         Raises:
-            UsageError: no sharding describes the tensor: the mesh is no regular grid of the world
-                or lacks this rank; a placement is not Replicate, Shard or a strided one of FSDP2 or
-                packed projections; the order of strided placements is unknown; or the local shape
-                contradicts the placements.
+            UsageError: no sharding describes the tensor: the mesh is no regular grid of the world,
+                or lacks this rank; a placement is not Replicate, Shard or _StridedShard; the order
+                of the cuts of strided placements is unknown; or the local shape contradicts the
+                placements.
         """
         whole = Sharding((self.world_size,), ())
         if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # avoids the import of DTensor
@@ -121,8 +121,9 @@ class Shardings:
         return sharding
 
     def counts(self, tensor: torch.Tensor, sharding: Sharding) -> bool:
-        """Whether this rank counts its elements in a sum over the tensor's mesh: the first of its
-        replicas in the mesh does. Always true for a tensor without a mesh."""
+        """Whether this rank counts its elements in a sum over the tensor's mesh. Of the ranks in
+        the mesh that hold the same elements, the first one does. Always true for a tensor without a
+        mesh."""
         mesh = getattr(tensor, "device_mesh", None)
         if mesh is None:
             return True
@@ -149,7 +150,8 @@ class Shardings:
         shards = list(_shards(tensor.placements, shape, name))
         grid = _grid(ranks, shape, tuple(shard.mesh_dim for shard in shards), self.world_size)
         if grid is None:
-            what, expected = "the tensor's mesh", f"a regular grid of {self.world_size} ranks"
+            what = "the tensor's mesh is no regular grid of the world"
+            expected = f"a regular grid of {self.world_size} ranks"
             raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=str(mesh))
         world, axes_of = grid
         axes = dict(zip((shard.mesh_dim for shard in shards), axes_of, strict=True))
@@ -170,12 +172,15 @@ class Shardings:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A mesh axis along which a DTensor is cut: its number of ranks, and the placement's facts."""
+    """A mesh axis along which a DTensor is cut."""
 
     mesh_dim: int
     parts: int
+    """The number of ranks along the axis."""
     dim: int
+    """The tensor dim that is cut."""
     split_factor: int
+    """The split factor of the placement; 1 for a plain Shard."""
 
 
 def _shards(placements: Iterable[Any], shape: Sequence[int], name: str) -> Iterator[_Shard]:
@@ -196,14 +201,14 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
     """The cuts in the order in which they were made, each with its number of packed parts.
 
     Mesh axes cut from left to right, unless a placement has a split factor. That is the number of
-    parts that existed before its cut. Later mesh axes have made these parts by cutting the same
-    tensor dim; if there are no such axes, the parts are packed parts.
+    parts into which the tensor dim was divided before this cut: by mesh axes further right or, if
+    none of them cuts this dim, as packed parts.
     """
-    told = shard_order(tensor)
+    order = shard_order(tensor)
     made: dict[int, list[tuple[_Shard, int]]] = {}
     for shard in reversed(shards):
         same_dim = made.setdefault(shard.dim, [])
-        if told or not same_dim:
+        if order or not same_dim:
             same_dim.insert(0, (shard, shard.split_factor))
             continue
         parts = [prod(s.parts for s, _ in same_dim[:i]) for i in range(len(same_dim) + 1)]
@@ -216,7 +221,7 @@ def _as_made(tensor: Any, shards: list[_Shard], name: str) -> list[tuple[_Shard,
             got = f"{list(tensor.shape)} as {list(tensor.placements)}"
             raise refusal("UNSUPPORTED", "cuts of unknown order", tensor=name, got=got)
         same_dim.insert(place, (shard, 1))
-    for entry in told:
+    for entry in order:
         by_order = made.get(entry.tensor_dim, [])
         by_order.sort(key=lambda cut: entry.mesh_dims.index(cut[0].mesh_dim))
     return [cut for dim in sorted(made) for cut in made[dim]]
@@ -263,8 +268,8 @@ def _grid(
 
 
 def _strides(line: Sequence[int]) -> list[tuple[int, int]]:
-    """(stride, size) of axes, outermost first, that enumerate the ranks of `line`; empty if there
-    are none. [0, 1, 4, 5] gives [(4, 2), (1, 2)]."""
+    """(stride, size) of axes, outermost first, that enumerate the ranks of `line`; empty if no axes
+    do. [0, 1, 4, 5] gives [(4, 2), (1, 2)]."""
     axes: list[tuple[int, int]] = []
     while len(line) > 1:
         stride = line[1] - line[0]
@@ -286,7 +291,7 @@ def _part(rank: int, strides: Sequence[tuple[int, int]]) -> int:
 
 
 def _line_of(rank: int, ranks: tuple[int, ...], shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    """The ranks that differ from `rank` only along the mesh axis `dim`, and `rank`, in order."""
+    """The ranks of a mesh along its axis `dim` through `rank`, in the order of the axis."""
     step = prod(shape[dim + 1 :])
     position = ranks.index(rank)
     first = position - position // step % shape[dim] * step

@@ -29,9 +29,10 @@ def rebinding(
         with modicum.torch.rebinding(model, optimizer):
             fully_shard(model)
 
-    On success each parameter in each group is replaced by the one that now has its FQN; wrappers'
-    names of `torch.compile` and activation checkpointing are ignored. On failure the optimizer is
-    unchanged. In the context it keeps the old parameters alive, which take no memory on meta.
+    On success each parameter in each group is replaced by the one that now has its FQN; name
+    components of `torch.compile`'s and activation checkpointing's wrappers are ignored. On failure
+    the optimizer is unchanged. Within the context the optimizer keeps the old parameters alive; if
+    they are on meta, they take no memory.
 
     Args:
         model: the model that the block changes in place.
@@ -40,8 +41,9 @@ def rebinding(
             shape and placements it must have. False by default.
 
     Raises:
-        UsageError: an optimizer has state and `resuming` is False; a parameter of it is not in the
-            model; an FQN no longer exists; tied parameters are no longer tied; state does not fit.
+        UsageError: an optimizer has state and `resuming` is False, or has a parameter that the
+            model lacks; an FQN no longer exists; tied parameters are no longer tied, or two
+            parameters have become one; or state does not fit the new parameter.
     """
     optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     bindings = Bindings(model, optimizers, resuming=resuming)
@@ -55,7 +57,7 @@ class Bindings:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], *, resuming: bool = False
     ) -> None:
-        """Raises the `UsageError` of `rebinding`."""
+        """Raises `UsageError` for the first two reasons of `rebinding`."""
         self.optimizers = optimizers
         self._model = model
         self._names = parameter_names(model)
@@ -65,9 +67,10 @@ class Bindings:
         self._before = [[list(each) for each in of] for of in self._lists]
 
     def exchange(self) -> None:
-        """Gives the groups the parameters that now have these names. The groups' lists stay the
-        same objects, since some optimizers keep references to them. State moves to the new
-        parameters; state from before the first step is dropped."""
+        """Gives the groups the parameters that now have these names. The lists in the groups stay
+        the same objects, since some optimizers keep references to them. State moves to the new
+        parameters, but is dropped if no step was made yet. Raises `UsageError`, and changes
+        nothing, for the other reasons of `rebinding`."""
         after = {name: p for p, fqns in parameter_names(self._model).items() for name in fqns}
         self.restore()
         exchanged = [_exchanged(one, self._names, after) for one in self.optimizers]
@@ -92,7 +95,8 @@ class Bindings:
 
 
 def _is_fresh(state: Any) -> bool:
-    """Whether an entry of `state` is from before the first step: empty, or all zeros."""
+    """Whether an entry of `state` holds nothing of a step: it is empty, or its step count and all
+    its tensors are zero."""
     if not state or "step" not in state:
         return not state
     values = (value for value in state.values() if isinstance(value, Tensor))
@@ -135,7 +139,8 @@ def _exchanged(
 
 
 def _fits(value: Any, old: nn.Parameter, new: nn.Parameter) -> bool:
-    """Whether a value of an optimizer's state fits the new parameter."""
+    """Whether a value of an optimizer's state fits the new parameter: it is a number or has the
+    parameter's shape, placements and mesh, or the parameter was not replaced."""
     if new is old or getattr(value, "ndim", 0) == 0:
         return True
     return all(

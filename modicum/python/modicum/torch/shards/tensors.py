@@ -75,8 +75,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def copying_into(
     lines: Mapping[int, tuple[torch.Tensor, int]],
 ) -> Callable[[int, int, memoryview], None]:
-    """The function that copies elements from the staging to tensors on a device. `lines`: by index
-    of a target (its bytes from `as_bytes`, the size of an element in bytes)."""
+    """The function that copies elements from the staging to tensors on a device. `lines`: for each
+    target, by index, its memory from `as_bytes` and the size of its elements in bytes."""
 
     def copy(target: int, at: int, elements: memoryview) -> None:
         line, itemsize = lines[target]
