@@ -99,13 +99,27 @@ void refuse_unreadable(const Plan& plan) {
   }
 }
 
+// Whether a target that is copied to its destination has another dtype than a stored tensor that it
+// is made of.
+bool casts(const Plan& plan) {
+  const Recipe& recipe = *plan.recipe;
+  for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
+    if (destination_of(plan, t) != Destination::copy || recipe.is_alias(t)) continue;
+    for (const uint32_t stored : stored_under(recipe, recipe.targets[t].root)) {
+      const DType dtype = plan.manifest->tensors[stored].spec.dtype;
+      if (dtype != recipe.targets[t].spec.dtype) return true;
+    }
+  }
+  return false;
+}
+
 Staging divide_staging(const Plan& plan) {
   const PlanOptions& options = plan.options;
   const Strategy& strategy = plan.strategy();
   const auto group = static_cast<uint64_t>(exchange_group(plan, 0).size());
   const bool streams = strategy.of_reader == Window::none;
-  bool casts_in_slot = options.destination == Destination::copy;
-  for (const Destination to : options.destination_of) casts_in_slot |= to == Destination::copy;
+  bool copies = options.destination == Destination::copy;
+  for (const Destination to : options.destination_of) copies |= to == Destination::copy;
   Staging staging;
   staging.exchanges = group > 1;
   uint64_t left = round_up(options.staging_bytes, kPageBytes);
@@ -120,13 +134,18 @@ Staging divide_staging(const Plan& plan) {
     left -= staging.gather_part_bytes;
   }
   staging.total_bytes = staging.ring_part_bytes + staging.gather_part_bytes;
-  if (!streams && !casts_in_slot) return staging;
+  if (!streams && !copies) return staging;
   staging.total_bytes += left;
   staging.table_bytes = streams ? round_up(kReadTableRows * sizeof(Transfer), kPageBytes) : 0;
   staging.slot_bytes = std::min(kSlotBytes, (left - staging.table_bytes) / kPageBytes * kPageBytes);
-  // A cast within the slot needs room for its input (the tile) and its output, which is at most
-  // four times as large. So the tile is a fifth of the slot.
-  staging.tile_bytes = casts_in_slot ? staging.slot_bytes / 5 / 64 * 64 : staging.slot_bytes;
+  staging.tile_bytes = staging.slot_bytes;
+  if (casts(plan)) {
+    // A cast within the slot needs room for its input (the tile) and its output, which is at most
+    // four times as large. So the tile is a fifth of the slot.
+    staging.tile_bytes = staging.slot_bytes / 5 / 64 * 64;
+  } else if (copies) {
+    staging.tile_bytes -= std::min(kLineRoomBytes, staging.slot_bytes / 2);
+  }
   const uint64_t workers = left / (staging.table_bytes + staging.slot_bytes);
   staging.workers = streams && group > 1 ? 1 : static_cast<int>(workers);
   return staging;

@@ -112,6 +112,9 @@ constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a
 // A worker's largest slot. Larger ones don't fit into the CPU's caches, which made loads up to 40 %
 // slower.
 constexpr uint64_t kSlotBytes = 1 * kMiB;
+// The cast room of a slot if no element is cast: only lines that are gathered element by element
+// use it.
+constexpr uint64_t kLineRoomBytes = 64 * kKiB;
 
 // Indices of the phases of a load's promise. Open: headers have been read. Load: shards, staging
 // and window are held. Hold: shards are held. PlanOptions::after begins at index kLoadPhases.
@@ -137,7 +140,8 @@ Promise part_of(const Promise& promise, Part part);
 // exchange without the caller's transport. The gather parts of a node form a SharedGather; they
 // exist only in a save with divided rows (Rows) and several ranks on a node. A worker sorts
 // transfers in its table and reads one tile at a time into its slot. The cast room, the rest of the
-// slot, exists only with Destination::copy; otherwise the tile is the whole slot.
+// slot, exists only with Destination::copy: four fifths of the slot if a target is cast, else
+// kLineRoomBytes. Otherwise the tile is the whole slot.
 //
 // Example: 8 MiB, and 4 ranks that exchange. The ring part is 2 MiB, so 6 MiB remain. The table has
 // 1024 rows, the slot 1 MiB. There is one worker, since ranks that exchange must make the same

@@ -452,19 +452,23 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
               expected);
   };
   constexpr auto kCopy = Destination::copy;
-  // Cast to fp32, a tile of FP8 codes is four times as large: 5 * 209'664 <= 1 MiB.
-  constexpr uint64_t kCastTile = 209'664;
+  // Not cast: all of the slot but the room for lines.
+  constexpr uint64_t kTile = kMiB - kLineRoomBytes;
   for (const int world : {1, 4}) {
     expect(plan("own-shard", world).staging, {8 * kMiB, 0, kMiB, kMiB, 7});
-    expect(plan("own-shard", world, 8 * kMiB, kCopy).staging, {8 * kMiB, 0, kMiB, kCastTile, 7});
+    expect(plan("own-shard", world, 8 * kMiB, kCopy).staging, {8 * kMiB, 0, kMiB, kTile, 7});
     expect(plan("full-per-rank", world).staging, {0, 0, 0, 0, 0});
-    expect(plan("full-per-rank", world, 8 * kMiB, kCopy).staging,
-           {8 * kMiB, 0, kMiB, kCastTile, 8});
+    expect(plan("full-per-rank", world, 8 * kMiB, kCopy).staging, {8 * kMiB, 0, kMiB, kTile, 8});
   }
+  // Cast to fp32, a tile of FP8 codes is four times as large: 5 * 209'664 <= 1 MiB.
+  Recipe cast = recipe_;
+  set_dtype(cast, DType::f32, "");
+  PlanOptions discarding = plan("own-shard", 4, 8 * kMiB, kDiscard).options;
+  expect(make_plan(manifest_, cast, fsdp2_layout(4), discarding).staging,
+         {8 * kMiB, 0, kMiB, 209'664, 7});
   expect(plan("rank0-broadcast", 1).staging, {0, 0, 0, 0, 0});
   expect(plan("rank0-broadcast", 4).staging, {2 * kMiB, 2 * kMiB, 0, 0, 0});
-  expect(plan("rank0-broadcast", 4, 8 * kMiB, kCopy).staging,
-         {8 * kMiB, 2 * kMiB, kMiB, kCastTile, 6});
+  expect(plan("rank0-broadcast", 4, 8 * kMiB, kCopy).staging, {8 * kMiB, 2 * kMiB, kMiB, kTile, 6});
   // Of the 256 KiB, the table's 1024 rows take 80 bytes each.
   expect(plan("own-shard", 4, kMinStagingBytes).staging, {262'144, 0, 180'224, 180'224, 1});
   expect(plan("rank0-broadcast", 100, kMinStagingBytes).staging, {kPageBytes, kPageBytes, 0, 0, 0});
@@ -484,8 +488,7 @@ TEST_F(Planned, WorkersSharesAndTheRingPartFitInTheStaging) {
           const bool streams =
               strategy.of_reader == Window::none || destination == Destination::copy;
           if (destination == Destination::copy && streams) {
-            EXPECT_LE(5 * s.tile_bytes, s.slot_bytes) << "a tile of FP8 codes and its fp32 cast";
-            EXPECT_GT(5 * (s.tile_bytes + 64), s.slot_bytes) << "the largest such tile";
+            EXPECT_EQ(s.tile_bytes, s.slot_bytes - std::min(kLineRoomBytes, s.slot_bytes / 2));
           }
           EXPECT_EQ(workers > 0, streams);
           EXPECT_EQ(s.tile_bytes > 0, streams);

@@ -74,9 +74,9 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
 
 // Sink::copy takes a line: elements that are contiguous in the destination. If a run is contiguous
 // there, it is a line; otherwise (a transpose) a line has one element of each run, collected in
-// `room`. Lines longer than the room are copied in parts; if a line's elements are not neighbours
-// in the destination either, one by one. A part has a multiple of 8 elements, so that it ends at
-// the end of a byte.
+// `room`. Lines that are cast or collected and longer than the room are copied in parts; if a
+// line's elements are not neighbours in the destination either, one by one. A part has a multiple
+// of 8 elements, so that it ends at the end of a byte.
 //
 //   source, 2 runs of 3        destination, transposed: at_step 2, at_stride 1
 //     a b c                      a d b e c f
@@ -84,6 +84,7 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
 void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conversion& how,
                            std::span<std::byte> room) {
   const bool runs_are_lines = t.runs.at_step == 1 || t.runs.length == 1;
+  if (runs_are_lines && !t.casts()) return put_unchanged(t, from);
   const int64_t lines = runs_are_lines ? t.runs.count : t.runs.length;
   const int64_t length = runs_are_lines ? t.runs.length : t.runs.count;
   const int64_t line_at = runs_are_lines ? t.runs.at_stride : t.runs.at_step;
@@ -108,6 +109,16 @@ void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conve
       if (!t.compared) sink_.copy(t.buffer, at, elements);
       ties_.add(t, at, elements);
     }
+  }
+}
+
+void Writer::put_unchanged(const Transfer& t, const std::byte* from) {
+  for (int64_t k = 0; k < t.runs.count; ++k) {
+    const int64_t at = t.runs.at + k * t.runs.at_stride;
+    const std::span<const std::byte> elements(from + bytes_at(t.from_dtype, k * t.runs.stride),
+                                              bytes_of(t.to_dtype, t.runs.length));
+    if (!t.compared) sink_.copy(t.buffer, at, elements);
+    ties_.add(t, at, elements);
   }
 }
 

@@ -42,6 +42,8 @@ class Writer {
   // Casts into `room`, then copies to the sink. A compared transfer is not copied, only hashed.
   void put_by_copies(const Transfer& transfer, const std::byte* from, const Conversion& how,
                      std::span<std::byte> room);
+  // The same for runs that are contiguous in the buffer and are not cast: they need no room.
+  void put_unchanged(const Transfer& transfer, const std::byte* from);
   void done(const Transfer& transfer) noexcept;
 
   const Plan& plan_;

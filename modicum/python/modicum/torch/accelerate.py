@@ -49,9 +49,9 @@ from modicum.torch.unfilled import (
     Built,
     note,
     note_resized,
-    readable_errors,
     refuse_changed,
     release,
+    told_to_users,
 )
 from modicum.upstream import accelerate, peft, transformers, trl
 from modicum.upstream.torch_fsdp import is_sharded
@@ -117,7 +117,7 @@ def loading(
     """
     require_check(check)
     require_fork(fork)
-    opened = Loading(
+    one = Loading(
         None if source is None else Path(source),
         dict(
             budget=budget, ledger=ledger, strategy=strategy, missing=missing, fork=fork,
@@ -126,11 +126,11 @@ def loading(
     )  # fmt: skip
     with ExitStack() as stack:
         scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
-        scripts.loadings.append(opened)
-        stack.callback(scripts.loadings.remove, opened)
-        with giving(ledger, budget), readable_errors(lambda: bool(opened.unfilled())):
-            yield opened
-    _refuse_unfilled(opened)
+        scripts.loadings.append(one)
+        stack.callback(scripts.loadings.remove, one)
+        with giving(ledger, budget), told_to_users(lambda: bool(one.unfilled())):
+            yield one
+    _refuse_unfilled(one)
 
 
 @dataclass(eq=False)

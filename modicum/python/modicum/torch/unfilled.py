@@ -146,7 +146,7 @@ def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) 
 
 
 @contextmanager
-def readable_errors(has_unfilled: Callable[[], bool]) -> Iterator[None]:
+def told_to_users(has_unfilled: Callable[[], bool]) -> Iterator[None]:
     """A context that makes errors readable. If a model has no values, torch's errors about tensors
     without values become a `UsageError`. Tracebacks of an `Error` show only the script's frames."""
     try:
