@@ -79,15 +79,15 @@ def loading(
     would load. The script's checkpoints are saved and resumed through Modicum, too.
 
     It must enclose `from_pretrained` and `prepare` or `Trainer.train`. Every rank enters it with
-    the same arguments, on one thread. Of nested contexts the innermost one applies.
+    the same arguments, on one thread. The innermost of nested contexts applies.
 
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None (default): the files that each `from_pretrained` would read.
         budget: host memory per node while loading, saving and resuming, bytes or text ("200GiB"),
-            including what the processes hold already; "none": no limit; None (default): the
-            ledger's limit, or the memory that the cgroup and the node have left. Calls of
-            `modicum.torch.load`, `save` and `resume` in the context take it, too.
+            including what the processes hold already, also in calls of `modicum.torch.load`, `save`
+            and `resume`; "none": no limit; None (default): the ledger's limit, or the memory that
+            the cgroup and the node have left.
         ledger: the account to which every parameter is charged until its last tensor is freed; its
             limit is the budget of the node; None (default): a new one for each load.
         strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
@@ -97,8 +97,7 @@ def loading(
             `missing` of `modicum.torch.load`.
         unexpected: what to do about stored names that are not in the model: "error" (default;
             `from_pretrained` would only warn), "ignore", or patterns of names to drop.
-        check: None (default), or "values": read the source again after each load, and compare every
-            value.
+        check: None (default), or "values": read the source again after each load, and compare.
         progress: whether rank 0 prints the plan and a progress bar on stderr.
         seed: the seed of initialised parameters; 0 by default.
         staging: host memory per rank for bytes in flight, bytes or text; None (default): 8 MiB,
@@ -109,9 +108,9 @@ def loading(
         A `Loading`, with a `report` after `prepare` and `saves` after checkpoints.
 
     Raises:
-        UsageError: on entry, if accelerate, transformers or PEFT behave differently from the tested
-            versions (1.15.0, 5.23.0, 0.21.2). Later, if the plugin is not FSDP2, values would be
-            lost, or parameters without values are used.
+        UsageError: on entry, if accelerate, transformers or PEFT differ from the tested versions
+            (1.15.0, 5.23.0, 0.21.2). Later, if the plugin is not FSDP2, values would be lost, or
+            parameters without values are used.
         BudgetError, FormatError, IntegrityError, IoError, PeerError: raised by `prepare`, for the
             reasons of `modicum.torch.load`.
     """

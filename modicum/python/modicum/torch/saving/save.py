@@ -119,7 +119,6 @@ def save(
         PeerError: another rank failed. Every error is raised on all ranks, and the step is not
             visible.
     """
-
     account, limit = taken(ledger, budget)
 
     def ask(sigterm: Sigterm) -> Ask:
