@@ -463,7 +463,7 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
   // Cast to fp32, a tile of FP8 codes is four times as large: 5 * 209'664 <= 1 MiB.
   Recipe cast = recipe_;
   set_dtype(cast, DType::f32, "");
-  PlanOptions discarding = plan("own-shard", 4, 8 * kMiB, kDiscard).options;
+  PlanOptions discarding = plan("own-shard", 4, 8 * kMiB, Destination::copy).options;
   expect(make_plan(manifest_, cast, fsdp2_layout(4), discarding).staging,
          {8 * kMiB, 0, kMiB, 209'664, 7});
   expect(plan("rank0-broadcast", 1).staging, {0, 0, 0, 0, 0});
