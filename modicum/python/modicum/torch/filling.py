@@ -117,11 +117,10 @@ def load_rounded(
     its dtypes in `passed`, one after the other."""
     narrow = [] if built.source is None else _narrowings(model, passed, built.source)
     before = _digests_of(model)
-    arguments = built.arguments
     # Those of the context in which the model was built, even if an inner one has others.
-    account = giving(arguments["ledger"], arguments["budget"])
+    account = giving(built.arguments["ledger"], built.arguments["budget"])
     with _bound(bindings) as optimizers, account:
-        arguments |= {"optimizer": optimizers}
+        arguments = built.arguments | {"optimizer": optimizers}
         built.loading.reports.append(load(model, built.source, **arguments))
     _refuse_overwritten(before, _digests_of(model))
     for parameter, dtypes in narrow:
