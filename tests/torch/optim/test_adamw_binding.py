@@ -391,7 +391,9 @@ STATES = [
 
 
 @pytest.mark.parametrize("change", STATES)
-def test_steps_after_a_change_of_state_are_those_of_torch(change: Callable[[nn.Module, Any], None]) -> None:
+def test_steps_after_a_change_of_state_are_those_of_torch(
+    change: Callable[[nn.Module, Any], None],
+) -> None:
     pair = Pair()
     pair.step(3)
     pair.on_both(change)

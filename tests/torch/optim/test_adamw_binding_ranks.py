@@ -46,8 +46,8 @@ def assert_trains(got: list[dict[str, Any]], expected: list[dict[str, Any]], sti
 
 
 def test_trains_after_accelerates_prepare(world: Ranks, model: str) -> None:
-    """Without and within `loading()`. "zero" is torch with lr 0. "named lines": the order of calls
-    that errors recommend."""
+    """Without and within `loading()`. "zero" is torch with lr 0. "named lines": AdamW is made
+    after `prepare`, as the error about replaced parameters recommends."""
     # With four ranks accelerate also sends rank 0's weights to the others.
     how = {"directory": model, "sent": len(world.processes) > 2}
     got = {way: world.ask("binding_prepared", way=way, **how)
@@ -91,7 +91,7 @@ def test_no_rank_makes_an_optimizer_that_one_cannot_make(world: Ranks, model: st
 def test_no_rank_allocates_state_that_one_has_no_room_for(
     world: Ranks, model: str, how: str
 ) -> None:
-    """Once the odd rank has room, all ranks make the same call and then five steps."""
+    """Once the odd rank has room, all ranks make five steps with the new parameters."""
     *others, odd = world.ask("binding_one_cannot_unfreeze", directory=model, how=how)
     assert odd["refused"].startswith("BUDGET") and f"'{odd['name']}'" in odd["refused"]
     for answer in others:
