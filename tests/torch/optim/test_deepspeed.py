@@ -52,8 +52,8 @@ RUNS = {
 
 
 class Runs:
-    """By name, the JSON objects that a run prints, one for each epoch. A run starts when it is first
-    read."""
+    """By name, the JSON objects that a run prints, one for each epoch. A run starts when its output
+    is first needed."""
 
     def __init__(self) -> None:
         self._done: dict[str, list[dict[str, Any]]] = {}

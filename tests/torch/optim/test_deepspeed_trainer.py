@@ -1,5 +1,5 @@
-"""DeepSpeed under transformers' Trainer: `ProtectCallback` protects DeepSpeed's memory from copies in
-workers, and `config_of` returns the configuration without the "auto" values, which Trainer resolves.
+"""DeepSpeed under transformers' Trainer. `ProtectCallback` protects DeepSpeed's memory before
+workers are forked. A forecast needs the configuration in which Trainer has resolved "auto" values.
 
 Must fail for these mutants: a callback that calls `protect` before DeepSpeed has allocated its
 memory, or after the workers are forked; a forecast from a configuration with "auto".
