@@ -1,5 +1,5 @@
-"""`modicum.torch.dcp.convert` converts directories of torch.distributed.checkpoint to steps (Modicum's
-checkpoint directories) and executes no pickle in them.
+"""`modicum.torch.dcp.convert` converts directories of torch.distributed.checkpoint (DCP) to steps,
+which are Modicum's checkpoint directories. It executes no pickle in them.
 
 A *box* is the rectangular part of a tensor that a rank has saved (DCP's chunk). The oracles are the
 saved tensors, and Python's audit events, which show executions. Must fail for these mutants: a box
@@ -273,8 +273,8 @@ def test_two_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", (2, 4))
 def test_getattr_in_a_pickle_is_a_member_of_an_enumeration(protocol: int) -> None:
-    """Python 3.11.0 to 3.11.2 pickle a member of an enumeration as a call of getattr. Such a call
-    is accepted for the enumerations in DCP's metadata only."""
+    """Python 3.11.0 to 3.11.2 pickle a member of an enumeration as a call of getattr. It is read
+    without a call, and only if the pickle may name the class."""
     kind = f"{metadata.__name__} _MEM_FORMAT_ENCODING"
 
     def read(*args: object) -> Any:
