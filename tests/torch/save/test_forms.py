@@ -2,10 +2,10 @@
 which names, and what `resume` reads back.
 
 Must fail for these mutants: a tensor of the model that is not saved because no source file has it;
-a resumed model that cannot be saved again once the step that it was resumed from is removed; tensors
-of the source that the model does not use and that `unused="copy"` drops; a save without a budget;
-one step count for all parameters; elements on a device that are read from another address; a resume
-that does not compare values.
+a resumed model that cannot be saved again once the step that it was resumed from is removed;
+tensors of the source that the model does not use and that `unused="copy"` drops; a save without a
+budget; one step count for all parameters; elements on a device that are read from another address;
+a resume that does not compare values.
 """
 
 from pathlib import Path
@@ -60,8 +60,8 @@ def test_the_files_are_those_of_the_source(tmp_path: Path, name: str) -> None:
 def test_tensors_on_a_device_come_through_staging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: str | None
 ) -> None:
-    """The parameters of a dense model, and stacked experts, are treated as on a device, whose memory
-    the C++ library cannot read."""
+    """The parameters of a dense model, and stacked experts, are treated as on a device, whose
+    memory the C++ library cannot read."""
     monkeypatch.setattr(weights, "destination_of", lambda local: "copy")
     for name in ("gpt2", "qwen3_moe"):
         report = front.save(loaded(name), tmp_path / name, step=1, staging=staging)
@@ -113,8 +113,8 @@ def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:
-    """In step 3 a value of the weights differs, in step 2 one of the optimizer state. All files have
-    the right lengths and headers."""
+    """In step 3 a value of the weights differs, in step 2 one of the optimizer state. All files
+    have the right lengths and headers."""
     root = tmp_path / "steps"
     model = loaded("llama")
     optimizer = front.AdamW(model.named_parameters(), state_format="bf16-moments")

@@ -19,7 +19,8 @@ def examples(root: Path) -> list[str]:
 
 
 def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
-    """Runs the first three blocks. `train`, which the page does not define, notes its first step."""
+    """Runs the first three blocks. `train`, which the page does not define, notes its first
+    step."""
     text, restarted, background, *_ = examples(root)
     directory = str(torch_front.checkpoint_of("llama_tied"))
     places = {"DIR": directory, "ROOT": str(tmp_path / "steps")}
@@ -54,8 +55,8 @@ def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> None:
-    """Runs the last two blocks. In the first one DCP saves and loads a step; the second one converts
-    a directory that torch's own writer has saved."""
+    """Runs the last two blocks. In the first one DCP saves and loads a step; the second one
+    converts a directory that torch's own writer has saved."""
     import torch.distributed.checkpoint as dcp
 
     import modicum.torch

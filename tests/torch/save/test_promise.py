@@ -115,8 +115,8 @@ def test_the_save_promises_no_more_than_the_load_did(directory: Path, tmp_path: 
 def test_threads_that_copy_from_a_device_are_promised(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: int
 ) -> None:
-    """The promise has a stack and a heap for each thread that may copy: one per CPU. Saves the model
-    from host memory, where no thread copies, and then from a device."""
+    """The promise has a stack and a heap for each thread that may copy: one per CPU. Saves the
+    model from host memory, where no thread copies, and then from a device."""
     model, _, _ = loaded(directory)
     plans: list[weights.Writing] = []
     threads: set[int] = set()  # those that have copied
