@@ -159,9 +159,9 @@ def test_small_moments_are_float32_in_dcps_files(tmp_path: Path) -> None:
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=tmp_path / "dcp")
     modicum.torch.save(model, tmp_path / "steps", step=1, optimizer=optimizer)
-    # DCP: the weight, the master and two moments take 2 + 4 + 2 * 4 bytes per parameter. `save`:
-    # the weight, the master's lower half and two codes take 2 + 2 + 2 * 1, and two scales 2 * 4 /
-    # 128.
+    # Bytes per parameter with DCP: 2 + 4 + 2 * 4 for the weight, the master and two moments. With
+    # `save`: 2 + 2 + 2 * 1 for the weight, the master's lower half and two codes; 8 / 128 for
+    # scales.
     for folder, expected in {"dcp": 14, "steps/step-1": 6.0625}.items():
         files = [path for path in (tmp_path / folder).rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files) / numel
