@@ -215,7 +215,7 @@ def ids_of(optimizer: Any) -> list[list[int]]:
 
 
 def refused(model: nn.Module, optimizer: Any, block: Any = shard, **arguments: Any) -> UsageError:
-    """The error of a rebinding. Asserts that it leaves the optimizers unchanged."""
+    """The error of `rebinding` around `block`. Asserts that the optimizers are unchanged."""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     before = [ids_of(one) for one in optimizers]
     states = [dict(one.state) for one in optimizers]
@@ -266,14 +266,16 @@ def lose(model: Tiny) -> None:
     ),
 )
 def test_a_block_that_changes_the_model_is_refused(block: Any, tensor: str, why: str) -> None:
+    """`block` is run within `rebinding`."""
+
     def exchange(model: Tiny) -> None:
         model.blocks[1].bias = nn.Parameter(torch.empty(4))
         block(model)
 
     model = tiny()
-    # The first optimizer could be rebound: everything is checked before any change.
-    fine = torch.optim.SGD([model.blocks[1].bias])
-    error = refused(model, [fine, optimizer_of(model)], exchange)
+    # The first optimizer alone could be rebound. It must not be, since the second one can't.
+    possible = torch.optim.SGD([model.blocks[1].bias])
+    error = refused(model, [possible, optimizer_of(model)], exchange)
     assert (error.category, error.tensor) == ("MISMATCH", tensor)
     assert why in str(error)
 
@@ -282,6 +284,7 @@ def test_a_block_that_changes_the_model_is_refused(block: Any, tensor: str, why:
 
 
 def stepped() -> tuple[Tiny, Any]:
+    """A model, and an optimizer that has made a step."""
     model = tiny("cpu")
     optimizer = torch.optim.AdamW([model.blocks[0].weight, model.embed.weight])
     model(torch.tensor([1, 2])).backward()
@@ -297,7 +300,8 @@ def test_state_is_refused_without_resuming() -> None:
 
 
 def test_state_that_does_not_fit_is_refused() -> None:
-    """Unsharded moments do not fit a parameter that is now a shard, although both are [4, 4]."""
+    """Plain moments do not fit a parameter that is now a DTensor, although both have the shape
+    [4, 4]."""
     model, optimizer = stepped()
     error = refused(model, optimizer, resuming=True)
     assert (error.category, error.tensor) == ("MISMATCH", "blocks.0.weight")
@@ -306,16 +310,15 @@ def test_state_that_does_not_fit_is_refused() -> None:
 
 def test_fitting_state_is_kept() -> None:
     model, optimizer = stepped()
-    moments = {n: optimizer.state[model.get_parameter(n)] for n in ("blocks.0.weight",)}
-
+    entry = optimizer.state[model.blocks[0].weight]
     with rebinding(model, optimizer, resuming=True):
         model.blocks[0].weight = nn.Parameter(model.blocks[0].weight.detach().clone())
     assert list(optimizer.state) == optimizer.param_groups[0]["params"]
-    assert optimizer.state[model.blocks[0].weight] is moments["blocks.0.weight"]
+    assert optimizer.state[model.blocks[0].weight] is entry
     assert optimizer.state[model.embed.weight]["step"] == 1
 
 
-def test_another_shape_does_not_fit() -> None:
+def test_state_of_another_shape_is_refused() -> None:
     model, optimizer = stepped()
 
     def widen(model: Tiny) -> None:
