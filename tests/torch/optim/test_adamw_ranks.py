@@ -131,7 +131,7 @@ def test_all_ranks_skip_what_is_bad_on_one(four: Ranks, models: dict[str, str], 
     for rank, answer in enumerate(four.ask("adamw_skip", **how)):
         assert answer["before"] == answer["after"], f"rank {rank} has written"
         assert answer["skipped"] == 1 and answer["norm"] == "nan", f"rank {rank}"
-        assert answer["then"] != answer["after"], f"rank {rank} has not made the next step"
+        assert answer["then"] != answer["after"], f"rank {rank} does not make the next step"
 
 
 def test_dcp_saves_and_loads_the_state(four: Ranks, models: dict[str, str], tmp_path: Path) -> None:
