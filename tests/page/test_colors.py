@@ -1,6 +1,6 @@
-"""The owners' colours differ for the colour-blind, too.
+"""The colours of the owners in the charts of a page differ, also for the colour-blind.
 
-Must fail for this mutant: two owners that are next to each other have the same colour.
+Must fail for this mutant: two owners whose areas are next to each other have the same colour.
 """
 
 import re
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-# Matrices over linear RGB, of Machado, Oliveira and Fernandes 2009 at severity 1.
+# Matrices from linear RGB to the linear RGB that a colour-blind person sees: Machado, Oliveira and
+# Fernandes 2009, at severity 1.
 VISIONS = {
     "all cones": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "protanopia": (
@@ -28,23 +29,26 @@ VISIONS = {
         (0.004733, 0.691367, 0.303900),
     ),
 }
-# In stacking order, without owners whose areas are always thin.
+# From the bottom of the stacked chart to its top, without owners whose areas are always thin.
 OWNERS = (
     "process", "shards", "window", "master", "grad", "moments", "staging", "snapshot",
     "copies_since_fork", "retained_heap", "unexplained", "held",
 )  # fmt: skip
-NEXT_TO_EACH_OTHER, ANYWHERE = 20, 11  # least distances in CIELAB; 2.3 is just visible
+# The least distances, in CIELAB, of two adjacent owners and of any two. 2.3 is just visible.
+NEXT_TO_EACH_OTHER, ANYWHERE = 20, 11
 
 Triple = tuple[float, float, float]
 
 
 def linear(color: str) -> Triple:
+    """Linear RGB, from 0 to 1, of a colour "#rrggbb" in sRGB."""
     r, g, b = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
     light = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in (r, g, b)]
     return light[0], light[1], light[2]
 
 
 def lab(rgb: list[float]) -> Triple:
+    """CIELAB of linear RGB."""
     r, g, b = (min(1.0, max(0.0, c)) for c in rgb)
     x, y, z = (
         t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116
@@ -58,6 +62,7 @@ def lab(rgb: list[float]) -> Triple:
 
 
 def palettes(root: Path) -> dict[str, dict[str, str]]:
+    """The colours by scheme and owner."""
     css = (root / "modicum/report/page/page.css").read_text()
     light, dark = (
         dict(re.findall(r"--owner-(\w+): (#\w{6});", part))
@@ -68,7 +73,7 @@ def palettes(root: Path) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("vision", VISIONS)
-def test_owners_are_told_apart(root: Path, vision: str, scheme: str) -> None:
+def test_colours_of_owners_are_far_apart(root: Path, vision: str, scheme: str) -> None:
     colors = palettes(root)[scheme]
     seen = {}
     for owner in OWNERS:

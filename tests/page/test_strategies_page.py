@@ -1,8 +1,10 @@
-"""The pages of `load --report` and `rehearse --report` with each strategy: phases are named and do
-not overlap, and the peak has its cause. (docs/strategies.png shows pages of `load --report`.)
+"""The pages of `load --report` and `rehearse --report` with each strategy: names of phases do not
+overlap, and the text about the peak gives its cause. (docs/strategies.png shows pages of
+`load --report`.)
 
-Must fail for these mutants: the window is missing, or drawn for a strategy without one; a phase has
-no name, or overlaps the next; the peak has no cause, or another one than the document.
+Must fail for these mutants: a page without the window (buffers of whole tensors), or with it for a
+strategy that has none; a phase without a name, or whose name overlaps the next; a peak without a
+cause, or with another one than the document's.
 """
 
 import itertools
@@ -15,41 +17,41 @@ from pages import MIB, NARROW, WIDE, drawn_on, shown, sizes
 from program import STRATEGIES, run
 
 LAYOUT = ("--ranks", 4, "--ranks-per-node", 2, "--layout", "hsdp", "--mesh", "2x2")
-# These strategies hold whole tensors in addition to the shards.
+# These strategies hold whole tensors, the window, in addition to the shards.
 WITH_WINDOW = {"full-per-rank", "rank0-broadcast"}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_strategy(
+def test_a_rehearsal(
     chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path, strategy: str
 ) -> None:
     page = tmp_path / "run.html"
     words = (*LAYOUT, "--strategy", strategy, "--optimizer", "adamw:bf16-moments", "--steps", 2)
     done = run(modicum, "rehearse", gpt2, *words, "--budget", "none", "-q", "--report", page)
     assert done.code == 0, done.stderr
-    (of_page,) = drawn_on(page)["runs"]
-    document = of_page["document"]
-    assert f"--strategy {strategy} " in of_page["label"]
+    (drawn,) = drawn_on(page)["runs"]
+    document = drawn["document"]
+    assert f"--strategy {strategy} " in drawn["label"]
     has_window = any("window" in track["owners"] for track in document["timeline"]["tracks"])
     assert has_window == (strategy in WITH_WINDOW)
     for width in (WIDE, NARROW):
-        with shown(chromium, page, width) as of:
-            assert of.errors == []
+        with shown(chromium, page, width) as view:
+            assert view.errors == []
             boxes = [
                 (span.inner_text(), span.bounding_box())
-                for span in of.page.locator(".phases span:visible").all()
+                for span in view.page.locator(".phases span:visible").all()
             ]
             # A narrow band has no name on the chart; the list of phases has all names.
             assert any(name in ("load", "step") for name, _ in boxes)
-            assert set(of.page.locator("option").all_inner_texts()) >= {"load", "step"}
+            assert set(view.page.locator("option").all_inner_texts()) >= {"load", "step"}
             for (_, left), (_, right) in itertools.pairwise(boxes):
                 is_below = right["y"] >= left["y"] + left["height"]
                 assert is_below or left["x"] + left["width"] <= right["x"] + 0.5
-            told = of.page.inner_text(".peak")
-            assert told.startswith(f"Peak {sizes(document['peak']['bytes'])} after")
-            assert told.endswith(f": {document['peak']['cause']}")
-            assert re.search(r": (during|after) `(load|step)`, rank [0-3] \(pid ", told), told
-            assert " held " in told and ", of which " in told
+            text = view.page.inner_text(".peak")
+            assert text.startswith(f"Peak {sizes(document['peak']['bytes'])} after")
+            assert text.endswith(f": {document['peak']['cause']}")
+            assert re.search(r": (during|after) `(load|step)`, rank [0-3] \(pid ", text), text
+            assert " held " in text and ", of which " in text
     assert document["peak"]["bytes"] > 100 * MIB
 
 
@@ -59,14 +61,14 @@ def test_a_load(chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path, strate
     words = (*LAYOUT, "--strategy", strategy, "--budget", "none", "-q")
     done = run(modicum, "load", gpt2, *words, "--report", page)
     assert done.code == 0, done.stderr
-    (of_page,) = drawn_on(page)["runs"]
-    document = of_page["document"]
+    (drawn,) = drawn_on(page)["runs"]
+    document = drawn["document"]
     owners = set().union(*(track["owners"] for track in document["timeline"]["tracks"]))
     assert "shards" in owners and ("window" in owners) == (strategy in WITH_WINDOW)
-    with shown(chromium, page) as of:
-        assert of.errors == [] and of.violations() == []
-        assert f"--strategy {strategy} " in of.page.inner_text("h2")
-        told = of.page.inner_text("#owners")
-        assert ("window of whole tensors" in told) == (strategy in WITH_WINDOW)
-        assert "load" in of.page.locator("option").all_inner_texts()
-        assert of.page.inner_text(".peak").endswith(f": {document['peak']['cause']}")
+    with shown(chromium, page) as view:
+        assert view.errors == [] and view.violations() == []
+        assert f"--strategy {strategy} " in view.page.inner_text("h2")
+        legend = view.page.inner_text("#owners")
+        assert ("window of whole tensors" in legend) == (strategy in WITH_WINDOW)
+        assert "load" in view.page.locator("option").all_inner_texts()
+        assert view.page.inner_text(".peak").endswith(f": {document['peak']['cause']}")

@@ -1,10 +1,10 @@
 """`modicum.torch.AdamW` when parameters, their memory, their gradients or `state` are replaced
 after construction.
 
-The oracle is torch.optim.AdamW, which reads all of these at each step. Modicum adopts a replacement
-or refuses it by name before it writes anything. Must fail for these mutants: a step
-over parameters that left the model; a write into freed memory; an entry of `state` without effect;
-a value written through `.data` that is lost.
+The oracle is torch.optim.AdamW, which reads all of these at each step. Modicum adopts a
+replacement, or raises an error that names the parameter before it writes anything. Must fail for
+these mutants: a step of parameters that are no longer in the model; a write into freed memory; a
+change of `state` that has no effect; a value written through `.data` that is lost.
 """
 
 import copy
@@ -57,7 +57,7 @@ class Pair:
                     optimizer.step()
                     optimizer.zero_grad()
 
-    def do(self, change: Callable[[nn.Module, Any], None]) -> None:
+    def on_both(self, change: Callable[[nn.Module, Any], None]) -> None:
         change(self.mine, self.ours)
         change(self.theirs, self.torchs)
 
@@ -72,9 +72,9 @@ class Pair:
 
 
 def replaced(model: nn.Module, optimizer: Any) -> None:
-    """Replaces parameters as accelerate's prepare does: by a tensor of another size, then by the
-    new parameter."""
-    optimizer.load_state_dict(optimizer.state_dict())
+    """Replaces the parameters of the model and of the groups as accelerate's prepare does. In the
+    groups each one is first replaced by a tensor of another size, then by the new parameter."""
+    optimizer.load_state_dict(optimizer.state_dict())  # as AcceleratedOptimizer's constructor does
     for module in (model[0], model[2]):
         for name, parameter in list(module.named_parameters()):
             module.register_parameter(name, nn.Parameter(parameter.detach().clone()))
@@ -109,9 +109,10 @@ def test_parameters_replaced_before_the_first_step_are_stepped(
     change: Callable[[nn.Module, Any], None], with_gradients: bool
 ) -> None:
     pair = Pair()
+    # After `replaced` and `swapped` the new parameters have no gradients, so none are made before.
     if with_gradients and change not in (replaced, swapped):
         pair.backward()
-    pair.do(change)
+    pair.on_both(change)
     pair.step(3)
     pair.assert_same()
     weight = pair.mine[2].weight
@@ -154,14 +155,14 @@ def test_a_parameter_that_moves_after_load_state_dict_is_refused() -> None:
 
 
 def test_the_state_of_replaced_parameters_is_freed_first() -> None:
-    """The ledger never holds the state of the old and of the new parameters."""
+    """The ledger never holds both the state of the old parameters and that of the new ones."""
     model = nn.Linear(300, 300)
     ledger = modicum.Ledger()
     optimizer = AdamW(model.parameters(), ledger=ledger)
     ledger.limit_bytes = ledger.held_bytes
     model(torch.ones(300)).sum().backward()
     expected = model.weight.grad.clone()
-    moved([None, None, model], optimizer)
+    moved([None, None, model], optimizer)  # moves the weight of the module at index 2
     optimizer.step()
     assert ledger.peak_bytes <= ledger.limit_bytes
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], expected * (1 - 0.9))
@@ -234,7 +235,9 @@ def test_any_dense_strides_are_stepped(make: Callable[[], Any]) -> None:
     assert torch.equal(ours.state[mine]["exp_avg"], torchs.state[theirs]["exp_avg"])
 
 
-def test_overlaps_are_refused() -> None:
+def test_overlaps_and_gaps_are_refused() -> None:
+    """Parameters may share a storage but no element of it. The elements of one parameter must be
+    dense and must not overlap."""
     storage = torch.zeros(100)
     first, second = nn.Parameter(storage[:60]), nn.Parameter(storage[59:].view(41, 1))
     with pytest.raises(modicum.UsageError, match="shares memory with 'param.0'.*param.1"):
@@ -276,7 +279,7 @@ def test_a_first_step_without_gradients_warns_once() -> None:
         other.step()
 
 
-# ---- gradients and values that are written through .data
+# ---- gradients and values that are written through .data, which changes no version counter
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
@@ -312,7 +315,9 @@ def test_values_written_through_data_stay(dtype: torch.dtype, then: str) -> None
     model(torch.ones(200, dtype=dtype)).sum().backward()
     optimizer.step()
     before = optimizer.state_dict()["state"][0]["master"].clone()
-    assert not torch.equal(before, before.to(dtype).float()), "no master has lower bits"
+    assert not torch.equal(before, before.to(dtype).float()), (
+        "each master is a value of the dtype, so a master that is rounded would not be noticed"
+    )
     digest = optimizer.digest()
     model.weight.data[7].fill_(0.5)
     model.weight.data[8, 0] = -0.0
@@ -328,7 +333,7 @@ def test_values_written_through_data_stay(dtype: torch.dtype, then: str) -> None
     assert torch.equal(after[rest], before[rest]) and torch.equal(after[8, 1:], before[8, 1:])
 
 
-# ---- state
+# ---- changes of `state`
 
 
 def cleared(model: nn.Module, optimizer: Any) -> None:
@@ -386,10 +391,12 @@ STATES = [
 
 
 @pytest.mark.parametrize("change", STATES)
-def test_changes_of_state_are_those_of_torch(change: Callable[[nn.Module, Any], None]) -> None:
+def test_steps_after_a_change_of_state_are_those_of_torch(
+    change: Callable[[nn.Module, Any], None],
+) -> None:
     pair = Pair()
     pair.step(3)
-    pair.do(change)
+    pair.on_both(change)
     pair.step(2)
     pair.assert_same()
     for mine, theirs in zip(pair.mine.parameters(), pair.theirs.parameters(), strict=True):
@@ -399,7 +406,7 @@ def test_changes_of_state_are_those_of_torch(change: Callable[[nn.Module, Any], 
 
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_a_state_that_is_cleared_begins_anew(state_format: str) -> None:
-    """The parameters are stepped as by a new optimizer, in every format."""
+    """After `state.clear()` the parameters are stepped as by a new optimizer, in every format."""
 
     def gradients(model: nn.Module, seed: int) -> None:
         torch.manual_seed(seed)
@@ -411,7 +418,9 @@ def test_a_state_that_is_cleared_begins_anew(state_format: str) -> None:
     for seed in range(3):
         gradients(model, seed)
         optimizer.step()
-    with torch.no_grad():  # masters without lower halves
+    # A new optimizer makes its masters from the parameters. Here both get the value 0.5, so that
+    # no master has a lower half that the new optimizer could not know.
+    with torch.no_grad():
         for p in model.parameters():
             p.fill_(0.5)
     saved = optimizer.state_dict()
@@ -463,6 +472,7 @@ def test_an_invalid_entry_of_state_is_refused(change: Callable[..., Any], words:
 
 
 def spoiled(saved: dict[str, Any], name: str, value: float) -> None:
+    """Sets one element of the tensor `name` of the parameter 3, which is 2.bias."""
     saved["state"][3][name] = saved["state"][3][name].clone()
     saved["state"][3][name].view(-1)[2] = value
 
@@ -545,6 +555,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
      {"capturable": False, "differentiable": False}],
 )  # fmt: skip
 def test_torchs_choices_of_an_implementation_are_accepted(options: dict[str, Any]) -> None:
+    """They have no effect. `capturable` and `differentiable` must be False."""
     p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     one, other = AdamW([p], **options), AdamW([q])
     for parameter, optimizer in ((p, one), (q, other)):
@@ -556,7 +567,7 @@ def test_torchs_choices_of_an_implementation_are_accepted(options: dict[str, Any
         one.step()
 
 
-def test_maximize_and_others_may_be_set_between_steps() -> None:
+def test_maximize_eps_and_betas_may_be_set_between_steps() -> None:
     pair = Pair()
     for key, value in (("maximize", True), ("eps", 1e-3), ("maximize", False), ("betas", (0, 0.5))):
         for optimizer in (pair.ours, pair.torchs):
@@ -566,7 +577,8 @@ def test_maximize_and_others_may_be_set_between_steps() -> None:
 
 
 @pytest.mark.parametrize("scale", (0.0, -1.0, math.inf, math.nan, 1e-45))
-def test_a_scale_that_has_no_inverse_is_refused(scale: float) -> None:
+def test_a_scale_that_is_not_positive_or_has_no_inverse_is_refused(scale: float) -> None:
+    """The inverse of 1e-45 is too large for a float32."""
     p = nn.Parameter(torch.ones(3))
     optimizer = AdamW([p])
     p.grad = torch.ones(3)
@@ -581,7 +593,9 @@ def test_a_scale_that_has_no_inverse_is_refused(scale: float) -> None:
 
 @pytest.mark.parametrize("memory", ("torch", "modicum"))
 def test_freed_memory_is_never_written(memory: str, root: Path, tmp_path: Path) -> None:
-    """Runs a process whose allocator aborts at the first wrong byte."""
+    """Runs a process under glibc's heap checks: malloc and free abort the process when they find a
+    damaged block. `memory`: the parameters are in torch's own memory, or in that of
+    `modicum.torch.load`."""
     debug = "libc_malloc_debug.so.0"
     environment = os.environ | {
         "LD_PRELOAD": debug,

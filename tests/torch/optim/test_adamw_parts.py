@@ -1,8 +1,9 @@
-"""The elements of a parameter that a rank steps, against torch.chunk.
+"""`part_of`: the indices, in the complete parameter, of the elements that a rank steps.
 
-Must fail for these mutants: runs that begin at the
-local tensor's offset; a shard of a shard treated as a shard of the whole, or derived from its
-placements alone; replicas that are all counted.
+The oracle is torch.chunk. Indices are given as runs: (first index, number of elements). Must fail
+for these mutants: runs that are numbered from the start of the local tensor; a shard of a shard
+treated as a shard of the complete parameter; the order of two cuts derived from the placements
+alone; a parameter that all of its replicas count in the gradient norm.
 """
 
 import copy
@@ -36,12 +37,13 @@ CUTS = [
     ids=str,
 )
 def test_runs_are_the_elements_that_a_rank_holds(name: str, cut: Cut) -> None:
-    """Each element's value is its index in the whole parameter."""
+    """Every element gets its index in the complete parameter as its value, so that the local values
+    must be the indices in `part_of(...).runs`."""
     whole = copy.deepcopy(from_pretrained(name)).float()
     with torch.no_grad():
         for parameter in whole.parameters():
             parameter.copy_(torch.arange(float(parameter.numel())).view(parameter.shape))
-    counted = {n: 0 for n, _ in whole.named_parameters()}
+    counted = {n: 0 for n, _ in whole.named_parameters()}  # elements that ranks count in a norm
     world = prod(cut.mesh)
     for rank in range(world):
         with playing_new_rank(rank, world):
@@ -57,17 +59,18 @@ def test_runs_are_the_elements_that_a_rank_holds(name: str, cut: Cut) -> None:
                 assert all(a < b[0] for a, b in zip(ends, part.runs[1:], strict=True)), n
                 counted[n] += got.numel() if part.is_counted else 0
     if cut.layout == "none":
-        return  # plain parameters belong to every rank
+        return  # a plain parameter has no mesh: its elements are not summed over ranks
     for n, parameter in whole.named_parameters():
-        # A parameter on some mesh axes only is counted once per coordinate of the others.
+        # Under "tp-fsdp" a parameter may be on one mesh axis only. It is then counted once for each
+        # coordinate of the other axis.
         assert counted[n] % parameter.numel() == 0 and counted[n] > 0, n
         if cut.layout != "tp-fsdp":
             assert counted[n] == parameter.numel(), n
 
 
 def test_an_alias_of_an_uneven_cut_is_refused() -> None:
-    """An alias's placements alone don't show that FSDP2 has cut it after tensor parallelism: for 53
-    rows they would name other elements."""
+    """Both tensor parallelism and FSDP2 cut dim 0 of this weight, which has 53 rows. Which elements
+    a rank holds depends on the order of the cuts. The placements of an alias do not show it."""
     whole = copy.deepcopy(from_pretrained("llama"))
     with playing_new_rank(0, 4):
         model = shard(whole, Cut("tp-fsdp", (2, 2)))

@@ -1,8 +1,8 @@
-"""DeepSpeed under transformers' Trainer: `ProtectCallback`, and the configuration that Trainer
-resolves.
+"""DeepSpeed under transformers' Trainer. `ProtectCallback` protects DeepSpeed's memory before
+workers are forked. A forecast needs the configuration in which Trainer has resolved "auto" values.
 
-Must fail for these mutants: a protection that comes before DeepSpeed has allocated, or after the
-workers are forked; "auto" that reaches the forecast.
+Must fail for these mutants: a callback that calls `protect` before DeepSpeed has allocated its
+memory, or after the workers are forked; a forecast from a configuration with "auto".
 """
 
 import json
@@ -30,6 +30,7 @@ PROGRAM = Path(__file__).parents[2] / "support/deepspeed_trainer.py"
 
 
 def run(folder: Path, *words: str) -> dict[str, Any]:
+    """Runs tests/support/deepspeed_trainer.py; returns the JSON object that it prints."""
     command = [sys.executable, str(PROGRAM), str(folder), *words]
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
@@ -42,9 +43,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run(tmp_path_factory.mktemp("plain"))
 
 
-def copied(told: dict[str, Any]) -> float:
-    """The copies of master, gradient, moments and staging, in bytes per parameter."""
-    owners = {owner["name"]: owner for owner in told["attribution"]["owners"]}
+def copied(answer: dict[str, Any]) -> float:
+    """Bytes per parameter that workers keep as copies of master, gradient, moments and staging."""
+    owners = {owner["name"]: owner for owner in answer["attribution"]["owners"]}
     names = ("master", "gradient", "moments", "staging")
     return sum(owners[name]["copied_per_param"] for name in names)
 

@@ -1,9 +1,10 @@
-"""`modicum.torch.AdamW` with torch's own table of optimizer inputs, and with the uses that torch's
-test_optim.py tests.
+"""`modicum.torch.AdamW` with the optimizer inputs that torch.testing lists, and in the uses that
+torch's test_optim.py tests.
 
-The oracle is torch.optim.AdamW, with torch.testing's table. REFUSED and MESSAGES list the inputs
-for which the two differ. Must fail for these mutants: an option that is read only once; a hook that
-is not called; a refused input that is accepted.
+The oracle is torch.optim.AdamW. REFUSED lists options that torch accepts and Modicum refuses.
+MESSAGES has Modicum's answer to inputs that torch refuses; it accepts some. Must fail for these
+mutants: an option that is read only once; a hook that is not called; a refused input that is
+accepted.
 """
 
 import copy
@@ -31,11 +32,10 @@ INFO = next(info for info in tables.optim_db if info.optim_cls is torch.optim.Ad
 INPUTS = tables._get_optim_inputs_including_global_cliquey_kwargs("cpu", torch.float32, INFO)
 ERRORS = INFO.optim_error_inputs_func("cpu", torch.float32)
 
-# Options of torch's implementations: refused by name.
+# By name: an option that is refused if it is set, and the error message.
 REFUSED = {"differentiable": r"UNSUPPORTED: differentiable: .*expected False, got True"}
 
-# torch's error inputs by their description: the message of the refusal, or None if AdamW accepts
-# the input.
+# By torch's description of the input: the error message, or None if Modicum's AdamW accepts it.
 MESSAGES: dict[str, str | None] = {
     "invalid param type": "iterable of Tensors or dicts",
     "a param group cannot have duplicate parameters": "a parameter is given twice .*param.1",
@@ -83,8 +83,8 @@ def assert_same(mine: nn.Module, theirs: nn.Module, ours: Any, torchs: Any) -> N
 
 @pytest.mark.parametrize("made", INPUTS, ids=[one.desc for one in INPUTS])
 def test_inputs_of_torchs_table(made: Any) -> None:
-    """The bits are those of torch's single-tensor implementation, whichever one the input
-    requests."""
+    """Whichever of torch's implementations the input requests, the bits are those of the
+    single-tensor one."""
     mine, theirs = net(), net()
     refused = [words for name, words in REFUSED.items() if made.kwargs.get(name)]
     if refused:
@@ -92,8 +92,9 @@ def test_inputs_of_torchs_table(made: Any) -> None:
             AdamW(mine.parameters(), **made.kwargs)
         return
     ours = AdamW(mine.parameters(), **made.kwargs)
-    by_loop = made.kwargs | dict.fromkeys(("foreach", "fused", "differentiable"), False)
-    torchs = torch.optim.AdamW(theirs.parameters(), **by_loop)
+    single_tensor = made.kwargs | dict.fromkeys(("foreach", "fused", "differentiable"), False)
+    torchs = torch.optim.AdamW(theirs.parameters(), **single_tensor)
+    # These options have their requested values in `defaults`, or torch's default values.
     unset = {"foreach": None, "fused": None, "differentiable": False}
     assert ours.defaults == torchs.defaults | unset | made.kwargs
     train(mine, ours)
@@ -128,7 +129,7 @@ def test_schedulers_of_torchs_table(which: int) -> None:
     assert_same(mine, theirs, ours, torchs)
 
 
-# ---- test_optim.py
+# ---- uses that torch's test_optim.py tests
 
 
 def test_groups_train_by_their_own_options() -> None:
@@ -146,8 +147,8 @@ def test_groups_train_by_their_own_options() -> None:
 
 
 def test_steps_without_gradients_and_with_zeros() -> None:
-    """If a gradient is None, nothing changes and no step is counted. If it is zero, the step
-    counts, and decays."""
+    """If a parameter's gradient is None, the parameter is unchanged and its step is not counted. If
+    the gradient is zero, the step is counted and weight decay is applied."""
     mine, theirs = net(), net()
     ours, torchs = AdamW(mine.parameters()), torch.optim.AdamW(theirs.parameters())
     bits = [p.detach().clone() for p in mine.parameters()]
@@ -163,9 +164,9 @@ def test_steps_without_gradients_and_with_zeros() -> None:
     assert_same(mine, theirs, ours, torchs)
 
 
-def test_state_dicts_of_any_make_load() -> None:
-    """Loads a state dict of an older torch, without later options and with steps as numbers, and
-    one without names. The caller's dict is not changed by later steps."""
+def test_state_dicts_of_older_versions_of_torch_load() -> None:
+    """Such a dict lacks newer options and parameter names, and its steps are numbers. Later steps
+    do not change the loaded dict. A dict without names does not remove the optimizer's names."""
     mine, theirs = net(), net()
     ours = AdamW(mine.named_parameters(), lr=0.01)
     torchs = torch.optim.AdamW(theirs.parameters(), lr=0.01)
@@ -190,14 +191,14 @@ def test_state_dicts_of_any_make_load() -> None:
 
 
 def test_hooks_are_called_in_torchs_order() -> None:
-    """A hook of load_state_dict may replace the dict."""
+    """The hook `other_lr` replaces the dict that is loaded."""
     calls: dict[Any, list[Any]] = {}
     for make in (AdamW, torch.optim.AdamW):
-        model, said = net(), []
+        model, called = net(), []
         optimizer = make(model.parameters())
 
-        def note(word: str, *_: Any, of: list[Any] = said) -> None:
-            of.append(word)
+        def note(word: str, *_: Any, to: list[Any] = called) -> None:
+            to.append(word)
 
         def other_lr(_: Any, saved: dict[str, Any]) -> dict[str, Any]:
             groups = [group | {"lr": 0.5} for group in saved["param_groups"]]
@@ -211,22 +212,23 @@ def test_hooks_are_called_in_torchs_order() -> None:
         handles = [add(functools.partial(note, name)) for name, add in register]
         for name, add in register[2:]:
             handles.append(add(functools.partial(note, f"first {name}"), prepend=True))
-        all_of = register_optimizer_step_pre_hook(functools.partial(note, "global"))
+        global_handle = register_optimizer_step_pre_hook(functools.partial(note, "global"))
         optimizer.register_load_state_dict_pre_hook(other_lr)
         train(model, optimizer, 1)
         optimizer.load_state_dict(optimizer.state_dict())
         assert optimizer.param_groups[0]["lr"] == 0.5
-        all_of.remove()
+        global_handle.remove()
         for handle in handles:
             handle.remove()
         train(model, optimizer, 1)
-        calls[make] = said
-    # 3 of a step, and 2 each before and after state_dict and load_state_dict.
+        calls[make] = called
+    # While the hooks are registered: 3 calls in a step, 2 before and 2 after each of state_dict and
+    # load_state_dict. Without them: none.
     assert calls[AdamW] == calls[torch.optim.AdamW] and len(calls[AdamW]) == 11
 
 
-def test_an_option_that_would_change_something_is_refused_when_it_is_set() -> None:
-    """`capturable` and `differentiable` are refused; `maximize` applies; `foreach` and `fused` have
+def test_options_set_in_a_group_after_a_step_apply_or_are_refused() -> None:
+    """`maximize` applies. `capturable` and `differentiable` are refused. `foreach` and `fused` have
     no effect."""
     model = net()
     optimizer = AdamW(model.parameters())
@@ -241,7 +243,7 @@ def test_an_option_that_would_change_something_is_refused_when_it_is_set() -> No
         group[name] = False
     bits = model[2].bias.detach().clone()
     group["maximize"], group["weight_decay"] = True, 0.0
-    optimizer.state.clear()
+    optimizer.state.clear()  # without momentum a step has the sign of the gradient
     model(torch.ones(5)).sum().backward()
     moved = model[2].bias.grad.sign()
     optimizer.step()

@@ -1,12 +1,14 @@
-"""`modicum.torch.save(background=True)`: the step that a save in the foreground would have written,
-while the program steps on.
+"""`modicum.torch.save(background=True)` saves the state of the time of the call, while the program
+makes further optimizer steps.
 
-Compared with a save in the foreground of the same state: all files are equal, and the training is
-the one without a save, though steps overwrite memory that is not written yet. Must fail for these
-mutants: a block that a step overwrites before it is read, in any format; a step of another
-optimizer, a load, another save or an exit that does not wait for the save; a tensor that the
-program changes without an error; a step that is committed before all ranks have written; a window
-that is not promised, or larger than promised; a rank that goes on after another one has failed.
+Before a step overwrites a block that is not written yet, it copies the block to the *window*, a
+buffer of limited size; if the window is full, the step waits until the block is written. The
+oracles are a save of the same state in the foreground, which writes equal files, and a training
+without a save. Must fail for these mutants: a block that a step overwrites before it is read, in
+any state format; a step of another optimizer, a load, another save or an exit that does not wait
+for the save; a tensor that the program changes without an error; a saved step that is committed
+before all ranks have written; a window that is not in the promise, or is larger than promised; a
+rank that goes on after another one has failed.
 """
 
 import os
@@ -28,22 +30,22 @@ from sharding import Cut
 
 MIB = 1 << 20
 ONE, TWO, HSDP = Cut("none", (1,)), Cut("fsdp2", (2,)), Cut("hsdp", (2, 1))
-ROWS = Cut("fsdp2", (2,), 1)
+TWO_ALONG_DIM_1 = Cut("fsdp2", (2,), 1)
 ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory whose files are slow."""
+    """The directory below which the fault library delays writes."""
     return tmp_path_factory.mktemp("background")
 
 
 @pytest.fixture(scope="module")
 def faulty(place: Path) -> Iterator[FaultyFiles]:
-    """The fault library, which all processes started from now on preload."""
+    """The fault library. All processes that are started within the fixture preload it."""
     made = FaultyFiles(place)
-    made.be((SLOW, 0))
+    made.be((SLOW, 0))  # each write is delayed by 0 microseconds, until a test sets more
     before = dict(os.environ)
     os.environ |= made.environment(place)
     yield made
@@ -83,7 +85,7 @@ def root(place: Path, faulty: FaultyFiles, request: pytest.FixtureRequest) -> It
     made = place / f"root-{abs(hash(request.node.name))}"
     made.mkdir()
     yield made
-    faulty.be((SLOW, 0))  # ranks that were killed leave it slow
+    faulty.be((SLOW, 0))  # ranks that were killed have not ended the delay
 
 
 def files_of(step: Path) -> dict[str, bytes]:
@@ -97,9 +99,11 @@ def files_of(step: Path) -> dict[str, bytes]:
 
 
 def assert_same_step(root: Path, program: Path) -> None:
+    """Asserts that the steps saved in the foreground and in the background have equal files, and
+    that `modicum verify` accepts the latter."""
     fore, back = files_of(root / "fore/step-2"), files_of(root / "back/step-2")
     assert fore.keys() == back.keys()
-    differ = [name for name, of in fore.items() if back[name] != of]
+    differ = [name for name, data in fore.items() if back[name] != data]
     assert not differ, f"{differ} differ from those of the foreground"
     verified = subprocess.run([program, "verify", root / "back"], capture_output=True, text=True)
     assert verified.returncode == 0, verified.stderr
@@ -114,7 +118,7 @@ def assert_same_step(root: Path, program: Path) -> None:
         (TWO, "int8-moments", "bfloat16", MIB, 2),
         (TWO, "bf16-moments", "float16", None, 2),
         (HSDP, "int8-moments", "float32", None, 1),
-        (ROWS, "fp32", "float32", MIB, 2),
+        (TWO_ALONG_DIM_1, "fp32", "float32", MIB, 2),
     ],
     ids=str,
 )
@@ -122,28 +126,30 @@ def test_the_step_is_that_of_the_foreground(
     worlds: Worlds, model: str, root: Path, modicum: Path,
     cut: Cut, optimizer: str, dtype: str, size: int | None, cpus: int,
 ) -> None:  # fmt: skip
-    """The window has room for no block, for some blocks, or for all."""
+    """`size`: the bytes of the window, which has room for no block (0), for some blocks (MIB), or
+    for all (None: the default). `cpus`: the number of CPUs of each process."""
     how = {"directory": model, "cut": cut, "kind": (optimizer, dtype)}
     answers = worlds[cut.world].ask("background_both", root=str(root), room=(size, cpus), **how)
     assert_same_step(root, modicum)
     ends = worlds[cut.world].ask("background_alone", **how)
     for answer, end in zip(answers, ends, strict=True):
-        assert not answer["was_done"], "it was not in the background"
-        assert answer["end"] == end, "another training"
+        assert not answer["was_done"], "the save was over when the call returned"
+        assert answer["end"] == end, "the training differs from that without a save"
+        # The model's buffer, which the program adds 1 to during a save with a window.
         assert answer["seen"] == [2.0 if size == 0 else 3.0] * 5
     reports = [answer["report"] for answer in answers]
-    assert len({str(report) for report in reports}) == 1, "ranks report differently"
+    assert len({str(report) for report in reports}) == 1, "ranks return different reports"
     if size == 0:
         assert reports[0]["kept_bytes"] == 0 and reports[0]["blocked_s"] > 0.05
     else:
-        assert reports[0]["kept_bytes"] > 0, "no step met a block that was not written"
+        assert reports[0]["kept_bytes"] > 0, "all blocks were written before the steps"
 
 
 @pytest.mark.parametrize("optimizer", ("adamw", "sgd"))
 def test_other_optimizers_wait(
     worlds: Worlds, model: str, root: Path, modicum: Path, optimizer: str
 ) -> None:
-    """The first step of an optimizer after the call returns when the saved step is visible."""
+    """The first step of torch's optimizer after the call waits until the saved step is visible."""
     how = {"directory": model, "cut": TWO, "kind": (optimizer, "float32")}
     answers = worlds[2].ask("background_both", root=str(root), room=(None, 2), **how)
     assert_same_step(root, modicum)
@@ -162,7 +168,7 @@ def test_waits_for_the_save_in_flight(
     for answer in worlds[2].ask(
         "background_waits", directory=model, root=str(root), cut=TWO, what=what
     ):
-        assert answer["took_s"] > 0.05, "the save was over before"
+        assert answer["took_s"] > 0.05, "the call did not wait, or the save was already over"
     assert_same_step(root, modicum)
     assert len(list((root / "back").glob("step-*"))) == steps
 
@@ -178,38 +184,43 @@ def test_waits_for_the_save_in_flight(
 def test_a_rank_that_fails_leaves_the_old_step(
     worlds: Worlds, model: str, root: Path, how: str, error: str, words: str
 ) -> None:
-    """All ranks raise the error once, in the same step, and in `wait`. The program may go on."""
+    """All ranks raise the error once in an optimizer step, the same on every rank, and again in
+    `wait`. Afterwards the program can save again."""
     answers = worlds[2].ask("background_fails", directory=model, root=str(root), cut=TWO, how=how)
     for answer in answers:
         (in_step, in_wait) = answer["raised"]
         assert in_wait["step"] == "wait"
         for raised in (in_step, in_wait):
             assert raised["error"] == error and words in raised["message"], answer
-        assert in_step["step"] == answers[0]["raised"][0]["step"], "ranks raise in other steps"
-        assert answer["names"] == ["latest", "step-1"], "something is left behind"
+        assert in_step["step"] == answers[0]["raised"][0]["step"], "ranks raise in different steps"
+        assert answer["names"] == ["latest", "step-1"], "expected only the step saved before"
         assert answer["after"] == str(root / "step-3")
 
 
 def test_the_window_is_promised(worlds: Worlds, model: str, root: Path) -> None:
+    """The promise has exactly the window's bytes that the ledger has at the peak. A save with half
+    of the needed budget is refused before it writes."""
     size = 2 * MIB
     for answer in worlds[2].ask(
         "background_promised", directory=model, root=str(root), cut=TWO, size=size
     ):
         window = answer["asked"]["snapshot"]
-        # Each of two ranks has half of the window, and its tables.
+        # A rank's part of the promise: half of the node's window, and tables of blocks.
         assert size / 2 <= window <= size / 2 + MIB / 8
         assert answer["at_peak"]["snapshot"] == window
         assert answer["peak"] <= answer["limit"]
-        assert answer["left"] == 0, "the window is not given back"
+        assert answer["left"] == 0, "the window was not freed"
         refused = answer["refused"]
         assert refused["error"] == "BudgetError", refused
         assert {"purpose": "snapshot", "bytes": 2 * window} in refused["owners"]
-        assert not answer["is_there"], "something was written"
+        assert not answer["is_there"], "the refused save has made its directory"
 
 
 def test_a_kill_leaves_the_old_step(
     faulty: FaultyFiles, worlds: Worlds, model: str, root: Path
 ) -> None:
+    """SIGKILL during a save in the background of step 1. A resume then finds only step 2, which was
+    saved before."""
     worlds[1].ask("saves", directory=model, root=str(root), cut=ONE)
     marks = root.parent / f"{root.name}-marks"
     marks.mkdir()
@@ -228,7 +239,8 @@ def test_a_kill_leaves_the_old_step(
 def begin(
     two: Ranks, model: str, root: Path, marks: Path, how_long: tuple[float | None, int]
 ) -> None:
-    """Begins a slow save. Returns once both ranks go on."""
+    """Begins a save in the background; returns once `save` has returned on both ranks. `how_long`:
+    the grace in seconds, and the delay of each write in microseconds."""
     where = {"directory": model, "root": str(root), "marks": str(marks)}
     two.tell("background_preempted", cut=TWO, how_long=how_long, **where)
     deadline = time.monotonic() + WAIT_S
@@ -241,8 +253,8 @@ def begin(
 def test_sigterm_ends_the_process_after_the_step(
     faulty: FaultyFiles, model: str, root: Path, tmp_path: Path, grace: float, committed: bool
 ) -> None:
-    """SIGTERM ends the process after the step is committed. If the save does not fit into the
-    grace, the save ends instead."""
+    """If the save can end within the grace (seconds), SIGTERM ends the process after the saved step
+    is committed. Otherwise the save raises PreemptedError, and nothing of it is left."""
     marks = tmp_path / "marks"
     marks.mkdir()
     with ranks(2, tmp_path / "ranks", fresh=True) as two:
@@ -275,7 +287,7 @@ assert not saving.done()
 def test_the_exit_waits_for_the_save(
     faulty: FaultyFiles, model: str, root: Path, tmp_path: Path, end: str
 ) -> None:
-    """The exit waits also if an exception ends the program."""
+    """Also if an exception ends the program."""
     script = tmp_path / "train.py"
     support = str(ROOT / "tests/support")
     script.write_text(SCRIPT.format(support=support, model=model, root=str(root), end=end))

@@ -13,11 +13,14 @@ import torch_front  # noqa: E402
 
 
 def examples(root: Path) -> list[str]:
+    """The Python blocks, in the order of the page."""
     page = (root / "docs/guide/save.md").read_text()
     return re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 
-def test_the_example_saves_and_resumes(root: Path, tmp_path: Path) -> None:
+def test_the_examples_save_and_resume(root: Path, tmp_path: Path) -> None:
+    """Runs the first three blocks. `train`, which the page does not define, notes its first
+    step."""
     text, restarted, background, *_ = examples(root)
     directory = str(torch_front.checkpoint_of("llama_tied"))
     places = {"DIR": directory, "ROOT": str(tmp_path / "steps")}
@@ -52,12 +55,13 @@ def test_the_example_saves_and_resumes(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> None:
-    """DCP saves and loads a step; a directory that torch's own writer has made becomes one."""
+    """Runs the last two blocks. In the first one DCP saves and loads a step; the second one
+    converts a directory that torch's own writer has saved."""
     import torch.distributed.checkpoint as dcp
 
     import modicum.torch
 
-    *_, saves, converts = examples(root)
+    *_, by_writer, converting = examples(root)
     directory = str(torch_front.checkpoint_of("llama_tied"))
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     modicum.torch.load(model, directory, progress=False)
@@ -67,19 +71,20 @@ def test_the_examples_of_distributed_checkpoints(root: Path, tmp_path: Path) -> 
     optimizer.step()
     places = {"DIR": directory, "ROOT": str(tmp_path / "steps")}
     names: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    exec(compile(with_places(saves, places), "save.md", "exec"), names)
+    exec(compile(with_places(by_writer, places), "save.md", "exec"), names)
     assert names["loaded"]["epoch"] == 3
 
     theirs = str(tmp_path / "theirs")
     dcp.save({"model": model.state_dict()}, checkpoint_id=theirs, no_dist=True)
     places |= {"ROOT": str(tmp_path / "converted"), "output/pytorch_model_fsdp_0": theirs}
-    exec(compile(with_places(converts, places), "save.md", "exec"), {})
+    exec(compile(with_places(converting, places), "save.md", "exec"), {})
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "converted/step-100")
     for name, parameter in model.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
 
 
 def with_places(text: str, places: dict[str, str]) -> str:
+    """The block with real paths for the strings that are keys of `places`."""
     for name, place in places.items():
         text = text.replace(f'"{name}"', repr(place))
     return text

@@ -1,8 +1,9 @@
-"""`modicum reshard` of steps that Python has saved: adapters, the state of torch's optimizers, and
-a program's own data.
+"""`modicum reshard` of steps (checkpoint directories) that Python has saved, with adapters, the
+state of torch's optimizers, and a program's own data (extras).
 
-Compared with the program that saved the step. Must fail for these mutants: adapters under a name
-that PEFT does not read; stacked experts whose recipe is lost; extras of a rank that are left out.
+The oracles are the model and the optimizer that were saved. Must fail for these mutants: a file of
+adapters with a name that PEFT does not read; stacked experts whose recipe is lost; extras of a rank
+that are left out.
 """
 
 import json
@@ -27,7 +28,8 @@ def loaded(family: str) -> Any:
     return model
 
 
-def stepped(model: Any, optimizer: Any, steps: int = 1) -> None:
+def step(model: Any, optimizer: Any, steps: int = 1) -> None:
+    """Makes steps with gradients that depend only on the step, the name and the element."""
     for number in range(steps):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -38,8 +40,9 @@ def stepped(model: Any, optimizer: Any, steps: int = 1) -> None:
 
 
 def values(model: Any, optimizer: Any) -> dict[str, Any]:
+    """All parameters and all values of the optimizer's state, by name."""
     state = optimizer.state_dict()["state"]
-    flat = {f"{at} {key}": value for at, of in state.items() for key, value in of.items()}
+    flat = {f"{i} {key}": value for i, entry in state.items() for key, value in entry.items()}
     return flat | dict(model.named_parameters())
 
 
@@ -51,11 +54,12 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_adapters_keep_their_names(modicum: Path, tmp_path: Path) -> None:
+    """PEFT reads them from one file of this name only: flags for several files are refused."""
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(loaded("qwen3"), lora)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     optimizer = front.AdamW(trained, lr=1e-2, state_format="fp32")
-    stepped(model, optimizer)
+    step(model, optimizer)
     front.save(model, tmp_path / "steps", step=1, optimizer=optimizer)
     out = tmp_path / "out"
     run_json(modicum, "reshard", tmp_path / "steps/step-1", out)
@@ -69,9 +73,11 @@ def test_adapters_keep_their_names(modicum: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ("llama_tied", "qwen3_moe"))
 def test_torchs_state_in_other_files_is_resumed(modicum: Path, tmp_path: Path, family: str) -> None:
+    """After a reshard to smaller files the program resumes with the same state and extras, and
+    makes the same steps. `--state-format` is refused: it is for the state of Modicum's AdamW."""
     model = loaded(family)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    stepped(model, optimizer)
+    step(model, optimizer)
     own = {"rng": torch.get_rng_state()}
     root = tmp_path / "steps"
     front.save(model, root, step=1, optimizer=optimizer, extra={"epoch": 2}, extra_per_rank=own)
@@ -84,8 +90,8 @@ def test_torchs_state_in_other_files_is_resumed(modicum: Path, tmp_path: Path, f
     report = front.resume(again, out, optimizer=other, progress=False)
     assert report.extra == {"epoch": 2}
     assert torch.equal(report.extra_per_rank["rng"], own["rng"])
-    stepped(model, optimizer, 2)
-    stepped(again, other, 2)
+    step(model, optimizer, 2)
+    step(again, other, 2)
     assert_same(values(model, optimizer), values(again, other))
     words = ("reshard", root / "step-1", tmp_path / "x", "--state-format", "fp32-split")
     error = failure(modicum, 2, *words)
@@ -94,11 +100,10 @@ def test_torchs_state_in_other_files_is_resumed(modicum: Path, tmp_path: Path, f
 
 @pytest.mark.parametrize("family", ("llama_tied", "qwen3_moe"))
 def test_a_state_in_another_format_is_resumed(modicum: Path, tmp_path: Path, family: str) -> None:
-    """Compares with the saved optimizer's state dict, loaded into an optimizer of the new
-    format."""
+    """The oracle is an optimizer of the new format that loads the saved optimizer's state dict."""
     model = loaded(family).bfloat16()
     optimizer = front.AdamW(model.named_parameters(), lr=1e-2, state_format="fp32-split")
-    stepped(model, optimizer)
+    step(model, optimizer)
     root = tmp_path / "steps"
     source = torch_front.checkpoint_of(family)
     front.save(model, root, step=1, optimizer=optimizer, source=source)
@@ -113,6 +118,6 @@ def test_a_state_in_another_format_is_resumed(modicum: Path, tmp_path: Path, fam
     expected = front.AdamW(model.named_parameters(), lr=1e-2, state_format="bf16-moments")
     expected.load_state_dict(optimizer.state_dict())
     assert_same(values(model, expected), values(again, other))
-    stepped(model, expected, 2)
-    stepped(again, other, 2)
+    step(model, expected, 2)
+    step(again, other, 2)
     assert_same(values(model, expected), values(again, other))

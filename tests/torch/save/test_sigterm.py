@@ -1,10 +1,12 @@
-"""SIGTERM during `modicum.torch.save(grace=...)`, as torchrun sends it before it kills.
+"""SIGTERM during `modicum.torch.save(grace=...)`. torchrun sends it to ranks, and kills them if
+they go on for too long: the *grace*. A save that can end within the grace is committed before
+SIGTERM ends the process; otherwise the save ends with an error, on all ranks.
 
-Must fail for these mutants: SIGTERM that is forgotten after the step is committed; a save that goes
-on beyond its grace; one rank alone that ends; a second SIGTERM that is ignored; a handler of the
-program that is replaced; a forecast from the rate of the first, small pieces; a SIGTERM that ends
-the process before the ranks have met; a rank that waits for others that have ended; a SIGTERM that
-is lost if the save fails.
+Must fail for these mutants: a SIGTERM that has no effect after the saved step is committed; a save
+that goes on beyond its grace; a save that ends on one rank only; a second SIGTERM that is ignored;
+a handler of the program that is replaced; a forecast from the rate of the first, small pieces; a
+SIGTERM that ends the process before the ranks have met; a rank that waits for others that have
+ended; a SIGTERM that is lost if the save fails.
 """
 
 import os
@@ -24,7 +26,7 @@ from ranks import GONE, Ranks, ranks
 from sharding import Cut
 
 ONE, TWO, MESH = Cut("none", (1,)), Cut("fsdp2", (2,)), Cut("tp-fsdp", (2, 2))
-BEGIN_S = 20.0
+BEGIN_S = 20.0  # in which every rank must begin to write
 
 
 @pytest.fixture
@@ -35,7 +37,8 @@ def two(tmp_path: Path) -> Iterator[Ranks]:
 
 @pytest.fixture
 def how(two: Ranks, tmp_path: Path) -> dict[str, Any]:
-    """The arguments of an act, in which a rank writes the model in about thirty pieces."""
+    """Arguments of the functions in tests/support/saving_rank.py. A rank writes the model in about
+    thirty pieces."""
     sizes = {"hidden_size": 256, "intermediate_size": 512}
     folder = str(tmp_path / "model")
     two.ask("write", directory=folder, family="qwen3", config=sizes, dtype="float32")
@@ -50,8 +53,8 @@ def four(tmp_path: Path) -> Iterator[Ranks]:
 
 @pytest.fixture
 def on_mesh(four: Ranks, tmp_path: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """As `how`, for four ranks of TP and FSDP2. The ranks of a node write rows that TP divides
-    together, through shared memory; the second model is a mixture of experts."""
+    """As `how`, for four ranks of TP and FSDP2. Rows that TP divides are gathered in shared memory
+    and written by one rank. The parameter is the model's family: "qwen3" or "mixtral"."""
     folder = str(tmp_path / "model")
     sizes = {"hidden_size": 256, "intermediate_size": 512 if request.param == "qwen3" else 128}
     four.ask("write", directory=folder, family=request.param, config=sizes, dtype="float32")
@@ -61,7 +64,8 @@ def on_mesh(four: Ranks, tmp_path: Path, request: pytest.FixtureRequest) -> dict
 def begin(
     group: Ranks, how: dict[str, Any], tmp_path: Path, *, grace: float, pause_s: float
 ) -> None:
-    """Begins a slow save. Returns once every rank writes."""
+    """Begins a save; returns once every rank writes its second piece. `pause_s`: seconds by which
+    each piece is delayed."""
     marks = tmp_path / "marks"
     marks.mkdir()
     group.tell("save_slowly", slow=(pause_s, str(marks)), grace=grace, **how)
@@ -72,6 +76,7 @@ def begin(
 
 
 def send(group: Ranks, *to: int) -> float:
+    """Sends SIGTERM to these ranks. Returns the time."""
     for rank in to:
         os.kill(group.pids[rank], signal.SIGTERM)
     return time.monotonic()
@@ -81,7 +86,7 @@ def send(group: Ranks, *to: int) -> float:
 def test_the_step_is_committed_within_the_grace(
     two: Ranks, how: dict[str, Any], tmp_path: Path, modicum: Path, to: tuple[int, ...]
 ) -> None:
-    """SIGTERM ends the process after the commit, if the rank has got it."""
+    """Then SIGTERM ends the ranks that it was sent to, and no others."""
     begin(two, how, tmp_path, grace=60.0, pause_s=0.1)
     send(two, *to)
     heard = two.hear()
@@ -114,7 +119,7 @@ def test_all_ranks_end_a_save_that_does_not_fit(
     sent = send(two, *to)
     for answer in two.hear():
         assert answer["error"] == "PreemptedError" and "PREEMPTED: SIGTERM" in answer["message"]
-        assert answer["default"], "SIGTERM stays held"
+        assert answer["default"], "SIGTERM does not have its default handler again"
     assert time.monotonic() - sent < 3.0
     assert [*(tmp_path / "steps").iterdir()] == []
 
@@ -142,12 +147,12 @@ def test_a_step_of_a_mesh_is_committed_within_the_grace(
 def test_all_ranks_of_a_mesh_end_a_save_that_does_not_fit(
     four: Ranks, on_mesh: dict[str, Any], tmp_path: Path, to: tuple[int, ...]
 ) -> None:
-    """No rank waits for rows that a rank that has ended its save would have gathered."""
+    """No rank waits for the rows of a rank whose save has ended."""
     begin(four, on_mesh, tmp_path, grace=3.0, pause_s=1.0)
     sent = send(four, *to)
     for answer in four.hear():
         assert answer["error"] == "PreemptedError" and "PREEMPTED: SIGTERM" in answer["message"]
-        assert answer["default"], "SIGTERM stays held"
+        assert answer["default"], "SIGTERM does not have its default handler again"
     assert time.monotonic() - sent < 3.0
     assert [*(tmp_path / "steps").iterdir()] == []
 
@@ -155,7 +160,7 @@ def test_all_ranks_of_a_mesh_end_a_save_that_does_not_fit(
 def test_a_second_signal_ends_the_save(two: Ranks, how: dict[str, Any], tmp_path: Path) -> None:
     begin(two, how, tmp_path, grace=600.0, pause_s=0.5)
     send(two, 0, 1)
-    time.sleep(0.6)  # the kernel merges signals that are pending together
+    time.sleep(0.6)  # until the first is handled: two pending SIGTERM would be one
     sent = send(two, 0)
     for answer in two.hear():
         assert answer["error"] == "PreemptedError" and "a second SIGTERM" in answer["message"]
@@ -177,6 +182,8 @@ def test_a_handler_of_the_program_is_not_replaced(
 def test_a_signal_before_the_ranks_meet_is_held(
     two: Ranks, how: dict[str, Any], modicum: Path, to: tuple[int, ...], background: bool
 ) -> None:
+    """The ranks `to` send themselves a SIGTERM in `save`, before the first collective. The step is
+    committed, and then SIGTERM ends these ranks."""
     kind = {"step": 1, "grace": 60.0, "background": background}
     each = {rank: {"signals": int(rank in to)} for rank in range(2)}
     two.tell("save_signalled", each, kind=kind, **how)
@@ -189,7 +196,9 @@ def test_a_signal_before_the_ranks_meet_is_held(
 
 
 def test_a_signal_at_the_call_of_one_rank_alone(tmp_path: Path, modicum: Path) -> None:
-    """SIGTERM ends the process also after a save that fails, once the error is printed."""
+    """A save without a SIGTERM; one with a SIGTERM that fails, since the step exists already; and
+    one with a SIGTERM that succeeds. The latter two end the process, the second after it has
+    printed the error."""
     with ranks(1, tmp_path / "ranks") as one:
         where = {"directory": str(tmp_path / "model"), "root": str(tmp_path / "steps"), "cut": ONE}
         one.ask("write", directory=where["directory"], family="qwen3", dtype="float32")
@@ -223,5 +232,5 @@ def test_two_signals_before_the_ranks_meet_end_the_save(two: Ranks, how: dict[st
     for answer in two.hear():
         assert answer["error"] == "PreemptedError" and "a second SIGTERM" in answer["message"]
         assert answer["default"]
-    # If rank 1 already waits, the signals take effect once the save has made the directory.
+    # The save may have made the root, since the signals take effect there if rank 1 came first.
     assert not [*Path(how["root"]).glob("step-*")]
