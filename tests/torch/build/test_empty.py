@@ -1,5 +1,5 @@
-"""Under `empty_parameters` a model equals that of `from_pretrained`, except that its parameters have
-no memory: buffers are equal bit for bit, and dtypes and ties are the same.
+"""Under `empty_parameters` a model equals that of `from_pretrained`, except that its parameters
+have no memory. Buffers are equal bit for bit, and dtypes and ties are the same.
 
 The oracles are transformers in one process, and the same module built without the context. Two
 usual ways to build an empty model are compared, too, and give wrong models. Must fail for these
@@ -257,6 +257,7 @@ def written(tensor: Any, write: Callable[[Any], object]) -> Any:
     return tensor
 
 
+# Buffers whose values the constructor computes, from a module `m` with a parameter `weight`.
 COMPUTED: dict[str, Callable[[Any], Any]] = {
     "int64": lambda m: torch.arange(5),
     "bool": lambda m: torch.ones(3, 3).tril() > 0,

@@ -1,7 +1,7 @@
-"""Each patch in integrations/ fits the files of the release that it names. Where an engine's package
-is installed, the patched engine builds on meta, loads by path, steps, saves and recovers on two CPU
-ranks. Where torchtitan is installed, the code block of docs/guide/which-way.md about it runs under
-torchtitan's own checkpoint manager.
+"""Each patch in integrations/ fits the files of the release that it names. Where an engine's
+package is installed, the patched engine builds on meta, loads by path, steps, saves and recovers on
+two CPU ranks. Where torchtitan is installed, the code block of docs/guide/which-way.md about it
+runs under torchtitan's own checkpoint manager.
 
 Must fail for these mutants: a part of a patch that no longer fits; a model with values before its
 load; buffers of another rank; a checkpoint without the optimizer's state; an export in another

@@ -1,4 +1,5 @@
-"""The code blocks of docs/guide/which-way.md run as they are, all but DeepSpeed's on two real ranks.
+"""Runs the code blocks of docs/guide/which-way.md: DeepSpeed's in one process, the others on two
+real ranks.
 
 Must fail for these mutants: a line of the page that no longer works; a block that loads other
 values than the other blocks.
