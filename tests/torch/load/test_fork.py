@@ -1,5 +1,5 @@
-"""Parameters and optimizer state in forked children, for each value of `fork=`. With "excluded", the
-default, a child does not have this memory: its address space has a hole there.
+"""Parameters and optimizer state in forked children, for each value of `fork=`. With "excluded",
+the default, a child does not have this memory: its address space has a hole there.
 
 Must fail for these mutants: a hole that a later mapping of the child fills and that is read as the
 parameter; a child that dies of a signal because it used a parameter; a value of `fork=` that has no
@@ -162,9 +162,9 @@ def is_right(got: Any, expected: Any, steps: int) -> bool:
 
 
 def children_while_stepping(model: Any, trainer: Trainer, expected: Any, count: int) -> list[Any]:
-    """Forks `count` children one after the other, and makes a step while each of them reads. Two
-    children use each way to read, of which the second allocates memory first. Returns their
-    answers."""
+    """Forks `count` children one after the other, and makes a step while each of them reads. Each
+    way of `reads_of` is used by two children in a row, and the second of them allocates memory
+    first. Returns the children's answers."""
     reads = list(reads_of(model).values())
     answers = []
     for index in range(count):
