@@ -191,7 +191,7 @@ def test_trls_prepare_fsdp_loads_a_reference_model(one_rank: None) -> None:
     assert not hasattr(utils.prepare_fsdp, "__wrapped__")  # TRL's function is restored
 
 
-# The two calls of replace_sharding stand for two calls of from_pretrained.
+# replace_sharding is called twice, as by two calls of from_pretrained.
 LATER = """
 import sys, trl
 from contextlib import ExitStack

@@ -219,7 +219,7 @@ def test_tensors_outlive_everything_else() -> None:
 
 
 class Device(TorchFunctionMode):
-    """A context in which meta stands for a device: `torch.empty` and `torch.zeros` on meta return
+    """A context in which meta plays a device: `torch.empty` and `torch.zeros` on meta return
     stand-ins for tensors on a device. Those of `torch.empty` are filled with 0xFF."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,8 +235,7 @@ class Device(TorchFunctionMode):
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
 @pytest.mark.parametrize("name", ["llama_tied", "olmo_hybrid", "mixtral"])
 def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes are copied as the device has, and the host holds no shards beside the
-    staging."""
+    """As many bytes are copied as the device has. The host holds the staging, but no shards."""
     ledger, cut, whole = modicum.Ledger(), Cut(layout, (3,)), from_pretrained(name)
     hand_over = running._hand_over
 
