@@ -1,8 +1,8 @@
-"""Calls of `load`, `save` and `resume` within `modicum.torch.accelerate.loading`: the context's
-budget and ledger apply to them, as to `prepare`.
+"""The budget and the ledger of `modicum.torch.accelerate.loading` apply to calls of `load`, `save`
+and `resume` in the context, as they apply to `prepare`.
 
-Must fail for these mutants: a call that ignores the context; a context that lasts after its end; a
-context that outranks the call's own arguments.
+Must fail for these mutants: a call that ignores the context; a budget or ledger that applies after
+the context's end; a context whose arguments replace the call's own.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ def written() -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Any]:
-    """A loaded model, of which there is a step."""
+    """A loaded model that is saved as step 1 in `tmp_path`."""
     with alone(), accelerate_rank.fsdp2_on_cpus():
         with loading(progress=False):
             model, _ = prepare(build())
@@ -56,6 +56,7 @@ def test_the_budget_of_the_context_applies(model: Any, tmp_path: Path, which: st
             call(which, model, tmp_path)
         with loading(budget="none"):
             call(which, model, tmp_path)
+    # After the context its budget, which this load would exceed, applies no more.
     assert call("load", model, tmp_path) is not None
 
 
@@ -74,8 +75,8 @@ def test_the_ledger_of_the_context_is_charged() -> None:
     with alone():
         with loading(ledger=ledger):
             modicum.torch.load(models[0], checkpoint_of("llama"), progress=False)
-        held = sum(p.numel() * p.element_size() for p in models[0].parameters())
-        assert ledger.held["shards"] >= held
+        model_bytes = sum(p.numel() * p.element_size() for p in models[0].parameters())
+        assert ledger.held["shards"] >= model_bytes
         before = ledger.peak_bytes
         modicum.torch.load(models[1], checkpoint_of("llama"), progress=False)
-    assert ledger.peak_bytes == before
+    assert ledger.peak_bytes == before, "a load after the context was charged to its ledger"

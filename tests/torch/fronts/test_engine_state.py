@@ -1,12 +1,12 @@
 """`fsdp2_load_full_state_dict` in place of the frameworks' functions of this name: every rank holds
-and trains the same shards as after `fully_shard` of the model with its values, or after the
-framework's own function.
+and trains the same shards as if `fully_shard` had sharded the model with its values, or as after
+the framework's own function.
 
 Must fail for these mutants: a chunk copied to the wrong place; a tensor that stays on the one rank
 that built it with values; non-persistent buffers that are not compared or not loaded; two names of
 a tie with different values, or a tie lost on some ranks, that are accepted; a cast between integers
-and floats; a dict that no budget counts; a consumed dict that keeps its tensors, or whose memory
-stays in malloc's heap.
+and floats; a dict whose memory is not part of the budget; a consumed dict that keeps its tensors,
+or whose memory stays in malloc's heap.
 """
 
 import re
@@ -30,8 +30,8 @@ from modicum.torch.loading import memory  # noqa: E402
 STAGING_BYTES = 8 << 20
 # Memory of the modules and other objects that Python makes during the first load.
 PYTHON_BYTES = 4 << 20
-# How the ranks build the model: "alike" is on meta everywhere. "others" are all ranks but 0, which
-# builds the model with values.
+# How the ranks build the model. "alike": every rank builds it on meta. "others ...": rank 0 builds
+# it with values, and the other ranks as named. "with values": every rank builds it with values.
 BUILT = (
     "alike",
     "others without parameters",
@@ -48,6 +48,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def assert_same(four: Ranks, expected: list[Any], **how: Any) -> None:
+    """Loads a state dict by Modicum, and compares shards, loss and trained model with `expected`.
+    Of the arguments `how`, `form` names the framework whose signature is used: "engine" is that of
+    verl."""
     got = four.ask("state_dict_loaded", **how)
     for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         assert mine["held"] == theirs["held"], f"rank {rank}: other shards, buffers or ties"
@@ -58,7 +61,7 @@ def assert_same(four: Ranks, expected: list[Any], **how: Any) -> None:
 @pytest.mark.parametrize("built", BUILT)
 @pytest.mark.parametrize("form", ("accelerate", "engine", "areal"))
 def test_every_rank_holds_its_part(four: Ranks, form: str, built: str) -> None:
-    """`to_empty` breaks ties on the other ranks, so that case has an untied model."""
+    """`to_empty` breaks ties on the ranks that call it, so in that case the model has no tie."""
     kind = {"tied": built != "others from to_empty"}
     expected = four.ask("state_dict_loaded", by="torch", **kind)
     assert_same(four, expected, form=form, built=built, **kind)
@@ -75,9 +78,11 @@ def test_a_path_gives_the_shards_of_a_dict(
 
 
 @pytest.mark.parametrize("strategy", ("rank0-broadcast", "node-reader"))
-def test_rank_0s_buffers_precede_a_path(four: Ranks, tmp_path: Path, strategy: str) -> None:
-    """Non-persistent buffers differ between the ranks, so a load of rank 0's precedes that of the
-    file. Each load exchanges bytes between ranks."""
+def test_rank_0s_buffers_are_loaded_before_a_path(
+    four: Ranks, tmp_path: Path, strategy: str
+) -> None:
+    """Non-persistent buffers differ between the ranks, so a first load sends rank 0's buffers. The
+    second load reads the file. With these strategies both exchange bytes between ranks."""
     options = {"budget": "none", "strategy": strategy}
     how = {"path": str(tmp_path / "toy.safetensors"), "options": options}
     expected = four.ask("state_dict_loaded", by="torch")
@@ -85,7 +90,7 @@ def test_rank_0s_buffers_precede_a_path(four: Ranks, tmp_path: Path, strategy: s
 
 
 def test_tensors_that_a_dict_lacks_keep_their_values(four: Ranks) -> None:
-    """With strict=False tensors may be missing if they have values."""
+    """With `strict=False` the dict may lack tensors that have values in the model."""
     expected = four.ask("state_dict_loaded", by="torch")
     how = {"omit": ("experts.up", "seen"), "options": {"strict": False}}
     assert_same(four, expected, built="with values", **how)
@@ -93,8 +98,8 @@ def test_tensors_that_a_dict_lacks_keep_their_values(four: Ranks) -> None:
 
 @pytest.mark.parametrize("form", ("accelerate", "engine"))
 def test_the_result_is_that_of_the_frameworks_function(four: Ranks, form: str) -> None:
-    """The model has no ties, which both frameworks' functions break, and for accelerate's function,
-    which fails on them, no persistent buffers."""
+    """The model has no tie, because the functions of both frameworks break ties. For accelerate it
+    has no persistent buffer, because accelerate's function fails on them."""
     kind = {"form": form, "tied": False, "buffers": form == "engine", "built": "others on meta"}
     kind |= {"dtype": "bfloat16", "stored": "bfloat16"}
     assert_same(four, four.ask("state_dict_loaded", by="upstream", **kind), **kind)
@@ -124,8 +129,8 @@ def test_offloaded_parameters_are_loaded(four: Ranks, form: str) -> None:
 @pytest.mark.parametrize("offload", (True, False), ids=("offloaded", "not offloaded"))
 @pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
 def test_a_model_that_skyrl_moves_to_meta_is_loaded(four: Ranks, tied: bool, offload: bool) -> None:
-    """As in SkyRL, rank 0 takes the state dict and every rank moves the model to meta, which breaks
-    the tie. The script ties the names again before it shards."""
+    """As in SkyRL, rank 0 takes the state dict, and then every rank moves the model to meta, which
+    breaks the tie. Every rank ties the names again before it shards the model."""
     how = {"tied": tied, "offload": offload}
     expected = four.ask("state_dict_loaded", by="torch", **how)
     assert_same(four, expected, form="skyrl", built="moved to meta", **how)
@@ -134,8 +139,8 @@ def test_a_model_that_skyrl_moves_to_meta_is_loaded(four: Ranks, tied: bool, off
 def test_offloading_that_contradicts_fully_shard_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each framework has its own argument for offloading. If it is set, a parameter that
-    `fully_shard` keeps on a device is refused by name."""
+    """Each framework has its own argument for offloading. If it is set although `fully_shard` keeps
+    a parameter on a device, the error names that parameter."""
     policy, on_gpu = CPUOffloadPolicy(pin_memory=False), torch.device("cuda", 0)
 
     class Walk:
@@ -162,7 +167,7 @@ def test_offloading_that_contradicts_fully_shard_is_refused(
 
 
 def test_unknown_keyword_arguments_are_refused() -> None:
-    """`strategy` and `missing` are only for paths."""
+    """`strategy` and `missing` are accepted only with a path. `offload` is never accepted."""
     model = torch.nn.Linear(1, 1)
     for full, name in (({}, "strategy"), ("/nowhere", "offload"), ({}, "missing")):
         with pytest.raises(TypeError, match=f"unknown argument '{name}'"):
@@ -181,8 +186,9 @@ def test_unknown_keyword_arguments_are_refused() -> None:
     ],
     ids=("contiguous", "permuted", "strided", "expanded", "scalar", "cast"),
 )
-def test_any_run_of_any_tensor(tensor: Any) -> None:
-    """Tests every run [first, end) that rank 0 could copy from a tensor with these strides."""
+def test_any_run_of_elements_is_copied(tensor: Any) -> None:
+    """Rank 0 copies runs [first, end) of a tensor's elements, in row-major order, whatever its
+    strides. This test copies every such run."""
     whole = tensor.reshape(-1).to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype)
     for first in range(len(whole)):
         for end in range(first, len(whole) + 1):
@@ -193,27 +199,28 @@ def test_any_run_of_any_tensor(tensor: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_a_dict_is_sent_within_the_promise(four: Ranks, dtype: str) -> None:
-    """By the kernel's counters and the report, each rank's memory grows by its shards, the buffer
-    and the staging; rank 0's dict is part of its baseline. Each other rank receives exactly the
-    bytes of its shards and of the buffer."""
+    """By the kernel's counters and the report, each rank's memory grows by at most its shards, the
+    buffer and the staging. Rank 0's dict is part of its baseline. Each other rank receives exactly
+    the bytes of its shards and of the buffer."""
     answers = four.ask("dict_measured", dtype=dtype)
-    ranks, itemsize = answers[0]["report"]["ranks"], getattr(torch, dtype).itemsize
-    numel = (6000 + 1536) * 1024  # of Large's two matrices
+    reported, itemsize = answers[0]["report"]["ranks"], getattr(torch, dtype).itemsize
+    numel = (6000 + 1536) * 1024  # of the two matrices of the class Large
     for rank, answer in enumerate(answers):
-        of, table = ranks[rank], answer["buffer_bytes"]
-        kept = answer["local_bytes"] + table
+        of, buffer_bytes = reported[rank], answer["buffer_bytes"]
+        kept = answer["local_bytes"] + buffer_bytes
         assert answer["local_bytes"] * 4 == numel * itemsize  # four ranks
         assert answer["grown_bytes"] <= kept + STAGING_BYTES + PYTHON_BYTES, f"rank {rank}"
         assert 0 < answer["at_peak"]["staging"] <= STAGING_BYTES
         assert of["ledger_peak_bytes"] <= of["promised_bytes"] - of["baseline_bytes"]
         assert of["kernel_peak_bytes"] <= of["promised_bytes"]
         assert of["exchanged_bytes"] == (kept if rank > 0 else 0)
-        assert of["storage_read_bytes"] == (0 if rank > 0 else numel * itemsize + table)
+        assert of["storage_read_bytes"] == (0 if rank > 0 else numel * itemsize + buffer_bytes)
+        # Rank 0 alone reads the dict, in runs of at most 1 MiB.
         assert answer["largest_read"] <= 1 << 20 and (answer["largest_read"] > 0) == (rank == 0)
     assert answers[0]["report"]["strategy"] == "node-reader"
-    dict_bytes = ranks[0]["baseline_bytes"] - ranks[1]["baseline_bytes"]
+    dict_bytes = reported[0]["baseline_bytes"] - reported[1]["baseline_bytes"]
     assert dict_bytes == pytest.approx(numel * 4, abs=2 * PYTHON_BYTES)  # the dict is float32
-    assert ranks[0]["promised_bytes"] - ranks[1]["promised_bytes"] >= dict_bytes - (1 << 20)
+    assert reported[0]["promised_bytes"] - reported[1]["promised_bytes"] >= dict_bytes - (1 << 20)
 
 
 def test_a_dict_obeys_its_budget(four: Ranks) -> None:
@@ -231,24 +238,28 @@ def test_a_dict_obeys_its_budget(four: Ranks) -> None:
 
 def test_a_consumed_dict_is_freed_as_it_goes(four: Ranks) -> None:
     """By the kernel's counters, rank 0's shards grow while the dict shrinks. Modicum calls
-    malloc_trim after every 32 MiB, so up to four tensors of 8 MiB are removed and not yet freed."""
+    malloc_trim after every 32 MiB, so the memory of up to four tensors of 8 MiB that were removed
+    from the dict may not have been freed yet."""
     tensor_bytes = 8 << 20
     kept = four.ask("dict_consumed", consume=False)[0]
-    # A quarter of 16 tensors; 16 layers, the tied head, and `small`.
+    # The shards are a quarter of 16 tensors. The dict has 18 names: the 16 layers, the head, which
+    # is tied to layer 0, and `small`.
     assert kept["grown"][-1] > 3 * tensor_bytes and len(kept["left"]) == 18
     answers = four.ask("dict_consumed")
     grown = answers[0]["grown"]
     for n, now in enumerate(grown):
-        done = n * 16 // len(grown)  # tensors read; perhaps there is one more
+        done = n * 16 // len(grown)  # the number of tensors read, or one less
         most = (done + 1) * tensor_bytes // 4 - max(done - 4, 0) * tensor_bytes
         assert now <= most + STAGING_BYTES + PYTHON_BYTES, f"read {n} of {len(grown)}"
-    assert grown[-1] <= -10 * tensor_bytes  # 4 of shards - 16 of the dict, and a margin of 2
+    # The shards add 4 tensors, the dict has lost 16, and the margin is 2.
+    assert grown[-1] <= -10 * tensor_bytes
     assert all(answer["left"] == [] for answer in answers)
 
 
 def test_a_consumed_dict_after_an_error_has_the_tensors_not_sent(four: Ranks) -> None:
-    """Both names of a tie are removed with their tensor. Other ranks' dicts are as before."""
-    # A read has at most 1 MiB: `small` takes one, each layer eight, so layer 2 begins at read 17.
+    """Both names of a tie are removed with their tensor. The dicts of other ranks are unchanged."""
+    # One read copies at most 1 MiB. `small` takes one read and each layer takes eight, so layer 2
+    # begins at read 17.
     answers = four.ask("dict_consumed", fails_at=20)
     (said,) = {answer["said"] for answer in answers}
     assert said.startswith("INTERNAL"), said
@@ -289,6 +300,6 @@ def test_consume_is_refused_for_an_immutable_dict_and_a_path() -> None:
     ],
 )
 def test_refused_on_every_rank(four: Ranks, case: str, message: str) -> None:
-    """Every rank gets the same message, and no model is partly loaded."""
+    """Every rank gets the same message, and all parameters are still on meta."""
     (said,) = set(four.ask("drop_in_refused", case=case))
     assert re.match(message, said), said

@@ -1,10 +1,10 @@
-"""The examples' two strategies of FSDP2, each with `memory_efficient_init` and without: the same
-bits, the same training, and one picture of what all ranks held.
+"""The two ways of using FSDP2 in examples/strategies.py, each with and without
+`memory_efficient_init`: that option changes neither the loaded bits nor the training, and the
+memory of all ranks is drawn on one page.
 
-The oracles are `from_pretrained` and accelerate's own `prepare`. Must fail for
-these mutants: an optimizer that has lost its parameters, or has mixed up its groups; a
-non-persistent buffer with another's values; a phase that is not recorded, or a run that is not
-drawn.
+The oracles are `from_pretrained` and accelerate's own `prepare`. Must fail for these mutants: an
+optimizer that has lost its parameters, or has mixed up its groups; a non-persistent buffer with the
+values of another buffer; a phase that is not recorded; a run that is not drawn.
 """
 
 import json
@@ -30,7 +30,7 @@ PHASES = ["from_pretrained", "optimizer", "wrap"]
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[dict[str, Any]]]]:
-    """The folder of the recordings, and the answers of each run. Every run has new processes, so
+    """The folder of the recordings, and the ranks' answers by run. Every run has new processes, so
     that no memory of another run is counted."""
     folder = tmp_path_factory.mktemp("strategies")
     answers = {}
@@ -49,7 +49,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[
 
 def test_same_bits_and_same_training(ran: Any) -> None:
     """Loaded parameters and buffers are the same in all runs. Losses are compared only within one
-    strategy: the FSDP2 units, and with them the order in which gradients are summed, differ."""
+    strategy, since the strategies have different FSDP2 units and so sum gradients in different
+    orders."""
     answers = ran[1]
     assert len({of["loaded"] for each in answers.values() for of in each}) == 1
     for what in ("native", "accelerate"):
@@ -62,7 +63,7 @@ def test_same_bits_and_same_training(ran: Any) -> None:
 @pytest.mark.parametrize("what", ("native", "accelerate"))
 def test_efficient_init_holds_half_a_model_instead_of_all(ran: Any, what: str) -> None:
     """Without `memory_efficient_init` every rank holds the whole model in float32. With it a rank
-    holds nothing before the wrap, and then its half."""
+    holds no weights before it shards the model, and then one half of them."""
     answers = ran[1]
     model_bytes = 2 * 4 * 100003 * 101  # embedding and head; the layers are small
     for rank in range(2):

@@ -1,10 +1,9 @@
-"""Everyday calls of a script within `modicum.torch.accelerate.loading` have the same result as
+"""Calls that many scripts make have the same result within `modicum.torch.accelerate.loading` as
 without it, or raise a typed error that names the remedy.
 
-The oracle is transformers. Must fail for these mutants: stored rows that a resized embedding
-loses; new rows that depend on the world size; a copy of a model whose values are never loaded; an
-exempted model that is emptied; a reference model that TRL's trainer leaves on meta; errors of torch
-about meta tensors.
+The oracle is transformers. Must fail for these mutants: a resized embedding that loses its stored
+rows; a copy of a model whose values are never loaded; an exempted model that is emptied; a
+reference model that TRL's trainer leaves on meta; errors of torch about meta tensors.
 """
 
 import contextlib
@@ -62,6 +61,7 @@ def one_rank() -> Iterator[None]:
 
 
 def whole(parameter: Any) -> Any:
+    """The parameter without gradient, gathered if it is sharded."""
     parameter = parameter.detach()
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
@@ -72,26 +72,27 @@ def whole(parameter: Any) -> Any:
 @pytest.mark.parametrize("name", ("llama", "qwen3", "gpt2"))
 @pytest.mark.parametrize("mean", (True, False))
 def test_resized_embeddings_keep_stored_rows(one_rank: None, name: str, mean: bool) -> None:
-    """New rows are close to the mean of the stored ones, or are made by the model's rule."""
+    """With `mean_resizing` new rows are close to the mean of the stored ones. Without it the model
+    initialises them by its own rule."""
     theirs = from_pretrained(name)
-    rows = theirs.get_input_embeddings().num_embeddings
+    row_count = theirs.get_input_embeddings().num_embeddings
     with loading(progress=False):
         model = build(name)
-        model.resize_token_embeddings(rows + 5, mean_resizing=mean)
+        model.resize_token_embeddings(row_count + 5, mean_resizing=mean)
         model, _ = prepare(model)
-    assert model.config.vocab_size == rows + 5
-    for module, of in (
+    assert model.config.vocab_size == row_count + 5
+    for mine, original in (
         (model.get_input_embeddings(), theirs.get_input_embeddings()),
         (model.get_output_embeddings(), theirs.get_output_embeddings()),
     ):
-        weight, stored = whole(module.weight), of.weight.detach()
-        assert_same(weight[:rows], stored, name)
+        weight, stored = whole(mine.weight), original.weight.detach()
+        assert_same(weight[:row_count], stored, name)
         if mean:
             expected = stored.double().mean(0)
-            assert torch.allclose(weight[rows:].double(), expected, rtol=1e-2, atol=1e-3)
+            assert torch.allclose(weight[row_count:].double(), expected, rtol=1e-2, atol=1e-3)
         else:
-            assert 0 < weight[rows:].float().std() < 0.1
-    assert model(TOKENS).logits.shape[-1] == rows + 5
+            assert 0 < weight[row_count:].float().std() < 0.1
+    assert model(TOKENS).logits.shape[-1] == row_count + 5
 
 
 def test_an_embedding_resized_to_fewer_rows_keeps_the_first(one_rank: None) -> None:
@@ -104,8 +105,8 @@ def test_an_embedding_resized_to_fewer_rows_keeps_the_first(one_rank: None) -> N
 
 
 def test_a_model_resized_by_hand_needs_the_argument_resized() -> None:
-    """A model with another vocabulary size is refused without `resized`. If `missing` names the
-    embeddings, a warning says that their stored rows are not used."""
+    """Without the argument `resized` of `load`, a model with another vocabulary size is refused. If
+    `missing` names the embeddings instead, a warning says that their stored rows are not used."""
     theirs = from_pretrained("llama").get_input_embeddings().weight.detach()
 
     def larger() -> Any:
@@ -152,6 +153,7 @@ def test_a_deep_copy_is_loaded_as_well(one_rank: None) -> None:
         inside.fill(reference)
     for name, parameter in reference.named_parameters():
         assert_same(whole(parameter), from_pretrained("llama").get_parameter(name), name)
+    # The hook by which loading() learns of copies is removed when the model has its values.
     assert "__deepcopy__" not in vars(model)
 
 
@@ -186,9 +188,10 @@ def test_trls_prepare_fsdp_loads_a_reference_model(one_rank: None) -> None:
         accelerator = accelerator_of()
         reference = utils.prepare_fsdp(build(), accelerator)
         assert reference(TOKENS).logits.isfinite().all()
-    assert not hasattr(utils.prepare_fsdp, "__wrapped__")
+    assert not hasattr(utils.prepare_fsdp, "__wrapped__")  # TRL's function is restored
 
 
+# replace_sharding is called twice, as by two calls of from_pretrained.
 LATER = """
 import sys, trl
 from contextlib import ExitStack
@@ -209,7 +212,8 @@ assert not any(hasattr(module.prepare_fsdp, "__wrapped__") for module in modules
 
 
 def test_trainers_that_trl_imports_later_load_their_reference_model() -> None:
-    """`trl.DPOTrainer` imports its module after `from_pretrained` was called."""
+    """TRL imports the module of `trl.DPOTrainer` when a script first uses that name, here after
+    `prepare_fsdp` was replaced in the modules that were imported by then."""
     pytest.importorskip("trl")
     done = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -218,6 +222,7 @@ def test_trainers_that_trl_imports_later_load_their_reference_model() -> None:
 # ---- errors
 
 
+# Uses of a model that need the values of its parameters.
 READ: dict[str, Callable[[Any, Path], Any]] = {
     "item": lambda model, folder: model.get_input_embeddings().weight.mean().item(),
     "numpy": lambda model, folder: model.lm_head.weight.detach().numpy(),
@@ -236,7 +241,7 @@ READ: dict[str, Callable[[Any, Path], Any]] = {
 def test_uses_of_values_before_prepare_are_refused(
     one_rank: None, tmp_path: Path, call: str
 ) -> None:
-    """torch's own errors would be about meta tensors, storages or data."""
+    """The error names `prepare`. torch's own errors would speak of meta tensors or storages."""
     with pytest.raises(UsageError, match="values.*prepare") as refused, loading(progress=False):
         READ[call](build(), tmp_path)
     assert "\n" not in str(refused.value)
@@ -254,7 +259,7 @@ def test_only_device_maps_of_the_cpu_are_accepted(one_rank: None) -> None:
 
 
 def test_a_budget_error_is_readable(one_rank: None) -> None:
-    """The error is one line, the last one, after the traceback of the script."""
+    """The traceback has only frames of the script, and ends with an error of one line."""
     lines: list[str] = []
     try:
         with loading(budget="1MiB", progress=False):
@@ -270,7 +275,8 @@ def test_a_budget_error_is_readable(one_rank: None) -> None:
 def test_a_budget_for_the_load_without_adamws_state_is_refused(
     one_rank: None, tmp_path: Path
 ) -> None:
-    """The budget suffices for the load with SGD, but not with the state of Modicum's AdamW."""
+    """The budget suffices for a load with torch's SGD, but not for a load with Modicum's AdamW,
+    whose state counts towards it."""
     family = BY_NAME["llama"]
     larger = dataclasses.replace(family, config=family.config | {"vocab_size": 60000})
     directory = larger.write(larger.build(), tmp_path)
@@ -279,10 +285,10 @@ def test_a_budget_for_the_load_without_adamws_state_is_refused(
         with pytest.raises(BudgetError) as refused, loading(budget="1MiB", progress=False):
             prepare_with(name, directory)
         needs[name] = int(refused.value.got)
-    # Two moments of two matrices, in float32.
-    state = 2 * 2 * 4 * 60000 * family.config["hidden_size"]
-    assert needs["AdamW"] - needs["SGD"] > state > 16 << 20
-    between = needs["SGD"] + state // 2
+    # Two moments of two matrices, embedding and head, in float32.
+    moments_bytes = 2 * 2 * 4 * 60000 * family.config["hidden_size"]
+    assert needs["AdamW"] - needs["SGD"] > moments_bytes > 16 << 20
+    between = needs["SGD"] + moments_bytes // 2
     with pytest.raises(BudgetError) as refused, loading(budget=between, progress=False):
         prepare_with("AdamW", directory)
     assert refused.value.owners[1]["purpose"] == "moments"
@@ -298,7 +304,7 @@ def prepare_with(optimizer: str, directory: Path) -> None:
 
 
 def test_a_load_over_budget_leaves_the_optimizer_without_state(one_rank: None) -> None:
-    """The load's budget decides, although the optimizer's own ledger has no limit."""
+    """The budget of `loading` applies, although the optimizer's own ledger has no limit."""
     with pytest.raises(BudgetError) as refused, loading(budget="1MiB", progress=False):
         model = build()
         optimizer = modicum.torch.AdamW(model.parameters())
@@ -308,8 +314,11 @@ def test_a_load_over_budget_leaves_the_optimizer_without_state(one_rank: None) -
     assert optimizer.held == {} and all(p.is_meta for p in model.parameters())
 
 
-def test_ways_of_an_optimizer_that_trainer_refuses(one_rank: None, tmp_path: Path) -> None:
-    """transformers itself raises these errors, for any optimizer (docs/guide/accelerate.md)."""
+def test_trainer_itself_refuses_two_ways_to_pass_an_optimizer(
+    one_rank: None, tmp_path: Path
+) -> None:
+    """transformers raises both errors: `optim` takes only names that transformers knows, and
+    `optimizers` is not allowed with FSDP (docs/guide/accelerate.md)."""
     with pytest.raises(ValueError, match="modicum.torch.AdamW"):
         transformers.TrainingArguments(str(tmp_path), optim="modicum.torch.AdamW")
     arguments = transformers.TrainingArguments(
@@ -329,7 +338,8 @@ def test_a_step_on_parameters_without_values_is_refused(one_rank: None) -> None:
 
 
 def test_moments_are_not_rounded_twice() -> None:
-    """accelerate passes an optimizer's state through `load_state_dict`."""
+    """accelerate's `prepare` passes an optimizer's state through `load_state_dict`, which must not
+    change moments that are stored as int8."""
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.randn(64, 256))
     optimizer = modicum.torch.AdamW([parameter], state_format="int8-moments")

@@ -1,5 +1,5 @@
-"""The arguments of `modicum.torch.load`: which tensors may be missing or unexpected, dtypes, no
-source at all. A load that is refused or fails leaves the model as it was.
+"""The arguments of `modicum.torch.load`: which tensors may be missing or unexpected, dtypes, and a
+load without a source. A load that is refused or fails leaves the model as it was.
 
 Must fail for these mutants: random values that each rank draws for itself; a tensor that stays on
 meta without an error; a model that keeps half of a load that failed; a stored tensor that is
@@ -79,7 +79,8 @@ def same_at_every_world(make: Any, *arguments: Any, **options: Any) -> dict[str,
 
 
 def refused(directory: Any, error: Any = modicum.UsageError, *, says: str, **options: Any) -> Any:
-    """Makes a load into a sharded llama that must fail and leave it unchanged."""
+    """Makes a load into a sharded llama that must fail and leave the model unchanged. Returns the
+    error."""
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), TWO)
         before = buffer_bits(model)
@@ -97,7 +98,7 @@ def refused(directory: Any, error: Any = modicum.UsageError, *, says: str, **opt
 
 
 class WithValueHead(nn.Module):
-    """A wrapper as reward-model trainers make it."""
+    """A language model with a head for one value, as trainers of reward models wrap it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -146,6 +147,7 @@ def test_a_head_that_no_file_holds_is_made_if_missing_names_it(
     made = whole.pop(f"{head}.weight")
     bias = whole.pop(f"{head}.bias", torch.zeros(1))
     assert made.std() > 0 and len(made.unique()) == made.numel()
+    # transformers' rule sets a bias to zero; WithValueHead has torch's rule, which draws it.
     assert not bias.any() or cls is WithValueHead
     stored = {n: p.detach() for n, p in parameters_of(from_pretrained("llama")).items()}
     for name, tensor in whole.items():
@@ -219,8 +221,8 @@ def test_another_seed_gives_other_values(lacking: Path) -> None:
 def test_tensors_that_the_model_lists_may_be_missing(
     name: str, tables: int, tmp_path: Path
 ) -> None:
-    """Marian's two sinusoidal tables are parameters that no file holds; the bias is a buffer that
-    this file lacks."""
+    """Marian has two sinusoidal tables, which are parameters that no file holds. Both models have a
+    bias that is a buffer, and the file of this test lacks it."""
     cut, whole, bias = Cut("fsdp2", (3,)), from_pretrained(name), "final_logits_bias"
     directory = copy_without(tmp_path, name, bias)
     absent = parameters_of(whole).keys() - stored_in(directory) - whole.all_tied_weights_keys.keys()
@@ -261,8 +263,8 @@ def test_unexpected_tensors_that_are_named_are_ignored(unexpected: Any, left_ove
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "marian", "bart", "mixtral", "t5"])
 def test_without_a_source_the_model_makes_everything(name: str) -> None:
-    """Constant tensors are those of the constructor bit for bit; random ones have about the same
-    standard deviation, and as many different rows."""
+    """Tensors with one constant value, and Marian's tables, equal those of the constructor bit for
+    bit. Random tensors have about the same standard deviation, and as many different rows."""
     plain = BY_NAME[name].model_class(config_of(name))
     whole = same_at_every_world(lambda: empty(name), None)
     for path, parameter in parameters_of(plain).items():
@@ -321,7 +323,7 @@ def test_a_second_load_overwrites_the_tensors_of_its_source(cut: Cut, tmp_path: 
             for name, tensor in partly.items():
                 got = local(model.get_parameter(name))
                 assert_same(got, part_of(tensor.bfloat16(), cut, rank), name)
-                # The old memory is released, and no other tensor changes.
+                # Restores the first values, for the comparison of all tensors below.
                 got.copy_(part_of(whole.get_parameter(name), cut, rank))
             assert_holds(model, whole, cut, rank)
 
@@ -428,7 +430,7 @@ def test_the_process_itself_is_part_of_a_budget() -> None:
     held = modicum._modicum.process_memory()["held_bytes"]
     error = refused(checkpoint_of("llama"), modicum.BudgetError, says="node 0", budget=held)
     owners = {owner["purpose"]: owner["bytes"] for owner in error.owners}
-    # Two simulated ranks, each with this process, which may have freed memory since.
+    # Each of the two simulated ranks counts this process, which may have freed some memory since.
     assert owners["process"] >= 1.8 * held
     assert error.shortfall_bytes == error.got - held == sum(owners.values()) - held
 
@@ -477,7 +479,7 @@ def test_a_buffer_on_meta_that_no_file_holds_is_refused() -> None:
 IMPORT = """
 import sys
 import torch, torch.nn, torch.distributed, torch.utils
-import torch._dynamo  # which patches torch, and which torch imports when it needs it
+import torch._dynamo  # patches torch; without this line torch could import it during the test
 places = [torch, torch.nn, torch.nn.Module, torch.nn.Parameter, torch.nn.init, torch.nn.functional,
           torch.Tensor, torch.distributed, torch.utils, torch._C, torch.nn.modules.module]
 before = [(place, dict(vars(place))) for place in places]
@@ -510,8 +512,8 @@ assert patched() == [], patched()
 """
 
 
-def test_an_import_imports_only_torch_and_patches_nothing() -> None:
-    """A load patches nothing either, even if it fails."""
+def test_an_import_imports_nothing_above_torch_and_patches_nothing() -> None:
+    """Nor do loads import or patch anything, whether they fail or succeed."""
     command = [sys.executable, "-c", IMPORT, checkpoint_of("llama")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -531,7 +533,8 @@ def test_an_argument_of_the_wrong_type_is_named(model: Any, dtype: Any, message:
 
 
 def test_sets_of_names_are_sorted_on_every_rank() -> None:
-    """Processes hash names differently, and the ranks compare their arguments."""
+    """Ranks compare the texts of their arguments. Each process hashes strings differently, so the
+    order of a set differs between ranks."""
     program = (
         "from modicum.torch.loading.goal import said\n"
         "print(said({f'layer.{i}' for i in range(20)}))"

@@ -1,11 +1,11 @@
-"""Known errors of loaders of sharded models that concern names; the numbers continue those of
-`test_pitfalls.py`. Each test contains a minimal loader with the error and applies to it the
-assertions that `modicum.torch.load` has to pass:
+"""Known errors of loaders of sharded models that concern names. The numbers continue those of
+`test_pitfalls.py`, and some are not used. Most tests also contain a minimal loader with the error,
+and show that it gives another result than `modicum.torch.load`:
 
     11  names that do not match are only a warning
     12  a tower's conversions are lost, since `fully_shard` changes its class
     13  a wrapped model's names do not match, and each rank initialises its parameters at random
-    16  experts in the order of their names as text: 10 before 2
+    16  experts are sorted by their names as text, 10 before 2
 """
 
 import json
@@ -126,7 +126,7 @@ def test_11_names_that_do_not_match_are_errors(
             load(model, directory)
         assert raised.value.category == "MISMATCH" and raised.value.tensor == tensor
         assert_empty(model)
-    # Most loaders raise no error here.
+    # With strict=False torch raises an error only for a tensor of another size.
     naive = BY_NAME["qwen3_moe"].model_class._from_config(config_of("qwen3_moe"))
     if spoil is not of_another_size:
         naive.load_state_dict(stored, strict=False)
@@ -136,7 +136,8 @@ def test_11_names_that_do_not_match_are_errors(
 
 
 def renamed_names(model: Any, names: list[str]) -> set[str]:
-    """The names of the model's tensors by a loader that takes the renamings from `model`."""
+    """The stored `names`, renamed by the rules that transformers has for the classes of the modules
+    of `model`."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -154,6 +155,7 @@ def test_12_a_sharded_towers_conversions_are_found(name: str) -> None:
     for rank in range(3):
         with playing_new_rank(rank, 3):
             model = shard(empty(name), THREE)
+            # fully_shard has changed the class of the tower, so its rules are not found.
             assert renamed_names(model, names) != wanted
             load(model, directory)
             assert_holds(model, whole, THREE, rank)
@@ -206,6 +208,7 @@ def test_13_the_base_is_the_same_in_a_wrapper(rank: int) -> None:
     assert not any(parameter.is_meta for parameter in wrapped.parameters())
     expected = {name: local(p) for name, p in parameters_of(plain).items()}
     assert_equal(base_of(wrapped), expected)
+    # PEFT trains a copy of the head, which begins with the values of the head.
     copied = [p for n, p in parameters_of(wrapped).items() if ".modules_to_save." in n]
     assert [differs(local(p), expected["lm_head.weight"]) for p in copied] == [False]
     naive = with_adapters(BY_NAME["llama"].model_class(config_of("llama")))
@@ -234,7 +237,7 @@ def test_13_names_are_the_same_in_torchs_wrappers(rank: int) -> None:
 
 
 def made_by_each_rank(whole: Any, rank: int) -> Any:
-    """Every rank starts with the same random seed and fills its own shard."""
+    """A shard as drawn by a loader in which every rank draws its own shard with the same seed."""
     return torch.randn(chunk(whole, 2, rank).shape, generator=torch.Generator().manual_seed(0))
 
 
@@ -260,7 +263,7 @@ def test_13_new_adapters_are_shards_of_one_draw() -> None:
         else:
             assert len(tensor.unique(dim=0)) == len(tensor) and tensor.std() > 0
             drawn = torch.cat(naive[name])
-            assert len(drawn.unique(dim=0)) < len(drawn)
+            assert len(drawn.unique(dim=0)) < len(drawn), "no row of the naive loader is repeated"
 
 
 def test_13_an_adapters_directory_is_loaded_after_the_base(tmp_path: Path) -> None:
@@ -291,7 +294,8 @@ def in_lexical_order(stored: dict[str, Any], target: str) -> Any:
 
 
 def test_16_experts_are_in_numerical_order(tmp_path: Path) -> None:
-    """The 12 files are numbered without leading zeros, too."""
+    """The 12 files have numbers without leading zeros, too, so they as well have another order as
+    text."""
     stored, whole = stored_in(checkpoint_of("mixtral_16")), from_pretrained("mixtral_16")
     tmp_path.joinpath("config.json").write_text(
         checkpoint_of("mixtral_16").joinpath("config.json").read_text()

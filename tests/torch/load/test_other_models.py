@@ -4,7 +4,7 @@ on each rank, or a tie that tensor parallelism has cut.
 The oracle is `from_pretrained`. Must fail for these mutants: an argument of `load` that has no
 effect; new rows that depend on the world size; ranks whose models differ and that wait for each
 other, load other values, or get an error that does not name the difference; a tie that is lost;
-a reference to a group that remains in a name.
+a `key_mapping` whose reference to a group remains in a name.
 """
 
 import json
@@ -73,8 +73,8 @@ def renamed(outputs: int | None = None) -> Any:
         return Renamed(rows, width, outputs or rows)
 
 
-def test_a_recipe_for_a_model_with_names_of_its_own(tmp_path: Path) -> None:
-    """The recipe is given as a file, or as an object."""
+def test_a_recipe_for_a_model_with_names_of_its_own_is_followed(tmp_path: Path) -> None:
+    """The recipe is a file. A recipe object with targets of another model is refused."""
     stored = stored_in(checkpoint_of("llama"))
     head, tokens = stored["lm_head.weight"], stored["model.embed_tokens.weight"]
     half = len(head) // 2
@@ -99,8 +99,8 @@ def test_a_recipe_for_a_model_with_names_of_its_own(tmp_path: Path) -> None:
     assert refused.value.tensor == "model.embed_tokens.weight"
 
 
-def test_renamings_for_a_model_with_names_of_its_own(tmp_path: Path) -> None:
-    """A saved step has the stored names, so a resume needs the renamings, too."""
+def test_renamings_for_a_model_with_names_of_its_own_are_applied(tmp_path: Path) -> None:
+    """A saved checkpoint has the stored names, too, so a resume needs the same renamings."""
     stored = stored_in(checkpoint_of("llama"))
     names = {r"^model\.embed_(tokens)": r"\1", "^lm_head": "output"}
     with pytest.raises(UsageError, match="not in the model.*`key_mapping` renames them"):
@@ -119,7 +119,7 @@ def test_renamings_for_a_model_with_names_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replacement", (r"\2s", r"\12", r"\g<1>s", r"a.\1.\3"))
-def test_a_reference_that_transformers_does_not_replace(replacement: str) -> None:
+def test_a_reference_that_transformers_does_not_replace_is_refused(replacement: str) -> None:
     names = {r"^model\.(embed)_(token)s": replacement}
     with pytest.raises(UsageError, match="UNSUPPORTED: .* no reference but .*, got") as refused:
         load(renamed(), checkpoint_of("llama"), key_mapping=names)
@@ -130,7 +130,8 @@ def test_a_reference_that_transformers_does_not_replace(replacement: str) -> Non
 
 
 def resized(told: Told, world: int, directory: str) -> dict[str, bytes]:
-    """The whole embedding and head with more rows, after a load on all ranks."""
+    """The bytes of the whole embedding and of the whole head, which have more rows than the stored
+    ones, after a load for each value of `resized`."""
     config = transformers.AutoConfig.from_pretrained(directory)
     config.vocab_size += config.vocab_size + 5  # more than one rank of three holds new rows
     with empty_parameters():
@@ -204,7 +205,7 @@ def staged(told: Told, directory: str) -> dict[str, Any]:
 
 
 def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
-    """`load` refuses on all ranks and names the DCP reader, which succeeds."""
+    """`load` refuses the model on all ranks, and the error names the DCP reader, which succeeds."""
     whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
     seen: set[str] = set()
     ended = World(staged, 4, str(checkpoint_of("llama"))).end()
@@ -219,7 +220,9 @@ def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
 
 
 def built_on_rank_0(told: Told, directory: str) -> dict[str, Any]:
-    """Rank 0 has values and the others are on meta, as after cpu_ram_efficient_loading."""
+    """Rank 0 has a model with values, and rank 1 has it on meta, as with accelerate's option
+    `cpu_ram_efficient_loading`. Loads it by `load`, which must fail, and then by
+    `fsdp2_load_full_state_dict`."""
     config = transformers.AutoConfig.from_pretrained(directory)
     with torch.device("cpu" if told.rank == 0 else "meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -239,7 +242,7 @@ def built_on_rank_0(told: Told, directory: str) -> dict[str, Any]:
 
 
 def test_a_model_with_values_on_rank_0_only_is_refused_by_load() -> None:
-    """The error names the difference. `fsdp2_load_full_state_dict` accepts the model."""
+    """The error names what differs. `fsdp2_load_full_state_dict` accepts the model."""
     whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
     for rank, one in World(built_on_rank_0, 2, str(checkpoint_of("llama"))).end().items():
         assert one.error == "", one.facts
@@ -254,8 +257,8 @@ def test_a_model_with_values_on_rank_0_only_is_refused_by_load() -> None:
 
 
 def parallel() -> Any:
-    """A tied model on a mesh of dp 2 x tp 2: tensor parallelism has cut embedding and head
-    separately, which unties them."""
+    """A model with a tie, and the mesh for FSDP2, on 2 x 2 ranks. Tensor parallelism has sharded
+    embedding and head separately, which unties them."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"model.embed_tokens": RowwiseParallel(), "lm_head": ColwiseParallel()}
     return parallelize_module(empty("llama_tied"), mesh["tp"], plan), mesh["dp"]

@@ -1,12 +1,12 @@
-"""Known errors of loaders of sharded models. Each test contains a minimal loader with the error and
-applies to it the assertions that `modicum.torch.load` has to pass:
+"""Known errors of loaders of sharded models. Most tests also contain a minimal loader with the
+error, and show that it gives another result than `modicum.torch.load`:
 
      1  uninitialised memory is used as values
      4  each rank shards the stored tensors and converts its shard
      6  a tie is lost, and each of the two parameters has a part of the gradient
      8  buffers are treated as shards, or as parameters
-     9  fewer rows than ranks are distributed evenly
-    10  the file's dtype instead of the model's; a cast that truncates
+     9  rows are distributed evenly where torch gives the first ranks more of them
+    10  a tensor gets the file's dtype instead of the model's; a cast truncates
 
 Errors that concern names are in `test_names.py`.
 """
@@ -60,6 +60,7 @@ def on_meta(name: str) -> Any:
 
 
 def built(cls: type[nn.Module]) -> Any:
+    """A module of the class whose parameters are on meta."""
     with empty_parameters():
         return cls()
 
@@ -68,9 +69,9 @@ def built(cls: type[nn.Module]) -> Any:
 
 
 @contextmanager
-def poisoned() -> Iterator[None]:
-    """Fills uninitialised memory with NaN or the largest number, as torch does in deterministic
-    mode."""
+def uninitialised_as_nan() -> Iterator[None]:
+    """A context with torch's deterministic mode, in which torch fills uninitialised memory with NaN
+    or the largest integer."""
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -79,7 +80,7 @@ def poisoned() -> Iterator[None]:
 
 
 def materialised(name: str, whole: Any, cut: Cut, rank: int) -> Any:
-    """Allocates all tensors, and fills only the parameters."""
+    """A model by a loader that allocates all tensors and fills only the parameters."""
     model = shard(on_meta(name), cut).to_empty(device="cpu")
     for path, parameter in parameters_of(model).items():
         local(parameter).copy_(local_part(path, parameters_of(whole)[path].detach(), cut, rank))
@@ -89,7 +90,7 @@ def materialised(name: str, whole: Any, cut: Cut, rank: int) -> Any:
 @pytest.mark.parametrize("rank", range(2))
 def test_1_no_tensor_is_uninitialised_memory(rank: int) -> None:
     whole = from_pretrained("llama")
-    with playing_new_rank(rank, 2), poisoned():
+    with playing_new_rank(rank, 2), uninitialised_as_nan():
         model = shard(empty("llama"), TWO)
         load(model, checkpoint_of("llama"), check="values")
         assert_holds(model, whole, TWO, rank)
@@ -101,19 +102,22 @@ def test_1_no_tensor_is_uninitialised_memory(rank: int) -> None:
 
 
 def rotary(heads: int) -> Callable[[Any], Any]:
-    """Turns pairs of neighbours into two halves, in each head."""
+    """A conversion of the rows of each head: from pairs of neighbours to the first rows of all
+    pairs, followed by the second ones."""
     return lambda w: w.view(heads, -1, 2, w.shape[-1]).transpose(1, 2).reshape(w.shape)
 
 
 def stacked(shape: Any, *parts: Any) -> Any:
-    """Stacks gate and up of each expert."""
+    """Stacks the experts' gates, and the experts' ups, and joins both along dim 1. `parts`: the
+    gates, then the ups."""
     half = len(parts) // 2
     return torch.cat([torch.stack(parts[:half]), torch.stack(parts[half:])], 1)
 
 
 HYBRID = "model.layers.0.linear_attn."
 ATTENTION = "model.vision_tower.layers.0.attn."
-# A family, one of its parameters, its stored form, the conversion, and the number of ranks.
+# By conversion: a family, one of its parameters, the stored tensors of which it is made, a function
+# that converts them to a parameter of a given shape, and the number of ranks.
 CONVERSIONS: dict[str, tuple[str, str, list[str], Callable[..., Any], int]] = {
     "Concatenate": (
         "olmo_hybrid", HYBRID + "conv1d.weight",
@@ -158,7 +162,7 @@ def test_4_tensors_are_converted_before_they_are_sharded(conversion: str) -> Non
     directory = checkpoint_of(name)
     stored = [stored_in(directory)[source] for source in sources]
     shape = from_pretrained(name).get_parameter(target).shape
-    naive_is_wrong = []
+    naive_is_wrong = []  # by rank
     for rank in range(world):
         with playing_new_rank(rank, world):
             model = shard(empty(name), Cut("fsdp2", (world,)))
@@ -180,6 +184,7 @@ def assert_tied(model: Any) -> None:
 
 
 def gradients(model: Any) -> dict[str, Any]:
+    """This rank's gradients after one backward pass."""
     model.train()
     with torch.enable_grad():
         model(input_ids=TOKENS, labels=TOKENS).loss.backward()
@@ -193,7 +198,7 @@ def assert_gradients(model: Any, whole: Any) -> None:
 
 
 def assigned(name: str) -> Any:
-    """Loads with `assign=True`, which makes a parameter of each name of a tie."""
+    """A model by a loader with `assign=True`, which makes a parameter of each name of a tie."""
     whole = BY_NAME[name].model_class.from_pretrained(checkpoint_of(name))
     model = on_meta(name)
     model.load_state_dict(whole.state_dict(), assign=True)
@@ -252,7 +257,8 @@ def test_6_the_gradient_of_a_tie_is_that_of_both_uses(layout: str) -> None:
 
 
 class Buffers(nn.Module):
-    """A model of bfloat16 with persistent buffers of every sort, and one that is computed."""
+    """A model with a parameter in bfloat16, persistent buffers of several dtypes and shapes, and a
+    non-persistent buffer that the constructor computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,12 +290,14 @@ def assert_buffers(model: Any) -> None:
 
 
 def all_are_shards(model: Any, stored: dict[str, Any]) -> None:
+    """A loader that expects every tensor to be sharded."""
     for name, tensor in model.state_dict().items():
         part = chunk(stored[name], tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
         tensor.to_local().copy_(part)
 
 
 def all_are_of_one_dtype(model: Any, stored: dict[str, Any]) -> None:
+    """A loader that casts buffers to the dtype of the parameters."""
     model.load_state_dict(stored)
     model.to(torch.bfloat16)
 
@@ -313,6 +321,8 @@ def test_8_persistent_buffers_are_loaded_whole(world: int, tmp_path: Path) -> No
 
 
 class PersistentBuffers(Buffers):
+    """The model without its non-persistent buffer."""
+
     def __init__(self) -> None:
         super().__init__()
         del self.table
@@ -333,7 +343,8 @@ ROWS = {"none": 0, "one": 1, "two": 2, "three": 3, "four": 4}
 
 
 class Small(nn.Module):
-    """A model with fewer rows than ranks, as many, and more, and a parameter without dims."""
+    """A model with matrices of zero to four rows, a vector of one element, and a parameter without
+    dims."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +392,8 @@ def test_9_a_sharded_tensor_without_dims_is_refused_by_name() -> None:
 
 # ---- 10
 
-# Values halfway between neighbours of bfloat16 or float16, with more bits, too large, too small.
+# Values that lie halfway between two values of bfloat16 or float16, or that these dtypes cannot
+# represent because of their many bits, because they are too large, or because they are too small.
 HARD = torch.tensor(
     [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 1 + 2**-8 + 2**-23, 1 / 3, 3.4028235e38, 1e-40,
      float("inf"), float("-inf"), -0.0, 65519.0, 65520.0, 2**-25, 3 * 2**-25]
@@ -389,7 +401,7 @@ HARD = torch.tensor(
 
 
 class Kept(nn.Module):
-    """A model of two layers, each an FSDP2 unit."""
+    """A model of two layers, each an FSDP2 unit. The test keeps the second, `norm`, in float32."""
 
     dtype = torch.bfloat16
 
@@ -409,7 +421,7 @@ class KeptWide(Kept):
 
 
 def cut_off(values: Any, dtype: Any) -> Any:
-    """Truncates float32 to bfloat16, its upper half."""
+    """A cast from float32 to bfloat16 that drops the lower 16 bits instead of rounding."""
     return (values.view(torch.int32) >> 16).to(torch.int16).view(dtype)
 
 
@@ -426,9 +438,11 @@ def test_10_values_have_the_models_dtype_and_torchs_rounding(cls: Any, tmp_path:
             expected = chunk(HARD.to(cls.dtype), 2, rank)
             assert_same(local(model.layer.weight), expected, "layer")
             assert_same(local(model.norm.weight), chunk(HARD, 2, rank), "norm")
+    # This loader gives the layer the file's dtype.
     assigning = cls()
     assigning.load_state_dict(stored, assign=True)
     assert differs(assigning.layer.weight, HARD.to(cls.dtype)) == (cls is not KeptWide)
+    # This loader does not keep the norm in float32.
     ignoring = cls()
     ignoring.load_state_dict(stored)
     assert differs(ignoring.norm.weight, HARD) == (cls is not KeptWide)

@@ -1,5 +1,6 @@
-"""A loaded model uses the memory that the load has allocated: FSDP2 does not copy it, and it lives
-as long as the last tensor in it. A model on a device gets copies from staging on the host.
+"""A loaded model uses the memory that the load has allocated. FSDP2 does not copy this memory,
+which lives as long as the last tensor in it. A model on a device gets copies from staging on the
+host.
 
 Must fail for these mutants: a parameter that is replaced by another object; a shard that FSDP2 pads
 into a copy; an entry of the ledger that is released too early, or never; device memory that is
@@ -56,7 +57,8 @@ def whole_models() -> None:
 
 
 class Noted:
-    """A load's outcome, and the addresses of the memory that the load handed over."""
+    """The result of a load in the core. Adds the address of each memory that is taken from it to
+    `places`."""
 
     def __init__(self, loaded: Any, places: set[int]) -> None:
         self.loaded, self.places = loaded, places
@@ -72,7 +74,7 @@ class Noted:
 
 @pytest.fixture
 def given_away(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
-    """The addresses of the memory that a load returns."""
+    """The addresses of the memory that loads return during the test."""
     places: set[int] = set()
     load_in_core = _modicum.load
     monkeypatch.setattr(_modicum, "load", lambda *a, **o: Noted(load_in_core(*a, **o), places))
@@ -97,7 +99,7 @@ def lazily_initialised(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_fsdp2_uses_the_memory_without_a_copy(rank: int, given_away: set[int]) -> None:
-    """Includes shards shorter than the longest one, and empty ones."""
+    """Some shards are shorter than the longest one, and some are empty."""
     with playing_new_rank(rank, 3):
         model = shard(empty("llama_tied"), THREE)
         load(model, checkpoint_of("llama_tied"))
@@ -125,6 +127,7 @@ def test_assigned_shards_are_padded_into_a_copy() -> None:
         lazily_initialised(model)
         places = addresses(model)
     moved = [n for n, tensor in assigned.items() if places[n][1] != tensor.to_local().data_ptr()]
+    # Three ranks divide the 39 elements of the norm evenly, but not the 101 rows of the head.
     assert "lm_head.weight" in moved and "model.norm.weight" not in moved
 
 
@@ -142,7 +145,8 @@ def test_no_parameter_moves_in_a_step(given_away: set[int]) -> None:
         assert {place for pair in before.values() for place in pair} == given_away
 
 
-def step(model: nn.Module, optimizer: Any) -> None:
+def make_steps(model: nn.Module, optimizer: Any) -> None:
+    """Makes two steps."""
     model.train()
     for _ in range(2):
         model(input_ids=TOKENS, labels=TOKENS).loss.backward()
@@ -153,14 +157,14 @@ def step(model: nn.Module, optimizer: Any) -> None:
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
 def test_an_optimizer_made_before_the_load_stays_bound(layout: str) -> None:
     whole = BY_NAME["qwen2"].model_class.from_pretrained(checkpoint_of("qwen2"))
-    step(whole, torch.optim.AdamW(whole.parameters(), lr=0.1))
+    make_steps(whole, torch.optim.AdamW(whole.parameters(), lr=0.1))
     with alone():
         model = shard(empty("qwen2"), Cut(layout, (1,)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         parameters = list(model.parameters())
         load(model, checkpoint_of("qwen2"))
         assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
-        step(model, optimizer)
+        make_steps(model, optimizer)
         assert_holds(model, whole, Cut(layout, (1,)), 0)
 
 
@@ -177,20 +181,21 @@ def test_the_ledger_shows_each_parameter_until_it_dies(layout: str) -> None:
     assert report.ranks[1]["promised_bytes"] >= report.ranks[1]["ledger_peak_bytes"] > 0
     sizes = {n: local(p).untyped_storage().nbytes() for n, p in model.named_parameters()}
     ((purpose, held),) = ledger.held.items()
-    between = held - sum(sizes.values())  # aligned to cache lines, the whole to a page
-    assert purpose == "shards" and 0 <= between < 4096 + 64 * len(sizes)
+    # Each tensor begins at a cache line, and the whole memory ends at a page.
+    padding_bytes = held - sum(sizes.values())
+    assert purpose == "shards" and 0 <= padding_bytes < 4096 + 64 * len(sizes)
 
     name = "model.layers.1.mlp.up_proj.weight"
     kept = local(model.get_parameter(name))
     values = bits(kept)
     del model
     gc.collect()
-    assert ledger.held == {"shards": sizes[name] + between}
+    assert ledger.held == {"shards": sizes[name] + padding_bytes}
     assert bits(kept) == values
     view = kept[1:]
     del kept
     gc.collect()
-    assert ledger.held_bytes == sizes[name] + between
+    assert ledger.held_bytes == sizes[name] + padding_bytes
     del view
     gc.collect()
     assert ledger.held_bytes == 0
@@ -203,7 +208,8 @@ def test_tensors_outlive_everything_else() -> None:
     kept = {name: local(p) for name, p in model.named_parameters()}
     del model
     gc.collect()
-    taken = [torch.full((1 << 16,), 7.0) for _ in range(64)]  # would reuse memory that was freed
+    # If the memory of the parameters had been freed, these tensors would reuse it.
+    taken = [torch.full((1 << 16,), 7.0) for _ in range(64)]
     for name, tensor in kept.items():
         assert bits(tensor) == bits(whole.get_parameter(name)), name
     del taken
@@ -213,8 +219,8 @@ def test_tensors_outlive_everything_else() -> None:
 
 
 class Device(TorchFunctionMode):
-    """Within the context, `torch.empty` and `torch.zeros` on meta return stand-ins for tensors on a
-    device; those of `torch.empty` are filled with 0xFF."""
+    """A context in which meta plays a device: `torch.empty` and `torch.zeros` on meta return
+    stand-ins for tensors on a device. Those of `torch.empty` are filled with 0xFF."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -229,7 +235,7 @@ class Device(TorchFunctionMode):
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
 @pytest.mark.parametrize("name", ["llama_tied", "olmo_hybrid", "mixtral"])
 def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every byte is copied once, and the host holds only the staging."""
+    """As many bytes are copied as the device has. The host holds the staging, but no shards."""
     ledger, cut, whole = modicum.Ledger(), Cut(layout, (3,)), from_pretrained(name)
     hand_over = running._hand_over
 

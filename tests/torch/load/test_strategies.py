@@ -1,4 +1,5 @@
-"""Every strategy loads the same bits, and reports as many read bytes as the kernel counts.
+"""Every strategy loads the same bits. Each rank reports as many bytes read from the weights as the
+kernel counts for it, apart from headers and small files.
 
 Must fail for these mutants: a chunk sent to the wrong rank of a group; a rank that reads another
 rank's part; bytes that are read and not counted.
@@ -29,7 +30,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def model(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 18 MiB, large enough to compare bytes, with sizes that 4 does not divide."""
+    """A model of 18 MiB, in which the bytes of weights are many more than those of headers. The
+    world size, 4, does not divide its sizes."""
     directory = tmp_path_factory.mktemp("models") / "qwen3"
     sizes = {"vocab_size": 30001, "hidden_size": 101, "intermediate_size": 1013}
     four.ask("write", directory=str(directory), family="qwen3", config=sizes)
@@ -38,13 +40,13 @@ def model(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(four: Ranks, model: Path) -> dict[int, list[Any]]:
-    """The shards that torch gives each rank, by the number of mesh axes."""
+    """The shards of each rank when torch loads, by the number of mesh axes."""
     return {len(m): four.ask("loaded", directory=str(model), mesh=m, by="torch") for m in MESHES}
 
 
 def shares(strategy: str, replicas: int, nodes: int) -> list[tuple[float, float]]:
-    """For each of four ranks, the part of the checkpoint that it reads, and the part that it
-    receives from others."""
+    """For each of four ranks, the fraction of the checkpoint that it reads from storage, and the
+    fraction that it receives from other ranks."""
     held, per_node = replicas / 4, 4 // nodes
     if strategy == "full-per-rank":
         return [(1.0, 0)] * 4
@@ -54,7 +56,8 @@ def shares(strategy: str, replicas: int, nodes: int) -> list[tuple[float, float]
         return [(held, 0)] * 4
     if strategy == "replica-striped":
         return [(1 / 4, held - 1 / 4)] * 4
-    # The first rank of a node reads all shards of the node. Replicas are the outer mesh axis.
+    # With node-reader the first rank of a node reads the shards of all its ranks, each part once.
+    # Replicas are the outer mesh axis, so a node has replicas of a shard only if it has all ranks.
     leader = (min(1.0, per_node * held), 0)
     return [(0, held) if rank % per_node else leader for rank in range(4)]
 
@@ -62,7 +65,7 @@ def shares(strategy: str, replicas: int, nodes: int) -> list[tuple[float, float]
 @pytest.mark.parametrize("mesh", MESHES, ids=("shards", "replicas"))
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("nodes", (1, 2))
-def test_same_bits_and_counted_reads(
+def test_bits_are_the_same_and_reads_are_counted(
     four: Ranks,
     model: Path,
     expected: dict[int, list[Any]],
@@ -71,7 +74,7 @@ def test_same_bits_and_counted_reads(
     nodes: int,
 ) -> None:
     four.ask("on_host", {rank: {"name": f"host-{rank * nodes // 4}"} for rank in range(4)})
-    how = {"strategy": strategy, "staging": "1MiB"}  # in many pieces
+    how = {"strategy": strategy, "staging": "1MiB"}  # smaller than a shard
     got = four.ask("loaded", directory=str(model), mesh=mesh, **how)
     report = got[0]["report"]
     stored = report["checkpoint"]["bytes"]
@@ -81,8 +84,8 @@ def test_same_bits_and_counted_reads(
     for rank, (mine, theirs) in enumerate(zip(got, expected[len(mesh)], strict=True)):
         assert mine["state"] == theirs["state"], f"rank {rank}: other shards"
         assert mine["report"] == report, f"rank {rank}: another report than rank 0's"
-        of, (read, given) = report["ranks"][rank], expected_shares[rank]
+        of, (read, received) = report["ranks"][rank], expected_shares[rank]
         assert of["storage_read_bytes"] == pytest.approx(read * stored, rel=0.05), f"rank {rank}"
-        assert of["exchanged_bytes"] == pytest.approx(given * stored, rel=0.05), f"rank {rank}"
+        assert of["exchanged_bytes"] == pytest.approx(received * stored, rel=0.05), f"rank {rank}"
         uncounted = mine["read_bytes"] - of["storage_read_bytes"]
         assert 0 <= uncounted <= BESIDES_BYTES, f"rank {rank}"

@@ -1,5 +1,5 @@
-"""Training of models that Modicum has loaded and of models that torch has loaded: the same losses
-and the same parameters after five steps, bit for bit.
+"""A model that Modicum has loaded trains like one that torch has loaded: the losses of five steps,
+and the parameters after them, are the same bit for bit.
 
 The oracle is `from_pretrained` on every rank, then `fully_shard` of the whole model. Must fail for
 these mutants: FSDP2 gathers from other memory than the parameter's; an optimizer that steps
@@ -35,8 +35,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models in the format of the hub, with sizes that 4 does not divide, and eleven
-    experts."""
+    """The directories of tiny models in Hugging Face's format. The world size, 4, divides few of
+    their dims, and not the number of experts of qwen3_moe."""
     folder = tmp_path_factory.mktemp("models")
     tied = {"family": "qwen3", "config": {"tie_word_embeddings": True}}
     wanted = {
@@ -74,8 +74,10 @@ def test_trains_as_if_torch_had_loaded(
         assert mine["losses"] == theirs["losses"], f"rank {rank}: other losses"
         assert mine["after"] == theirs["after"], f"rank {rank}: other trained values"
     learnt = [n for n, told in expected[0]["after"].items() if told != expected[0]["before"][n]]
-    assert len(learnt) == len(expected[0]["after"]) - 1, "not all but the frozen one"
-    if "qwen3-" in model:
+    assert len(learnt) == len(expected[0]["after"]) - 1, (
+        "not all tensors but the frozen one changed"
+    )
+    if "qwen3-" in model:  # these models have a tie
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         assert got[0]["after"][head] == got[0]["after"][embedding] != got[0]["before"][head]
 
@@ -86,7 +88,7 @@ def test_trains_as_if_torch_had_loaded(
 def test_the_example_prints_losses_and_report_under_torchrun(
     four: Ranks, models: dict[str, Path], root: Path
 ) -> None:
-    """The losses are those of the example in this test's own ranks."""
+    """The losses under torchrun equal those of the same example on the ranks of this test."""
     directory, steps = models["qwen3-bf16"], 3
     words = ("--dtype", "float32", "--steps", steps, "--check", "values")
     done = torchrun(root, 4, EXAMPLE, directory, *words)
@@ -103,7 +105,7 @@ def test_the_example_prints_losses_and_report_under_torchrun(
 
 
 def test_the_example_over_budget_reads_no_data(modicum: Path, root: Path, tmp_path: Path) -> None:
-    """The ranks report the same error."""
+    """Every rank that reports an error reports the same one."""
     if not have("fincore"):
         pytest.skip("fincore is not installed")
     directory = tmp_path / "qwen3-0.6b"
@@ -113,7 +115,7 @@ def test_the_example_over_budget_reads_no_data(modicum: Path, root: Path, tmp_pa
     done = torchrun(root, 2, EXAMPLE, directory, "--budget", "600MiB")
     assert done.returncode != 0
     lines = re.findall(r"BudgetError: (.*)", done.stderr)
-    # torchrun may have ended the second rank before it could print the same.
+    # torchrun may end one rank before it prints the error.
     assert lines and len(set(lines)) == 1, done.stderr
     assert re.search(r"BUDGET: .* 600\.00 MiB: \d+\.\d\d MiB too little", lines[0]), lines
     assert cached_bytes(file) <= 1 * MIB, "more than headers and readahead"

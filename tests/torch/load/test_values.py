@@ -1,9 +1,9 @@
 """`modicum.torch.load` fills models sharded by FSDP2 with the values that `from_pretrained` loads
-in one process: every rank's shard of every parameter and every buffer, bit for bit; ties are one
-Parameter, and `requires_grad` is the constructor's.
+in one process: every rank's shard of every parameter, and every buffer, bit for bit. Tied names
+have one Parameter, and `requires_grad` is as before the load.
 
-Must fail for these mutants: a tie that becomes two parameters; a buffer left as it was built; a
-dtype of the file instead of the model's; a frozen parameter that trains because it was loaded.
+Must fail for these mutants: a tie that becomes two parameters; a buffer left as it was built; the
+file's dtype instead of the model's; a frozen parameter that trains because it was loaded.
 """
 
 from collections.abc import Iterator
@@ -29,15 +29,15 @@ from torch_front import (  # noqa: E402
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
-# The last three keep some tensors in float32: the parameters of a module, a buffer, one of the two
-# parameters of a module.
+# Every fifth family that is not quantized, and three more that keep some tensors in float32: all
+# parameters of a module, a buffer, and one of the two parameters of a module.
 CAST = [
     *[family.name for family in FAMILIES if family.quantization is None][::5],
     "ernie4_5_moe",
     "deepseek_v3",
     "inkling",
 ]
-# A tie, packed and permuted rows, stacked experts, a tower of its own.
+# Together these have a tie, packed and permuted rows, stacked experts, and a vision tower.
 FEW = ("llama_tied", "olmo_hybrid", "qwen3_moe", "kimi_k25")
 CUTS = (
     Cut("none", (2,)),
@@ -106,7 +106,7 @@ def test_the_dtype_may_differ_from_the_models(name: str, cut: Cut) -> None:
 
 @pytest.mark.parametrize("name", ["t5", "gpt_oss"])
 def test_a_float16_model_keeps_its_own_names_in_float32(name: str) -> None:
-    """For float16 other names are kept in float32 than for bfloat16."""
+    """transformers keeps other tensors in float32 in a float16 model than in a bfloat16 one."""
     whole = from_pretrained(name, torch.float16)
     assert {p.dtype for p in whole.parameters()} == {torch.float16, FP32}
     for rank, model in loaded(name, Cut("fsdp2", (2,)), torch.float16):
@@ -114,7 +114,7 @@ def test_a_float16_model_keeps_its_own_names_in_float32(name: str) -> None:
 
 
 def test_frozen_parameters_stay_frozen() -> None:
-    """Parameters stay frozen also if only a part of a unit is frozen."""
+    """One FSDP2 unit is frozen whole, and another in part."""
     cut, whole = Cut("fsdp2", (2,)), from_pretrained("llama")
     with playing_new_rank(1, 2):
         model = empty("llama")
@@ -126,8 +126,9 @@ def test_frozen_parameters_stay_frozen() -> None:
         assert_holds(model, whole, cut, 1)
 
 
-def test_full_per_rank_gives_the_same() -> None:
-    """The other strategies send bytes, which takes real ranks."""
+def test_full_per_rank_gives_the_same_values() -> None:
+    """This strategy, like own-shard, can be tested with simulated ranks. The others send bytes,
+    which takes real ranks (test_strategies.py)."""
     cut = Cut("fsdp2", (3,))
     whole = from_pretrained("qwen3_moe")
     for rank, model in loaded("qwen3_moe", cut, whole.dtype, strategy="full-per-rank"):
