@@ -118,8 +118,8 @@ def in_a_cage(zygote: Zygote, case: Case, run: dict[str, Any], scratch: Path) ->
     caged = one_run(zygote, case, "modicum, with state", scratch, more)
     return (
         f"In a memory cgroup the save succeeds in {caged['seconds']:.2f} s. The limit of this "
-        f"cgroup is {more / GIB:.2f} GiB above the memory that the ranks hold before the save: what "
-        f"the save promises to add to them, and {CAGE_MARGIN:.0%} of the whole promise of "
+        f"cgroup is {more / GIB:.2f} GiB above the memory that the ranks hold before the save: "
+        f"what the save promises to add to them, and {CAGE_MARGIN:.0%} of the whole promise of "
         f"{run['promised'] / GIB:.2f} GiB."
     )
 

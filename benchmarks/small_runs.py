@@ -62,7 +62,7 @@ def calls(model: Path, root: Path, layout: str) -> int:
 
 
 def measure(model: Path, root: Path) -> dict[str, list[float]]:
-    """Seconds of each round until the step (a saved checkpoint directory) was durable, by layout."""
+    """By layout, the seconds of each round until the saved step was durable."""
     seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     for _ in range(ROUNDS):
         for layout, of in seconds.items():

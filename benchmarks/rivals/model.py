@@ -79,7 +79,7 @@ def materialize(model: torch.nn.Module) -> None:
 
 
 def chunk(size: int, parts: int, index: int) -> slice:
-    """The indices of chunk number `index` that torch.chunk makes; empty if it makes fewer chunks."""
+    """The indices of torch.chunk's chunk number `index`; empty if torch makes fewer chunks."""
     step = -(-size // parts)
     return slice(min(index * step, size), min((index + 1) * step, size))
 

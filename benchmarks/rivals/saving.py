@@ -46,9 +46,8 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass(frozen=True)
 class Saver:
-    """A way to save: either `save` or `script` is set. `is_durable`: it syncs its files itself.
-    `has_state`: it saves the optimizer's state. `is_readable`: `from_pretrained` can read the files.
-    """
+    """A way to save: either `save` or `script` is set. `has_state`: it saves the optimizer's state.
+    `is_durable`: it syncs its files itself. `is_readable`: `from_pretrained` can read the files."""
 
     save: Callable[[nn.Module, Optimizer | None, Path], dict[str, Any] | None] | None = None
     has_state: bool = False
@@ -308,7 +307,7 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
 
 
 def trained(case: Case, saver: Saver, *, is_ours: bool) -> tuple[nn.Module, Optimizer | None]:
-    """A loaded model, and an optimizer that has made one step, or None if the saver saves no state."""
+    """A loaded model, and an optimizer that has made one step (None for a saver without state)."""
     model = empty_sharded(case, modicum.torch.empty_parameters)
     dtype = getattr(torch, case.dtype)
     modicum.torch.load(model, case.directory, dtype=dtype, progress=False, budget="none")
