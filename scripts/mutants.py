@@ -115,7 +115,7 @@ def tree_files() -> list[str]:
 
 
 def copy_tree() -> None:
-    """Makes the copy equal to the tree. Writes only files that differ, so that little is rebuilt."""
+    """Makes the copy equal to the tree. Writes only files that differ, to rebuild little."""
     wanted = set(tree_files())
     for path in list(SOURCE.rglob("*")) if SOURCE.exists() else []:
         if path.is_file() and str(path.relative_to(SOURCE)) not in wanted:
