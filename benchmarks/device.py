@@ -3,14 +3,15 @@
 
 Loads: a synthesised checkpoint in bfloat16 (--arch) becomes the parameters of a transformers model
 on the GPU. Rivals: transformers' `from_pretrained(device_map="cuda")`, and safetensors' `load_file`
-of each file, which makes tensors but no model. Each load is a new process; loaders take turns,
+of each file, which makes tensors but no model. Each load runs in a new process; loaders take turns,
 --rounds times each, page cache warm. Seconds begin before the files are opened and end with
-`torch.cuda.synchronize()`; the model's class is imported and CUDA is initialised before. Memory of
-the host is the largest sampled growth of anonymous memory, shared memory and page tables; read of
-the checkpoint, the page cache is not counted.
+`torch.cuda.synchronize()`. Before they begin, the model's class is imported and CUDA is
+initialised; for Modicum the model is also built on meta and sharded, while `from_pretrained` builds
+its model within the measured time. Memory of the host is the largest sampled growth of anonymous
+memory, shared memory and page tables; the page cache is not counted.
 
-Steps: `modicum.torch.AdamW` of --parameters bfloat16 parameters on the GPU, gradients on the GPU,
-state on the host, pageable or pinned.
+Steps: `modicum.torch.AdamW` steps --parameters bfloat16 parameters on the GPU, with gradients on
+the GPU and its state on the host, in pageable or pinned memory.
 
 Prints its tables; --write also writes them into benchmarks/RESULTS.md between their markers.
 """
@@ -18,6 +19,7 @@ Prints its tables; --write also writes them into benchmarks/RESULTS.md between t
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -29,7 +31,6 @@ from typing import Any
 
 from harness.page import GIB, ROOT, machine, write_between_markers
 
-COMMAND = "python benchmarks/device.py"
 LOADERS = ("modicum", "transformers", "safetensors")
 NAMES = {
     "modicum": "`modicum.torch.load`, FSDP2 on one rank",
@@ -37,7 +38,7 @@ NAMES = {
     "safetensors": "`load_file` of each file (tensors, no model)",
 }
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments")
-EVERY_S = 0.005
+SAMPLE_PERIOD_S = 0.005
 
 
 class Sampler:
@@ -56,7 +57,7 @@ class Sampler:
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
 
     def _sample(self) -> None:
-        while not self._ends.wait(EVERY_S):
+        while not self._ends.wait(SAMPLE_PERIOD_S):
             self._peak = max(self._peak, self._held())
 
     def end(self) -> int:
@@ -66,16 +67,17 @@ class Sampler:
         return self._peak - self._begin
 
 
-# ---- in a process of its own
+# ---- the bodies of the new processes
 
 
 def load(loader: str, directory: str) -> dict[str, Any]:
+    """Loads once. Returns the seconds and bytes; `promised` is 0 for the rivals."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import modicum.torch
 
-    torch.zeros(1, device="cuda")
+    torch.zeros(1, device="cuda")  # initialises CUDA
     config = AutoConfig.from_pretrained(directory)
     with modicum.torch.empty_parameters():  # imports the model's module
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -125,14 +127,14 @@ def shard(model: Any) -> None:
 
 
 def step(parameters: int) -> dict[str, Any]:
-    """Median seconds of a step by format: (pageable, pinned)."""
+    """Median seconds of a step, by format: with pageable state, then with pinned state."""
     import torch
 
     from modicum.torch import AdamW
 
     layers = [
         torch.nn.Parameter(torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16))
-        for _ in range(parameters >> 20)
+        for _ in range(parameters >> 20)  # each has 2^20 elements
     ]
     medians: dict[str, Any] = {}
     for state_format in FORMATS:
@@ -149,7 +151,7 @@ def step(parameters: int) -> dict[str, Any]:
                 optimizer.step()
                 torch.cuda.synchronize()
                 seconds.append(time.monotonic() - begin)
-            medians[state_format].append(statistics.median(seconds[1:]))
+            medians[state_format].append(statistics.median(seconds[1:]))  # the first is a warm-up
             del optimizer
     return medians
 
@@ -178,11 +180,11 @@ def loads(directory: str, rounds: int) -> list[str]:
         "| loader | seconds, median (range) | GB/s | host memory held, MiB | promised, MiB |",
         "|---|---|---|---|---|",
     ]
-    for name, of in results.items():
-        seconds = sorted(one["seconds"] for one in of)
+    for name, runs in results.items():
+        seconds = sorted(run_["seconds"] for run_ in runs)
         median = statistics.median(seconds)
-        held = statistics.median(one["held"] for one in of) / (1 << 20)
-        promised = f"{of[0]['promised'] / (1 << 20):.0f}" if of[0]["promised"] else "-"
+        held = statistics.median(run_["held"] for run_ in runs) / (1 << 20)
+        promised = f"{runs[0]['promised'] / (1 << 20):.0f}" if runs[0]["promised"] else "-"
         spread = f"{median:.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f})"
         speed = total / median / 1e9
         lines.append(f"| {NAMES[name]} | {spread} | {speed:.2f} | {held:.0f} | {promised} |")
@@ -201,9 +203,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arch", default="qwen3-8b", help="shapes of the synthesised checkpoint")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--parameters", type=int, default=512 << 20, help="of the steps")
-    parser.add_argument("--modicum", default="modicum", help="the program that synthesises")
-    parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--parameters", type=int, default=512 << 20, help="number of parameters that are stepped"
+    )
+    parser.add_argument(
+        "--modicum", default="modicum", help="the program that synthesises the checkpoint"
+    )
+    parser.add_argument("--write", action="store_true", help="write into benchmarks/RESULTS.md")
     parser.add_argument("--load", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--step", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -216,16 +222,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = f"{folder}/{options.arch}"
         subprocess.run([options.modicum, "synth", "--arch", options.arch, directory], check=True)
-        of_loads = loads(directory, options.rounds)
-        held = sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
+        lines_of_loads = loads(directory, options.rounds)
+        stored = sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
     import torch
 
     device = torch.cuda.get_device_name()
-    footer = f"`{COMMAND}`: {options.rounds} interleaved rounds, torch {torch.__version__}; "
+    command = shlex.join(["python", "benchmarks/device.py", *sys.argv[1:]])
+    footer = f"`{command}`: {options.rounds} interleaved rounds, torch {torch.__version__}; "
     footer += f"{device}; {machine()}"
     text = "\n".join([
-        f"{options.arch}, {held / GIB:.2f} GiB of bfloat16, warm page cache:", "",
-        *of_loads, "",
+        f"{options.arch}, {stored / GIB:.2f} GiB of bfloat16, warm page cache:", "",
+        *lines_of_loads, "",
         f"A step of {options.parameters >> 20} Mi bfloat16 parameters on the GPU, median of 5:", "",
         *steps(options.parameters), "", footer,
     ])  # fmt: skip

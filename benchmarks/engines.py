@@ -3,17 +3,17 @@
 
 Workload: the FSDP engines of verl and AReaL, twinkle's two strategies, and torchtitan's llama3 with
 its checkpoint manager. Each loads a made-up bf16 checkpoint with its own code into fp32 parameters
-of FSDP2, in 4 gloo ranks, and trains 3 steps. The configuration is the same without and with
-Modicum: the one of the engine that needs the least memory. With Modicum means: with the patches of
-integrations/, and for torchtitan with the block of docs/guide/which-way.md.
+of FSDP2, in 4 gloo ranks, and trains 3 steps. Of the configurations that the engine offers, the one
+that needs the least memory is used, both without Modicum and with it. With Modicum means: with the
+patches of integrations/, and for torchtitan with the block of docs/guide/which-way.md.
 
 A peak is the largest sampled sum over all ranks of anonymous memory, shared memory and page tables.
 There are two: of the load (a run without steps, whose optimizer has no memory yet), and of a run
 with training.
 
 Makes an environment for the engines in build/engines/, on top of .venv, whose torch and
-transformers it uses; this needs a package index. The losses without and with Modicum must be equal
-to five digits; the optimizers round in a different order. Writes its table into
+transformers it uses; this needs a package index. The losses without and with Modicum may differ by
+1e-4, since torch's optimizer and Modicum's round in a different order. Writes its table into
 benchmarks/RESULTS.md between its markers.
 """
 
@@ -62,7 +62,7 @@ def label_of(row: tuple[str, ...]) -> str:
 
 
 def recorded(row: tuple[str, ...]) -> str:
-    """The row as the page's table has it, from an earlier run."""
+    """The row of an earlier run, from the page's table."""
     lines = (ROOT / "benchmarks/RESULTS.md").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"| {label_of(row)} |")]
     return line
@@ -88,15 +88,19 @@ def row_of(row: tuple[str, ...], place: Path, model_bytes: int, python: Path) ->
         cells.append(", ".join(peaks))
         losses.append([float(loss) for loss in re.findall(r"^step \d: loss (\S+)$", printed, re.M)])
     if len(losses[0]) != 3 or any(abs(a - b) > 1e-4 for a, b in zip(*losses, strict=True)):
-        sys.exit(f"{engine}: not the same: {losses[0]} and {losses[1]}")
+        sys.exit(f"{engine}: losses {losses[0]} without Modicum, {losses[1]} with it")
     cells = [label_of(row), f"{model_bytes / GIB:.2f}", *cells, f"{losses[1][-1]:.4f}"]
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--python", type=Path, help="of an environment that has the engines")
-    parser.add_argument("--only", nargs="+", help="these engines; the other rows stay")
+    parser.add_argument(
+        "--python", type=Path, help="interpreter of an environment that has the engines already"
+    )
+    parser.add_argument(
+        "--only", nargs="+", help="measure only these engines; the page keeps its other rows"
+    )
     options = parser.parse_args()
     measured = [row for row in ROWS if row[1] in (options.only or row)]
     from areal_engine import write_tokenizer
@@ -112,17 +116,19 @@ def main() -> None:
             row_of(row, place, 4 * sizes[row[3]], python) if row in measured else recorded(row)
             for row in ROWS
         ]
-    versions = ", ".join(f"{of} {version(of)}" for of in ("torch", "transformers", "accelerate"))
+    packages = ("torch", "transformers", "accelerate")
+    versions = ", ".join(f"{package} {version(package)}" for package in packages)
     text = [
-        f"{RANKS} ranks on one node. The ranks' peak in GiB, of the load without an optimizer's "
-        "memory, and with 3 steps; interpreters and libraries included:",
+        f"{RANKS} ranks on one node. `as it is` and `with Modicum`: the peak of all ranks together "
+        "in GiB, of the load without an optimizer's memory and of a run with 3 steps, interpreters "
+        "and libraries included. `model`: GiB of its parameters:",
         "",
         "| engine | model | as it is | with Modicum | loss of the third step |",
         "|---|---|---|---|---|",
         *rows,
         "",
-        "In training, verl and AReaL have torch's AdamW as they are, and Modicum's with the "
-        "patches; the others have torch's both ways.",
+        "As they are, verl and AReaL train with torch's AdamW; with the patches they train with "
+        "Modicum's. The other rows have torch's AdamW in both columns.",
         "",
         f"`{COMMAND}`: {versions}; {machine()}.",
     ]

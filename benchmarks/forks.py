@@ -3,9 +3,9 @@
 
 Workload: one process loads a synthesised qwen3-8b of 4 layers (3.76 GiB of bf16), then constructs
 AdamW over 64 Mi bf16 parameters in format `fp32` (16 bytes each). Measured are the load, the
-construction, a step, and how much longer a torch function takes in a child that is forked after
-both. Each value and round has a new process; rounds are interleaved, page cache warm; figures are
-medians with their range.
+construction, a step, and how much longer torch.add takes in a child that is forked after the steps
+than in its parent. Each value of each round is measured in a new process; the values take turns,
+page cache warm; figures are medians with their range.
 
 Writes the table into benchmarks/RESULTS.md between its markers.
 """
@@ -33,13 +33,13 @@ COLUMNS = {
     "load_s": "load, s",
     "made_s": "AdamW made, s",
     "step_ms": "step, ms",
-    "call_us": "torch.add in a child, us more",
+    "call_us": "torch.add in a child, us more than in the parent",
 }
 
 
-def seconds(act: Callable[[], Any]) -> float:
+def seconds(call: Callable[[], Any]) -> float:
     begin = time.perf_counter()
-    act()
+    call()
     return time.perf_counter() - begin
 
 
@@ -72,7 +72,8 @@ def measured(directory: str, way: str) -> dict[str, float]:
 
 
 def more_in_child_us() -> float:
-    """Microseconds of torch.add in a forked child minus those in the parent; the best of 7."""
+    """Microseconds of torch.add in a forked child minus those in the parent. Both are the best of 7
+    measurements."""
     import torch
 
     torch.set_num_threads(1)

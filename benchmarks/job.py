@@ -5,7 +5,7 @@ Workload: a made-up bf16 checkpoint of qwen3's architecture, in fp32 parameters 
 ranks, with `modicum.torch.AdamW` within `modicum.torch.accelerate.loading`. The promise of each
 phase is compared with the kernel's counters: high-water marks of the ranks, and the pages of the
 model and of the optimizer. Memory that is not Modicum's has separate columns. Nothing is timed, so
-other programs on the machine make no difference.
+other programs on the machine do not change the figures.
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """
@@ -27,9 +27,9 @@ STEPS = 3
 NAMES = {"load": "load", "step": f"{STEPS} steps", "save": "save"}
 
 
-def row_of(phase: str, of: Held) -> str:
-    unheld = f"{100 * (of.promised - of.ours) / of.promised:.2f} %"
-    sizes = (of.promised, of.ours, of.process, of.kept, of.passing)
+def row_of(phase: str, memory: Held) -> str:
+    unheld = f"{100 * (memory.promised - memory.ours) / memory.promised:.2f} %"
+    sizes = (memory.promised, memory.ours, memory.process, memory.kept, memory.passing)
     promised, ours, process, kept, passing = (f"{size / GIB:.3f}" for size in sizes)
     if phase == "save":  # all that a save adds counts as ours
         passing = "in ours"
@@ -57,13 +57,14 @@ def main() -> None:
     versions += f"accelerate {accelerate.__version__}"
     text = [
         f"{sizes['causal-lm'] / 1e6:.0f} M parameters, {RANKS} ranks on one node, AdamW `fp32`. "
-        "GiB over the ranks; the last three columns are not Modicum's and not promised:",
+        "The sizes are GiB of all ranks together. The memory of the last three columns is not "
+        "Modicum's and not promised:",
         "",
         "| phase | promised | ours (kernel) | promised and not held | interpreters, libraries | "
         "the framework's own buffers, later imports | activations, gathers, gradients of the "
         "framework |",
         "|---|---|---|---|---|---|---|",
-        *(row_of(phase, of) for phase, of in held.items()),
+        *(row_of(phase, memory) for phase, memory in held.items()),
         "",
         f"`{COMMAND}`: {versions}; {machine()}.",
     ]

@@ -3,15 +3,17 @@
 
 There are five cases, each with a checkpoint. Every loader that supports a case runs in 4 gloo ranks
 on this machine. Loaders take turns, in a new order each round, so that a slow minute or the
-previous loader affects all alike; figures are medians with their range. Time runs from the empty
-sharded model to the first write to every page of every shard, since a loader that maps files reads
-them only then. The shards of each loader's first run, warm and cold, must equal those that
-torch.chunk makes of a `from_pretrained` in a single process.
+previous loader affects all alike; figures are medians with their range. Time begins with the empty
+sharded model, or before it is built by a loader that builds and loads in one call. It ends after
+the first write to every page of every shard, since a loader that maps files reads them only then.
+The shards of each loader's first warm run and first cold run must equal those that torch.chunk
+makes of a `from_pretrained` in a single process.
 
 Every run is appended to build/loaders.jsonl. The newest runs of each row make the tables in
 benchmarks/RESULTS.md between their markers, as soon as all rows of a case have a run; so cases and
 rows can be measured one after the other. Without `--rows` the rows of README.md's table are
-measured; `--rows all` takes hours. The table of read loops contains the cases with cold runs.
+measured; `--rows all` takes hours. The table of the read loops (READ_LOOPS) contains only the cases
+in which these have cold runs.
 """
 
 import argparse
@@ -47,7 +49,7 @@ PATIENCE_S = 300
 SHARD_SIZE = "300MB"  # several files, as in large checkpoints
 # One thread per rank, as torchrun sets it; no downloads.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-STARTED_BYTES = 2 * GIB  # memory of all processes after their imports
+STARTED_BYTES = 2 * GIB  # roughly the memory of all processes after their imports
 
 
 class Stage:
@@ -113,7 +115,8 @@ class Stage:
                         pass
 
     def measure(self, row: Row, round_: int, cold: bool, compared: bool = True) -> Result:
-        """The result of one run, which may be a failure. `compared`: whether its shards are."""
+        """The result of one run, which may be a failure. `compared`: whether the shards are
+        compared with the expected ones."""
         result: Result = {"case": self.case.name, "row": row.name, "round": round_, "cold": cold}
         need = row.need_in(self.case) * self.shards_bytes
         free = available_bytes() + self._ballast.held_bytes
@@ -149,7 +152,8 @@ def outcome(raw: dict[str, Any]) -> Result:
 
 
 def timed(ranks: list[dict[str, tuple[float, float]]]) -> Result:
-    """Seconds from the first rank's start to the last rank's end, and CPU seconds of all ranks."""
+    """Seconds from the first rank's start to the last rank's end, and CPU seconds of all ranks
+    together. `ranks`: for each rank, `rivals.rank.now()` by the name of the moment."""
     begins = [marks.get("begin_load", marks["begin"]) for marks in ranks]
     begin_s = min(seconds for seconds, _ in begins)
     builds = [marks["built"][0] - marks["begin"][0] for marks in ranks if "built" in marks]
@@ -175,14 +179,15 @@ def synthesise(program: Path, case: Case, layers: int | None, scratch: Path) -> 
 def measure_case(
     stage: Stage, rows: list[Row], reps: int, cold: int, begun: float, raw: TextIO
 ) -> list[Result]:
-    """Measures all rows in rounds; a slow row only once warm and once cold."""
+    """Measures all rows in `reps` warm rounds and `cold` cold ones; a slow row only in the first
+    round of each."""
     results: list[Result] = []
     given_up: set[str] = set()
     for round_ in range(reps + cold):
         first = [r for r in results if r["round"] in (0, reps) and "seconds" in r]
         seen = {(r["row"], r["cold"]): r["seconds"] for r in first}
         is_cold = round_ >= reps
-        # The previous loader affects how soon pages are free: a new order each round.
+        # A new order each round, since the previous loader affects how soon pages are free.
         for row in random.Random(round_).sample(rows, len(rows)):
             bar = SLOW * min((s for (_, cold_), s in seen.items() if cold_ == is_cold), default=0)
             if row.name in given_up or seen.get((row.name, is_cold), 0) > bar:
@@ -240,9 +245,11 @@ def selected(names: str) -> list[Row]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--case", default="all", choices=["all", *(case.name for case in CASES)])
-    parser.add_argument("--rows", default="readme", help="names, separated by commas; or all")
+    parser.add_argument(
+        "--rows", default="readme", help="readme (the default), all, or names separated by commas"
+    )
     parser.add_argument("--reps", type=int, default=3, help="rounds with a warm page cache")
-    parser.add_argument("--cold", type=int, default=0, help="rounds with a cold one")
+    parser.add_argument("--cold", type=int, default=0, help="rounds with a cold page cache")
     parser.add_argument("--ranks", type=int, default=WORLD)
     parser.add_argument("--layers", type=int, help="only the first N layers (0: all)")
     parser.add_argument("--checkpoint", help="a directory to load instead of a synthesised one")
@@ -252,7 +259,8 @@ def parsed() -> argparse.Namespace:
 
 
 def of_all(results: list[Result], rows: list[Row]) -> list[Row]:
-    """The rows that have results, in order, the rows measured now included."""
+    """The rows of the case's table: those with results, in the order of ROWS. A row that `--rows
+    all` excludes is in the table only if it is measured now."""
     there = {result["row"] for result in results}
     return [row for row in ROWS if row.name in there and (row.in_all or row in rows)]
 
@@ -299,7 +307,7 @@ def main() -> int:
         raise SystemExit(f"{options.modicum} is not there; run `make build`")
     rows = selected(options.rows)
     scratch = Path(tempfile.mkdtemp(prefix="modicum-bench-"))
-    # Runs of other models or numbers of ranks are not recorded for the pages.
+    # Runs of other models or with another number of ranks are not recorded for the pages.
     is_other = options.layers is not None or options.checkpoint or options.ranks != WORLD
     raw_path = options.raw or (scratch / "raw.jsonl" if is_other else RAW)
     raw_path.parent.mkdir(exist_ok=True)

@@ -2,12 +2,12 @@
 """Compares the losses of models that are trained with fewer bytes per parameter.
 
 Workload: a byte-level transformer of 450 k parameters (two layers) learns the text of Python's
-reference manual, once per seed and optimizer, with the same batches in the same order, while the
-learning rate decays to zero. A fifth of the text is held out. All rows compute with bf16 weights
-and gradients: if the parameters are fp32 masters, the forward pass rounds them. Rivals: the format
-`fp32`, which is exact and with which every row is compared seed by seed; torchao's 8-bit AdamW; and
-torch's AdamW whose moments are converted to bitsandbytes' 8-bit codes and back after each step,
-since bitsandbytes steps only on a GPU.
+reference manual, once per seed and optimizer, with the same batches in the same order and torch's
+OneCycleLR as the schedule of the learning rate. A fifth of the text is held out. All rows compute
+with weights and gradients that are rounded to bf16: if the parameters are fp32 masters, the forward
+pass rounds them. Every row is compared seed by seed with the format `fp32`, whose state is not
+rounded to fewer bits. Rivals: torchao's 8-bit AdamW; and torch's AdamW whose moments are converted
+to bitsandbytes' 8-bit codes and back after each step, since bitsandbytes steps only on a GPU.
 
 Two runs that differ in a single rounding drift apart. So every difference has noise; the standard
 error of its mean over the seeds shows how much. An example of mere noise is `fp32-split`: it has
@@ -70,7 +70,7 @@ class Model(nn.Module):
 
 
 def corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """The training text and the validation text."""
+    """The training text and the validation text, as the values of their bytes."""
     text = "".join(topics[name] for name in sorted(topics)).encode()
     line = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     cut = len(line) * 4 // 5
@@ -78,6 +78,7 @@ def corpus() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def loss_of(model: Model, line: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """The mean loss over the windows of the text `line` that begin at `at`."""
     windows = torch.stack([line[i : i + CONTEXT + 1] for i in at.tolist()])
     wide = {name: p.bfloat16().float() for name, p in model.named_parameters()}
     logits = functional_call(model, wide, windows[:, :-1])
@@ -148,27 +149,27 @@ def train(row: Row, seed: int, steps: int) -> float:
     """Trains a model; returns its loss on the validation text."""
     torch.manual_seed(seed)
     model = Model().to(BF16).to(row.dtype)  # all rows begin with the same values
-    learnt, tried = corpus()
+    training, validation = corpus()
     optimizer = row.make(list(model.named_parameters()), seed)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=LR, total_steps=steps, cycle_momentum=False
     )
     picks = torch.Generator().manual_seed(seed)
     for _ in range(steps):
-        at = torch.randint(len(learnt) - CONTEXT - 1, (BATCH,), generator=picks)
-        loss_of(model, learnt, at).backward()
+        at = torch.randint(len(training) - CONTEXT - 1, (BATCH,), generator=picks)
+        loss_of(model, training, at).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
     with torch.no_grad():
-        places = torch.arange(0, len(tried) - CONTEXT - 1, CONTEXT)
-        losses = [loss_of(model, tried, at).item() * len(at) for at in places.split(128)]
-    return sum(losses) / len(places)
+        windows = torch.arange(0, len(validation) - CONTEXT - 1, CONTEXT)
+        losses = [loss_of(model, validation, at).item() * len(at) for at in windows.split(128)]
+    return sum(losses) / len(windows)
 
 
 def trained_by_all(seed: int, steps: int) -> list[float]:
-    """The loss of each row. Runs in a process of its own."""
+    """The loss of each row for one seed. Runs in a worker process."""
     torch.set_num_threads(1)  # a model this small gains nothing from more threads
     losses = []
     for row in ROWS:
@@ -196,7 +197,7 @@ def table(losses: dict[str, list[float]], steps: int) -> str:
             f"own spread at `fp32` is {spread} (standard deviation):",
             "",
             "| optimizer state | B/param | loss on held-out text | mean difference from `fp32` "
-            "| its standard error | largest, of a seed |",
+            "| its standard error | largest difference of a seed |",
             "|---|---|---|---|---|---|",
             *lines,
             "",

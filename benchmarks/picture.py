@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Takes the pictures in docs. Each shows a page that `--report` writes:
+"""Takes the pictures in docs:
 
-watch.png: an accelerate script (FSDP2 with bf16 mixed precision, 4 ranks) under `modicum watch`,
-without and with Modicum, compared.
-strategies.png: `modicum load --report` with each of the five strategies: a qwen3-0.6b (1.1 GiB of
-bf16) into HSDP on two nodes of two ranks.
+watch.png: the page of `modicum watch --compare --report` of an accelerate script (FSDP2 with bf16
+mixed precision, 4 ranks), without and with Modicum.
+strategies.png: a page with the charts of five `modicum load --report`, one for each strategy. Each
+loads a qwen3-0.6b (1.1 GiB of bf16) into HSDP on two nodes of two ranks.
 
 picture.py [watch] [strategies] [--modicum PROGRAM]: takes both by default. PROGRAM is by default
 build/release/modicum.
@@ -32,8 +32,8 @@ LAYOUT = ("--ranks", "4", "--ranks-per-node", "2", "--layout", "hsdp", "--mesh",
 
 
 def watched(program: Path, checkpoint: Path, record: Path, words: list[str]) -> Path:
-    """Runs the script under `modicum watch`, writes the JSON document to `record`, and returns its
-    path."""
+    """Runs the script under `modicum watch`, writes the JSON document to `record`, and returns
+    `record`."""
     command = [sys.executable, *TORCHRUN, str(RANKS), SCRIPT, str(checkpoint), *words]
     with record.open("w") as document:
         subprocess.run(

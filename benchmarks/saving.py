@@ -3,12 +3,12 @@
 
 Workload: a synthesised qwen3-0.6b of 6 layers as float32 masters in 4 gloo ranks under FSDP2,
 without and with the state of AdamW after one step. Every way is timed until its files are durable:
-if it does not sync them, each file and directory is synced after it has returned. Ways take turns,
-in a new order each round; figures are medians with their range. Files that `from_pretrained` can
-read are compared with the ranks' shards, bit by bit. `blocked` is the time until the call returns;
-a save in the background returns before its files are written. At the end Modicum saves in a memory
-cgroup. Its limit is the sum of the bytes that the ranks hold before the save, the bytes that the
-save promises to add, and 5 % of the promise.
+if a way does not sync them itself, each file and directory is synced after its call has returned.
+Ways take turns, in a new order each round; figures are medians, seconds with their range. Files
+that `from_pretrained` can read are compared with the ranks' shards, bit by bit. `blocked` is the
+time until the call returns; a save in the background returns before its files are written. At the
+end Modicum saves in a memory cgroup. The limit of this cgroup is the sum of the bytes that the
+ranks hold before the save, the bytes that the save promises to add, and 5 % of the whole promise.
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """
@@ -33,7 +33,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 PATIENCE_S = 300
 CAGE_MARGIN = 0.05
 WARMED = ("modicum", "dcp-hf+consolidate", "modicum, with state", "dcp, with state")
-LAYERS = 6  # a gathered state is held more than once on rank 0
+LAYERS = 6  # few, since some rivals hold the gathered state more than once on rank 0
 NAMES = (
     "modicum", "dcp-hf+consolidate", "dcp-hf, shards only", "torchtitan's last_save_in_hf",
     "full state dict",
@@ -44,6 +44,7 @@ NAMES = (
     "save_state, with state", "save_state with the line, with state",
     "Trainer, with state", "Trainer with the line, with state",
 )  # fmt: skip
+# The kind of files, unless they are safetensors files in Hugging Face's layout.
 OTHER_FILES = {
     "dcp-hf, shards only": "a file per rank",
     "dcp, with state": "DCP's own",
@@ -59,8 +60,8 @@ OTHER_FILES = {
 def one_run(
     zygote: Zygote, case: Case, name: str, scratch: Path, more_bytes: int | None = None
 ) -> dict[str, Any]:
-    """Runs one save. `more_bytes`: the ranks run in a memory cgroup whose limit is that much above
-    the bytes that they hold before."""
+    """Runs one save. With `more_bytes` the ranks save in a memory cgroup, whose limit is the bytes
+    that they hold before the save plus `more_bytes`."""
     job = {
         "case": dataclasses.asdict(case),
         "function": name,
@@ -81,11 +82,13 @@ def one_run(
         sys.exit(f"{name}: {len(wrong)} parameters differ, {wrong[0]} first")
     seen, loaded = done["seen"], done["loaded"]
     return {
+        # What Modicum promises for one rank, less the memory that the rank holds before the save.
         "added": max(rank.get("promised", 0) for rank in loaded)
         - max(rank.get("before", 0) for rank in loaded),
         "promised": max(rank.get("promised", 0) for rank in loaded) * case.world,
         "tensors_read": max(rank.get("tensors_read", 0) for rank in loaded),
-        "data": loaded[0]["elements"] * (12 if "state" in name.split() else 4),
+        # float32 parameters, and with the state two float32 moments each.
+        "data": loaded[0]["elements"] * (12 if name.endswith("with state") else 4),
         "seconds": max(rank["seconds"] for rank in done["loaded"]),
         "blocked": max(rank.get("blocked", rank["seconds"]) for rank in done["loaded"]),
         "written": sum(rank["written"] for rank in done["loaded"]),
@@ -109,13 +112,16 @@ def row_of(name: str, runs: list[dict[str, Any]]) -> str:
 
 
 def in_a_cage(zygote: Zygote, case: Case, run: dict[str, Any], scratch: Path) -> str:
-    """The outcome of a save in a limited memory cgroup. `run`: a run of that save without one."""
+    """The sentence about a save in a memory cgroup with a limit. `run`: the figures of the same
+    save without a limit."""
     more = run["added"] * case.world + int(CAGE_MARGIN * run["promised"])
     caged = one_run(zygote, case, "modicum, with state", scratch, more)
-    limit = f"{more / GIB:.2f} GiB more than the ranks hold before"
-    of = f"the promise of {run['promised'] / GIB:.2f} GiB, and {CAGE_MARGIN:.0%} of it"
-    seconds = f"{caged['seconds']:.2f} s"
-    return f"In a memory cgroup of {limit}, that is {of}, the save passes in {seconds}."
+    return (
+        f"In a memory cgroup the save succeeds in {caged['seconds']:.2f} s. The limit of this "
+        f"cgroup is {more / GIB:.2f} GiB above the memory that the ranks hold before the save: "
+        f"what the save promises to add to them, and {CAGE_MARGIN:.0%} of the whole promise of "
+        f"{run['promised'] / GIB:.2f} GiB."
+    )
 
 
 def judged(runs: dict[str, list[dict[str, Any]]]) -> str:
@@ -139,7 +145,9 @@ def judged(runs: dict[str, list[dict[str, Any]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=LAYERS, help="another number is a trial")
+    parser.add_argument(
+        "--layers", type=int, default=LAYERS, help="with another number the page is not written"
+    )
     options = parser.parse_args()
     import torch
 
@@ -154,7 +162,7 @@ def main() -> None:
         zygote = Zygote("rivals.saving", str(model), ENVIRONMENT | ALLOCATORS["malloc"])
         try:
             order = random.Random(0)
-            for number in range(options.rounds + 1):  # round 0 is a warm-up
+            for number in range(options.rounds + 1):  # round 0 is a warm-up, of WARMED only
                 for name in order.sample(NAMES, len(NAMES)):
                     if number == 0 and name not in WARMED:
                         continue
@@ -165,15 +173,15 @@ def main() -> None:
             caged = in_a_cage(zygote, case, runs["modicum, with state"][-1], scratch)
         finally:
             zygote.end()
-    foreign = [run["foreign"] for of in runs.values() for run in of]
+    foreign = [run["foreign"] for runs_of_way in runs.values() for run in runs_of_way]
     text = [
         f"qwen3-0.6b of {options.layers} layers, float32 masters, {case.world} ranks on one node, "
         "FSDP2; to durable files:",
         "",
-        "| saver | files | on disk, GiB | written, GiB | held besides, GiB "
+        "| saver | files | on disk, GiB | written, GiB | held beyond model and state, GiB "
         "| seconds, median (range) | blocked, s |",
         "|---|---|---|---|---|---|---|",
-        *(row_of(name, of) for name, of in runs.items()),
+        *(row_of(name, runs_of_way) for name, runs_of_way in runs.items()),
         "",
         judged(runs) + " " + caged,
         "",

@@ -2,13 +2,13 @@
 """Measures the communication of load, save and resume in worlds of up to 4,096 ranks.
 
 Communication: four real ranks load, save and resume a model with the tensors of a 70B model (80
-layers, but narrow), and every collective call is recorded with its values. Then worlds of other
-sizes repeat the calls. A few processes simulate them: they run a thread for each rank, with the
-code of modicum.torch.ranks and one real TCPStore. Calls and bytes are exact except for the number
-of polls; seconds are those of all ranks on this machine's CPUs. If all ranks of a process receive
-the same text, it is decoded only once: decoding it for each rank would take time that grows with
-the square of the world size. The threads that watch for failed ranks are left out: each makes seven
-calls a second, for any world size.
+layers, but narrow), and every collective call is recorded with its values. Then worlds of several
+sizes repeat the calls. A few processes simulate each world: they run a thread for each rank, with
+the code of modicum.torch.ranks and one real TCPStore. Calls and bytes are exact except for the
+number of polls; seconds are those of all ranks on this machine's CPUs. If all ranks of a process
+receive the same text, it is decoded only once: decoding it for each rank would take time that grows
+with the square of the world size. The threads that watch for failed ranks are left out; how many
+calls they make does not depend on the world size.
 
 Plan: one rank's plan of a save of deepseek-v3 in its true size, from sparse files.
 
@@ -134,6 +134,7 @@ def watch_meetings(meetings: list[Meeting]) -> None:
     noted("gather", lambda result, value: ("gather", value, None))
     noted("barrier", lambda result: ("barrier", None, None))
     noted("agree", lambda result, digest, facts=(): ("agree", digest, None))
+    # agree_on compares a digest of `facts`; any text of its length repeats the call.
     noted("agree_on", lambda result, facts: ("agree", "0" * 32, None))
     noted("once", lambda result, make, local: ("once", result[1], result[0]))
 
@@ -142,7 +143,8 @@ def watch_meetings(meetings: list[Meeting]) -> None:
 
 
 def counted_store(client: Any, prefix: str) -> Any:
-    """A LoadStore whose calls are made by the caller's thread, and counted."""
+    """A LoadStore that counts its calls and makes them in the caller's thread, instead of a thread
+    of its own."""
     import torch.distributed as dist
 
     from modicum.torch.ranks.store import LoadStore
@@ -221,6 +223,7 @@ def simulate(first: int, world: int, port: int, traces: Any, lines: Any) -> None
                 repeat,
                 rank,
                 world,
+                # Rank 0 repeats rank 0; the others repeat the other recorded ranks in turn.
                 traces[0 if rank == 0 else 1 + (rank - 1) % (RECORDED - 1)],
                 clients[rank // PROCESSES % CONNECTIONS],
             )
@@ -258,7 +261,7 @@ def measure(world: int, traces: Any, context: Any) -> dict[str, float]:
         counts |= lines.get()
     seconds = time.monotonic() - begin
     server.kill()
-    others = [calls for rank, (calls, _) in counts.items() if rank > 0]
+    others = [calls for rank, (calls, _bytes) in counts.items() if rank > 0]
     return {
         "rank": statistics.median(others),
         "leader": counts[0][0],
@@ -355,8 +358,9 @@ def main() -> None:
     columns = [f"{phase}: {of}" for phase in PHASES for of in ("calls", "MiB", "s")]
     text = [
         f"The protocol of a model of {LAYERS} layers, simulated by {PROCESSES} processes against "
-        "one TCPStore; calls of the store per rank (median) and of rank 0, MiB of all values put "
-        "and taken, and seconds until the last rank is through:",
+        "one TCPStore; `calls`: calls of the store, as the median of the ranks above 0, and of "
+        "rank 0; `MiB`: of all values put and taken; `s`: seconds until the last rank has "
+        "finished:",
         "",
         f"| ranks | {' | '.join(columns)} |",
         "|---" * (len(columns) + 1) + "|",

@@ -3,9 +3,9 @@
 
 Workload: RANKS ranks load a synthesised qwen3-0.6b (bf16, rows of 2 to 6 KiB) and save it durably
 with the state of AdamW. If the layout divides rows among ranks, a rank writes long stretches of a
-file; if it divides columns, the rank has one short run for each row. Rivals: the layouts. They run
-interleaved, ROUNDS times each, on each of the file systems; figures are medians with their range.
-`writes` is the number of write calls of one save, counted by perf.
+file; if it divides columns, the rank has one short run for each row. The layouts are the rivals.
+They take turns, ROUNDS times each, on each of the file systems; seconds are medians with their
+range. `writes` is the number of pwrite64 calls of one save, counted by perf.
 
 Writes the table into benchmarks/RESULTS.md between its markers.
 
@@ -32,7 +32,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "FSDP2, rows": ("--layout", "fsdp2"),
     "TP 4, o_proj and down_proj by columns": ("--layout", "tp-fsdp", "--mesh", f"1x{RANKS}",
                                               "--tp-rowwise", ROWWISE),
-    "TP 2 x FSDP 2, the same": ("--layout", "tp-fsdp", "--mesh", "2x2", "--tp-rowwise", ROWWISE),
+    "TP 2 x FSDP 2, o_proj and down_proj by columns": ("--layout", "tp-fsdp", "--mesh", "2x2",
+                                                       "--tp-rowwise", ROWWISE),
     "FSDP2, every matrix by columns": ("--layout", "fsdp2", "--shard-dim", "1"),
 }  # fmt: skip
 
@@ -52,7 +53,7 @@ def save(model: Path, root: Path, layout: str, prefix: tuple[str, ...] = ()) -> 
 
 
 def calls(model: Path, root: Path, layout: str) -> int:
-    """The number of write calls of all processes of one save."""
+    """The number of pwrite64 calls of all processes of one save."""
     counts = root.with_name("calls")
     event = "syscalls:sys_enter_pwrite64"
     save(model, root, layout, ("perf", "stat", "-x", ",", "-e", event, "-o", str(counts)))
@@ -61,7 +62,7 @@ def calls(model: Path, root: Path, layout: str) -> int:
 
 
 def measure(model: Path, root: Path) -> dict[str, list[float]]:
-    """Seconds until the step (a saved checkpoint directory) was durable, by layout."""
+    """By layout, the seconds of each round until the saved step was durable."""
     seconds: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     for _ in range(ROUNDS):
         for layout, of in seconds.items():
@@ -90,7 +91,7 @@ def table(folders: list[Path]) -> str:
                     of += [f"{made:,}", f"{written / made / 1024:.1f}"]
                 of.append(cells(seconds[layout], seconds[next(iter(LAYOUTS))]))
     names = " | ".join(
-        f"seconds on {kind_of(folder)}, median (range) | x rows" for folder in folders
+        f"seconds on {kind_of(folder)}, median (range) | x first layout" for folder in folders
     )
     version = subprocess.run([MODICUM, "--version"], check=True, capture_output=True, text=True)
     return "\n".join(
@@ -98,7 +99,7 @@ def table(folders: list[Path]) -> str:
             f"{ARCH} of {LAYERS} layers with `{STATE}` state, {written / GIB:.2f} GiB, "
             f"{RANKS} ranks on one node, to durable files:",
             "",
-            f"| layout | writes | KiB each | {names} |",
+            f"| layout | writes | KiB per write | {names} |",
             "|---|---|---|" + "---|---|" * len(folders),
             *(f"| {layout} | {' | '.join(of)} |" for layout, of in columns.items()),
             "",

@@ -3,12 +3,14 @@
 
 Workload: the work of a step with an offloaded optimizer: gradients times 1/scale, global norm,
 clip, AdamW, and a bf16 copy of the new parameters for the device. Gradients are already in the
-memory from which each optimizer reads them, in fp32; in bf16 for Modicum's split formats.
+memory from which each optimizer reads them: in bf16 for every format of Modicum but `fp32`, in fp32
+for all others.
 Rivals: torch's fused and foreach AdamW with torch's unscale and clip; DeepSpeedCPUAdam in the order
 of DeepSpeed's ZeRO-2 step, once with and once without the norm, which a GPU may compute instead;
 torchao's AdamW8bit, compiled by torch (bitsandbytes steps only on a GPU); prime-rl's CPU AdamW, if
 --prime-rl names its sources. A round is one step of each optimizer in turn, in one process. Figures
-are medians over the rounds with their range, next to a plain copy in the same process.
+are medians over the rounds with their range, next to the machine's fastest copy, which each round
+measures by `modicum step`.
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """
@@ -27,13 +29,13 @@ THREADS = (1, 2)
 
 
 def measure(options: argparse.Namespace, threads: int) -> dict:
-    """The results of one process with this number of threads."""
+    """The results of chains.py, in a new process with this number of threads."""
     command = [sys.executable, str(Path(__file__).with_name("optim") / "chains.py")]
     command += ["--threads", str(threads), "--params", str(options.params)]
     command += ["--rounds", str(options.rounds)]
     if options.prime_rl:
         command += ["--prime-rl", str(options.prime_rl)]
-    # In the environment, since OpenMP and glibc read them only at the start of a process.
+    # In the environment, since OpenMP and DeepSpeed read these variables when they are loaded.
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])

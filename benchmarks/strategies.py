@@ -3,8 +3,9 @@
 
 Workload: a synthesised qwen3-0.6b (1.1 GiB of bf16, one file) is loaded into 8 ranks under FSDP2's
 Shard(0). Rivals: the strategies; other loaders commonly work like `full-per-rank` or
-`rank0-broadcast`. They run interleaved, ROUNDS times each, page cache warm; figures are medians
-with their range. Memory is given as promised, and as measured: PSS plus page tables of the ranks.
+`rank0-broadcast`. They take turns, ROUNDS times each, page cache warm. Measured memory and time are
+medians; the range is given for the time only. Memory is given as promised, and as measured: PSS
+plus page tables of the ranks. The bytes that a load reads are promised, not measured.
 
 Writes the table into benchmarks/RESULTS.md between its markers.
 """
@@ -39,7 +40,9 @@ def largest_tensor_bytes(model: Path) -> int:
 def measure(model: Path) -> dict[str, list[dict]]:
     """Load reports by strategy. Strategies take turns, so that a slow minute affects all alike."""
     common = [str(model), "--ranks", str(RANKS), "--budget", "none"]
-    run("load", *common, "--strategy", "full-per-rank")  # warms memory and page cache; not measured
+    # Not measured. Brings the file into the page cache. It also takes more memory than any of the
+    # loads after it, which a virtual machine may first have to get from its host.
+    run("load", *common, "--strategy", "full-per-rank")
     reports: dict[str, list[dict]] = {name: [] for name in STRATEGIES}
     for _ in range(ROUNDS):
         for name in STRATEGIES:
@@ -56,11 +59,12 @@ def row(name: str, promise: dict, reports: list[dict], model_bytes: int) -> str:
     seconds = sorted(report["elapsed_s"] for report in reports)
     median = statistics.median(seconds)
     promised = max(node["peak_bytes"] for node in promise["nodes"])
-    models = (kernel - model_bytes) / model_bytes
-    gib = f"{promised / GIB:.2f} | {kernel / GIB:.2f} | {models:.2f}"
+    # Under FSDP2 the shards of all ranks together have the size of the model.
+    beyond_shards = (kernel - model_bytes) / model_bytes
+    memory = f"{promised / GIB:.2f} | {kernel / GIB:.2f} | {beyond_shards:.2f}"
     speed = f"{median:.2f} ({seconds[0]:.2f}-{seconds[-1]:.2f}) | {model_bytes / median / 1e9:.2f}"
-    read = promise["storage_read_bytes"] / model_bytes
-    return f"| `{name}` | {gib} | {read:.2f} | {speed} |"
+    promised_read = promise["storage_read_bytes"] / model_bytes
+    return f"| `{name}` | {memory} | {promised_read:.2f} | {speed} |"
 
 
 def table(model: Path) -> str:
@@ -75,16 +79,16 @@ def table(model: Path) -> str:
             f"{ARCH}, {model_bytes / GIB:.2f} GiB, {RANKS} ranks on one node; "
             f"largest tensor {largest_tensor_bytes(model) / GIB:.2f} GiB:",
             "",
-            "| strategy | promised, GiB | held (kernel), GiB | besides the shards, models "
-            "| read, checkpoints | seconds, median (range) | GB/s |",
+            "| strategy | promised, GiB | held (kernel), GiB | beyond the shards, x model size "
+            "| promised read, x checkpoint size | seconds, median (range) | GB/s |",
             "|---|---|---|---|---|---|---|",
             *rows,
             "",
             "[A picture](../docs/strategies.png) of the memory of such a load over time, by owner, "
             "with each strategy.",
             "",
-            f"`{COMMAND}`: {ROUNDS} interleaved rounds, warm page cache, committing memory "
-            f"included; {version.stdout.strip()}, {machine()}.",
+            f"`{COMMAND}`: {ROUNDS} interleaved rounds, warm page cache; the seconds include the "
+            f"allocation of memory by the kernel; {version.stdout.strip()}, {machine()}.",
         ]
     )
 

@@ -35,7 +35,7 @@ sys.path.append(str(ROOT / "tests/support"))
 from families import MROPE
 from program import tree_of
 
-EVERY_S = 0.02
+SAMPLE_PERIOD_S = 0.02
 RANKS = 4
 COMMAND = "python benchmarks/systems.py"
 ENVIRONMENT = {
@@ -50,8 +50,8 @@ ENGINE = "engine_memory_efficient_load.py"
 STEPS, LOSSES = r"step \d+: .*", r"(?:parameters|losses) .*"
 EFFICIENT = "--memory-efficient-load"
 # System; checkpoint, script and its arguments; the argument that switches Modicum on; the printed
-# lines that must be equal. Without Modicum, LoRA adapters have other random values, but they add 0
-# before the first update.
+# lines that must be equal without and with Modicum. Of LoRA only the first line must be: Modicum
+# gives the adapters other random values, but they add 0 before the first update.
 SCRIPTS = (
     ("accelerate (FSDP2), bf16 mixed precision: dense",
      "causal-lm", "accelerate_fsdp2.py", (), "--modicum", STEPS),
@@ -78,12 +78,12 @@ ZERO2 = (
     ("Modicum's AdamW, `bf16-moments`", ("--workers", "default", "--protect", "--optimizer",
                                          "modicum:bf16-moments")),
 )  # fmt: skip
-HELD = ("master", "gradient", "moments", "staging")
+HELD = ("master", "gradient", "moments", "staging")  # owners whose bytes a row sums
 
 
 def make_checkpoints(folder: Path, names: Iterable[str] = ()) -> dict[str, int]:
-    """Writes each checkpoint, or those in `names`, to a folder of its name. Returns the number of
-    parameters of each."""
+    """Writes the checkpoints in `names` (none: all) to folders of these names. Returns the number
+    of parameters of each."""
     import torch
     import transformers as hub
 
@@ -128,7 +128,8 @@ def make_checkpoints(folder: Path, names: Iterable[str] = ()) -> dict[str, int]:
 
 
 def run(words: list[str], python: str = sys.executable) -> tuple[int, str]:
-    """Runs a command. Returns the peak in bytes of all its processes together, and its output."""
+    """Runs a command. Returns the peak in bytes of all its descendants together, without the
+    process itself (torchrun), and its output."""
     peak, known = 0, {}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -142,7 +143,7 @@ def run(words: list[str], python: str = sys.executable) -> tuple[int, str]:
                         with contextlib.suppress(FileNotFoundError):
                             known[pid] = Process(pid)
                 peak = max(peak, sum(held(one.status()) for one in known.values()))
-                time.sleep(EVERY_S)
+                time.sleep(SAMPLE_PERIOD_S)
         finally:
             process.kill()
         log.seek(0)
@@ -173,7 +174,10 @@ def row_of(script: tuple[Any, ...], place: Path, sizes: dict[str, int]) -> str:
         cells.append(f"{loaded_bytes / GIB:.2f}, {trained_bytes / GIB:.2f}")
         printed.append(re.findall(same, text))
     if not printed[0] or printed[0] != printed[1]:
-        sys.exit(f"{name} {words}: not the same:\n{printed[0]}\n{printed[1]}")
+        sys.exit(
+            f"{name} {words}: the output without Modicum and with it differs:\n"
+            f"{printed[0]}\n{printed[1]}"
+        )
     shown = [name, *(word for word in words[1:] if word not in ("--record", str(place)))]
     model = f"{4 * sizes[checkpoint] / GIB:.2f}"
     return f"| {system} | `{' '.join(shown)}` | {model} | {' | '.join(cells)} | {promised(said)} |"
@@ -202,17 +206,18 @@ def main() -> None:
         sizes = make_checkpoints(place, {script[1] for script in SCRIPTS})
         rows = [row_of(script, place, sizes) for script in SCRIPTS]
     text = [
-        f"{RANKS} ranks on one node, fp32 parameters of a bf16 checkpoint. The ranks' peak in GiB, "
-        "until the first step and with 3 steps, interpreters and libraries included; the same "
-        "losses to the last digit both ways (LoRA: that of the first step, the adapters are "
-        "another draw):",
+        f"{RANKS} ranks on one node, fp32 parameters of a bf16 checkpoint. `as it is` and "
+        "`with Modicum`: the peak of all ranks together in GiB, of a run without steps and of a "
+        "run with 3 steps, interpreters and libraries included. The losses are the same to the "
+        "last digit without and with Modicum. With LoRA this holds for the first step only, since "
+        "the adapters have other random values. `model`: GiB of its parameters:",
         "",
-        "| system | script | model | as it is | with Modicum | promised of its load |",
+        "| system | script | model | as it is | with Modicum | promised for its load, GiB |",
         "|---|---|---|---|---|---|",
         *rows,
         "",
-        "In twinkle's order the script itself gathers whole tensors after the load, for a digest: "
-        "they come on top of the promise.",
+        "In twinkle's order the script itself gathers whole tensors after the load, to compute a "
+        "digest. The promise does not cover these tensors.",
         "",
         "DeepSpeed's ZeRO-2, optimizer in host memory, two data-loader workers, second epoch, by "
         "`examples/zero2_offload.py`:",

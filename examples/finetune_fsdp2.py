@@ -50,7 +50,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budget", help="host memory per node, as in 8GiB")
-    parser.add_argument("--check", choices=["values"], help="compare every value")
+    parser.add_argument(
+        "--check", choices=["values"], help="compare every loaded value with the files"
+    )
     options = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

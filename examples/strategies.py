@@ -1,7 +1,8 @@
 """Two strategies of FSDP2 with the same steps as twinkle: from_pretrained, an optimizer with two
-groups, then the wrap. *native* calls `fully_shard`, *accelerate* calls `Accelerator.prepare`. With
-`--memory-efficient-init` no rank ever holds more weights than its shards. Each run records the
-memory of its ranks by phase; `draw` makes one picture of all runs.
+parameter groups, then the wrap. *native* calls `fully_shard`, *accelerate* calls
+`Accelerator.prepare`. Without `--memory-efficient-init` every rank first holds the complete model;
+with it, Modicum loads each rank's shards after the wrap. Each run records the memory of its ranks
+by phase; `draw` makes one HTML page with the charts of all runs.
 
     torchrun --nproc-per-node 4 examples/strategies.py DIRECTORY native
     torchrun --nproc-per-node 4 examples/strategies.py DIRECTORY native --memory-efficient-init
@@ -34,7 +35,8 @@ Made = tuple[torch.nn.Module, Any]
 
 
 def optimizer_of(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer, made before the wrap, with weight decay for matrices only."""
+    """AdamW over the model's parameters, with weight decay for matrices only. It is made before the
+    wrap, as twinkle does."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -128,7 +130,8 @@ def train(model: torch.nn.Module, optimizer: Any, steps: int, device: str) -> li
 
 
 def promised(options: argparse.Namespace) -> int:
-    """This rank's memory at the begin of the wrap plus the peak that `modicum plan` promises."""
+    """This rank's memory at the begin of the wrap, which contains the load, plus the peak that
+    `modicum plan` promises."""
     plan = modicum.plan(options.directory, ranks=dist.get_world_size(), dtype=options.dtype)
     (strategy,) = (one for one in plan["strategies"] if one["name"] == "own-shard")
     wrap = next(phase for phase in memory.phases() if phase.name == "wrap")

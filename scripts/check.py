@@ -2,7 +2,8 @@
 """Checks the sources against docs/ARCHITECTURE.md and the limits of CONTRIBUTING.md, and the pages
 against the sources.
 
-check.py [TREE]: prints one line per finding, `file:line: message`, and exits 1 if there is any.
+check.py [TREE]: prints one line per finding, `file:line: message`, and exits 1 if there is any;
+else it prints the number of files.
 Standard library only; needs Universal Ctags, which measures functions.
 """
 
@@ -30,8 +31,8 @@ NOT_A_LIBRARY = "python"
 CXX = {".h", ".cc"}
 CODE = CXX | {".py", ".sh", ".cmake", ".txt", ".toml"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
-# A product with a size as a factor. A size is a call of one of these functions, or a name with one
-# of these ends.
+# A product with a size as a factor. A size is a call of a function of SIZE, on either side of `*`,
+# or, on the left, a name that ends in _bytes, _numel or _count.
 SIZE = r"\b(?:numel_of|bytes_of|numel|bytes|total|[a-z_]*_bytes)\([^()]*\)"
 SIZE_PRODUCT = re.compile(rf"(?:{SIZE}|\w(?:_bytes|_numel|_count)\b)\s\*\s|\s\*\s[\w.>-]*{SIZE}")
 OPEN_TASK = re.compile(r"\bTO" + r"DO\b(?!\(#\d+\))")
@@ -86,7 +87,8 @@ def read_architecture(page: str) -> Architecture:
 
 
 def check_table(rooms: dict[str, Room]) -> Iterator[str]:
-    """No room may include an unknown room, a room on a higher floor, or, indirectly, itself."""
+    """No room may include an unknown room, a room on a higher floor, or, directly or through other
+    rooms, itself."""
     where = "docs/ARCHITECTURE.md:1:"
     if not rooms:
         yield f"{where} no table of rooms (room | floor | may include | charter)"
@@ -239,7 +241,7 @@ class Function:
 
 
 def functions(root: Path, paths: list[str]) -> Iterator[Function]:
-    """The functions with a body, as ctags lists them. It calls lambdas `__anon...`."""
+    """The functions with a body, as ctags lists them. ctags calls lambdas `__anon...`."""
     command = (
         "ctags --languages=C++,Python --langmap=C++:+.h --kinds-C++=f --kinds-Python=fm"
         " --fields=+neS --output-format=json -f - -L -"

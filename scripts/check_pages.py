@@ -36,6 +36,7 @@ class Programs:
 
 
 def place(text: str, at: int) -> int:
+    """The number of the line that contains the character at this index."""
     return text.count("\n", 0, at) + 1
 
 
@@ -67,7 +68,8 @@ def check_links(root: Path, page: str, text: str) -> Iterator[str]:
 
 
 def exists(root: Path, name: str) -> bool:
-    if any(re.fullmatch(r"[A-Z]+", part) for part in name.split("/")):  # modicum/ROOM/ROOM.h
+    # A path with a placeholder, such as modicum/ROOM/ROOM.h, counts as existing.
+    if any(re.fullmatch(r"[A-Z]+", part) for part in name.split("/")):
         return True
     return any(root.glob(name)) if "*" in name else (root / name).exists()
 
@@ -93,7 +95,8 @@ def check_mentions(root: Path, path: str, text: str) -> Iterator[str]:
 
 
 def flags_of_verbs(sources: str, page: str) -> dict[str, set[str]]:
-    """The flags of each verb on the page of the command line, if a source contains them, too."""
+    """The flags of each verb: those that the page of the command line lists and a source of
+    modicum/cli contains."""
     known = set(re.findall(r'"(?:-\w,)?(--[a-z][a-z0-9-]*)"', sources)) | {"--help"}
     flags: dict[str, set[str]] = {}
     parts = VERBS_HEADING.split(page)
@@ -114,8 +117,9 @@ def flags_of_script(tree: ast.AST) -> set[str]:
 
 
 def flags_here(words: str, programs: Programs) -> Iterator[tuple[str, set[str] | None]]:
-    """(flag, accepted flags) of each flag in a line of code. Those of the program that the line
-    names before the flag are accepted; None: any, since the program is another project's."""
+    """Yields each flag in a line of code, with the flags that are accepted at that place: those of
+    the program that the line has named last, or of every program if it has named none. None: any
+    flag is accepted, since the program is another project's."""
     current: set[str] | None = programs.all_flags()
     previous = ""
     for word in words.split():
@@ -155,7 +159,7 @@ def check_pages(root: Path, paths: list[str], trees: dict[str, ast.AST]) -> Iter
     sources = "".join((root / one).read_text() for one in paths if one.startswith("modicum/cli/"))
     page = command_line.read_text() if command_line.is_file() else ""
     scripts = {one.rsplit("/", 1)[-1]: flags_of_script(tree) for one, tree in trees.items()}
-    scripts["modicum.recipes"] = scripts.pop("__main__.py", set())
+    scripts["modicum.recipes"] = scripts.pop("__main__.py", set())  # python -m modicum.recipes
     programs = Programs(flags_of_verbs(sources, page), scripts)
     names = {one.rsplit("/", 1)[-1] for one in paths}
     for path in paths:

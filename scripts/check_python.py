@@ -66,8 +66,8 @@ def module_of(path: tuple[str, ...], package: Path) -> tuple[str, ...]:
 
 
 def check_imports(root: Path, rooms: dict[str, Room]) -> Iterator[str]:
-    """Every room and every import between rooms must be in the table; every arrow of the table must
-    be used by a file."""
+    """Every room and every import between rooms must be in the table, and a file must make each
+    import that the table allows."""
     package = root / PACKAGE
     unused = {(name, other) for name, room in rooms.items() for other in room.may_include}
     for path in sorted(package.rglob("*.py")):

@@ -60,11 +60,11 @@ class CheckPython(unittest.TestCase):
     def test_a_room_that_the_table_lacks(self) -> None:
         self.assert_finds({"torch/extra/x.py": ""}, "`torch/extra` is no Python room")
 
-    def test_an_arrow_that_no_file_needs(self) -> None:
+    def test_an_allowed_import_that_no_file_makes(self) -> None:
         unused = {"torch/optim/adamw.py": ""}
         self.assert_finds(unused, "`torch/optim` may import `upstream`, and no file does")
 
-    def test_an_arrow_upward_in_the_table(self) -> None:
+    def test_a_table_that_allows_a_room_on_a_higher_floor(self) -> None:
         page = PAGE.replace("| `upstream` | 2 | - |", "| `upstream` | 2 | `torch` |")
         found = self.findings({"docs/ARCHITECTURE.md": page})
         self.assertTrue(any("above it" in line for line in found), found)

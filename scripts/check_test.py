@@ -118,9 +118,11 @@ class Check(unittest.TestCase):
         self.assertIn(what, found[0])
 
     def source(self, path: str, text: str, what: str) -> None:
+        """Asserts that a file with this text is reported."""
         self.refuses({path: text}, path, what)
 
     def page(self, old: str, new: str, what: str, cmake: tuple[str, str] = ("", "")) -> None:
+        """Asserts that a change of the page's table is reported."""
         changed = {"docs/ARCHITECTURE.md": PAGE.replace(old, new)}
         changed["CMakeLists.txt"] = CMAKE.replace(*cmake)
         self.refuses(changed, "ARCHITECTURE.md", what)
@@ -134,16 +136,16 @@ class Includes(Check):
         text = '#include "modicum/kernels/kernels.h"\n'
         self.source("modicum/stream/load.cc", text, "`stream` may not include `kernels`")
 
-    def test_an_arrow_up(self) -> None:
+    def test_a_room_on_a_higher_floor(self) -> None:
         text = '#include "modicum/io/io.h"\n'
         self.source("modicum/base/sizes.cc", text, "`base` may not include `io`")
 
-    def test_behind_the_public_header_of_another_room(self) -> None:
+    def test_an_internal_header_of_another_room(self) -> None:
         text = '\n#  include "modicum/base/sizes.h"\n'
         self.source("modicum/io/posix.cc", text, "is internal: use modicum/base/base.h")
         self.source("tests/walk.cc", text, "is internal")
 
-    def test_angle_brackets_do_not_hide_it(self) -> None:
+    def test_an_internal_header_in_angle_brackets(self) -> None:
         self.source("modicum/io/posix.cc", "#include <modicum/base/sizes.h>\n", "is internal")
 
     def test_doubles_outside_tests(self) -> None:
@@ -167,7 +169,7 @@ class Table(Check):
     def test_no_table(self) -> None:
         self.page("| room |", "| chamber |", "no table of rooms")
 
-    def test_an_arrow_up_in_the_table(self) -> None:
+    def test_a_table_that_allows_a_room_on_a_higher_floor(self) -> None:
         self.page("| `base` | 1 | - |", "| `base` | 1 | `io` |", "`io` above it")
 
     def test_a_cycle_on_one_floor(self) -> None:
@@ -269,7 +271,7 @@ class Parameters(Check):
         self.accepts({path: "def f(a, *, b, c, d, e, f): ...\n"})
         self.source(path, "def _f(a, *, b, c, d, e, f): ...\n", "_f has 6 parameters")
 
-    def test_pytest_gives_a_test_its_arguments(self) -> None:
+    def test_parameters_of_tests_do_not_count(self) -> None:
         self.accepts({"tests/test_more.py": "def test_it(a, b, c, d, e, f): ...\n"})
         self.source("tests/test_more.py", "def it(a, b, c, d, e, f): ...\n", "it has 6")
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Tests Modicum with other versions of the packages that it works with: bits and memory of loads;
-and with the engines of integrations/.
+"""Tests Modicum with other versions of the packages that it works with, and with the engines of
+integrations/.
 
 Makes each of ENVIRONMENTS in build/conformance/, on top of .venv, whose torch and wheel it uses.
 Runs in each: the tests of FAMILIES (every model of tests/support/families.py through
-`modicum.torch.load`, compared with that version's `from_pretrained`), the tests of FRONTS if its
-`fronts` is set, and benchmarks/loaders.py for LOADERS. Runs ENGINES in an environment that has the
-engines. Writes benchmarks/CONFORMANCE.md. Takes half an hour and needs a package index; `make soak`
-runs it. Exit 1 if a test of FAMILIES fails, or one of ENGINES fails or is skipped.
+`modicum.torch.load`, compared with that version's `from_pretrained`); the tests of FRONTS, if the
+environment's `fronts` is set; and benchmarks/loaders.py for LOADERS, which measures bits and memory
+of loads. Runs the tests of ENGINES in an environment that has the engines. Writes
+benchmarks/CONFORMANCE.md. Takes half an hour and needs a package index; `make soak` runs it. Exit 1
+if a test of FAMILIES fails, or if one of ENGINES does not pass.
 """
 
 import argparse
@@ -67,7 +68,7 @@ ENVIRONMENTS = (
     Environment("pinned", (), fronts=True),
     Environment("newest", PACKAGES, fronts=True),
     # The last version that converts no weights while it loads, so that recipes are the identity.
-    # Without fronts, which need version 5.
+    # The tests of FRONTS need version 5.
     Environment("transformers 4.57", ("transformers==4.57.*",), fronts=False),
 )
 
@@ -119,12 +120,14 @@ def outcomes(name: str, python: Path, words: tuple[str, ...]) -> dict[str, list[
 
 
 def outcome_of(case: ET.Element) -> str:
+    """The outcome of a test: a key of the page's counts; FOOTER explains them."""
     if case.find("skipped") is not None:
         return "skipped"
     failure = case.find("failure")
     if failure is None:
         return "right" if case.find("error") is None else "failed"
     said, where = failure.get("message") or "", failure.text or ""
+    # The model could not be built, before Modicum was called.
     if "tests/support/families.py" in where and "modicum/torch" not in where:
         return "not there"
     if said.startswith("modicum.errors."):

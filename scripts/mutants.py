@@ -37,8 +37,9 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/mutants"
 SOURCE, BUILD, PACKAGE = WORK / "src", WORK / "build", WORK / "package"
 UNMUTATED_TIMEOUT_S = 900  # of Python tests without a mutant
-# Of each test of ctest, and of the Python tests of a mutant. The latter may also take three times
-# as long as without the mutant: a slow test on a busy machine must not count as hung.
+# The time limit of each test of ctest, and the least limit of the Python tests of a mutant. They
+# may take three times as long as without the mutant if that is more: a slow test on a busy machine
+# must not count as hung.
 TEST_TIMEOUT_S = 120
 HUNG = 124  # our exit status for Python tests that exceed their time limit
 # Warnings are off, so that a mutant with an unused variable compiles.
@@ -114,7 +115,7 @@ def tree_files() -> list[str]:
 
 
 def copy_tree() -> None:
-    """Makes the copy equal to the tree. Writes only files that differ: little is rebuilt."""
+    """Makes the copy equal to the tree. Writes only files that differ, to rebuild little."""
     wanted = set(tree_files())
     for path in list(SOURCE.rglob("*")) if SOURCE.exists() else []:
         if path.is_file() and str(path.relative_to(SOURCE)) not in wanted:
@@ -337,7 +338,7 @@ def main() -> int:
         "--python",
         type=Path,
         default=ROOT / ".venv/bin/python",
-        help="for the Python tests; has what scripts/venv.sh test wheel installs",
+        help="interpreter for the Python tests, with the packages of `scripts/venv.sh test wheel`",
     )
     options = parser.parse_args()
     try:

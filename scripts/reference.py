@@ -27,6 +27,7 @@ MODULES: dict[str, list[str] | None] = {
     "modicum.torch.deepspeed": ["ProtectCallback", "config_of", "convert"],
     "modicum.errors": ["Error"],
 }
+# The verbs whose common flags the page lists once for all of them.
 SHARED_BY = ("plan", "load", "rehearse", "save", "resume")
 # Help texts that depend on the machine, and their replacements on the page.
 OF_THIS_MACHINE = {"--isa": "an instruction set that this machine has; default: the fastest"}

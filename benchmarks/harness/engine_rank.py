@@ -1,9 +1,11 @@
-"""One rank of an engine, with fp32 parameters, on CPUs: engine_rank.py ENGINE DIRECTORY FOLDER
---steps N [--modicum]. Rank 0 prints its losses. With --modicum the packages on PYTHONPATH are
-patched.
+"""One rank of an engine with fp32 parameters, on CPUs. Rank 0 prints its losses.
 
-With --steps=0 no optimizer allocates memory: torch's AdamW does so in the first step, and Modicum's
-in its constructor, which is then not called.
+    engine_rank.py ENGINE DIRECTORY FOLDER [--steps=N] [--modicum]
+
+With --modicum, verl, AReaL and twinkle are expected on PYTHONPATH with Modicum's patches, and
+torchtitan gets the classes of docs/guide/which-way.md. With --steps=0 (in this form) no optimizer
+allocates memory: torch's AdamW would allocate in its first step, and Modicum's in its constructor,
+which is then not called.
 """
 
 import argparse
@@ -17,7 +19,7 @@ sys.path += [str(ROOT / "tests/support"), str(ROOT / "examples")]
 
 import torch.distributed as dist  # noqa: E402
 
-SEED = 3
+SEED = 3  # of the tokens of every step
 NO_STEPS = "--steps=0"
 Step = Callable[[int], float]
 
@@ -89,7 +91,7 @@ def main() -> None:
     parser.add_argument("directory")
     parser.add_argument("folder", help="for the files that the engine writes")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--modicum", action="store_true")
+    parser.add_argument("--modicum", action="store_true", help="the engine loads by Modicum")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     step = ENGINES[options.engine](options.directory, options.folder, options.modicum)

@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-# Hides the controls and gives all charts the same height.
+# Hides everything but the charts, and aligns the charts of several runs at the bottom.
 STYLE = """
 h1, .tools, .sample, .reading, .tables > .processes, details, footer { display: none }
 #runs.several { align-items: end }

@@ -15,7 +15,7 @@ from harness.page import ROOT, machine, write_between_markers
 
 
 def commit() -> str:
-    """The measured commit: the last one that changes more than pages."""
+    """The abbreviated hash of the commit that is checked out."""
     words = ["git", "describe", "--always", "--exclude", "*"]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
     return done.stdout.strip()

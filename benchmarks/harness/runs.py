@@ -1,5 +1,5 @@
-"""One run: a zygote forks ranks, which wait at a gate, work while their memory is sampled, and
-report."""
+"""One run: a zygote (zygote.py) forks ranks, which wait until all are ready, work while their
+memory is sampled, and report."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from harness.watch import Watch, available_bytes, group_within, require_group
 
 SAMPLE_PERIOD_S = 0.004
 RESERVE_BYTES = 2 << 30  # left free for the rest of the machine
-STARTING_S = 180
+STARTING_S = 180  # how long the ranks may take until they are connected, and until they are ready
 FOLLOWING_S = 0.5  # how long failures of other ranks, caused by the first one, are collected
 
 

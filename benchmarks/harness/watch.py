@@ -2,8 +2,9 @@
 
 Memory has two figures. One is sampled: the sum of anonymous memory, shared memory and page tables
 over the processes; it misses a peak between two samples. The other is the peak of their memory
-cgroup, which misses none. If no cgroup can be made, the sum of the processes' high-water marks
-replaces it, an upper bound, since it includes mapped files.
+cgroup, which misses none, but includes the page cache that the processes fill. If no cgroup can be
+made, the sum of the processes' high-water marks replaces it. This sum is an upper bound, since it
+includes files that are mapped later, and since processes may peak at different times.
 """
 
 import contextlib
@@ -85,8 +86,8 @@ class Ballast:
 
 
 def await_report() -> None:
-    """Waits until the kernel has reported its free blocks to the host. Gives up after two seconds,
-    since it may have none to report. Not every kernel has this counter."""
+    """Waits until the kernel has reported its free blocks to the host, at most REPORTED_EVERY_S
+    seconds, since it may have none to report. Returns at once if the kernel lacks the counter."""
     begin, passes = time.monotonic(), None
     while REPORTS.exists() and time.monotonic() - begin < REPORTED_EVERY_S:
         now = REPORTS.read_text()
@@ -186,7 +187,7 @@ class Group:
 def require_group(group: Group | None) -> Group:
     """Returns the group. Raises `SystemExit` if it is None."""
     if group is None:
-        raise SystemExit(f"a cage is needed: {why_no_cage()}")
+        raise SystemExit(f"the run needs a memory cgroup: {why_no_cage()}")
     return group
 
 
@@ -256,7 +257,7 @@ class Watch:
             "peak_sampled_bytes": self._peak_bytes,
             "peak_rank_bytes": self._peak_rank_bytes,
             "kept_bytes": sum(self._grown()),
-            # An upper bound: assumes as many mapped file pages at the peak as at the start.
+            # An upper bound: pages of files that were mapped after the start are not subtracted.
             "peak_high_water_bytes": sum(
                 now["VmHWM"] - first["RssFile"] - first["RssAnon"] - first["RssShmem"]
                 for now, first in zip(last, self._first, strict=True)

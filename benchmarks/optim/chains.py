@@ -1,5 +1,5 @@
-"""One process of benchmarks/step.py: times every optimizer in turn and the machine's copy; prints
-JSON."""
+"""One process of benchmarks/step.py: in each round times the machine's copy and one step of every
+optimizer in turn. Prints JSON."""
 
 import argparse
 import importlib.util
@@ -23,8 +23,9 @@ LR, BETAS, EPS, DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.1
 MAX_NORM, UNSCALE = 1.0, 1.0 / 1024
 
 
-# The least bytes per parameter that a step must read and write: the gradients for the norm, then
-# all planes for the update.
+# Bytes per parameter, by state format. MOVED: the least that a step must read and write: the
+# gradients for the norm, then all arrays of parameters, gradients and state for the update. HELD:
+# the parameters, gradients and state.
 MOVED = {"fp32": 34, "fp32-split": 28, "bf16-moments": 20, "int8-moments": 16.125,
          "int8-moments-24": 14.125}  # fmt: skip
 HELD = {"fp32": 16, "fp32-split": 14, "bf16-moments": 10, "int8-moments": 8.0625,
@@ -37,9 +38,10 @@ MOVED["torchao"], HELD["torchao"] = 22, 10.03
 
 @dataclass
 class Chain:
-    """`step`, which is timed, and `refill`, which restores the gradients that a step changes."""
+    """The work of a step with one optimizer: `step`, which is timed, and `refill`, which restores
+    the gradients that a step changes."""
 
-    what: str
+    what: str  # the label in the table
     step: Callable[[], None]
     refill: Callable[[], None] = lambda: None
     state_format: str = "fp32"
@@ -57,6 +59,7 @@ def sizes(params: int) -> list[int]:
 
 
 def clip_factor(norm: float) -> float:
+    """The factor that unscales and clips gradients with this norm."""
     return min(1.0, MAX_NORM / (norm * UNSCALE + 1e-6)) * UNSCALE
 
 
@@ -69,7 +72,9 @@ class Torch:
         self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]
         for parameter in self.params:
             parameter.grad = torch.zeros_like(parameter)
-        self.of = cls(self.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **options)
+        self.optimizer = cls(
+            self.params, lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, **options
+        )
 
     def refill(self) -> None:
         for parameter, grad in zip(self.params, self.grads, strict=True):
@@ -81,7 +86,7 @@ class Torch:
             [p.grad for p in self.params], found_inf, torch.tensor([UNSCALE])
         )
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM, foreach=True)
-        self.of.step()
+        self.optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(self.low, self.params)
 
@@ -96,7 +101,7 @@ class DeepSpeed:
         self.flat = torch.nn.Parameter(torch.zeros(params))
         self.flat.grad = torch.zeros(params)
         self.low = torch.zeros(params, dtype=torch.bfloat16)
-        self.of = DeepSpeedCPUAdam(
+        self.optimizer = DeepSpeedCPUAdam(
             [self.flat], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True
         )
         self.norm_elsewhere = float(torch.linalg.vector_norm(self.grads))
@@ -112,7 +117,7 @@ class DeepSpeed:
 
     def step_with(self, norm: float) -> None:
         self.flat.grad.mul_(clip_factor(norm))
-        self.of.step()
+        self.optimizer.step()
         with torch.no_grad():
             self.low.copy_(self.flat)
 
@@ -141,27 +146,28 @@ class PrimeRl:
 
 
 class Modicum:
-    """Modicum: the norm is computed when the gradients in the plane are declared complete; then one
+    """Modicum: `arrived_in_place` declares the gradients complete and computes their norm; then one
     pass for scale, AdamW and bf16 copy."""
 
     def __init__(self, params: int, form: str, threads: int) -> None:
         self.low = [torch.zeros(n, dtype=torch.bfloat16) for n in sizes(params)]
-        # The upper half of a split master is the bf16 copy, so no other one is needed.
+        # The upper half of a split master is the bf16 copy, so only `fp32` needs a separate one.
         out = self.low if form == "fp32" else [None] * TENSORS
         shards = [
             (f"param.{i}", [n], [(0, n)], 0, None, out[i]) for i, n in enumerate(sizes(params))
         ]
         options = _modicum.AdamOptions(lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY)
-        self.of = _modicum.AdamW(shards, [options], format=form, ledger=Ledger(), threads=threads)
+        ledger = Ledger()
+        self.adamw = _modicum.AdamW(shards, [options], format=form, ledger=ledger, threads=threads)
         dtype = torch.float32 if form == "fp32" else torch.bfloat16
         for i, grad in enumerate(gradients(params, dtype)):
-            torch.from_dlpack(self.of.plane(i, "grad")).view(dtype).copy_(grad)
+            torch.from_dlpack(self.adamw.plane(i, "grad")).view(dtype).copy_(grad)
 
     def step(self) -> None:
-        self.of.arrived_in_place(range(TENSORS))
-        squares, finite = self.of.norms()
+        self.adamw.arrived_in_place(range(TENSORS))
+        squares, finite = self.adamw.norms()
         assert finite
-        self.of.step(UNSCALE, clip_factor(sum(squares) ** 0.5) / UNSCALE)
+        self.adamw.step(UNSCALE, clip_factor(sum(squares) ** 0.5) / UNSCALE)
 
 
 def chains(options: argparse.Namespace) -> dict[str, Chain]:

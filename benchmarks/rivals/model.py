@@ -14,10 +14,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# transformers' TP plan for these models. The embedding is divided along the vocabulary, like the
-# head that is tied to it.
+# transformers' TP plan for these models: (the sharded dim of the weight, torch's style) by module.
+# The embedding is sharded along the vocabulary, like the head that is tied to it.
 TP_PLAN = {
-    "model.embed_tokens": (0, RowwiseParallel),  # the input of an embedding is row numbers
+    # Of an embedding RowwiseParallel shards dim 0; of a linear layer it shards dim 1.
+    "model.embed_tokens": (0, RowwiseParallel),
     "model.layers.*.self_attn.q_proj": (0, ColwiseParallel),
     "model.layers.*.self_attn.k_proj": (0, ColwiseParallel),
     "model.layers.*.self_attn.v_proj": (0, ColwiseParallel),
@@ -78,7 +79,7 @@ def materialize(model: torch.nn.Module) -> None:
 
 
 def chunk(size: int, parts: int, index: int) -> slice:
-    """The indices of torch.chunk's chunk number `index`."""
+    """The indices of torch.chunk's chunk number `index`; empty if torch makes fewer chunks."""
     step = -(-size // parts)
     return slice(min(index * step, size), min((index + 1) * step, size))
 
@@ -111,7 +112,7 @@ def touch(model: torch.nn.Module) -> None:
     """Writes to each page of each shard, like an optimizer's first step, but keeps the values."""
     for parameter in model.parameters():
         local = local_of(parameter)
-        if local.is_contiguous():
+        if local.is_contiguous():  # else the whole shard is written, as integers of its item size
             local.view(-1).view(torch.uint8)[::4096].bitwise_or_(0)
         else:
             local.view({2: torch.int16, 4: torch.int32}[local.itemsize]).bitwise_or_(0)

@@ -1,4 +1,5 @@
-"""A forked rank: waits, loads, writes, and compares its shards."""
+"""A forked rank: waits for the measuring process, loads a model, writes to its shards, and compares
+them with the expected ones."""
 
 import gc
 import importlib
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def preload(directory: str) -> None:
-    """Imports the modules that this model needs."""
+    """Imports the modules that this model needs, by building it on meta."""
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
 
@@ -42,14 +43,14 @@ class Gate:
 
 
 def rank(rank: int, job: dict[str, Any]) -> None:
-    """The zygote calls it in the forked process."""
+    """The body of a rank; the zygote calls this function in the forked process."""
     report(run, rank, job)
 
 
 def report(
     run: Callable[[int, dict[str, Any], Gate], None], rank: int, job: dict[str, Any]
 ) -> None:
-    """Runs a job in its cgroup, and reports a failure through the gate."""
+    """Runs a job in the cgroup that it names, if any, and reports a failure through the gate."""
     if job["procs"]:
         Path(job["procs"]).write_text(str(os.getpid()))
     gate = Gate(job["gate"])
@@ -84,7 +85,8 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
         return
     module, _, function = job["function"].partition(":")
     load = getattr(importlib.import_module(f"rivals.{module}"), function)
-    # Writes to pages that the fork shares, so that they are copied before the run.
+    # A garbage collection writes to pages that the ranks share since the fork. Collecting now
+    # copies these pages before the measurement begins.
     gc.unfreeze()
     gc.collect()
     dist.init_process_group("gloo")

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 # Settings of glibc's malloc, which a user of any loader can choose before the process starts. With
-# `malloc` it returns freed memory immediately; with `hugepages` large blocks also get huge pages.
+# `malloc`, freed blocks of 256 KiB or more are returned to the kernel immediately; with
+# `hugepages`, malloc also requests huge pages.
 GIVING_BACK = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 ALLOCATORS: Mapping[str, Mapping[str, str]] = {
     "": {},
@@ -42,11 +43,12 @@ class Row:
     """A loader and its settings.
 
     `function` is `module:name` in this package and takes the options. `need` is roughly the peak of
-    all ranks by case, in multiples of the shards (`""`: every other case); a run that would not fit
-    into memory is skipped. `environment` is set in the ranks; variables of the allocator are set in
-    the zygote, before the fork. `builds_first`: the function pauses between building the model and
-    loading it. `takes_huge_pages`: the loader itself requests huge pages. `does_not_apply`: by
-    case, why the row is not run. `in_all`: whether `--rows all` includes the row.
+    all ranks together, by case, as a multiple of the bytes of their shards (`""`: every other
+    case); a run that would not fit into memory is skipped. `environment` is set in the ranks;
+    variables of the allocator are set in the zygote, before the fork. `builds_first`: the function
+    pauses between building the model and loading it. `takes_huge_pages`: the loader itself requests
+    huge pages. `does_not_apply`: the cases in which the row is not run, with the reason. `in_all`:
+    whether `--rows all` includes the row.
     """
 
     name: str
@@ -69,10 +71,11 @@ class Row:
 
 
 EFFICIENT = {"ACCELERATE_USE_FSDP": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
-NOT_MASTERS = "makes fp32 masters"
-FOR_MASTERS = dict.fromkeys(("dense", "moe", "tp", "tp-small"), NOT_MASTERS)
+MAKES_MASTERS = "makes fp32 masters"
+ONLY_MASTERS = dict.fromkeys(("dense", "moe", "tp", "tp-small"), MAKES_MASTERS)
 LEAN = {"RUNAI_STREAMER_MEMORY_LIMIT": "0"}
 DISTRIBUTED = {"RUNAI_STREAMER_DIST": "1"}
+# Values of `need`: of loaders that read whole models, prepare them, or send tensors.
 WHOLE = {"": 2.5, "masters": 4.5, "moe": 4.5, "tp-small": 4.0}
 PREPARED = {"": 3.5, "masters": 8.0, "moe": 7.0}
 SENT = {"": 3.5}
@@ -102,7 +105,7 @@ ROWS = (
             options={"mixed_precision": "bf16"},
             environment=EFFICIENT,
             need=PREPARED,
-            does_not_apply=FOR_MASTERS,
+            does_not_apply=ONLY_MASTERS,
             builds_first=False,
         ),
         "malloc",

@@ -46,15 +46,15 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @dataclass(frozen=True)
 class Saver:
-    """A way to save. `is_durable`: it syncs its files itself. `has_state`: it saves the optimizer's
-    state. `is_readable`: `from_pretrained` can read the files."""
+    """A way to save: either `save` or `script` is set. `has_state`: it saves the optimizer's state.
+    `is_durable`: it syncs its files itself. `is_readable`: `from_pretrained` can read the files."""
 
     save: Callable[[nn.Module, Optimizer | None, Path], dict[str, Any] | None] | None = None
     has_state: bool = False
     is_durable: bool = False
     is_readable: bool = True
     script: "Callable[[Case, Path], Script] | None" = None
-    """Makes model and optimizer, and what saves them, as a user's script does."""
+    """Makes the model, the optimizer and the function that saves them, as a user's script does."""
 
 
 @dataclass(frozen=True)
@@ -107,23 +107,24 @@ def by_hf_writer(consolidates: bool) -> Callable[[nn.Module, Optimizer | None, P
             enable_consolidation=consolidates,
             thread_count_consolidation=os.cpu_count() or 1,
         )
-        once = dict(model.named_parameters())  # each tied tensor once: the writer refuses two names
-        whole = get_model_state_dict(model)
-        dcp.save({name: whole[name] for name in once}, storage_writer=writer)
+        # Each tied tensor under one name: the writer refuses a tensor that has two.
+        names = dict(model.named_parameters())
+        state = get_model_state_dict(model)
+        dcp.save({name: state[name] for name in names}, storage_writer=writer)
 
     return save
 
 
 def by_torchtitan(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
-    """Makes the calls of torchtitan 0.3.0's CheckpointManager for `last_save_in_hf`, with an index
-    of files."""
-    files = dict.fromkeys(dict(model.named_parameters()), 1)
+    """Makes the calls of torchtitan 0.3.0's CheckpointManager for `last_save_in_hf`, with all
+    tensors in one file."""
+    files = dict.fromkeys(dict(model.named_parameters()), 1)  # name -> number of its file
     writer = HuggingFaceStorageWriter(
         path=str(out / "sharded"), save_distributed=True, fqn_to_index_mapping=files,
         enable_consolidation=False,
     )  # fmt: skip
-    whole = get_model_state_dict(model)
-    dcp.save({name: whole[name] for name in files}, storage_writer=writer)
+    state = get_model_state_dict(model)
+    dcp.save({name: state[name] for name in files}, storage_writer=writer)
     consolidate_safetensors_files_on_every_rank(
         input_dir=str(out / "sharded"), output_dir=str(out), fqn_to_index_mapping=files,
         num_threads=5,
@@ -140,16 +141,17 @@ def by_save_pretrained(model: nn.Module, optimizer: Optimizer | None, out: Path)
 
 
 def by_accelerate(kind: str) -> Callable[[nn.Module, Optimizer | None, Path], None]:
-    """Makes the calls of `Accelerator.save_state` for FSDP2: on CPU `Accelerator` itself replaces
-    FSDP2 by DDP."""
+    """Makes the calls that `Accelerator.save_state` makes for FSDP2. `Accelerator` itself cannot be
+    used, since it replaces FSDP2 by DDP on CPUs."""
 
     def save(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:
         PartialState(cpu=True)  # accelerate's logging needs it
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
-        at = SimpleNamespace(num_processes=dist.get_world_size(), process_index=dist.get_rank())
-        save_fsdp_model(plugin, at, model, str(out))
+        # The only fields of an `Accelerator` that these functions read.
+        here = SimpleNamespace(num_processes=dist.get_world_size(), process_index=dist.get_rank())
+        save_fsdp_model(plugin, here, model, str(out))
         if optimizer is not None:
-            save_fsdp_optimizer(plugin, at, optimizer, model, str(out))
+            save_fsdp_optimizer(plugin, here, optimizer, model, str(out))
 
     return save
 
@@ -158,33 +160,32 @@ def by_torch_checkpointing(model: nn.Module, optimizer: Optimizer | None, out: P
     from torch_checkpointing import CheckpointManager, SyncCheckpointSaverConfig
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
-    state: dict[str, Any] = {"model": get_model_state_dict(model)}
-    if optimizer is not None:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     # Without O_DIRECT: with it, version 0.1.1 fails on ext4 (EINVAL), as its lengths are unaligned.
     manager = CheckpointManager.Config(
         save=SyncCheckpointSaverConfig(),
         storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
     ).build()
-    manager.save(str(out / "step-1"), state)
+    manager.save(str(out / "step-1"), _state_dict(model, optimizer))
     manager.close()
 
 
-# ---- unchanged scripts
+# ---- scripts of accelerate and Trainer
 
-_lines = contextlib.ExitStack()
+_open_contexts = contextlib.ExitStack()
 """Never closed. A context to which nothing refers would be closed immediately."""
 
 
 def of_script(make: Callable[[nn.Module, Path], Script], *, is_ours: bool) -> Saver:
-    """An unchanged script, or the same with Modicum's line (`is_ours`), whose context remains open
-    until the process ends."""
+    """A script of accelerate or Trainer. With `is_ours` Modicum's line is added to it, and the
+    context of that line remains open until the process ends."""
 
     def script(case: Case, out: Path) -> Script:
         os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
         example("accelerate_fsdp2").fsdp2_on_cpus()
         if is_ours:
-            _lines.enter_context(modicum.torch.accelerate.loading(progress=False, budget="none"))
+            _open_contexts.enter_context(
+                modicum.torch.accelerate.loading(progress=False, budget="none")
+            )
         dtype = getattr(torch, case.dtype)
         return make(AutoModelForCausalLM.from_pretrained(case.directory, dtype=dtype), out)
 
@@ -264,7 +265,7 @@ SAVERS = {
 
 
 def rank(rank: int, job: dict[str, Any]) -> None:
-    """The zygote calls it in the forked process."""
+    """The body of a rank; the zygote calls this function in the forked process."""
     report(run, rank, job)
 
 
@@ -295,7 +296,7 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
     gate.say("loaded", seconds=seconds, written=written, elements=elements, **facts)
     gate.wait()
     wrong = differences(case, model, out) if saver.is_readable else []
-    if saver.is_durable and not any(out.rglob("COMMIT")):
+    if saver.is_durable and not any(out.rglob("COMMIT")):  # Modicum's mark of a complete step
         wrong.append("COMMIT")
     dist.barrier()
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
@@ -306,7 +307,7 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
 
 
 def trained(case: Case, saver: Saver, *, is_ours: bool) -> tuple[nn.Module, Optimizer | None]:
-    """A loaded model and an optimizer that has made one step."""
+    """A loaded model, and an optimizer that has made one step (None for a saver without state)."""
     model = empty_sharded(case, modicum.torch.empty_parameters)
     dtype = getattr(torch, case.dtype)
     modicum.torch.load(model, case.directory, dtype=dtype, progress=False, budget="none")
@@ -329,7 +330,7 @@ def written_bytes() -> int:
 
 
 def make_durable(out: Path) -> None:
-    """Syncs every file and directory."""
+    """Syncs every file and directory of `out`, and its parent directory."""
     for path in [out, *out.rglob("*"), out.parent]:
         opened = os.open(path, os.O_RDONLY)
         try:
@@ -339,9 +340,11 @@ def make_durable(out: Path) -> None:
 
 
 def differences(case: Case, model: nn.Module, out: Path) -> list[str]:
-    """Names of parameters whose shard differs from the saved values."""
+    """Names of parameters whose shard on this rank differs from the saved values, or that no file
+    has."""
     saved = {}
     for path in sorted(out.rglob("*.safetensors")):
+        # Files of optimizer state, and of by_torchtitan before it consolidates them, are left out.
         if path.parent.name not in ("optimizer", "sharded"):
             with safe_open(path, "pt") as file:
                 saved |= dict.fromkeys(file.keys(), path)

@@ -24,7 +24,8 @@ def distributed_checkpoint(case: Case, built: Callable[[], None]) -> torch.nn.Mo
     model = empty_sharded(case)
     built()
     materialize(model)
-    # Without the name of a tied head: the files lack it, and DCP fails for a missing name.
+    # Unlike state_dict(), named_parameters() omits the second name of a tied tensor. The files lack
+    # that name, too, and DCP fails for a name that the files lack.
     state = dict(model.named_parameters())
     dcp.load(state, storage_reader=HuggingFaceStorageReader(case.directory))
     return model
@@ -43,35 +44,39 @@ def shard_on_read(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a stored tensor, and its destination."""
+    """A region of a stored tensor, and the memory of this rank's shard that it is read into."""
 
     destination: torch.Tensor
     region: tuple[slice, ...]
 
 
 def wanted(case: Case, model: torch.nn.Module) -> dict[str, Piece]:
-    """The pieces that this rank needs, by stored name."""
+    """The pieces that this rank needs, by the names of the stored tensors."""
     pieces = {}
     for name, parameter in model.named_parameters():
         local = local_of(parameter)
         part = region(case, name, parameter.shape)
-        stem, experts, projection = name.partition(".experts.")
-        if experts:
-            for expert, rows in enumerate(local, start=part[0].start):
-                for stored, view in sources(projection, rows):
-                    inside = tuple(slice(0, size) for size in view.shape)
-                    pieces[f"{stem}.experts.{expert}.{stored}.weight"] = Piece(view, inside)
+        stem, is_stacked, projection = name.partition(".experts.")
+        if is_stacked:
+            # Dim 0 of a stacked parameter numbers the experts, and FSDP2 shards dim 0: so this rank
+            # holds whole experts, which the files store one by one.
+            first_expert = part[0].start
+            for expert, matrix in enumerate(local, start=first_expert):
+                for stored, view in stored_parts(projection, matrix):
+                    complete = tuple(slice(0, size) for size in view.shape)
+                    pieces[f"{stem}.experts.{expert}.{stored}.weight"] = Piece(view, complete)
         else:
             pieces[name] = Piece(local, part)
     return {name: piece for name, piece in pieces.items() if piece.destination.numel()}
 
 
-def sources(projection: str, rows: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, destination) of the stored tensors of one expert."""
+def stored_parts(projection: str, matrix: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the stored tensors that together make one expert's `matrix` of `projection`: their
+    short names, and the views of `matrix` that they are read into."""
     if projection == "gate_up_proj":
-        yield from zip(("gate_proj", "up_proj"), rows.chunk(2), strict=True)
+        yield from zip(("gate_proj", "up_proj"), matrix.chunk(2), strict=True)
     else:
-        yield projection, rows
+        yield projection, matrix
 
 
 def files_of(case: Case) -> list[str]:
@@ -79,7 +84,7 @@ def files_of(case: Case) -> list[str]:
 
 
 def get_slice(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """safetensors' lazy slices, copied into place."""
+    """Copies safetensors' lazy slices into the shards."""
     model = empty_sharded(case)
     built()
     materialize(model)
@@ -94,7 +99,7 @@ def get_slice(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 
 @dataclass(frozen=True)
 class Stored:
-    """The place of a stored tensor's bytes."""
+    """A stored tensor, and where its bytes are: the open file and the offset in it."""
 
     descriptor: int
     offset: int
@@ -126,7 +131,8 @@ def read_into(descriptor: int, offset: int, tensor: torch.Tensor) -> None:
 
 
 def preadv(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """Large reads into the shards; casts and column shards go through a buffer of 1 MiB."""
+    """Reads whole rows directly into the shards. If a shard needs a cast or has only some columns,
+    the rows are read in blocks into a buffer of STAGING_BYTES, or of one row if that is longer."""
     model = empty_sharded(case)
     built()
     materialize(model)
@@ -134,7 +140,7 @@ def preadv(case: Case, built: Callable[[], None]) -> torch.nn.Module:
     for name in sorted(pieces, key=lambda name: (stored[name].descriptor, stored[name].offset)):
         piece, source = pieces[name], stored[name]
         first, last = piece.region[0].start, piece.region[0].stop
-        row = torch.empty(source.shape[1:], dtype=source.dtype)
+        row = torch.empty(source.shape[1:], dtype=source.dtype)  # for its shape and size in bytes
         begin = source.offset + first * row.nbytes
         if piece.destination.dtype == source.dtype and piece.destination[0].shape == row.shape:
             read_into(source.descriptor, begin, piece.destination)
@@ -151,7 +157,7 @@ def preadv(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 
 
 def flipped_bit(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """preadv with one wrong bit in a shard of the last rank."""
+    """The loader `preadv`, with one wrong bit in a shard of the last rank."""
     model = preadv(case, built)
     if dist.get_rank() == case.world - 1:
         locals_ = (local_of(parameter) for parameter in model.parameters())

@@ -15,7 +15,8 @@ from runai_model_streamer import SafetensorsStreamer
 def runai(
     case: Case, built: Callable[[], None], lean: bool = False, distributed: bool = False
 ) -> torch.nn.Module:
-    """runai-model-streamer. lean: the smallest buffers, and only tensors that the rank needs."""
+    """runai-model-streamer. lean: streams only the tensors that the rank needs, and lends them from
+    its buffer (`owned=False`), which the row's environment makes as small as possible."""
     model = empty_sharded(case)
     built()
     materialize(model)
@@ -36,8 +37,8 @@ def runai(
 def fastsafetensors(case: Case, built: Callable[[], None]) -> torch.nn.Module:
     """Each rank reads some of the files, and tensors are scattered by rows.
 
-    An expert is sent to its rank only. With TP every rank gets complete tensors, since the library
-    can scatter along one axis only.
+    The tensors of an expert are sent only to the rank that holds it. With TP every rank gets
+    complete tensors, since the library can scatter along one dim only.
     """
     model = empty_sharded(case)
     built()
@@ -66,15 +67,17 @@ def fastsafetensors(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 
 
 def expert_rank(case: Case, model: torch.nn.Module, name: str) -> int | None:
-    """The rank whose shard has a stored expert; None for other tensors."""
-    _, experts, rest = name.partition(".experts.")
-    if not experts:
+    """The rank that holds the expert to which a stored tensor belongs; None if the tensor belongs
+    to no expert."""
+    _, is_experts, rest = name.partition(".experts.")
+    if not is_experts:
         return None
     return int(rest.partition(".")[0]) // math.ceil(model.config.num_experts / case.world)
 
 
 def fastsafetensors_local(case: Case, built: Callable[[], None]) -> torch.nn.Module:
-    """Each rank reads the tensors it needs, in chunks of the largest tensor's size."""
+    """Each rank reads the tensors that it needs, in batches of at most the bytes of the largest
+    parameter in bf16."""
     model = empty_sharded(case)
     built()
     materialize(model)

@@ -55,7 +55,7 @@ def of_row(results: list[Result], row: Row) -> list[Result]:
 
 
 def outcome_of(results: list[Result]) -> str:
-    """The worst outcome of a row's runs. Skipped runs are ignored."""
+    """The worst outcome of a row's runs; "skipped" only if all of them were skipped."""
     order = ("wrong", "cannot", "right", "skipped", "n/a")
     return min((result["outcome"] for result in results), key=order.index)
 
@@ -114,8 +114,8 @@ def title(case: Case, stored_bytes: int, shards_bytes: int, files: int) -> str:
     layers = f"{case.layers} layers" if case.layers else "all layers"
     return (
         f"{case.what}: {case.arch}, {layers}, {stored_bytes / GIB:.2f} GiB in {files} files, into "
-        f"{shards_bytes / GIB:.2f} GiB of shards in {case.world} ranks (1.00: these shards; "
-        "of reads: the files):"
+        f"{shards_bytes / GIB:.2f} GiB of shards in {case.world} ranks. Memory is a multiple of "
+        "these shards; reads and page cache are multiples of the files:"
     )
 
 
@@ -151,12 +151,13 @@ def when(results: list[Result]) -> str:
     """The days of the measurements."""
     days = sorted({time.strftime("%Y-%m-%d", time.gmtime(r["begun"])) for r in results})
     measurements = len({result["begun"] for result in results})
-    of = f"{measurements} measurements, " if measurements > 1 else ""
-    return of + " to ".join(dict.fromkeys([days[0], days[-1]]))
+    number = f"{measurements} measurements, " if measurements > 1 else ""
+    return number + " to ".join(dict.fromkeys([days[0], days[-1]]))
 
 
 def overview(rows: list[Row], cases: dict[str, list[Result]], words: str = "") -> str:
-    """All cases in one table: peak memory and time, page cache warm."""
+    """All cases in one table: peak memory as a multiple of the shards, and time, page cache warm.
+    `words`: arguments of the printed command."""
     cases = {
         case: [result for result in results if not result["cold"]]
         for case, results in cases.items()

@@ -34,7 +34,8 @@ def ties(model: torch.nn.Module) -> list[list[str]]:
 
 
 def make_truth(case: Case, path: Path) -> None:
-    """Writes the digests of all shards of all ranks and of the buffers, and the ties."""
+    """Writes the digests of all shards of all ranks and of the buffers, the ties, and the bytes of
+    all shards."""
     model = AutoModelForCausalLM.from_pretrained(case.directory, dtype=dtype_of(case))
     shards: dict[str, list[str]] = {}
     shards_bytes = 0
@@ -49,7 +50,8 @@ def make_truth(case: Case, path: Path) -> None:
 
 
 def differences(model: torch.nn.Module, rank: int, path: Path) -> list[str]:
-    """Names in a loaded model whose values or ties are wrong."""
+    """The names of a loaded model whose dtype, shape or bits differ from the expected ones or that
+    are missing on one side, and a message if the ties differ."""
     truth: dict[str, Any] = json.loads(path.read_text())
     expected = {name: ranks[rank] for name, ranks in truth["shards"].items()} | truth["buffers"]
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())

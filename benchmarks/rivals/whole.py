@@ -27,10 +27,11 @@ def from_pretrained(case: Case, built: Callable[[], None]) -> torch.nn.Module:
 def accelerate(
     case: Case, built: Callable[[], None], mixed_precision: str = "no"
 ) -> torch.nn.Module:
-    """accelerate's FSDP2 with cpu_ram_efficient_loading, as `Accelerator.prepare` calls it.
+    """accelerate's FSDP2 with cpu_ram_efficient_loading.
 
-    On CPU `Accelerator` silently replaces an FSDP2 plugin by DDP, so the functions that it would
-    call on a GPU are called here. Mixed precision makes fp32 masters of a bf16 model.
+    On CPUs `Accelerator` silently replaces an FSDP2 plugin by DDP, so the function that
+    `Accelerator.prepare` would call on a GPU is called here. With mixed precision this function
+    makes fp32 masters of a bf16 model.
     """
     PartialState(cpu=True)  # accelerate's logging needs it
     stored = mixed_precision != "no"
@@ -55,7 +56,7 @@ def torch_broadcast(case: Case, built: Callable[[], None]) -> torch.nn.Module:
     """Rank 0 loads the model, and torch broadcasts it tensor by tensor."""
     model = empty_sharded(case)
     built()
-    # named_parameters has one name of a tied tensor, so that it is sent once.
+    # named_parameters() has a tied tensor under one name only, so the tensor is sent once.
     state = dict(whole(case, dtype_of(case)).named_parameters()) if dist.get_rank() == 0 else {}
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, cpu_offload=True, strict=False

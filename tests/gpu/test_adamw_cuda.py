@@ -14,7 +14,7 @@ import modicum  # noqa: E402
 import modicum.torch  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
 
-EVERY = [
+CASES = [
     ("fp32", torch.float32),
     ("fp32", torch.bfloat16),
     ("fp32-split", torch.bfloat16),
@@ -24,9 +24,12 @@ EVERY = [
 
 
 @pytest.mark.parametrize("pin", [False, True])
-@pytest.mark.parametrize(("state_format", "dtype"), EVERY)
-def test_the_same_bits_as_on_the_host(state_format: str, dtype: torch.dtype, pin: bool) -> None:
-    """Steps on a stream of the caller's, with a backward before and a forward after each step."""
+@pytest.mark.parametrize(("state_format", "dtype"), CASES)
+def test_parameters_on_the_device_step_with_the_bits_of_parameters_on_the_host(
+    state_format: str, dtype: torch.dtype, pin: bool
+) -> None:
+    """All work is queued on a stream that the test has made: the backward before each step, and a
+    read of the weights after it."""
     torch.manual_seed(2)
     host = nn.Linear(1000, 3001, bias=False, dtype=dtype)
     device = nn.Linear(1000, 3001, bias=False, dtype=dtype, device="cuda")
@@ -43,7 +46,7 @@ def test_the_same_bits_as_on_the_host(state_format: str, dtype: torch.dtype, pin
             host.weight.grad = device.weight.grad.cpu()
             on_host.step()
             on_device.step()
-            after = device.weight.detach().clone()  # in order behind the copies
+            after = device.weight.detach().clone()  # queued behind the step's copies
             assert torch.equal(after.cpu(), host.weight.detach())
     assert on_device.digest() == on_host.digest()
     assert ledger.held == held
@@ -52,8 +55,8 @@ def test_the_same_bits_as_on_the_host(state_format: str, dtype: torch.dtype, pin
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split", "bf16-moments", "int8-moments"])
 def test_offloaded_shards_step_with_the_bits_of_a_model_on_the_host(state_format: str) -> None:
-    """Gradients of a real backward arrive in pinned host memory; each step has the bits of a model
-    that was never on the device."""
+    """FSDP2 copies the gradients of a backward on the device into host memory. Each step has the
+    bits of a model that was never on the device."""
     torch.manual_seed(5)
 
     def layers() -> nn.Sequential:
@@ -75,7 +78,7 @@ def test_offloaded_shards_step_with_the_bits_of_a_model_on_the_host(state_format
         ):
             local = theirs.grad.to_local()
             assert local.device.type == "cpu", name
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # FSDP2 copies gradients asynchronously
             ours.grad = local.clone()
         norms = [float(each.clip_grad_norm_(0.5)) for each in (on_host, stepping)]
         assert norms[0] == norms[1]
@@ -88,7 +91,7 @@ def test_offloaded_shards_step_with_the_bits_of_a_model_on_the_host(state_format
     assert stepping.digest() == on_host.digest()
 
 
-def test_a_model_that_is_compiled_and_under_autocast() -> None:
+def test_a_compiled_model_learns_under_autocast() -> None:
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)).cuda()
     optimizer = AdamW(model.named_parameters(), lr=0.02)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def loaded(checkpoint: Path, policy: OffloadPolicy, ledger: modicum.Ledger):
+    """(a model sharded with this policy and loaded by Modicum, the model of `from_pretrained`)."""
     whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
     with modicum.torch.empty_parameters():
         model = AutoModelForCausalLM.from_config(whole.config, dtype=torch.bfloat16)
@@ -30,10 +31,11 @@ def loaded(checkpoint: Path, policy: OffloadPolicy, ledger: modicum.Ledger):
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
     modicum.torch.load(model, checkpoint, ledger=ledger, progress=False)
+    # The load puts parameters on the device; `to` moves the buffers.
     return model.to("cuda") if not isinstance(policy, CPUOffloadPolicy) else model, whole
 
 
-def test_shards_on_a_device_leave_nothing_in_host_memory(checkpoint: Path) -> None:
+def test_shards_on_a_device_leave_no_charge_for_host_memory(checkpoint: Path) -> None:
     ledger = modicum.Ledger()
     model, whole = loaded(checkpoint, OffloadPolicy(), ledger)
     assert ledger.held_bytes == 0
@@ -60,7 +62,9 @@ def test_offloaded_shards_are_pinned_in_place(checkpoint: Path) -> None:
     assert ledger.held["shards"] > 0
 
 
-def test_a_model_on_the_device_has_buffers_and_gradients(checkpoint: Path) -> None:
+def test_a_model_on_the_device_has_the_loss_and_gradients_of_from_pretrained(
+    checkpoint: Path,
+) -> None:
     """Catches: a rotary buffer that stays on the CPU or on meta; other values in the forward."""
     model, whole = loaded(checkpoint, OffloadPolicy(), modicum.Ledger())
     whole.cuda()
@@ -74,7 +78,7 @@ def test_a_model_on_the_device_has_buffers_and_gradients(checkpoint: Path) -> No
 
 
 @pytest.mark.parametrize("strategy", ["own-shard", "rank0-broadcast", "full-per-rank"])
-def test_a_load_that_overwrites_parameters_on_the_device(checkpoint: Path, strategy: str) -> None:
+def test_a_load_overwrites_parameters_on_the_device(checkpoint: Path, strategy: str) -> None:
     model, whole = loaded(checkpoint, OffloadPolicy(), modicum.Ledger())
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))

@@ -16,7 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def printed(*arguments: str) -> str:
-    """What a program prints that torchrun starts as one rank."""
+    """The output of a program that torchrun starts with one rank."""
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
     run += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     ended = subprocess.run([*run, *arguments], capture_output=True, text=True, timeout=240)
@@ -25,12 +25,13 @@ def printed(*arguments: str) -> str:
 
 
 def losses(text: str) -> list[str]:
+    """The loss of each of the three steps, as printed."""
     found = re.findall(r"^step \d+: (loss .*)$", text, re.MULTILINE)
     assert len(found) == 3, text
     return found
 
 
-def test_fine_tuning_with_fsdp2(checkpoint: Path) -> None:
+def test_the_fsdp2_example_loads_and_trains(checkpoint: Path) -> None:
     program = str(EXAMPLES / "finetune_fsdp2.py")
     text = printed(program, str(checkpoint), "--check", "values", "--budget", "64GiB")
     assert "check ok" in text or "ok" in text, text

@@ -84,7 +84,7 @@ CASES = [(name, False) for name in OPTIMIZERS] + [("fp32", True), ("fp32-split",
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("optimizer", "offloads"), CASES)
-def test_a_step_on_the_device_resumes_to_the_same_bits(
+def test_a_run_on_the_device_resumes_to_the_same_bits(
     checkpoint: Path, tmp_path: Path, optimizer: str, offloads: bool, background: bool
 ) -> None:
     run = Run(checkpoint, optimizer, offloads=offloads)
@@ -99,7 +99,7 @@ def test_a_step_on_the_device_resumes_to_the_same_bits(
     report = saved.wait() if background else saved
     assert report.held_bytes <= report.promised_bytes
     stored = load_file(Path(report.path) / "model.safetensors")
-    tied = {"lm_head.weight"} - stored.keys()
+    tied = {"lm_head.weight"} - stored.keys()  # the second name of a tied tensor is not stored
     assert values.keys() - tied == stored.keys()
     for name, value in stored.items():
         assert torch.equal(value, values[name]), name
@@ -113,10 +113,10 @@ def test_a_step_on_the_device_resumes_to_the_same_bits(
     assert_same(again, run.values(), run.moments())
 
 
-def test_a_backward_that_is_still_running_when_the_save_begins(
+def test_a_save_waits_for_changes_that_the_device_has_yet_to_make(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The device is busy on another stream's work when the save copies its parameters."""
+    """When the save begins, the device is busy, and the parameters' last change is still queued."""
     run = Run(checkpoint, "torch")
     modicum.torch.load(run.model, checkpoint, progress=False)
     torch.cuda._sleep(500_000_000)  # about 0.3 s of the device's clock

@@ -1,5 +1,5 @@
-"""Acts of `torch_rank.py` that run accelerate or Trainer, with or without
-`modicum.torch.accelerate.loading` around them."""
+"""Acts (functions that ranks run by name, see torch_rank.py) that run accelerate or Trainer, with
+or without `modicum.torch.accelerate.loading` around them."""
 
 import contextlib
 import ctypes
@@ -67,7 +67,7 @@ def accelerator_of(
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
-    """Three parameter groups, in another order than the model's; one norm is frozen."""
+    """Up to three parameter groups, in another order than the model's; one norm is frozen."""
     named = dict(model.named_parameters())
     frozen = next(n for n in named if "norm" in n or "ln_" in n)
     named.pop(frozen).requires_grad_(False)
@@ -100,7 +100,14 @@ def accelerated(
     options: dict[str, Any] | None = None,
     **how: Any,
 ) -> dict[str, Any]:
-    """Makes two steps of AdamW. Returns all values in which two runs may differ."""
+    """Makes two steps of torch's AdamW. Returns all values in which two runs may differ.
+
+    Args:
+        by: "modicum": within `loading`; else without it.
+        order: the arguments of `prepare`, in their order.
+        options: arguments of `loading`.
+        how: arguments of `accelerator_of`.
+    """
     if adapters is not None:
         import peft  # noqa: F401  (loading() checks for it when the model is built)
     torch.manual_seed(dist.get_rank())
@@ -168,7 +175,8 @@ def placed(parameter: Any) -> str:
 
 
 def units(model: Any) -> list[tuple[str, list[str]]]:
-    """FSDP2's units in order: the module's name, its parameters and their dtypes."""
+    """FSDP2's units in order: the module's name; its parameters with their dtypes, and at the end
+    whether the unit reshards after a forward."""
     from torch.distributed.fsdp import FSDPModule
 
     found = []
@@ -197,7 +205,8 @@ def script(cage: str, words: list[str]) -> None:
     Path(cage).write_text(str(os.getpid()))
     # glibc then unmaps buffers of all-gathers when they are freed; else they would count as held.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
-    # A collection writes to every object from before the fork, and so would copy 50 MiB of pages.
+    # Else a garbage collection would write to every object from before the fork, and so copy 50 MiB
+    # of pages.
     gc.freeze()
     with fsdp2_on_cpus() as module:
         sys.argv = [module.__file__, *words]

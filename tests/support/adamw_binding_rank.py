@@ -1,5 +1,5 @@
-"""Acts of `torch_rank.py` that check whether `modicum.torch.AdamW` steps the parameters that the
-model trains."""
+"""Acts (functions that ranks run by name, see torch_rank.py) that check whether
+`modicum.torch.AdamW` steps the parameters that the model trains."""
 
 import contextlib
 from collections.abc import Callable
@@ -33,7 +33,8 @@ def losses_of(model: Any, optimizer: Any, backward: Any) -> list[float]:
 
 
 def told(body: Callable[[list[float]], None]) -> dict[str, Any]:
-    """The losses, and the message of a modicum.Error; empty if there is none."""
+    """Calls `body` with a list, to which it adds the losses. Returns the losses, and the message of
+    the modicum.Error that `body` raises, or ""."""
     losses: list[float] = []
     try:
         with nearest_sqrt():
@@ -65,6 +66,8 @@ def prepared(directory: str, way: str, sent: bool = False) -> dict[str, Any]:
             accelerator = accelerate_rank.accelerator_of(cpu_ram_efficient_loading=sent)
             model = from_pretrained(directory)
             if way == "loading, named lines":
+                # With FSDP2 accelerate prepares a model only together with an optimizer. This one
+                # is thrown away.
                 model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
                 made = modicum.torch.AdamW(model.named_parameters(), lr=LR)
                 optimizer = accelerator.prepare_optimizer(made)
@@ -104,17 +107,17 @@ def one_rank_refuses(directory: str, what: str) -> dict[str, Any]:
     saved = optimizer.state_dict()
     before = optimizer.digest()
     name, parameter = next((n, p) for n, p in model.named_parameters() if "q_proj" in n)
-    is_odd = dist.get_rank() == dist.get_world_size() - 1
+    is_last = dist.get_rank() == dist.get_world_size() - 1
     model(input_ids=torch.ones(1, 4, dtype=int), labels=torch.ones(1, 4, dtype=int)).loss.backward()
     if what == "load_state_dict":
         saved["state"][0]["exp_avg_sq"] = -1 - saved["state"][0]["exp_avg_sq"].abs()
-        if not is_odd:
+        if not is_last:
             saved = optimizer.state_dict()
-    elif is_odd and what == "memory":
+    elif is_last and what == "memory":
         parameter._local_tensor.share_memory_()
-    elif is_odd and what == "options":
+    elif is_last and what == "options":
         optimizer.param_groups[0]["lr"] = -1.0
-    elif is_odd and what == "state":
+    elif is_last and what == "state":
         optimizer.state[parameter].pop("exp_avg")
     refused = ""
     try:
@@ -122,7 +125,7 @@ def one_rank_refuses(directory: str, what: str) -> dict[str, Any]:
     except modicum.Error as error:
         refused = str(error)
     told = {"refused": refused, "name": name}
-    if not is_odd:
+    if not is_last:
         optimizer.zero_grad()
         told["same"] = optimizer.digest() == before
     return told
@@ -133,8 +136,8 @@ def one_rank_lacks_memory(directory: str) -> dict[str, Any]:
     optimizer whose first step waits for that rank."""
     model = from_pretrained(directory)
     torch_rank.sharded(model, [dist.get_world_size()], False)
-    is_odd = dist.get_rank() == dist.get_world_size() - 1
-    ledger = modicum.Ledger("1KiB" if is_odd else None)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    ledger = modicum.Ledger("1KiB" if is_last else None)
     try:
         modicum.torch.AdamW(model.named_parameters(), lr=LR, ledger=ledger)
     except modicum.Error as error:
@@ -144,7 +147,8 @@ def one_rank_lacks_memory(directory: str) -> dict[str, Any]:
 
 def one_rank_cannot_unfreeze(directory: str, how: str) -> dict[str, Any]:
     """Only the last rank's ledger has no room for parameters that are first trained after some
-    steps."""
+    steps. `how`: "unfreeze": the optimizer has had them from the start, frozen; "add_param_group":
+    it gets them then."""
     torch.manual_seed(0)
     model = from_pretrained(directory)
     torch_rank.sharded(model, [dist.get_world_size()], False)
@@ -155,8 +159,8 @@ def one_rank_cannot_unfreeze(directory: str, how: str) -> dict[str, Any]:
     first = [p for p in model.parameters() if how == "unfreeze" or p.requires_grad]
     optimizer = modicum.torch.AdamW(first, lr=LR, ledger=ledger)
     losses_of(model, optimizer, lambda loss: loss.backward())
-    is_odd = dist.get_rank() == dist.get_world_size() - 1
-    ledger.limit_bytes = ledger.held_bytes if is_odd else None
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    ledger.limit_bytes = ledger.held_bytes if is_last else None
     held, before = ledger.held_bytes, optimizer.digest()
     for p in late.values():
         p.requires_grad_(True)

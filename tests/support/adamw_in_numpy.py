@@ -140,6 +140,7 @@ class Shard(NamedTuple):
 
 
 def row_of(shape: Sequence[int]) -> int:
+    """The length of the rows that are divided into blocks of codes."""
     for dims in range(1, len(shape)):
         if (row := math.prod(shape[-dims:])) >= 128:
             return row
@@ -201,16 +202,16 @@ class Numbers:
     """The coefficients of a step; steps are taken in order, from 1 on."""
 
     def __init__(self, settings: Settings) -> None:
-        self.of = settings
+        self.settings = settings
         self.powers = [F(1), F(1)]
         self.t = 0
 
     def advance(self) -> None:
         self.t += 1
-        (self.torch if self.of.semantics == "torch" else self.deepspeed)()
+        (self.torch if self.settings.semantics == "torch" else self.deepspeed)()
 
     def torch(self) -> None:
-        of, t = self.of, min(self.t, 1 << 24)
+        of, t = self.settings, min(self.t, 1 << 24)
         rest1, rest2 = (1 - beta**t if of.bias_correction else 1.0 for beta in of.betas)
         self.w, self.w2 = F(1 - of.betas[0]), F(1 - of.betas[1])
         self.bias2 = F(rest2**0.5)
@@ -218,7 +219,7 @@ class Numbers:
         self.decay = F(1 - of.lr * of.weight_decay)
 
     def deepspeed(self) -> None:
-        of, betas = self.of, [F(beta) for beta in self.of.betas]
+        of, betas = self.settings, [F(beta) for beta in self.settings.betas]
         self.powers = [power * beta for power, beta in zip(self.powers, betas, strict=True)]
         rest1, rest2 = (F(1) - p if of.bias_correction else F(1) for p in self.powers)
         self.w, self.w2 = F(1) - betas[0], F(1) - betas[1]

@@ -2,10 +2,11 @@
 
     adamw_memory.py FORMAT...
 
-A format whose name ends in fp32 is that of float32 parameters; after "torch:" the parameters are in
-torch's own memory, which forked children inherit. Prints a JSON object by argument.
-Figures are bytes above the memory held before the optimizer was made: RssAnon of the process, and
-Pss_Anon of the process and its forked children together.
+With a format whose name ends in fp32 the parameters are float32, else bfloat16. With the prefix
+"torch:" they are in torch's own memory, which forked children inherit. Prints a JSON object of
+figures by argument, in bytes: `made` and `stepped` are RssAnon of the process, above the value from
+before the optimizer was made; `written_with_children` is what two steps add to Pss_Anon of the
+process and its forked children together.
 """
 
 import gc
@@ -23,7 +24,7 @@ from torch import nn
 import modicum
 import modicum.torch
 
-ROWS = 1664  # a multiple of a block of scales
+ROWS = 1664  # a multiple of 128, the elements of a block with one scale
 LAYERS = 3
 
 
@@ -54,7 +55,7 @@ def loaded(dtype: torch.dtype) -> nn.Module:
 
 def train(model: nn.Module, optimizer: Any, steps: int) -> None:
     for _ in range(steps):
-        for parameter in model.parameters():  # products without workspace
+        for parameter in model.parameters():  # unlike a matrix product, this takes no workspace
             (parameter * 0.5).sum().backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()

@@ -98,13 +98,16 @@ def shorten(model: Model) -> None:
     model.large.weight.untyped_storage().resize_(64)
 
 
+# Changes that a new optimizer follows: it steps the new memory.
 FOLLOWED = [
     share, share_one, send, take_data, set_other, swap, channels_last, resize_there_and_back,
 ]  # fmt: skip
-FREED = [free, shorten]
+FREED = [free, shorten]  # changes after which every call must be refused
 
 
 def refused(call: Callable[[], Any], names: str, after: Any = None) -> None:
+    """Asserts that the call raises UsageError with the text `names`. `after`: the change that was
+    made before, for the message."""
     try:
         call()
     except modicum.UsageError as error:
@@ -124,7 +127,7 @@ def steps(model: Model, optimizer: Any, count: int) -> None:
 def parameters_move(memory: str, folder: Path) -> None:
     for change in FOLLOWED:
         if memory == "modicum" and change is resize_there_and_back:
-            continue  # torch refuses to resize it
+            continue  # torch refuses to resize Modicum's memory
         mine, theirs = made(memory, folder), made("torch", folder)
         ours = modicum.torch.AdamW(mine.named_parameters(), lr=1e-2)
         torchs = torch.optim.AdamW(theirs.parameters(), lr=1e-2)

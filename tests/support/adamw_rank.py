@@ -1,4 +1,5 @@
-"""Acts of `torch_rank.py` that step with `modicum.torch.AdamW`."""
+"""Acts (functions that ranks run by name, see torch_rank.py) that step with
+`modicum.torch.AdamW`."""
 
 import math
 from collections.abc import Callable
@@ -72,6 +73,8 @@ def states(directory: str, mesh: list[int], state_format: str, threads: int) -> 
 
 
 def norm(directory: str, mesh: list[int]) -> dict[str, Any]:
+    """Clips to a quarter of the gradients' norm, to the norm and to its fourfold. Returns the norm
+    by AdamW, by float64 and by torch, and the factors of the three clips."""
     model = model_of(directory, mesh)
     optimizer = modicum.torch.AdamW(model.parameters())
     bring_gradients(model)
@@ -99,7 +102,8 @@ def norm(directory: str, mesh: list[int]) -> dict[str, Any]:
 
 
 def skip(directory: str, mesh: list[int], bad: str) -> dict[str, Any]:
-    """A step in which rank 3 has a gradient that is not finite, between two finite steps."""
+    """A step in which rank 3 has a gradient with the value `bad`, which is not finite, between two
+    finite steps."""
     model = model_of(directory, mesh)
     optimizer = modicum.torch.AdamW(model.parameters())
     bring_gradients(model)

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 import modicum.torch
 
 WORLD = 2
+# (family, changes of AReaL's configuration, the class whose values are expected)
 CASES = {
     "causal-lm": ("qwen3", {}, "AutoModelForCausalLM"),
     "lora": ("qwen3", {"use_lora": True, "lora_rank": 4}, "AutoModelForCausalLM"),
@@ -96,7 +97,8 @@ class only_by_path:
 
 
 def assert_loaded(made: Engine, directory: str, oracle: str | None) -> None:
-    """Compares with `from_pretrained` in one process, buffers included."""
+    """Compares with `from_pretrained` of the class `oracle` in one process, buffers included. None:
+    the class of a critic, whose head is new."""
     assert isinstance(made.engine.optimizer, modicum.torch.AdamW)
     held = made.tensors()
     if oracle is None:  # the value head is new: no file has it

@@ -15,7 +15,8 @@ _HOOKS: list[Any] = []
 @contextmanager
 def nothing_happens(number: int, opened: str = "no file") -> Iterator[None]:
     """Asserts that the body causes none of EVENTS, except that it may open files whose names end in
-    `opened`. All calls share one audit hook, since a hook cannot be removed."""
+    `opened`. The assertion's message names `number`. All calls share one audit hook, since a hook
+    cannot be removed."""
 
     def hook(event: str, arguments: Any) -> None:
         if _LISTENING and event in EVENTS:

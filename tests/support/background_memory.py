@@ -1,5 +1,5 @@
-"""Acts of `torch_rank.py` that train with a pause before each step, in place of forward and
-backward, and save meanwhile: by Modicum, or by DCP's async_save."""
+"""Acts (functions that ranks run by name, see torch_rank.py) that train with a pause before each
+step, in place of forward and backward, and save meanwhile: by Modicum, or by DCP's async_save."""
 
 import os
 import statistics
@@ -42,7 +42,8 @@ def step(model: Any, optimizer: torch.optim.Optimizer, pause_s: float) -> float:
     begin = time.monotonic()
     time.sleep(pause_s)
     for parameter in model.parameters():
-        parameter.backward(torch.full_like(parameter, 1e-3))  # one gradient at a time, as FSDP2
+        # One gradient at a time, as FSDP2 makes them.
+        parameter.backward(torch.full_like(parameter, 1e-3))
     optimizer.step()
     optimizer.zero_grad()
     dist.barrier()
@@ -58,8 +59,9 @@ def settled() -> float:
 
 
 def by_modicum(directory: str, root: str) -> dict[str, Any]:
-    """Steps without a save, then with a save in the background: `ROUNDS` times with the pause,
-    which suffices to write, and then without it."""
+    """With the pause, during which a save can be written: `ROUNDS` steps without a save, then
+    `ROUNDS` steps, each during a save in the background. Then without the pause: `ROUNDS` steps
+    without a save, and one during a save."""
     model, optimizer = trained(directory, "modicum")
 
     def save(number: int, **how: Any) -> Any:
@@ -89,8 +91,8 @@ def by_modicum(directory: str, root: str) -> dict[str, Any]:
 
 
 def by_dcp(directory: str, root: str) -> dict[str, Any]:
-    """Steps as `by_modicum`, with one save by DCP. Makes the directory `root` just before the save:
-    it shows that a rank was not killed earlier."""
+    """Steps without the pause, then makes one save by DCP. Makes the directory `root` just before
+    the save: the directory shows that a rank was not killed earlier."""
     model, optimizer = trained(directory, "torch")
     for _ in range(ROUNDS):
         step(model, optimizer, 0)

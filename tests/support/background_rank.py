@@ -1,5 +1,5 @@
-"""Acts of `torch_rank.py` that save in the background and make steps meanwhile. The ranks run with
-fixtures/faulty_files.c, by which `slow` delays their writes."""
+"""Acts (functions that ranks run by name, see torch_rank.py) that save in the background and make
+steps meanwhile. The ranks run with fixtures/faulty_files.c, by which `slow` delays their writes."""
 
 import contextlib
 import os
@@ -92,7 +92,7 @@ def both(
 
 
 def alone(directory: str, cut: Cut, kind: tuple[str, str]) -> dict[str, str]:
-    """The end of `both`, trained without a save."""
+    """The state that `both` returns as "end", of the same training without a save."""
     model, stepping = loaded(directory, cut, *kind)
     steps(model, stepping, cut, range(2, 2 + STEPS))
     return whole(model, stepping)
@@ -104,7 +104,12 @@ def told_of(error: Exception) -> dict[str, Any]:
 
 
 def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
-    """Saves a step, then one in the background that must fail, then one that must not."""
+    """Saves a step, then one in the background that must fail, then one that must not.
+
+    Args:
+        how: the fault: "disk": a write fails; "weight" or "moment": rank 1 changes one during the
+            save.
+    """
     model, stepping = loaded(directory, cut, "fp32", "float32")
     modicum.torch.save(model, root, step=OLD, optimizer=stepping)
     page = Path(os.environ["FAULTY_PAGE"])

@@ -111,7 +111,8 @@ def cage(limit_bytes: int) -> Iterator[Cage]:
 
 
 def remove(directory: Path) -> None:
-    """Kills the processes in the cgroup and removes it, repeatedly: at first the kernel refuses."""
+    """Kills the processes in the cgroup and removes it. Tries repeatedly, since the kernel refuses
+    while they are ending."""
     deadline = time.monotonic() + 10
     while directory.exists():
         for pid in (directory / "cgroup.procs").read_text().split():

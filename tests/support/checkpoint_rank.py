@@ -1,5 +1,6 @@
-"""Acts of `torch_rank.py`: scripts that save checkpoints and resume by accelerate's and Trainer's
-own calls, within `modicum.torch.accelerate.loading` or without it."""
+"""Acts (functions that ranks run by name, see torch_rank.py): scripts that save checkpoints and
+resume by accelerate's and Trainer's own calls, within `modicum.torch.accelerate.loading` or without
+it."""
 
 import contextlib
 import ctypes
@@ -58,8 +59,13 @@ def reports(loading: Any) -> list[dict[str, Any]]:
 
 
 def read_model(directory: str, adapters: bool | str) -> Any:
-    """`adapters`: whether PEFT's wrapper is around the model. It then trains "and a norm": one of
-    the base, too; "and norms": copies of all norms, which PEFT saves with the adapters."""
+    """A model of `from_pretrained` in float32.
+
+    Args:
+        adapters: False: none. True: the model is within a PeftModel, which trains the adapters.
+            "and a norm": it also trains one norm of the base model. "and norms": it also trains
+            copies of all norms, which PEFT saves with the adapters.
+    """
     if adapters:
         import peft  # noqa: F401  (loading() checks for it when the model is built)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

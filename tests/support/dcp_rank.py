@@ -1,4 +1,5 @@
-"""Acts of `torch_rank.py` that save and load by torch.distributed.checkpoint through Modicum."""
+"""Acts (functions that ranks run by name, see torch_rank.py) that save and load by
+torch.distributed.checkpoint through Modicum."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN, XFS_IOC_GOINGDOWN
-# The fate of the file system's log: written with all data (as if frozen before), written, lost.
+# Flags of the ioctl. They say what reaches the disk before the power fails: all data and the file
+# system's log; the log only; neither.
 FLAGS = {"flush": 0, "log-flush": 1, "no-log-flush": 2}
-SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # sparse
+SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # bytes of the images, which are sparse files
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,7 +48,8 @@ class Disk:
         _checked(_libc.umount2(os.fsencode(self.directory), 0), "umount")
 
     def cut_power(self, flags: int) -> None:
-        """Cuts the power of the mounted file system: no later call reaches the disk."""
+        """Cuts the power of the mounted file system, with one of FLAGS: no later call reaches the
+        disk."""
         opened = os.open(self.directory, os.O_RDONLY)
         try:
             fcntl.ioctl(opened, SHUTDOWN, flags.to_bytes(4, "little"))
@@ -71,7 +73,8 @@ def disk(kind: str, scratch: Path) -> Iterator[Disk]:
 
 
 def why_no_disk(kind: str, scratch: Path) -> str:
-    """Why no such file system can be mounted and cut here; "" if it can."""
+    """The reason why no file system of this kind can be mounted and have its power cut here; "" if
+    one can."""
     if os.getuid() != 0:
         return "only root can mount file systems"
     for tool in (f"mkfs.{kind}", "losetup"):

@@ -1,5 +1,5 @@
-"""The releases of the engines for which integrations/ has patches and of torchtitan, and an
-environment with them."""
+"""The releases of torchtitan and of the engines for which integrations/ has patches, and an
+environment in which they are installed."""
 
 import subprocess
 from pathlib import Path
@@ -11,13 +11,13 @@ TITAN = "torchtitan==0.3.0"
 def releases() -> dict[str, str]:
     """The release of each engine, by name of its distribution."""
     named = (path.stem.rpartition("-") for path in ROOT.glob("integrations/*.patch"))
-    return {name: of for name, _, of in named} | dict([TITAN.split("==")])
+    return {name: release for name, _, release in named} | dict([TITAN.split("==")])
 
 
 def make_environment(place: Path, base: Path) -> Path:
-    """Makes an environment on top of that of the Python `base`, and returns its Python. The engines
-    require older versions of the packages there. So they are installed without dependencies, and
-    their other dependencies from a list."""
+    """Makes an environment on top of that of the interpreter `base`, and returns its interpreter.
+    The engines require older versions of the packages in that environment. So they are installed
+    without dependencies, and the dependencies that `base` lacks from requirements-engines.txt."""
     python = place / "bin/python"
     code = "import site; print(site.getsitepackages()[0])"
     packages = subprocess.run([base, "-c", code], check=True, capture_output=True, text=True).stdout
@@ -25,6 +25,6 @@ def make_environment(place: Path, base: Path) -> Path:
     (own,) = place.glob("lib/python*/site-packages")
     (own / "base.pth").write_text(packages)
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    engines = [f"{name}=={of}" for name, of in releases().items()]
+    engines = [f"{name}=={release}" for name, release in releases().items()]
     subprocess.run([*pip, "-r", ROOT / "scripts/requirements-engines.txt", *engines], check=True)
     return python

@@ -1,4 +1,4 @@
-"""Acts of `torch_rank.py` for the tests of engines."""
+"""Acts (functions that ranks run by name, see torch_rank.py) for the tests of engines."""
 
 import ctypes
 import gc
@@ -26,7 +26,7 @@ from modicum.torch.loading import memory
 
 
 class Experts(nn.Module):
-    """A tensor of three dims, and one sharded along its second dim."""
+    """A tensor of three dims, and one that `_cut` shards along dim 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class Experts(nn.Module):
 
 
 class Toy(nn.Module):
-    """A model with rows that 4 does not divide, fewer rows than ranks, a tie, a frozen layer, and
-    every kind of buffer."""
+    """A model with numbers of rows that 4 ranks do not divide, some smaller than 4, a tie, a frozen
+    bias, and buffers: integer, boolean, floating-point, empty and non-persistent."""
 
     def __init__(self, tied: bool = True, buffers: bool = True) -> None:
         super().__init__()
@@ -66,6 +66,7 @@ class Toy(nn.Module):
 
 
 def _cut(model: Any, offload: bool = False) -> Any:
+    """Shards the model with FSDP2 over all ranks."""
     how: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
     if offload:
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
@@ -85,8 +86,14 @@ def _whole(dtype: torch.dtype, **kind: bool) -> Toy:
 
 
 def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
-    """A model before sharding, built in one of the ways in which engines build it. "alike": on all
-    ranks on meta."""
+    """A model before sharding, built in one of the ways in which engines build it.
+
+    Args:
+        how: "alike": by `empty_parameters` on all ranks. "moved to meta": built with values and
+            then moved. "with values": on all ranks. Else rank 0 has values, and the other ranks
+            have "others without parameters", as accelerate's context builds it, or, with any other
+            text, a model on meta.
+    """
     if how == "alike":
         with empty_parameters():
             return _whole(dtype, **kind)
@@ -116,7 +123,8 @@ def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
 
 
 def _garbage(model: Any) -> None:
-    """Fills the model as `to_empty` does: with uninitialised memory."""
+    """Gives the model memory by `to_empty`, and fills it with NaN and 1, in place of arbitrary
+    values."""
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -132,7 +140,8 @@ def _step(model: Any, optimizer: Any) -> str:
 
 
 def _everything(model: Any) -> dict[str, str]:
-    """This rank's shards and buffers, also non-persistent ones, and its ties."""
+    """For each name of a parameter or buffer, also of a non-persistent one: a digest of this rank's
+    values, the first name of the same tensor, and `requires_grad`."""
     from torch_rank import told
 
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
@@ -281,7 +290,8 @@ class Large(nn.Module):
 
 def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any]:
     """Loads rank 0's state dict, which has a transposed tensor, into a model that may have another
-    dtype. Returns the memory that this rank held meanwhile, and the report."""
+    dtype, with the budget `offers`. Returns the memory that this rank held meanwhile, and the
+    report."""
     from torch_rank import held_bytes
 
     with empty_parameters():
@@ -349,8 +359,8 @@ def dict_consumed(fails_at: int | None = None, consume: bool = True) -> dict[str
     """
     from torch_rank import held_bytes
 
-    # Freeing 31 MiB raises malloc's mmap threshold to that size: it then takes the tensors from its
-    # heap, as in a process that has run for some time.
+    # Freeing 31 MiB raises malloc's mmap threshold to that size: from then on malloc takes the
+    # tensors from its heap, as in a process that has run for some time.
     del [torch.empty(31 << 20, dtype=torch.uint8)][:]
     with empty_parameters():
         model: Any = Rows()
@@ -395,7 +405,8 @@ def _drawn(shape: torch.Size, seed: torch.Tensor) -> torch.Tensor:
 
 
 def engine(directory: str, dtype: str = "bfloat16", **options: Any) -> dict[str, Any]:
-    """The shards of the example's engine on this rank, the bytes it read, and its memory."""
+    """The shards of the example's engine on this rank, the bytes that this rank read, and the
+    memory that it held."""
     from torch_rank import held_bytes, local_state, read_bytes, whole_state
 
     module = example("engine_memory_efficient_load")
@@ -438,7 +449,7 @@ def dcp_loaded(directory: str, mesh: list[int]) -> dict[str, Any]:
 
 
 def strategy(**options: Any) -> dict[str, Any]:
-    """A run of the example, with a launcher's environment variables."""
+    """A run of examples/strategies.py, with a launcher's environment variables."""
     words = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank()}
     words |= {"WORLD_SIZE": dist.get_world_size(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(word) for name, word in words.items()})

@@ -1,8 +1,8 @@
 """Tiny models of real classes, for the tests that compare with transformers.
 
-Sizes are awkward on purpose: odd wherever the class allows it, two layers, few experts, so that
-shards are uneven and some empty. Every parameter and persistent buffer is drawn at random, since
-the class's own values (zeros, ones) would hide a misplaced element.
+Sizes are awkward on purpose: mostly odd, with few layers and experts, so that shards are uneven and
+some empty. Every floating-point parameter and persistent buffer is drawn at random, since the
+class's own values (zeros, ones) would hide a misplaced element.
 """
 
 import re
@@ -135,7 +135,8 @@ def convolutions_apart(tensors: Tensors, model: Any) -> Tensors:
 
 
 def fp8(block: int) -> Callable[[Tensors, Any], Tensors]:
-    """Stores every linear layer but the head as FP8 codes with a scale for each block."""
+    """Stores every linear layer whose name ends in `_proj` or `_proj_with_mqa` as FP8 codes, with a
+    scale for each block."""
 
     def quantize(tensors: Tensors, model: Any) -> Tensors:
         maker = torch.Generator().manual_seed(2)

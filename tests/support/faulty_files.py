@@ -12,15 +12,16 @@ from pathlib import Path
 from program import PATIENCE_S, Ended
 
 SOURCE = Path(__file__).parents[1] / "fixtures/faulty_files.c"
-FAILS, SHORT, CUT, HELD, SLOW = 1, 2, 3, 4, 5
+FAILS, SHORT, CUT, HELD, SLOW = 1, 2, 3, 4, 5  # `enum how` of faulty_files.c
 NEVER = 1 << 62
-_PAGE = struct.Struct("=qqii32s224s")
-_DETAIL_AT = 20
+_PAGE = struct.Struct("=qqii32s224s")  # `struct page` of faulty_files.c
+_DETAIL_AT = 20  # the offset of its member `detail`
 
 
 @dataclass(frozen=True)
 class Hit:
-    """The call at which a run was hit. `call` is empty if none was."""
+    """The system call that was hit in a run, its path, and the number of counted calls so far.
+    `call` is empty if no call was hit."""
 
     calls: int
     call: str
@@ -28,7 +29,7 @@ class Hit:
 
 
 def be(page: Path, how: tuple[int, int], at: int = NEVER) -> None:
-    """Does what `FaultyFiles.be` does, for its page."""
+    """Sets the fault of the programs that have mapped this page; see `FaultyFiles.be`."""
     # Programs have mapped the page, so it must stay the same file.
     with page.open("r+b" if page.exists() else "w+b") as file:
         file.write(_PAGE.pack(0, at, *how, b"", b""))
@@ -69,7 +70,7 @@ class FaultyFiles:
             file.write(struct.pack("=i", 1))
 
     def hit(self) -> Hit:
-        """The hit of the last run, which may still go on."""
+        """The hit of the last run, which may still be running."""
         calls, _, _, _, call, path = _PAGE.unpack(self.page.read_bytes()[: _PAGE.size])
         return Hit(calls, *(part.rstrip(b"\0").decode() for part in (call, path)))
 

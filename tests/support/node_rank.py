@@ -1,7 +1,8 @@
-"""A program for torchrun that runs acts of torch_rank.py and writes each rank's answers to a file.
+"""A program for torchrun that runs acts (functions in `torch_rank.ACTS`) and writes each rank's
+answers to a file.
 
-node_rank.py ACTS FOLDER: ACTS is a JSON list of [act, arguments], `cut` as a list; FOLDER/RANK.json
-has the answers in this order.
+node_rank.py ACTS FOLDER: ACTS is a JSON list of [name, arguments], in which the argument `cut` is a
+list. FOLDER/RANK.json gets the answers in this order.
 """
 
 import json

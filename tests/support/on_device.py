@@ -10,8 +10,9 @@ _VIEWS = (aten.detach, aten.view, aten._unsafe_view, aten.slice, aten.alias)
 
 
 class OnDevice(torch.Tensor):
-    """Supports copies from and to the host within one dtype, and no other operation. It reports a
-    device for which torch has no kernels; torch's own kernels see a tensor on meta."""
+    """Supports copies from and to the host within one dtype, and some views, but no other
+    operation. It reports a device for which torch has no kernels; torch's own kernels see a tensor
+    on meta."""
 
     host: torch.Tensor
     copied: list[int] = []

@@ -1,5 +1,5 @@
-"""Acts of `torch_rank.py`: complete scripts with accelerate, Trainer, TRL or FSDP2 alone that train
-with torch's AdamW or with `modicum.torch.AdamW`."""
+"""Acts (functions that ranks run by name, see torch_rank.py): complete scripts with accelerate,
+Trainer, TRL or FSDP2 alone that train with torch's AdamW or with `modicum.torch.AdamW`."""
 
 import contextlib
 import tempfile
@@ -78,7 +78,8 @@ def model_of(directory: str, adapters: bool) -> Any:
 
 
 def experts_of(config: Any) -> dict[str, str]:
-    """The default implementation of experts supports only even sizes on CPUs."""
+    """An argument of `from_pretrained` for mixtures: the default implementation of experts supports
+    only even sizes on CPUs."""
     is_mixture = hasattr(config, "num_experts_per_tok")
     return {"experts_implementation": "eager"} if is_mixture else {}
 
@@ -99,6 +100,7 @@ def optimizer_of(by: str, params: Any, **options: Any) -> Any:
 
 
 def rows(vocabulary: int, count: int) -> torch.Tensor:
+    """`count` rows of 12 random tokens."""
     return torch.randint(vocabulary, (count, 12), generator=torch.Generator().manual_seed(3))
 
 
@@ -143,6 +145,8 @@ def by_accelerate(
             model, optimizer_of(by, model.named_parameters(), **options)
         )
     else:
+        # With FSDP2 accelerate prepares a model only together with an optimizer. This one is thrown
+        # away.
         model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
         optimizer = accelerator.prepare_optimizer(
             optimizer_of(by, model.named_parameters(), **options)

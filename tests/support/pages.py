@@ -18,13 +18,13 @@ WIDE, NARROW = 1280, 390
 
 @contextlib.contextmanager
 def browser() -> Iterator[Any]:
-    """Chromium without a window. Skips where it or its driver is missing, as conftest.py says."""
+    """Chromium without a window. Skips the test if Chromium or playwright is missing."""
     driver = pytest.importorskip("playwright.sync_api")
     program = shutil.which(CHROMIUM)
     if program is None:
         pytest.skip(f"no {CHROMIUM}")
     with driver.sync_playwright() as started:
-        # Without its sandbox it runs as root, too; it opens our own files only.
+        # Without its sandbox Chromium runs as root, too. It opens only our own files.
         opened = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
         try:
             yield opened
@@ -33,7 +33,7 @@ def browser() -> Iterator[Any]:
 
 
 def drawn_on(path: Path) -> dict[str, Any]:
-    """The source of a page: its runs, and a sentence."""
+    """The data that a page shows: its runs, and a sentence."""
     text = re.search(r'id="document">(.*?)</script>', path.read_text(), re.S)
     assert text
     found: dict[str, Any] = json.loads(text[1])
@@ -42,20 +42,21 @@ def drawn_on(path: Path) -> dict[str, Any]:
 
 @dataclass
 class Shown:
-    """An open page, its printed messages, and the addresses that it has requested."""
+    """An open page. `errors`: the errors of its scripts, and all that it has printed on the
+    console; `requests`: the addresses that it has requested."""
 
     page: Any
     errors: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
 
     def violations(self) -> list[str]:
-        """The serious violations of accessibility that axe finds."""
+        """The violations of accessibility that axe rates serious or critical."""
         axe = pytest.importorskip("axe_playwright_python.sync_playwright")
         found = axe.Axe().run(self.page).response["violations"]
         return [
-            f"{of['id']}: {of['nodes'][0]['html']}"
-            for of in found
-            if of["impact"] in ("serious", "critical")
+            f"{violation['id']}: {violation['nodes'][0]['html']}"
+            for violation in found
+            if violation["impact"] in ("serious", "critical")
         ]
 
     def reading(self, run: int = 0) -> str:
@@ -105,13 +106,13 @@ class Shown:
 def shown(opened: Any, path: Path, width: int = WIDE, scheme: str = "light") -> Iterator[Shown]:
     """Opens the file in a new window. Errors of its scripts and all its requests are noted."""
     page = opened.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    of = Shown(page)
-    page.on("console", lambda told: of.errors.append(told.text))
-    page.on("pageerror", lambda error: of.errors.append(str(error)))
-    page.on("request", lambda request: of.requests.append(request.url))
+    opened_page = Shown(page)
+    page.on("console", lambda message: opened_page.errors.append(message.text))
+    page.on("pageerror", lambda error: opened_page.errors.append(str(error)))
+    page.on("request", lambda request: opened_page.requests.append(request.url))
     page.goto(path.as_uri())
     try:
-        yield of
+        yield opened_page
     finally:
         page.close()
 

@@ -29,7 +29,7 @@ class Ended:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error object of `--json`."""
+        """The `error` object of the JSON document."""
         return self.json["error"]
 
 

@@ -113,7 +113,9 @@ def sample_of(pattern: str) -> str:
 
 
 def renamed(name: str, transforms: Sequence[Any]) -> tuple[str, str | None]:
-    """transformers' own renaming of one name, by transforms that have seen nothing else."""
+    """transformers' own renaming of one name: (new name, the pattern of the converter that takes
+    it, or None). The transforms are reset first, since some remember the names that they have
+    renamed."""
     for transform in transforms:
         if isinstance(transform, upstream.GroupWeightRename):
             transform._active = None

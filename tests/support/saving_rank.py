@@ -1,4 +1,5 @@
-"""Acts of `torch_rank.py` that save steps and resume from them."""
+"""Acts (functions that ranks run by name, see torch_rank.py) that save steps and resume from
+them."""
 
 import gc
 import signal

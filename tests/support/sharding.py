@@ -137,8 +137,9 @@ def dtensor_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
 def fsdp2_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
     """The shards of a rank by `fully_shard`, for the tensors that it supports.
 
-    It does not support tensors without dims, nor uneven shards along another dim than 0. Tensors
-    without elements are left out, since it reports other shapes for them ([0, 0] for [3, 0]).
+    `fully_shard` supports neither tensors without dims nor uneven shards along another dim than 0.
+    Tensors without elements are left out, too, since `fully_shard` reports other shapes for them
+    ([0, 0] for [3, 0]).
     """
     with playing_rank(rank, cut.world):
         mesh = mesh_of(cut)
@@ -172,9 +173,10 @@ def fully_shard_takes(cut: Cut, local: Any) -> bool:
 
 @contextmanager
 def playing_deepspeed_rank(rank: int, world: int) -> Iterator[None]:
-    """DeepSpeed's own communication layer over the fake process group.
+    """As `playing_rank`, with DeepSpeed's own communication layer over the fake process group.
 
-    It would compile a shared-memory kernel for real collectives; none is made here.
+    DeepSpeed would compile a shared-memory kernel for its collectives. The tests need none, so
+    nothing is compiled.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed

@@ -1,4 +1,5 @@
-"""Acts: functions that a rank of `ranks.py` runs by name. `ACTS` at the end lists them."""
+"""Acts: functions that a rank of `ranks.py` runs by name. `ACTS` at the end has the name of each,
+including those of the modules that are imported there."""
 
 import contextlib
 import gc
@@ -57,7 +58,7 @@ def join(rank: int, world: int, folder: Path) -> None:
 
 
 def greet() -> int:
-    """A barrier that returns once all ranks have joined."""
+    """A barrier: returns this process's pid once all ranks have joined."""
     dist.barrier()
     return os.getpid()
 
@@ -265,7 +266,7 @@ def tried(
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
     as_dtype = getattr(torch, dtype) if dtype else None
 
-    def act() -> None:
+    def when_agreed() -> None:
         (_folder / f"begun-{dist.get_rank()}").touch()
         if truncate is not None:
             os.truncate(truncate, os.path.getsize(truncate) // 2)
@@ -273,7 +274,7 @@ def tried(
 
     failure, begin, before = None, time.monotonic(), read_bytes()
     try:
-        with once_agreed(act):
+        with once_agreed(when_agreed):
             modicum.torch.load(model, source, dtype=as_dtype, progress=False, **arguments)
     except (Exception, KeyboardInterrupt) as error:
         failure = failed(error, time.monotonic() - begin)
@@ -288,19 +289,20 @@ def tried(
 
 
 @contextlib.contextmanager
-def once_agreed(act: Callable[[], None]) -> Iterator[None]:
-    """Calls `act` after all ranks have agreed on the inputs, before any data is read."""
+def once_agreed(call: Callable[[], None]) -> Iterator[None]:
+    """Makes the call once, when all ranks have first agreed on the inputs of a load, before any
+    data is read."""
     agree = group.Ranks.agree
-    acted = False
+    is_called = False
 
-    def agree_and_act(self: group.Ranks, digest: str, facts: Any = ()) -> None:
-        nonlocal acted
+    def agree_and_call(self: group.Ranks, digest: str, facts: Any = ()) -> None:
+        nonlocal is_called
         agree(self, digest, facts)
-        if not acted:
-            acted = True
-            act()
+        if not is_called:
+            is_called = True
+            call()
 
-    group.Ranks.agree = agree_and_act
+    group.Ranks.agree = agree_and_call
     try:
         yield
     finally:
@@ -311,7 +313,7 @@ def once_agreed(act: Callable[[], None]) -> Iterator[None]:
 
 
 def held_bytes(*names: str) -> int:
-    """The sum of some lines of /proc/self/status."""
+    """The sum of the lines of /proc/self/status with these names, in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(lines[name].split()[0]) for name in names) * 1024
 

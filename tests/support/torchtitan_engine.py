@@ -1,5 +1,6 @@
-"""Two ranks of torchtitan's llama3, optimizers and checkpoint manager on CPUs: torchtitan_engine.py
-FOLDER PAGE, with the block of PAGE about torchtitan. Each rank prints "trained"."""
+"""Two ranks of torchtitan's llama3, optimizers and checkpoint manager on CPUs, with the classes of
+the block about torchtitan on a page: torchtitan_engine.py FOLDER PAGE. Each rank prints
+"trained"."""
 
 import dataclasses
 import os
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 WORLD = 2
-# torchtitan's adapter permutes rows within each head: with these sizes a rank has whole heads.
+# torchtitan's adapter permutes rows within each head, so each rank must have whole heads.
 SIZES = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 

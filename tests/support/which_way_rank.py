@@ -1,4 +1,5 @@
-"""Acts of `torch_rank.py` that run blocks of docs/guide/which-way.md."""
+"""An act (a function that ranks run by name, see torch_rank.py) that runs a block of
+docs/guide/which-way.md."""
 
 import os
 import tempfile
@@ -68,8 +69,8 @@ class TitanManager:
 
 
 def page_block(text: str, directory: str, folder: str, family: str = "") -> dict[str, Any]:
-    """Runs a block with the names that it needs. Returns the losses of its training, and digests
-    of this rank's part of `model`."""
+    """Runs a block with the names that it needs. Returns the losses of its training, the files in
+    `folder`, and digests of this rank's part of `model`."""
     losses: list[float] = []
 
     def train(model: Any, optimizer: Any) -> None:

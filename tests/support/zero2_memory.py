@@ -1,4 +1,4 @@
-"""A program that runs examples/zero2_offload.py and reads its memory without Modicum.
+"""A program that runs examples/zero2_offload.py and reads its memory without Modicum's functions.
 
     zero2_memory.py WORDS OF THE EXAMPLE...
 
