@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # packages.sh GROUP...: makes sure that the Debian packages of each GROUP (build, check, python) are
 # installed. Root installs missing ones; for other users it prints the command to run and exits 1.
-# On another system than Debian it only prints the packages that the groups need.
 set -euo pipefail
 
 packages_of() {

@@ -7,7 +7,7 @@
 #   asan-all, tsan-all  every test program with these sanitizers; asan-all also AdamW's kernels
 #   clang   compiles everything, the Python module included, with Clang 14
 #   fuzz    fuzzes every parser for FUZZ_S seconds (default 60), with Clang's libFuzzer
-#   python  the tests under tests/ except gpu/ and those marked soak; installs the wheel in .venv
+#   python  the tests under tests/ with the dev build and the wheel, which is installed into .venv
 #   python-soak  the tests under tests/ that are marked soak
 set -euo pipefail
 cd "$(dirname "$0")/.."

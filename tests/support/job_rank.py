@@ -1,5 +1,5 @@
-"""An act (a function that ranks run by name, see torch_rank.py): a whole job of accelerate, with
-load, steps and save, and the memory of each phase as the kernel counts it."""
+"""An act of `torch_rank.py`: a whole job of accelerate, load, steps and save, with the memory of
+each phase as the kernel counts it."""
 
 import ctypes
 import gc
@@ -16,7 +16,6 @@ import modicum.memory
 
 
 def held() -> int:
-    """The anonymous memory, shared memory and page tables of this process, in bytes."""
     return held_bytes("RssAnon", "RssShmem", "VmPTE")
 
 
@@ -36,8 +35,7 @@ class Phase:
 
 
 def job(directory: str, folder: str, steps: int) -> dict[str, Any]:
-    """Loads, trains with `modicum.torch.AdamW` in float32, and saves to `folder`. Returns the bytes
-    that this process holds, and the reports of the load and of the save."""
+    """Trains with `modicum.torch.AdamW` in float32. Returns bytes of this process."""
     # For mallopt and freeze see accelerate_rank.script.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
     gc.collect()
@@ -56,8 +54,8 @@ def job(directory: str, folder: str, steps: int) -> dict[str, Any]:
             made[0].save_state(folder)
         return {
             "baseline_bytes": baseline,
-            "phases": {name: vars(phase) for name, phase in phases.items()},
-            "owners": {owner["name"]: owner["held_bytes"] for owner in owners},
+            "phases": {name: vars(of) for name, of in phases.items()},
+            "owners": {of["name"]: of["held_bytes"] for of in owners},
             "load": loading.report.document,
             "saves": checkpoint_rank.reports(loading),
         }
