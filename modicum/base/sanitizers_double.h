@@ -1,5 +1,6 @@
 // Whether the tests run under AddressSanitizer or ThreadSanitizer. Both hold memory of their own
-// and replace pthread_create, so tests that measure memory or make pthread_create fail are skipped.
+// and replace pthread_create. Tests that measure memory, and those in which pthread_create has to
+// fail, are therefore skipped.
 #pragma once
 
 namespace modicum {

@@ -20,10 +20,11 @@ constexpr uint64_t kPageBytes = 4096;
 // and spaces may precede the unit. A fraction of a byte is dropped. Throws USAGE for any other text
 // and for sizes over 2^63-1 bytes.
 uint64_t parse_size(std::string_view text);
-// The value of a text such as "500M". The units are `K`, `M` and `B`, for 10^3, 10^6
-// and 10^9. Case, spaces, fractions and errors are as for parse_size.
+// The value of a text such as "500M". The units are `K`, `M` and `B`, for 10^3, 10^6 and 10^9.
+// Case, spaces, fractions and errors are as for parse_size.
 uint64_t parse_count(std::string_view text);
-// "1.50 GiB": in the largest unit, up to PiB, of which `bytes` is at least one. "17 B" below a KiB.
+// "1.50 GiB", or "17 B" below 1 KiB: in the largest unit, up to PiB, in which the number is at
+// least 1.
 std::string format_size(uint64_t bytes);
 
 // nullopt if the result overflows.
@@ -63,9 +64,8 @@ constexpr int64_t ceil_div(int64_t value, int64_t by) noexcept {
 // The candidate with the smallest edit distance to `name`; "" if that distance is over
 // min(3, max(1, name.size() / 2)).
 std::string nearest_name(std::string_view name, const std::vector<std::string>& candidates);
-// "; nearest is 'NAME'", to be appended to an error message, for the name that nearest_name
-// returns;
-// "" if that is "".
+// For an error message to end with: "; nearest is 'NAME'" with the name that nearest_name returns,
+// or "" if it returns "".
 std::string nearest_hint(std::string_view name, const std::vector<std::string>& candidates);
 
 }  // namespace modicum

@@ -2,7 +2,7 @@
 // DeepSpeed's memory; this file times the optimizer step and two baselines, a copy of memory and an
 // unfused step.
 //
-// All ranks measure the same work at the same time, kRounds times each:
+// All ranks measure the same work at the same time. Each kind of work is timed kRounds times:
 //
 //   copies    by libc's memcpy and by streaming stores; the faster one shows the memory bandwidth
 //   unfused   the step as five passes over fp32 state: unscale, norm, clip, Adam, cast to bf16
@@ -21,11 +21,12 @@ namespace modicum {
 
 // The step under test, on one rank.
 struct BaselineTask {
-  // Has one shard. The timed steps have so many elements that their states, fused plus unfused,
-  // take about as much memory as the state of this shard; at least kBucketElements, at most 32 Mi.
+  // Has one shard, whose size limits the timed steps: the fused and the unfused state together take
+  // about as much memory as the state of this shard would. Each has the same number of parameters,
+  // at least kBucketElements and at most 32 Mi.
   AdamWSpec spec;
   int threads = 1;
-  uint64_t ring_bytes = 0;  // size of the ring through which bf16 parameters are sent; 0: none
+  uint64_t ring_bytes = 0;  // size of the ring into which the step writes bf16 parameters; 0: none
   uint64_t copy_bytes = 0;  // source plus target of the copy, over all threads of this rank
 };
 

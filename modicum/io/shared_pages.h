@@ -16,8 +16,9 @@ class SharedPages {
  public:
   // Throws IO or NOSPACE if the kernel refuses.
   static SharedPages make(uint64_t bytes);
-  // Maps memory of this size that SharedPages::make has made, in any process. nullopt for any other
-  // file; `open` does not write to it and does not block on it.
+  // Maps memory of this size that SharedPages::make has made, in any process. nullopt if it can't
+  // be mapped, and for every file that has another size or is not sealed against truncation. `open`
+  // neither writes to such a file nor blocks on it.
   static std::optional<SharedPages> open(const std::string& path, uint64_t bytes) noexcept;
   SharedPages(SharedPages&& other) noexcept;
   SharedPages& operator=(SharedPages&&) = delete;

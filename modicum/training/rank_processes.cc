@@ -23,6 +23,7 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
   options.grace_ns = world.grace_ns;
   options.out_of_memory = [&world, before = oom_kill_count()] {
     if (oom_kill_count() == before) return std::string();
+    // The first limit has the least memory left: probably the one that the killed rank exceeded.
     const std::vector<MemoryLimit> limits = memory_limits();
     std::string how = limits.empty() ? "the kernel counted an out-of-memory kill"
                                      : fmt::format("{} allows {}", limits[0].source,

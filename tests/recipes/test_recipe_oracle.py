@@ -68,6 +68,7 @@ def compare(ours: recipes.Translation, theirs: oracle.Loaded, ids: Ids) -> int:
 
 @pytest.fixture(scope="module", params=[0, 1, 2], ids=["awkward", "smallest", "larger"])
 def size(request: pytest.FixtureRequest) -> int:
+    """The argument `size` of the oracle's `shapes_of`; "awkward" are its uneven shapes."""
     return request.param
 
 
@@ -87,8 +88,9 @@ def test_each_key_of_the_mapping_is_translated_as_transformers_converts(size: in
     print(f"{len(keys)} keys, {converters} converters, {compared} tensors, {skipped} skipped")
     assert (len(keys), converters, skipped) == (251, 171, 0)
     assert compared > 3000
-    # minimax_m2: a renaming after another one with the same effect. pi0: two renamings into
-    # `model.dit` and `model.vlm`, which are parameters of the oracle's model.
+    # minimax_m2: the renaming before it has the same effect. pi0: two renamings to names below
+    # `model.dit` and `model.vlm`. These two are parameters of the oracle's model, so no parameter
+    # can be below them.
     assert never_used.keys() <= {"minimax_m2", "pi0"}, never_used
 
 
@@ -99,8 +101,8 @@ SPLIT = [(6, 5), (3, 5), (2, 5)]  # the targets' shapes for Split, which reads t
 
 
 def synthetic() -> dict[str, tuple[Any, list[oracle.Shape]]]:
-    """Converters for operations that no entry of the mapping uses, with the shapes of their
-    sources, by their chain."""
+    """Converters for operations that no entry of the mapping uses, each with the shapes of its
+    sources. The keys are the texts of `chain_of`."""
     experts = "e.*.gate.w", "e.*.up.w"
     q, k, v = names = ["q_proj.w", "k_proj.w", "v_proj.w"]
     rope = {"dim": 0, "permute_layer_names": ["q_proj", "k_proj"]}
@@ -128,7 +130,8 @@ def synthetic() -> dict[str, tuple[Any, list[oracle.Shape]]]:
 
 
 def asked_alone(converter: Any, shapes: list[oracle.Shape]) -> tuple[Ids, dict[str, Any]]:
-    """The ids of a converter's sources, and Modicum's output of its only operation, by target."""
+    """Sources of a converter, filled with ids, and the nodes that Modicum makes of them for the
+    converter's only operation, by target. No model is involved."""
     ids = Ids({})
     inputs: Any = {}
     shapes_of = dict(zip(converter.source_patterns, shapes, strict=True))
@@ -138,7 +141,7 @@ def asked_alone(converter: Any, shapes: list[oracle.Shape]) -> tuple[Ids, dict[s
         inputs[source] = [stored(source, builder)]
     (operation,) = converter.operations
     targets = converter.target_patterns
-    sizes = dict(zip(targets, SPLIT, strict=False))
+    sizes = dict(zip(targets, SPLIT, strict=False))  # of `synthetic`, only Split reads them
     chain = Chain(converter.source_patterns, targets, targets[0], sizes, oracle.config())
     return ids, nodes_of(operation, inputs, chain)
 
@@ -165,7 +168,8 @@ def test_operations_that_no_model_uses_are_translated_too(chain: str) -> None:
 
 
 def rows_of_the_mapping() -> dict[str, tuple[set[str], set[str]]]:
-    """By chain of operations: the keys of the mapping that have it, and the forms of its nodes."""
+    """For each chain of operations: the keys of the mapping that have it, and the `skeleton`s of
+    the nodes that it becomes."""
     rows: dict[str, tuple[set[str], set[str]]] = {}
     for key in sorted(oracle.mapping()):
         for converter in oracle.converters_of(fresh(key)):
@@ -198,7 +202,7 @@ def table() -> str:
         made = [value[0] if isinstance(value, list) else value for value in made]
         nodes = sorted({oracle.skeleton(array.node) for array in made})
         lines += ["", *textwrap.wrap(chain, 96, subsequent_indent="    ")]
-        lines += ["  made up here", *(f"    {node}" for node in nodes)]
+        lines += ["  no key: made up by the test", *(f"    {node}" for node in nodes)]
     return "\n".join(lines) + "\n"
 
 
@@ -215,8 +219,9 @@ def test_the_table_is_the_golden_one(root: Path) -> None:
 
 
 def test_every_operation_of_the_core_is_in_the_table() -> None:
-    """The core is transformers' core_model_loading. Operations of its other modules, and those of
-    quantizations, are refused by name."""
+    """The core is transformers' core_model_loading. Of the operations of other modules, such as
+    those of quantizations, only Fp8Dequantize is translated; the others are refused by name."""
+    # Makes operations of other modules known, which must not count as the core's.
     importlib.import_module("transformers.quantizers.auto")
     found, classes = set(), [upstream.ConversionOps]
     while classes:
@@ -294,7 +299,7 @@ def loaded_by_both(
         (["a.w"], ["c.w"], [("a", "b"), ("b", "c")]),
         # The first occurrence of the matched text is replaced, which may not be the match.
         (["w.scale.w"], ["v.scale.w"], [(r"\bw$", "v")]),
-        # Names are ordered with numbers as numbers; the model lacks some of them.
+        # Sorting compares numbers with words, which must not fail. The model lacks three names.
         (["x.10.w", "x.9.w", "y_10.w", "y_9.w", "x.a.w"], ["x.9.w", "y_9.w"], []),
     ],
 )
@@ -311,6 +316,9 @@ NORMS = [f"model.blocks.{i}.norm{n}.w" for i in (0, 1) for n in (0, 1)]
 
 @pytest.mark.parametrize("converted", [False, True])
 def test_a_guarded_renaming_depends_on_the_names_before(converted: bool) -> None:
+    """The first pattern of a GroupWeightRename is its guard: the other patterns apply only to names
+    that come after one that matches the guard. A checkpoint that is converted already has no such
+    name, and is not renamed again."""
     group = upstream.GroupWeightRename(
         [r"blocks.(\d+).norm0", r"blocks.(\d+).norm1"], [r"blocks.\1.norm1", r"blocks.\1.norm2"]
     )

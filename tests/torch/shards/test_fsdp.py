@@ -177,7 +177,7 @@ def test_a_gathered_parameter_is_refused_with_the_remedy() -> None:
     with playing_new_rank(0, 1):
         model = fully_shard(nn.Linear(3, 3), mesh=init_device_mesh("cpu", (1,)))
         model(torch.ones(3))
-        with pytest.raises(UsageError, match=r"call model.reshard\(\) .*\(tensor weight\)"):
+        with pytest.raises(UsageError, match=r"call reshard\(\) on each .*\(tensor weight\)"):
             fsdp_params(model)
         model.reshard()
         assert len(fsdp_params(model)) == 2

@@ -69,7 +69,7 @@ def _known_groups(modules: Iterable[nn.Module]) -> list[Any]:
     """The result of `_groups`. Raises `UsageError` if FSDP2 differs from the tested versions."""
     try:
         groups = _groups(modules)
-        # The facts do not depend on the mesh: a check on the first group's mesh suffices.
+        # What `known` checks does not depend on the mesh: the first group's mesh suffices.
         meshes = [group.fsdp_params[0].mesh_info.mesh for group in groups[:1]]
     except AttributeError as error:
         raise _not_known(error) from None
@@ -161,7 +161,7 @@ def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, M
                 what = "this parameter was replaced after fully_shard"
                 if fsdp_param.sharded_state.name != "SHARDED":
                     what = "FSDP2 has gathered this parameter, as after a forward without a "
-                    what += "backward: call model.reshard() before"
+                    what += "backward: call reshard() on each FSDPModule first"
                 raise refusal("USAGE", what, tensor=name)
             managed[fsdp_param.sharded_param] = Managed(
                 fsdp_param=fsdp_param,
@@ -195,9 +195,9 @@ def check_unit_dtypes(
 
 
 def check_replaceable(name: str, parameter: nn.Parameter) -> None:
-    """Raises `UsageError` if a parameter's memory can't be replaced: it is lazy, a tensor subclass
-    or not row-major, has a gradient, or has a weak reference or an autograd graph that refers to
-    it."""
+    """Raises `UsageError` if a parameter's memory can't be replaced: it is lazy, its local tensor
+    is a subclass, its strides are not row-major, it has a gradient, or a weak reference or an
+    autograd graph refers to it."""
     local = local_of(parameter)
     if isinstance(parameter, UninitializedTensorMixin):
         raise refusal("UNSUPPORTED", "a lazy parameter has no shape yet", tensor=name)
@@ -224,8 +224,8 @@ def hand_over(
     Args:
         name: its name in errors.
         parameter: on meta; plain or a DTensor.
-        storage: its local elements, row-major, as a one-dimensional contiguous tensor with its
-            future device and dtype; for FSDP2 padded to `managed.padded_numel`.
+        storage: the parameter's local elements, row-major, as a one-dimensional contiguous tensor;
+            the parameter gets its device and dtype. For FSDP2 padded to `managed.padded_numel`.
         managed: its entry in `fsdp_params`, if there is one.
 
     Raises `UsageError` as `check_replaceable` does, or if the storage has another shape.
@@ -326,5 +326,7 @@ def pin(storage: torch.Tensor, cudart: Any = None) -> None:
         return
     cudart = cudart or torch.cuda.cudart()
     register(cudart, address, nbytes)
-    # Runs before the memory is freed. At the process's exit the driver unpins it.
+    # torch keeps the Python object of a storage as long as the storage exists: although `memory` is
+    # a local variable, this runs only when no tensor has the storage, and before the memory is
+    # freed. At the process's exit the driver unpins it.
     weakref.finalize(memory, cudart.cudaHostUnregister, address).atexit = False
