@@ -346,7 +346,7 @@ def test_tensors_with_values_keep_their_dtype() -> None:
     with playing_new_rank(0, 2):
         model = shard(empty("llama"), TWO)
         load(model, checkpoint_of("llama"))
-        with pytest.raises(modicum.UsageError, match="the dtype of a tensor that has") as raised:
+        with pytest.raises(modicum.UsageError, match="in another dtype") as raised:
             load(model, checkpoint_of("llama"), dtype=torch.bfloat16)
         assert raised.value.category == "MISMATCH"
         assert_holds(model, from_pretrained("llama"), TWO, 0)
