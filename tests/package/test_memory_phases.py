@@ -229,7 +229,7 @@ def test_files_not_written_by_save_are_refused(tmp_path: Path, text: str) -> Non
 def test_only_html_pages_are_drawn(tmp_path: Path) -> None:
     with memory.phase("wrap"):
         pass
-    with pytest.raises(modicum.UsageError, match=r"ends in \.html, got memory\.png"):
+    with pytest.raises(modicum.UsageError, match=r"\.html, got memory\.png"):
         memory.draw(tmp_path / "memory.png")
 
 
