@@ -292,7 +292,7 @@ def test_consume_is_refused_for_an_immutable_dict_and_a_path() -> None:
             "path on one rank",
             "CONFLICT: rank 1 differs .* in the form of the state .*dict, got path",
         ),
-        ("type", "USAGE: a state dict .*list"),
+        ("type", "USAGE: the full state has an unsupported type .*list"),
         (
             "other model",
             "CONFLICT: rank 2 differs from rank 0 in tensor .*expected in the model, got none",

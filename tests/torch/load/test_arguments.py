@@ -536,8 +536,8 @@ def test_sets_of_names_are_sorted_on_every_rank() -> None:
     """Ranks compare the texts of their arguments. Each process hashes strings differently, so the
     order of a set differs between ranks."""
     program = (
-        "from modicum.torch.loading.goal import said\n"
-        "print(said({f'layer.{i}' for i in range(20)}))"
+        "from modicum.torch.loading.goal import _repr_of\n"
+        "print(_repr_of({f'layer.{i}' for i in range(20)}))"
     )
     told = {
         subprocess.run(
