@@ -5,7 +5,7 @@ additional line.
     torchrun --nproc-per-node 4 examples/accelerate_fsdp2.py DIRECTORY --modicum --budget 8GiB
 
 DIRECTORY is a Hugging Face checkpoint (config.json and safetensors). Runs on CPUs and GPUs.
-`benchmarks/systems.py` runs it with and without Modicum and measures the node's memory.
+`benchmarks/systems.py` runs it with and without Modicum and measures the memory of its ranks.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from modicum.memory import phase  # names a part of the run for `modicum watch`
 
 
 def fsdp2_on_cpus() -> None:
-    """Makes accelerate use FSDP2 on CPUs, where it would silently use DDP."""
+    """Makes accelerate use FSDP2 on CPUs, where it would otherwise silently use DDP."""
     init = AcceleratorState.__init__
 
     def init_as_on_gpus(state, *args, fsdp_plugin=None, **kwargs):
@@ -119,7 +119,10 @@ def main() -> None:
     parser.add_argument("--modicum", action="store_true", help="load through Modicum")
     parser.add_argument("--budget", help="host memory per node while loading, as in 8GiB")
     parser.add_argument("--trainer", action="store_true", help="train with Trainer")
-    parser.add_argument("--no-ram-efficient", dest="ram_efficient", action="store_false")
+    parser.add_argument(
+        "--no-ram-efficient", dest="ram_efficient", action="store_false",
+        help="without accelerate's cpu_ram_efficient_loading",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
 

@@ -4,8 +4,8 @@ parallelise, load, optimizer. Modicum's lines end in `# modicum`.
     torchrun --nproc-per-node 4 examples/engine_memory_efficient_load.py DIRECTORY \\
         --task value-head --memory-efficient-load
 
-DIRECTORY is a Hugging Face checkpoint. Without `--memory-efficient-load` it runs without Modicum:
-every rank loads the complete model and then shards it. Runs on CPUs and GPUs.
+DIRECTORY is a Hugging Face checkpoint. Without `--memory-efficient-load` the engine runs without
+Modicum: every rank loads the complete model and then shards it. Runs on CPUs and GPUs.
 """
 
 import argparse
@@ -37,7 +37,8 @@ CLASSES = {
 
 
 def new_head(directory: str) -> dict[str, list[str]]:  # modicum
-    """Arguments to load a critic from a causal language model: drops lm_head, makes a new head."""
+    """Arguments of the load that makes a critic from a causal language model: the model's `score`
+    is not in the files and is initialised; an `lm_head` in the files is not used."""
     stored = modicum.open_checkpoint(directory).stored  # modicum
     dropped = {"unexpected": ["^lm_head"]} if "lm_head.weight" in stored else {}  # modicum
     return {"missing": ["^score"]} | dropped  # modicum
@@ -60,7 +61,7 @@ class Engine:
     def __init__(self, options: Options, device: str) -> None:
         self.options, self.device = options, device
         self.model = self.build()
-        # Each rank has initialised different adapters: rank 0's are broadcast.
+        # Each rank has initialised adapters of its own; `load` broadcasts those of rank 0.
         full_state: dict[str, Any] = {}
         if options.lora and not options.memory_efficient_load and dist.get_rank() == 0:
             full_state = self.model.state_dict()
@@ -118,7 +119,7 @@ class Engine:
 
 
 def train(engine: Engine, steps: int) -> None:
-    """Trains with the mean square of the outputs as the loss of a policy or critic."""
+    """Trains with the mean square of the outputs, in place of the loss of a policy or critic."""
     vocabulary = engine.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(dist.get_rank())
     engine.model.train()
@@ -135,11 +136,11 @@ def train(engine: Engine, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("directory")
     parser.add_argument("--task", default="causal-lm", choices=CLASSES)
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--init-from-scratch", action="store_true")
+    parser.add_argument("--init-from-scratch", action="store_true", help="load no weights")
     parser.add_argument("--memory-efficient-load", action="store_true")
     parser.add_argument("--offload", action="store_true", help="keep parameters on the CPU")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])

@@ -1,4 +1,5 @@
-"""ZeRO-2 or -3 with the optimizer in host memory: shows every byte by owner, and workers' copies.
+"""ZeRO-2 or -3 with the optimizer in host memory: shows the memory by owner, and what forked
+data-loader workers copy of it.
 
     python examples/zero2_offload.py --workers persistent
     python examples/zero2_offload.py --workers persistent --protect
@@ -120,7 +121,7 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
         **ADAM,
     )
 
-    if options.protect:  # only the weights, which torch has allocated
+    if options.protect:  # only the weights: AdamW's own memory is excluded from forks already
         print(modicum.torch.protect(dict(model.named_parameters())))  # modicum
 
     def step(loss: torch.Tensor) -> None:
@@ -137,7 +138,8 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
 
 
 def train(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yields the losses and the memory by owner after each epoch, while its workers are alive."""
+    """Yields the losses and the memory by owner at the end of each epoch, while the epoch's workers
+    are alive."""
     ours = options.optimizer.startswith("modicum")
     if not ours:
         deepspeed_here()
@@ -169,17 +171,24 @@ def join_group() -> None:
 
 
 def parsed(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--workers", default="none", choices=["none", "persistent", "default"])
-    parser.add_argument("--protect", action="store_true", help="exclude written memory from forks")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument(
+        "--workers", default="none", choices=["none", "persistent", "default"],
+        help="none, two for all epochs (persistent), or two new ones for each epoch (default)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--protect", action="store_true", help="exclude the memory that steps write from forks"
+    )
     parser.add_argument("--optimizer", default="deepspeed", help="deepspeed, or modicum:FORMAT")
     parser.add_argument("--stage", type=int, default=2, choices=[2, 3], help="of DeepSpeed's ZeRO")
     parser.add_argument("--offload-param", action="store_true", help="ZeRO-3's weights on the host")
     parser.add_argument("--width", type=int, default=2048, help="parameters are 6 x width x width")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--steps", type=int, default=2, help="per epoch")
-    parser.add_argument("--clip", type=float, default=1.0, help="gradients' norm; 0: none")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--clip", type=float, default=1.0, help="largest norm of the gradients; 0: no clipping"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON document per epoch")
     parser.add_argument("--picture", help="an HTML page of each step's memory")
     return parser.parse_args(words)
 

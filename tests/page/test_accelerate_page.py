@@ -1,8 +1,9 @@
-"""The accelerate example under `modicum watch`, as it is and with its one line of Modicum, and the
-page that compares the two: both name the phase and the owner that differ.
+"""Compares two runs of examples/accelerate_fsdp2.py under `modicum watch`: without Modicum, and
+with the example's one line of Modicum. `modicum watch --compare` and its page name the phase and
+the owner whose bytes differ most.
 
-Must fail for these mutants: phases of the program are not reported; the comparison names another
-phase or owner than the one that differs most.
+Must fail for these mutants: phases of the program that are not reported; a comparison that names
+another phase or owner.
 """
 
 import json
@@ -25,6 +26,7 @@ SIZES = LARGE_TEXT | {"num_hidden_layers": 16, "tie_word_embeddings": True}
 
 
 def watched(modicum: Path, root: Path, *words: object) -> dict[str, Any]:
+    """Runs the example on two ranks under `modicum watch --json`; returns the output."""
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     with importable():
         command = (*launcher, "--nproc-per-node", 2, root / EXAMPLE, *words, "--steps", 2)
@@ -34,14 +36,14 @@ def watched(modicum: Path, root: Path, *words: object) -> dict[str, Any]:
 
 
 def most_different(rows: list[dict[str, Any]], in_both: bool) -> str:
-    """The name of the row whose bytes differ most."""
+    """The name of the row whose bytes differ most. `in_both`: of the rows that both runs have."""
     compared = [row for row in rows if not in_both or None not in row.values()]
-    both = {row["name"]: (row["a_bytes"] or 0, row["b_bytes"] or 0) for row in compared}
-    return max(both, key=lambda name: abs(both[name][0] - both[name][1]))
+    most = max(compared, key=lambda row: abs((row["a_bytes"] or 0) - (row["b_bytes"] or 0)))
+    return most["name"]
 
 
 @pytest.mark.timeout(300)
-def test_the_phase_and_the_owner_that_differ(
+def test_a_comparison_names_the_phase_and_the_owner_that_differ_most(
     chromium: Any, modicum: Path, root: Path, tmp_path: Path
 ) -> None:
     family = Family("dense", "Qwen3ForCausalLM", "qwen3", SIZES, "bfloat16")
@@ -55,15 +57,15 @@ def test_the_phase_and_the_owner_that_differ(
     assert told["phase"] == "prepare" == most_different(told["phases"], in_both=True)
     assert told["owner"] == most_different(told["owners"], in_both=False)
     (prepare,) = [row for row in told["phases"] if row["name"] == "prepare"]
-    # Without Modicum each rank holds at least one whole model of 113 MiB.
+    # Without Modicum `prepare` holds more, by at least one whole model of 113 MiB.
     assert prepare["a_bytes"] > prepare["b_bytes"] + 113 * MIB
     assert told["a"]["peak_bytes"] > told["b"]["peak_bytes"]
     begin = f"the peak of {files[0].name} is "
     assert told["sentence"].startswith(begin) and "`prepare` differs most" in told["sentence"]
     for width in (WIDE, NARROW):
-        with shown(chromium, page, width) as of:
-            assert of.page.inner_text("#sentence") == told["sentence"]
-            assert of.page.locator("h2").all_inner_texts() == [file.name for file in files]
-            assert {"prepare", "steps"} <= set(of.page.locator("option").all_inner_texts())
-            assert of.violations() == [] and of.errors == []
-            assert of.page.evaluate("document.documentElement.scrollWidth") <= width
+        with shown(chromium, page, width) as view:
+            assert view.page.inner_text("#sentence") == told["sentence"]
+            assert view.page.locator("h2").all_inner_texts() == [file.name for file in files]
+            assert {"prepare", "steps"} <= set(view.page.locator("option").all_inner_texts())
+            assert view.violations() == [] and view.errors == []
+            assert view.page.evaluate("document.documentElement.scrollWidth") <= width

@@ -1,7 +1,9 @@
-"""`plan --report`: the phases of a run, one after another, with the bytes that `--json` promises.
+"""The page of `plan --report` shows the phases of a run one after another, with the bytes that
+`plan --json` promises.
 
-Must fail for these mutants: a phase has the memory of another one; a rank is left out or counts
-twice; another node or strategy is drawn; an older page is lost if the plan fails.
+Must fail for these mutants: a phase has the memory of another phase; a rank is left out or counts
+twice; another node or strategy is drawn than that of the plan; an older page is lost if the plan
+fails.
 """
 
 import re
@@ -15,35 +17,38 @@ ROW = ("--ranks", 6, "--ranks-per-node", 4, "--strategy", "node-reader")
 
 
 def document_of(page: Path) -> dict[str, Any]:
-    (run_of,) = drawn_on(page)["runs"]
-    return run_of["document"]
+    """The document of the page's only run."""
+    (drawn,) = drawn_on(page)["runs"]
+    return drawn["document"]
 
 
 def by_phase(document: dict[str, Any]) -> dict[str, int]:
-    line = document["timeline"]
+    """The drawn bytes of each phase: sums over all tracks and owners. A phase has one sample."""
+    timeline = document["timeline"]
     sums = [
-        sum(values[at] for track in line["tracks"] for values in track["owners"].values())
-        for at in range(len(line["t_s"]))
+        sum(values[at] for track in timeline["tracks"] for values in track["owners"].values())
+        for at in range(len(timeline["t_s"]))
     ]
-    return dict(zip((phase["name"] for phase in line["phases"]), sums, strict=True))
+    return dict(zip((phase["name"] for phase in timeline["phases"]), sums, strict=True))
 
 
 def test_phases_are_those_of_the_plan(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     plan = run_json(modicum, "plan", gpt2, *ROW, "--report", page)
     nodes = strategy_of(plan, "node-reader")["nodes"]
-    node = max(nodes, key=lambda of: of["peak_bytes"])
+    node = max(nodes, key=lambda node: node["peak_bytes"])
     document = document_of(page)
-    assert by_phase(document) == {of["phase"]: of["bytes"] for of in node["phases"]}
-    assert document["peak"]["bytes"] == max(of["bytes"] for of in node["phases"])
+    assert by_phase(document) == {phase["phase"]: phase["bytes"] for phase in node["phases"]}
+    assert document["peak"]["bytes"] == max(phase["bytes"] for phase in node["phases"])
     assert "node 0 of 2, predicted" in page.read_text()
 
 
 def test_a_job_has_its_save_and_its_resume(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     plan = run_json(modicum, "plan", gpt2, *ROW, "--optimizer", "adamw:fp32", "--report", page)
-    node = max(strategy_of(plan, "node-reader")["nodes"], key=lambda of: of["job"]["peak_bytes"])
-    promised = {of["phase"]: of["bytes"] for of in node["job"]["phases"]}
+    nodes = strategy_of(plan, "node-reader")["nodes"]
+    job = max((node["job"] for node in nodes), key=lambda job: job["peak_bytes"])
+    promised = {phase["phase"]: phase["bytes"] for phase in job["phases"]}
     drawn = by_phase(document_of(page))
     assert list(drawn) == [
         "open", "load", "hold", "step", "save",
@@ -51,7 +56,7 @@ def test_a_job_has_its_save_and_its_resume(modicum: Path, gpt2: Path, tmp_path: 
     ]  # fmt: skip
     for name in ("step", "save", "step_resumed"):
         assert drawn[name] == promised[name]
-    assert max(bytes_ for name, bytes_ in drawn.items() if "resume" in name) >= promised["resume"]
+    assert max(size for name, size in drawn.items() if "resume" in name) >= promised["resume"]
 
 
 def test_ranks_with_different_memory_have_separate_tracks(modicum: Path, tmp_path: Path) -> None:
@@ -62,14 +67,14 @@ def test_ranks_with_different_memory_have_separate_tracks(modicum: Path, tmp_pat
     # At most 16 tracks of ranks, and the launcher's.
     assert 2 <= len(tracks) <= 17 and tracks[-1]["label"] == "launcher"
     for label in (track["label"] for track in tracks):
-        if of_row := re.fullmatch(r"ranks (\d+) to (\d+) \((\d+) ranks\)", label):
-            first, last, count = map(int, of_row.groups())
+        if match := re.fullmatch(r"ranks (\d+) to (\d+) \((\d+) ranks\)", label):
+            first, last, count = map(int, match.groups())
             assert last - first + 1 == count
         else:
             assert re.fullmatch(r"launcher|rank \d+( and \d+ more)?", label), label
     node = strategy_of(plan, "own-shard")["nodes"][0]
     drawn = by_phase(document_of(page))
-    assert drawn == {of["phase"]: of["bytes"] for of in node["phases"]}
+    assert drawn == {phase["phase"]: phase["bytes"] for phase in node["phases"]}
 
 
 def test_an_older_page_survives_a_failure(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
@@ -83,25 +88,26 @@ def test_an_older_page_survives_a_failure(modicum: Path, gpt2: Path, tmp_path: P
     (tmp_path / "link.html").symlink_to(page)
     for path in (tmp_path, tmp_path / "none" / "plan.html", tmp_path / "link.html"):
         assert failure(modicum, 13, "plan", gpt2, "--report", path)["file"]
-    told = run(modicum, "plan", gpt2, "--report", "/dev/stderr")
-    assert told.code == 0 and told.stderr.startswith("<!doctype html>"), (
-        "a descriptor is written to"
-    )
+    # A device is written to, and not replaced by a new file.
+    done = run(modicum, "plan", gpt2, "--report", "/dev/stderr")
+    assert done.code == 0 and done.stderr.startswith("<!doctype html>")
 
 
-def test_it_is_drawn(chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_drawn(
+    chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path
+) -> None:
     page = tmp_path / "plan.html"
     budget = 120 << 20
     done = run(modicum, "plan", gpt2, *ROW, "--budget", budget, "--report", page)
-    assert done.code == 15, "the page is written although the run does not fit"
-    with shown(chromium, page) as of:
-        assert of.errors == []
-        assert of.page.locator(".phases span").all_inner_texts() == ["open", "load", "hold"]
+    assert done.code == 15
+    with shown(chromium, page) as view:
+        assert view.errors == []
+        assert view.page.locator(".phases span").all_inner_texts() == ["open", "load", "hold"]
         for at, name in enumerate(("open", "load", "hold")):
-            of.hover((at + 0.5) / 3)
+            view.hover((at + 0.5) / 3)
             held = by_phase(document_of(page))[name]
-            assert of.reading().startswith(f"{name}: {sizes(held)} held")
-        assert f"budget {sizes(budget)}" in of.page.inner_text(".lines")
-        sentence = of.page.inner_text("#sentence")
+            assert view.reading().startswith(f"{name}: {sizes(held)} held")
+        assert f"budget {sizes(budget)}" in view.page.inner_text(".lines")
+        sentence = view.page.inner_text("#sentence")
         assert "does not fit" in sentence and "would fit: --" in sentence
-        assert of.painted()["#0072b2"] > 1000
+        assert view.painted()["#0072b2"] > 1000

@@ -1,9 +1,9 @@
-"""`--report` of `watch`, `watch --compare`, `load` and `rehearse`: the page has the document that
-`--json` prints, and the run is otherwise unchanged.
+"""The pages of `watch`, `watch --compare`, `load` and `rehearse` with `--report`. The page of
+`watch` has the document that `--json` prints, and `--report` changes nothing else of a load.
 
-Must fail for these mutants: the page has another document; a command starts although its page can't
-be written; `--report` changes the output, errors or exit code of a load; the page of a command that
-ended before the first sample has a script error.
+Must fail for these mutants: a page with another document; a command that starts although its page
+can't be written; `--report` that changes the digest, the errors or the exit code of a load; a
+script error in the page of a command that ended before the first sample.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 from pages import MIB, drawn_on, nearest, run_document, shown, sizes
 from program import failure, run, run_json
 
+# A program that holds 80 MiB for half a second.
 HOLDER = """
 import sys, time
 block = bytearray(80 << 20)
@@ -24,20 +25,22 @@ time.sleep(0.5)
 NAME = "</script><img src=x onerror='window.injected = 1'>"
 
 
-def test_a_watched_command(chromium: Any, modicum: Path, tmp_path: Path) -> None:
+def test_the_page_of_a_watched_command_has_its_document(
+    chromium: Any, modicum: Path, tmp_path: Path
+) -> None:
     page = tmp_path / "run.html"
     command = (sys.executable, "-c", HOLDER, NAME)
-    told = run_json(modicum, "watch", "--report", page, "--json", "--", *command)
-    (of_page,) = drawn_on(page)["runs"]
-    assert of_page["document"] == told and NAME in of_page["label"]
-    with shown(chromium, page) as of:
-        assert of.errors == [] and of.page.evaluate("window.injected") is None
-        assert told["peak"]["cause"] in of.page.inner_text(".peak")
-        begin, end = of.window()
-        sample = nearest(told, of.hover((told["peak_at_s"] - begin) / (end - begin)))
-        tracks = told["timeline"]["tracks"]
+    document = run_json(modicum, "watch", "--report", page, "--json", "--", *command)
+    (drawn,) = drawn_on(page)["runs"]
+    assert drawn["document"] == document and NAME in drawn["label"]
+    with shown(chromium, page) as view:
+        assert view.errors == [] and view.page.evaluate("window.injected") is None
+        assert document["peak"]["cause"] in view.page.inner_text(".peak")
+        begin, end = view.window()
+        sample = nearest(document, view.hover((document["peak_at_s"] - begin) / (end - begin)))
+        tracks = document["timeline"]["tracks"]
         held = sum(values[sample] or 0 for track in tracks for values in track["owners"].values())
-        assert held > 80 * MIB and f"{sizes(held)} held" in of.reading()
+        assert held > 80 * MIB and f"{sizes(held)} held" in view.reading()
 
 
 def test_a_page_that_cant_be_written_fails_before_the_command(
@@ -52,66 +55,70 @@ def test_a_page_that_cant_be_written_fails_before_the_command(
 def test_a_command_without_a_sample(chromium: Any, modicum: Path, tmp_path: Path) -> None:
     page = tmp_path / "run.html"
     assert run(modicum, "watch", "-q", "--report", page, "--", "true").code == 0
-    document = drawn_on(page)
-    for list_of in ("t_s", "page_cache_bytes", "tracks", "phases"):
-        document["runs"][0]["document"]["timeline"][list_of] = []
+    # The command may have got a sample: removes all samples from the page.
+    source = drawn_on(page)
+    for name in ("t_s", "page_cache_bytes", "tracks", "phases"):
+        source["runs"][0]["document"]["timeline"][name] = []
     text = re.sub(
         r'(id="document">).*?(</script>)',
-        lambda found: found[1] + json.dumps(document) + found[2],
+        lambda found: found[1] + json.dumps(source) + found[2],
         page.read_text(),
         flags=re.S,
     )
     page.write_text(text)
-    with shown(chromium, page) as of:
-        assert of.errors == [] and "no sample" in of.page.inner_text(".run")
+    with shown(chromium, page) as view:
+        assert view.errors == [] and "no sample" in view.page.inner_text(".run")
 
 
-def test_two_runs(chromium: Any, modicum: Path, tmp_path: Path) -> None:
+def test_the_page_compares_two_runs(chromium: Any, modicum: Path, tmp_path: Path) -> None:
     runs = []
     for name, grown in (("a.json", 1), ("b.json", 3)):
         runs.append(tmp_path / name)
         runs[-1].write_text(json.dumps(run_document(grown=grown)))
     page = tmp_path / "both.html"
-    told = run_json(modicum, "watch", "--compare", *runs, "--report", page)
-    assert drawn_on(page)["sentence"] == told["sentence"]
-    with shown(chromium, page) as of:
-        assert of.errors == []
-        assert of.page.inner_text("#sentence") == told["sentence"]
-        assert of.page.locator("h2").all_inner_texts() == ["a.json", "b.json"]
+    comparison = run_json(modicum, "watch", "--compare", *runs, "--report", page)
+    assert drawn_on(page)["sentence"] == comparison["sentence"]
+    with shown(chromium, page) as view:
+        assert view.errors == []
+        assert view.page.inner_text("#sentence") == comparison["sentence"]
+        assert view.page.locator("h2").all_inner_texts() == ["a.json", "b.json"]
 
 
-def test_a_load(chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_a_page_changes_nothing_of_a_load(
+    chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path
+) -> None:
     page = tmp_path / "load.html"
     words = ("load", gpt2, "--ranks", 2, "--digest")
     plain = run(modicum, *words, "--json")
     done = run(modicum, *words, f"--report={page}", "--json")
     assert (done.code, done.stderr) == (plain.code, plain.stderr) == (0, "")
     assert done.json["digest"] == plain.json["digest"]
-    (of_page,) = drawn_on(page)["runs"]
-    line = of_page["document"]["timeline"]
-    assert f"load {gpt2} --ranks 2 --digest --json" in of_page["label"]
-    assert {track["rank"] for track in line["tracks"]} >= {0, 1}
-    with shown(chromium, page) as of:
-        assert of.errors == []
-        assert "parameters" in of.page.inner_text("#owners")
-        assert "load" in of.page.locator(".phases span").all_inner_texts()
+    (drawn,) = drawn_on(page)["runs"]
+    assert f"load {gpt2} --ranks 2 --digest --json" in drawn["label"]
+    assert {track["rank"] for track in drawn["document"]["timeline"]["tracks"]} >= {0, 1}
+    with shown(chromium, page) as view:
+        assert view.errors == []
+        assert "parameters" in view.page.inner_text("#owners")
+        assert "load" in view.page.locator(".phases span").all_inner_texts()
 
 
 def test_a_load_that_fails(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    """A load over its budget writes the page. With wrong flags, or if the page can't be written,
+    the load is refused."""
     page = tmp_path / "load.html"
     error = failure(modicum, 15, "load", gpt2, "--budget", "2MiB", "--report", page)
     assert error["shortfall_bytes"] > 0 and page.is_file()
     assert failure(modicum, 2, "load", gpt2, "--check", "x", "--report", tmp_path / "no.html")
-    assert not (tmp_path / "no.html").exists(), "flags are checked first"
+    assert not (tmp_path / "no.html").exists(), "the page was made before the flags were checked"
     folder = tmp_path / "none" / "page.html"
     assert failure(modicum, 13, "load", gpt2, "--report", folder)["file"]
 
 
-def test_a_rehearsal(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+def test_the_page_of_a_rehearsal_has_its_steps(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     page = tmp_path / "rehearse.html"
     words = ("rehearse", gpt2, "--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 2)
     told = run_json(modicum, *words, "--report", page)
     assert told["steps"] == 2
-    line = drawn_on(page)["runs"][0]["document"]["timeline"]
-    assert {"load", "step"} <= {phase["name"].partition("_")[0] for phase in line["phases"]}
-    assert any("moments" in track["owners"] for track in line["tracks"])
+    timeline = drawn_on(page)["runs"][0]["document"]["timeline"]
+    assert {"load", "step"} <= {phase["name"].partition("_")[0] for phase in timeline["phases"]}
+    assert any("moments" in track["owners"] for track in timeline["tracks"])

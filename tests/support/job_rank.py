@@ -1,5 +1,5 @@
-"""An act of `torch_rank.py`: a whole job of accelerate, load, steps and save, with the memory of
-each phase as the kernel counts it."""
+"""An act (a function that ranks run by name, see torch_rank.py): a whole job of accelerate, with
+load, steps and save, and the memory of each phase as the kernel counts it."""
 
 import ctypes
 import gc
@@ -16,6 +16,7 @@ import modicum.memory
 
 
 def held() -> int:
+    """The anonymous memory, shared memory and page tables of this process, in bytes."""
     return held_bytes("RssAnon", "RssShmem", "VmPTE")
 
 
@@ -35,7 +36,8 @@ class Phase:
 
 
 def job(directory: str, folder: str, steps: int) -> dict[str, Any]:
-    """Trains with `modicum.torch.AdamW` in float32. Returns bytes of this process."""
+    """Loads, trains with `modicum.torch.AdamW` in float32, and saves to `folder`. Returns the bytes
+    that this process holds, and the reports of the load and of the save."""
     # For mallopt and freeze see accelerate_rank.script.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
     gc.collect()
@@ -54,8 +56,8 @@ def job(directory: str, folder: str, steps: int) -> dict[str, Any]:
             made[0].save_state(folder)
         return {
             "baseline_bytes": baseline,
-            "phases": {name: vars(of) for name, of in phases.items()},
-            "owners": {of["name"]: of["held_bytes"] for of in owners},
+            "phases": {name: vars(phase) for name, phase in phases.items()},
+            "owners": {owner["name"]: owner["held_bytes"] for owner in owners},
             "load": loading.report.document,
             "saves": checkpoint_rank.reports(loading),
         }

@@ -1,10 +1,10 @@
-"""Under `empty_parameters` a model equals that of `from_pretrained`, except that parameters have no
-memory: every buffer bit for bit, every dtype, every tie.
+"""Under `empty_parameters` a model equals that of `from_pretrained`, except that its parameters
+have no memory. Buffers are equal bit for bit, and dtypes and ties are the same.
 
-Tested against outside oracles: transformers in one process, and the same module built plainly. The
-two usual ways to an empty model are tried, too, and fail. Must fail for these mutants: buffers
-left as the constructor made them; an ignored list of names to keep in float32; an uninitialised
-buffer that is accepted.
+The oracles are transformers in one process, and the same module built without the context. Two
+usual ways to build an empty model are compared, too, and give wrong models. Must fail for these
+mutants: buffers left as the constructor made them; an ignored list of names to keep in float32; an
+uninitialised buffer that is accepted.
 """
 
 import copy
@@ -39,7 +39,6 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 # ---- transformers models, against from_pretrained
 
-# Each class once: other families of a class differ only in their files.
 MORE = (
     # Its initialiser computes different bits from its constructor, which runs in the model's dtype.
     Family(
@@ -77,7 +76,9 @@ MORE = (
     Family("pegasus", "PegasusForConditionalGeneration", "pegasus", ENCODER_DECODER),
     Family("depth_pro", "Dinov2WithRegistersModel", "dinov2_with_registers", VISION),
 )
+# One family of each model class, since families of one class differ only in their files.
 BUILT = tuple({family.cls: family for family in (*MORE, *reversed(FAMILIES))}.values())
+# In float16 these models keep some parameters in float32.
 KEPT_IN_FP16 = [family for family in BUILT if family.name in ("t5", "gpt_oss", "deepseek_v3")]
 
 
@@ -97,8 +98,8 @@ def quiet() -> None:
 
 @functools.cache
 def from_pretrained(name: str, dtype: Any, place: Path) -> tuple[Any, Any]:
-    """A family's constructed model, and the model that `from_pretrained` makes of its saved
-    files."""
+    """A family's model as constructed, and the model that `from_pretrained` loads after it was
+    saved."""
     (family,) = (family for family in BUILT if family.name == name)
     plain = built(family, dtype)
     directory = family.write(plain, place / f"{name}-{dtype}")
@@ -115,6 +116,7 @@ def named(tensors: Any) -> dict[str, Any]:
 
 
 def ties(model: Any) -> set[frozenset[str]]:
+    """The names of each parameter; tied names are in one group."""
     names: dict[int, set[str]] = {}
     for name, parameter in named(model.named_parameters).items():
         names.setdefault(id(parameter), set()).add(name)
@@ -187,8 +189,8 @@ def test_a_model_within_a_module_has_equal_buffers(place: Path) -> None:
 
 @contextmanager
 def meta_device_and_memory() -> Iterator[Callable[[Any], None]]:
-    """Builds on meta; the function that it yields does to buffers what `to_empty` does, with NaN
-    for uninitialised memory."""
+    """A context in which models are built on meta. Yields a function that allocates a model's
+    buffers as `to_empty` does, with NaN for uninitialised memory."""
 
     def materialise(model: Any) -> None:
         for module in model.modules():
@@ -201,7 +203,8 @@ def meta_device_and_memory() -> Iterator[Callable[[Any], None]]:
 
 @contextmanager
 def parameters_replaced() -> Iterator[Callable[[Any], None]]:
-    """Replaces each parameter by one on meta, as accelerate's `init_empty_weights` does."""
+    """A context in which each parameter is replaced by a new one on meta, as by accelerate's
+    `init_empty_weights`. Yields a function that does nothing."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, parameter: Any) -> None:
@@ -249,10 +252,12 @@ class Buffers(nn.Module):
 
 
 def written(tensor: Any, write: Callable[[Any], object]) -> Any:
+    """The tensor, after a call of `write` with it."""
     write(tensor)
     return tensor
 
 
+# Buffers whose values the constructor computes, from a module `m` with a parameter `weight`.
 COMPUTED: dict[str, Callable[[Any], Any]] = {
     "int64": lambda m: torch.arange(5),
     "bool": lambda m: torch.ones(3, 3).tril() > 0,
@@ -298,6 +303,8 @@ def test_a_buffer_has_the_bits_of_its_constructor(make: Any, persistent: bool) -
         assert module.table.stride() == plain.table.stride()
 
 
+# Buffers whose values are uninitialised memory, depend on the values of a parameter, or are many
+# random numbers from the global generator, which the context does not draw.
 UNCOMPUTED: dict[str, Callable[[Any], Any]] = {
     "empty": lambda m: torch.empty(3),
     "empty of the old kind": lambda m: torch.FloatTensor(3),
@@ -325,6 +332,8 @@ def test_an_uncomputed_buffer_is_refused(make: Any) -> None:
             module = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"inner": Buffers(make)}))
     assert refused.value.tensor == "1.inner.table"
     assert refused.value.category == "UNSUPPORTED"
+    # A persistent buffer is accepted, because a checkpoint has its values. Until then it is zero,
+    # except where the constructor adds a parameter, which counts as zero, to ones.
     with empty_parameters():
         module = Buffers(make, persistent=True)
     assert module.table.device.type == "cpu"
@@ -340,9 +349,9 @@ def test_an_uncomputed_buffer_may_be_computed_before_the_context_ends(make: Any)
 
 
 def test_memory_is_never_uninitialised() -> None:
-    for kilobytes in (1, 4096):
-        numel = kilobytes * 256
-        torch.full((numel,), torch.nan)  # freed: the next tensor may get this memory
+    for kib in (1, 4096):
+        numel = kib * 1024 // 4
+        torch.full((numel,), torch.nan)  # is freed here, so the next tensor may get this memory
         with empty_parameters():
             half = torch.empty(numel)
             half[0] = 1
@@ -416,11 +425,12 @@ def test_existing_tensors_stay() -> None:
 
 
 def assert_plain() -> None:
+    """Asserts that torch builds modules as if there had been no context."""
     layer = nn.Linear(2, 2)
     assert not layer.weight.is_meta and torch.zeros(2, device="meta").is_meta
-    # The memory of a mapped tensor is not resizable.
+    # The context gives large tensors mapped memory, which is not resizable.
     assert nn.Parameter(torch.randn(1 << 18)).untyped_storage().resizable()
-    layer.table = nn.Buffer(torch.empty(2), persistent=False)
+    layer.table = nn.Buffer(torch.empty(2), persistent=False)  # raises no error
 
 
 def test_torch_is_unchanged_afterwards() -> None:
@@ -488,7 +498,7 @@ def status_kib(name):
     return int(next(line for line in lines if line.startswith(name)).split()[1])
 
 def measured(make):
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
     anon, peak, began = status_kib("RssAnon"), status_kib("VmHWM"), time.process_time()
     with empty_parameters():
         module = make()
@@ -514,8 +524,8 @@ def probe(code: str) -> Any:
 
 
 def test_a_32b_model_takes_neither_memory_nor_time() -> None:
-    """The parameters would need 65.5 GB in bfloat16. The bounds are 50 MiB and one second of CPU
-    time, since the machine may be busy."""
+    """The parameters would need 65.5 GB in bfloat16. The bounds are 50 MiB, and one second of CPU
+    time in the fastest of three runs, since other programs may slow the machine down."""
     runs = probe("""
 from transformers import Qwen3Config, Qwen3ForCausalLM
 config = Qwen3Config(
@@ -531,8 +541,8 @@ print(json.dumps([measured(make) for _ in range(3)]))
 
 
 def test_large_tensors_take_no_memory() -> None:
-    """The parameters come from four factories and from a computation; `huge` has 16 TiB. The buffer
-    has 1 GiB."""
+    """Four parameters come from different functions of torch, one from a computation, and `huge`
+    has 16 TiB. The buffer has 1 GiB."""
     run = probe("""
 def make(rows):
     module = torch.nn.Module()
@@ -542,7 +552,7 @@ def make(rows):
     module.huge = torch.nn.Parameter(torch.empty(rows, 1 << 28))
     module.cache = torch.nn.Buffer(torch.zeros(rows, 1 << 14), persistent=False)
     return module
-measured(lambda: make(64))  # lazy imports of torch
+measured(lambda: make(64))  # so that lazy imports of torch are not measured below
 print(json.dumps(measured(lambda: make(1 << 14))))
 """)
     # p0 to p3 and `scaled`: 2^14 x 2^14; `huge`: 2^14 x 2^28.

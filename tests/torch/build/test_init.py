@@ -90,6 +90,7 @@ def tensors_of(model: Any) -> dict[str, Any]:
 
 
 def made(model: Any, names: Iterable[str], seed: int = 0) -> dict[str, Any]:
+    """The tensors `names` of the model, made by an `Initialiser`."""
     initialiser = Initialiser(model, names, seed=seed)
     assert sorted(initialiser.order) == sorted(names)
     return {name: initialiser.whole(name).clone() for name in initialiser.order}
@@ -97,10 +98,11 @@ def made(model: Any, names: Iterable[str], seed: int = 0) -> dict[str, Any]:
 
 def assert_drawn_alike(ours: list[Any], theirs: list[Any], what: str) -> None:
     """Asserts that elements of `theirs` that are the same for every seed have that value in `ours`,
-    and that all other elements have one distribution. By chance, the largest distance between the
-    two empirical distribution functions exceeds 3 * sqrt(2 / n) once in thirty million cases
-    (Kolmogorov-Smirnov, 2 * exp(-2 * 3 ** 2)), and a mean or a standard deviation differs by six
-    standard errors once in five hundred million."""
+    and that the other elements of both have the same distribution. Each list has one tensor for
+    each seed. By chance, the largest distance between the two empirical distribution functions
+    exceeds 3 * sqrt(2 / n) once in thirty million cases (Kolmogorov-Smirnov, 2 * exp(-2 * 3 ** 2)),
+    and a mean or a standard deviation differs by six standard errors once in five hundred
+    million."""
     mine, other = torch.stack(ours).double(), torch.stack(theirs).double()
     assert mine.shape == other.shape, what
     fixed = (other == other[0]).all(0)
@@ -147,7 +149,7 @@ def test_every_tensor_is_drawn_as_transformers_draws_it(name: str) -> None:
 
 
 def test_a_rule_of_the_tensors_own_module_is_not_enough() -> None:
-    """GPT-2 scales each `c_proj.weight` in the rule of the parent (GPT2Attention, GPT2MLP); the
+    """In GPT-2 the rule of the parent module (GPT2Attention or GPT2MLP) scales `c_proj.weight`. The
     rule of the layer that owns the tensor does not."""
     family, name = BY_NAME["gpt2"], "transformer.h.0.attn.c_proj.weight"
     naive = []
@@ -224,7 +226,7 @@ def test_tied_names_are_one_tensor() -> None:
 
 
 class Rows(nn.Module):
-    """A module whose rule writes both halves of its tensor, one of them, or none."""
+    """A module with a tensor of two parts. Its rule writes the first `parts` of them."""
 
     def __init__(self, parts: int) -> None:
         super().__init__()
@@ -232,8 +234,8 @@ class Rows(nn.Module):
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
-            for begin in [0, 2][: self.parts]:
-                self.weight.data[begin : [2, 5][begin // 2]] = 1.5
+            for begin, end in [(0, 2), (2, 5)][: self.parts]:
+                self.weight.data[begin:end] = 1.5
 
 
 class Follower(nn.Module):
@@ -278,7 +280,7 @@ def test_modules_of_torch_are_drawn_as_torch_draws_them() -> None:
         for seed in SEEDS:
             torch.manual_seed(seed)
             theirs.append(plain())
-            theirs[-1]["rows"].reset_parameters()
+            theirs[-1]["rows"].reset_parameters()  # which the constructor does not call
     with torch.device("meta"):
         model = plain()
     ours = [made(model, model.state_dict(), seed) for seed in SEEDS]
@@ -368,7 +370,7 @@ def test_adapters_are_drawn_as_peft_draws_them(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_wrapped_models_tensors_equal_the_unwrapped_ones(name: str) -> None:
-    """GPT-2's rules for parent modules must find the wrapped children, not PEFT's wrappers."""
+    """GPT-2's rules of parent modules must find the children that PEFT has wrapped."""
     before = made(on_meta(BY_NAME[name]), on_meta(BY_NAME[name]).state_dict())
     head = {"modules_to_save": ["lm_head"]} if name == "llama" else {}
     targets = ["c_proj"] if name == "gpt2" else ["q_proj", "embed_tokens"]
@@ -489,6 +491,7 @@ def test_every_rank_makes_the_same_bits(name: str) -> None:
                 assert torch.equal(value, expected[tensor]), tensor
             for path, parameter in local.items():
                 whole = expected[re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", path)]
+                # torch.chunk returns fewer chunks if there are fewer rows than ranks.
                 mine = [*whole.chunk(world), *[whole[:0]] * world][rank]
                 assert parameter.to_local().shape == mine.shape, path
 
@@ -497,8 +500,8 @@ def test_every_rank_makes_the_same_bits(name: str) -> None:
 
 
 def traces(model: Any) -> dict[int, Any]:
-    """By id of each module: its class, the identities of its attributes, and everything about its
-    tensors that can change except their values."""
+    """For each module, by its id: its class, the ids of its attributes, and of each tensor the id,
+    the version, `requires_grad`, the device and the names of its attributes."""
 
     def of(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -550,10 +553,13 @@ class Block(bytearray):
 
 
 class Allocator:
-    """An `empty` that counts the bytes that it has allocated and that are not freed yet."""
+    """An argument `empty` of `Initialiser` that counts its calls and the bytes that it has
+    allocated."""
 
     def __init__(self) -> None:
-        self.held = self.most = self.calls = 0
+        self.held = 0  # bytes that are not freed yet
+        self.most = 0  # the largest value of `held`
+        self.calls = 0
 
     def __call__(self, shape: Any, *, dtype: Any) -> Any:
         block = Block(torch.Size(shape).numel() * dtype.itemsize)
@@ -582,16 +588,17 @@ def test_only_one_modules_tensors_exist_at_once(name: str) -> None:
         initialiser.whole(tensor)
         assert empty.held <= initialiser.largest_bytes
     assert empty.most == initialiser.largest_bytes
-    # `order` keeps each module's tensors together, so each is allocated once.
-    tied = {"lm_head"} if name in ("gpt2", "mamba") else set()
-    assert empty.calls == len(model.state_dict()) - len(tied)
+    # In `order` the tensors of a module follow each other, so each tensor is allocated once. In two
+    # of the models the head is tied.
+    tied_count = 1 if name in ("gpt2", "mamba") else 0
+    assert empty.calls == len(model.state_dict()) - tied_count
     del initialiser
     assert empty.held == 0
 
 
 def test_only_the_module_of_a_missing_tensor_is_initialised() -> None:
-    """The rule that makes the missing bias also makes the stored weight of that Linear, whose 42
-    inputs and outputs are float32."""
+    """The rule that makes the missing bias also makes the weight of the same Linear, which the
+    checkpoint has. The Linear has 42 inputs and 42 outputs in float32."""
     empty = Allocator()
     model = on_meta(BY_NAME["bert"])
     initialiser = Initialiser(model, ["cls.predictions.transform.dense.bias"], empty=empty)

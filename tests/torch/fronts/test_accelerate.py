@@ -1,9 +1,10 @@
-"""Scripts of accelerate with and without `modicum.torch.accelerate.loading` around them: the same
-units, values, optimizers, losses and trained parameters on four ranks, bit for bit.
+"""A script of accelerate gives the same results with and without `modicum.torch.accelerate.loading`
+around it. On four ranks FSDP2's units, the loaded values, the optimizer's groups, the losses and
+the trained parameters are compared bit for bit.
 
-The oracle is accelerate's `Accelerator` over FSDP2. Must fail for these mutants: a model that is
-sharded in other units; values that are not rounded where accelerate rounds them; parameters of an
-optimizer that are matched by address; adapters that lose their values; buffers moved to meta.
+The oracle is accelerate's `Accelerator` with FSDP2. Must fail for these mutants: a model that is
+sharded in other units; values that are not rounded where accelerate rounds them; an optimizer's
+parameters that are matched by address; adapters that lose their values; buffers moved to meta.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ pytest.importorskip("peft")
 from ranks import Ranks, ranks
 
 BF16 = {"mixed_precision": "bf16"}
-# With this option of accelerate only rank 0 reads the model, and broadcasts it.
+# With this option accelerate reads the model on rank 0 and sends it to the other ranks.
 SENT = {"cpu_ram_efficient_loading": True}
 
 
@@ -32,7 +33,8 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tiny models in the format of the hub: sizes that 4 does not divide, eleven experts."""
+    """The directories of tiny models in Hugging Face's format. The world size, 4, divides few of
+    their dims, and not the number of experts of qwen3_moe."""
     folder = tmp_path_factory.mktemp("models")
     tied = {"family": "qwen3", "config": {"tie_word_embeddings": True}}
     wanted: dict[str, dict[str, Any]] = {
@@ -50,14 +52,16 @@ def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 def assert_same(four: Ranks, theirs: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs the script without Modicum with the options `theirs`, and with Modicum with the options
+    `ours`, and compares the answers. Returns Modicum's answers, one for each rank."""
     expected = four.ask("accelerated", by="accelerate", **theirs)
     got = four.ask("accelerated", by="modicum", **ours)
     for rank, (mine, oracle) in enumerate(zip(got, expected, strict=True)):
         for what in ("units", "bound", "before", "numbers", "after"):
-            assert mine[what] == oracle[what], f"rank {rank}: other {what}"
-    (first, *_) = expected
+            assert mine[what] == oracle[what], f"rank {rank}: {what!r} differs from accelerate's"
+    first = expected[0]
     trained = [name for name, told in first["before"].items() if first["after"][name] != told]
-    assert trained, "no tensor has changed"
+    assert trained, "the training has changed no tensor"
     return got
 
 
@@ -80,7 +84,7 @@ def assert_same(four: Ranks, theirs: dict[str, Any], ours: dict[str, Any]) -> li
         pytest.param("qwen3", BF16 | SENT | {"checkpointing": True}, id="checkpointing"),
         pytest.param("llama", BF16 | {"auto_wrap_policy": "no_wrap"}, id="one unit"),
         pytest.param("llama", {"ignored_modules": r"model\.layers\.0\.mlp"}, id="ignored by name"),
-        pytest.param("gpt2", {"dtype": None} | SENT, id="another family"),
+        pytest.param("gpt2", {"dtype": None} | SENT, id="GPT-2"),
         pytest.param(
             "llava",
             BF16
@@ -96,7 +100,8 @@ def test_trains_as_accelerate_does(
 ) -> None:
     how = {"directory": str(models[model])} | how
     got = assert_same(four, how, how)
-    assert [len(of["report"]["ranks"]) for of in got] == [4] * 4
+    # Each rank has the report of all four ranks.
+    assert [len(answer["report"]["ranks"]) for answer in got] == [4] * 4
 
 
 def test_persistent_buffers_are_loaded(four: Ranks, models: dict[str, Path]) -> None:
@@ -109,18 +114,18 @@ def test_persistent_buffers_are_loaded(four: Ranks, models: dict[str, Path]) -> 
 @pytest.mark.parametrize(
     ("how", "adapters"),
     [
-        pytest.param(SENT, {}, id="rank 0's are sent"),
-        pytest.param({}, {"seed": 5}, id="the same on each rank"),
+        pytest.param(SENT, {}, id="sent by rank 0"),
+        pytest.param({}, {"seed": 5}, id="the same seed on each rank"),
         pytest.param(SENT, {"modules_to_save": ["lm_head"]}, id="with a head"),
-        pytest.param(SENT, {"use_dora": True}, id="with magnitudes"),
-        pytest.param({}, {"seed": 5, "trainable_token_indices": [3, 4]}, id="with tokens"),
+        pytest.param(SENT, {"use_dora": True}, id="with DoRA's magnitudes"),
+        pytest.param({}, {"seed": 5, "trainable_token_indices": [3, 4]}, id="with trained tokens"),
     ],
 )
 def test_adapters_keep_their_values(
     four: Ranks, models: dict[str, Path], how: dict[str, Any], adapters: dict[str, Any]
 ) -> None:
-    """PEFT draws the adapters' values when it wraps the model. Without a seed they differ between
-    ranks, and accelerate sends rank 0's."""
+    """PEFT draws the adapters' values when it wraps the model. Unless every rank sets the same
+    seed, they differ between ranks, and accelerate has to send rank 0's values."""
     how = {"directory": str(models["llama"]), "adapters": adapters} | BF16 | how
     got = assert_same(four, how, how)
     trained = [name for name, told in got[0]["before"].items() if " True " in told]

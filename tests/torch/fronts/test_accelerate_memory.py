@@ -1,9 +1,9 @@
-"""The example script for accelerate and Trainer in a memory cgroup: without Modicum it is killed
-there; with `--modicum`, which adds one context manager, it passes and prints the same losses and
-gradient norms.
+"""The example script for accelerate and Trainer runs in a memory cgroup. Without Modicum the kernel
+kills it there. With `--modicum`, which adds one context manager, it passes and prints the losses
+and gradient norms of a run without a limit.
 
-Must fail for these mutants: whole weights on every rank, even briefly; upcasts of a whole model;
-pages of the files that stay in the page cache.
+Must fail for these mutants: whole weights on every rank, even briefly; a whole model in float32 on
+any rank.
 """
 
 import re
@@ -18,15 +18,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from families import FAMILIES as FAMILIES_OF_TESTS
-from families import LARGE_TEXT, Family
+from families import FAMILIES, LARGE_TEXT, Family
 from ranks import PATIENCE_S, ranks, torchrun
 
 MIB = 1 << 20
 WORLD = 4
 EXAMPLE = "examples/accelerate_fsdp2.py"
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-FAMILIES = (
+LARGE_MODELS = (
     Family(
         "dense", "Qwen3ForCausalLM", "qwen3",
         LARGE_TEXT | {"num_hidden_layers": 16}, "bfloat16",
@@ -40,23 +39,25 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class Ran:
-    """A run in a memory cgroup."""
+    """A run of the example in a memory cgroup."""
 
-    stdout: str
-    peak_bytes: int
-    kills: int
+    stdout: str  # of rank 0
+    peak_bytes: int  # of the cgroup
+    kills: int  # processes that the kernel has killed
     passed: bool
 
     @property
     def numbers(self) -> list[str]:
-        """The lines with losses and norms. Python prints floats so that different bits differ."""
+        """The lines with losses and gradient norms. Python prints floats that have different bits
+        differently, so equal lines mean equal bits."""
         return re.findall(r"step \d+: .*", self.stdout)
 
     @property
     def promised(self) -> str:
-        """The node's promise and the kernel's peak, from the load's report."""
-        (line,) = re.findall(r"node 0 +(\S+ \S+) +(\S+ \S+)", self.stdout)
-        return f"promised {line[0]}, counted {line[1]}"
+        """The node's promised peak and the peak that the kernel counted, both from the report of
+        the load."""
+        ((promised, counted),) = re.findall(r"node 0 +(\S+ \S+) +(\S+ \S+)", self.stdout)
+        return f"promised {promised}, counted {counted}"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,17 +69,17 @@ def can_cage() -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {one.name: one.write(one.build(), folder / one.name) for one in FAMILIES}
+    return {one.name: one.write(one.build(), folder / one.name) for one in LARGE_MODELS}
 
 
 def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> Ran:
-    """Runs the example. Its processes enter the cgroup after their imports, so that the memory of
-    the imports is not counted."""
+    """Runs the example with the arguments `words`. Its processes enter the cgroup after their
+    imports, so that the memory of the imports is not counted."""
     with cage(limit_bytes) as inside, ranks(world, folder) as started:
         procs = str(inside.directory / "cgroup.procs")
         started.tell("accelerate_script", cage=procs, words=list(map(str, words)))
         deadline = time.monotonic() + PATIENCE_S
-        # After a kill the other ranks may wait long for the killed one: do not wait for them.
+        # After a kill the other ranks could wait long for the killed rank, so the loop ends.
         while not inside.oom_kills() and not all(line.poll() for line in started.lines):
             assert time.monotonic() < deadline, started.logs()
             time.sleep(0.05)
@@ -90,23 +91,23 @@ def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> R
 
 
 @pytest.mark.parametrize(
-    ("model", "words", "share"),
+    ("model", "words", "ratio"),
     [
-        # The case with Trainer covers this one.
+        # Only in the soak run, since Trainer calls the same Accelerator for the same model below.
         pytest.param("dense", (), 0.8, id="Accelerator, dense", marks=pytest.mark.soak),
-        # Up to 0.75 of the peak is memory of the step, from the CPU kernels for bf16.
+        # Both runs need up to 0.75 of this peak in a training step, for the CPU kernels in bf16.
         pytest.param("experts", (), 0.85, id="Accelerator, experts"),
         pytest.param("dense", ("--trainer",), 0.8, id="Trainer, dense"),
     ],
 )
 def test_passes_in_a_cgroup_in_which_accelerate_is_killed(
-    tmp_path: Path, models: dict[str, Path], model: str, words: tuple[str, ...], share: float
+    tmp_path: Path, models: dict[str, Path], model: str, words: tuple[str, ...], ratio: float
 ) -> None:
-    """The limit is `share` of the script's peak without Modicum."""
+    """The limit is `ratio` times the script's peak without Modicum."""
     script = (models[model], "--steps", 2, *words)
     roomy = run(tmp_path / "roomy", 16 << 30, *script)
     assert roomy.passed and len(roomy.numbers) == 2
-    limit = int(roomy.peak_bytes * share)
+    limit = int(roomy.peak_bytes * ratio)
     drop_page_cache(models[model])
     killed = run(tmp_path / "killed", limit, *script)
     assert killed.kills > 0 and not killed.passed, "the limit suffices without Modicum"
@@ -123,7 +124,8 @@ def test_passes_in_a_cgroup_in_which_accelerate_is_killed(
 def test_the_example_prints_the_same_losses_under_torchrun(
     root: Path, tmp_path: Path, models: dict[str, Path]
 ) -> None:
-    (tiny,) = [one for one in FAMILIES_OF_TESTS if one.name == "qwen3"]
+    """The expected losses are those of the example without `--modicum` and without torchrun."""
+    (tiny,) = [one for one in FAMILIES if one.name == "qwen3"]
     directory = tiny.write(tiny.build(), tmp_path / "tiny")
     expected = run(tmp_path / "ranks", 16 << 30, directory, "--steps", 2, world=2)
     done = torchrun(root, 2, EXAMPLE, directory, "--steps", 2, "--modicum")

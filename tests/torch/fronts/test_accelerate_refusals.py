@@ -1,8 +1,9 @@
-"""`modicum.torch.accelerate.loading` restores every attribute that it patches, and refuses what it
-cannot load.
+"""`modicum.torch.accelerate.loading` restores the attributes that it patches, builds the models of
+`from_pretrained` without values, and refuses what it cannot load.
 
 Must fail for these mutants: an attribute or environment variable that stays changed; an unknown
-accelerate that is accepted; a forward with parameters on meta, or lost values, without an error.
+version of accelerate that is accepted; a forward with parameters on meta that raises no error;
+values of the script that are lost without an error.
 """
 
 import contextlib
@@ -50,6 +51,7 @@ from modicum.upstream.transformers import source_of  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 accelerate_module = sys.modules["accelerate.accelerator"]
+# The modules and classes in which `loading` could patch attributes.
 WHAT_CAN_CHANGE = (
     transformers.PreTrainedModel,
     accelerate.Accelerator,
@@ -77,11 +79,13 @@ def one_rank() -> Iterator[None]:
 
 
 def attributes() -> list[dict[str, Any]]:
+    """The attributes of each owner in WHAT_CAN_CHANGE and, as the last entry, the environment."""
     return [dict(vars(owner)) for owner in WHAT_CAN_CHANGE] + [dict(os.environ)]
 
 
 def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> set[str]:
-    """The names that exist on one side only, or whose values differ."""
+    """The names of attributes and environment variables that exist on one side only, or whose
+    values differ."""
     return {
         name
         for old, new in zip(before, after, strict=True)
@@ -93,6 +97,7 @@ def differences(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> se
 # ---- patches
 
 
+# The attributes that `loading` patches, in any of the owners.
 CHANGED = {
     "get_init_context",
     "_load_pretrained_model",
@@ -120,6 +125,7 @@ CHANGED = {
 
 
 def test_everything_is_put_back() -> None:
+    """A nested context patches nothing more, and restores nothing when it ends."""
     before = attributes()
     with loading():
         assert differences(before, attributes()) == CHANGED
@@ -137,9 +143,10 @@ def test_everything_is_put_back() -> None:
 
 
 def test_a_refused_load_restores_the_scripts_objects(one_rank: None) -> None:
-    """If the budget refuses the load, accelerator and optimizer are as before `prepare`."""
+    """If the load would exceed the budget, `prepare` fails. Accelerator and optimizer are then as
+    they were before it."""
     before = attributes()
-    with pytest.raises(BudgetError), loading(budget="1MiB", progress=False) as outside:
+    with pytest.raises(BudgetError), loading(budget="1MiB", progress=False) as context:
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -149,11 +156,12 @@ def test_a_refused_load_restores_the_scripts_objects(one_rank: None) -> None:
         finally:
             assert accelerator.state.fsdp_plugin.cpu_ram_efficient_loading is True
             now = [list(group["params"]) for group in optimizer.param_groups]
-            assert [list(map(id, of)) for of in now] == [list(map(id, of)) for of in groups]
-    # accelerate itself sets these variables.
+            ids_now = [[id(parameter) for parameter in group] for group in now]
+            assert ids_now == [[id(parameter) for parameter in group] for group in groups]
+    # accelerate itself sets these environment variables.
     own = {"ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "MASTER_PORT"}
     assert differences(before, attributes()) <= own
-    assert outside.report is None
+    assert context.report is None
 
 
 def test_the_innermost_context_builds(one_rank: None) -> None:
@@ -183,7 +191,7 @@ def test_importing_the_front_imports_nothing_above_torch() -> None:
 @pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) -> None:
     """Dtypes, shapes, ties and non-persistent buffers are those of `from_pretrained`, and no random
-    number is drawn. Only headers are read: the files have nothing else."""
+    number is drawn. The files end after their headers, so reading a tensor would fail."""
     whole = from_pretrained(family.name)
     directory = tmp_path / "headers"
     directory.mkdir()
@@ -232,7 +240,7 @@ def test_files_other_than_safetensors_are_refused(tmp_path: Any) -> None:
     assert refused.value.got == "pytorch_model.bin"
 
 
-def test_files_that_lack_one_of_the_index(tmp_path: Any) -> None:
+def test_files_that_lack_one_of_the_index_are_refused(tmp_path: Any) -> None:
     files = {name: str(tmp_path / f"{name}.safetensors") for name in "abc"}
     weights = {name: os.path.basename(file) for name, file in files.items()}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
@@ -260,12 +268,13 @@ def test_a_given_source_replaces_that_of_from_pretrained(one_rank: None, tmp_pat
 
 
 def reading(cls: Any, path: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
-    """A `from_pretrained` that reads tensors by itself."""
+    """A `from_pretrained` that calls none of the methods that Modicum replaces, and so would read
+    tensors by itself."""
     return cls(config)
 
 
 def finishing(cls: Any, path: Any, *args: Any, config: Any, **kwargs: Any) -> Any:
-    """A `from_pretrained` that finishes a load in another way."""
+    """A `from_pretrained` that passes one argument more to `_finalize_model_loading`."""
     for context in cls.get_init_context(torch.float32, False, False, None):
         with context:
             model = cls(config)
@@ -274,7 +283,7 @@ def finishing(cls: Any, path: Any, *args: Any, config: Any, **kwargs: Any) -> An
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "instead", "missing"),
+    ("owner", "name", "instead", "message"),
     [
         (accelerate_module, "fsdp2_prepare_model", None, "fsdp2_prepare_model"),
         (accelerate_module, "fsdp2_prepare_model", lambda model: None, "fsdp2_prepare_model"),
@@ -286,15 +295,15 @@ def finishing(cls: Any, path: Any, *args: Any, config: Any, **kwargs: Any) -> An
     ids=["gone", "other arguments", "no property", "no contexts", "reads", "finishes"],
 )
 def test_unknown_versions_are_refused(
-    owner: Any, name: str, instead: Any, missing: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, instead: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the difference and the version."""
+    """The error names what differs from the tested version, and the installed version."""
     if instead is None:
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(owner, name, instead)
     before = attributes()
-    with pytest.raises(UsageError, match=missing) as refused, loading():
+    with pytest.raises(UsageError, match=message) as refused, loading():
         pytest.fail("the context was entered")
     assert refused.value.category == "UNSUPPORTED"
     assert "accelerate 1." in str(refused.value) or "transformers 5." in str(refused.value)
@@ -302,7 +311,7 @@ def test_unknown_versions_are_refused(
 
 
 def test_an_unknown_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PEFT that moves adapters in another way than by `_replace_module` is refused."""
+    """A PEFT that moves adapters to the base's device outside of `_replace_module` is refused."""
     inject = tuners_utils.BaseTuner.inject_adapter
 
     def moving(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -319,26 +328,26 @@ def test_an_unknown_peft_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_accelerate_that_shards_otherwise_is_refused(
     way: str, one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A `prepare` that never calls `fsdp2_prepare_model`, and one whose `fsdp2_prepare_model` does
-    not shard, would return a model without values."""
+    """If `prepare` never called `fsdp2_prepare_model`, or if `fsdp2_prepare_model` did not shard,
+    the script would get a model without values."""
     if way == "never shards":
         monkeypatch.setattr(accelerate.Accelerator, "_prepare_fsdp2", lambda self, *args: args)
     else:
         monkeypatch.setattr(
             accelerate_module, "fsdp2_prepare_model", lambda accelerator, model: model
         )
-    before = attributes()[:-1]
+    before = attributes()[:-1]  # without the environment, which accelerate changes
     with pytest.raises(UsageError, match="fsdp2_prepare_model") as refused, loading(progress=False):
         prepare(build())
     assert refused.value.category == "UNSUPPORTED"
     assert not differences(before, attributes()[:-1])
 
 
-# ---- other than FSDP2
+# ---- no FSDP2
 
 
 def test_no_fsdp2_is_refused_before_anything_is_built() -> None:
-    """On CPUs accelerate uses DDP or no sharding, and ignores the FSDP plugin."""
+    """Without an FSDP plugin accelerate uses DDP for several CPU ranks."""
     with alone(), accelerate_rank.fsdp2_on_cpus():
         accelerate.Accelerator(cpu=True)
         with pytest.raises(UsageError, match="on CPUs accelerate takes DDP") as refused, loading():
@@ -363,7 +372,7 @@ def test_fsdp1_is_refused() -> None:
     assert refused.value.got == "distributed_type FSDP with fsdp_version=1"
 
 
-def test_one_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_is_refused() -> None:
     from accelerate.state import GradientState
 
     try:
@@ -385,16 +394,16 @@ def test_a_forward_without_values_is_refused() -> None:
     assert refused.value.category == "USAGE"
 
 
-def test_a_forward_afterwards_is_refused() -> None:
+def test_a_forward_after_the_context_is_refused() -> None:
     with contextlib.suppress(ZeroDivisionError), loading():
         model = build()
-        raise ZeroDivisionError
+        raise ZeroDivisionError  # ends the context, which otherwise refuses a model without values
     with pytest.raises(UsageError, match="a forward"):
         model(TOKENS)
 
 
-def test_an_adapters_forward_is_refused() -> None:
-    """PEFT calls the wrapped model without its root's hooks."""
+def test_a_forward_through_adapters_is_refused() -> None:
+    """PEFT calls the `forward` of the wrapped model directly, so hooks on that model do not run."""
     with pytest.raises(UsageError, match="a forward"), loading():
         peft.get_peft_model(build(), peft.LoraConfig(target_modules=["q_proj"]))(TOKENS)
 
@@ -402,13 +411,15 @@ def test_an_adapters_forward_is_refused() -> None:
 def test_a_model_without_prepare_is_refused_at_the_end(one_rank: None) -> None:
     with pytest.raises(UsageError, match="has no values yet.*LlamaForCausalLM"), loading():
         model = build()
+    # After the context nothing loads the model, and torch refuses its meta tensors.
     with pytest.raises((NotImplementedError, RuntimeError)):
         model, _ = prepare(model, cpu_ram_efficient_loading=True)
         model(TOKENS)
 
 
 def test_a_deleted_model_is_ignored() -> None:
-    """The context keeps no reference to the model, so it need not be prepared."""
+    """The context keeps no reference to the model. A model that the script has deleted need not be
+    prepared."""
     with loading() as active:
         model = weakref.ref(build())
         gc.collect()
@@ -460,7 +471,7 @@ def test_adapters_without_values_are_refused(one_rank: None) -> None:
 
 
 def test_a_head_that_the_checkpoint_lacks_must_be_named_in_missing(one_rank: None) -> None:
-    """`from_pretrained` would warn and initialise a different head on each rank."""
+    """`from_pretrained` would only warn, and each rank would draw a head of its own."""
     kind = transformers.LlamaForSequenceClassification
     lists: dict[str, Any] = {"unexpected": ["^lm_head"]}
     with pytest.raises(UsageError, match="score.weight"), loading(progress=False, **lists):
@@ -472,7 +483,8 @@ def test_a_head_that_the_checkpoint_lacks_must_be_named_in_missing(one_rank: Non
 
 
 def test_a_head_of_the_script_keeps_its_values(one_rank: None) -> None:
-    """A head around a body keeps the script's values; the body gets the file's."""
+    """The script's module has a body from `from_pretrained` and a new head. The head keeps the
+    script's values, and the body gets those of the file."""
 
     class WithValue(nn.Module):
         def __init__(self, body: Any) -> None:
@@ -527,8 +539,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sent", (False, True))
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_new_adapters_begin_as_the_base(one_rank: None, kind: str, sent: bool) -> None:
-    """DoRA's magnitudes begin as norms of the base's weights, trainable tokens as its embedding
-    rows. The model has two such adapters."""
+    """DoRA's magnitudes begin as norms of the base's weights, and trainable tokens begin as rows of
+    the base's embedding. The model has two adapters of the kind."""
     torch.manual_seed(3)
     expected = with_two(copy.deepcopy(from_pretrained("llama")), ADAPTERS[kind])
     with loading(progress=False):
@@ -540,6 +552,7 @@ def test_new_adapters_begin_as_the_base(one_rank: None, kind: str, sent: bool) -
 
 
 def with_two(model: Any, config: dict[str, Any]) -> Any:
+    """The model with two adapters, of which the second has rank 3."""
     model = peft.get_peft_model(model, peft.LoraConfig(**config))
     model.add_adapter("other", peft.LoraConfig(**(config | {"r": 3})))
     return model
@@ -560,7 +573,8 @@ OWN_UNIT = {"transformer_cls_names_to_wrap": ["LlamaDecoderLayer", "Embedding"]}
 def test_tokens_that_accelerate_cannot_shard_are_refused(
     one_rank: None, name: str, how: dict[str, Any], why: str, sent: bool
 ) -> None:
-    """Without Modicum accelerate fails for these with an error of torch about other tensors."""
+    """Without Modicum `prepare` fails on these models with an error that does not name the
+    tokens."""
     config = peft.LoraConfig(**ADAPTERS["tokens"])
     whole = peft.get_peft_model(copy.deepcopy(from_pretrained(name)), config)
     with pytest.raises((AttributeError, RuntimeError, TypeError)):
@@ -596,7 +610,7 @@ def test_tied_tokens_are_loaded_if_the_script_shards(one_rank: None) -> None:
 
 @pytest.mark.parametrize("low_cpu_mem_usage", (False, True))
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_trained_adapters_of_these_kinds_keep_their_values(
+def test_trained_magnitudes_and_tokens_keep_their_values(
     one_rank: None, tmp_path: Any, kind: str, low_cpu_mem_usage: bool
 ) -> None:
     """With `low_cpu_mem_usage` PEFT builds the adapters on meta."""
@@ -623,8 +637,8 @@ def assert_same_tensors(model: Any, expected: Any) -> None:
     "init", ("pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "mica", "lora_ga")
 )
 def test_initialisations_from_the_base_are_refused(init: str) -> None:
-    """The error comes before PEFT computes, so the test needs neither the data nor the packages
-    (scipy) for these initialisations."""
+    """The error is raised before PEFT computes anything, so the test needs neither the data nor the
+    packages, such as scipy, of these initialisations."""
     config = peft.LoraConfig(target_modules=["q_proj"])
     config.init_lora_weights = init
     with pytest.raises(UsageError, match="needs the base's values") as refused, loading():
@@ -633,7 +647,7 @@ def test_initialisations_from_the_base_are_refused(init: str) -> None:
 
 
 def test_several_models_in_one_are_refused(one_rank: None) -> None:
-    """An actor and a critic in one module are refused; each can be filled alone."""
+    """An actor and a critic in one module are refused. `fill` loads each of them alone."""
     with loading(progress=False) as context:
         actor, critic = build(), build("qwen2")
         with pytest.raises(UsageError, match="several models inside.*expected one") as refused:

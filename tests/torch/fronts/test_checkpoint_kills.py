@@ -1,6 +1,6 @@
-"""An unchanged script of Trainer within `modicum.torch.accelerate.loading` whose ranks are killed
-at random instants of their saves: it resumes from a whole checkpoint, and ends with the bits of a
-run that was not killed.
+"""The ranks of an unchanged script of Trainer within `modicum.torch.accelerate.loading` are killed
+at random instants during or after a save. The script resumes from a whole checkpoint, and ends with
+the same bits as a run that was not killed.
 
 Must fail for these mutants: a checkpoint that is committed before all of its files are renamed, or
 before the script's own files are written; a checkpoint that is resumed without COMMIT.
@@ -36,16 +36,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def committed(folder: Path) -> list[int]:
-    """The numbers of the committed checkpoints, in order."""
+    """The step numbers of the committed checkpoints in `folder`, in order."""
     return sorted(int(path.parent.name.rpartition("-")[2]) for path in folder.glob("*-*/COMMIT"))
 
 
 def kill_in_a_save(two: Ranks, folder: Path, count: int, wait_s: float) -> bool:
-    """Waits until save number `count` (from 0) has begun, and `wait_s` more, and kills both ranks.
-    Returns False, without a kill, if the script ends before that save."""
+    """Kills both ranks `wait_s` after more than `count` checkpoints have been seen incomplete. (One
+    that an earlier kill has left incomplete counts, too.) Returns False, without a kill, if the
+    script ends before."""
     begun: set[Path] = set()
     while len(begun) <= count:
-        with contextlib.suppress(FileNotFoundError):  # one is being removed
+        with contextlib.suppress(FileNotFoundError):  # a checkpoint is removed during the glob
             begun |= {path.parent for path in folder.glob("checkpoint-*/.partial-*")}
         if any(line.poll() for line in two.lines):
             return False
@@ -60,9 +61,10 @@ def kill_in_a_save(two: Ranks, folder: Path, count: int, wait_s: float) -> bool:
 
 def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[str, Any], int]:
     """Runs the script, kills it up to `kills` times, and resumes it after each kill. Returns the
-    answer of the last attempt, and the number of kills during a save."""
+    answer of the attempt that was not killed, and the number of kills after which there was an
+    incomplete checkpoint."""
     draw = random.Random(seed)
-    out, met = folder / "out", 0
+    out, incomplete = folder / "out", 0
     for attempt in range(kills + 1):
         before = committed(out)
         said = {"directory": model, "folder": str(out), "resume": bool(before)} | HOW
@@ -72,16 +74,16 @@ def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[st
             if attempt < kills and kill_in_a_save(two, out, count, wait_s):
                 after = committed(out)
                 assert after[-1:] >= before[-1:], f"{before} before the kill, {after} after it"
-                met += any(out.glob("checkpoint-*/.partial-*"))
+                incomplete += any(out.glob("checkpoint-*/.partial-*"))
                 continue
             (told, _) = two.hear()
         assert isinstance(told, dict), told
         first = before[-1] + 1 if before else 1
         assert [*told["losses"]] == [*range(first, STEPS + 1)], (
-            "not from the newest whole checkpoint"
+            f"did not resume from the newest committed checkpoint, {before[-1:]}"
         )
-        return told, met
-    raise AssertionError
+        return told, incomplete
+    raise AssertionError("the last attempt returns above")
 
 
 @pytest.mark.parametrize(
@@ -92,11 +94,11 @@ def test_a_run_killed_while_saving_ends_with_the_same_bits(
 ) -> None:
     with ranks(2, tmp_path / "ranks") as two:
         (whole, _) = two.ask("trains", directory=model, folder=str(tmp_path / "out"), **HOW)
-    met = 0
+    incomplete = 0
     for seed in seeds:
         last, found = run_killed(tmp_path / f"{seed}", model, 5, seed)
-        met += found
+        incomplete += found
         assert last["end"] == whole["end"]
         assert last["losses"].items() <= whole["losses"].items()
-    print(f"{met} kills during a save")
-    assert met > 0
+    print(f"{incomplete} kills left an incomplete checkpoint")
+    assert incomplete > 0, "no kill hit a save"

@@ -1,5 +1,5 @@
-"""An unchanged script of Trainer in a memory cgroup: without Modicum it is killed there in its
-first save; within `loading()` it saves, and another run resumes, both under the same limit.
+"""An unchanged script of Trainer runs in a memory cgroup. Without Modicum the kernel kills it in
+its first save. Within `loading()` it saves and another run resumes, both under the same limit.
 
 Must fail for these mutants: a model, or an optimizer's state, that is gathered by one rank for a
 save; whole tensors of a checkpoint on every rank, even briefly.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cage import cage, why_no_cage
+from cage import Cage, cage, why_no_cage
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -31,8 +31,8 @@ SIZES = LARGE_TEXT | {"num_hidden_layers": 24}
 class Ran:
     """A run in a memory cgroup."""
 
-    log: str
-    peak_bytes: int  # without page cache, which a first run fills with the files of imports
+    log: str  # of rank 0
+    peak_bytes: int  # of the cgroup, less the page cache that is left at the end
     passed: bool
 
     @property
@@ -47,20 +47,21 @@ def can_cage() -> None:
 
 
 def run(logs: Path, limit_bytes: int, **said: object) -> Ran:
-    """Runs the script in processes that enter the cgroup after their imports."""
+    """Runs the script. Its processes enter the cgroup after their imports, so that the memory of
+    the imports is not counted."""
     with cage(limit_bytes) as inside, ranks(WORLD, logs) as started:
         procs = str(inside.directory / "cgroup.procs")
         started.tell("trains_in", cage=procs, **said)
-        passed = ended(started, inside)
+        passed = all_end(started, inside)
         if passed:
             assert started.hear() == [None] * WORLD, started.logs()
         peak_bytes = inside.peak_bytes() - inside.file_bytes()
         return Ran((logs / "rank-0.log").read_text(), peak_bytes, passed)
 
 
-def ended(started: Ranks, inside: object) -> bool:
-    """Waits until all ranks have ended, or until one is killed, for which the others may wait long.
-    Returns whether none was killed."""
+def all_end(started: Ranks, inside: Cage) -> bool:
+    """Waits until all ranks have answered, or until the kernel has killed one: the other ranks
+    could wait long for a killed rank. Returns whether no rank was killed."""
     deadline = time.monotonic() + PATIENCE_S
     while not inside.oom_kills() and not all(line.poll() for line in started.lines):
         assert time.monotonic() < deadline, started.logs()
@@ -69,13 +70,13 @@ def ended(started: Ranks, inside: object) -> bool:
 
 
 def test_saves_in_a_cgroup_in_which_trainer_is_killed(tmp_path: Path) -> None:
-    one = Family("dense", "Qwen3ForCausalLM", "qwen3", SIZES, "float32")
-    how = {"directory": str(one.write(one.build(), tmp_path / "model")), "max_steps": 1}
+    family = Family("dense", "Qwen3ForCausalLM", "qwen3", SIZES, "float32")
+    how = {"directory": str(family.write(family.build(), tmp_path / "model")), "max_steps": 1}
     plain = how | {"by": "accelerate", "folder": str(tmp_path / "plain")}
-    # Two steps: the second one's activations exist next to the optimizer's state, as do those of
-    # the first step after a resume.
-    whole = plain | {"max_steps": 2, "save_strategy": "no"}
-    training = run(tmp_path / "training", 16 << 30, **whole)
+    # Two steps, because in the first one the optimizer has no state yet. In the second step, as in
+    # the first one after a resume, the activations exist next to that state.
+    unsaved = plain | {"max_steps": 2, "save_strategy": "no"}
+    training = run(tmp_path / "training", 16 << 30, **unsaved)
     assert training.passed and len(training.losses) == 2
     limit = int(training.peak_bytes * MARGIN)
     killed = run(tmp_path / "killed", limit, save_steps=1, **plain)
@@ -86,7 +87,7 @@ def test_saves_in_a_cgroup_in_which_trainer_is_killed(tmp_path: Path) -> None:
     resumed = run(tmp_path / "resumed", limit, resume=True, **own | {"max_steps": 2})
     assert resumed.passed and resumed.losses == training.losses[1:]
     print(
-        f"node peak {training.peak_bytes / MIB:.0f} MiB without saves; killed in a save with "
-        f"{limit / MIB:.0f} MiB; with the line {ours.peak_bytes / MIB:.0f} MiB, and resuming "
-        f"{resumed.peak_bytes / MIB:.0f} MiB"
+        f"node peak {training.peak_bytes / MIB:.0f} MiB without saves; killed in a save under "
+        f"a limit of {limit / MIB:.0f} MiB; within loading() {ours.peak_bytes / MIB:.0f} MiB, and "
+        f"resuming {resumed.peak_bytes / MIB:.0f} MiB"
     )

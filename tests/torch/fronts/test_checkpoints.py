@@ -1,15 +1,15 @@
-"""Unchanged scripts of accelerate and Trainer that save checkpoints and resume from them within
+"""Unchanged scripts of accelerate and Trainer save checkpoints and resume from them within
 `modicum.torch.accelerate.loading`, on two ranks.
 
-Compared with the uninterrupted training: model, optimizer's state and the next losses are the same
-bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must fail for these
-mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
+The model, the optimizer's state and the next losses after a resume are those of the uninterrupted
+training, bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must fail for
+these mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
-rotation that removes the newest whole checkpoint; an optimizer without tensors whose options are
-lost; checkpoints of accelerate that are no longer read; a tensor that no checkpoint fills; a
-progress bar although no weights are saved; no warning about older files of accelerate in a
-checkpoint of Modicum, or about adapters saved without COMMIT; a base model that is saved with its
-adapters, or that `save_model` leaves out; a resume that reads adapters as the model.
+rotation that removes the newest whole checkpoint; lost group options of an optimizer whose state
+has no tensors; checkpoints of accelerate that cannot be read; a tensor that the checkpoint lacks,
+without an error; a progress bar although no weights are saved; no warning about files of accelerate
+in a checkpoint of Modicum, or about adapters saved without COMMIT; a base model that is saved with
+its adapters, or that `save_model` leaves out; a resume that reads adapters as the model.
 """
 
 import json
@@ -61,6 +61,8 @@ def assert_reads(directory: Path, saved: dict[str, str]) -> None:
         assert told(parameter) == saved[name], name
 
 
+# Names in a checkpoint directory: files in PEFT's format, and what Modicum adds to every checkpoint
+# with the tensors of an optimizer.
 PEFTS = {"adapter_config.json", "adapter_model.safetensors"}
 STEPS = {"COMMIT", "manifest.json", "optimizer"}
 
@@ -79,6 +81,7 @@ def assert_peft_reads(directory: Path, base: str, saved: dict[str, str]) -> None
 
 
 def refused(heard: list[Any]) -> str:
+    """Asserts that every rank has failed. Returns rank 0's message."""
     assert all(isinstance(one, Failed) for one in heard), heard
     return heard[0].message
 
@@ -87,8 +90,9 @@ def refused(heard: list[Any]) -> str:
 
 
 def saved_and_resumed(two: Ranks, tmp_path: Path, **how: Any) -> tuple[list[Any], list[Any]]:
-    """The answers of each rank of a script that saves, and of new processes that resume. Asserts
-    that the resumed state and the next losses are equal."""
+    """Runs a script that saves, and then in new processes one that resumes. Asserts that the
+    resumed state and the next losses are equal. Returns the answers of the ranks of both
+    scripts."""
     saved = two.ask("accelerate_saves", **how)
     with ranks(2, tmp_path / "ranks") as others:
         resumed = others.ask("accelerate_resumes", **how)
@@ -102,8 +106,8 @@ def saved_and_resumed(two: Ranks, tmp_path: Path, **how: Any) -> tuple[list[Any]
 def test_accelerate_resumes_bit_for_bit(
     two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str
 ) -> None:
-    """The state after load_state in new processes, and the next three losses, equal those of the
-    processes that called save_state."""
+    """After `load_state` in new processes, the state and the next three losses equal those of the
+    processes that called `save_state`."""
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
     saved, resumed = saved_and_resumed(two, tmp_path, **how)
@@ -118,8 +122,9 @@ def test_accelerate_resumes_bit_for_bit(
 
 
 def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model: str) -> None:
-    """After a load of accelerate's checkpoint the next losses are those of the script that saved
-    it. The same script saves the same state and has the same losses with Modicum."""
+    """A script within `loading()` resumes from a checkpoint that accelerate has saved without
+    Modicum: its next losses are those of the saving script. With Modicum the saving script saves
+    the same state and has the same losses."""
     how = {"directory": model, "folder": str(tmp_path / "state")}
     theirs = two.ask("accelerate_saves", by="accelerate", **how)
     ours = two.ask("accelerate_resumes", by="modicum", **how)
@@ -129,11 +134,12 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
     assert [one["saved"] for one in own] == [one["saved"] for one in theirs]
 
 
-def test_saving_over_a_checkpoint_of_accelerates_below_warns(
+def test_saving_beside_accelerates_own_files_warns(
     two: Ranks, tmp_path: Path, modicum: Path, model: str
 ) -> None:
-    """Modicum saves into a directory with a checkpoint of accelerate. The first save and the resume
-    warn once each, on one rank; accelerate's files are not changed, and Modicum's are read."""
+    """Modicum saves twice into a directory with a checkpoint of accelerate. Only the first of these
+    saves and the resume warn, each once and on rank 0. accelerate's files are not changed, and the
+    resume reads Modicum's."""
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum"}
     two.ask("accelerate_saves", **how | {"by": "accelerate"})
@@ -149,9 +155,9 @@ def test_saving_over_a_checkpoint_of_accelerates_below_warns(
     assert {path: path.read_bytes() for path in folder.glob("*_0/*")} == kept
 
 
-def test_names_of_accelerates_own_files(tmp_path: Path) -> None:
-    """Modicum saves the second model in `pytorch_model_fsdp_1`, which therefore counts as
-    accelerate's only if torch has written `.metadata` there."""
+def test_accelerates_own_files_are_recognised(tmp_path: Path) -> None:
+    """Modicum, too, saves the second model in `pytorch_model_fsdp_1`. This directory counts as
+    accelerate's only if it has the file `.metadata`, which torch writes."""
     for name in ("pytorch_model_fsdp_1", "optimizer", "optimizer_1", "pytorch_model_fsdp_0"):
         (tmp_path / name).mkdir()
     for name in ("optimizer.bin", "optimizer.safetensors", "pytorch_model_fsdp_rank1.bin"):
@@ -164,9 +170,11 @@ def test_names_of_accelerates_own_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ("torch", "modicum"))
-def test_adapters(two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str) -> None:
-    """Of a PeftModel its adapters alone are saved, also under activation checkpointing, where
-    PEFT itself would save none."""
+def test_adapters_are_saved_alone_and_resume_bit_for_bit(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str
+) -> None:
+    """Only the adapters of a PeftModel are saved, not its base. They are saved under activation
+    checkpointing, too, where PEFT itself would save none."""
     pytest.importorskip("peft")
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
@@ -179,11 +187,12 @@ def test_adapters(two: Ranks, tmp_path: Path, modicum: Path, model: str, optimiz
     assert_peft_reads(folder, model, saved[0]["saved"])
 
 
-def test_adapters_and_another_trained_tensor(
+def test_adapters_with_another_trained_tensor_are_left_to_accelerate(
     two: Ranks, tmp_path: Path, modicum: Path, model: str
 ) -> None:
-    """accelerate saves them, and a warning says why, once. `modicum.torch.save` saves them with
-    COMMIT, and a script of accelerate goes on from there."""
+    """PEFT's file has no place for a trained tensor of the base. `save_state` then saves as without
+    Modicum, and one warning says why. `modicum.torch.save` saves such a model with COMMIT, and a
+    script of accelerate resumes from that."""
     pytest.importorskip("peft")
     folder, how = tmp_path / "state", {"directory": model, "root": str(tmp_path / "steps")}
     (saved, other) = two.ask("adapters_with_another", folder=str(folder), **how)
@@ -199,7 +208,7 @@ def test_adapters_and_another_trained_tensor(
 
 
 def test_save_model_has_the_base_of_adapters(two: Ranks, tmp_path: Path, model: str) -> None:
-    """accelerate's own file, which is read by programs without PEFT."""
+    """For a PeftModel `save_model` is left to accelerate, which writes all tensors."""
     pytest.importorskip("peft")
     how = {"directory": model, "folder": str(tmp_path / "model"), "size": "10GB"}
     (told, _) = two.ask("accelerate_saves_model", adapters=True, **how)
@@ -208,7 +217,7 @@ def test_save_model_has_the_base_of_adapters(two: Ranks, tmp_path: Path, model: 
     assert "base_model.model.model.norm.weight" in stored
 
 
-def test_saved_again_into_the_same_directory(
+def test_a_second_save_replaces_the_first_in_the_same_directory(
     two: Ranks, tmp_path: Path, modicum: Path, model: str
 ) -> None:
     folder = tmp_path / "state"
@@ -217,8 +226,8 @@ def test_saved_again_into_the_same_directory(
     resumed = two.ask("accelerate_resumes", **how)
     assert [one["then"] for one in resumed] == [one["then"] for one in saved]
     assert_verifies(modicum, folder)
-    # The script may name the checkpoint as its model (docs/guide/accelerate.md): then the base is
-    # not read.
+    # A script may pass the checkpoint to from_pretrained (docs/guide/accelerate.md). Then it does
+    # not read the original model, which is moved away here.
     base = Path(model).rename(tmp_path / "moved")
     try:
         again = two.ask("accelerate_resumes", **how | {"directory": str(folder)})
@@ -227,9 +236,11 @@ def test_saved_again_into_the_same_directory(
     assert [one["then"] for one in again] == [one["then"] for one in saved]
 
 
-def test_checkpoints_that_accelerate_names(two: Ranks, tmp_path: Path, model: str) -> None:
-    """`total_limit` keeps the newest checkpoints; `load_state()` skips one that was not
-    committed."""
+def test_total_limit_and_load_state_use_the_newest_whole_checkpoint(
+    two: Ranks, tmp_path: Path, model: str
+) -> None:
+    """accelerate itself names the checkpoints here. With a `total_limit` of one, the newest of
+    three stays. `load_state()` skips a newer directory that was not committed."""
     project = {"project": str(tmp_path), "limit": 1}
     how = {"directory": model, "folder": None, "by": "modicum"} | project
     saved = two.ask("accelerate_saves", times=3, **how)
@@ -279,14 +290,17 @@ def test_save_model_writes_weights_only(
     assert_reads(folder, saved[0]["saved"])
 
 
-def test_no_bar_is_drawn_for_a_config(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_no_progress_bar_is_drawn_for_a_config(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     transformers.utils.logging.enable_progress_bar()
     with torch.device("meta"):
         model = transformers.GPT2Model(transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1))
     save_config(model, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
     assert "model shards" not in capfd.readouterr().err
-    model.to_empty(device="cpu").save_pretrained(tmp_path)  # its bars are back
+    # A later save of weights by transformers draws its bar again.
+    model.to_empty(device="cpu").save_pretrained(tmp_path)
     assert "model shards" in capfd.readouterr().err
 
 
@@ -300,9 +314,10 @@ def test_no_bar_is_drawn_for_a_config(tmp_path: Path, capfd: pytest.CaptureFixtu
 def test_trainer_resumes_bit_for_bit(
     two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool, limit: int
 ) -> None:
-    """With save_steps, save_total_limit and resume_from_checkpoint in new processes, the losses are
-    those of an uninterrupted run (in the first case, of one without Modicum). With a limit of one,
-    the checkpoint from which the run has resumed is removed before the next save."""
+    """A run with `save_steps` and `save_total_limit` stops, and is resumed in new processes by
+    `resume_from_checkpoint`. Its losses are those of an uninterrupted run; in the first case that
+    run is made without Modicum. With a limit of one, the checkpoint from which the run has resumed
+    is removed at the next save."""
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "optimizer": optimizer, "sharded": sharded}
     how |= {"max_steps": 6, "save_steps": 2, "save_total_limit": limit}
@@ -314,6 +329,7 @@ def test_trainer_resumes_bit_for_bit(
     assert len(expected["losses"]) == 6
     (first, _) = two.ask("trains", folder=str(folder), stop_at=4, **how)
     names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    # `saved` has the names of all checkpoints after each save.
     assert first["saved"] == [names[:1], names[2 - limit : 2]]
     with ranks(2, tmp_path / "ranks") as others:
         (second, _) = others.ask("trains", folder=str(folder), resume=True, final=True, **how)
@@ -321,6 +337,7 @@ def test_trainer_resumes_bit_for_bit(
     assert set(second["losses"]) == {5, 6}
     assert second["end"] == expected["end"]
     assert second["saved"] == [names[3 - limit :]]
+    # The number 0 is that of the final `save_model`, whose directory has no number in its name.
     assert [one["step"] for one in second["reports"]] == [6, 0]
     for directory in (folder / "checkpoint-6", folder):
         assert_verifies(modicum, directory)
@@ -331,8 +348,11 @@ def test_trainer_resumes_bit_for_bit(
     assert not [name for name in found if name.startswith(("optimizer.", "pytorch_model", "."))]
 
 
-def test_trainer_with_adapters(two: Ranks, tmp_path: Path, modicum: Path, model: str) -> None:
-    """The losses of the uninterrupted run, and files of PEFT's in each directory."""
+def test_trainer_with_adapters_resumes_bit_for_bit(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str
+) -> None:
+    """The losses are those of an uninterrupted run. The checkpoint and the directory of the final
+    `save_model` have files in PEFT's format."""
     pytest.importorskip("peft")
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "optimizer": "modicum"}
@@ -356,7 +376,7 @@ def test_trainer_with_adapters(two: Ranks, tmp_path: Path, modicum: Path, model:
 
 
 def test_the_best_checkpoint_is_kept_and_loaded(two: Ranks, tmp_path: Path, model: str) -> None:
-    """An evaluation before each save leaves gathered parameters, which the save must handle."""
+    """The evaluation before each save leaves parameters gathered, so the save must reshard them."""
     how = {"directory": model, "by": "modicum", "max_steps": 4, "save_steps": 1}
     how |= {"save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 1}
     how |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
@@ -375,21 +395,22 @@ def test_save_only_model_saves_no_optimizer(two: Ranks, tmp_path: Path, model: s
 
 
 def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
-    """Without a name, checkpoints that are uncommitted, damaged or empty are skipped; if named,
-    they are refused."""
+    """`resume_from_checkpoint=True` skips checkpoints that are uncommitted, damaged or empty. An
+    uncommitted or damaged one that the script names is refused."""
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "max_steps": 6, "save_steps": 2}
     how |= {"folder": str(folder)}
     (whole, _) = two.ask("trains", **how)
     for name in ("checkpoint-4", "checkpoint-6"):
         shutil.copytree(folder / name, tmp_path / name)
+    # The checkpoint of step 6 is uncommitted, that of step 4 is damaged, and number 7 is empty.
     (folder / "checkpoint-6" / "COMMIT").unlink()
     (folder / "checkpoint-6" / ".partial-6-host-1-1-0").mkdir()
-    (folder / "checkpoint-4" / "trainer_state.json").unlink()
-    (folder / "checkpoint-2" / "pytorch_model_fsdp_0").mkdir()
     weights = next((folder / "checkpoint-4").glob("model*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-1])
+    (folder / "checkpoint-4" / "trainer_state.json").unlink()
     (folder / "checkpoint-7").mkdir()
+    (folder / "checkpoint-2" / "pytorch_model_fsdp_0").mkdir()  # as accelerate would, for a warning
     two.tell("trains", resume=str(folder / "checkpoint-6"), **how)
     assert "UNCOMMITTED" in refused(two.hear())
     two.tell("trains", resume=str(folder / "checkpoint-4"), **how)
@@ -413,11 +434,13 @@ def test_functions_are_restored(two: Ranks) -> None:
     for told in two.ask("patched"):
         assert told["inside"] == told["all"]
         assert told["after"] == told["after an error"] == []
-        assert told["imported"] is False, "a module that was imported within the context"
+        # A module that was imported within the context has the original functions again, too.
+        assert told["imported"] is False, "a module still has a replacement of loading()"
 
 
 def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:
-    """Makes checkpoints of another program or, if not `whole`, uncommitted ones of Modicum."""
+    """Makes checkpoints with these numbers: complete ones, as of another program, or, if not
+    `whole`, uncommitted ones of Modicum. Returns their paths."""
     made = [folder / f"checkpoint-{number}" for number in numbers]
     for one in made:
         one.mkdir()
@@ -426,13 +449,13 @@ def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:
 
 
 def test_rotation_keeps_the_newest_complete_checkpoint(tmp_path: Path) -> None:
-    """The newest complete checkpoint is kept, and those after it, which may be incomplete because
-    they are being saved."""
+    """Checkpoints newer than the newest complete one are kept, too, and do not count towards the
+    limit: they may be incomplete because they are being saved."""
     one, two = put(tmp_path, 1, 2)
-    (cut,) = put(tmp_path, 3, whole=False)
+    (three,) = put(tmp_path, 3, whole=False)
     (four,) = put(tmp_path, 4)
     (five,) = put(tmp_path, 5, whole=False)
-    rotate([one, two, cut, four, five], 2, None, tmp_path)
+    rotate([one, two, three, four, five], 2, None, tmp_path)
     assert sorted(tmp_path.iterdir()) == [two, four, five]
     rotate([two, four, five], 1, None, tmp_path)
     assert sorted(tmp_path.iterdir()) == [four, five]
@@ -442,6 +465,7 @@ def test_rotation_keeps_the_newest_complete_checkpoint(tmp_path: Path) -> None:
 
 def test_rotation_keeps_the_best(tmp_path: Path) -> None:
     one, two, three = put(tmp_path, 1, 2, 3)
+    # An earlier rotation that was killed has left this directory, and the next one removes it.
     (tmp_path / ".trash-checkpoint-0" / "a").mkdir(parents=True)
     rotate([one, two, three], 1, one, tmp_path)
     assert sorted(tmp_path.iterdir()) == [one, three]

@@ -1,11 +1,11 @@
-"""`HuggingFaceReader` under torch.distributed.checkpoint: each rank gets its shards of the
+"""`HuggingFaceReader` under torch.distributed.checkpoint (DCP): each rank gets its shards of the
 model that `from_pretrained` loads.
 
-The oracles are `from_pretrained`, sharded by torch.chunk, and torch's own reader. Must fail for
-these mutants: a box read from the begin of its tensor; a strided shard read as one box; stored
-names that are converted while values are not; a reinterpretation of bits instead of a cast; tied
-names that are read twice; a tensor that every rank reads as a whole;
-uninitialised buffers after `to_empty`.
+The oracles are the model of `from_pretrained`, sharded by torch.chunk, and torch's own reader. Must
+fail for these mutants: a box that is read from the beginning of its tensor; a strided shard that is
+read as one box; stored names that are converted while values are not; a reinterpretation of bits
+instead of a cast; tied names that are read twice; a tensor that every rank reads as a whole;
+buffers that stay uninitialised after `to_empty`.
 """
 
 import os
@@ -49,8 +49,8 @@ from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
 FSDP2, SIDEWAYS = Cut("fsdp2", (3,)), Cut("fsdp2", (3,), dim=1)
 HSDP, AFTER_TP = Cut("hsdp", (2, 2)), Cut("tp-fsdp", (3, 2))
-# Conversions, in this order: none; a tie; stacked and joined experts (twice); joined along dim 0;
-# transposed experts; renamed; FP8.
+# The conversions of these models, in this order: none; a tie; experts that are stacked and joined
+# (in two layouts); tensors joined along dim 0; transposed experts; renamed tensors; FP8.
 CASES = (
     ("llama", AFTER_TP),
     ("llama_tied", HSDP),
@@ -78,6 +78,8 @@ def read(model: Any, reader: Any) -> dict[str, Any]:
 
 
 def assert_parts(state: dict[str, Any], name: str, cut: Cut, rank: int) -> None:
+    """Asserts that the state dict holds the rank's parts of the parameters, and the whole buffers
+    of the model."""
     whole = from_pretrained(name)
     uncut, parameters = left_whole(whole), dict(whole.named_parameters(remove_duplicate=False))
     expected = whole.state_dict()
@@ -88,6 +90,7 @@ def assert_parts(state: dict[str, Any], name: str, cut: Cut, rank: int) -> None:
         assert_same(local(state[key]), part, f"{key} of rank {rank}, {cut}")
 
 
+# DCP warns about `no_dist=True`, with which the simulated ranks read.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
@@ -102,15 +105,16 @@ def test_every_rank_gets_its_part(name: str, cut: Cut) -> None:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """A checkpoint in which the values of each row give its index."""
-    tensors = {"packed": 6, "up.weight": 7}
-    made = {n: torch.arange(2.0 * k).reshape(k, 2).floor() for n, k in tensors.items()}
+    """A checkpoint with two matrices in which row i has the values 2i and 2i + 1."""
+    row_counts = {"packed": 6, "up.weight": 7}
+    made = {name: torch.arange(2.0 * n).reshape(n, 2) for name, n in row_counts.items()}
     return write_checkpoint(tmp_path / "rows", made | {"up.bias": torch.arange(7.0)})
 
 
 def test_packed_parts_are_sharded_separately(rows: Path) -> None:
-    """Rank 0 has two rows of each packed part, [0, 1, 2] and [3, 4, 5]; rank 1 has one. torch's
-    reader fails this test: it reads the right number of rows, but in one run."""
+    """The packed parts are the rows [0, 1, 2] and [3, 4, 5]. Rank 0 has two rows of each part, and
+    rank 1 has one row of each. torch's reader reads the right number of rows, but consecutive
+    ones."""
     for rank, expected in enumerate(([0, 1, 3, 4], [2, 5])):
         with playing_new_rank(rank, 2):
             part, mesh = torch.empty(len(expected), 2), init_device_mesh("cpu", (2,))
@@ -131,9 +135,10 @@ class Seven(nn.Module):
         self.up = nn.Linear(2, 7)
 
 
-def test_rows_that_dcps_plan_gives_to_no_rank_that_holds_them(rows: Path) -> None:
-    """Seven rows on two ranks of TP and three of FSDP2. DCP's plan assigns the last row to a rank
-    that holds none of it, and no rows to the rank that holds it."""
+def test_rows_that_dcps_plan_gives_to_the_wrong_rank_are_read(rows: Path) -> None:
+    """Tensor parallelism shards seven rows over two ranks, and FSDP2 shards the result over three.
+    DCP's plan assigns the last row to a rank that does not hold it, and no row to the rank that
+    does."""
     whole = torch.arange(14.0).reshape(7, 2)
     for rank in range(6):
         with playing_new_rank(rank, 6):
@@ -148,7 +153,8 @@ def test_rows_that_dcps_plan_gives_to_no_rank_that_holds_them(rows: Path) -> Non
 
 
 def test_values_equal_those_of_torchs_reader() -> None:
-    """Compares with torch's reader where it works: names and shapes as stored, no strided shard."""
+    """The model is one that torch's reader can load: it has the stored names and shapes, and no
+    strided shard."""
     for rank in range(3):
         with playing_new_rank(rank, 3):
             model = shard(empty("llama"), FSDP2)
@@ -175,7 +181,7 @@ def test_values_are_rounded_as_torch_rounds(dtype: str) -> None:
 
 
 def test_a_recipe_may_replace_the_model(tmp_path: Path) -> None:
-    """A recipe, or the path of a recipe.json, replaces the model."""
+    """The recipe is given as an object and as the path of a recipe.json."""
     made = recipe_for(empty("qwen3_moe"), checkpoint_of("qwen3_moe"))
     (tmp_path / "recipe.json").write_text(made.text())
     whole = from_pretrained("qwen3_moe").state_dict()
@@ -188,6 +194,7 @@ def test_a_recipe_may_replace_the_model(tmp_path: Path) -> None:
 
 
 def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each entry of `given` has the tensors that the core fills in one load.
     load, given = _modicum.load, []
     monkeypatch.setattr(_modicum, "load", lambda *a, **o: given.append(o["given"]) or load(*a, **o))
     model = empty("llama_tied").to_empty(device="cpu")
@@ -198,10 +205,10 @@ def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_parts(state, "llama_tied", Cut("none", (1,)), 0)
 
 
-def test_buffers_after_to_empty() -> None:
-    """They are in no state dict, but the reader knows the model."""
+def test_buffers_after_to_empty_are_restored_unless_kept() -> None:
+    """No state dict has non-persistent buffers. A reader that is given the model restores them."""
     expected = from_pretrained("llama").model.rotary_emb.inv_freq
-    torch.use_deterministic_algorithms(True)  # to_empty fills memory with NaN
+    torch.use_deterministic_algorithms(True)  # then to_empty fills the memory with NaN
     try:
         restored, kept = (empty("llama").to_empty(device="cpu") for _ in range(2))
     finally:
@@ -225,6 +232,7 @@ def test_no_more_than_staging_is_held() -> None:
 
 
 def refused(state: dict[str, Any], reader: Any) -> modicum.Error:
+    """The error of a load that must fail, without DCP's exception around it."""
     with pytest.raises(dcp.api.CheckpointException) as caught:
         dcp.load(state, storage_reader=reader, no_dist=True)
     ((error, _),) = caught.value.failures.values()
@@ -250,7 +258,8 @@ def test_damaged_files_and_wrong_arguments_raise_typed_errors(tmp_path: Path) ->
     for file in copy.glob("*.safetensors"):
         os.truncate(file, file.stat().st_size - 8)
     model = empty("llama").to_empty(device="cpu")
-    assert isinstance(refused(model.state_dict(), reader), modicum.IoError)  # after open
+    # This reader has opened the files before they were cut off.
+    assert isinstance(refused(model.state_dict(), reader), modicum.IoError)
     with pytest.raises(modicum.FormatError):
         HuggingFaceReader(copy)
     with pytest.raises(modicum.UsageError, match="not in the model"):
@@ -276,4 +285,5 @@ def test_real_ranks_read_their_own_bytes(four: Ranks, tmp_path: Path) -> None:
     expected = four.ask("loaded", directory=directory, mesh=[4], by="torch")
     for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         assert mine["state"] == theirs["state"], f"rank {rank}"
+        # The margin is for headers, config, index and /proc files.
         assert mine["read_bytes"] <= 1.02 * mine["local_bytes"] + (256 << 10), f"rank {rank}"

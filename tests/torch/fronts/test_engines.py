@@ -1,6 +1,6 @@
-"""The engine of the examples, which builds, adds adapters, shards, loads and makes an optimizer in
-AReaL's order: `memory_efficient_load` does not change the bits on any rank, and random tensors are
-those that a single process would draw.
+"""The engine in examples/engine_memory_efficient_load.py builds a model, adds adapters, shards,
+loads, and makes an optimizer in AReaL's order. Its option `memory_efficient_load` does not change
+the bits on any rank, except that random tensors are those that a single process would draw.
 
 The oracle is `from_pretrained` on every rank, then `fully_shard` of the whole model. Must fail for
 these mutants: a head, a tower or a base under adapters that stays empty; a tensor that each rank
@@ -43,23 +43,27 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Sizes that 4 does not divide; nine tenths of each are embeddings."""
+    """The directories of models whose vocabularies the world size, 4, does not divide. The large
+    vocabularies of "causal-lm" and "vision-language" make their embeddings most of their bytes."""
     folder = tmp_path_factory.mktemp("models")
     text = {"vocab_size": 100003, "hidden_size": 101}
     tower = {"text_config": EVEN_TEXT | {"rope_parameters": MROPE, "vocab_size": 300007}}
     wanted: dict[str, Any] = {
         "causal-lm": {"family": "qwen3", "config": text},
-        "value-head": {"family": "qwen3", "cls": "Qwen3ForTokenClassification"},
+        "value-head": {
+            "family": "qwen3",
+            "cls": "Qwen3ForTokenClassification",
+            "config": {"num_labels": 1},
+        },
         "vision-language": {"family": "qwen2_5_vl", "config": tower},
     }
-    wanted["value-head"]["config"] = {"num_labels": 1}
     for name, facts in wanted.items():
         four.ask("write", directory=str(folder / name), dtype="bfloat16", **facts)
     return {name: str(folder / name) for name in wanted}
 
 
-# Task, checkpoint, options, and a regex of the tensors that are drawn at random, by each rank for
-# itself without `memory_efficient_load`.
+# The task, the checkpoint, options, and a pattern of the names of tensors that are drawn at random.
+# Without `memory_efficient_load` each rank draws those for itself.
 CASES = {
     "trained value head": ("value-head", "value-head", {}, None),
     "new value head": ("value-head", "causal-lm", {}, "^score"),
@@ -70,9 +74,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bits_of_a_single_process(
+def test_bits_do_not_depend_on_the_option_or_the_world_size(
     four: Ranks, one: Ranks, models: dict[str, str], case: str
 ) -> None:
+    """Tensors that are read equal those without the option. Tensors that are drawn equal those that
+    a single process draws with it."""
     task, directory, options, drawn = CASES[case]
     how = {"task": task, "directory": models[directory], **options}
     got = four.ask("engine", memory_efficient_load=True, **how)
@@ -92,7 +98,7 @@ def test_bits_of_a_single_process(
 @pytest.mark.parametrize("case", ("new value head", "vision-language", "lora"))
 def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], case: str) -> None:
     """By the kernel's counters a rank holds little more than its float32 shards. Without
-    `memory_efficient_load` it holds far more."""
+    `memory_efficient_load` the ranks hold more than twice as much."""
     task, directory, options, _ = CASES[case]
     how = {"task": task, "directory": models[directory], "dtype": "float32", **options}
     got = four.ask("engine", memory_efficient_load=True, **how)
@@ -107,8 +113,8 @@ def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], ca
 
 @pytest.mark.parametrize("strategy", ("own-shard", "rank0-broadcast"))
 def test_no_rank_reads_anothers_shards(four: Ranks, models: dict[str, str], strategy: str) -> None:
-    """By the kernel's counters, each rank reads the bytes of its own shards, or rank 0 reads all
-    shards and the other ranks read none."""
+    """By the kernel's counters, with own-shard each rank reads the bytes of its own shards. With
+    rank0-broadcast rank 0 reads all shards, and the other ranks read none."""
     how = {"task": "vision-language", "directory": models["vision-language"]}
     # The first run also reads the files of imports.
     four.ask("engine", memory_efficient_load=True, strategy=strategy, **how)

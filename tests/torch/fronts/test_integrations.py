@@ -1,7 +1,7 @@
-"""The patches of integrations/: each fits the files of the release that it names, and the patched
-engines build on meta, load by path, step, save and recover, on two CPU ranks where their packages
-are installed. Where torchtitan is, the block of docs/guide/which-way.md about it does the same
-under its own checkpoint manager.
+"""Each patch in integrations/ fits the files of the release that it names. Where an engine's
+package is installed, the patched engine builds on meta, loads by path, steps, saves and recovers on
+two CPU ranks. Where torchtitan is installed, the code block of docs/guide/which-way.md about it
+runs under torchtitan's own checkpoint manager.
 
 Must fail for these mutants: a part of a patch that no longer fits; a model with values before its
 load; buffers of another rank; a checkpoint without the optimizer's state; an export in another
@@ -30,6 +30,7 @@ SCRIPTS = {
     "areal": "areal_engine.py",
     "twinkle_kit": "twinkle_engine.py",
 }
+# The engines by their packages, with the arguments of their scripts in tests/support.
 RUNS = [
     ("verl", ()),
     *(("areal", (case,)) for case in ("causal-lm", "lora", "value-head", "vision")),
@@ -38,6 +39,7 @@ RUNS = [
 
 
 def installed(module: str) -> Path | None:
+    """The folder of an installed package; None if it is not installed."""
     found = importlib.util.find_spec(module)
     if found is None or not found.submodule_search_locations:
         return None
@@ -45,7 +47,8 @@ def installed(module: str) -> Path | None:
 
 
 def downloaded(name: str, version: str, into: Path) -> Path:
-    """The folder of the package in its downloaded wheel."""
+    """Downloads the wheel of a package and unpacks it below `into`. Returns the package's folder.
+    Skips the test if the download fails."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into)]
     done = subprocess.run(
         [*pip, "--only-binary=:all:", f"{name}=={version}"], capture_output=True, text=True
@@ -59,10 +62,11 @@ def downloaded(name: str, version: str, into: Path) -> Path:
 
 
 def patched(name: str, package: Path, into: Path) -> list[Path]:
-    """Applies the patch to a copy, allowing no missing context. Returns the changed files."""
+    """Applies the patch to a copy of the package below `into`. All context lines must match.
+    Returns the changed files."""
     shutil.copytree(package, into / MODULES[name])
-    words = ["patch", "-p1", "--fuzz=0", "-i", str(PATCHES[name])]
-    done = subprocess.run(words, cwd=into, capture_output=True, text=True)
+    command = ["patch", "-p1", "--fuzz=0", "-i", str(PATCHES[name])]
+    done = subprocess.run(command, cwd=into, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     told = [line.split() for line in done.stdout.splitlines()]
     return [into / words[2] for words in told if words[:2] == ["patching", "file"]]
@@ -94,6 +98,8 @@ def test_torchtitans_own_manager_runs_the_pages_block(tmp_path: Path) -> None:
 
 
 def assert_trains(name: str, tmp_path: Path, *words: str) -> None:
+    """Runs a script of tests/support, with the packages in `tmp_path` before installed ones.
+    Asserts that both of its ranks print "trained"."""
     folders = [tmp_path, ROOT / "tests/support", ROOT / "examples"]
     places = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -102,4 +108,4 @@ def assert_trains(name: str, tmp_path: Path, *words: str) -> None:
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.splitlines().count("trained") == 2, done.stdout  # one line a rank
+    assert done.stdout.splitlines().count("trained") == 2, done.stdout

@@ -1,10 +1,10 @@
-"""`modicum.torch.AdamW` in the unchanged scripts of accelerate, Trainer and TRL, in place of
-torch's AdamW: the losses are close to torch's and bit for bit those of a program that loads and
-shards by hand, and the state has the promised bytes.
+"""`modicum.torch.AdamW` replaces torch's AdamW in unchanged scripts of accelerate, Trainer and TRL.
+The losses are close to torch's. Except under TRL they are those of a program that shards and loads
+without these frameworks, bit for bit. The state has the promised bytes.
 
 The oracle is torch.optim.AdamW in the same scripts. Must fail for these mutants: state that is
 allocated for parameters on meta or for the whole model; state outside of the load's promise; an
-optimizer that keeps the parameters from before `prepare`; moments that are rounded twice.
+optimizer that keeps the parameters from before `prepare`.
 """
 
 from collections.abc import Iterator
@@ -40,30 +40,33 @@ def models(world: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def losses(answers: list[dict[str, Any]]) -> list[list[float]]:
+    """The losses of each rank's steps. Asserts that Modicum has refused nothing."""
     for rank, answer in enumerate(answers):
         assert answer["refused"] == "", f"rank {rank}"
     return [[float.fromhex(loss) for loss in answer["losses"]] for answer in answers]
 
 
 def assert_as_promised(answer: dict[str, Any]) -> None:
-    """Asserts that the shards' float32 elements have 12 bytes of state each (gradient, exp_avg and
-    exp_avg_sq), and that the load's promise contains them."""
+    """Asserts that each float32 element of the shards has 12 bytes of state (gradient, exp_avg and
+    exp_avg_sq), and that the load's promise contains the state."""
     held = answer["held"]["fp32"]
-    state = sum(size for purpose, size in held.items() if purpose != "parameters")
+    # The entry "parameters" is a number of elements, and the other entries are bytes.
     elements = held["parameters"]
+    state_bytes = sum(size for purpose, size in held.items() if purpose != "parameters")
     assert elements == answer["trained"] > 0
-    assert 12 * elements <= state <= 12 * elements + (1 << 18)
-    # The kernel counts whole pages, so the edges of each plane add to the bytes.
+    assert 12 * elements <= state_bytes <= 12 * elements + (1 << 18)
+    # The kernel counts whole pages, so the first and last page of each array add to the bytes.
     pages = {owner["name"]: owner["held_bytes"] for owner in answer["attribution"]["owners"]}
     kernel = sum(pages[name] for name in ("gradient", "moments"))
     assert kernel == pytest.approx(12 * elements, abs=1 << 16)
     for rank in answer["report"]["ranks"]:
-        assert rank["ledger_peak_bytes"] >= state
-        assert rank["promised_bytes"] >= rank["baseline_bytes"] + state
+        assert rank["ledger_peak_bytes"] >= state_bytes
+        assert rank["promised_bytes"] >= rank["baseline_bytes"] + state_bytes
         assert rank["unexplained_bytes"] < 4 << 20
 
 
-# Kind of the script, and how or when it makes the optimizer.
+# The kind of the script, and when it makes the optimizer ("before" or "after" prepare) or how
+# Trainer gets it ("class": its class and options; "overridden": by an overridden method).
 WAYS = {
     "accelerate": ("accelerate", "before"),
     "accelerate, after": ("accelerate", "after"),
@@ -72,7 +75,7 @@ WAYS = {
     "sft": ("sft", "class"),
 }
 MODELS = ("dense", "experts", "adapters")
-# The rest is soak: every way trains every model in both worlds.
+# The soak run has all combinations of world size, way and model. These run always.
 QUICK = {(2, way, model) for way in ("accelerate", "trainer", "sft") for model in MODELS}
 QUICK |= {(2, "accelerate, after", "dense"), (4, "accelerate", "experts"), (4, "sft", "adapters")}
 CASES = [
@@ -83,8 +86,9 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "way", "model"), CASES, indirect=["world"])
 def test_trains_as_torch_does(world: Ranks, models: dict[str, str], model: str, way: str) -> None:
-    """The losses are within 1e-4 of torch's, and bit for bit those of a program by hand with the
-    same inputs, except those of TRL, which computes the loss in another way."""
+    """The losses differ from torch's by at most a ratio of 1e-4. Except under TRL, which computes
+    the loss in another way, they are bit for bit those of a program with FSDP2 alone that gets the
+    same inputs."""
     kind, made = WAYS[way]
     if kind == "sft":
         pytest.importorskip("trl")
@@ -103,7 +107,7 @@ def test_trains_as_torch_does(world: Ranks, models: dict[str, str], model: str, 
     for rank, (mine, theirs) in enumerate(zip(losses(answers), expected, strict=True)):
         assert mine == pytest.approx(theirs, rel=1e-4), f"rank {rank}"
         assert len(mine) == STEPS
-    if made != "after":
+    if made != "after":  # the load then knows the optimizer, and promises its state
         for answer in answers:
             assert_as_promised(answer)
 
@@ -113,8 +117,9 @@ def test_trains_as_torch_does(world: Ranks, models: dict[str, str], model: str, 
 def test_losses_do_not_depend_on_when_the_optimizer_is_made(
     world: Ranks, models: dict[str, str], made: str
 ) -> None:
-    """The losses by hand equal those of accelerate's script bit for bit, also if the load does not
-    know the optimizer (`told`), whose first step then allocates the state."""
+    """A program with FSDP2 alone makes the optimizer before sharding, between sharding and the
+    load, or after the load. Its losses equal those of accelerate's script bit for bit. If the load
+    is not told of the optimizer, its first step allocates the state."""
     how = {"directory": models["dense"], "by": "modicum", "steps": 4}
     expected = losses(world.ask("optimized", kind="accelerate", made="before", **how))
     for told in (True, False):

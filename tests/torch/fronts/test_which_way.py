@@ -1,7 +1,8 @@
-"""The blocks of docs/guide/which-way.md, on two real ranks.
+"""Runs the code blocks of docs/guide/which-way.md: DeepSpeed's in one process, the others on two
+real ranks.
 
-Must fail for these mutants: a line of the page that no longer works, or with which a block trains
-or loads other values than the other blocks.
+Must fail for these mutants: a line of the page that no longer works; a block that loads other
+values than the other blocks.
 """
 
 import re
@@ -19,6 +20,8 @@ pytest.importorskip("accelerate")
 
 from ranks import Ranks, ranks
 
+TRAINED = ("accelerate", "Trainer", "TRL")
+
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
@@ -35,7 +38,7 @@ def directory(two: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def blocks(root: Path) -> dict[str, str]:
-    """The code block of each section that has one."""
+    """The code blocks by the headings of their sections. A section has one at most."""
     page = (root / "docs/guide/which-way.md").read_text()
     sections = re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", page, re.M | re.S)
     found = {}
@@ -48,6 +51,8 @@ def blocks(root: Path) -> dict[str, str]:
 
 
 def ask(two: Ranks, heading: str, text: str, directory: str, folder: Path) -> list[dict[str, Any]]:
+    """Runs the block `text` on both ranks with the checkpoint `directory`; it saves into `folder`.
+    Returns the answers of the ranks: losses, names in `folder`, and the state of the model."""
     folder.mkdir(exist_ok=True)
     how = {"text": text, "directory": directory, "folder": str(folder), "family": heading}
     return two.ask("page_block", **how)
@@ -66,9 +71,6 @@ def test_these_sections_have_the_blocks_that_are_run_below(blocks: dict[str, str
     ]
 
 
-TRAINED = ("accelerate", "Trainer", "TRL")
-
-
 @pytest.mark.parametrize("heading", TRAINED)
 def test_scripts_train(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path, heading: str
@@ -78,13 +80,14 @@ def test_scripts_train(
     for answer in ask(two, heading, blocks[heading], directory, tmp_path / "steps"):
         assert len(answer["losses"]) == 2
         assert 0 < answer["losses"][1] != answer["losses"][0]
+        # Of these blocks only accelerate's saves a checkpoint into the folder.
         assert ("COMMIT" in answer["files"]) == (heading == "accelerate")
 
 
 def test_loaders_of_engines_and_dcp_load_the_same(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
 ) -> None:
-    """Compares the blocks that load in float32."""
+    """The oracle is torch. These are the blocks that load in float32."""
     expected = two.ask("loaded", directory=directory, mesh=[2], by="torch", dtype="float32")
     for heading in ("verl", "AReaL", "SkyRL", "DCP"):
         got = ask(two, heading, blocks[heading], directory, tmp_path / heading)
@@ -108,6 +111,9 @@ assert len(got) > 10 and all(torch.equal(got[name], stored[name]) for name in st
     ask(two, "torchtitan", blocks["torchtitan"] + read, directory, tmp_path)
 
 
+# Runs after the page's block about torchtitan, which defines Adapter and Checkpoints. Saves step 3,
+# changes the optimizer and the loader, and loads the step again; exports step 4 as a Hugging Face
+# checkpoint; asks for a save in the background, which is refused.
 TITAN = """
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict)
@@ -120,7 +126,7 @@ class Model(torch.nn.Module):
         super().__init__()
         self.up, self.down = torch.nn.Linear(6, 5, bias=False), torch.nn.Linear(5, 3)
 
-class Optimizers:  # a Stateful
+class Optimizers:  # a Stateful of torch.distributed.checkpoint, as is Loader
     def state_dict(self):
         return get_optimizer_state_dict(model, optimizer, options=FLAT)
     def load_state_dict(self, state):
@@ -171,11 +177,11 @@ except ValueError as error:
     assert "async_mode" in str(error)
 else:
     raise AssertionError("async_mode was accepted")
-del model  # of this test
+del model  # else `page_block` would compute digests of it
 """
 
 
-def test_torchtitans_manager_saves_steps(
+def test_torchtitans_manager_saves_and_loads_steps(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
 ) -> None:
     script = TITAN.replace("FOLDER", repr(str(tmp_path / "titan")))
@@ -210,8 +216,9 @@ def train(engine):
         step(mse_loss(forward(inputs).float(), targets.float()))
 {block}
 numel = 6 * 512 * 512  # six matrices
-# Bytes: masters, gradients in float32 and in bfloat16, moments, offloaded weights.
-assert protection.bytes > 0.99 * (4 + 4 + 2 + 8 + 2) * numel, protection
+# The bytes of each element: master 4, gradients in float32 and bfloat16 4 + 2, moments 8, offloaded
+# weight 2.
+assert protection.bytes > 0.99 * (4 + (4 + 2) + 8 + 2) * numel, protection
 assert peaks["moments"].held_bytes > 0.99 * 8 * numel, peaks
 assert peaks["moments"].copied_bytes < 0.02 * numel, peaks
 sys.stdout.flush()
@@ -229,7 +236,7 @@ def test_the_deepspeed_block_protects_and_measures(root: Path, blocks: dict[str,
 
 
 def test_the_helper_for_cpus_is_that_of_the_example(root: Path) -> None:
-    """The page shows the helper completely."""
+    """The page shows the example's `fsdp2_on_cpus` without docstring and return annotation."""
     page = (root / "docs/guide/which-way.md").read_text()
     (shown,) = re.findall(r"^```python cpu\n(.*?)^```$", page, re.M | re.S)
     example = (root / "examples/accelerate_fsdp2.py").read_text()

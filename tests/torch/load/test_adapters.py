@@ -1,10 +1,10 @@
-"""Adapters of PEFT whose values depend on the base's, or of which a model has several: the bits
-that PEFT gives them after `from_pretrained`, on any rank.
+"""Models with several adapters of PEFT, and adapters whose first values are computed from the base
+model: on every rank they have the bits that PEFT gives them after `from_pretrained`.
 
-Tested against PEFT in one process. Must fail for these mutants: magnitudes (DoRA) that are not the
-norms of the loaded weight; tokens that begin as other rows; an adapter's file that is loaded into
-another adapter; an initialisation that needs the base's values and gets other ones; tokens that no
-forward can use.
+The oracle is PEFT in one process. Must fail for these mutants: magnitudes (of DoRA) that are not
+the norms of the loaded weight; trainable tokens that begin as other rows; an adapter's file that is
+loaded into another adapter; an initialisation that needs the base's values and gets other ones;
+trainable tokens that no forward can use.
 """
 
 from pathlib import Path
@@ -65,13 +65,14 @@ def with_adapters(model: Any, config: dict[str, Any], *more: dict[str, Any]) -> 
 
 
 def by_peft(name: str, *configs: dict[str, Any], dtype: Any = torch.float32) -> Any:
+    """The model of `from_pretrained` with adapters that PEFT has initialised."""
     base = BY_NAME[name].model_class.from_pretrained(checkpoint_of(name), dtype=dtype)
     return with_adapters(base, *configs)
 
 
 def assert_loaded(model: Any, whole: Any, pattern: str, world: int, rank: int) -> None:
-    """Asserts that the base, and the adapters whose names contain `pattern`, are shards of
-    `whole`."""
+    """Asserts that the parameters of the base, and those of the adapters whose names contain
+    `pattern`, are this rank's shards of the parameters of `whole`."""
     theirs = parameters_of(whole)
     compared = 0
     for name, parameter in parameters_of(model).items():
@@ -106,10 +107,12 @@ def test_a_rule_for_magnitudes_takes_precedence() -> None:
 
 
 def test_norms_of_rows_that_a_rank_lacks_are_refused() -> None:
+    """FSDP2 shards the weight but not its magnitudes, so that a rank would need the norms of rows
+    that it does not have."""
     with playing_new_rank(0, 2), pytest.raises(UsageError, match="other rows of a w") as refused:
         model = empty("llama", LORA | {"use_dora": True})
-        whole = {p for n, p in model.named_parameters() if "lora_magnitude" in n}
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=whole)
+        magnitudes = {p for n, p in model.named_parameters() if "lora_magnitude" in n}
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=magnitudes)
         load(model, checkpoint_of("llama"))
     assert "lora_magnitude_vector" in refused.value.tensor
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -142,25 +145,28 @@ def test_a_trained_adapter_has_its_own_magnitudes(tmp_path: Path) -> None:
 def test_tokens_begin_as_the_rows_of_the_embedding(name: str, world: int) -> None:
     config = LORA | {"trainable_token_indices": TOKENS}
     whole = by_peft(name, config)
-    kept = {n: b for n, b in whole.named_buffers() if "trainable_tokens_original" in n}
-    assert kept
+    # PEFT keeps the original rows of the tokens in buffers.
+    originals = {n: b for n, b in whole.named_buffers() if "trainable_tokens_original" in n}
+    assert originals
     for rank in range(world):
         with playing_new_rank(rank, world):
             model = empty(name, config, cut=Cut("fsdp2", (world,)))
             load(model, checkpoint_of(name))
             assert_loaded(model, whole, "trainable_tokens_delta", world, rank)
             buffers = dict(model.named_buffers())
-            for buffer, value in kept.items():
-                assert_same(buffers[buffer], value, buffer)
+            for buffer_name, value in originals.items():
+                assert_same(buffers[buffer_name], value, buffer_name)
 
 
 @pytest.mark.parametrize("layout", ("unit", "tp", "tp and fsdp2"))
 def test_tokens_whose_embedding_no_forward_can_read_are_refused(layout: str) -> None:
-    """Without Modicum the first forward fails, with torch's error about mixed tensors."""
+    """Without Modicum the first forward fails, with torch's error about a mix of tensors and
+    DTensors."""
     config = LORA | {"trainable_token_indices": TOKENS}
-    texts = {"unit": "without calling the embedding.*on a module around"}
-    why = f"trainable_token_indices.*{texts.get(layout, 'tensor parallelism.*leaves whole')}"
-    with playing_new_rank(0, 2), pytest.raises(UsageError, match=why) as refused:
+    of_unit = "without calling the embedding.*on a module around"
+    reason = of_unit if layout == "unit" else "tensor parallelism.*leaves whole"
+    message = f"trainable_token_indices.*{reason}"
+    with playing_new_rank(0, 2), pytest.raises(UsageError, match=message) as refused:
         model = empty("llama", config)
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
         embedding = next(m for m in model.modules() if isinstance(m, nn.Embedding))

@@ -1,6 +1,7 @@
-"""Parameters and optimizer state in forked children, for each value of `fork=`.
+"""Parameters and optimizer state in forked children, for each value of `fork=`. With "excluded",
+the default, a child does not have this memory: its address space has a hole there.
 
-Must fail for these mutants: a hole in the child that a later mapping fills and that is read as the
+Must fail for these mutants: a hole that a later mapping of the child fills and that is read as the
 parameter; a child that dies of a signal because it used a parameter; a value of `fork=` that has no
 effect on the memory; copies that the plan does not count.
 """
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.alone  # forks, and measures the memory of this process
 ROWS, COLUMNS = 4096, 64
 LR = 1e-4
 MIB = 1 << 20
-WORDS = 'fork="excluded"'
+WORDS = 'fork="excluded"'  # in the error of a child that uses excluded memory
 
 
 class Model(nn.Module):
@@ -70,7 +71,7 @@ def loaded(directory: Path, *, sharded: bool = False, **options: Any) -> Any:
 
 
 class Trainer:
-    """A trainer whose steps lower values by about LR each."""
+    """Each of its steps lowers every value of the model by about LR."""
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.parameters = list(model.parameters())
@@ -154,26 +155,30 @@ def reads_of(model: Any) -> dict[str, Callable[[], Any]]:
 
 
 def is_right(got: Any, expected: Any, steps: int) -> bool:
-    """Whether each value is the loaded one minus that of at most `steps` steps."""
-    gone = expected - got.detach()
-    return bool((gone >= -1e-6).all() and (gone <= 1.01 * LR * steps + 1e-6).all())
+    """Whether each value is the loaded one, `expected`, lowered by no more than `steps` steps of a
+    Trainer do."""
+    lowered_by = expected - got.detach()
+    return bool((lowered_by >= -1e-6).all() and (lowered_by <= 1.01 * LR * steps + 1e-6).all())
 
 
 def children_while_stepping(model: Any, trainer: Trainer, expected: Any, count: int) -> list[Any]:
-    """Forks `count` children in turn, and makes a step while each of them reads. They use all ways
-    to read in turn, every second one after it has allocated memory. Returns their answers."""
+    """Forks `count` children one after the other, and makes a step while each of them reads. Each
+    way of `reads_of` is used by two children in a row, and the second of them allocates memory
+    first. Returns the children's answers."""
     reads = list(reads_of(model).values())
     answers = []
     for index in range(count):
         read, maps = reads[index // 2 % len(reads)], index % 2 == 1
         # The child may see values of steps that its parent makes while it reads.
-        bound = trainer.steps + 50
+        most_steps = trainer.steps + 50
 
-        def act(read: Any = read, maps: bool = maps, bound: int = bound) -> bool:
+        def check(read: Any = read, maps: bool = maps, most_steps: int = most_steps) -> bool:
             own = map_memory() if maps else []
-            return is_right(read(), expected, bound) and len(own) >= 0
+            is_as_expected = is_right(read(), expected, most_steps)
+            del own  # until here the memory must stay mapped
+            return is_as_expected
 
-        wait = in_child(act)
+        wait = in_child(check)
         trainer.step()
         answers.append(wait())
     return answers
@@ -181,7 +186,7 @@ def children_while_stepping(model: Any, trainer: Trainer, expected: Any, count: 
 
 @contextmanager
 def world(sharded: bool) -> Iterator[None]:
-    """A process group of one rank, for the model sharded by FSDP2."""
+    """A process group of one rank if the model is sharded by FSDP2; else none."""
     if not sharded:
         yield
         return
@@ -233,7 +238,7 @@ def test_a_child_can_load_a_model(directory: Path, values: dict[str, Any]) -> No
     model = loaded(directory)
 
     def act() -> bool:
-        del model.head
+        del model.head  # its memory is not in the child; the parent's must stay
         own = loaded(directory)
         return bool(torch.equal(own.embed.weight, values["embed.weight"]))
 
@@ -248,7 +253,8 @@ def test_a_grandchild_gets_the_error_too(directory: Path) -> None:
 
 
 def test_a_callers_context_that_ends_in_the_child_leaves_the_guard(directory: Path) -> None:
-    """The end of `torch.device` removes the innermost function mode: that must not be the guard."""
+    """The guard is the function mode of torch that raises the error. At its end `torch.device`
+    removes the innermost mode, which must not be the guard."""
     model = loaded(directory)
     with torch.device("meta"):
         pid = os.fork()
@@ -267,23 +273,25 @@ def test_a_callers_context_that_ends_in_the_child_leaves_the_guard(directory: Pa
 
 @pytest.mark.parametrize("act", ("step", "digest", "state_dict"))
 def test_an_optimizer_without_its_state_is_refused_in_a_child(directory: Path, act: str) -> None:
-    """Parameters are shared, the state is excluded."""
+    """The parameters are loaded with fork="shared". The optimizer's state has the default,
+    "excluded"."""
     model = loaded(directory, fork="shared")
     trainer = Trainer(model, state_format="fp32")
     trainer.step()
 
-    def steps() -> Any:
+    def call() -> str:
         if act == "step":
-            trainer.step()
-        return str(getattr(trainer.optimizer, act if act != "step" else "digest")())
+            return str(trainer.step())
+        return str(getattr(trainer.optimizer, act)())
 
-    answer = in_child(steps)()
+    answer = in_child(call)()
     assert isinstance(answer, tuple), answer
     assert answer[0] == "UsageError" and WORDS in answer[1], answer
 
 
 def test_the_core_refuses_where_no_function_of_torch_is_called(directory: Path) -> None:
-    """The guard sees only calls of torch's functions. Calls of the core must not end in SIGSEGV."""
+    """The guard sees only calls of torch's functions. Calls of Modicum's core must raise an error,
+    too, and not end in SIGSEGV."""
     trainer = Trainer(loaded(directory, fork="shared"), state_format="fp32")
     trainer.step()
     state = next(iter(trainer.optimizer._bound.states.values()))
@@ -353,11 +361,11 @@ def test_a_childs_writes_are_seen_with_shared_but_not_with_inherited(directory: 
 def test_shared_memory_outlives_the_parents_tensors(
     directory: Path, values: dict[str, Any]
 ) -> None:
-    """A child reads after its parent has freed all parameters. Until the last one is freed, the
-    ledger holds the whole mapping, since parts of shared memory cannot be freed."""
+    """A child reads after its parent has freed all parameters. Until the parent frees the last one,
+    the ledger charges the whole mapping, since parts of shared memory cannot be freed."""
     ledger = modicum.Ledger()
     model = loaded(directory, fork="shared", ledger=ledger)
-    whole = ledger.held["shards"]
+    mapping_bytes = ledger.held["shards"]
     read, write = os.pipe()
 
     def act() -> bool:
@@ -368,7 +376,7 @@ def test_shared_memory_outlives_the_parents_tensors(
 
     wait = in_child(act)
     del model.embed
-    assert ledger.held["shards"] == whole
+    assert ledger.held["shards"] == mapping_bytes
     del model.head
     assert "shards" not in ledger.held
     os.write(write, b"x")
@@ -379,7 +387,8 @@ def test_shared_memory_outlives_the_parents_tensors(
 
 
 def figures(*pids: int) -> dict[str, int]:
-    """The sums of Pss of these processes."""
+    """The anonymous and the shared memory of these processes together, in bytes. A page that
+    several of them have counts once (Pss)."""
     held = {"Pss_Anon": 0, "Pss_Shmem": 0}
     for pid in pids:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
@@ -391,8 +400,9 @@ def figures(*pids: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("fork", ("excluded", "shared", "inherited"))
 def test_the_node_holds_what_the_ledger_says(tmp_path: Path, fork: str) -> None:
-    """Measures before children exist, with four of them alive, and after all memory was
-    rewritten."""
+    """Measures before the load, with four children alive, and after the steps of the parent have
+    written to all of the memory. With "inherited" these writes copy pages, for which the ledger has
+    the entry "fork"."""
     save_file({"weight": torch.rand(1024, 4096)}, tmp_path / "model.safetensors")
     with modicum.torch.empty_parameters():
         model = nn.Linear(4096, 1024, bias=False)
@@ -400,10 +410,11 @@ def test_the_node_holds_what_the_ledger_says(tmp_path: Path, fork: str) -> None:
     before = figures(os.getpid())
     modicum.torch.load(model, tmp_path, ledger=ledger, budget="none", progress=False, fork=fork)
     trainer = Trainer(model, ledger=ledger, fork=fork)
-    own = {p: n for p, n in ledger.held.items() if p != "fork"}
-    held = sum(own.values())
-    assert ledger.held.get("fork", 0) == (held - own.get("staging", 0)) * (fork == "inherited")
-    slack = 8 * MIB  # Python writes to its own pages, and children have tables
+    # What children may have: parameters and optimizer state, but not the staging.
+    used_bytes = sum(n for p, n in ledger.held.items() if p not in ("fork", "staging"))
+    copies_bytes = ledger.held.get("fork", 0)
+    assert copies_bytes == (used_bytes if fork == "inherited" else 0)
+    slack_bytes = 8 * MIB  # for pages of Python that are copied, and page tables of children
     trainer.step()
     with living_children(4) as pids:
         time.sleep(0.2)
@@ -412,10 +423,9 @@ def test_the_node_holds_what_the_ledger_says(tmp_path: Path, fork: str) -> None:
             trainer.step()
         busy = figures(os.getpid(), *pids)
     grown = sum(busy.values()) - sum(idle.values())
-    copies = ledger.held.get("fork", 0)
-    assert copies // 2 <= grown + slack and grown <= copies + slack
-    shared = held - own.get("staging", 0) if fork == "shared" else 0
-    assert abs(busy["Pss_Shmem"] - before["Pss_Shmem"] - shared) <= slack
+    assert copies_bytes // 2 <= grown + slack_bytes and grown <= copies_bytes + slack_bytes
+    shared_bytes = used_bytes if fork == "shared" else 0
+    assert abs(busy["Pss_Shmem"] - before["Pss_Shmem"] - shared_bytes) <= slack_bytes
 
 
 def test_copies_are_in_promise_and_budget(directory: Path) -> None:
@@ -432,12 +442,13 @@ def test_copies_are_in_promise_and_budget(directory: Path) -> None:
     assert promised["shared"] == promised["excluded"]
     assert shards <= promised["inherited"] - promised["excluded"] <= shards + 8192
     assert [of.get("fork", 0) for of in held.values()] == [0, 0, shards]
-    budget = promised["inherited"] + (8 << 20)  # the launcher
+    budget = promised["inherited"] + (8 << 20)  # the launcher's process is assumed to have 8 MiB
     modicum.make_plan(recipe, layout, staging="1MiB", budget=budget, fork="inherited")
     with pytest.raises(BudgetError) as met:
         modicum.make_plan(recipe, layout, staging="1MiB", budget=budget - 1, fork="inherited")
     assert {"purpose": "fork", "bytes": shards} in met.value.owners
-    small = modicum.Ledger(40 * 1024)  # less than 24 KiB of planes and 24 KiB for their copies
+    # The state has 24 KiB, and with "inherited" 24 KiB more for its copies.
+    small = modicum.Ledger(40 * 1024)
     with pytest.raises(BudgetError, match="AdamW"):
         modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small, fork="inherited")
     modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small)

@@ -1,10 +1,11 @@
 """`modicum.torch.AdamW` over parameters on a device, whose state is on the host.
 
 The oracle is the same optimizer over parameters on the CPU, whose bits test_adamw.py compares with
-torch's. Must fail for these mutants: a gradient that stays on the device; a part of the new
-parameters that is not copied to the device, or from a slot that is already overwritten; host memory
-of the parameters' size in addition to the state; a copy that casts on the device; a master that
-misses a write to its parameter.
+torch's. The device is `OnDevice`, a stand-in that counts the bytes of each copy. Must fail for
+these mutants: a gradient that is not copied to the host; new parameters that are not all copied to
+the device, or are copied from a staging slot that is already overwritten; host memory of the
+parameters' size in addition to the state; a copy that casts on the device; a master that misses a
+write to its parameter.
 """
 
 from collections import Counter
@@ -23,9 +24,10 @@ from modicum import _modicum  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
 from modicum.torch.optim import lanes  # noqa: E402
 
-BUCKET = 65536
+BUCKET = 65536  # a step works on pieces of about this many elements
 SHAPES = {"embed": (3, BUCKET + 77), "bias": (5,), "one": (), "none": (0, 4), "proj": (67, 129)}
-EVERY = [
+# Combinations of a state format and the parameters' dtype.
+CASES = [
     ("fp32", torch.float32),
     ("fp32", torch.bfloat16),
     ("fp32", torch.float16),
@@ -37,7 +39,9 @@ EVERY = [
     ("int8-moments", torch.float32),
     ("int8-moments", torch.float16),
 ]
-STAGING = 4 * (132 << 10)  # 4 slots: a bucket of bfloat16 and a block of scales more, in pages
+# Bytes of staging per thread: 4 slots. A slot holds a bucket and 128 more elements of bfloat16,
+# rounded up to complete pages.
+STAGING = 4 * (132 << 10)
 
 
 @pytest.fixture(autouse=True)
@@ -58,18 +62,19 @@ class Pair:
             values = torch.randn(shape, generator=generator).to(dtype)
             self.host[name] = nn.Parameter(values.clone())
             self.device[name] = nn.Parameter(OnDevice(values.clone()))
-        OnDevice.forget()
+        OnDevice.forget()  # the copies that made the parameters
         options = {"lr": 0.01, "state_format": state_format, "seed": 7, **options}
         self.ledger = modicum.Ledger()
         self.on_host = AdamW(self.host.items(), **options)
         self.on_device = AdamW(self.device.items(), ledger=self.ledger, **options)
 
-    def bring_gradients(self, scale: float = 1.0, but: tuple[str, ...] = ()) -> None:
+    def bring_gradients(self, but: tuple[str, ...] = ()) -> None:
+        """Sets equal gradients on the host and on the device, except for the parameters `but`."""
         for name, parameter in self.host.items():
             self.host[name].grad = self.device[name].grad = None
             if name in but:
                 continue
-            values = torch.randn(parameter.shape, generator=self.generator) * scale
+            values = torch.randn(parameter.shape, generator=self.generator)
             self.host[name].grad = values.to(parameter.dtype)
             self.device[name].grad = OnDevice(self.host[name].grad.clone())
 
@@ -88,10 +93,11 @@ class Pair:
 
 
 def bytes_of(parameters: dict[str, Any], but: tuple[str, ...] = ()) -> int:
+    """The bytes of all parameters except `but`."""
     return sum(p.numel() * p.element_size() for name, p in parameters.items() if name not in but)
 
 
-@pytest.mark.parametrize(("state_format", "dtype"), EVERY)
+@pytest.mark.parametrize(("state_format", "dtype"), CASES)
 def test_a_device_gets_the_bits_that_the_host_has(state_format: str, dtype: Any) -> None:
     pair = Pair(state_format, dtype)
     pair.assert_equal()
@@ -100,11 +106,12 @@ def test_a_device_gets_the_bits_that_the_host_has(state_format: str, dtype: Any)
         but = ("proj",) if step == 2 else ()
         pair.step(but=but)
         pair.assert_equal()
-        assert sum(OnDevice.fetched) == bytes_of(pair.host, but), "not each gradient once"
+        assert sum(OnDevice.fetched) == bytes_of(pair.host, but), "expected each gradient once"
+        # A parameter without a gradient is copied again, or left out.
         assert sum(OnDevice.copied) in (bytes_of(pair.host), bytes_of(pair.host, but))
 
 
-@pytest.mark.parametrize(("state_format", "dtype"), EVERY)
+@pytest.mark.parametrize(("state_format", "dtype"), CASES)
 def test_the_host_holds_the_state_and_its_staging(state_format: str, dtype: Any) -> None:
     pair = Pair(state_format, dtype)
     states = pair.on_device.held.values()
@@ -115,20 +122,21 @@ def test_the_host_holds_the_state_and_its_staging(state_format: str, dtype: Any)
         of_host.update(state)
     assert held.pop("parameters") == sum(p.numel() for p in pair.host.values())
     assert held == pair.ledger.held == pair.ledger.at_peak
-    assert held["staging"] == len(states) * 2 * STAGING, "not that of two threads"
+    assert held["staging"] == len(states) * 2 * STAGING, "expected that of two threads"
     for purpose in ("grad", "moments"):
         assert held[purpose] == of_host[purpose]
+    # Unlike for parameters on the host, the complete master is in the state.
     least = 4 if state_format in ("fp32", "fp32-split") else 3
     assert held["master"] >= least * sum(p.numel() for p in pair.host.values())
     pair.step()
     assert pair.ledger.held == pair.ledger.at_peak == held
     if dtype != torch.float32 and state_format == "fp32":
         assert max(OnDevice.copied + OnDevice.fetched) <= 2 * STAGING, (
-            "a copy that is larger than the staging"
+            "a copy was larger than the staging"
         )
 
 
-def test_over_the_budget_no_page_is_charged() -> None:
+def test_over_the_budget_nothing_is_charged() -> None:
     pair = Pair("fp32", torch.bfloat16)
     held = pair.ledger.held
     parameters = [nn.Parameter(OnDevice(torch.zeros(s, dtype=torch.bfloat16)))
@@ -150,8 +158,8 @@ def test_norm_and_skipped_steps_are_those_of_the_host(state_format: str) -> None
     pair.on_device.step()
     pair.assert_equal()
     pair.bring_gradients()
-    for parameters in (pair.host["proj"].grad, pair.device["proj"].grad.host):
-        parameters[3, 5] = float("inf")
+    for grad in (pair.host["proj"].grad, pair.device["proj"].grad.host):
+        grad[3, 5] = float("inf")
     OnDevice.forget()
     pair.on_host.step()
     pair.on_device.step()
@@ -159,10 +167,10 @@ def test_norm_and_skipped_steps_are_those_of_the_host(state_format: str) -> None
     assert pair.on_device.skipped_steps == 1 and not OnDevice.copied
 
 
-@pytest.mark.parametrize(("state_format", "dtype"), EVERY)
-def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dtype: Any) -> None:
-    """The master gets the written values; the lower half of a split one is reset. Other masters are
-    unchanged."""
+@pytest.mark.parametrize(("state_format", "dtype"), CASES)
+def test_a_value_written_to_a_parameter_reaches_its_master(state_format: str, dtype: Any) -> None:
+    """The master becomes equal to the written value: a split master's lower half is reset, too. All
+    other masters are unchanged."""
     pair = Pair(state_format, dtype)
     pair.step()
     before = pair.on_device.state_dict()["state"]
@@ -176,7 +184,7 @@ def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dt
     assert pair.device["bias"].data.host[2:].tolist() == [3.25] * 3
     for index, name in enumerate(SHAPES):
         if dtype == torch.float32:
-            break  # it is the master itself
+            break  # a state dict has no master: the parameter has the same value
         expected = before[index]["master"].clone()
         if name == "bias":
             expected[2:] = 3.25
@@ -185,8 +193,8 @@ def test_what_is_written_to_a_parameter_reaches_its_master(state_format: str, dt
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_a_write_that_changes_no_version_is_not_seen_on_a_device(state_format: str) -> None:
-    """Such as a write through `.data`. The master keeps its own values, and the step uses the
-    gradient that the norm has read."""
+    """Such a write goes through `.data`. The step overwrites a parameter that was written in
+    this way with its stepped master, and uses the gradients that the norm has read."""
     pair = Pair(state_format, torch.bfloat16)
     pair.step()
     pair.device["bias"].data.host.fill_(3.25)
@@ -199,39 +207,37 @@ def test_a_write_that_changes_no_version_is_not_seen_on_a_device(state_format: s
     pair.assert_equal()
 
 
-@pytest.mark.parametrize(("state_format", "dtype"), EVERY)
+@pytest.mark.parametrize(("state_format", "dtype"), CASES)
 def test_a_state_dict_of_the_host_loads_on_the_device_and_the_reverse(
     state_format: str, dtype: Any
 ) -> None:
-    pair = Pair(state_format, dtype)
-    pair.step()
-    there = Pair(state_format, dtype)
-    for source, to, optimizer in (
-        (pair.host, there.device, there.on_device),
-        (pair.device, there.host, there.on_host),
-    ):
-        with torch.no_grad():
-            for name, parameter in to.items():
-                values = getattr(source[name].data, "host", source[name].data)
-                parameter.copy_(values)
-        other = pair.on_host if to is there.device else pair.on_device
-        optimizer.load_state_dict(other.state_dict())
-    there.generator.set_state(pair.generator.get_state())
-    pair.step()
-    there.step()
-    for pairs in (pair, there):
-        pairs.assert_equal()
-    if state_format in ("fp32", "fp32-split"):
-        assert there.on_device.digest() == pair.on_device.digest()
+    """Of two pairs, the second loads the first crosswise: its device loads from the host, and its
+    host from the device. Then both pairs make the same step."""
+    first, second = Pair(state_format, dtype), Pair(state_format, dtype)
+    first.step()
+    with torch.no_grad():
+        for name in SHAPES:
+            second.device[name].copy_(first.host[name].data)
+            second.host[name].copy_(first.device[name].data.host)
+    second.on_device.load_state_dict(first.on_host.state_dict())
+    second.on_host.load_state_dict(first.on_device.state_dict())
+    second.generator.set_state(first.generator.get_state())
+    for pair in (first, second):
+        pair.step()
+        pair.assert_equal()
+    if state_format in ("fp32", "fp32-split"):  # others lose bits when moments are loaded
+        assert second.on_device.digest() == first.on_device.digest()
 
 
-def failing(call: Callable[..., Any]) -> Callable[..., Any]:
-    def of(*args: Any, **kwargs: Any) -> Any:
+def failing(copy_: Callable[..., Any]) -> Callable[..., Any]:
+    """`copy_`, but it raises for a copy to the device once two have been made."""
+
+    def fail_or_copy(*args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], OnDevice) and len(OnDevice.copied) >= 2:
             raise RuntimeError("the device is gone")
-        return call(*args, **kwargs)
+        return copy_(*args, **kwargs)
 
-    return of
+    return fail_or_copy
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
@@ -244,12 +250,13 @@ def test_a_copy_that_fails_is_the_steps_error(
     monkeypatch.setattr(OnDevice, "copy_", failing(torch.Tensor.copy_), raising=False)
     with pytest.raises(RuntimeError, match="the device is gone"):
         pair.on_device.step()
-    # After an error only a copy that the other thread had begun is still sent.
+    # Two threads copy. After the error of one, the other at most ends the copy that it has begun.
     assert 2 <= len(OnDevice.copied) <= 3
 
 
 class Stream:
-    """A stream of a device whose copies run only when they are waited for."""
+    """A stand-in for a stream of a device, and for an event of the stream. Counts how often it was
+    entered and waited for; copies themselves are synchronous."""
 
     def __init__(self) -> None:
         self.entered = self.waits = 0
@@ -271,16 +278,17 @@ class Stream:
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_copies_are_waited_for(state_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step waits for the copies of gradients before it computes their norm, for the copy from a
-    slot before it writes the slot again, and for the copy of a master before it changes it."""
+    """Copies from a slot of the staging are waited for before the slot is used again, or at the end
+    of the step; copies of split masters, before the next step changes the masters. Gradients that
+    are copied without the staging are waited for in the step."""
     stream = Stream()
     monkeypatch.setattr(lanes, "_stream_of", lambda device: stream)
     pair = Pair(state_format, torch.bfloat16)
     pair.step()
     waited = [event.waits for event in stream.events]
-    if state_format == "fp32":
+    if state_format == "fp32":  # new parameters go through the staging: an event for each copy
         assert len(waited) == len(OnDevice.copied) == stream.entered and set(waited) == {1}
-    else:
+    else:  # all masters are copied to the device: one event after the copies
         assert waited == [0] and stream.waits == 1
         pair.step()
         assert stream.events[0].waits == 1

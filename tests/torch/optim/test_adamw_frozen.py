@@ -1,9 +1,11 @@
-"""`modicum.torch.AdamW` holds nothing for a parameter that does not train, and allocates its state
-when it does: unfrozen, added with a group, or loaded.
+"""`modicum.torch.AdamW` holds no state for a frozen parameter. It allocates the state when the
+parameter is unfrozen or gets a gradient, when its group is added, or when a program sets or loads
+an entry of `state` for it.
 
-The oracle is torch.optim.AdamW. Must fail for these mutants: a frozen parameter that is charged; an
-unfrozen parameter that is never stepped; a refused parameter that keeps a part of its state, or
-changes the state of others; an entry of a state dict that goes to another parameter.
+The oracle is torch.optim.AdamW. Must fail for these mutants: a frozen parameter whose state is
+charged; an unfrozen parameter that is never stepped; a parameter that keeps a part of its state
+after a refusal, or changes the state of other parameters; an entry of a state dict that goes to
+another parameter.
 """
 
 import copy
@@ -21,7 +23,7 @@ from torch import nn  # noqa: E402
 import modicum  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
 
-WIDTH = 131  # matrices that 8-bit formats hold in codes, with rows of a block and three elements
+WIDTH = 131  # large enough for 8-bit moments; a row has a block of 128 and a block of 3 elements
 
 
 def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -40,28 +42,24 @@ def train(model: nn.Module, optimizer: Any, steps: int = 2) -> None:
 
 
 def assert_same(mine: nn.Module, theirs: nn.Module, ours: Any, torchs: Any) -> None:
+    """Asserts equal parameters, and equal values of all entries that torch's `state` has."""
     for (name, p), q in zip(mine.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(p, q), name
         for key, value in torchs.state.get(q, {}).items():
             assert torch.equal(ours.state[p][key], value), (name, key)
 
 
-def both(change: Any, models: Any) -> None:
-    for one in models:
-        change(one)
-
-
 def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
-    """Its count of steps begins at 0 when it begins to train, as in torch. The state of other
-    parameters is not moved."""
+    """When it begins to train its step count begins at 0, as in torch. The state of the other
+    parameters stays at its addresses. Frozen again, the parameter keeps its state."""
     mine, theirs = layers(), layers()
-    both(lambda m: m[0].requires_grad_(False), (mine, theirs))
-    both(lambda m: m[1].requires_grad_(False), (mine, theirs))
+    for model in (mine, theirs):
+        model[:2].requires_grad_(False)
     ledger = modicum.Ledger()
     ours = AdamW(mine.named_parameters(), lr=1e-2, ledger=ledger)
-    alone = modicum.Ledger()
-    other = AdamW(mine[2].named_parameters(), ledger=alone)
-    assert ledger.held_bytes == alone.held_bytes > 0
+    ledger_of_one_layer = modicum.Ledger()
+    other = AdamW(mine[2].named_parameters(), ledger=ledger_of_one_layer)
+    assert ledger.held_bytes == ledger_of_one_layer.held_bytes > 0
     assert ours.held["fp32"]["parameters"] == WIDTH * (WIDTH + 1)
     del other
     torchs = torch.optim.AdamW(theirs.named_parameters(), lr=1e-2)
@@ -69,20 +67,23 @@ def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
     train(theirs, torchs)
     assert ours.state_dict()["state"].keys() == torchs.state_dict()["state"].keys() == {4, 5}
     before, entry = ledger.held_bytes, ours.state[mine[2].weight]
-    kept = entry["step"], entry["exp_avg"].data_ptr()
-    both(lambda m: m[0].requires_grad_(True), (mine, theirs))
+    kept_step, address = entry["step"], entry["exp_avg"].data_ptr()
+    for model in (mine, theirs):
+        model[0].requires_grad_(True)
     train(mine, ours)
     train(theirs, torchs)
     assert ledger.held_bytes == 2 * before
-    assert ours.state[mine[2].weight]["step"] is kept[0] and entry["exp_avg"].data_ptr() == kept[1]
-    assert ours.state[mine[0].weight]["step"] == 2 and kept[0] == 4
+    assert ours.state[mine[2].weight]["step"] is kept_step
+    assert entry["exp_avg"].data_ptr() == address
+    assert ours.state[mine[0].weight]["step"] == 2 and kept_step == 4
     assert_same(mine, theirs, ours, torchs)
-    # Frozen again it keeps its state, and goes on with it.
-    both(lambda m: m[0].requires_grad_(False), (mine, theirs))
+    for model in (mine, theirs):
+        model[0].requires_grad_(False)
     train(mine, ours)
     train(theirs, torchs)
     assert ours.state[mine[0].weight]["step"] == 2
-    both(lambda m: m.requires_grad_(True), (mine, theirs))
+    for model in (mine, theirs):
+        model.requires_grad_(True)
     train(mine, ours, 3)
     train(theirs, torchs, 3)
     assert_same(mine, theirs, ours, torchs)
@@ -91,14 +92,14 @@ def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
     assert all(part.parameter.grad is part.grad for part in ours._bound.parts), "not in the plane"
     mine.zero_grad()
     gone = weakref.ref(ours)
-    del ours, entry, kept
+    del ours, entry, kept_step
     gc.collect()
     assert gone() is None and ledger.held_bytes == 0
 
 
 @pytest.mark.parametrize("state_format", ("fp32", "int8-moments"))
 def test_a_parameter_that_does_not_fit_is_refused_by_name(state_format: str) -> None:
-    """The refusal changes nothing; with room the same call succeeds."""
+    """The refusal changes nothing. With a larger limit the next step allocates the state."""
     mine = layers(torch.bfloat16)
     mine[1].requires_grad_(False)
     ledger = modicum.Ledger()
@@ -123,7 +124,8 @@ def test_a_parameter_that_does_not_fit_is_refused_by_name(state_format: str) -> 
 
 
 def test_an_added_group_trains_as_in_torch() -> None:
-    """The group gets the defaults, and its state is saved and loaded with that of the others."""
+    """The group gets the optimizer's defaults. A state dict includes it, and torch's AdamW can load
+    the dict."""
     mine, theirs = layers(), layers()
     make = {"lr": 1e-2, "weight_decay": 0.1}
     ours = AdamW(mine[2].parameters(), **make)
@@ -149,7 +151,8 @@ def test_an_added_group_trains_as_in_torch() -> None:
     train(theirs, torchs)
     assert_same(mine, theirs, ours, torchs)
     ours.load_state_dict(saved)
-    assert ours.digest() != digest, "the masters are not the trained parameters"
+    # Loading restores the moments. The parameters, which are their own masters, keep their values.
+    assert ours.digest() != digest
     assert ours.state[mine[1].weight]["step"] == 2
 
 
@@ -183,14 +186,15 @@ def test_a_group_that_is_refused_is_not_added(group: Any, error: Any, words: str
     assert len(ours.state) == 4
 
 
-def test_a_loaded_entry_of_a_frozen_parameter_takes_its_memory() -> None:
+def test_a_loaded_entry_of_a_frozen_parameter_is_allocated() -> None:
     """As in torch, the entry is kept until the parameter trains."""
-    whole, theirs, mine = layers(), layers(), layers()
-    first = torch.optim.AdamW(whole.parameters(), lr=1e-2)
-    train(whole, first)
+    source, theirs, mine = layers(), layers(), layers()
+    first = torch.optim.AdamW(source.parameters(), lr=1e-2)
+    train(source, first)
     saved = copy.deepcopy(first.state_dict())
-    both(lambda m: m.load_state_dict(whole.state_dict()), (mine, theirs))
-    both(lambda m: m[0].requires_grad_(False), (mine, theirs))
+    for model in (mine, theirs):
+        model.load_state_dict(source.state_dict())
+        model[0].requires_grad_(False)
     ledger = modicum.Ledger()
     ours, torchs = AdamW(mine.parameters(), ledger=ledger), torch.optim.AdamW(theirs.parameters())
     held = ledger.limit_bytes = ledger.held_bytes
@@ -205,19 +209,23 @@ def test_a_loaded_entry_of_a_frozen_parameter_takes_its_memory() -> None:
         train(mine, ours)
         train(theirs, torchs)
         assert_same(mine, theirs, ours, torchs)
-        both(lambda m: m.requires_grad_(True), (mine, theirs))
+        for model in (mine, theirs):
+            model.requires_grad_(True)
+    # Without entries for the frozen layer nothing is allocated for it.
     del saved["state"][0], saved["state"][1]
-    both(lambda m: m[0].requires_grad_(False), (mine, theirs))
+    mine[0].requires_grad_(False)
     again = AdamW(mine.parameters())
     again.load_state_dict(saved)
     assert again.held["fp32"]["parameters"] == 2 * WIDTH * (WIDTH + 1)
     assert again.state[mine[1].weight]["step"] == 2
 
 
-def test_a_gradient_or_an_entry_of_a_frozen_parameter_trains_it() -> None:
-    """torch steps every parameter that has a gradient, and begins with a given entry of `state`."""
+def test_a_frozen_parameter_with_a_gradient_is_stepped() -> None:
+    """As in torch, and the step begins from the entry of `state` that the program has set, if there
+    is one. All parameters are frozen. Two have gradients; one of these also has an entry."""
     mine, theirs = layers(), layers()
-    both(lambda m: m.requires_grad_(False), (mine, theirs))
+    for model in (mine, theirs):
+        model.requires_grad_(False)
     ours, torchs = AdamW(mine.parameters(), lr=0.1), torch.optim.AdamW(theirs.parameters(), lr=0.1)
     assert ours.held == {} and ours.state_dict()["state"] == {}
     with nearest_sqrt():
@@ -248,7 +256,7 @@ def test_messages_name_the_fqn_of_a_parameter_without_a_name() -> None:
         optimizer.step()
     assert refused.value.tensor == "block.1.weight"
     weight.grad = None
-    other = nn.ModuleList([model["block"][1]])  # now two modules have it, under two names
+    other = nn.ModuleList([model["block"][1]])  # the weight now has two names: no FQN is its own
     weight.grad = torch.sparse_coo_tensor([[0], [0]], [1.0], weight.shape, check_invariants=True)
     with pytest.raises(modicum.UsageError, match=r"tensor param\.2"):
         optimizer.step()
@@ -256,6 +264,7 @@ def test_messages_name_the_fqn_of_a_parameter_without_a_name() -> None:
 
 
 def test_a_skipped_step_warns_once() -> None:
+    """The warning names the parameter whose gradient is not finite and the caller's line."""
     model = layers()
     optimizer = AdamW(model.named_parameters())
     with pytest.warns(UserWarning, match=r"skipped a step.*'1\.bias'.*skipped_steps") as warned:
@@ -273,10 +282,12 @@ def test_a_skipped_step_warns_once() -> None:
 
 @pytest.mark.parametrize("how", ("accumulated", "assigned"))
 def test_a_gradient_that_the_caller_keeps_is_not_overwritten(how: str) -> None:
+    """After zero_grad and another backward the kept tensor has its old values, and the new gradient
+    has the old one's address in the gradient plane. "assigned": the program sets `grad` itself."""
     model = layers()
     optimizer = AdamW(model.parameters())
     weight = model[2].weight
-    address = 0
+    address = 0  # of the gradient in the plane
     for step in range(3):
         model((1.0 + step) * torch.ones(WIDTH)).sum().backward()
         if how == "assigned":

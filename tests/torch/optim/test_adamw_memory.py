@@ -1,9 +1,10 @@
-"""The memory of `modicum.torch.AdamW` by the kernel's counters: the constructor allocates all of
-it, in the bytes per parameter that the format declares, and forked children add none.
+"""The memory of `modicum.torch.AdamW`, measured by the kernel's counters. The constructor allocates
+all of it, as many bytes per parameter as the state format declares. Forked children copy none of
+it.
 
-Must fail for these mutants: state allocated at the first step; a gradient held in addition to its
-plane; a master held in addition to the parameter; planes that children inherit; a guide without the
-bytes that children add.
+Must fail for these mutants: state that is allocated at the first step; a gradient held in addition
+to the gradient plane; a master held in addition to a parameter that is its own master; state that
+children inherit; docs/guide/adamw.md with other bytes per parameter in a job with workers.
 """
 
 import json
@@ -17,6 +18,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+# Bytes per parameter, with the parameter and its gradient. A parameter is float32 if the name ends
+# in "fp32", else bfloat16.
 DECLARED = {
     "fp32": 16,
     "fp32-split": 14,
@@ -28,12 +31,15 @@ DECLARED = {
 }
 # Formats with parameters in torch's own memory, which children inherit.
 INHERITED = ("torch:fp32", "torch:fp32-split", "torch:int8-moments")
-FIXED = 1 << 19  # memory of Python and torch
-COPIED = 6 << 20  # pages that Python writes, e.g. reference counts; a plane of codes has 8 MiB
+FIXED = 1 << 19  # bytes that Python and torch may allocate in addition
+# Bytes of pages that Python writes after a fork, such as those of reference counts. The smallest
+# array of the state has 8 MiB, and so would be noticed.
+COPIED = 6 << 20
 
 
 @pytest.fixture(scope="module")
-def held() -> dict[str, dict[str, int]]:
+def measured() -> dict[str, dict[str, int]]:
+    """The output of tests/support/adamw_memory.py: by format, the bytes at several moments."""
     program = Path(__file__).parents[2] / "support/adamw_memory.py"
     # malloc returns freed memory to the kernel, so that only memory in use is counted.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -46,41 +52,47 @@ def held() -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.parametrize("state_format", DECLARED)
-def test_bytes_per_parameter(held: dict[str, dict[str, int]], state_format: str) -> None:
-    """The declared bytes include the parameter's own memory, which is allocated before."""
-    of = held[state_format]
-    state = DECLARED[state_format] * of["parameters"] - of["parameter_bytes"]
-    assert of["ledger"] == pytest.approx(state, rel=0.001)
+def test_bytes_per_parameter(measured: dict[str, dict[str, int]], state_format: str) -> None:
+    """The declared bytes include the parameter, which is allocated before the optimizer."""
+    bytes_of = measured[state_format]
+    state = DECLARED[state_format] * bytes_of["parameters"] - bytes_of["parameter_bytes"]
+    assert bytes_of["ledger"] == pytest.approx(state, rel=0.001)
     for when in ("made", "stepped"):
-        assert state * 0.995 <= of[when] <= state * 1.005 + FIXED, f"{when}: {of[when]} of {state}"
+        got = bytes_of[when]
+        assert state * 0.995 <= got <= state * 1.005 + FIXED, f"{when}: got {got}, expected {state}"
 
 
 @pytest.mark.parametrize("state_format", DECLARED)
-def test_children_add_no_memory(held: dict[str, dict[str, int]], state_format: str) -> None:
-    """Two children live while all memory is written again."""
-    assert held[state_format]["written_with_children"] <= COPIED
+def test_children_add_no_memory(measured: dict[str, dict[str, int]], state_format: str) -> None:
+    """While two forked children live, steps write to all parameters and state. `modicum.torch.load`
+    has allocated the parameters, so that children do not inherit them either."""
+    assert measured[state_format]["written_with_children"] <= COPIED
 
 
 @pytest.mark.parametrize("name", INHERITED)
-def test_children_keep_the_parameters_of_torchs_own_memory(
-    held: dict[str, dict[str, int]], name: str
+def test_children_keep_the_parameters_in_torchs_own_memory(
+    measured: dict[str, dict[str, int]], name: str
 ) -> None:
-    """As docs/guide/adamw.md says, the first step after a fork copies them: 4 or 2 bytes per
-    parameter."""
-    of = held[name]
-    assert of["parameter_bytes"] <= of["written_with_children"] <= of["parameter_bytes"] + COPIED
+    """As docs/guide/adamw.md says, the first step after a fork copies them: 4 bytes of a float32
+    parameter, 2 of a bfloat16 one."""
+    bytes_of = measured[name]
+    copied = bytes_of["written_with_children"] - bytes_of["parameter_bytes"]
+    assert 0 <= copied <= COPIED
 
 
-def test_the_page_has_the_bytes_with_children(held: dict[str, dict[str, int]], root: Path) -> None:
-    """Bytes per parameter in torch's own memory, after a step with two children."""
+def test_the_guide_has_the_bytes_with_children(
+    measured: dict[str, dict[str, int]], root: Path
+) -> None:
+    """Compares the bytes per parameter that docs/guide/adamw.md gives for a step after a fork with
+    the measured ones. The parameters are in torch's own memory."""
     page = " ".join((root / "docs/guide/adamw.md").read_text().split())
-    (said,) = re.findall(
+    (figures,) = re.findall(
         r"the table's 16 becomes ([\d.]+) bytes per float32 parameter, "
         r"and its 14, 10 and 8\.0625 become ([\d.]+), [\d.]+ and ([\d.]+) per bfloat16",
         page,
     )
-    for name, figure in zip(INHERITED, said, strict=True):
-        of = held[name]
-        made = DECLARED[name.removeprefix("torch:")]
-        copied = of["written_with_children"] / of["parameters"]
-        assert made + copied == pytest.approx(float(figure), abs=0.5), name
+    for name, figure in zip(INHERITED, figures, strict=True):
+        bytes_of = measured[name]
+        declared = DECLARED[name.removeprefix("torch:")]
+        copied = bytes_of["written_with_children"] / bytes_of["parameters"]
+        assert declared + copied == pytest.approx(float(figure), abs=0.5), name

@@ -1,10 +1,11 @@
-"""The memory of DeepSpeed with its optimizer on the host, and of Modicum's optimizer under the same
-training: by owner, forked workers included.
+"""`memory.attribute`, which divides the memory of a training with DeepSpeed's optimizer on the host
+by owner. Includes the copies that forked data loader workers keep. Some runs train with Modicum's
+optimizer instead.
 
-Compared with sums of Pss that are read without Modicum, DeepSpeed's own losses, and the forecast of
+The oracles are sums of Pss that are read without Modicum, DeepSpeed's losses, and the forecast of
 `modicum plan`. Must fail for these mutants: copies in workers that are missed, or counted once per
-worker; a missed buffer of DeepSpeed; a protection that misses allocations of the first step; a step
-that rounds differently from DeepSpeed's.
+worker; a buffer of DeepSpeed that is missed; a `protect` that misses tensors which the first step
+allocates; a step that rounds differently from DeepSpeed's.
 """
 
 import json
@@ -27,12 +28,15 @@ from safetensors.torch import save_file
 WIDE, NARROW = 2048, 1024
 OURS = "--optimizer=modicum:fp32"
 HOST = ("master", "gradient", "moments", "staging")
+"""Owners of memory that is on the host also when the model is on a GPU."""
 PARTITION = "offloaded weights"
-# The forecast's fixed part is that of torch 2.13. The modules of a newer compiler hold more.
+# The forecast has a fixed part for the modules of torch's compiler, measured with torch 2.13. This
+# is the difference for other versions: a newer compiler's modules hold more.
 COMPILER_BYTES = 0 if torch.__version__.startswith("2.13.") else 11 << 20
-# DeepSpeed 0.18 imports the compiler when it is imported itself: before the baseline.
+# With DeepSpeed 0.18 these modules are in the baseline instead: `import deepspeed` imports them.
 if version("deepspeed").startswith("0.18."):
     COMPILER_BYTES -= 114_000_000
+# By name: the kind of data loader workers, the width of the six layers, and flags of the example.
 RUNS = {
     "none": ("none", NARROW, "--epochs=1", "--steps=6", "--clip=0"),
     "persistent": ("persistent", WIDE, "--epochs=1", "--steps=1"),
@@ -48,7 +52,8 @@ RUNS = {
 
 
 class Runs:
-    """The lines that each run prints after its epochs. A run starts when it is first needed."""
+    """By name, the JSON objects that a run prints, one for each epoch. A run starts when its output
+    is first needed."""
 
     def __init__(self) -> None:
         self._done: dict[str, list[dict[str, Any]]] = {}
@@ -81,33 +86,34 @@ def owners(epoch: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def copied(epoch: dict[str, Any], *names: str) -> float:
-    """The copies in workers, in bytes per parameter, of owners that stay on the host with a GPU,
-    too."""
+    """The copies in workers, in bytes per parameter, of the memory of these owners; by default of
+    those in HOST."""
     return sum(owners(epoch)[name]["copied_per_param"] for name in names or HOST)
 
 
 def assert_adds_up(runs: Runs, name: str) -> None:
-    """Asserts that the attributed bytes and the fixed ones, which the narrow model shows, are the
-    Pss of the process tree, within 2 %."""
+    """Asserts that the attributed bytes, the baseline and the fixed bytes add up to the Pss of the
+    process tree, within 2 %. The fixed bytes are the unexplained ones of the narrow model's run."""
     (narrow,) = runs["ours, narrow" if name.startswith("ours") else "none"]
     fixed = narrow["attribution"]["unexplained_bytes"]
     for epoch in runs[name]:
-        of = epoch["attribution"]
-        known = sum(one["held_bytes"] + one["copied_bytes"] for one in of["owners"])
-        assert known + of["baseline_bytes"] + fixed == pytest.approx(epoch["tree_bytes"], rel=0.02)
-        assert of["total_bytes"] == pytest.approx(epoch["tree_bytes"], rel=0.01)
+        found = epoch["attribution"]
+        known = sum(owner["held_bytes"] + owner["copied_bytes"] for owner in found["owners"])
+        known += found["baseline_bytes"] + fixed
+        assert known == pytest.approx(epoch["tree_bytes"], rel=0.02)
+        assert found["total_bytes"] == pytest.approx(epoch["tree_bytes"], rel=0.01)
 
 
-def largest() -> float:
-    """The bytes of DeepSpeed's `temp_grad_buffer_for_cpu_offload` per parameter: the size of one
-    layer of six."""
-    return 2 / 6
+# Bytes per parameter of DeepSpeed's `temp_grad_buffer_for_cpu_offload`: it holds the bfloat16
+# gradients of one layer of six.
+TEMP_GRAD_BUFFER = 2 / 6
 
 
 def test_without_workers_deepspeed_holds_18_bytes(runs: Runs) -> None:
+    """18 bytes per parameter, and the small `temp_grad_buffer_for_cpu_offload`."""
     (epoch,) = runs["none"]
     held = {name: owners(epoch)[name]["held_per_param"] for name in HOST}
-    expected = {"master": 4, "gradient": 4, "moments": 8, "staging": 2 + largest()}
+    expected = {"master": 4, "gradient": 4, "moments": 8, "staging": 2 + TEMP_GRAD_BUFFER}
     assert held == pytest.approx(expected, rel=0.002)
     assert epoch["attribution"]["params"] == 6 * NARROW * NARROW
     assert copied(epoch) == 0
@@ -137,7 +143,7 @@ def test_workers_copy_no_protected_memory(runs: Runs) -> None:
         assert epoch["attribution"]["forked"] == 2
         assert copied(epoch) < 0.02
     assert_adds_up(runs, "protected")
-    # The weights, which a worker may use, are not protected.
+    # A worker may use the weights, so `protect` leaves them inheritable.
     assert owners(runs["protected"][1])["weights"]["copied_per_param"] > 1.9
     losses = [epoch["losses"] for epoch in runs["default"]]
     assert [epoch["losses"] for epoch in runs["protected"]] == losses
@@ -151,17 +157,17 @@ def test_modicums_adamw_holds_16_bytes_and_makes_the_same_losses(runs: Runs) -> 
     assert_adds_up(runs, "ours")
     (theirs,), (epoch,) = runs["none"], runs["ours, narrow"]
     assert len(set(theirs["losses"])) == 6
-    assert epoch["losses"] == theirs["losses"], "not the bits of DeepSpeed"
+    assert epoch["losses"] == theirs["losses"], "the losses differ from DeepSpeed's"
 
 
 def assert_holds_18_of_zero_3(epoch: dict[str, Any]) -> None:
-    """Asserts the bytes of masters, float32 gradients with their bfloat16 partitions, and moments,
-    and that all owners add up to the Pss of the process tree."""
-    of = owners(epoch)
-    held = {name: of[name]["held_per_param"] for name in ("master", "gradient", "moments")}
+    """Asserts the bytes per parameter: 4 of masters, 4 and 2 of float32 and bfloat16 gradients, and
+    8 of moments; and that the bytes of all owners add up to the Pss of the process tree."""
+    by_owner = owners(epoch)
+    held = {name: by_owner[name]["held_per_param"] for name in ("master", "gradient", "moments")}
     assert held == pytest.approx({"master": 4, "gradient": 4 + 2, "moments": 8}, rel=0.005)
     assert epoch["attribution"]["params"] == 6 * NARROW * NARROW
-    known = sum(one["held_bytes"] + one["copied_bytes"] for one in of.values())
+    known = sum(one["held_bytes"] + one["copied_bytes"] for one in by_owner.values())
     rest = epoch["attribution"]["unexplained_bytes"] + epoch["attribution"]["baseline_bytes"]
     assert known + rest == pytest.approx(epoch["tree_bytes"], rel=0.02)
 
@@ -205,7 +211,7 @@ def test_zero_3_protected_copies_nothing(runs: Runs) -> None:
 def test_the_forecast_is_within_2_percent(
     runs: Runs, modicum: Path, tmp_path: Path, name: str, flags: list[Any]
 ) -> None:
-    """Compares `modicum plan --deepspeed` for the same parameters; it excludes device memory."""
+    """`modicum plan --deepspeed` forecasts the bytes on the host for the same parameters."""
     width = RUNS[name][1]
     weights = {f"{2 * i}.weight": torch.zeros(width, width).bfloat16() for i in range(6)}
     save_file(weights, tmp_path / "model.safetensors")
@@ -217,10 +223,10 @@ def test_the_forecast_is_within_2_percent(
         },
     }
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    of = run_json(modicum, "plan", tmp_path, "--deepspeed", tmp_path / "ds.json", *flags)
-    forecast = COMPILER_BYTES + sum(line["bytes"] for line in of["deepspeed"]["lines"])
+    plan = run_json(modicum, "plan", tmp_path, "--deepspeed", tmp_path / "ds.json", *flags)
+    forecast = COMPILER_BYTES + sum(line["bytes"] for line in plan["deepspeed"]["lines"])
     epoch = runs[name][-1]
-    named = owners(epoch)
-    got = sum(named[owner]["held_bytes"] + named[owner]["copied_bytes"] for owner in HOST)
+    by_owner = owners(epoch)
+    got = sum(by_owner[owner]["held_bytes"] + by_owner[owner]["copied_bytes"] for owner in HOST)
     got += epoch["attribution"]["unexplained_bytes"]
     assert got == pytest.approx(forecast, rel=0.02)

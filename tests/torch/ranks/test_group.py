@@ -1,9 +1,11 @@
-"""Failure propagation, barriers and liveness of a process group, with real processes and signals.
+"""`Ranks`: barriers, gathers, failure propagation, liveness and byte transfers among the ranks of a
+load, with real processes and signals.
 
 Must fail for these mutants: a rank that leaves an exchange and keeps its connections; a failed rank
-0 that ends the store before the others have read the error; one silent rank, or a short stop, that
-counts as the loss of a host; a reduced tensor that a Gloo thread still holds; models that differ,
-without advice in the error.
+0 whose process, which hosts the store, exits before the other ranks have read the error; a host
+that counts as lost because one of its ranks is silent, or because of a short stop; a collective
+that returns while a Gloo thread still holds the reduced tensor; an error about models that differ
+by rank, without advice.
 """
 
 import json
@@ -38,7 +40,7 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.ranks.liveness import LOOK_S, SILENT_LOOKS, Neighbours, Process, ranks_per_node
 from modicum.upstream.torch_distributed import default_store
 
-ALL_KNOW_S = 10
+ALL_KNOW_S = 10  # seconds within which every rank must have raised after a failure
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +50,7 @@ def no_world_is_left() -> Iterator[None]:
 
 
 class FakeBoard:
-    """A stand-in for the library's board, with a load that polls it."""
+    """A stand-in for the library's board."""
 
     def __init__(self) -> None:
         self.progress = 0
@@ -58,6 +60,7 @@ class FakeBoard:
         self.failures.append((what, rank))
 
     def load(self, seconds: float = 60, until: Callable[[], bool] = lambda: False) -> None:
+        """Loads 1000 bytes every 0.01 s. Raises a failure that is reported to the board."""
         for _ in range(int(seconds * 100)):
             if until():
                 return
@@ -96,6 +99,8 @@ def clock() -> Iterator[WaitingClock]:
 
 
 def slowest_s(clock: WaitingClock, ended: dict[int, Ended], since_s: float) -> float:
+    """Seconds from `since_s` until the last rank ended, on a clock that slows down with the
+    machine."""
     return clock.seconds(since_s, max(one.at_s for one in ended.values()))
 
 
@@ -158,6 +163,7 @@ def test_an_exception_of_progress_ends_the_load() -> None:
 
 
 def processes_on(*hosts: str) -> list[Process]:
+    """The processes of ranks on these hosts, by rank."""
     return [Process("boot", host, 1, 100 + rank, "0") for rank, host in enumerate(hosts)]
 
 
@@ -166,11 +172,13 @@ def processes_on(*hosts: str) -> list[Process]:
     [("aabb", 2), ("abc", 1), ("aaa", 3), ("aab", None), ("abab", None), ("abba", None)],
 )
 def test_ranks_of_one_host_are_one_node(hosts: str, per_node: int | None) -> None:
+    """Each letter is the host of a rank. None: the hosts have different numbers of ranks, or ranks
+    that are not consecutive."""
     assert ranks_per_node(processes_on(*hosts)) == per_node
 
 
 class Beats:
-    """The heartbeat counters of all ranks; those of `silent` ranks do not advance."""
+    """The heartbeats of all ranks; those of `silent` ranks do not advance. `read` counts reads."""
 
     def __init__(self, silent: set[int]) -> None:
         self.silent, self.now, self.read = silent, 0, 0
@@ -181,6 +189,7 @@ class Beats:
 
 
 def first_lost(processes: list[Process], rank: int, beats: Beats, polls: int) -> tuple | None:
+    """(a lost rank, the reason) that `rank` finds first in this number of polls, or None."""
     neighbours = Neighbours(processes, rank)
     for beats.now in range(polls):
         if lost := neighbours.check(beats.of):
@@ -189,7 +198,8 @@ def first_lost(processes: list[Process], rank: int, beats: Beats, polls: int) ->
 
 
 @pytest.mark.parametrize("hosts", ["abcd", "aabb", "aaab", "abab", "ab", "aaaabbbbccccdddd"])
-def test_a_silent_host_is_noticed_by_one_other(hosts: str) -> None:
+def test_one_rank_of_another_host_notices_a_silent_host(hosts: str) -> None:
+    """It names the first rank of the silent host. Each letter is the host of a rank."""
     processes = processes_on(*hosts)
     for host in set(hosts):
         silent = {rank for rank, name in enumerate(hosts) if name == host}
@@ -202,7 +212,8 @@ def test_a_silent_host_is_noticed_by_one_other(hosts: str) -> None:
 
 
 def test_for_another_host_one_sign_of_life_suffices() -> None:
-    """A rank increments no heartbeat while the kernel commits its memory."""
+    """One silent rank is no loss: a rank increments no heartbeat while the kernel commits its
+    memory. If all ranks of the other host are silent, it is lost."""
     assert first_lost(processes_on(*"aabb"), 0, Beats({2}), 30) is None
     assert first_lost(processes_on(*"aabb"), 0, Beats({2, 3}), SILENT_LOOKS) is None
     assert first_lost(processes_on(*"aabb"), 0, Beats({2, 3}), SILENT_LOOKS + 1) is not None
@@ -210,7 +221,8 @@ def test_for_another_host_one_sign_of_life_suffices() -> None:
 
 @pytest.mark.parametrize("hosts", ["a" * 5, "a" * 1000, "abc" * 300])
 def test_no_rank_polls_all_ranks(hosts: str) -> None:
-    """If each of 1000 ranks polled all others twice, that would be two million reads."""
+    """Each rank is polled by at most two others, so that a poll of all ranks reads at most two
+    heartbeats per rank. Here each rank polls twice."""
     processes = processes_on(*hosts)
     beats = Beats(set())
     for rank in range(len(hosts)):
@@ -218,8 +230,9 @@ def test_no_rank_polls_all_ranks(hosts: str) -> None:
     assert beats.read <= 2 * 2 * len(hosts)
 
 
-def test_ranks_of_this_host_are_checked_through_the_kernel() -> None:
-    """A silent process that runs is not lost; a stopped one and an ended one are."""
+def test_ranks_of_this_host_are_checked_through_proc() -> None:
+    """A silent process that runs is not lost. One that is stopped is lost once it is silent, and
+    one that has ended is lost at once."""
     this = Process.this()
     sleeper = subprocess.Popen(["sleep", "60"])
     started = liveness._state_of(sleeper.pid)[1]
@@ -237,12 +250,14 @@ def test_ranks_of_this_host_are_checked_through_the_kernel() -> None:
     assert neighbours.check(Beats(set()).of) == (1, "is gone")  # not reaped yet
     sleeper.wait()
     assert neighbours.check(Beats(set()).of) == (1, "is gone")
-    assert replace(this, started="1").condition() == "is gone"  # another process has its pid
+    # A process with the same pid and another start time is another process.
+    assert replace(this, started="1").condition() == "is gone"
 
 
-def test_the_more_ranks_wait_the_less_often_each_asks() -> None:
-    """In a world of 1000 the pauses between polls grow to 0.2 s; the failure comes after 1 s."""
-    asked = []
+def test_a_rank_of_a_large_world_polls_less_often() -> None:
+    """In a world of 1000 the pauses between polls grow to 0.2 s. The wait ends with a failure after
+    1 s."""
+    polls = []
     ranks = Ranks(1, 1000)
     threading.Timer(
         1,
@@ -251,11 +266,11 @@ def test_the_more_ranks_wait_the_less_often_each_asks() -> None:
         ),
     ).start()
     with pytest.raises(IoError):
-        ranks._until(lambda: asked.append(1))
-    assert len(asked) < 25
+        ranks._until(lambda: polls.append(1))
+    assert len(polls) < 25
 
 
-# ---- the harness
+# ---- tests/support/ranks.py
 
 
 def preloaded(told: Told) -> bool:
@@ -263,7 +278,7 @@ def preloaded(told: Told) -> bool:
 
 
 def test_forked_ranks_start_with_their_imports() -> None:
-    """Without the fork server's preloading, each rank would import torch and transformers."""
+    """Otherwise each rank would spend seconds to import torch and transformers."""
     pytest.importorskip("transformers")
     assert World(preloaded, 1).end()[0].value
 
@@ -277,7 +292,7 @@ def agreeing(told: Told, digests: list[str]) -> Any:
         return ranks.gather([told.rank, "x" * told.rank]), ranks.ranks_per_node
 
 
-def test_ranks_that_agree_go_on() -> None:
+def test_ranks_that_agree_continue() -> None:
     ended = World(agreeing, 3, ["d"] * 3).end()
     everything = [[0, ""], [1, "x"], [2, "xx"]]
     assert [one.value for one in ended.values()] == [(everything, 3)] * 3
@@ -314,6 +329,7 @@ def agreeing_on(told: Told, facts: list[dict[str, str]]) -> None:
 def test_the_error_says_what_to_do_about_models_that_differ(
     second: dict[str, str], said: str
 ) -> None:
+    """Rank 1 has the facts `second`. An argument that differs gets no advice."""
     first = {"tensor a": "f32 [2]", "tensor b": "f32 [1]"}
     if "argument a" in second:
         second = second | first
@@ -323,8 +339,9 @@ def test_the_error_says_what_to_do_about_models_that_differ(
 
 
 def reducing(told: Told) -> Any:
-    """The number of cases in which a Gloo thread holds a reduced tensor after the collective."""
-    collectives.LIMIT_S, held = 60, 0
+    """Returns how often, in 300 tries, a Gloo thread held the tensor after the collective."""
+    collectives.LIMIT_S = 60  # on a busy machine a thread may need long to drop its reference
+    held = 0
     for _ in range(300):
         tensor = torch.ones(4)
         before = sys.getrefcount(tensor)
@@ -334,13 +351,13 @@ def reducing(told: Told) -> Any:
     return held
 
 
-def test_a_reduced_tensor_is_not_left_to_a_thread_of_gloos() -> None:
-    """Such a thread aborts a process that exits meanwhile."""
+def test_a_reduced_tensor_is_not_left_to_a_thread_of_gloo() -> None:
+    """A process that exits while such a thread still holds a tensor may abort."""
     assert [one.value for one in World(reducing, 2).end().values()] == [0, 0]
 
 
 def brought(rank: int) -> str:
-    """Compressed it has a little more than 8 MiB."""
+    """A text of 16 MiB, which the store compresses to a little more than 8 MiB."""
     return random.Random(rank).randbytes(8 << 20).hex()
 
 
@@ -358,7 +375,7 @@ def test_gathered_values_may_exceed_the_stores_message_limit() -> None:
 
 
 def one_fails(told: Told, culprit: int, raised: BaseException) -> Any:
-    """Each of the others waits in its own way."""
+    """The rank `culprit` raises. Each of the other ranks waits in a way of its own."""
     with Ranks.of_world().together() as ranks:
         ranks.exchange_among(range(ranks.world_size), whole=True)
         if told.rank == culprit:
@@ -378,7 +395,7 @@ def one_fails(told: Told, culprit: int, raised: BaseException) -> Any:
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_failure_reaches_all_as_the_same_error(clock: WaitingClock, culprit: int) -> None:
-    """Includes rank 0's failure, after which its process ends, and with it the store."""
+    """Even if rank 0 fails, whose process hosts the store and exits."""
     world = World(one_fails, 4, culprit, io_error())
     pid = world.pid(culprit)
     world.await_ready(culprit)
@@ -399,7 +416,8 @@ def test_a_failure_reaches_all_as_the_same_error(clock: WaitingClock, culprit: i
     assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
 
 
-def test_a_foreign_exception_keeps_its_type_on_its_own_rank() -> None:
+def test_an_exception_that_is_no_modicum_error_keeps_its_type_on_its_own_rank() -> None:
+    """The other ranks raise an `Error` with the exception's first line."""
     ended = World(one_fails, 3, 1, ValueError("no such\nthing")).end()
     assert (ended[1].error, ended[1].facts) == ("ValueError", {"message": "no such\nthing"})
     del ended[1]
@@ -407,23 +425,26 @@ def test_a_foreign_exception_keeps_its_type_on_its_own_rank() -> None:
     assert facts["message"] == "INTERNAL: ValueError: no such (rank 1)"
 
 
-def both_fail(told: Told) -> Any:
+def all_fail(told: Told) -> Any:
+    """Rank 0 raises ValueError, the others IoError."""
     with Ranks.of_world().together() as ranks:
         ranks.barrier()
         raise io_error() if told.rank else ValueError("rank 0's")
 
 
-def test_of_two_failures_one_counts_for_all() -> None:
-    ended = World(both_fail, 3).end()
-    counts = ended[1].facts
-    assert ended[2].facts == counts
-    if counts["culprit_rank"] == 0:
-        assert ended[0].error == "ValueError"
+def test_of_several_failures_all_ranks_raise_the_first() -> None:
+    ended = World(all_fail, 3).end()
+    first = ended[1].facts
+    assert ended[2].facts == first
+    if first["culprit_rank"] == 0:
+        assert ended[0].error == "ValueError"  # on its own rank an exception is unchanged
     else:
-        assert ended[0].facts == counts
+        assert ended[0].facts == first
 
 
 def failing_then_not(told: Told) -> Any:
+    """Three loads, of which rank 1 fails in the second. Returns ((index of the failed load, the
+    error's culprit), number of threads)."""
     for turn in range(3):
         try:
             with Ranks.of_world().together() as ranks:
@@ -442,6 +463,8 @@ def test_a_failed_load_does_not_affect_the_next() -> None:
 
 
 def waiting(told: Told, how: str) -> Any:
+    """Ranks that wait until a signal ends one of them. "whole" or "parts": for bytes of rank 0 that
+    never come. "": in a barrier, and rank 0 in a gather."""
     with Ranks.of_world().together() as ranks:
         ranks.exchange_among(range(ranks.world_size), whole=how == "whole")
         ranks.barrier()
@@ -456,7 +479,7 @@ def waiting(told: Told, how: str) -> Any:
         time.sleep(60)
 
 
-def test_ctrl_c_on_one_rank_while_it_waits(clock: WaitingClock) -> None:
+def test_ctrl_c_on_a_waiting_rank_ends_the_load_on_all(clock: WaitingClock) -> None:
     worlds = {how: World(waiting, 3, how) for how in ("", "whole", "parts")}
     for how, world in worlds.items():
         world.await_ready()
@@ -484,15 +507,18 @@ def test_a_killed_rank_is_named(clock: WaitingClock) -> None:
 
 
 ELSEWHERE = ["a", "b", "c"]
-# For each text of the error: the lost rank, and the host names. Rank 0 has the store.
+# By the text of the error: the lost rank, and the ranks' host names. With host names the rank is
+# killed; without, on one host, it is stopped. Rank 0 has the store.
 LOST = {
     "is stopped": (2, None),
     "has given no sign of life": (2, ELSEWHERE),
     "hosted by rank 0, does not answer": (0, None),
     "hosted by rank 0, is lost": (0, ELSEWHERE),
 }
-STOP_S = 2.5  # a neighbour polls twice meanwhile
-TOLERATED_S = 4  # one poll less than SILENT_LOOKS, since the last beat may be that old
+STOP_S = 2.5  # a neighbour polls at least twice meanwhile
+# A rank is lost after SILENT_LOOKS polls, one a second, with the same heartbeat. The last heartbeat
+# may be 1 s older than the stop.
+TOLERATED_S = 4
 TRIES = 4
 
 
@@ -507,7 +533,8 @@ def loading_until_told(told: Told) -> Any:
 
 @pytest.fixture(scope="module")
 def lost() -> Iterator[dict[str, tuple[World, float]]]:
-    """The slow detections, all started at once: each world, and when it lost a rank."""
+    """By the text of the error: a world, and when one of its ranks was killed or stopped. These
+    tests take long, so all worlds start at once, and other tests run meanwhile."""
     with World.killing():
         worlds = {name: World(loading_until_told, 3, hosts=LOST[name][1]) for name in LOST}
         done = {}
@@ -519,18 +546,19 @@ def lost() -> Iterator[dict[str, tuple[World, float]]]:
 
 
 def stopped_for_s(world: World, rank: int) -> float:
-    """Stops a rank for about STOP_S; returns the real length."""
+    """Stops a rank for about STOP_S. Returns the real time that passed."""
     begin_s = world.signal(rank, signal.SIGSTOP)
     time.sleep(STOP_S)
     return world.signal(rank, signal.SIGCONT) - begin_s
 
 
-@pytest.mark.usefixtures("lost")  # whose detections run meanwhile
+@pytest.mark.usefixtures("lost")  # starts the worlds of the slow tests, which then run meanwhile
 @pytest.mark.parametrize(
     ("rank", "hosts"), [(1, None), (0, ELSEWHERE)], ids=["a rank", "with the store"]
 )
 def test_a_short_stop_is_tolerated(rank: int, hosts: list[str] | None) -> None:
-    """On a busy machine a stop may last longer than requested, so its real length is measured."""
+    """On a busy machine a stop may last longer than requested. Therefore its real time is measured,
+    and a try with a longer stop does not count."""
     stops_s = []
     for _ in range(TRIES):
         world = World(loading_until_told, 3, hosts=hosts)
@@ -542,7 +570,7 @@ def test_a_short_stop_is_tolerated(rank: int, hosts: list[str] | None) -> None:
             assert [one.value for one in world.end().values()] == ["fine"] * 3, stops_s
             return
         world.kill()
-    pytest.fail(f"too busy a machine: stops of {STOP_S} s took {stops_s}, not < {TOLERATED_S} s")
+    pytest.fail(f"the machine is too busy: stops took {stops_s} s, expected < {TOLERATED_S} s")
 
 
 @pytest.mark.parametrize("name", LOST)
@@ -561,6 +589,7 @@ def test_a_killed_or_stopped_rank_is_reported(
 
 
 def test_under_torchrun_no_rank_has_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's agent has it, so that no rank is to blame for its loss."""
     assert Ranks(1, 2)._losing_the_store("is lost").culprit_rank == 0
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert Ranks(1, 2)._losing_the_store("is lost").culprit_rank is None
@@ -583,7 +612,7 @@ def test_an_absent_rank_is_named_after_the_groups_timeout() -> None:
 
 # ---- bytes
 
-PIECE_BYTES, PIECES_AHEAD = 4096, 3  # small, so that some of SIZES have several pieces
+PIECE_BYTES, PIECES_AHEAD = 4096, 3  # small, so that some of SIZES are sent in several pieces
 SIZES = (1, 7, 4095, 4096, 4097, 12288, 100_001)
 
 
@@ -591,14 +620,16 @@ def pattern(size: int, seed: int) -> torch.Tensor:
     return torch.arange(seed, seed + size, dtype=torch.int64).mul_(2654435761).to(torch.uint8)
 
 
-def parts_of(size: int, places: int, place: int) -> tuple[int, int]:
-    """Parts that overlap; the last place needs nothing."""
+def part_of(size: int, places: int, place: int) -> tuple[int, int]:
+    """The bytes [begin, end) that the rank at index `place` of `places` needs. Neighbouring parts
+    overlap; the last rank needs no bytes."""
     if place == places - 1:
         return 0, 0
     return size * place // places, min(size, size * (place + 1) // places + 5)
 
 
 def exchanging(told: Told, members: list[int], whole: bool) -> Any:
+    """Each member sends bytes of all SIZES. Returns the number of broadcasts that were checked."""
     exchange.PIECE_BYTES, exchange.PIECES_AHEAD = PIECE_BYTES, PIECES_AHEAD
     with Ranks.of_world().together() as ranks:
         if told.rank not in members:
@@ -609,7 +640,7 @@ def exchanging(told: Told, members: list[int], whole: bool) -> Any:
             for root in range(places):
                 sent = pattern(size, root)
                 buffer = bytearray(sent.numpy() if place == root else size)
-                begin, end = (0, 1 << 64) if whole else parts_of(size, places, place)
+                begin, end = (0, 1 << 64) if whole else part_of(size, places, place)
                 ranks.broadcast(root, memoryview(buffer), begin, end)
                 got = torch.frombuffer(buffer, dtype=torch.uint8)[begin : min(end, size)]
                 assert torch.equal(got, sent[begin : min(end, size)]), (size, root)
@@ -641,7 +672,7 @@ def failing_midway(told: Told, culprit: int, whole: bool) -> Any:
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_one_that_fails_midway_ends_the_exchange_for_all(
+def test_a_rank_that_fails_midway_ends_the_exchange_for_all(
     clock: WaitingClock, culprit: int, whole: bool
 ) -> None:
     world = World(failing_midway, 3, culprit, whole)
@@ -657,7 +688,8 @@ def is_done(call: Future, within_s: float) -> bool:
 
 
 def leaving_while_it_waits(told: Told, whole: bool) -> Any:
-    """Rank 1 leaves, and rank 0 sends only then: rank 1's buffer must stay unchanged."""
+    """Rank 1 closes its exchange while it waits for bytes. Rank 0 sends them afterwards, and they
+    must not be written to rank 1's buffer. Rank 0 returns the error that it gets."""
     group = dist.distributed_c10d._get_default_store()
     between = exchange.Exchange(dist.PrefixStore("x", group), told.rank, 2, whole)
     buffer = bytearray(b"\1" if told.rank == 0 else b"\0") * (8 << 20)
@@ -688,7 +720,7 @@ def test_nothing_is_written_after_the_receiver_has_left(whole: bool) -> None:
 
 
 def loading(told: Told, checkpoint: Path, strategy: str) -> list[bytes]:
-    """Loads by the C++ library, together with the other ranks; returns this rank's shards."""
+    """Loads through the C++ library, together with the other ranks. Returns this rank's shards."""
     opened = modicum.open_checkpoint(checkpoint)
     recipe = modicum.make_recipe(opened)
     layout = modicum.make_layout(recipe, ranks=4, layout="hsdp", mesh="2x2")
@@ -736,24 +768,25 @@ def own_shards(checkpoint: Path) -> list[list[bytes]]:
 
 
 @pytest.mark.parametrize("strategy", ["node-reader", "rank0-broadcast", "replica-striped"])
-def test_bytes_that_were_sent_are_those_that_are_read(
+def test_shards_that_other_ranks_have_read_and_sent_are_equal(
     checkpoint: Path, own_shards: list[list[bytes]], strategy: str
 ) -> None:
+    """Equal to those of a load in which each rank reads its own shards."""
     ended = World(loading, 4, checkpoint, strategy, hosts=["a", "a", "b", "b"]).end()
     assert [one.error for one in ended.values()] == [""] * 4
     assert [one.value for one in ended.values()] == own_shards
 
 
 def test_a_truncated_file_ends_the_load_on_all_ranks(tmp_path: Path, checkpoint: Path) -> None:
-    """The file is truncated by one rank, after the headers have been read."""
+    """Rank 0 truncates the file after all ranks have opened it, and before it makes its plan."""
     copy = tmp_path / "model.safetensors"
     copy.write_bytes(checkpoint.read_bytes())
-    ended = World(loading_what_shrinks, 4, copy).end()
+    ended = World(loading_a_file_that_shrinks, 4, copy).end()
     all_raise(ended, "IoError", 0, category="CONFLICT", file=copy.name)
     assert ended[3].facts["tensor"]
 
 
-def loading_what_shrinks(told: Told, checkpoint: Path) -> Any:
+def loading_a_file_that_shrinks(told: Told, checkpoint: Path) -> Any:
     make_plan = modicum.make_plan
 
     def shrinking(*arguments: Any, **options: Any) -> Any:

@@ -1,11 +1,11 @@
-"""A step of PEFT's adapters alone.
+"""`modicum.torch.save` writes the adapters of a PeftModel alone, without the base model.
 
-Compared with PEFT: the step has the files of `save_pretrained`, tensor for tensor and key for key,
-and `PeftModel.from_pretrained` gives the model that was saved. Must fail for these mutants: a
-PeftModel whose base model is saved, too; a trained tensor that is in no file; Modicum's names
-instead of PEFT's; a config whose sets have another order on every rank; a resume that keeps the new
-program's adapters; a file of adapters that counts as the base model's source;
-adapters that PEFT does not find inside wrappers of torch.
+The oracle is PEFT: the saved step (checkpoint directory) has the same tensors and settings as the
+directory of `save_pretrained`, and `PeftModel.from_pretrained` makes the saved model of it. Must
+fail for these mutants: a base model that is saved, too; a trained tensor that is in no file;
+tensors under Modicum's names instead of PEFT's; a config that differs by rank in the order of its
+sets; a resume after which the model still has the adapters of before; a file of adapters that
+counts as the source of the base model; adapters inside wrappers of torch that are not saved.
 """
 
 import json
@@ -32,6 +32,7 @@ from modicum.errors import UsageError  # noqa: E402
 from modicum.torch.saving.adapters import why_not_alone  # noqa: E402
 
 TARGETS = ["q_proj", "down_proj"]
+# Kinds of adapters.
 CONFIGS: dict[str, Callable[[], Any]] = {
     "lora": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, task_type="CAUSAL_LM"),
     "dora": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, use_dora=True, bias="lora_only"),
@@ -47,7 +48,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 
 def wrapped(how: str, seed: int) -> Any:
-    """A loaded model with adapters, every tensor of which has distinct values."""
+    """A loaded model with the adapters CONFIGS[how]. All tensors that train have random values."""
     model = torch_front.empty("qwen3")
     front.load(model, torch_front.checkpoint_of("qwen3"), progress=False)
     made = peft.get_peft_model(model, CONFIGS[how]())
@@ -70,8 +71,9 @@ def test_the_files_are_those_of_peft(tmp_path: Path, how: str) -> None:
         assert torch.equal(stored[name], tensor) and stored[name].dtype == tensor.dtype, name
     files = sorted(path.name for path in step.iterdir())
     assert files == ["COMMIT", "adapter_config.json", "adapter_model.safetensors", "manifest.json"]
-    configs = [json.loads((of / files[1]).read_text()) for of in (step, tmp_path / "peft")]
-    for config in configs:
+    folders = (step, tmp_path / "peft")
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
+    for config in configs:  # PEFT writes these sets in any order
         for name in ("target_modules", "modules_to_save", "feedforward_modules"):
             config[name] = sorted(config.get(name) or [])
     assert configs[0] == configs[1]
@@ -85,8 +87,8 @@ def test_the_files_are_those_of_peft(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", CONFIGS)
 def test_wrappers_of_torch_change_nothing(tmp_path: Path, how: str) -> None:
-    """Names of modules inside activation checkpointing differ from those of the state dict, by
-    which PEFT finds no adapter."""
+    """Activation checkpointing and torch.compile change the names of modules, by which PEFT alone
+    would not find the adapters. The saved tensors and the config must be those without wrappers."""
     model, inside = wrapped(how, 1), wrapped(how, 1)
     layers = inside.get_base_model().model.layers
     layers[0] = checkpoint_wrapper(layers[0])
@@ -109,7 +111,8 @@ def test_wrappers_of_torch_change_nothing(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", CONFIGS)
 def test_resumes_adapters_alone(tmp_path: Path, how: str) -> None:
-    """After a resume, the adapters' file is not the source of a save of all tensors."""
+    """A resumed step of adapters has no base model, so a later save of all tensors needs
+    `source=`."""
     model = wrapped(how, 1)
     front.save(model, tmp_path / "steps", step=5)
     again = wrapped(how, 2)
@@ -122,6 +125,8 @@ def test_resumes_adapters_alone(tmp_path: Path, how: str) -> None:
 
 
 def test_the_base_model_is_saved_where_it_trains(tmp_path: Path) -> None:
+    """If a tensor of the base model trains, a save has all tensors, and adapters alone are refused.
+    `adapters=False` saves all tensors in any case; a model with two adapters needs it."""
     model = wrapped("lora", 1)
     source = torch_front.checkpoint_of("qwen3")
     model.get_base_model().model.norm.weight.requires_grad_(True)
@@ -141,7 +146,7 @@ def test_the_base_model_is_saved_where_it_trains(tmp_path: Path) -> None:
 
 
 def test_why_adapters_are_not_saved_alone() -> None:
-    """The reasons that a warning gives when accelerate saves them."""
+    """`why_not_alone` returns the reason, which becomes a warning when accelerate saves a model."""
     model = wrapped("lora", 1)
     assert why_not_alone(model) is None
     model.add_adapter("other", CONFIGS["lora"]())
@@ -170,7 +175,8 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks
 def test_training_goes_on_in_another_world(
     worlds: dict[int, Ranks], tmp_path: Path, before: int, after: int
 ) -> None:
-    """The next steps of the adapters are equal bit for bit; only the adapters' state is saved."""
+    """After a resume on another number of ranks, the next steps of the adapters are equal in all
+    bits. The files have the adapters and their optimizer state only."""
     folder = str(tmp_path / "model")
     worlds[1].ask("write", directory=folder, family="qwen3", dtype="float32")
     cuts = {1: Cut("none", (1,))} | {n: Cut("fsdp2", (n,)) for n in (2, 3)}
@@ -181,4 +187,4 @@ def test_training_goes_on_in_another_world(
     step = tmp_path / "steps/step-2"
     adapters, state = torch_front.stored_in(step), torch_front.stored_in(step / "optimizer")
     assert adapters and all("lora_" in name or "lm_head" in name for name in adapters)
-    assert len(state) == 2 * len(adapters)
+    assert len(state) == 2 * len(adapters)  # exp_avg and exp_avg_sq

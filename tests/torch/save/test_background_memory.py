@@ -1,14 +1,15 @@
-"""A save in the background fits into a memory cgroup of the training state and 2 GiB, in which
-DCP's `async_save` is killed. Steps that leave it time to write are at most 10 % slower.
+"""A save in the background fits into a memory cgroup with room for the training state and 2 GiB.
+DCP's `async_save` is killed in it. If the pauses between steps are long enough to write a save, the
+steps are at most 10 % slower during a save.
+
+This prints the figures:
 
     pytest tests/torch/save/test_background_memory.py -m soak -s [--full-size]
-
-prints the figures.
 """
 
-import statistics
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ WORLD = 2
 ROOM = 2 * GIB
 PATIENCE_S = 1200.0
 STATE_BYTES_PER_PARAMETER = 16  # master, gradient and two moments
-# Parameters of qwen3-0.6b: those of its embeddings and its last norm, and those of a layer.
+# The numbers of parameters of qwen3-0.6b: in its embeddings and its last norm, and in one layer.
 FIXED, PER_LAYER = 151_936 * 1024 + 1024, 15_730_944
 
 pytestmark = [
@@ -37,6 +38,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def layers(is_full_size: bool) -> int:
+    """The number of layers of a model whose training state has about 5 GB, or 11 GB."""
     parameters = (11 if is_full_size else 5) * GB / STATE_BYTES_PER_PARAMETER
     return round((parameters - FIXED) / PER_LAYER)
 
@@ -56,7 +58,8 @@ def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory, layers: int) 
 
 
 def run(act: str, folder: Path, inside: Cage, **said: str) -> dict[str, Any] | None:
-    """Rank 0's answer; None if a rank was killed. The ranks start in the memory cgroup."""
+    """Runs the function `act` of tests/support/background_memory.py on ranks in the memory cgroup.
+    Returns rank 0's answer, or None if the kernel has killed a rank."""
     cages = [inside.directory / "cgroup.procs"] * WORLD
     with ranks(WORLD, folder, fresh=True, cages=cages) as started:
         started.tell(act, **said)
@@ -71,17 +74,13 @@ def run(act: str, folder: Path, inside: Cage, **said: str) -> dict[str, Any] | N
         return answer
 
 
-def median(numbers: list[float]) -> float:
-    return statistics.median(numbers)
-
-
 def test_steps_go_on_within_the_state_and_2_gib(
     model: Path, state_bytes: int, tmp_path: Path
 ) -> None:
     with cage(state_bytes + ROOM) as inside:
         said = {"directory": str(model), "root": str(tmp_path / "steps")}
         told = run("background_by_modicum", tmp_path / "ranks", inside, **said)
-        assert told is not None, "killed"
+        assert told is not None, "a rank was killed for its memory"
         peak = inside.peak_bytes()
     plain, during = median(told["plain"]), median(told["during"])
     blocking = median(told["blocking"])
@@ -97,24 +96,26 @@ def test_steps_go_on_within_the_state_and_2_gib(
         f"reported {last['blocked_s']:.2f} s, {last['kept_bytes'] / MIB:.0f} MiB kept; visible "
         f"after {last['durable_s']:.2f} s ({last['durable_s'] / blocking:.2f} x)"
     )
-    assert during <= 1.1 * plain, "steps wait although there was time to write"
+    assert during <= 1.1 * plain, "steps with a pause are slower during a save"
     assert durable <= 1.5 * blocking
-    assert waited > 0.1 * blocking, "it was not in the background"
+    # Without a pause the first step during a save has to wait for blocks.
+    assert waited > 0.1 * blocking, "the save was over before the step"
     assert last["blocked_s"] == pytest.approx(waited, rel=0.25)
 
 
 def test_async_save_of_dcp_is_killed(
     model: Path, state_bytes: int, tmp_path: Path, is_full_size: bool
 ) -> None:
-    """DCP's `async_save` passes only where another copy of the state fits."""
+    """It needs memory for another copy of the state: with a limit that has room for this copy, it
+    succeeds. The latter is not tested in full size."""
     root = tmp_path / "dcp"
     said = {"directory": str(model), "root": str(root)}
     with cage(state_bytes + ROOM) as inside:
         told = run("background_by_dcp", tmp_path / "killed", inside, **said)
-    assert told is None, "DCP fits, so the limit proves nothing"
-    assert root.exists(), "killed before the save"
+    assert told is None, "DCP's save fits into the limit, so the test of Modicum proves nothing"
+    assert root.exists(), "a rank was killed before the save"
     if not is_full_size:
         with cage(2 * state_bytes + ROOM) as inside:
             told = run("background_by_dcp", tmp_path / "roomy", inside, **said)
-            assert told is not None, "killed"
+            assert told is not None, "a rank was killed for its memory"
             print(f"\nDCP under a high limit: peak {inside.peak_bytes() / GB:.2f} GB, {told}")

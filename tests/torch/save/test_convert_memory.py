@@ -1,9 +1,10 @@
-"""`modicum.torch.deepspeed.convert` and `modicum.torch.dcp.convert` hold what they promise, and are
-refused, before they write, in a budget that lacks it.
+"""`modicum.torch.deepspeed.convert` and `modicum.torch.dcp.convert` hold no more memory than they
+promise. In a smaller budget they are refused before they write.
 
-Each conversion has a process of its own. Must fail for these mutants: elements that are converted
-in memory other than the staging; threads whose stacks and heaps are not promised; memory that grows
-with each box that has been read; a process that is measured before it has the names of all tensors.
+Each conversion runs in a new process. Must fail for these mutants: elements that are converted in
+other memory than the staging; stacks and heaps of threads that are not in the promise; memory that
+grows with each box (rectangular part of a tensor) that is read; a promise that is made before the
+names of all tensors are in memory.
 """
 
 import json
@@ -32,20 +33,15 @@ REPEATS = 3
 
 
 def assert_holds_its_promise(directory: Path, folder: Path, kind: str, *words: str) -> None:
-    """Asserts that conversions hold at most the promise, less the part of a MiB by which it rounds
-    up the process's memory before, and are refused in a smaller budget."""
+    """Asserts that conversions hold at most the promised memory, and are refused in a budget that
+    is 1 MiB smaller. The promise rounds up the memory that the process has before; what it adds by
+    this is not allowed to be held."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     for repeat in range(REPEATS):
-        command = [
-            sys.executable,
-            str(PROGRAM),
-            kind,
-            str(directory),
-            str(folder / f"steps-{repeat}"),
-        ]
-        done = subprocess.run(
-            command + [*words], capture_output=True, text=True, timeout=300, env=environment
-        )
+        root = folder / f"steps-{repeat}"
+        command = [sys.executable, str(PROGRAM), kind, str(directory), str(root)]
+        command += words
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         told: dict[str, Any] = json.loads(done.stdout)
         assert told["refused"], told
@@ -73,7 +69,7 @@ def test_dcp_with_many_tensors_holds_its_promise(tmp_path: Path) -> None:
     names = [f"layers.{number}.weight" for number in range(2000)]
     entry = {"step": torch.tensor(1.0), "exp_avg": torch.ones(1024), "exp_avg_sq": torch.ones(1024)}
     model = {name: torch.ones(1024) for name in names}
-    state = {name: {key: of.clone() for key, of in entry.items()} for name in names}
+    state = {name: {key: tensor.clone() for key, tensor in entry.items()} for name in names}
     dcp.save(
         {"model": model, "optim": {"state": state}}, checkpoint_id=tmp_path / "saved", no_dist=True
     )

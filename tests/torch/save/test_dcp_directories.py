@@ -1,11 +1,12 @@
-"""`modicum.torch.dcp.convert`: directories of torch.distributed.checkpoint become steps, and no
-pickle in them is executed.
+"""`modicum.torch.dcp.convert` converts directories of torch.distributed.checkpoint (DCP) to steps,
+which are Modicum's checkpoint directories. It executes no pickle in them.
 
-Compared with the tensors that were saved; Python's audit events show each execution. Must fail
-for these mutants: a box in the wrong place; elements of a box that are read from another run; state
-that is written as a tensor of the model; numbers that are lost; a name in a pickle that is not on
-the list and is accepted; a box outside its tensor, or two that overlap; a file outside the
-directory; an archive that holds another tensor.
+A *box* is the rectangular part of a tensor that a rank has saved (DCP's chunk). The oracles are the
+saved tensors, and Python's audit events, which show executions. Must fail for these mutants: a box
+at the wrong index of its tensor; elements that are read from other indices of a box; optimizer
+state that is written as a tensor of the model; step counts that are lost; a pickle that names a
+function which is not on the list of allowed names; boxes that overlap or are outside their tensor;
+a file outside the directory; an archive with another tensor than the metadata says.
 """
 
 import json
@@ -59,6 +60,7 @@ def trained() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of DCP with the model and the optimizer of `trained`, and a number."""
     model, optimizer = trained()
     optim = get_optimizer_state_dict(model, optimizer)
     state = {"model": model.state_dict(), "optim": optim, "epoch": 3}
@@ -87,7 +89,8 @@ def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
             assert torch.equal(state.pop(f"{name}.{key}"), optimizer.state[parameter][key])
     assert not state
     numbers = json.loads((step / "optimizer/state.json").read_text())["numbers"]
-    assert {name: of["step"] for name, of in numbers.items()} == {
+    # A number is stored as (dtype, value, shape).
+    assert {name: entry["step"] for name, entry in numbers.items()} == {
         name: ["float32", 1.0, []] for name, _ in model.named_parameters()
     }
 
@@ -100,29 +103,27 @@ def test_modicum_resumes_the_step(directory: Path, tmp_path: Path) -> None:
             parameter.zero_()
     optimizer.state.clear()
     modicum.torch.resume(model, tmp_path / "steps", optimizer=optimizer, progress=False)
-    for one, other in zip(model.parameters(), saved.parameters(), strict=True):
-        assert torch.equal(one, other)
-        for key, value in saved_optimizer.state[other].items():
-            assert torch.equal(optimizer.state[one][key], value), key
+    for p, expected in zip(model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(p, expected)
+        for key, value in saved_optimizer.state[expected].items():
+            assert torch.equal(optimizer.state[p][key], value), key
 
 
 @pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (1, 2)], ids=str)
 def test_boxes_of_any_cut(tmp_path: Path, dims: tuple[int, ...]) -> None:
-    """Ranks of a mesh save boxes, some uneven or empty. Random ranges of elements are read from
-    them."""
+    """Ranks of a mesh shard a tensor of 60 elements along `dims` and save their boxes, of which
+    some are uneven or empty. Random ranges of the tensor's elements must be read correctly."""
     whole = torch.arange(5 * 3 * 4, dtype=torch.int32).reshape(5, 3, 4)
     world = 2 ** len(dims)
-    names = []
     for rank in range(world):
         with playing_new_rank(rank, world):
             mesh = init_device_mesh("cpu", (2,) * len(dims))
-            sharded = distribute(whole, mesh, dims)
-            names.append(saved_alone(sharded, tmp_path / f"of-{rank}"))
-    merged = together([tmp_path / f"of-{rank}" for rank in range(world)])
-    chance = random.Random(5)
+            save_of_one_rank(distribute(whole, mesh, dims), tmp_path / f"of-{rank}")
+    merged = merged_directory([tmp_path / f"of-{rank}" for rank in range(world)])
+    generator = random.Random(5)
     for _ in range(60):
-        first = chance.randrange(60)
-        count = chance.randrange(1, 61 - first)
+        first = generator.randrange(60)
+        count = generator.randrange(1, 61 - first)
         data = bytearray(4 * count)
         merged.read("t", first, memoryview(data))
         assert torch.equal(
@@ -131,24 +132,24 @@ def test_boxes_of_any_cut(tmp_path: Path, dims: tuple[int, ...]) -> None:
 
 
 def distribute(whole: Any, mesh: Any, dims: tuple[int, ...]) -> Any:
+    """This rank's DTensor, sharded along one of `dims` by each mesh axis."""
     local = whole
     for axis, dim in enumerate(dims):
         at = mesh.get_coordinate()[axis]
         parts = [*local.chunk(2, dim)]
         local = parts[at] if at < len(parts) else local.narrow(dim, 0, 0)
-    by = [Shard(dim) for dim in dims]
-    return DTensor.from_local(
-        local.contiguous(), mesh, by, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    placements = [Shard(dim) for dim in dims]
+    sizes = {"shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, **sizes)
 
 
-def saved_alone(tensor: Any, path: Path) -> Path:
+def save_of_one_rank(tensor: Any, path: Path) -> None:
     dcp.save({"t": tensor}, checkpoint_id=path, no_dist=True)
-    return path
 
 
-def together(paths: list[Path]) -> Directory:
-    """The directory that all ranks would have written together."""
+def merged_directory(paths: list[Path]) -> Directory:
+    """The directory that all ranks would have written in one save. `paths`: one directory for each
+    rank, by rank. The merged files are in their parent directory."""
     metadata, boxes = None, {}
     for rank, path in enumerate(paths):
         own = pickle.loads((path / ".metadata").read_bytes())
@@ -169,7 +170,7 @@ def together(paths: list[Path]) -> Directory:
 
 
 class Harmful:
-    """An object whose pickle runs a command."""
+    """An object whose pickle runs a command that makes the file `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -178,7 +179,8 @@ class Harmful:
         return os.system, (f"touch {self.path}",)
 
 
-def test_what_a_pickle_calls_is_refused(directory: Path, tmp_path: Path) -> None:
+def test_functions_that_a_pickle_calls_are_refused(directory: Path, tmp_path: Path) -> None:
+    """In the metadata, and in an archive with tensors."""
     mark = tmp_path / "executed"
     original = pickle.loads((directory / ".metadata").read_bytes())
     original.planner_data = {"epoch": Harmful(mark)}
@@ -189,6 +191,7 @@ def test_what_a_pickle_calls_is_refused(directory: Path, tmp_path: Path) -> None
     (archive / ".metadata").write_bytes((directory / ".metadata").read_bytes())
     torch.save(Harmful(mark), archive / "__0_0.distcp")
     data = (archive / "__0_0.distcp").read_bytes()
+    # The file must be as long as the metadata says.
     (archive / "__0_0.distcp").write_bytes(data + b"\0" * 100_000)
     with pytest.raises(FormatError):
         convert(archive, tmp_path / "steps", step=1)
@@ -196,27 +199,29 @@ def test_what_a_pickle_calls_is_refused(directory: Path, tmp_path: Path) -> None
 
 
 def changed(directory: Path, change: Callable[[Any], None]) -> bytes:
+    """The directory's metadata after `change`, pickled."""
     metadata = pickle.loads((directory / ".metadata").read_bytes())
     change(metadata)
     return pickle.dumps(metadata)
 
 
-def named(metadata: Any, fqn: str) -> Any:
+def place_of(metadata: Any, fqn: str) -> Any:
+    """The file and the bytes of a tensor's box."""
     return next(info for index, info in metadata.storage_data.items() if index.fqn == fqn)
 
 
 def test_boxes_that_do_not_tile_their_tensor_are_refused(directory: Path) -> None:
-    def outside(of: Any) -> None:
-        named(of, "model.up.weight").relative_path = "../__0_0.distcp"
+    def outside(metadata: Any) -> None:
+        place_of(metadata, "model.up.weight").relative_path = "../__0_0.distcp"
 
-    def beyond(of: Any) -> None:
-        of.state_dict_metadata["model.up.weight"].chunks[0].offsets = torch.Size([1, 0])
+    def beyond(metadata: Any) -> None:
+        metadata.state_dict_metadata["model.up.weight"].chunks[0].offsets = torch.Size([1, 0])
 
-    def missing(of: Any) -> None:
-        of.state_dict_metadata["model.up.weight"].chunks.clear()
+    def missing(metadata: Any) -> None:
+        metadata.state_dict_metadata["model.up.weight"].chunks.clear()
 
-    def twice(of: Any) -> None:
-        chunks = of.state_dict_metadata["model.up.weight"].chunks
+    def twice(metadata: Any) -> None:
+        chunks = metadata.state_dict_metadata["model.up.weight"].chunks
         chunks[0].sizes = torch.Size([5, 5])
         chunks.append(type(chunks[0])(torch.Size([0, 0]), torch.Size([2, 5])))
 
@@ -231,9 +236,9 @@ def test_boxes_that_do_not_tile_their_tensor_are_refused(directory: Path) -> Non
 def test_an_archive_of_another_tensor_is_refused(directory: Path, tmp_path: Path) -> None:
     """The weight's box points to the archive of a moment of the bias."""
 
-    def swapped(of: Any) -> None:
-        index = named(of, "model.up.weight")
-        vars(index).update(vars(named(of, "optim.state.up.bias.exp_avg")))
+    def swapped(metadata: Any) -> None:
+        place = place_of(metadata, "model.up.weight")
+        vars(place).update(vars(place_of(metadata, "optim.state.up.bias.exp_avg")))
 
     opened = directory_of(changed(directory, swapped), directory)
     with pytest.raises(FormatError, match="another tensor"):
@@ -268,8 +273,8 @@ def test_two_models_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", (2, 4))
 def test_getattr_in_a_pickle_is_a_member_of_an_enumeration(protocol: int) -> None:
-    """Python 3.11.0 to 3.11.2 write members of enumerations that way. For names that are not on the
-    list `getattr` is refused."""
+    """Python 3.11.0 to 3.11.2 pickle a member of an enumeration as a call of getattr. It is read
+    without a call, and only if the pickle may name the class."""
     kind = f"{metadata.__name__} _MEM_FORMAT_ENCODING"
 
     def read(*args: object) -> Any:
@@ -282,19 +287,21 @@ def test_getattr_in_a_pickle_is_a_member_of_an_enumeration(protocol: int) -> Non
     assert read(metadata._MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST") == Made(
         kind, ("TORCH_CHANNELS_LAST",)
     )
-    of = metadata.Metadata
-    for args in ((os.getcwd, "name"), ("os", "system"), (of, 3), (of,)):
+    allowed = metadata.Metadata  # a name that pickles may have
+    for args in ((os.getcwd, "name"), ("os", "system"), (allowed, 3), (allowed,)):
         with pytest.raises(FormatError, match="the pickle (calls|names)"):
             read(*args)
 
 
 def read_mutated(directory: Path, count: int) -> None:
-    data, chance, refused = (directory / ".metadata").read_bytes(), random.Random(count), 0
+    """Reads `count` randomly damaged copies of the metadata. Most must be refused, and none may
+    execute anything."""
+    data, generator, refused = (directory / ".metadata").read_bytes(), random.Random(count), 0
     for number in range(count):
-        one = mutated(data, chance)
+        damaged = mutated(data, generator)
         with nothing_happens(number):
             try:
-                directory_of(one, directory)
+                directory_of(damaged, directory)
             except Error as error:
                 refused += 1
                 assert error.category == "FORMAT.PICKLE", number

@@ -1,9 +1,11 @@
-"""The files of a step: which tensors, from which source, under which names.
+"""Which tensors `modicum.torch.save` writes to the files of a step (checkpoint directory), under
+which names, and what `resume` reads back.
 
-Must fail for these mutants: a tensor that no file has is not saved, although the load has left it
-alone; a resumed model that cannot be saved again once its step is removed; unused tensors that are
-dropped on "copy"; a save without a budget; one number of steps for all parameters; elements of a
-device that are read from another place; a resume that does not compare values.
+Must fail for these mutants: a tensor of the model that is not saved because no source file has it;
+a resumed model that cannot be saved again once the step that it was resumed from is removed;
+tensors of the source that the model does not use and that `unused="copy"` drops; a save without a
+budget; one step count for all parameters; elements on a device that are read from another address;
+a resume that does not compare values.
 """
 
 from pathlib import Path
@@ -39,8 +41,8 @@ def assert_holds(directory: Path, model: Any) -> None:
 
 @pytest.mark.parametrize("name", ("llama", "llama_tied_head_stored", "qwen3_moe", "gpt2"))
 def test_the_files_are_those_of_the_source(tmp_path: Path, name: str) -> None:
-    """The source has renamed, stacked and tied tensors, and tensors that the model drops, which are
-    copied."""
+    """The models rename, stack and tie tensors of the source. Two do not use all of them: by
+    default a save copies the unused ones."""
     model = loaded(name)
     before = torch_front.stored_in(torch_front.checkpoint_of(name))
     report = front.save(model, tmp_path / "steps", step=1)
@@ -58,8 +60,8 @@ def test_the_files_are_those_of_the_source(tmp_path: Path, name: str) -> None:
 def test_tensors_on_a_device_come_through_staging(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: str | None
 ) -> None:
-    """The parameters count as on a device, whose memory the core cannot read: those of a dense
-    model, and stacked experts."""
+    """The parameters of a dense model, and stacked experts, are treated as on a device, whose
+    memory the C++ library cannot read."""
     monkeypatch.setattr(weights, "destination_of", lambda local: "copy")
     for name in ("gpt2", "qwen3_moe"):
         report = front.save(loaded(name), tmp_path / name, step=1, staging=staging)
@@ -69,7 +71,7 @@ def test_tensors_on_a_device_come_through_staging(
 
 
 def test_tensors_that_no_file_had_are_saved(tmp_path: Path) -> None:
-    """One tensor was initialised by the load, and one was left alone by it."""
+    """The load initialises `head`, and leaves the buffer `scale` unchanged."""
     model = torch_front.empty("qwen3")
     model.head = torch.nn.Linear(3, 2, device="meta")
     model.register_buffer("scale", torch.tensor([2.0, 3.0]))
@@ -111,8 +113,8 @@ def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:
-    """The step's files have the right lengths and headers; values of the weights, or of the state,
-    differ."""
+    """In step 3 a value of the weights differs, in step 2 one of the optimizer state. All files
+    have the right lengths and headers."""
     root = tmp_path / "steps"
     model = loaded("llama")
     optimizer = front.AdamW(model.named_parameters(), state_format="bf16-moments")
@@ -126,16 +128,16 @@ def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="step 2 is skipped"):
         report = front.resume(torch_front.empty("llama"), root, progress=False)
     assert report.step == 1
-    assert [of["step"] for of in report.skipped] == [3, 2]
-    assert all("INTEGRITY" in of["reason"] for of in report.skipped)
+    assert [skipped["step"] for skipped in report.skipped] == [3, 2]
+    assert all("INTEGRITY" in skipped["reason"] for skipped in report.skipped)
     with pytest.raises(IntegrityError, match="the values are not"):
         front.resume(torch_front.empty("llama"), root / "step-3", progress=False)
     assert front.resume(torch_front.empty("llama"), root, verify=False, progress=False).step == 3
 
 
 def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum: Path) -> None:
-    """A step of `modicum save` is resumed here and saved. `modicum resume` of that has the same
-    state as a resume from the first step."""
+    """Python resumes a step of `modicum save` and saves it again. `modicum resume` from the second
+    step ends with the same state as `modicum resume` from the first."""
     root, again = tmp_path / "steps", tmp_path / "again"
     flags = ["--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 2]
     first = run_json(modicum, "save", torch_front.checkpoint_of("qwen3"), root, "--step", 2, *flags)
@@ -145,7 +147,8 @@ def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum
     assert {int(entry["step"]) for entry in optimizer.state.values()} == {2}
     assert f"{optimizer.digest()['state']:016x}" == first["state_digest"]
     front.save(model, again, step=2, optimizer=optimizer)
-    ends = [run_json(modicum, "resume", of, "--steps", 1, "--ranks", 2) for of in (root, again)]
+    flags = ["--steps", 1, "--ranks", 2]
+    ends = [run_json(modicum, "resume", steps, *flags) for steps in (root, again)]
     assert ends[0]["state_digest"] == ends[1]["state_digest"]
 
 
@@ -153,7 +156,8 @@ def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum
 def test_the_command_line_resumes_parameters_with_other_names(
     tmp_path: Path, modicum: Path, name: str
 ) -> None:
-    """The parameters are stacked experts, and have names without the files' prefix."""
+    """In "qwen3_moe" parameters are stacked experts, in "gpt2" they have a prefix that the files
+    lack."""
     model = loaded(name)
     optimizer = front.AdamW(model.named_parameters())
     for parameter in model.parameters():
@@ -169,28 +173,28 @@ def test_the_command_line_resumes_parameters_with_other_names(
 
 
 def test_step_counts_that_differ_are_restored(tmp_path: Path) -> None:
-    """A parameter without a gradient counts no step."""
+    """In the first of two steps only norms have gradients. The other parameters count one step."""
     model = loaded("qwen3")
     optimizer = front.AdamW(model.named_parameters(), state_format="bf16-moments")
-    for some in (lambda name: "norm" in name, lambda name: True):
+    for has_gradient in (lambda name: "norm" in name, lambda name: True):
         for name, parameter in model.named_parameters():
-            parameter.grad = torch.ones_like(parameter) if some(name) else None
+            parameter.grad = torch.ones_like(parameter) if has_gradient(name) else None
         optimizer.step()
     front.save(model, tmp_path / "steps", step=1, optimizer=optimizer)
     again = torch_front.empty("qwen3")
     new = front.AdamW(again.named_parameters(), state_format="bf16-moments")
     front.resume(again, tmp_path / "steps", optimizer=new, progress=False)
     made = [
-        {n: int(of.state[p]["step"]) for n, p in one.named_parameters()}
-        for one, of in ((model, optimizer), (again, new))
+        {n: int(o.state[p]["step"]) for n, p in m.named_parameters()}
+        for m, o in ((model, optimizer), (again, new))
     ]
     assert made[0] == made[1] and set(made[0].values()) == {1, 2}
     assert new.digest() == optimizer.digest()
 
 
 @pytest.mark.parametrize("flag", ["fused", "capturable", "foreach"])
-def test_numbers_of_a_resumed_state_are_where_the_kernels_read_them(flag: str) -> None:
-    """torch keeps `step` on the CPU, or with fused or capturable on the parameter's device."""
+def test_step_counts_of_a_resumed_state_are_on_the_device_that_torch_expects(flag: str) -> None:
+    """With `fused` or `capturable` this is the parameter's device, here meta; else the CPU."""
     parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
     optimizer = torch.optim.AdamW([parameter])
     optimizer.param_groups[0][flag] = True
@@ -199,7 +203,8 @@ def test_numbers_of_a_resumed_state_are_where_the_kernels_read_them(flag: str) -
 
 
 def test_a_fused_optimizer_resumes_in_one_made_without(tmp_path: Path) -> None:
-    """The saved options, here `fused`, are those of the resumed optimizer, its numbers included."""
+    """The resume takes the saved option `fused`, and moves the step counts to the device on which
+    torch's fused kernel reads them. Here this is meta, in place of a real device."""
     model = loaded("qwen3")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for parameter in model.parameters():
@@ -209,10 +214,10 @@ def test_a_fused_optimizer_resumes_in_one_made_without(tmp_path: Path) -> None:
     again = torch_front.empty("qwen3")
     resumed = torch.optim.AdamW(again.parameters())
 
-    def on_meta_if_fused(one: torch.optim.Optimizer) -> dict[Any, Any]:
-        groups = one.param_groups
-        of = {p: group["fused"] for group in groups for p in group["params"]}
-        return {p: torch.device("meta" if fused else "cpu") for p, fused in of.items()}
+    def on_meta_if_fused(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+        groups = optimizer.param_groups
+        fused_of = {p: group["fused"] for group in groups for p in group["params"]}
+        return {p: torch.device("meta" if fused else "cpu") for p, fused in fused_of.items()}
 
     with patch.object(tensor_state, "devices_of_numbers", on_meta_if_fused):
         front.resume(again, tmp_path / "steps", optimizer=resumed, progress=False)
@@ -225,7 +230,7 @@ def test_wrong_saves_and_resumes_are_refused(tmp_path: Path) -> None:
     root = tmp_path / "steps"
     with pytest.raises(BudgetError, match=r"1\.00 MiB"):
         front.save(model, root, step=1, budget="1MiB")
-    assert not root.exists(), "something was written"
+    assert not root.exists(), "the refused save has made its directory"
     for how in ({"step": -1}, {"step": 1, "keep": 0}, {"step": 1, "unused": "burn"}):
         with pytest.raises(UsageError):
             front.save(model, root, **how)

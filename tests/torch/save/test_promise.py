@@ -1,9 +1,10 @@
-"""`load` with an optimizer promises the whole job, as `modicum plan` does: the load, the steps and
-a save of both. A budget without room for the save is refused before a weight is read.
+"""`modicum.torch.load` with an optimizer promises the peak of the complete job, as `modicum plan`
+does: of the load, the optimizer steps, and a save of model and optimizer. A budget without room for
+the save is refused before a weight is read.
 
-Must fail for these mutants: a load whose promise ends with the step; a
-save that is promised with the load's staging, which the budget has shrunk; a report of a resume
-that does not name the steps that it skipped; threads whose stacks and heaps are not promised.
+Must fail for these mutants: a load whose promise does not include the save; a promise for the save
+with the staging of the load, which a small budget shrinks; a report of a resume that does not name
+the steps that were skipped; stacks and heaps of threads that are not in the promise.
 """
 
 import threading
@@ -26,7 +27,7 @@ from modicum.torch import AdamW  # noqa: E402
 from modicum.torch.saving import planning, weights  # noqa: E402
 
 MIB = 1 << 20
-THREAD_BYTES = (24 + 132) << 10  # its stack, and its heap of malloc's
+THREAD_BYTES = (24 + 132) << 10  # a thread's stack, and its heap in malloc
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def built(directory: Path, **options: Any) -> tuple[Any, AdamW]:
+    """A model on meta, and its optimizer."""
     config = transformers.AutoConfig.from_pretrained(directory)
     with modicum.torch.empty_parameters():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -48,14 +50,15 @@ def built(directory: Path, **options: Any) -> tuple[Any, AdamW]:
 
 
 def loaded(directory: Path, **options: Any) -> tuple[Any, AdamW, dict[str, Any]]:
-    """Model, optimizer, and the report of the only rank."""
+    """A loaded model, its optimizer, and the load's report of the only rank."""
     model, optimizer = built(directory)
     report = modicum.torch.load(model, directory, optimizer=optimizer, progress=False, **options)
     return model, optimizer, report.ranks[0]
 
 
-def besides_the_process(rank: dict[str, Any]) -> int:
-    """The promised bytes without those of the process itself, which are rounded up to MiB."""
+def without_the_process(rank: dict[str, Any]) -> int:
+    """The promised bytes, less those that the process held before, which the promise rounds up to
+    MiB."""
     promised: int = rank["promised_bytes"]
     return promised - -(-rank["baseline_bytes"] // MIB) * MIB
 
@@ -64,13 +67,13 @@ def phases_of(modicum: Path, directory: Path) -> dict[str, dict[str, int]]:
     """For each phase of a job of one rank, the bytes by purpose."""
     words = ("plan", directory, "--ranks", 1, "--optimizer", "adamw:fp32")
     planned = run_json(modicum, *words)
-    own = next(of for of in planned["strategies"] if of["name"] == "own-shard")
-    return {of["phase"]: of["by_purpose"] for of in own["nodes"][0]["job"]["phases"]}
+    own = next(strategy for strategy in planned["strategies"] if strategy["name"] == "own-shard")
+    return {phase["phase"]: phase["by_purpose"] for phase in own["nodes"][0]["job"]["phases"]}
 
 
 def test_the_promise_is_that_of_plan(modicum: Path, directory: Path) -> None:
-    """`plan` also counts the memory in which the command line's own steps make gradients, in
-    `staging` and `plan`: the comparison leaves it out."""
+    """The purposes `staging` and `plan` of `modicum plan` include memory in which the command line
+    makes gradients for its own steps. Python has none, so the comparison leaves this memory out."""
     phases = phases_of(modicum, directory)
     saves, steps = phases["save"], phases["step"]
     assert saves["header"] > steps["header"]
@@ -78,12 +81,12 @@ def test_the_promise_is_that_of_plan(modicum: Path, directory: Path) -> None:
     expected = sum(size for purpose, size in saves.items() if purpose not in own)
     expected += saves["staging"] - steps["staging"]
     _, _, rank = loaded(directory)
-    assert 0 < besides_the_process(rank) - expected < saves["plan"]
+    assert 0 < without_the_process(rank) - expected < saves["plan"]
 
 
 def test_a_budget_without_room_for_the_save_is_refused(directory: Path) -> None:
-    """A small budget shrinks the staging of a load, but not that of a save. The state is small, so
-    that the stagings decide the peak."""
+    """A small budget shrinks the staging of a load, but not that of a save. Only norms train: the
+    state is small, so that the job's peak is in the save."""
     model, optimizer = built(directory)
     model.requires_grad_(False)
     model.model.norm.requires_grad_(True)
@@ -95,15 +98,16 @@ def test_a_budget_without_room_for_the_save_is_refused(directory: Path) -> None:
         load(1)
     needed = 1 + refused.value.shortfall_bytes
     with pytest.raises(BudgetError, match="too little"):
-        load(needed - 4 * MIB)  # the load fits with half of its staging
-    assert all(of.is_meta for of in model.parameters()) and not optimizer.held
+        load(needed - 4 * MIB)  # the load alone would fit, with half of its staging
+    assert all(p.is_meta for p in model.parameters()) and not optimizer.held
     load(needed + 4 * MIB)
 
 
 def test_the_save_promises_no_more_than_the_load_did(directory: Path, tmp_path: Path) -> None:
     model, optimizer, rank = loaded(directory)
     saved = modicum.torch.save(model, tmp_path / "root", step=1, optimizer=optimizer)
-    assert saved.promised_bytes <= rank["promised_bytes"] + 16 * MIB  # Python's own
+    # Python itself may hold up to 16 MiB more than at the load.
+    assert saved.promised_bytes <= rank["promised_bytes"] + 16 * MIB
     assert str(saved).startswith(f"{saved.path}: ") and "visible after" in str(saved)
 
 
@@ -111,11 +115,11 @@ def test_the_save_promises_no_more_than_the_load_did(directory: Path, tmp_path: 
 def test_threads_that_copy_from_a_device_are_promised(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpus: int
 ) -> None:
-    """Each of them has a stack and a heap of malloc's: the promise has both, for as many threads as
-    copy at most."""
+    """The promise has a stack and a heap for each thread that may copy: one per CPU. Saves the
+    model from host memory, where no thread copies, and then from a device."""
     model, _, _ = loaded(directory)
     plans: list[weights.Writing] = []
-    seen: set[int] = set()
+    threads: set[int] = set()  # those that have copied
     make, fetching = planning.writing_of_model, weights.fetching
 
     def keeping(*how: Any) -> weights.Writing:
@@ -126,7 +130,7 @@ def test_threads_that_copy_from_a_device_are_promised(
         fetch = fetching(lines)
 
         def fetch_noted(*place: Any) -> None:
-            seen.add(threading.get_ident())
+            threads.add(threading.get_ident())
             assert fetch is not None
             fetch(*place)
 
@@ -136,13 +140,13 @@ def test_threads_that_copy_from_a_device_are_promised(
     monkeypatch.setattr(planning, "writing_of_model", keeping)
     monkeypatch.setattr(weights, "fetching", noting)
     steps = [modicum.torch.save(model, tmp_path, step=1)]
-    assert not seen
+    assert not threads
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(OnDevice(parameter.detach()))
     steps.append(modicum.torch.save(model, tmp_path, step=2))
-    assert 1 <= len(seen) <= cpus
+    assert 1 <= len(threads) <= cpus
     host, device = plans
     assert (host.fetch_bytes, device.fetch_bytes) == (0, cpus * THREAD_BYTES)
     more = sum(device.bytes_held.values()) - sum(device.plan.held.values())

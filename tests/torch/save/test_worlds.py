@@ -1,13 +1,14 @@
 """`modicum.torch.save` in one world, `modicum.torch.resume` in another.
 
-Compared with the uninterrupted training: for several worlds and layouts of the two programs, which
-use one state format, the resumed model and state equal the saved ones, and the next three steps
-equal those of the first program, bit for bit. `from_pretrained` and `modicum verify` read the step
-(the saved checkpoint directory). Must fail for these mutants: each replica writes the state; step
-counts, of Modicum's AdamW or of torch's, that begin at 0 after a resume; a resume that keeps the
-new program's options of groups; divided rows that each rank writes itself without a warning; a
-state that is written and never read; extras of another rank; ranks that do not agree on the step; a
-state of another format that is accepted; a state that is not promised.
+The oracle is the uninterrupted training. The two programs have different numbers of ranks or
+layouts, and the same state format. The resumed model and state must equal the saved ones, and the
+next three steps those of the program that saved, bit for bit. `from_pretrained` and `modicum
+verify` must read the step (the saved checkpoint directory). Must fail for these mutants: a state
+that each replica writes; step counts, of Modicum's AdamW or of torch's, that begin at 0 after a
+resume; groups that have the options of the new program after a resume; ranks that write their parts
+of divided rows alone, without a warning; a state that a resume does not read; a rank that gets the
+extras of another rank; ranks that save different steps; a state of another format that is accepted;
+a state that is not in the promise.
 """
 
 import subprocess
@@ -41,30 +42,32 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks
 
 @pytest.fixture(scope="module")
 def model(worlds: dict[int, Ranks], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint in three files, with tied embeddings, and rows of 128 elements, whose moments
-    have scales."""
+    """The directory of a checkpoint in several files, with tied embeddings. Rows have 128 elements,
+    so that the int8 formats hold 8-bit moments with scales."""
     folder = str(tmp_path_factory.mktemp("model") / "qwen3")
     sizes = {"hidden_size": 128, "intermediate_size": 128, "tie_word_embeddings": True}
     worlds[1].ask("write", directory=folder, family="qwen3", config=sizes, dtype="bfloat16")
     return folder
 
 
-def moved(
+def save_and_resume(
     worlds: dict[int, Ranks], how: dict[str, Any], cuts: tuple[Cut, Cut], program: Path
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Saves in one world, resumes in the other, and asserts that they agree. Returns rank 0's
-    answer to the save, and all answers to the resume."""
+    """Saves with the first of `cuts`, resumes with the second, and asserts that every rank has the
+    saved values, at the resume ("before") and after three more steps ("end"). Returns rank 0's
+    answer to the save, and all ranks' answers to the resume."""
     before, after = cuts
     saved = worlds[before.world].ask("saves", cut=before, **how)
     verified = subprocess.run([program, "verify", how["root"]], capture_output=True, text=True)
     assert verified.returncode == 0, verified.stderr
     resumed = worlds[after.world].ask("resumes", cut=after, **how)
     for rank, answer in enumerate(resumed):
-        for at, of in (("before", "saved"), ("end", "end")):
-            differ = [n for n, text in answer[at].items() if saved[0][of].get(n) != text]
-            assert not differ, f"{at}: {differ[0]} on rank {rank}"
-            assert answer[at].keys() == saved[0][of].keys()
-    assert len({str(answer["report"]) for answer in saved}) == 1, "ranks report differently"
+        for when, expected in (("before", saved[0]["saved"]), ("end", saved[0]["end"])):
+            differ = [n for n, text in answer[when].items() if expected.get(n) != text]
+            assert not differ, f"{when}: {differ[0]} on rank {rank}"
+            assert answer[when].keys() == expected.keys()
+    reports = {str(answer["report"]) for answer in saved}
+    assert len(reports) == 1, "ranks return different reports"
     return saved[0], resumed
 
 
@@ -90,14 +93,15 @@ def test_training_goes_on_in_another_world(
         "directory": model, "root": str(tmp_path / "steps"), "optimizer": state_format,
         "dtype": dtype,
     }  # fmt: skip
-    saved, resumed = moved(worlds, how, (before, after), modicum)
+    saved, resumed = save_and_resume(worlds, how, (before, after), modicum)
     report = saved["report"]
     files = [f for f in (tmp_path / "steps/step-2").rglob("*") if f.is_file()]
     written = sum(f.stat().st_size for f in files if f.name not in ("manifest.json", "COMMIT"))
     assert report["written_bytes"] == written, "bytes are written twice, or not counted"
     assert report["read_bytes"] == 0
-    assert (report["gathered_bytes"] > 0) == (before == TP), "divided rows are not written together"
-    # Python's own objects are not promised.
+    # Only tensor parallelism divides rows, whose parts are gathered before they are written.
+    assert (report["gathered_bytes"] > 0) == (before == TP)
+    # The promise does not include Python's own objects: at most 1 MiB.
     assert report["held_bytes"] <= report["promised_bytes"] + MIB
     assert [answer["extra"][0] for answer in resumed] == [{"epoch": 1}] * after.world
 
@@ -106,8 +110,8 @@ def test_training_goes_on_in_another_world(
 def test_ranks_that_cannot_share_memory_write_alone(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, optimizer: str
 ) -> None:
-    """The files equal those that ranks write together, and the report names the ranks that can't
-    map memory."""
+    """If ranks cannot map each other's memory, divided rows are not gathered. The files are equal,
+    and the report warns of each such rank."""
     found, warnings = [], []
     for shares in (True, False):
         root = tmp_path / str(shares)
@@ -130,12 +134,12 @@ def test_optimizers_of_torch_resume_in_another_world(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, modicum: Path, optimizer: str
 ) -> None:
     how = {"directory": model, "root": str(tmp_path / "steps"), "optimizer": optimizer}
-    moved(worlds, how, (FOUR, TWO) if optimizer == "adamw" else (TWO, ONE), modicum)
+    save_and_resume(worlds, how, (FOUR, TWO) if optimizer == "adamw" else (TWO, ONE), modicum)
 
 
 def test_the_state_of_torch_is_promised(worlds: dict[int, Ranks], tmp_path: Path) -> None:
-    """The kernel's peak of a resume is within the promise. If the budget is too small, the error
-    names the state, and no tensor is read."""
+    """The peak RSS of a resume is within the promise, plus 1 MiB for Python's own objects. If the
+    budget is too small, the error has the state's bytes, and no tensor is read."""
     folder = str(tmp_path / "model")
     sizes = {"hidden_size": 512, "vocab_size": 40000, "tie_word_embeddings": True}
     worlds[1].ask("write", directory=folder, family="qwen3", config=sizes, dtype="float32")
@@ -143,16 +147,17 @@ def test_the_state_of_torch_is_promised(worlds: dict[int, Ranks], tmp_path: Path
     worlds[2].ask("saves", cut=TWO, **how)
     for answer in worlds[2].ask("resume_promised", cut=TWO, **how):
         assert answer["refused"]["error"] == "BudgetError", answer
-        purposes = {of["purpose"]: of["bytes"] for of in answer["refused"]["owners"]}
-        assert purposes["moments"] >= answer["state"] > 64 * MIB
-        assert answer["refused"]["on_meta"], "something was read"
+        owners = answer["refused"]["owners"]
+        bytes_by_purpose = {owner["purpose"]: owner["bytes"] for owner in owners}
+        assert bytes_by_purpose["moments"] >= answer["state"] > 64 * MIB
+        assert answer["refused"]["on_meta"], "the refused resume has filled parameters"
         assert answer["peak"] <= answer["promised"] + MIB
 
 
 def test_the_step_is_a_model_of_transformers(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, torch: Any
 ) -> None:
-    """Compares every tensor, with its name, dtype and bits."""
+    """Compares the names, dtypes and bits of all parameters with those that were saved."""
     import transformers
     from torch_rank import told
 
@@ -169,6 +174,7 @@ def test_the_step_is_a_model_of_transformers(
 def test_resumes_into_memory_with_other_values(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
+    """The program resumes, makes other steps, and resumes again."""
     how = {"directory": model, "root": str(tmp_path / "steps"), "optimizer": "int8-moments"}
     saved = worlds[2].ask("saves", cut=TWO, **how)
     (answer, _) = worlds[2].ask("resumes", cut=TWO, again=True, **how)
@@ -182,22 +188,23 @@ def test_extras_of_each_rank_come_back(
     ranks."""
     how = {"directory": model, "root": str(tmp_path / "steps")}
     worlds[2].ask("saves", cut=TWO, **how)
-    own = [str({"rank": rank, "rng": f"tensor([{rank}, {rank}, {rank}])"}) for rank in range(2)]
-    own = [text.replace("'tensor", "tensor").replace("])'", "])") for text in own]
-    assert [of["extra"][1] for of in worlds[2].ask("resumes", cut=TWO, **how)] == own
+    own = [f"{{'rank': {rank}, 'rng': tensor([{rank}, {rank}, {rank}])}}" for rank in range(2)]
+    answers = worlds[2].ask("resumes", cut=TWO, **how)
+    assert [answer["extra"][1] for answer in answers] == own
     (alone,) = worlds[1].ask("resumes", cut=ONE, **how)
     assert alone["extra"][1] == f"[{own[0]}, {own[1]}]"
 
 
-def test_goes_on_from_the_step_before_a_damaged_one(
+def test_resumes_from_the_step_before_a_damaged_one(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
+    """The damaged step is an empty directory."""
     how = {"directory": model, "root": str(tmp_path / "steps")}
     worlds[1].ask("saves", cut=ONE, **how)
     (tmp_path / "steps/step-9").mkdir()
     (answer,) = worlds[1].ask("resumes", cut=ONE, **how)
     assert answer["report"]["step"] == 2
-    assert [of["step"] for of in answer["report"]["skipped"]] == [9]
+    assert [skipped["step"] for skipped in answer["report"]["skipped"]] == [9]
 
 
 # ---- failures
@@ -215,7 +222,8 @@ def test_goes_on_from_the_step_before_a_damaged_one(
 def test_a_rank_that_fails_leaves_the_old_step(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, how: str, error: str, words: str
 ) -> None:
-    """All ranks raise the error, with the failed rank; the root is unchanged."""
+    """All ranks raise an error, which names rank 1 if only rank 1 has failed. The root is
+    unchanged."""
     root = tmp_path / "steps"
     answers = worlds[3].ask("save_fails", directory=model, root=str(root), cut=THREE, how=how)
     for answer in answers:
@@ -224,7 +232,7 @@ def test_a_rank_that_fails_leaves_the_old_step(
     if how in ("disk", "step"):
         assert {a["facts"].get("culprit_rank", 1) for a in answers} == {1}
     names = sorted(path.name for path in root.iterdir())
-    assert names == ["latest", "step-1"], "something is left behind"
+    assert names == ["latest", "step-1"], "the failed save has left files"
 
 
 def test_refuses_a_state_that_does_not_fit(

@@ -1,12 +1,14 @@
-"""`modicum.torch.deepspeed.convert`: checkpoint directories of DeepSpeed's ZeRO become steps, and
-no pickle in them is executed.
+"""`modicum.torch.deepspeed.convert` converts checkpoint directories of DeepSpeed's ZeRO to steps,
+which are Modicum's checkpoint directories. It executes no pickle in them.
 
-Compared with DeepSpeed's engines on two ranks and with its own conversion; Python's audit events
-show each execution. Must fail for these mutants: an element of another rank's piece, or of the
-padding; the state of another parameter; a lower half of another rounding; steps that are lost; a
-frozen parameter or a tie without values; files of two steps, or of one rank too few or too many,
-that are accepted; an unknown layout, or a name in a pickle that is not on the list, that is
-accepted; a tensor that another function would rebuild; a frozen parameter of two dtypes.
+The oracles are the tensors of DeepSpeed's engines on two ranks, DeepSpeed's own conversion
+(zero_to_fp32), and Python's audit events, which show executions. Must fail for these mutants: an
+element that is read from another rank's piece or from the padding; the state of another parameter;
+a lower half that belongs to an upper half of another rounding; step counts that are lost; a frozen
+or tied parameter without values. Must also fail if these are accepted: files of two steps; the
+files of one rank too few or too many; an unknown layout; a pickle with a name that is not on the
+list of allowed names; a tensor that an unknown function would rebuild; a frozen parameter whose
+dtype differs by rank.
 """
 
 import json
@@ -38,6 +40,7 @@ from modicum.torch.saving.pickles import Global, Made, Pairs, Stored  # noqa: E4
 from modicum.torch.saving.zero import directory_of  # noqa: E402
 from modicum.upstream.torch_checkpoint import REBUILD_TENSOR, REBUILD_TYPED  # noqa: E402
 
+# Configurations of DeepSpeed in tests/support/zero_rank.py.
 CASES = ("zero2", "zero3", "offloaded", "float32")
 TAG = f"global_step{zero_rank.STEPS}"
 TRAINED = ("embed.weight", "up.weight", "norm.weight", "gain.weight", "deep.weight")
@@ -45,7 +48,8 @@ TRAINED = ("embed.weight", "up.weight", "norm.weight", "gain.weight", "deep.weig
 
 @pytest.fixture(scope="module")
 def folder(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directories that DeepSpeed has saved, and the tensors that its engines held."""
+    """For each of CASES a directory that DeepSpeed has saved, and a file with the tensors that its
+    engines held."""
     folder = tmp_path_factory.mktemp("zero")
     done = torchrun(root, 2, Path(zero_rank.__file__), folder, *CASES)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -57,10 +61,12 @@ def tensors_of(files: Iterator[Path]) -> dict[str, Any]:
 
 
 def bits(tensor: Any) -> Any:
+    """The bits of a tensor as integers of the same size."""
     return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.itemsize])
 
 
 def same(one: Any, other: Any) -> bool:
+    """Whether two tensors have the same dtype and bits."""
     return one.dtype == other.dtype and torch.equal(bits(one), bits(other))
 
 
@@ -86,6 +92,7 @@ def test_the_step_has_what_the_engine_held(
             assert same(weight, master.bfloat16()), name
             assert same(state.pop(f"{name}.master"), master), name
         else:
+            # The weight is the upper half of the master.
             upper = bits(weight).int() << 16
             assert torch.equal(upper + state.pop(f"{name}.master_low").int(), bits(master)), name
         for key in ("exp_avg", "exp_avg_sq"):
@@ -108,18 +115,18 @@ def test_the_weights_alone_are_those_of_zero_to_fp32(
     report = convert(folder / case / TAG, tmp_path, step=8, dtype=torch.float32, state_format=None)
     weights = tensors_of(Path(report.path).glob("*.safetensors"))
     saved = load_file(folder / f"{case}-saved.safetensors")
-    full = {name.removeprefix("full/"): of for name, of in saved.items() if "full/" in name}
-    if case == "float32":  # DeepSpeed leaves it out in stage 1
+    full = {n.removeprefix("full/"): tensor for n, tensor in saved.items() if "full/" in n}
+    if case == "float32":  # in stage 1 zero_to_fp32 leaves out frozen parameters
         full["frozen.weight"] = zero_rank.small().get_parameter("frozen.weight").detach()
     assert weights.keys() == full.keys() - {"head.weight"}
-    assert all(torch.equal(of.float(), full[name].float()) for name, of in weights.items())
+    assert all(torch.equal(t.float(), full[name].float()) for name, t in weights.items())
     assert not (Path(report.path) / "optimizer").exists()
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_modicum_goes_on_as_deepspeed_does(folder: Path, tmp_path: Path, state_format: str) -> None:
-    """DeepSpeed rounds the elements after its last full SIMD vector differently: masters are within
-    two ulps."""
+    """After the same further steps the masters are within two ulps of DeepSpeed's, which rounds the
+    elements after its last full SIMD vector differently."""
     convert(folder / "offloaded", tmp_path, state_format=state_format)
     model = zero_rank.small().bfloat16()
     with torch.no_grad():
@@ -147,7 +154,8 @@ def test_modicum_goes_on_as_deepspeed_does(folder: Path, tmp_path: Path, state_f
 def test_tensors_of_several_windows_are_whole(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elements are converted in windows, here of at most seven, and the last two by themselves."""
+    """Elements are converted in windows, here of at most seven elements, and at the end of a tensor
+    in a small buffer, here of two elements."""
     monkeypatch.setattr("modicum.torch.zero_convert._WINDOW", 7)
     monkeypatch.setattr("modicum.torch.zero_convert._REST", 2)
     report = convert(folder / "zero3", tmp_path, state_format="fp32-split")
@@ -158,7 +166,7 @@ def test_tensors_of_several_windows_are_whole(
 
 
 def halves(master: Any) -> tuple[Any, Any]:
-    """Upper and lower halves by docs/internals/numerics.md, computed in 64 bits."""
+    """The upper and lower halves that docs/internals/numerics.md defines, computed in 64 bits."""
     wide = bits(master).long() & 0xFFFFFFFF
     upper = (wide + 0x8000) >> 16
     lower = wide - (upper << 16)
@@ -172,13 +180,15 @@ def test_the_halves_of_a_tie_are_rounded_up() -> None:
     upper, lower = torch.empty(5, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int16)
     zero_convert._lower(values, lower)
     zero_convert._upper(values.clone(), upper)
-    assert [of.tolist() for of in map(bits, (upper, lower))] == [
-        of.tolist() for of in map(bits, halves(values))
-    ]
+    expected_upper, expected_lower = halves(values)
+    assert torch.equal(bits(upper), bits(expected_upper))
+    assert torch.equal(bits(lower), bits(expected_lower))
     assert not torch.equal(upper, values.bfloat16())
 
 
 def test_a_source_gives_files_and_config(folder: Path, tmp_path: Path) -> None:
+    """With `source=` the step has the source's file names with the same tensors in each, and its
+    config.json with the new dtype."""
     source = tmp_path / "source"
     plain = convert(folder / "zero3", source, state_format=None, shard_size=200)
     (Path(plain.path) / "config.json").write_text('{"dtype": "bfloat16"}')
@@ -188,8 +198,8 @@ def test_a_source_gives_files_and_config(folder: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert json.loads((Path(report.path) / "config.json").read_text()) == {"dtype": "float32"}
     files = [
-        {of.name: load_file(of).keys() for of in Path(at.path).glob("*.safetensors")}
-        for at in (plain, report)
+        {file.name: load_file(file).keys() for file in Path(step.path).glob("*.safetensors")}
+        for step in (plain, report)
     ]
     assert files[0] == files[1] and len(files[0]) > 1
 
@@ -205,6 +215,7 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 
 
 def refused(directory: Path, kind: type[Error], words: str) -> None:
+    """Asserts that a conversion raises this error, and writes nothing."""
     with pytest.raises(kind, match=words):
         convert(directory, directory.parent / "steps", step=1)
     assert not (directory.parent / "steps").exists()
@@ -248,8 +259,8 @@ def test_an_unknown_layout_is_refused(copied: Path, key: bytes) -> None:
 
 
 def test_frozen_parameters_without_values_are_refused(copied: Path) -> None:
-    """The directory is like one of `save_checkpoint(exclude_frozen_parameters=True)` whose model
-    names them."""
+    """The directory is changed to look like one of
+    `save_checkpoint(exclude_frozen_parameters=True)`. The model in it has a frozen parameter."""
     for path in (copied / TAG).glob("*model_states.pt"):
         rewrite(path, lambda pickle: pickle.replace(b"frozen_param_shapes", b"frozen_param_shape_"))
     refused(copied, IntegrityError, "frozen parameter were not saved.*frozen.weight")
@@ -262,7 +273,7 @@ def test_a_frozen_parameter_of_another_dtype_is_refused(copied: Path) -> None:
 
 
 def test_a_tensor_with_attributes_is_rebuilt_by_no_other_function(tmp_path: Path) -> None:
-    """`torch Size` is a name that pickles may contain, and no function that makes a tensor."""
+    """torch.Size is a name that a pickle may have, but it is not a function that makes a tensor."""
     stored = Stored(("storage", Global("torch FloatStorage"), "0", "cpu", 4))
     arguments = (stored, 0, (4,), (1,), False, Pairs())  # offset, shape, strides, ...
     archive = Archive(tmp_path / "saved.pt", b"", {"0": (64, 4 * 4)})
@@ -277,7 +288,7 @@ def test_a_tensor_with_attributes_is_rebuilt_by_no_other_function(tmp_path: Path
 
 
 def rewrite(path: Path, change: Any) -> None:
-    """Writes the archive with another pickle."""
+    """Replaces the pickle in an archive of torch.save by `change(pickle)`."""
     with zipfile.ZipFile(path) as archive:
         members = [(info.filename, archive.read(info)) for info in archive.infolist()]
     with zipfile.ZipFile(path, "w") as archive:
@@ -304,13 +315,14 @@ def read_mutated(step: Path, count: int) -> None:
     """`count` times: damages the pickle of one of the files, reads all files, and asserts that
     nothing is executed."""
     archives = [Archive.open(path) for path in sorted(step.glob("*.pt"))]
-    chance, refused = random.Random(count), 0
+    generator, refused = random.Random(count), 0
     for number in range(count):
-        at = chance.randrange(len(archives))
-        one = replace(archives[at], pickle=mutated(archives[at].pickle, chance))
-        files = [*archives[:at], one, *archives[at + 1 :]]
+        at = generator.randrange(len(archives))
+        damaged = replace(archives[at], pickle=mutated(archives[at].pickle, generator))
+        files = [*archives[:at], damaged, *archives[at + 1 :]]
         with nothing_happens(number, opened=".pt"):
             try:
+                # Sorted by name, the two files of the optimizer come before those of the model.
                 directory_of(files[2:], files[:2])
             except Error as error:
                 refused += 1
@@ -320,6 +332,7 @@ def read_mutated(step: Path, count: int) -> None:
 
 
 def test_a_command_in_a_pickle_is_refused(copied: Path) -> None:
+    """The number 3 in the pickle is replaced by the name os.system."""
     path = next((copied / TAG).glob("*pp_rank_0_*model_states.pt"))
     rewrite(path, lambda pickle: pickle.replace(b"K\x03", b"cos\nsystem\n", 1))
     refused(copied, FormatError, "the pickle names 'os.system'")

@@ -1,9 +1,10 @@
-"""FSDP2's private fields, and loaded storage put into them: nothing is padded, copied or pinned
-again, and each parameter stays the same object.
+"""modicum.upstream.torch_fsdp reads FSDP2's private fields, and makes loaded memory the storage of
+FSDP2's parameters. FSDP2 must not pad, copy or pin this memory again, and each parameter must stay
+the same object.
 
-Must fail for these mutants: a parameter replaced instead of its content (an optimizer made before,
-a tie or a hook would keep the old one); a storage without padding, which FSDP2 pads into a copy;
-memory pinned in powers of two; a torch that behaves differently and is accepted.
+Must fail for these mutants: a new parameter object (an optimizer, a tie or a hook would keep the
+old one); a storage without padding, which FSDP2 copies to a padded one; memory that is pinned with
+its size rounded up to a power of two; a torch that behaves differently and is accepted.
 """
 
 import gc
@@ -47,13 +48,14 @@ from modicum.upstream.torch_fsdp import (  # noqa: E402
     shard_ranks,
 )
 
-# Rows: one, fewer than ranks, a multiple, and neither.
+# Shapes of weights: with one row, fewer rows than most worlds have ranks, a multiple of 3 and 5,
+# and neither. `sideways` is sharded along dim 1.
 LAYERS = {"one": (1, 6), "few": (2, 6), "even": (15, 6), "odd": (7, 6), "sideways": (3, 30)}
 WORLDS = (1, 2, 3, 5)
 
 
 class Model(nn.Module):
-    """Matrices that each multiply a vector; `tied` is `odd` by another name."""
+    """The layers of LAYERS, and `tied`, which has the weight of `odd`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +72,7 @@ class Model(nn.Module):
 
 
 def by_name(model: nn.Module) -> dict[str, Managed]:
+    """FSDP2's facts about the model's parameters, by FQN."""
     managed = fsdp_params(model)
     return {fqn: managed[p] for fqn, p in model.named_parameters() if p in managed}
 
@@ -88,7 +91,7 @@ def sharded(**arguments: Any) -> Model:
 
 
 def storage_for(parameter: Any, managed: Managed | None, dtype: Any = torch.float32) -> Any:
-    """New memory with the numbers 1, 2, ... and zeros in the padding."""
+    """New memory of the parameter's local size: the numbers 1, 2, ..., and zeros in the padding."""
     numel = parameter._local_tensor.numel() if managed else parameter.numel()
     storage = torch.zeros(managed.padded_numel if managed else numel, dtype=dtype)
     storage[:numel] = torch.arange(1, numel + 1)
@@ -96,7 +99,7 @@ def storage_for(parameter: Any, managed: Managed | None, dtype: Any = torch.floa
 
 
 def filled(model: Any, give: Callable[..., None] = hand_over) -> dict[str, Any]:
-    """Hands a storage to each parameter; returns them."""
+    """Gives each parameter a new storage by calling `give`. Returns the storages by FQN."""
     managed = fsdp_params(model)
     storages = {}
     for name, parameter in model.named_parameters():
@@ -106,7 +109,7 @@ def filled(model: Any, give: Callable[..., None] = hand_over) -> dict[str, Any]:
 
 
 def kept(model: Any, storages: dict[str, Any]) -> dict[str, bool]:
-    """For each FQN, whether both of FSDP2's tensors still use the storage that was handed over."""
+    """By FQN, whether FSDP2's flat buffer and the parameter both still use the given storage."""
     managed = fsdp_params(model)
     found = {}
     for name, parameter in model.named_parameters():
@@ -135,8 +138,10 @@ def test_fsdp_params_has_the_facts_of_fsdp2(world: int) -> None:
             assert set(managed) == set(model.parameters())
             for name, (rows, columns) in LAYERS.items():
                 facts = managed[getattr(model, name).weight]
-                cut = columns * rows // world if name == "sideways" else columns * -(-rows // world)
-                assert facts.padded_numel == cut
+                # FSDP2 pads rows; columns must be divisible.
+                padded_rows = -(-rows // world)
+                expected = rows * columns // world if name == "sideways" else columns * padded_rows
+                assert facts.padded_numel == expected
                 assert shard_ranks(facts.fsdp_param) == tuple(range(world))
                 assert (facts.unit, facts.device, facts.pins) == (0, torch.device("cpu"), False)
 
@@ -183,7 +188,7 @@ def test_a_gathered_parameter_is_refused_with_the_remedy() -> None:
         assert len(fsdp_params(model)) == 2
 
 
-def test_fsdp1_is_called_fsdp1(rank: None) -> None:
+def test_fsdp1_is_refused_by_name(rank: None) -> None:
     wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
     nn.Module.__init__(wrapped)
     with pytest.raises(UsageError, match="FSDP1, FullyShardedDataParallel, is not supported"):
@@ -199,8 +204,8 @@ def test_this_torch_is_known(rank: None) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_rank_sees_that_shards_are_padded_again(world: int, monkeypatch) -> None:
-    """The check fails on every rank, also where the shard of the probe's parameter needs no
-    padding."""
+    """FSDP2 is patched to copy a storage whose shard needs padding. The check must fail on every
+    rank, also on one whose shard of the check's parameter needs none."""
 
     def pads(self: Any) -> None:
         reset(self)
@@ -216,7 +221,9 @@ def test_every_rank_sees_that_shards_are_padded_again(world: int, monkeypatch) -
             assert why.startswith(f"torch {torch.__version__}")
 
 
-def test_an_unknown_fsdp2_is_refused(rank: None, monkeypatch) -> None:
+def test_an_fsdp2_without_a_known_attribute_is_refused(rank: None, monkeypatch) -> None:
+    """A model without FSDP2 is still accepted."""
+
     def unpinned(self: Any, *args: Any, **kwargs: Any) -> None:
         made(self, *args, **kwargs)
         del self.pin_memory
@@ -240,6 +247,9 @@ def test_an_fsdp2_without_its_private_state_is_refused(rank: None, monkeypatch) 
 
 
 def test_sharded_parameters_are_found_without_their_model(rank: None, monkeypatch) -> None:
+    """They are found in torch's private table of modules. A torch whose table cannot be iterated
+    over, or that has none, is refused."""
+
     class Closed(dict[Any, Any]):
         def __iter__(self) -> Any:
             return iter(())
@@ -254,7 +264,8 @@ def test_sharded_parameters_are_found_without_their_model(rank: None, monkeypatc
     assert caught.value.category == "UNSUPPORTED"
 
 
-# Facts about tensors, modules, optimizers and modes, and a replacement that breaks each.
+# By a part of the error message: a module, a function in it that relies on a fact about torch, and
+# a replacement with which the fact does not hold.
 FACTS = {
     "_version grows": (torch_core, "version_of", lambda tensor: 0),
     "_use_count": (torch_core, "use_count", lambda tensor: 1),
@@ -270,7 +281,7 @@ FACTS = {
 
 @pytest.mark.parametrize("fact", FACTS)
 def test_an_unknown_torch_is_refused(fact: str, monkeypatch) -> None:
-    """A probe checks each fact, under any default device."""
+    """`require_known` checks each fact, also under a default device of meta."""
     torch_core.require_known.cache_clear()
     with torch.device("meta"), torch.inference_mode():
         torch_core.require_known()
@@ -287,7 +298,7 @@ def test_an_unknown_torch_is_refused(fact: str, monkeypatch) -> None:
 
 
 def typed(dtypes: dict[str, Any], frozen: str = "", units: int = 1) -> tuple[Any, dict[str, Any]]:
-    """Two layers in one or two FSDP2 units, filled in these dtypes, and all dtypes by FQN."""
+    """(two layers in one or two FSDP2 units, filled with these dtypes by FQN; `dtypes`)."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     if frozen:
@@ -317,7 +328,7 @@ def test_two_dtypes_in_a_unit_are_refused(rank: None) -> None:
 
 
 def test_dtypes_that_fsdp2_accepts_are_accepted(rank: None) -> None:
-    """Two dtypes if one of the two parameters is frozen, or one dtype."""
+    """In one unit: two dtypes if one of the two parameters is frozen; or one dtype."""
     model, dtypes = typed(MIXED, frozen="1.weight")
     check_unit_dtypes(by_name(model), dtypes.__getitem__)
     model._get_fsdp_state()._lazy_init()
@@ -328,14 +339,14 @@ def test_dtypes_that_fsdp2_accepts_are_accepted(rank: None) -> None:
 
 
 def test_two_dtypes_in_two_units_are_accepted(rank: None) -> None:
-    """FSDP2 accepts them at the first forward, and so does the check."""
+    """FSDP2 accepts them in its initialisation before the first forward, and so does the check."""
     model, dtypes = typed(MIXED, units=2)
     check_unit_dtypes(by_name(model), dtypes.__getitem__)
     model._get_fsdp_state()._lazy_init()
     assert {name: p.dtype for name, p in model.named_parameters()} == MIXED
 
 
-# ---- handing over
+# ---- giving parameters their storage: hand_over
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -355,8 +366,9 @@ def test_nothing_is_copied_again(world: int) -> None:
             assert all(kept(model, storages).values())
 
 
-def test_the_naive_ways_are_copied_again() -> None:
-    """Two naive loaders: one sets only the Parameter, one assigns by a state dict."""
+def test_fsdp2_copies_the_storage_of_simpler_loaders() -> None:
+    """Two such loaders: one gives a storage without padding to the parameter alone, one assigns it
+    by load_state_dict."""
 
     def exchanged(name: str, parameter: Any, storage: Any, managed: Managed) -> None:
         hand_over(name, parameter, storage[: parameter._local_tensor.numel()])
@@ -367,10 +379,10 @@ def test_the_naive_ways_are_copied_again() -> None:
         info = managed.fsdp_param._module_info
         info.module.load_state_dict({info.param_name: made}, assign=True, strict=False)
 
-    for naive in (exchanged, assigned):
+    for simpler in (exchanged, assigned):
         with playing_new_rank(2, 3), torch.enable_grad():
             model = sharded()
-            storages = filled(model, naive)
+            storages = filled(model, simpler)
             model()
             model.reshard()
             assert not kept(model, storages)["odd.weight"]
@@ -395,7 +407,7 @@ def test_a_parameter_stays_the_same_object(rank: None) -> None:
 
 
 def test_tensor_parallel_parameters_use_the_storage() -> None:
-    """The parameters are cut by TP and FSDP2, by TP alone, or not at all."""
+    """The parameters are sharded by TP and FSDP2, by TP alone, or not at all."""
     for rank in range(6):
         with playing_new_rank(rank, 6):
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
@@ -426,6 +438,7 @@ def test_a_parameter_takes_the_dtype_of_its_storage() -> None:
 
 
 def test_hooks_stay() -> None:
+    """They are still called, and their handles still remove them."""
     calls: list[str] = []
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     first = parameter.register_hook(lambda grad: calls.append("grad"))
@@ -438,7 +451,7 @@ def test_hooks_stay() -> None:
     assert calls == ["grad", "accumulated", "accumulated"]
 
 
-def test_a_class_of_its_own_stays() -> None:
+def test_the_subclass_of_a_parameter_stays() -> None:
     class Named(nn.Parameter):
         pass
 
@@ -450,6 +463,9 @@ def test_a_class_of_its_own_stays() -> None:
 
 def on_meta() -> nn.Parameter:
     return nn.Parameter(torch.empty(2, 3, device="meta"))
+
+
+# Each of these returns a parameter that can't be filled, and the object that is the reason.
 
 
 def referred() -> tuple[nn.Parameter, Any]:
@@ -484,6 +500,7 @@ def of_a_subclass() -> tuple[nn.Parameter, Any]:
     return nn.Parameter(TwoTensor(*[torch.empty(2, 3, device="meta")] * 2)), None
 
 
+# By the error message.
 UNFIT = {
     "a weak reference to a parameter": referred,
     "a parameter is part of an autograd graph": in_a_graph,
@@ -510,6 +527,7 @@ def test_a_parameter_whose_accumulator_is_alive_is_refused() -> None:
 
 
 def test_a_parameter_can_be_filled_after_a_forward_on_meta() -> None:
+    """After a backward only once its gradient is removed."""
     with torch.device("meta"):
         model = nn.Linear(3, 3)
         torch.compile(model, backend="eager")(torch.empty(2, 3))
@@ -538,20 +556,20 @@ def test_a_storage_of_another_size_is_refused(rank: None) -> None:
 
 
 class Runtime:
-    """A stand-in for CUDA's runtime that registers memory. It fails for overlapping ranges, and
-    beyond `full` bytes."""
+    """A stand-in for CUDA's runtime that notes registered ranges. It refuses a range that overlaps
+    another one, and one with which more than `full` bytes would be registered."""
 
     def __init__(self, full: int = 1 << 40) -> None:
         self.ranges: dict[int, int] = {}
         self.full = full
-        self.high_water = 0
+        self.most_pinned = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         overlaps = any(a < address + nbytes and address < a + n for a, n in self.ranges.items())
         if overlaps or flags or self.pinned + nbytes > self.full:
             return 712 if overlaps else 2
         self.ranges[address] = nbytes
-        self.high_water = max(self.high_water, self.pinned)
+        self.most_pinned = max(self.most_pinned, self.pinned)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -567,11 +585,11 @@ class Runtime:
 
 
 class PowersOfTwo(Runtime):
-    """Pins as torch's own pinned allocator does, which rounds sizes up to powers of two."""
+    """Notes sizes rounded up to powers of two, as torch's own allocator of pinned memory does."""
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.ranges[address] = 1 << (nbytes - 1).bit_length()
-        self.high_water = max(self.high_water, self.pinned)
+        self.most_pinned = max(self.most_pinned, self.pinned)
         return 0
 
 
@@ -585,7 +603,8 @@ class Offloaded(nn.Module):
 
 
 def test_exactly_the_bytes_are_pinned(rank: None, monkeypatch) -> None:
-    """FSDP2 finds its storages pinned and makes no copy; at the end no memory is pinned."""
+    """FSDP2 finds the storages pinned and does not copy them. Once the model is deleted no memory
+    is pinned."""
     exact = sum(4 * (2**k + 1) for k in range(1, 12))
     for runtime in (Runtime(), PowersOfTwo()):
         monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: runtime.has(t))
@@ -601,7 +620,8 @@ def test_exactly_the_bytes_are_pinned(rank: None, monkeypatch) -> None:
         storages = filled(model, give)
         model._get_fsdp_state()._lazy_init()
         assert all(kept(model, storages).values())
-        assert (runtime.high_water == exact) == (type(runtime) is Runtime)
+        # With sizes rounded up the comparison must fail.
+        assert (runtime.most_pinned == exact) == (type(runtime) is Runtime)
         storages.clear()
         gc.collect()
         assert len(runtime.ranges) == 11  # the parameters keep the memory alive
@@ -662,7 +682,8 @@ def test_cuda_reports_the_memory_as_pinned() -> None:
 
 
 def test_two_ranks_train_as_fsdp2_would(tmp_path) -> None:
-    """The ranks are processes of their own, since a fake process group moves no data."""
+    """tests/support/two_ranks.py runs as two processes, since a fake process group moves no
+    data."""
     program = Path(__file__).parents[2] / "support/two_ranks.py"
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -679,8 +700,8 @@ def test_two_ranks_train_as_fsdp2_would(tmp_path) -> None:
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=120)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)

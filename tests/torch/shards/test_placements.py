@@ -1,11 +1,12 @@
-"""`Shardings` reads DTensors and FSDP2's parameters so that every rank has the elements that torch
-gives it, byte for byte.
+"""`Shardings` reads from a DTensor or an FSDP2 parameter which elements each rank holds, in the
+form of a `Sharding`: a mesh of all ranks, and cuts of dims along its axes.
 
-The oracles are `fully_shard`, tensor parallelism and `distribute_tensor` under a process group that
-plays each rank. Must fail for these mutants: placements applied from
-left to right although FSDP2 shards TP's shard; flattened or omitted mesh axes in the wrong order;
-padding of another cut than FSDP2's; packed parts treated as an order of cuts; runs of elements that
-are not in the order of a rank's memory; replicas that are all counted, or none.
+The oracles are `fully_shard`, tensor parallelism and `distribute_tensor`. A fake process group lets
+this process be each rank in turn. Must fail for these mutants: placements applied from left to
+right although FSDP2 shards the shard of tensor parallelism; flattened or omitted mesh axes in the
+wrong order; padding for another cut than FSDP2's; packed parts that count as an order of cuts; runs
+of elements that are not in the order of a rank's memory; elements that all replicas count in a sum,
+or none of them.
 """
 
 from collections.abc import Callable
@@ -49,16 +50,18 @@ from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 
 
 def chunks(tensor: Any, parts: int, dim: int) -> list[Any]:
+    """torch.chunk, with empty chunks at the end so that there are `parts`."""
     made = list(torch.chunk(tensor, parts, dim))
     return made + [tensor.narrow(dim, 0, 0)] * (parts - len(made))
 
 
 def coordinate(mesh: tuple[int, ...], rank: int) -> list[int]:
+    """The rank's index on each axis of a mesh that has all ranks in row-major order."""
     return [rank // prod(mesh[axis + 1 :]) % size for axis, size in enumerate(mesh)]
 
 
 def held(sharding: Sharding, whole: Any, rank: int) -> tuple[Any, int]:
-    """A rank's shard, and the number of elements of its buffer."""
+    """(a rank's shard by torch.chunk, the number of elements in FSDP2's padded buffer)."""
     at = coordinate(sharding.mesh, rank)
     rows = whole.shape[0] if whole.dim() else 1
     for cut in sharding.cuts:
@@ -73,8 +76,8 @@ def held(sharding: Sharding, whole: Any, rank: int) -> tuple[Any, int]:
     return whole, rows * prod(whole.shape[1:])
 
 
-def left_to_right(tensor: Any, world: int) -> Sharding:
-    """The naive reading: placements of any kind apply from left to right."""
+def left_to_right(tensor: Any) -> Sharding:
+    """The wrong reading of placements: all kinds apply from left to right."""
     mesh = tuple(tensor.device_mesh.mesh.shape)
     cuts = [Cut((axis,), p.dim) for axis, p in enumerate(tensor.placements) if hasattr(p, "dim")]
     return Sharding(mesh, tuple(cuts))
@@ -84,6 +87,7 @@ def left_to_right(tensor: Any, world: int) -> Sharding:
 
 
 def ids(shape: tuple[int, ...]) -> Any:
+    """A tensor whose elements are 1, 2, ..., so that zeros are padding."""
     return torch.arange(1, prod(shape) + 1, dtype=torch.float32).reshape(shape)
 
 
@@ -100,6 +104,7 @@ def one_parameter(value: Any, **arguments: Any) -> Any:
 
 
 def along(dim: int) -> Callable[[Any], Any]:
+    """A `shard_placement_fn` of fully_shard."""
     return lambda _: Shard(dim)
 
 
@@ -109,7 +114,8 @@ def tp_then_fsdp(mesh: DeviceMesh, value: Any, tp: Any, dim: int = 0, over: str 
 
 
 def packed(value: Any, mesh: DeviceMesh, parts: int) -> Any:
-    """Packed tensors such as gate and up, under a model's own tensor parallelism."""
+    """A DTensor of `parts` matrices that are packed along dim 0, such as gate and up. Tensor
+    parallelism shards each matrix separately."""
     placement = _StridedShard(0, split_factor=parts)
     pieces, _ = placement._split_tensor(value, mesh.size(), with_padding=False)
     local = pieces[mesh.get_local_rank()]
@@ -120,16 +126,22 @@ def packed(value: Any, mesh: DeviceMesh, parts: int) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """Calls `make` with an unsharded tensor on each rank of `world`. It returns the rank's tensor,
-    or a parameter and FSDP2's facts about it."""
+    """A way to shard a tensor, and the `mesh` and `cuts` of the expected `Sharding`."""
 
     name: str
     world: int
     mesh: tuple[int, ...]
     cuts: tuple[Cut, ...]
     make: Callable[[Any], Any]
-    sizes: tuple[int, ...] = (1, 3, 7, 8, 14)  # n of `shape`
+    """Called on each rank with the unsharded tensor. Returns the rank's tensor, or a parameter and
+    FSDP2's facts about it."""
+    sizes: tuple[int, ...] = (1, 3, 7, 8, 14)
+    """The arguments with which `shape` is called."""
     shape: Callable[[int], tuple[int, ...]] = lambda n: (n, 4)
+    """Returns the shape of the unsharded tensor."""
+
+
+# The functions below make tensors for `Case.make`.
 
 
 def dp_cp_tp(value: Any, flat: str, order: str, tp: bool) -> Any:
@@ -145,6 +157,7 @@ def spmd(value: Any, sizes: tuple[int, ...], names: str, tp: dict[str, Any], dim
 
 
 def other_mesh(value: Any) -> Any:
+    """FSDP2 shards the parameter over the mesh axis ep, and not over dp as the module."""
     mesh = on_mesh((2, 2), "dp ep")
     elsewhere = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["ep"], shard_mesh_dim=0))
     return one_parameter(value, mesh=mesh["dp"], shard_placement_fn=lambda _: elsewhere)
@@ -223,7 +236,7 @@ CASES = [
         lambda value: dp_cp_tp(value, "dp cp", "dp cp tp", tp=False),
     ),
     Case(
-        "dp x cp flattened, of what tp left",
+        "dp x cp flattened, after tp",
         8,
         (4, 2),
         (Cut((1,), 0), FSDP),
@@ -370,7 +383,7 @@ CASES = [
         (2, 2, 2),
         (Cut((2,), 0), Cut((0,), 0), Cut((1,), 0)),
         placed_on((2, 2, 2), *[_StridedShard(0, split_factor=2)] * 2, Shard(0)),
-        sizes=(2, 6, 8),  # torch describes it correctly only if it is even
+        sizes=(2, 6, 8),  # for odd sizes torch's placements do not describe the shards
     ),
     Case(
         "packed inside a plain cut",
@@ -399,12 +412,13 @@ CASES = [
 
 
 def elements(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Any:
-    """The elements that a rank's runs name, in the order of `ids`."""
+    """The values of `ids` at the indices in a rank's runs."""
     runs = _modicum.Shard(sharding, shape, rank).runs(range(len(shape)))
     return torch.tensor([i for first, n in runs for i in range(first + 1, first + n + 1)])
 
 
 def made_of(case: Case, value: Any) -> tuple[Any, Any]:
+    """(the rank's tensor, FSDP2's facts about it or None)."""
     made = case.make(value)
     return made if isinstance(made, tuple) else (made, None)
 
@@ -416,7 +430,8 @@ def read(tensor: Any) -> Sharding:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_rank_holds_torchs_shard(case: Case) -> None:
     expected = Sharding(case.mesh, case.cuts)
-    counted: dict[Any, list[int]] = {}  # by size, and the ranks of the tensor's mesh
+    # By (size, ranks of the tensor's mesh): the elements that ranks count in a sum over the mesh.
+    counted: dict[Any, list[int]] = {}
     for rank in range(case.world):
         with playing_new_rank(rank, case.world):
             for size in case.sizes:
@@ -425,24 +440,23 @@ def test_every_rank_holds_torchs_shard(case: Case) -> None:
                 assert shardings.of(tensor, "p") == expected
                 mine, numel = held(expected, whole, rank)
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                # FSDP2 reports the shape [0, 0] for a shard that another cut has reduced to [4, 0].
+                # The cuts may give an empty shard the shape [4, 0] where FSDP2 gives it [0, 0].
                 local = local.reshape(mine.shape) if mine.numel() == 0 else local
                 assert_same(local, mine, f"{size} rows, rank {rank}")
-                named = elements(expected, whole.shape, rank)
-                assert named.tolist() == local.reshape(-1).tolist(), f"runs of rank {rank}"
+                in_runs = elements(expected, whole.shape, rank).tolist()
+                assert in_runs == local.reshape(-1).tolist(), f"runs of rank {rank}"
                 if isinstance(tensor, DTensor):
-                    of_mesh = counted.setdefault(
-                        (size, *tensor.device_mesh.mesh.ravel().tolist()), []
-                    )
-                    of_mesh += named.tolist() if shardings.counts(tensor, expected) else []
+                    key = (size, *tensor.device_mesh.mesh.ravel().tolist())
+                    of_mesh = counted.setdefault(key, [])
+                    of_mesh += in_runs if shardings.counts(tensor, expected) else []
                 if managed:
                     assert managed.padded_numel == numel
                     flat = managed.fsdp_param._sharded_param_data
                     assert_same(flat[: mine.numel()], mine.reshape(-1), "the flat buffer")
                     assert not flat[mine.numel() :].any()
-    for (size, *_), named in counted.items():
-        # Every mesh counts each element once.
-        assert sorted(named) == ids(case.shape(size)).reshape(-1).tolist()
+    for (size, *_), in_sum in counted.items():
+        # The ranks of a mesh together count each element once.
+        assert sorted(in_sum) == ids(case.shape(size)).reshape(-1).tolist()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -453,18 +467,18 @@ def test_the_sharding_is_the_same_on_meta(case: Case) -> None:
         assert read(tensor) == Sharding(case.mesh, case.cuts)
 
 
-def test_the_naive_reading_fails() -> None:
-    """On the mesh dp 3 x tp 2 it gives rank 1 the rows 2 and 3, which FSDP2 has on rank 2. Only the
-    first and the last rank are right."""
+def test_placements_read_from_left_to_right_are_wrong() -> None:
+    """On the mesh dp 3 x tp 2 this reading gives rank 1 the rows 2 and 3, which FSDP2 has on rank
+    2. Only for the first and the last rank it is right."""
     case = next(case for case in CASES if case.name == "the same dim, tp first")
-    wrong = []
+    differ = []
     for rank in range(case.world):
         with playing_new_rank(rank, case.world):
             tensor, _managed = made_of(case, ids((12, 4)))
-            naive = left_to_right(tensor, case.world)
-            if not torch.equal(held(naive, ids((12, 4)), rank)[0], tensor.to_local()):
-                wrong.append(rank)
-    assert wrong == [1, 2, 3, 4]
+            wrong = left_to_right(tensor)
+            if not torch.equal(held(wrong, ids((12, 4)), rank)[0], tensor.to_local()):
+                differ.append(rank)
+    assert differ == [1, 2, 3, 4]
 
 
 def test_plain_tensors_are_unsharded() -> None:
@@ -476,8 +490,9 @@ def test_plain_tensors_are_unsharded() -> None:
             assert read(tensor) == Sharding((6,), ())
 
 
-def test_an_order_stated_by_the_spec_is_followed() -> None:
-    """Newer torch can state the order of plain placements separately."""
+def test_the_shard_order_of_a_spec_is_followed() -> None:
+    """Newer versions of torch can give the order of plain placements in
+    `DTensorSpec.shard_order`."""
     with playing_new_rank(0, 4):
         meta = TensorMeta(torch.Size([8]), (1,), torch.float32)
         order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
@@ -490,11 +505,12 @@ def test_an_order_stated_by_the_spec_is_followed() -> None:
 # ---- refusals
 
 
-def strided(sizes: tuple[int, ...], *placements: Any, rows: int = 12) -> Any:
+def placed_on_meta(sizes: tuple[int, ...], *placements: Any, rows: int = 12) -> Any:
     return placed_on(sizes, *placements)(torch.empty(rows, device="meta"))
 
 
 def over(ranks: list[Any]) -> Any:
+    """A tensor sharded over a mesh of these ranks."""
     return placed(torch.empty(12, device="meta"), DeviceMesh("cpu", ranks), Shard(0))
 
 
@@ -508,6 +524,7 @@ def from_spec(local: Any, shape: Any) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
+# By name: a function that makes a DTensor, and a part of the error message.
 REFUSED = {
     "partial": (partial, "the placement Partial"),
     "three of four": (lambda: over([0, 1, 2]), "a regular grid of 4 ranks"),
@@ -528,15 +545,15 @@ REFUSED = {
         "the local shape contradicts the placements (tensor p, expected [2], got [3])",
     ),
     "no such order": (
-        lambda: strided((2, 2), _StridedShard(0, split_factor=3), Shard(0)),
+        lambda: placed_on_meta((2, 2), _StridedShard(0, split_factor=3), Shard(0)),
         "cuts of unknown order (tensor p, got [12] as [_StridedShard(dim=0, sf=3), Shard(dim=0)])",
     ),
     "uneven, and not FSDP2's": (
-        lambda: strided((2, 2), _StridedShard(0, split_factor=2), Shard(0), rows=7),
+        lambda: placed_on_meta((2, 2), _StridedShard(0, split_factor=2), Shard(0), rows=7),
         "cuts of unknown order (tensor p, got [7] as [_StridedShard(dim=0, sf=2), Shard(dim=0)])",
     ),
     "packed, and not FSDP2's": (
-        lambda: strided((2, 2), *[_StridedShard(0, split_factor=2)] * 2),
+        lambda: placed_on_meta((2, 2), *[_StridedShard(0, split_factor=2)] * 2),
         "cuts of unknown order (tensor p, got [12] as [_StridedShard(dim=0, sf=2), _Strided",
     ),
 }
@@ -552,10 +569,12 @@ def test_a_dtensor_without_a_known_sharding_is_refused(what: str) -> None:
 
 
 def test_fsdp2_over_ranks_in_another_order_is_refused() -> None:
-    """FSDP2 shards by the order of ranks in a process group, which its DTensor lacks."""
+    """FSDP2 shards in the order of ranks in the process group, and its DTensor has only the
+    mesh."""
     with playing_new_rank(1, 4):
         mesh = DeviceMesh("cpu", [0, 2, 1, 3])
         tensor, _managed = one_parameter(ids((8, 4)), mesh=mesh)
-        assert tensor.to_local()[0, 0] == ids((8, 4))[2, 0]  # not row 4, as in the mesh's order
+        # Rank 1 has row 2, by the group's order, and not row 4, by the mesh's.
+        assert tensor.to_local()[0, 0] == ids((8, 4))[2, 0]
         with pytest.raises(UsageError, match="FSDP2's ranks are no axis of the tensor's mesh"):
             read(tensor)

@@ -1,8 +1,9 @@
-"""An optimizer is rebound to its parameters by FQN.
+"""`rebinding` gives an optimizer the parameters that `fully_shard` has put in the place of the old
+ones, by FQN.
 
-Must fail for these mutants: parameters matched by address, which is 0 for all on meta, or by order,
-which frozen and shared parameters and custom groups change; an optimizer that is half rebound after
-a failure.
+Must fail for these mutants: parameters matched by address, which is 0 for all parameters on meta,
+or by order, which is another one in custom groups and with tied parameters; an optimizer of which a
+part is rebound after a failure.
 """
 
 from collections.abc import Iterator
@@ -27,13 +28,14 @@ from modicum.upstream.wrappers import canonical  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """FSDP2 over one rank: it replaces the parameters, and steps equal those of one process."""
+    """A process group of one rank. `fully_shard` still replaces the parameters, and steps are those
+    of an unsharded model."""
     with playing_new_rank(0, 1), torch.enable_grad():
         yield
 
 
 class Tiny(nn.Module):
-    """The head is the embedding by another name; the first block's bias is frozen."""
+    """The head has the embedding's weight. The first block's bias is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +59,8 @@ def tiny(device: str = "meta") -> Tiny:
 
 
 def names_in(model: nn.Module) -> list[list[str]]:
-    """Three groups, all of them in another order than the model's, with frozen and shared
-    parameters."""
+    """The FQNs in three groups of an optimizer, in another order than in the model. One parameter
+    is frozen and one is tied."""
     blocks = [f"blocks.{n}" for n in range(3)]
     return [
         [f"{block}.bias" for block in reversed(blocks)],
@@ -83,14 +85,15 @@ def shard(model: Tiny) -> Tiny:
 
 def is_bound(optimizer: Any, model: nn.Module) -> bool:
     """Whether each entry of the optimizer is the model's parameter of that FQN."""
-    of = {name: p for p, names in parameter_names(model).items() for name in names}
+    named = {name: p for p, names in parameter_names(model).items() for name in names}
     return all(
-        [id(p) for p in group["params"]] == [id(of[name]) for name in names]
+        [id(p) for p in group["params"]] == [id(named[name]) for name in names]
         for group, names in zip(optimizer.param_groups, names_in(model), strict=True)
     )
 
 
 def fill(model: Tiny, source: Tiny) -> None:
+    """Gives the sharded model the values of `source`, as a load does."""
     managed = fsdp_params(model)
     for name, parameter in model.named_parameters():
         storage = source.get_parameter(name).detach().flatten().clone()
@@ -98,6 +101,7 @@ def fill(model: Tiny, source: Tiny) -> None:
 
 
 def steps(model: Tiny, optimizer: Any) -> dict[str, Any]:
+    """Makes three steps. Returns the local values of all parameters."""
     for number in range(3):
         model(torch.tensor([0, number + 1, 2])).backward()
         optimizer.step()
@@ -106,7 +110,7 @@ def steps(model: Tiny, optimizer: Any) -> dict[str, Any]:
 
 
 def follow_addresses(model: nn.Module, optimizer: Any) -> None:
-    """The naive rebinding by data_ptr, as in accelerate."""
+    """A wrong rebinding: by data_ptr, as accelerate's."""
     before = {p.data_ptr(): name for name, p in model.named_parameters()}
     shard(model)
     for group in optimizer.param_groups:
@@ -114,11 +118,11 @@ def follow_addresses(model: nn.Module, optimizer: Any) -> None:
 
 
 def follow_order(model: nn.Module, optimizer: Any) -> None:
-    """The naive rebinding by the order of parameters."""
+    """A wrong rebinding: by the order of parameters."""
     shard(model)
-    trained = iter(p for p in model.parameters())
+    parameters = model.parameters()
     for group in optimizer.param_groups:
-        group["params"] = [next(trained) for _ in group["params"]]
+        group["params"] = [next(parameters) for _ in group["params"]]
 
 
 def test_steps_after_rebinding_equal_those_of_one_process() -> None:
@@ -132,25 +136,25 @@ def test_steps_after_rebinding_equal_those_of_one_process() -> None:
     assert is_bound(optimizer, model)
     assert [id(group["params"]) for group in optimizer.param_groups] == list(map(id, lists))
     fill(model, tiny("cpu"))
-    assert is_bound(optimizer, model)  # still: a load keeps each Parameter
+    assert is_bound(optimizer, model)  # a load keeps each Parameter object
     for name, value in steps(model, optimizer).items():
         torch.testing.assert_close(value, expected[name], msg=name)
 
 
-@pytest.mark.parametrize("naive", (follow_addresses, follow_order))
-def test_the_naive_ways_fail(naive: Any) -> None:
+@pytest.mark.parametrize("rebind", (follow_addresses, follow_order))
+def test_rebinding_by_address_or_order_trains_other_values(rebind: Any) -> None:
     expected_model = tiny("cpu")
     expected = steps(expected_model, optimizer_of(expected_model))
     model = tiny()
     optimizer = optimizer_of(model)
-    naive(model, optimizer)
+    rebind(model, optimizer)
     assert not is_bound(optimizer, model)
     fill(model, tiny("cpu"))
     got = steps(model, optimizer)
     assert any(not torch.allclose(got[name], expected[name]) for name in expected)
 
 
-def test_without_rebinding_nothing_is_trained() -> None:
+def test_without_rebinding_the_optimizer_has_the_old_parameters() -> None:
     model = tiny()
     optimizer = optimizer_of(model)
     shard(model)
@@ -168,7 +172,7 @@ def test_several_optimizers_are_rebound() -> None:
 
 
 def test_wrappers_change_no_name() -> None:
-    """Wraps a compiled and a checkpointed block."""
+    """Within `rebinding`, blocks are wrapped by activation checkpointing and torch.compile."""
     model = tiny()
     optimizer = optimizer_of(model)
     with rebinding(model, optimizer):
@@ -205,18 +209,19 @@ def test_two_parameters_of_one_name_are_refused() -> None:
 # ---- refusals
 
 
-def bound_before(optimizer: Any) -> list[list[int]]:
+def ids_of(optimizer: Any) -> list[list[int]]:
+    """The ids of the parameters in each group."""
     return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def refused(model: nn.Module, optimizer: Any, block: Any = shard, **arguments: Any) -> UsageError:
-    """The error of a rebinding. Asserts that it leaves the optimizers unchanged."""
+    """The error of `rebinding` around `block`. Asserts that the optimizers are unchanged."""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-    before = [bound_before(one) for one in optimizers]
+    before = [ids_of(one) for one in optimizers]
     states = [dict(one.state) for one in optimizers]
     with pytest.raises(UsageError) as caught, rebinding(model, optimizer, **arguments):
         block(model)
-    assert [bound_before(one) for one in optimizers] == before
+    assert [ids_of(one) for one in optimizers] == before
     assert [dict(one.state) for one in optimizers] == states
     return caught.value
 
@@ -233,11 +238,11 @@ def test_a_parameter_of_another_model_is_refused() -> None:
 def test_a_failure_in_the_context_leaves_the_optimizer_unchanged() -> None:
     model = tiny()
     optimizer = optimizer_of(model)
-    before = bound_before(optimizer)
+    before = ids_of(optimizer)
     with pytest.raises(ZeroDivisionError), rebinding(model, optimizer):
         shard(model)
         raise ZeroDivisionError
-    assert bound_before(optimizer) == before
+    assert ids_of(optimizer) == before
 
 
 def untie(model: Tiny) -> None:
@@ -261,14 +266,16 @@ def lose(model: Tiny) -> None:
     ),
 )
 def test_a_block_that_changes_the_model_is_refused(block: Any, tensor: str, why: str) -> None:
+    """`block` is run within `rebinding`."""
+
     def exchange(model: Tiny) -> None:
         model.blocks[1].bias = nn.Parameter(torch.empty(4))
         block(model)
 
     model = tiny()
-    # The first optimizer could be rebound: everything is checked before any change.
-    fine = torch.optim.SGD([model.blocks[1].bias])
-    error = refused(model, [fine, optimizer_of(model)], exchange)
+    # The first optimizer alone could be rebound. It must not be, since the second one can't.
+    possible = torch.optim.SGD([model.blocks[1].bias])
+    error = refused(model, [possible, optimizer_of(model)], exchange)
     assert (error.category, error.tensor) == ("MISMATCH", tensor)
     assert why in str(error)
 
@@ -277,6 +284,7 @@ def test_a_block_that_changes_the_model_is_refused(block: Any, tensor: str, why:
 
 
 def stepped() -> tuple[Tiny, Any]:
+    """A model, and an optimizer that has made a step."""
     model = tiny("cpu")
     optimizer = torch.optim.AdamW([model.blocks[0].weight, model.embed.weight])
     model(torch.tensor([1, 2])).backward()
@@ -292,7 +300,8 @@ def test_state_is_refused_without_resuming() -> None:
 
 
 def test_state_that_does_not_fit_is_refused() -> None:
-    """Unsharded moments do not fit a parameter that is now a shard, although both are [4, 4]."""
+    """Plain moments do not fit a parameter that is now a DTensor, although both have the shape
+    [4, 4]."""
     model, optimizer = stepped()
     error = refused(model, optimizer, resuming=True)
     assert (error.category, error.tensor) == ("MISMATCH", "blocks.0.weight")
@@ -301,16 +310,15 @@ def test_state_that_does_not_fit_is_refused() -> None:
 
 def test_fitting_state_is_kept() -> None:
     model, optimizer = stepped()
-    moments = {n: optimizer.state[model.get_parameter(n)] for n in ("blocks.0.weight",)}
-
+    entry = optimizer.state[model.blocks[0].weight]
     with rebinding(model, optimizer, resuming=True):
         model.blocks[0].weight = nn.Parameter(model.blocks[0].weight.detach().clone())
     assert list(optimizer.state) == optimizer.param_groups[0]["params"]
-    assert optimizer.state[model.blocks[0].weight] is moments["blocks.0.weight"]
+    assert optimizer.state[model.blocks[0].weight] is entry
     assert optimizer.state[model.embed.weight]["step"] == 1
 
 
-def test_another_shape_does_not_fit() -> None:
+def test_state_of_another_shape_is_refused() -> None:
     model, optimizer = stepped()
 
     def widen(model: Tiny) -> None:
