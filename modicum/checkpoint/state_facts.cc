@@ -26,6 +26,16 @@ uint64_t digest_value(const std::string& text) {
   fail(Category::integrity, "the digest is not 16 hex digits", {.file = kStateFile});
 }
 
+StateFormat format_of(const std::string& name) {
+  try {
+    return state_format_named(name).format;
+  } catch (const Error& error) {  // its category is that of a wrong argument
+    Facts facts = error.facts();
+    facts.file = kStateFile;
+    fail(Category::unsupported, error.what_happened(), std::move(facts));
+  }
+}
+
 }  // namespace
 
 std::string state_json(const StateFacts& facts) {
@@ -57,7 +67,7 @@ StateFacts parse_state(const std::string& text) {
     read_json(text, [&](JsonValue& root) {
       root.object([&](std::string_view key, JsonValue& member) {
         if (key == "optimizer") optimizer = member.string();
-        if (key == "state_format") facts.format = state_format_named(member.string()).format;
+        if (key == "state_format") facts.format = format_of(member.string());
         if (key == "codes") codes = member.string();
         if (key == "seed") facts.seed = seed_of(member.string());
         if (key == "steps") facts.steps = member.integer();

@@ -122,8 +122,8 @@ constexpr const char* kStateFile = "state.json";
 // the parameters are stored as they are, under their own names.
 constexpr const char* kStateRecipeFile = "recipe.json";
 std::string state_json(const StateFacts& facts);
-// Throws INTEGRITY for an invalid text, UNSUPPORTED for another optimizer or other 8-bit codes,
-// USAGE for an unknown state format.
+// Throws INTEGRITY for an invalid text; UNSUPPORTED for another optimizer, an unknown state format
+// or other 8-bit codes.
 StateFacts parse_state(const std::string& text);
 
 // Makes the directory of a step in flight. Makes the root, too, if it is missing and its parent

@@ -394,5 +394,50 @@ TEST(StepInside, APowerCutAtAnyCallLeavesAWholeStepOrNone) {
   EXPECT_GT(cuts, 30);  // a save makes over 30 calls
 }
 
+// The text that state_json writes, with `from` replaced by `to`.
+std::string state_with(std::string_view from, std::string_view to) {
+  std::string text = state_json({.format = StateFormat::int8_moments, .seed = 5, .digest = 9});
+  const size_t at = text.find(from);
+  return at == std::string::npos ? text : text.replace(at, from.size(), to);
+}
+
+TEST(State, ItsFactsAreReadAsWritten) {
+  const StateFacts facts{.format = StateFormat::bf16_moments,
+                         .seed = UINT64_MAX,
+                         .steps = 4,
+                         .steps_of = {{"w", 3}},
+                         .without_state = {"frozen"},
+                         .digest = 0x0123456789abcdef};
+  const StateFacts reread = parse_state(state_json(facts));
+  EXPECT_EQ(reread.format, facts.format);
+  EXPECT_EQ(reread.seed, facts.seed);
+  EXPECT_EQ(reread.steps_made_by("w"), 3);
+  EXPECT_EQ(reread.steps_made_by("v"), 4);
+  EXPECT_EQ(reread.without_state, facts.without_state);
+  EXPECT_EQ(reread.digest, facts.digest);
+}
+
+TEST(State, ErrorsNameTheFile) {
+  const auto error_of = [](const std::string& text) -> std::string {
+    try {
+      parse_state(text);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.facts().file, kStateFile);
+      return error.what();
+    }
+    return "none";
+  };
+  EXPECT_EQ(error_of(state_with("", "")), "none");
+  EXPECT_EQ(category_of([] { parse_state(state_with("int8", "int9")); }), Category::unsupported);
+  EXPECT_NE(error_of(state_with("int8", "int9")).find("int9"), std::string::npos);
+  EXPECT_EQ(category_of([] { parse_state(state_with("adamw", "lion")); }), Category::unsupported);
+  EXPECT_NE(error_of(state_with("adamw", "lion")).find("lion"), std::string::npos);
+  EXPECT_EQ(category_of([] { parse_state(state_with("codes", "other")); }), Category::unsupported);
+  EXPECT_EQ(category_of([] { parse_state(state_with("\"5\"", "\"5x\"")); }), Category::integrity);
+  EXPECT_EQ(category_of([] { parse_state(state_with("0009\"", "009\"")); }), Category::integrity);
+  EXPECT_EQ(category_of([] { parse_state("{"); }), Category::integrity);
+  EXPECT_NE(error_of("{"), "none");
+}
+
 }  // namespace
 }  // namespace modicum

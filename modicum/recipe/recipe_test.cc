@@ -296,6 +296,22 @@ TEST(Recipe, TextFormSurvivesARoundTrip) {
   EXPECT_EQ(recipe_text(parse_recipe(written, manifest), manifest), written);
 }
 
+// The values of `init` are rounded to its own dtype before they are cast.
+TEST(Recipe, TextKeepsTheDtypeOfACastInit) {
+  const Manifest manifest;
+  RecipeBuilder builder(manifest);
+  builder.target("w", builder.init(InitRule::normal, 0.02, {2, 3}, DType::bf16), DType::f32);
+  builder.target("c", builder.caller(0, {4}, DType::f16), DType::f32);
+  const Recipe recipe = builder.finish();
+  const Recipe reread = parse_recipe(recipe_text(recipe, manifest), manifest);
+  ASSERT_EQ(reread.targets.size(), 2U);
+  for (size_t t = 0; t < 2; ++t) {
+    EXPECT_EQ(reread.targets[t].spec.dtype, DType::f32);
+    EXPECT_EQ(reread.nodes[reread.targets[t].root].dtype,
+              recipe.nodes[recipe.targets[t].root].dtype);
+  }
+}
+
 TEST(Recipe, InvalidRecipesAreRefusedByTarget) {
   const Manifest manifest = manifest_of({{"a", {2, 3}}, {"b", {2, 4}}});
   const auto parse = [&](const std::string& targets, const std::string& unused = "[]") {

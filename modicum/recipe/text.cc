@@ -182,14 +182,26 @@ class Reading {
   uint32_t callers_ = 0;
 };
 
+void write_integers(std::string_view key, const std::vector<int64_t>& numbers, JsonWriter& out) {
+  out.key(key).begin_array();
+  for (const int64_t n : numbers) out.value(n);
+  out.end_array();
+}
+
 void write_node(const Recipe& recipe, const Manifest& manifest, uint32_t id,
                 std::optional<DType> cast_to, JsonWriter& out) {
   const Node& node = recipe.nodes[id];
-  const auto integers = [&](std::string_view key, const std::vector<int64_t>& numbers) {
-    out.key(key).begin_array();
-    for (const int64_t n : numbers) out.value(n);
-    out.end_array();
-  };
+  const bool states_dtype = node.op == Op::init || node.op == Op::caller;
+  if (states_dtype && cast_to) {
+    // The 'dtype' of this node is that of its elements. The cast is written as the 'dtype' of a
+    // reshape to the same shape.
+    out.begin_object().member("op", op_name(Op::reshape));
+    write_integers("shape", node.shape, out);
+    out.key("in").begin_array();
+    write_node(recipe, manifest, id, std::nullopt, out);
+    out.end_array().member("dtype", torch_name(*cast_to)).end_object();
+    return;
+  }
   out.begin_object().member("op", op_name(node.op));
   switch (node.op) {
     case Op::stored: out.member("name", manifest.tensors[node.from].spec.fqn); break;
@@ -199,22 +211,18 @@ void write_node(const Recipe& recipe, const Manifest& manifest, uint32_t id,
       out.member("dim", node.dim).member("start", node.arg[0]);
       out.member("stop", node.arg[0] + node.shape[static_cast<size_t>(node.dim)]);
       break;
-    case Op::permute: integers("dims", node.arg); break;
+    case Op::permute: write_integers("dims", node.arg, out); break;
     case Op::gather:
       out.member("dim", node.dim);
-      integers("index", node.arg);
+      write_integers("index", node.arg, out);
       break;
-    case Op::reshape: integers("shape", node.shape); break;
     case Op::init:
       out.member("rule", kRules[static_cast<size_t>(node.arg[0])]);
       out.member("std", std::bit_cast<double>(node.arg[1]));
-      integers("shape", node.shape);
-      cast_to = cast_to.value_or(node.dtype);
+      write_integers("shape", node.shape, out);
       break;
-    case Op::caller:
-      integers("shape", node.shape);
-      cast_to = cast_to.value_or(node.dtype);
-      break;
+    case Op::reshape:
+    case Op::caller: write_integers("shape", node.shape, out); break;
     case Op::alias: out.member("of", recipe.targets[node.from].spec.fqn); break;
   }
   if (!node.in.empty()) {
@@ -222,6 +230,7 @@ void write_node(const Recipe& recipe, const Manifest& manifest, uint32_t id,
     for (const uint32_t input : node.in) write_node(recipe, manifest, input, std::nullopt, out);
     out.end_array();
   }
+  if (states_dtype) out.member("dtype", torch_name(node.dtype));
   if (cast_to) out.member("dtype", torch_name(*cast_to));
   out.end_object();
 }

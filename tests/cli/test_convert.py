@@ -270,6 +270,24 @@ def test_finished_files_of_other_inputs_are_dropped(modicum: Path, tmp_path: Pat
     assert run(modicum, "diff", tmp_path / "whole", out).code == 0
 
 
+def test_a_journal_with_a_damaged_digest_is_not_used(modicum: Path, tmp_path: Path) -> None:
+    """The output has the digests of its files in COMMIT; those of a damaged journal would be wrong.
+    All files are converted again."""
+    source, out, journal = tmp_path / "source", tmp_path / "out", tmp_path / ".out.journal"
+    write_twelve_files(source)
+    words = [str(word) for word in (modicum, "convert", source, out, "--dtype", "bf16")]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_files(process, journal, 1)
+    process.kill()
+    process.wait()
+    time.sleep(0.3)  # until the rank of the killed launcher has ended, too
+    document = json.loads(journal.read_text())
+    document["files"][0]["digest"] = "x" + document["files"][0]["digest"][1:]
+    journal.write_text(json.dumps(document))
+    assert run_json(modicum, *words[1:])["kept_files"] == 0
+    assert run(modicum, "verify", out).code == 0
+
+
 # ---- convert in a memory cgroup
 
 

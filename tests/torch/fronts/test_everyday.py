@@ -144,6 +144,27 @@ def test_prepare_initialises_a_model_from_a_config(one_rank: None) -> None:
     assert model(TOKENS).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("by", ["hand", "prepare"])
+def test_a_model_filled_by_a_load_of_the_scripts_own_keeps_its_values(
+    one_rank: None, by: str
+) -> None:
+    """A model of `from_config` that `modicum.torch.load` fills within loading() is sharded before
+    the load by hand, or afterwards by prepare, which must not initialise it."""
+    with loading(progress=False) as inside:
+        config = config_of("llama")
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if by == "hand":
+            fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        load(model, checkpoint_of("llama"))
+        assert inside.unfilled() == []
+        if by == "prepare":
+            model, _ = prepare(model)
+    for name, parameter in model.named_parameters():
+        stored = from_pretrained("llama").get_parameter(name)
+        assert_same(whole(parameter), stored.float(), name)
+    assert model(TOKENS).logits.isfinite().all()
+
+
 def test_a_deep_copy_is_loaded_as_well(one_rank: None) -> None:
     with loading(progress=False) as inside:
         model = build()

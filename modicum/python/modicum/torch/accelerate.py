@@ -127,7 +127,7 @@ def loading(
         scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
         scripts.loadings.append(one)
         stack.callback(scripts.loadings.remove, one)
-        with giving(ledger, budget), told_to_users(lambda: bool(one.unfilled())):
+        with giving(ledger, budget, scripts.loaded), told_to_users(lambda: bool(one.unfilled())):
             yield one
     _refuse_unfilled(one)
 
@@ -283,6 +283,12 @@ class _Scripts:
             release(module)
             if built := self._record(module):
                 built.filled = True
+
+    def loaded(self, model: nn.Module) -> None:
+        """Called after a script's own `modicum.torch.load`. A load of adapters alone may leave the
+        base model on meta."""
+        if not any(parameter.is_meta for parameter in model.parameters()):
+            self._filled(model)
 
     def _is_filled(self, model: nn.Module) -> bool:
         """Whether all parts of a model given to prepare have values. Raises `UsageError` for a

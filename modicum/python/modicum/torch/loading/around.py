@@ -1,22 +1,38 @@
-"""The account and the budget of the context around a call: `modicum.torch.accelerate.loading` gives
-its own to the loads, saves and resumes that a script calls in it."""
+"""The context around a call: `modicum.torch.accelerate.loading` gives its ledger and its budget to
+the loads, saves and resumes that a script calls in it, and is told which models have been loaded.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+
+from torch import nn
 
 from modicum import _modicum
 from modicum.torch.loading.planning import Size
 
-_Pair = tuple[_modicum.Ledger | None, Size | None]
 
-_around: ContextVar[_Pair] = ContextVar("modicum_around", default=(None, None))
+@dataclass(frozen=True)
+class _Around:
+    ledger: _modicum.Ledger | None = None
+    budget: Size | None = None
+    loaded: Callable[[nn.Module], None] | None = None
+
+
+_OUTSIDE = _Around()
+_around: ContextVar[_Around] = ContextVar("modicum_around", default=_OUTSIDE)
 
 
 @contextmanager
-def giving(ledger: _modicum.Ledger | None, budget: Size | None) -> Iterator[None]:
-    """A context whose calls take `ledger` and `budget`. The innermost context applies."""
-    token = _around.set((ledger, budget))
+def giving(
+    ledger: _modicum.Ledger | None,
+    budget: Size | None,
+    loaded: Callable[[nn.Module], None] | None = None,
+) -> Iterator[None]:
+    """A context whose calls take `ledger` and `budget`. Calls `loaded` with each model after its
+    load. The innermost context applies."""
+    token = _around.set(_Around(ledger, budget, loaded))
     try:
         yield
     finally:
@@ -28,7 +44,13 @@ def taken(
 ) -> tuple[_modicum.Ledger, Size | None]:
     """The arguments `ledger` and `budget` of a call: its own, or those of the context around it. A
     ledger of its own has a limit of its own, so the context's budget does not apply to it."""
-    outer_ledger, outer_budget = _around.get()
+    outer = _around.get()
     if ledger is None and budget is None:
-        budget = outer_budget
-    return ledger or outer_ledger or _modicum.Ledger(), budget
+        budget = outer.budget
+    return ledger or outer.ledger or _modicum.Ledger(), budget
+
+
+def note_loaded(model: nn.Module) -> None:
+    """Tells the context around the call that a model was loaded."""
+    if (loaded := _around.get().loaded) is not None:
+        loaded(model)

@@ -11,7 +11,7 @@ from modicum import _modicum
 from modicum.recipes import Recipe, read_recipe
 from modicum.recipes.patterns import Rule
 from modicum.torch.build.emptied import Emptied
-from modicum.torch.loading.around import taken
+from modicum.torch.loading.around import note_loaded, taken
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
 from modicum.torch.loading.origin import Origin, remember
 from modicum.torch.loading.planning import Later, Options, Size, later_of, optimizers_of, plan_of
@@ -126,4 +126,5 @@ def _load(
         # them out, so that a save writes their own values.
         begun = goal.norms.keys() | whole.structure.rows.keys()
         remember(model, Origin(source, goal.text_without(begun)))
+        note_loaded(model)
         return report
