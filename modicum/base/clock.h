@@ -1,5 +1,5 @@
-// The interface to the system's monotonic clock. Code that measures time or waits is given a Clock,
-// so that tests can control the time (clock_double.h).
+// The interface to the system's monotonic clock. Tests of code that is given a Clock can control
+// the time (clock_double.h).
 #pragma once
 
 #include <cstdint>

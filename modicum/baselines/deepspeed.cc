@@ -233,7 +233,8 @@ constexpr std::string_view kAccumulated = "gradients accumulated in 16 bits";
 constexpr std::string_view kTempGradBuffer =
     "temp_grad_buffer of the largest parameter, never read";
 
-// A buffer of a rank. Each line of the forecast but two (see own_lines) is computed from one.
+// A buffer of a rank. The forecast's lines are computed from these buffers, except those for the
+// fixed bytes and for temp_grad_buffer.
 struct PerParam {
   std::string_view name;
   uint64_t bytes = 0;      // per parameter of the rank

@@ -40,7 +40,7 @@ double per_param(const DeepSpeedForecast& of, std::string_view phase) {
 }
 
 // The numbers are the measured bytes per parameter of the process tree of one rank. The tolerances
-// are about 1 %.
+// are at most 1.3 %.
 TEST(DeepSpeed, TheForecastMatchesTheMeasurements) {
   const std::string config = config_of(2, kPageable);
   EXPECT_NEAR(per_param(forecast(config), "step_1"), 18.76, 0.02);

@@ -15,8 +15,8 @@ namespace modicum {
 // The SHA-256 that a file of the cache must have, as 64 hex digits. Empty for files that the Hub
 // keeps in plain git, which the cache names by git's SHA-1, and for files outside a cache.
 std::optional<std::string> blob_sha256(FileSystem& files, const std::string& path);
-// Throws INTEGRITY, with both digests, if the content of the file has another SHA-256; IO. Has
-// a buffer of 1 MiB. Calls `poll` before each read; exceptions of `poll` reach the caller.
+// Throws INTEGRITY, with both digests, if the content of the file has another SHA-256; IO.
+// Uses a buffer of 1 MiB. Calls `poll` before each read; exceptions of `poll` reach the caller.
 void check_sha256(FileSystem& files, const std::string& path, const std::string& expected,
                   FunctionRef<void()> poll);
 

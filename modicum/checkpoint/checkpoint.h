@@ -107,7 +107,8 @@ struct NewForm {
 // strings, in nested configs too, and removes `quantization_config` unless `has_codes`. A text that
 // is not a JSON object is returned unchanged.
 std::string config_of(const std::string& config, const NewForm& form);
-// Collects the saved tensors, and determines their NewForm. There is none if no dtype has changed.
+// Collects the saved tensors, and determines their NewForm. new_form returns nullopt if no dtype
+// has changed.
 class FormTally {
  public:
   // `stored` is the tensor of the source from which `saved` was made, or null.

@@ -60,7 +60,7 @@ ConvertedFile read_file(JsonValue& value) {
   return file;
 }
 
-// Empty if the text is not a journal.
+// Empty if the text is not JSON, or a member has another type than in a journal.
 std::optional<Journal> parse_journal(const std::string& text) {
   Journal journal;
   try {

@@ -152,7 +152,8 @@ Source find_source(FileSystem& files, const std::string& path) {
   if (const std::string snapshot = cached_snapshot(files, path); !snapshot.empty()) {
     return look_into(files, snapshot);
   }
-  // Nothing is there. The error of opening it says why, and gets the forms that a path may have.
+  // Nothing is at `path`. `open` throws an error that says why; the forms that a path may have are
+  // added to that error.
   try {
     files.open(path);
   } catch (const Error& error) {

@@ -186,8 +186,8 @@ FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<Sk
 // counted nor removed.
 void keep_newest(FileSystem& files, const std::string& root, size_t keep);
 // Removes trash, and directories and new `latest` files that dead processes have left in flight.
-// They stay if their name has no owner, or if `is_dead` returns false for the owner. Returns the
-// names of the directories in flight that stay.
+// A directory or file in flight stays if its name has no owner, or if `is_dead` returns false for
+// the owner. Returns the names of the directories in flight that stay.
 std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,
                                           const std::function<bool(const StepOwner&)>& is_dead);
 

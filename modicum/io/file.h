@@ -66,7 +66,8 @@ class FileSystem {
  public:
   virtual ~FileSystem() = default;
 
-  // The functions throw IO for every error for which no other category is named below.
+  // The functions throw NOSPACE if there is no space or quota left, and IO for every other error
+  // for which no category is named below.
 
   // Opens a regular file for reading; follows symbolic links. Throws IO for any other kind of file
   // (directory, FIFO, device), and for files that are absent or not readable.

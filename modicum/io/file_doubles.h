@@ -76,8 +76,8 @@ class RecordingFileSystem final : public FileSystem {
   std::vector<IoCall> reads_around() const;  // read_around calls that succeeded
   std::vector<IoCall> drops() const;
   std::vector<IoCall> writebacks() const;  // `what` is "start" or "finish"
-  // From now on `cached_bytes` reports no page of a file until the file is first read, and then
-  // every page, as if the kernel had read the whole file ahead.
+  // From now on `cached_bytes` reports no page of a file until File::read is first called on it,
+  // and then every page, as if the kernel had read the whole file ahead.
   void be_cold();
   // Calls `action` once, before the `number`-th call (counted from 1) is passed on. `action` can do
   // what another process would do at this moment. Must be called before the first recorded call.

@@ -43,8 +43,8 @@ Facts about(const std::string& path) { return {.file = base_name(path)}; }
 }  // namespace
 
 // Inodes are never freed: a file that is removed while it is open stays readable, as in POSIX.
-// Inode 0 is the root directory. `mutex` guards everything; of the functions, only find_file locks
-// it, and the callers of the others hold it. `doing` is the beginning of an error's text.
+// Inode 0 is the root directory. `mutex` guards everything. find_file locks it; the callers of all
+// other functions hold it. `doing` is the beginning of an error's text.
 struct MemoryFileSystem::State {
   // A resolved path.
   struct Place {

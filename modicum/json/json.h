@@ -33,8 +33,8 @@ enum class JsonFault : uint8_t {
   syntax,     // not JSON (also a lone surrogate, a raw control byte, nesting over 64)
   duplicate,  // a key occurs twice in one object
   type,       // a value of another type than expected (a string instead of a number)
-  // `integer` of a number that is not 0|[1-9][0-9]* or is over 2^63-1; `number` of one that is out
-  // of the range of a double; a document of 4 GiB or more
+  // `integer` of a number that is not 0|[1-9][0-9]* or is over 2^63-1; `number` of a number that
+  // is out of the range of a double; a document of 4 GiB or more
   range,
   trailing,  // text after the document
 };
@@ -48,8 +48,8 @@ struct JsonError : std::runtime_error {
 
 // A value that a callback receives. The callback may take it once, by a call of one of the
 // functions from `object` to `skip`. A value that it has not taken is checked and skipped after the
-// callback. It may catch the JsonError of such a call and continue if the fault is `type` (the
-// value can still be taken) or `range` (the value has been taken).
+// callback. The callback may catch the JsonError of such a call and continue if the fault is `type`
+// (the value can still be taken) or `range` (the value has been taken).
 class JsonValue {
  public:
   enum class Kind : uint8_t { object, array, string, number, boolean, null };
