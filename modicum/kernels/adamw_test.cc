@@ -216,8 +216,8 @@ std::vector<float> extreme_values(int64_t step, int64_t n) {
 }
 
 // bf16 gradients without `out` are stepped two vectors at a time, and 8-bit moments in runs of up
-// to four blocks. With beta2 near 1, roots are small, and their least offsets (see
-// least_root) exceed the offset of the largest code.
+// to four blocks. With beta2 near 1, roots are small, and their least offsets (see least_root)
+// exceed the offset of the largest code.
 TEST(AdamW, EqualsTheReferenceInPairsAndRuns) {
   constexpr StepCase kPaired[] = {
       {AdamSemantics::torch, true, false, false, true, 0.9, 1, 0.9F, DType::bf16, DType::bf16},

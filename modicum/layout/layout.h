@@ -107,7 +107,8 @@ Layout fsdp2_layout(int world_size, int shard_dim = 0);
 Layout hsdp_layout(int replicas, std::vector<int> shards, int shard_dim = 0);
 // Tensor parallel, then FSDP2: a rank is a row-major index over (dp..., tp). TP cuts first, then
 // FSDP cuts TP's shards along `shard_dim` among the flattened axes `dp`. The layout has one kind
-// for each TpKind, in this order.
+// for each TpKind, in this order. TP cuts `columns` along dim 0, `rows` along dim 1, and each of
+// the two packed parts of `packed` along dim 0; it does not cut `replicated`.
 enum class TpKind : uint8_t { columns, rows, packed, replicated };
 Layout tp_fsdp_layout(const std::vector<int>& dp, int tp, int shard_dim = 0);
 // Adds a kind for experts, and returns its number. Experts have another mesh over the same ranks: a

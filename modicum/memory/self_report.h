@@ -54,8 +54,7 @@ struct alignas(4096) SelfReport {
   std::atomic<int64_t> begin_ns;  // set last; 0: ignore the rest
   std::atomic<int32_t> rank;      // -1: unknown
   std::atomic<uint32_t> promised_phases;
-  std::atomic<uint64_t>
-      baseline_bytes;  // held by the process at `claim`, without the retained heap
+  std::atomic<uint64_t> baseline_bytes;               // at `claim`, without the retained heap
   std::atomic<uint64_t> retained_heap_bytes;          // at the last report_heap()
   std::atomic<uint64_t> budget_bytes;                 // budget of the node; 0: none
   std::array<std::atomic<uint64_t>, kPurposes> held;  // by all ledgers of the process

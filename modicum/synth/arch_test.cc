@@ -334,8 +334,8 @@ struct FilesOnTheHub {
   size_t files;
 };
 
-// DeepSeek's tool divides tensors by another rule; here a limit of 4.25 GB gives the
-// hub's number of files.
+// DeepSeek's tool divides tensors by another rule; here a limit of 4.25 GB gives the hub's
+// number of files.
 TEST(SplitIntoFiles, MakesAsManyFilesAsTheHubHas) {
   constexpr uint64_t kGb = 1'000'000'000;
   for (const FilesOnTheHub& hub :
