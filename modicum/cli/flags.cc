@@ -52,7 +52,7 @@ void add_common_flags(CLI::App& app, CommonFlags& flags) {
                "inspect: print a line for each tensor; doctor: also show what each `info` "
                "finding advises");
   app.add_option("--threads", flags.threads,
-                 "threads of each rank process (of synth and diff: of the verb); "
+                 "threads of each rank process, or of the one process of synth and diff; "
                  "default: the usable CPUs, divided by the number of ranks; no effect "
                  "on inspect, verify, doctor and watch")
       ->check(CLI::Range(1, 1024));
@@ -88,8 +88,8 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("--shard-dim", flags.shard_dim, "the tensor dim that FSDP shards; default 0");
   app.add_option(
       "--tp-rowwise", flags.tp_rowwise,
-      "REGEX of tensors that TP shards along dim 1; TP shards a tensor that no --tp-* flag "
-      "matches along dim 0");
+      "REGEX of tensors that TP shards along dim 1; if no --tp-* flag matches a tensor, TP "
+      "shards it along dim 0");
   app.add_option(
       "--tp-packed", flags.tp_packed,
       "REGEX of tensors that hold two matrices, one after the other along dim 0 (gate and "
@@ -155,8 +155,9 @@ void refuse_empty_values(const Args& args) {
   }
 }
 
-// Removes leading zeros from a decimal number; returns an error message for any other text. Without
-// this, CLI11 reads 010 as eight and 0x10 as sixteen.
+// Removes leading zeros from a decimal number. Returns an error message if `text` has a character
+// that no decimal number has, or is negative and must not be, else "". Without this, CLI11 reads
+// 010 as eight and 0x10 as sixteen.
 std::string make_decimal(std::string& text, bool is_unsigned) {
   if (is_unsigned && text.starts_with('-')) return "a number below 0";
   const size_t sign = text.starts_with('-') || text.starts_with('+') ? 1 : 0;

@@ -30,8 +30,8 @@ int run_plan(const Args& args) {
   app.add_option("--from", of_plan.from,
                  "a JSON document that `watch --json` printed, or that a verb with "
                  "--json printed when its budget refused it. Its limit is the budget, "
-                 "unless --budget is given. If this run does not fit, plan lists the "
-                 "runs with the fewest changes that do");
+                 "unless --budget is given. If the planned run does not fit, plan "
+                 "lists the runs that fit after the fewest changes");
   app.add_flag("--reference", of_plan.node.reference,
                "reinforcement learning: also count a frozen reference model with the "
                "trainer's layout");

@@ -23,7 +23,7 @@ ResultFile::ResultFile(FileSystem& files, std::string_view flag, const std::stri
   }
   if (files_.exists(path)) {
     files_.open_to_write(path)->close();
-    // Whoever made the link may have chosen a file that must not be replaced.
+    // `write` would replace the link, not the file to which it points.
     if (!files_.link_target(path).empty()) {
       fail(Category::io, fmt::format("{} names a symbolic link", flag), {.file = place_.name});
     }

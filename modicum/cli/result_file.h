@@ -10,11 +10,11 @@
 
 namespace modicum {
 
-// A result that is written at the end of a run. `write` replaces an existing file atomically. To a
-// pipe, a device or a descriptor it writes instead.
+// A result that is written at the end of a run. `write` replaces an existing file atomically. It
+// writes directly to a pipe, a device or a descriptor.
 class ResultFile {
  public:
-  // Before the run. Throws IO if the file could not be written then. `flag` is for messages.
+  // Called before the run. Throws IO if the file can't be written. Error messages name `flag`.
   ResultFile(FileSystem& files, std::string_view flag, const std::string& path);
   void write(const std::string& text);
 

@@ -29,9 +29,8 @@ struct StepFlags {
 void add_step_flags(CLI::App& app, StepFlags& flags) {
   add_common_flags(app, flags.common);
   add_oversubscribe_flag(app, flags.common);
-  app.add_option(
-      "--params", flags.params,
-      "number of parameters of all ranks together; they have rows of 4096; default 100M");
+  app.add_option("--params", flags.params,
+                 "number of parameters of all ranks together; default 100M");
   app.add_option("--state-format", flags.format,
                  "format of the optimizer's state: " + format_names() + "; default fp32");
   app.add_option("--ranks", flags.task.ranks, "number of rank processes; default 1")

@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kChunkBytes = 4 * kMiB;  // a thread's buffer; as kChunkBytes of synth/write.cc
+constexpr uint64_t kChunkBytes = 4 * kMiB;  // a thread's buffer, as in synth/write.cc
 
 std::string json_of(const SynthResult& made) {
   JsonWriter json;

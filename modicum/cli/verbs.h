@@ -54,8 +54,7 @@ void add_common_flags(CLI::App& app, CommonFlags& flags);
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
 std::string format_names();  // the names of all state formats, for help texts
-// Adds --seed, an unsigned 64-bit number. Its help text begins with "seed of " and
-// `seeded`.
+// Adds --seed, an unsigned 64-bit number. `seeded` names what it seeds, for the help text.
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& seeded);
 // Returns `value`. Throws USAGE unless it is finite and above 0.
 double positive(const std::string& flag, double value);
@@ -65,12 +64,13 @@ std::optional<Budget> budget_in_force(const CommonFlags& flags, int nodes);
 void add_oversubscribe_flag(CLI::App& app, CommonFlags& flags);
 // Throws USAGE if `ranks` processes are too many for the machine's cores.
 void require_cores(const CommonFlags& flags, int ranks);
-// Prints json() on stdout with --json, else text(), or nothing with --quiet.
+// With --json prints json() on stdout. Without --json prints text(), unless --quiet is given.
 void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
                   FunctionRef<std::string()> text);
 
 // Parses the flags of a verb. Returns exit code 0 if help was printed, else nullopt. Throws USAGE
-// for invalid arguments and empty values; for an unknown flag, with the nearest name.
+// for invalid arguments, empty values and unknown flags. The message about an unknown flag suggests
+// a flag with a similar name, if there is one.
 std::optional<int> parse(CLI::App& app, const Args& args);
 
 // For verbs without a plan. Throws BUDGET unless the process and `bytes` for `purpose` fit the

@@ -15,8 +15,8 @@ namespace modicum {
 void watch_instead(std::string_view verb, const Args& args, const std::string& report) {
   PosixFileSystem files;
   constexpr std::string_view kFlag = "--report";
-  // Checks that the page can be written. Not for a FIFO, whose reader would see its end when the
-  // check closes it.
+  // Checks that the page can be written, unless REPORT is a FIFO, a device or a descriptor: the
+  // reader of a FIFO would see its end when the check closes it.
   if (!OutputStream::is_at(report)) static_cast<void>(ResultFile(files, kFlag, report));
   const std::string program = files.link_target("/proc/self/exe");
   Args words = {"modicum", "watch", "--quiet", std::string(kFlag), report, "--", program};

@@ -129,8 +129,8 @@ HWY_INLINE int64_t for_pairs(const Op& op, int64_t begin, int64_t end) {
   for (; i + 2 * lanes <= end; i += 2 * lanes) op.pair(d, i);
   return i;
 }
-// Vectors are stepped in pairs if the gradients and all planes of the state have at most 16 bits
-// per element and no copy goes to `out`, since packing a single vector costs as much as its
+// Vectors are stepped in pairs if the gradients are bf16, all planes of the state have at most 16
+// bits per element and no copy goes to `out`, since packing a single vector costs as much as its
 // arithmetic. has_pairs is the condition on the format, pairs_of the one that is known only at run
 // time.
 constexpr bool has_pairs(StateFormat format) {

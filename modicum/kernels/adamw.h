@@ -76,8 +76,9 @@ class RunningPower {
 struct BetaPowers {
   RunningPower beta1, beta2;
 };
-// The same constants, computed from `powers`, which it updates. Takes constant time if they come
-// from the step before, otherwise up to `step` multiplications.
+// Gives the same constants as the function above, but continues from `powers` and updates them.
+// Takes constant time if `powers` are those of the step before, otherwise up to `step`
+// multiplications per beta.
 AdamNumbers adam_numbers(const AdamOptions& options, int64_t step, uint64_t seed,
                          BetaPowers& powers);
 

@@ -206,7 +206,8 @@ TEST(AdamW, EqualsTheReferenceInRows) {
   }
 }
 
-// Zeros, whose roots are 0, and in step 2 a gradient whose root exceeds the largest code.
+// Zeros, whose roots are 0, and in step 2 a gradient whose root exceeds 2^63, the largest value of
+// a code.
 std::vector<float> extreme_values(int64_t step, int64_t n) {
   std::vector<float> values = spread_values(step, n);
   for (size_t i = 3; i < values.size(); i += 7) values[i] = 0;
@@ -215,8 +216,8 @@ std::vector<float> extreme_values(int64_t step, int64_t n) {
 }
 
 // bf16 gradients without `out` are stepped two vectors at a time, and 8-bit moments in runs of up
-// to four blocks. With beta2 near 1, roots are small and their least offsets exceed the largest
-// code.
+// to four blocks. With beta2 near 1, roots are small, and their least offsets (see least_root)
+// exceed the offset of the largest code.
 TEST(AdamW, EqualsTheReferenceInPairsAndRuns) {
   constexpr StepCase kPaired[] = {
       {AdamSemantics::torch, true, false, false, true, 0.9, 1, 0.9F, DType::bf16, DType::bf16},
@@ -235,7 +236,7 @@ TEST(AdamW, EqualsTheReferenceInPairsAndRuns) {
   }
 }
 
-// Rows of 300 elements end with a short block, and calls end with rows.
+// Rows of 300 elements end with a short block. Each call steps one row.
 TEST(AdamW, IsBitEqualForAnyDivisionIntoRows) {
   for (const StateFormatRow& row : all_state_formats()) {
     constexpr int64_t kRow = 300;

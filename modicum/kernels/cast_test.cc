@@ -55,7 +55,7 @@ uint32_t encode(long double value, Format f) {
   const int lowest = 2 - bias_of(f);
   exponent = std::max(exponent, lowest);
   const long double places = round_half_even(std::ldexp(magnitude, f.mantissa_bits + 1 - exponent));
-  // A denormal has no implicit bit to remove; a carry moves into the exponent.
+  // The implicit bit of a normal number adds 1 to the exponent, and so does a carry.
   const auto field = static_cast<uint32_t>(exponent - lowest);
   const auto number = (field << f.mantissa_bits) + static_cast<uint32_t>(places);
   return sign | std::min(number, infinity);

@@ -297,7 +297,7 @@ struct Codes {
   Roots roots() const { return {staged->root, staged->of_root}; }
   Roots max_roots() const { return {staged->max_root, staged->of_max_root}; }
 
-  // Rounded offsets of roots, not capped; 0 for 0. `z`: the rounded offset of exp_avg.
+  // Rounded offsets of roots, not capped; 0 for a root of 0. `z`: the rounded offset of exp_avg.
   template <class D>
   HWY_INLINE Words<D> root(D d, const Roots& from, int64_t b, int64_t k, Words<D> z) const {
     const Floats<D> root = hn::LoadU(d, from.staged + k);

@@ -48,7 +48,8 @@ MODICUM_INLINE float value_of(int32_t magnitude) noexcept {
   return std::bit_cast<float>(bits + (denormal & (1 << kPlaces))) - implicit;
 }
 
-// `number` with the product's sign; for codes of infinity and NaN, those instead.
+// `number` with the product's sign. If `code` is infinity or NaN, returns infinity with that sign
+// or kNan instead.
 template <typename Code>
 MODICUM_INLINE uint32_t with_specials(uint8_t code, uint32_t number, uint32_t scale_sign) noexcept {
   const int32_t magnitude = code & 0x7f;
@@ -94,7 +95,7 @@ uint32_t any_product(uint32_t a, uint32_t b) noexcept {
     kept = product >> drop;
     kept += rest > half || (rest == half && kept % 2 == 1) ? 1 : 0;
   }
-  // A denormal has no implicit bit to remove; a carry moves into the exponent.
+  // The implicit bit of a normal number adds 1 to the exponent, and so does a carry.
   const int64_t bits = (int64_t{place + drop - kLowest} << kPlaces) + static_cast<int64_t>(kept);
   return sign | static_cast<uint32_t>(std::min(bits, int64_t{kInfinity}));
 }

@@ -14,7 +14,7 @@ constexpr uint64_t kStep = 0x9e3779b97f4a7c15U;  // odd; spreads adjacent places
 
 // Hashes the place to a mask, xors the element's bits, and hashes again. Both hashes are
 // bijections, so two different elements at one place never give the same number. The
-// multiplications keep changes of several (place, bits) pairs from cancelling in the sum.
+// multiplications make it unlikely that changes of several (place, bits) pairs cancel in the sum.
 MODICUM_INLINE uint64_t mix(uint64_t place, uint64_t bits) noexcept {
   uint64_t x = (place ^ (place >> 32)) * 0xd6e8feb86659fd93U;
   x ^= (x >> 32) ^ bits;

@@ -170,8 +170,8 @@ HWY_INLINE Floats<D> part_of_scale(D d, Floats<D> z) {
   constexpr float kInverse = 1 / (kTop<kPlaces> - 2);
   return fma(d, z, hn::Set(d, kInverse), hn::Set(d, -2 * kInverse));
 }
-// The magnitude of a code that has been shifted by kPlaces. The largest code's is exactly the
-// scale.
+// The magnitude of a code that has been shifted by kPlaces. The largest code has exactly the scale
+// as its magnitude.
 template <int kPlaces, class D>
 HWY_INLINE Floats<D> value_of(D d, Words<D> placed, float scale) {
   const hn::Rebind<uint32_t, D> du;
@@ -298,7 +298,7 @@ HWY_INLINE hn::Vec<hn::Repartition<uint16_t, D>> halves_of(D, const Pair<Words<D
   const auto even = hn::BitCast(d16, hn::ShiftRight<16>(words.even));
   return hn::OddEven(hn::BitCast(d16, words.odd), even);
 }
-// The codes of a pair of vectors, as of root_code, each in the lower byte of its 16 bits.
+// The codes that root_code computes, for a pair of vectors; each is the lower byte of 16 bits.
 template <class D>
 HWY_INLINE hn::Vec<hn::Repartition<uint16_t, D>> root_codes(D d, const Pair<Words<D>>& z) {
   const hn::Repartition<uint16_t, D> d16;
@@ -322,7 +322,7 @@ HWY_INLINE void store_codes_of_both(D, hn::Vec<hn::Repartition<uint16_t, D>> upp
   const hn::Repartition<uint8_t, D> d8;
   const hn::Repartition<uint64_t, D> d64;
   const hn::Half<decltype(d8)> half;
-  // Moves the lower bytes to the lower half of each 128 bits, then to that of the vector.
+  // Moves the lower bytes to the lower half of each 128 bits, then to the lower half of the vector.
   alignas(16) static constexpr uint8_t kBytes[16] = {0, 2, 4, 6, 8, 10, 12, 14,
                                                      1, 3, 5, 7, 9, 11, 13, 15};
   constexpr auto kWords = [] {
@@ -419,8 +419,8 @@ HWY_INLINE void largest_of_four(const float* values, float* most) {
 // float, so that neither encoding nor squaring overflows.
 constexpr float kMostCoded = 0x1p63F;
 
-// Values beyond the largest code become it, and NaN becomes 0, so that the other elements of their
-// block keep their values.
+// Clamps values to [-kMostCoded, kMostCoded] and replaces NaN with 0, so that the other elements of
+// their block keep their values.
 HWY_INLINE void clamp_to_codes(float* values, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const bool is_nan = std::isnan(values[i]);

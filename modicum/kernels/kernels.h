@@ -19,7 +19,7 @@ namespace modicum {
 //
 // NaNs stay NaNs. Casts from fp32 and fp16 to bf16 make every NaN 0x7fc0, as torch 2.13's scalar
 // code does (its AVX2 code gives 0xffff). fp32 <-> fp16 keeps the sign and the upper payload bits
-// and sets the quiet bit; bf16 -> fp32 keeps all bits; both as in torch's vector code.
+// and sets the quiet bit; bf16 -> fp32 keeps all bits. Both rules are those of torch's vector code.
 void cast(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype,
           int64_t n) noexcept;
 
@@ -46,8 +46,9 @@ struct ScaledCodes {
 void dequant(const ScaledCodes& from, std::byte* to, DType to_dtype, int64_t n,
              int64_t to_step = 1) noexcept;
 
-// Converts stored scales to fp32, exactly: fp32, bf16, fp16, F8_E8M0 or U8. A byte of F8_E8M0 or U8
-// means 2^(byte - 127), except 255: NaN in F8_E8M0 and infinity in U8, as in transformers.
+// Converts stored scales of dtype fp32, bf16, fp16, F8_E8M0 or U8 to fp32, exactly. A byte of
+// F8_E8M0 or U8 means 2^(byte - 127), except 255: NaN in F8_E8M0 and infinity in U8, as in
+// transformers.
 void widen_scales(const std::byte* from, DType dtype, int64_t n, float* to) noexcept;
 
 // Copies `n` bytes by stores that bypass the caches, which is fastest if the target is much larger

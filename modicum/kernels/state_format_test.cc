@@ -85,8 +85,9 @@ HeldSpan written_over(StateFormat format, int16_t lower) {
   return held;
 }
 
-// The number of masters that do not continue from their upper half, whose number is their index: a
-// finite one must round to its upper half, and infinities and NaNs must stay such.
+// masters[i] was joined from the upper half i and some lower half. Counts the wrong masters: if the
+// upper half is finite, the master must be finite and round to it; if it is an infinity, the master
+// must equal it; if it is a NaN, the master must be a NaN.
 int64_t not_of_their_class(const std::vector<float>& masters) {
   int64_t wrong = 0;
   for (uint32_t upper = 0; upper < kUppers; ++upper) {

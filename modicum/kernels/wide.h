@@ -1,5 +1,5 @@
-// Compiles a loop twice: for the build's baseline instruction set, and for CPUs with AVX2. Internal
-// to `kernels`.
+// On x86-64 compiles a loop twice: for the build's baseline instruction set, and for CPUs with
+// AVX2. Internal to `kernels`.
 #pragma once
 
 #define MODICUM_INLINE inline __attribute__((always_inline))

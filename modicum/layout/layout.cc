@@ -45,8 +45,8 @@ int cut_dim(const Cut& cut, const Dims& dims) noexcept {
 }
 
 // The indices that a rank holds along one dim, as chunks in the order of its memory. `size_` is
-// their number, `padded_` the allocated size. Gate 0..3 and up 4..7 are packed along one dim. Rank
-// 1 of two takes its part, then rank 0 of two along a second axis:
+// their number, `padded_` the allocated size. Gate 0..3 and up 4..7 are packed along one dim. The
+// first cut is for index 1 of 2 along one mesh axis, the second for index 0 of 2 along another:
 //
 //   whole                  [0,8)
 //   cut packed 2           [2,4) [6,8)       the second half of each part

@@ -1,4 +1,5 @@
-// The public header of `layout`: the elements of each target that a rank holds.
+// The public header of `layout`: the elements of each target that a rank holds. A target is a
+// tensor of the loaded model.
 //
 // A layout consists of rules, not lists: 92,000 tensors on 64 ranks have millions of pieces, so
 // each piece is computed on request. The rules are those of torch.chunk, DTensor, FSDP2 and
@@ -106,16 +107,17 @@ Layout fsdp2_layout(int world_size, int shard_dim = 0);
 Layout hsdp_layout(int replicas, std::vector<int> shards, int shard_dim = 0);
 // Tensor parallel, then FSDP2: a rank is a row-major index over (dp..., tp). TP cuts first, then
 // FSDP cuts TP's shards along `shard_dim` among the flattened axes `dp`. The layout has one kind
-// for each TpKind, in this order.
+// for each TpKind, in this order. TP cuts `columns` along dim 0, `rows` along dim 1, and each of
+// the two packed parts of `packed` along dim 0; it does not cut `replicated`.
 enum class TpKind : uint8_t { columns, rows, packed, replicated };
 Layout tp_fsdp_layout(const std::vector<int>& dp, int tp, int shard_dim = 0);
 // Adds a kind for experts, and returns its number. Experts have another mesh over the same ranks: a
 // rank is a row-major index over (fsdp, ep). Experts (dim 0) are split among `ep` first, then FSDP
 // cuts along `shard_dim`.
 uint8_t add_expert_kind(Layout& layout, int fsdp, int ep, int shard_dim = 0);
-// ZeRO-3: a floating-point tensor is flattened, and each rank has ceil(numel / ranks) elements.
-// Tensors without dims, and of dtypes without gradients (integers, floats of less than a byte), are
-// replicated.
+// ZeRO-3: a floating-point tensor is flattened, and each rank's buffer has ceil(numel / ranks)
+// elements. 0-d tensors and tensors of dtypes without gradients (integers, booleans, floats of less
+// than a byte) are replicated.
 Layout zero3_layout(int world_size, Targets targets);
 // ZeRO-1 and -2: one flat group per floating dtype, padded to a multiple of 2 x ranks elements.
 // Targets of dtypes without gradients are replicated. `round_robin` orders a group as DeepSpeed's
@@ -211,7 +213,7 @@ void for_each_global_run(const Box& piece, int64_t begin, int64_t end,
 // Adds the layout to a digest: all members but `places`, which follow from `flats`.
 void digest_layout(const Layout& layout, Hasher& hasher);
 
-// The alignment of buffers in a rank's arena.
+// The alignment of each local buffer in the memory block that holds all buffers of a rank.
 constexpr uint64_t kBufferAlignment = 64;
 
 }  // namespace modicum

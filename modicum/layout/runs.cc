@@ -9,7 +9,7 @@ namespace modicum {
 namespace {
 
 // The target with its dims permuted to `order`, and the sharding that gives each rank the same
-// elements as before.
+// elements as before. (Not for a flattened sharding, which has no dims to permute.)
 std::pair<TensorSpec, Sharding> reordered(const TensorSpec& target, const Sharding& sharding,
                                           std::span<const int> order) {
   std::pair<TensorSpec, Sharding> made(target, sharding);

@@ -68,7 +68,7 @@ void reserve_ranges() noexcept {
 }
 
 // Registered during static initialisation, before any Exclusion can exist.
-[[maybe_unused]] const int kIsRegistered = ::pthread_atfork(nullptr, nullptr, reserve_ranges);
+[[maybe_unused]] const int kResult = ::pthread_atfork(nullptr, nullptr, reserve_ranges);
 
 Block* block_after(Block& block) {
   if (Block* const next = block.next) return next;

@@ -115,9 +115,9 @@ Mapping Mapping::aligned(uint64_t bytes, Fork fork) {
   std::byte* const data = reserved + before;
   Mapping mapping(data, bytes);
   if (fork == Fork::shared) map(bytes, MAP_SHARED | MAP_FIXED, data);
-  // Small mappings opt out of huge pages: one that spans two neighbouring mappings would stay
-  // resident after one of them is unmapped. Both hints fail on kernels without huge pages, which is
-  // fine; shared memory also needs /sys/kernel/mm/transparent_hugepage/shmem_enabled.
+  // Small mappings opt out of huge pages: a huge page that spans two neighbouring mappings would
+  // stay resident after one of them is unmapped. Both hints fail on kernels without huge pages,
+  // which is fine; shared memory also needs /sys/kernel/mm/transparent_hugepage/shmem_enabled.
   static_cast<void>(::madvise(data, bytes, slack != 0 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE));
   if (fork == Fork::excluded) mapping.pages_.get_deleter().exclusion = Exclusion(mapping.bytes());
   return mapping;

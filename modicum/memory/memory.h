@@ -3,8 +3,8 @@
 //
 //   charge(Purpose::shards, 5 MiB, threads)
 //     book     held[shards] += 5 MiB      over the limit: BUDGET, nothing has been mapped
-//     map      mmap, 2 MiB aligned        refused: NOMEM, the entry is returned
-//     commit   write every page once      refused or cancelled: pages and entry are returned
+//     map      mmap, 2 MiB aligned        refused: NOMEM, held[shards] -= 5 MiB
+//     commit   write every page once      refused or cancelled: munmap, held[shards] -= 5 MiB
 //   ~Buffer    munmap, then held[shards] -= 5 MiB
 //
 // A ledger with a limit of 8 MiB:                       held    at_peak
@@ -18,8 +18,8 @@
 // It is for memory that the caller fills from end to end: the page that the kernel has just zeroed
 // is then still in the CPU's cache.
 //
-// Ownership: a Ledger must outlive its Charges and Buffers. Threads: a Ledger may be used from
-// several threads; a Charge, Mapping or Buffer by one at a time.
+// Ownership: a Ledger must outlive its Charges and Buffers. Threads: several threads may use a
+// Ledger at once; only one thread at a time may use a Charge, Mapping or Buffer.
 #pragma once
 
 #include <cstddef>
@@ -40,9 +40,9 @@ namespace modicum {
 
 class Ledger;
 
-// An entry in the ledger, returned on destruction. Move-only. For memory that forked children
-// inherit an entry counts its bytes twice, the second time as Purpose::fork: if this process writes
-// to a page, the children keep a copy (copy-on-write).
+// An entry in the ledger: bytes that count as held until the Charge is destroyed. Move-only. An
+// entry for memory that forked children inherit counts its bytes twice, the second time as
+// Purpose::fork: if this process writes to a page, the children keep a copy (copy-on-write).
 class Charge {
  public:
   Charge() = default;
@@ -86,7 +86,8 @@ class Mapping {
     void operator()(std::byte* data) noexcept;
   };
   Mapping(std::byte* data, size_t size) noexcept : pages_(data, Unmap{size, {}}) {}
-  // `bytes` is a multiple of the page size; aligned to a huge page if it is at least one.
+  // `bytes` is a multiple of the page size. The mapping is aligned to 2 MiB if `bytes` is at least
+  // 2 MiB.
   static Mapping aligned(uint64_t bytes, Fork fork);
   std::unique_ptr<std::byte, Unmap> pages_;
 };
@@ -129,7 +130,7 @@ class Ledger {
   Ledger& operator=(const Ledger&) = delete;
 
   // Maps `bytes`, rounded up to whole pages, and commits them on `threads` threads. Zero bytes give
-  // an empty Buffer. On failure the ledger is unchanged and nothing stays mapped. Throws BUDGET
+  // an empty Buffer. On failure `held` is unchanged and nothing stays mapped. Throws BUDGET
   // over the limit (`expected` is the limit, `got` the total that would be held, `owners` the
   // memory held now), NOMEM if the kernel refuses (`got` is the request, `owners` as for BUDGET),
   // and any exception of `poll`. `fork` decides what forked children see: no memory (excluded), the

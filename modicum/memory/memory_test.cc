@@ -302,9 +302,9 @@ bool reading_kills_a_child(const std::byte* address) {
 }
 
 #ifdef __SANITIZE_THREAD__
-#define SKIP_WHERE_CHILDREN_MAP_FIRST()                                                           \
-  GTEST_SKIP() << "the thread sanitizer maps memory of its own in the child, just where the gap " \
-                  "is"
+#define SKIP_WHERE_CHILDREN_MAP_FIRST()                                                        \
+  GTEST_SKIP() << "the thread sanitizer maps memory of its own in the child, in the excluded " \
+                  "range"
 #else
 #define SKIP_WHERE_CHILDREN_MAP_FIRST() static_cast<void>(0)
 #endif
@@ -329,8 +329,8 @@ TEST(Fork, ExcludedMemoryIsReservedInChildrenWithoutAccess) {
   }
 }
 
-// Must fail if addresses are free in the child: a later mapping there would be read as the
-// parameter.
+// Must fail if the addresses are free in the child: a later mapping could take them, and code that
+// reads the excluded memory would read that mapping.
 TEST(Fork, AChildNeverMapsMemoryInAnExcludedRange) {
   SKIP_WHERE_CHILDREN_MAP_FIRST();
   Ledger ledger;

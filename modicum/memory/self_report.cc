@@ -65,14 +65,14 @@ SelfReports* SelfReports::find_in(std::span<std::byte> memory) noexcept {
 
 SelfReport* SelfReports::claim(int pid, uint64_t baseline_bytes) noexcept {
   // An entry with this pid belongs to an ended process, or to this process before an exec.
-  auto of = std::find_if(pids.begin(), pids.end(),
-                         [pid](const std::atomic<int32_t>& one) { return one.load() == pid; });
-  for (auto one = pids.begin(); of == pids.end() && one != pids.end(); ++one) {
+  auto entry = std::find_if(pids.begin(), pids.end(),
+                            [pid](const std::atomic<int32_t>& one) { return one.load() == pid; });
+  for (auto one = pids.begin(); entry == pids.end() && one != pids.end(); ++one) {
     int32_t none = 0;
-    if (one->compare_exchange_strong(none, pid)) of = one;
+    if (one->compare_exchange_strong(none, pid)) entry = one;
   }
-  if (of == pids.end()) return nullptr;
-  SelfReport& report = reports[static_cast<size_t>(of - pids.begin())];
+  if (entry == pids.end()) return nullptr;
+  SelfReport& report = reports[static_cast<size_t>(entry - pids.begin())];
   report.begin_ns.store(0);
   report.rank.store(-1, kRelaxed);
   report.promised_phases.store(0, kRelaxed);

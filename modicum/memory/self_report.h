@@ -4,10 +4,10 @@
 //   SelfReports    head: pids | SelfReport | SelfReport | ...     made and read by the watcher
 //                               ^ claimed and written, without locks, by one process
 //
-// The table is in a SharedPages that all of them map; the environment variable kWatchVariable has
-// its path. A process may be killed between any two stores, and may write anything, so each field
-// is an atomic that the reader validates on its own. Times are SteadyClock's, the same in all
-// processes.
+// The table is in shared memory (SharedPages) that the watcher and the processes map; the
+// environment variable kWatchVariable has its path. A process may be killed between any two stores,
+// and may write anything, so each field is an atomic that the reader validates on its own. Times
+// are SteadyClock's, the same in all processes.
 #pragma once
 
 #include <array>
@@ -54,9 +54,9 @@ struct alignas(4096) SelfReport {
   std::atomic<int64_t> begin_ns;  // set last; 0: ignore the rest
   std::atomic<int32_t> rank;      // -1: unknown
   std::atomic<uint32_t> promised_phases;
-  std::atomic<uint64_t> baseline_bytes;       // held at the claim, without the retained heap
-  std::atomic<uint64_t> retained_heap_bytes;  // at the last report_heap()
-  std::atomic<uint64_t> budget_bytes;         // budget of the node; 0: none
+  std::atomic<uint64_t> baseline_bytes;               // at `claim`, without the retained heap
+  std::atomic<uint64_t> retained_heap_bytes;          // at the last report_heap()
+  std::atomic<uint64_t> budget_bytes;                 // budget of the node; 0: none
   std::array<std::atomic<uint64_t>, kPurposes> held;  // by all ledgers of the process
   std::atomic<uint64_t> phases_begun;
   std::array<Promised, kMostPromised> promised;
@@ -68,7 +68,7 @@ static_assert(sizeof(SelfReport) == 4096);
 struct SelfReports {
   static constexpr size_t kMost = 960;
 
-  // Makes the table in `memory`, which holds sizeof(SelfReports) zeros or more.
+  // Makes the table in `memory`, which must consist of at least sizeof(SelfReports) zero bytes.
   static SelfReports& make_in(std::span<std::byte> memory);
   // Returns the table in `memory`; nullptr if there is none with this layout (kMagic).
   static SelfReports* find_in(std::span<std::byte> memory) noexcept;
@@ -93,7 +93,8 @@ class Reporter {
   void set_budget(uint64_t bytes) const noexcept;
   void report_heap() const noexcept;  // reports retained_heap_bytes()
   bool is_on() const noexcept;        // whether there is a report that this process may write
-  // Reports this process's rank and the part of `promise` for it. Replaces an earlier promise.
+  // Reports this process's rank and, of `promise`, the part for this rank in the first
+  // kMostPromised phases. Replaces an earlier promise.
   void promise(const Promise& promise, int rank) const noexcept;
 
  private:

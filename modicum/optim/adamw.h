@@ -85,7 +85,7 @@ struct ReadyChunk {
   int64_t at = 0;
   int64_t n = 0;
   const std::byte* elements = nullptr;
-  int slot = -1;  // slot of the ring; -1 if `elements` points into the master
+  int slot = -1;  // slot of Outlet::ring; -1 if `elements` points into the master
 };
 
 // Copies updated parameters out (to a device) while the step runs. `send` starts the copy of a
@@ -144,12 +144,12 @@ class AdamW {
   size_t shards() const noexcept { return spec_.shards.size(); }
   const ShardSpec& shard(size_t index) const { return spec_.shards.at(index); }
   const AdamOptions& options(int group) const;
-  // Sets the options of later steps. Throws USAGE if `amsgrad` changes, since the constructor
-  // allocates the plane of max_exp_avg_sq, and as the constructor does for options.
+  // Sets the options of later steps. Throws as the constructor does for invalid options, and USAGE
+  // if `amsgrad` changes, since only the constructor allocates the plane of max_exp_avg_sq.
   void set_options(int group, const AdamOptions& options);
 
-  // Converts a piece and stores it. Throws MISMATCH, naming the parameter, for elements outside of
-  // the shard, or that have arrived in this step, or if the parameter was left out.
+  // Converts a piece and stores it. Throws MISMATCH, naming the parameter, if an element is outside
+  // of the shard or has already arrived in this step, or if the parameter was left out.
   void arrive(const Piece& piece);
   // Like `arrive`, for elements that the caller has already written to plane(shard, Plane::grad).
   void arrived_in_place(size_t shard, int64_t at, int64_t n);
@@ -161,7 +161,7 @@ class AdamW {
   // shards. Throws MISMATCH, naming the parameter, if a gradient is missing.
   GradNorm norm() const;
   // The sum of squares of each shard, secondary replicas included, for callers that weight replicas
-  // themselves. Throws as `norm`.
+  // themselves. Throws as `norm` does.
   std::vector<GradNorm> norms() const;
   // One optimizer step. Throws MISMATCH as `norm` does; USAGE if a gradient is not finite,
   // `unscale` or `clip` is out of range, or the outlet's ring has fewer slots than threads;

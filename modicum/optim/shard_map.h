@@ -1,6 +1,6 @@
 // The mapping between a shard's local indices, the parameter's global indices, and bytes in the
-// arenas. Internal to `optim`. Example, a shard with the runs {first 60000, n 8000} and
-// {first 200000, n 500}:
+// arenas (one block of memory per plane of the state). Internal to `optim`. Example, a shard with
+// the runs {first 60000, n 8000} and {first 200000, n 500}:
 //
 //   local     0 ........ 5536 ........ 8000 ..... 8500
 //   global    60000 .... 65536 ....... 68000
@@ -10,9 +10,9 @@
 //                                                          one bucket
 //
 // Blocks of scales and buckets are defined by *global* index: 8-bit codes have the same bits for
-// every sharding that divides no block, and a bucket's norm for every sharding that does not divide
-// the bucket. A bucket ends where a block ends: with rows of 300 (blocks of 128, 128 and 44) the
-// first bucket has 65,656 elements, since its last block is [65528, 65656).
+// every sharding that divides no block, and a bucket's norm has the same bits for every sharding
+// that does not divide the bucket. A bucket ends where a block ends: with rows of 300 (blocks of
+// 128, 128 and 44) the first bucket has 65,656 elements, since its last block is [65528, 65656).
 #pragma once
 
 #include <algorithm>

@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// Two runs in one bucket that begin inside rows, and a run that spans several buckets.
+// Two runs in one bucket, and a run that spans several buckets.
 ShardSpec spec_of(int64_t row) {
   return {.fqn = "w",
           .runs = {{100, 600}, {1000, 300}, {kBucketElements - 5, 3 * kBucketElements + 77}},
@@ -45,7 +45,7 @@ TEST(ShardIndex, StretchesTileTheShardAndDivideNoBlock) {
   }
 }
 
-// commit_pages gives thread k of T the k-th part of T of every arena.
+// commit_pages divides each arena into T equal parts, and thread k of T commits the k-th part.
 TEST(Partition, AThreadStepsTheShareThatItCommitted) {
   constexpr int64_t kRow = 300;
   constexpr int64_t kSizes[] = {kRow * 9000, kRow * 20, kRow * 31000, kRow * 700};

@@ -1,4 +1,4 @@
-// The description of a rank's optimizer state, and its footprint. Values.
+// The description of a rank's optimizer state, and its footprint.
 #pragma once
 
 #include <array>

@@ -20,7 +20,7 @@ constexpr ArchTraits kQwen3Next{.has_qk_norm = true, .has_query_gate = true, .ha
 constexpr DType kBf16 = DType::bf16;
 
 // tiny-moe and tiny-fp8 are for tests. tiny-moe has the tensors of qwen3_moe in a few KB; most
-// numbers of ranks don't divide its widths. tiny-fp8 has the tensors of DeepSeek-V3 in half a MB,
+// numbers of ranks don't divide its widths. tiny-fp8 has the tensors of DeepSeek-V3 in 0.6 MB,
 // with incomplete scale blocks at both edges. It lacks the MTP layer, which transformers recognises
 // only by the layer number 61.
 constexpr std::array<Arch, 16> kArchs = {{

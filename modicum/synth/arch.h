@@ -12,8 +12,8 @@
 
 namespace modicum {
 
-// Properties that determine a model's tensors, but that config.json lacks: transformers' code for
-// the family implies them.
+// Properties that determine a model's tensors. They are not read from config.json, since not every
+// family's config.json has them.
 struct ArchTraits {
   bool has_qkv_bias = false;
   bool has_o_bias = false;
@@ -23,8 +23,8 @@ struct ArchTraits {
   bool has_mtp = false;  // multi-token prediction: one more layer, for the token after the next
 };
 
-// The sizes that determine the shapes of a model's tensors, from config.json. A size is 0 if the
-// model's family does not have it.
+// The sizes that determine the shapes of a model's tensors, from config.json. A size that the
+// model's family does not use has no meaning.
 struct ArchWidths : ArchTraits {
   int64_t vocab = 0;
   int64_t hidden = 0;
@@ -82,7 +82,7 @@ struct ArchVariant {
 class TensorList;
 
 struct Arch {
-  std::string_view name;  // a value of `--arch`, and the name of its file in configs/
+  std::string_view name;  // a value of `--arch`; its config.json is configs/NAME.json.in
   int layers = 0;
   DType dtype = DType::bf16;  // the hub's
   ArchTraits traits;

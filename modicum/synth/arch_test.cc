@@ -76,7 +76,8 @@ TEST(Arch, DeepseekHasTheHubsCountOfEachDtype) {
                                       {DType::f32, 41'555'600}}));
 }
 
-// Every matrix of FP8 codes has scales, and no other tensor has. Blocks at the edges are smaller.
+// Every matrix of FP8 codes has scales, and no other tensor has scales. Blocks at the edges are
+// smaller.
 TEST(Arch, EveryBlockOf128RowsAndColumnsHasAScale) {
   for (const char* name : {"deepseek-v3", "tiny-fp8"}) {
     std::map<std::string, TensorSpec> by_name;
@@ -333,7 +334,8 @@ struct FilesOnTheHub {
   size_t files;
 };
 
-// DeepSeek's tool divides tensors by another rule; here a limit of 4.25 GB gives as many files.
+// DeepSeek's tool divides tensors by another rule; here a limit of 4.25 GB gives the hub's
+// number of files.
 TEST(SplitIntoFiles, MakesAsManyFilesAsTheHubHas) {
   constexpr uint64_t kGb = 1'000'000'000;
   for (const FilesOnTheHub& hub :

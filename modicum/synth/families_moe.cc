@@ -8,8 +8,8 @@ constexpr int64_t kScaleBlock = 128;   // FP8: a scale per block of 128 rows x 1
 constexpr int64_t kMxBlock = 32;       // MXFP4: a scale per 32 neighbouring codes of a row
 constexpr int64_t kMxBlockBytes = 16;  // 32 codes, two per byte
 
-// gpt-oss: all experts in one tensor: MXFP4 codes with scales along the input dim, or unquantised
-// weights [experts, in, out].
+// gpt-oss has one tensor for all experts: weights [experts, in, out], or MXFP4 codes and a second
+// tensor of their scales, in blocks along the input dim.
 void add_packed_experts(TensorList& list, const std::string& name, int64_t experts, int64_t in,
                         int64_t out) {
   if (list.variant().is_quantised) {
