@@ -126,7 +126,8 @@ void add_expected(Origins& expected, const Plan& plan, uint32_t target, int dim,
   }
 }
 
-// A read stays inside its file's data, covers exactly the bytes of its transfers and fits the tile.
+// A read stays inside its file's data, and begins and ends with the bytes of its transfers. A
+// direct read is one run; any other fits the tile.
 void check_read(const Plan& plan, const Read& read) {
   const DataFile& file = plan.manifest->files[read.at.file];
   ASSERT_LT(read.at.begin, read.at.end);
@@ -452,7 +453,7 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
               expected);
   };
   constexpr auto kCopy = Destination::copy;
-  // Not cast: all of the slot but the room for lines.
+  // Without a cast, the tile is the slot without its cast room.
   constexpr uint64_t kTile = kMiB - kLineRoomBytes;
   for (const int world : {1, 4}) {
     expect(plan("own-shard", world).staging, {8 * kMiB, 0, kMiB, kMiB, 7});
@@ -463,8 +464,8 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
   // Cast to fp32, a tile of FP8 codes is four times as large: 5 * 209'664 <= 1 MiB.
   Recipe cast = recipe_;
   set_dtype(cast, DType::f32, "");
-  PlanOptions discarding = plan("own-shard", 4, 8 * kMiB, Destination::copy).options;
-  expect(make_plan(manifest_, cast, fsdp2_layout(4), discarding).staging,
+  PlanOptions copying = plan("own-shard", 4, 8 * kMiB, Destination::copy).options;
+  expect(make_plan(manifest_, cast, fsdp2_layout(4), copying).staging,
          {8 * kMiB, 0, kMiB, 209'664, 7});
   expect(plan("rank0-broadcast", 1).staging, {0, 0, 0, 0, 0});
   expect(plan("rank0-broadcast", 4).staging, {2 * kMiB, 2 * kMiB, 0, 0, 0});
