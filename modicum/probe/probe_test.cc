@@ -98,8 +98,8 @@ TEST(MemoryLimits, AContainerSeesItsOwnCgroupAtTheMountPoint) {
             "cgroup v1 /docker/abc/job 3000 2000; cgroup v1 /docker/abc 4000 3000; ");
 }
 
-// The first mount shows a cgroup above the namespace's root, so it does not show /job. The second
-// mount does, at a path with an escaped space.
+// The first mount's root is above the namespace's root, so the place of /job below it is unknown.
+// The second mount shows /job, at a path with an escaped space.
 TEST(MemoryLimits, AMountFromOutsideTheNamespaceIsParsed) {
   Machine machine;
   machine.put("/proc/self/cgroup", "0::/job\n");

@@ -117,7 +117,7 @@ std::vector<Mapping> mappings_in(std::string_view smaps) {
   return mappings;
 }
 
-// Whether `rest` holds the unused addresses of the heap that ends `used`, mapped without access.
+// Whether `rest` holds the unused addresses of the last heap in `used`, mapped without access.
 // The kernel merges adjacent mappings: `used` may consist of several heaps, the earlier ones full,
 // and `rest` may continue into an adjacent reservation.
 bool is_rest_of(const Mapping& used, const Mapping& rest) {
@@ -239,7 +239,7 @@ Program read_program(int pid, const std::string& root) {
   for (const int child : below) all.emplace(child, read_process(child, root));
   for (const int child : below) {
     const Process& process = all.at(child);
-    if (process.auxv.empty()) continue;  // a zombie, or it has ended
+    if (process.auxv.empty()) continue;  // ended, a zombie, or another user's
     program.children.push_back({child, process.parent, method_of(process, all), 0});
   }
   count_shared(program, all, root);
