@@ -115,7 +115,8 @@ TEST(Gather, EachWindowOfCompleteRowsIsWrittenInOneCall) {
   }
 }
 
-// One rank puts no bytes, and another none in the last half: their bytes stay unwritten.
+// Rank 1 puts no bytes, and rank 2 only those of the first 50 rows: their other bytes stay
+// unwritten.
 TEST(Gather, HolesStayUnwritten) {
   Puts puts = rows_of(4, 1000, 100);
   puts[1].clear();
