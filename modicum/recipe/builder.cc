@@ -1,4 +1,4 @@
-// RecipeBuilder: every call checks the shapes of its inputs, and `finish` the whole recipe.
+// RecipeBuilder: the call of an op checks its inputs, and `finish` checks the whole recipe.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -51,7 +51,7 @@ int64_t require_countable(const Node& node) {
 }
 
 // The numbers [0, count), sorted by name. Sorted copies of the names would take memory in `finish`,
-// where it is highest.
+// where the builder holds the most.
 template <typename NameOf>
 std::vector<uint32_t> sorted_by_name(size_t count, const NameOf& name_of) {
   std::vector<uint32_t> order(count);
