@@ -53,7 +53,7 @@ struct ProcessIdentity {
 ProcessIdentity identify_process(int64_t pid, const std::string& root = "");
 // Whether the process has ended. False if it is of another host or container, since that can't be
 // determined from here.
-bool is_dead(const ProcessIdentity& of, const std::string& root = "");
+bool is_dead(const ProcessIdentity& process, const std::string& root = "");
 
 // Bytes and facts from /proc/PID/status. Reading this one file takes about 20 us. The kernel walks
 // no pages for it, so the process is not slowed down; shared pages count in full.
@@ -97,13 +97,13 @@ std::optional<int> read_wait_status(int pid, const std::string& root = "");
 // SLURM_PROCID or LOCAL_RANK, the first that is a number. Children inherit their parent's
 // variables.
 struct GivenRank {
-  std::optional<int> rank;    // none: no such variable has a number
+  std::optional<int> rank;    // nullopt: none of these variables has a number
   std::string_view variable;  // the name of the variable; empty without a rank
 
   bool operator==(const GivenRank&) const = default;
 };
-// nullopt if the environment can't be read (the process has ended, or is another user's) or is
-// empty (the process is ending, or was given none).
+// nullopt if the environment can't be read (the process has ended, or is another user's), or if
+// it is empty (the process is ending, or has no variables).
 std::optional<GivenRank> rank_of(int pid, const std::string& root = "");
 
 // The children of all threads of a process, ascending. Unlike `descendants`, reads only the

@@ -73,8 +73,9 @@ void count_shared(Program& program, const Processes& all, const std::string& roo
     program.exposed_bytes += tree.rest.shared_bytes;
     program.copied_bytes += tree.rest.copied_bytes;
     for (const TreeMemory::Process& one : tree.processes) {
-      const auto child = std::find_if(program.children.begin(), program.children.end(),
-                                      [&](const ChildProcess& of) { return of.pid == one.pid; });
+      const auto child =
+          std::find_if(program.children.begin(), program.children.end(),
+                       [&](const ChildProcess& each) { return each.pid == one.pid; });
       if (one.is_forked && child != program.children.end()) child->shared_bytes = one.shared_bytes;
     }
   }

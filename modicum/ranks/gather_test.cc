@@ -27,7 +27,7 @@ std::byte value_at(uint64_t at) { return static_cast<std::byte>((at * 31 + at / 
 
 // The written bytes, and how often each was written, in memory that the ranks share.
 struct Written {
-  explicit Written(uint64_t of) : pages(Mapping::shared(2 * of + kPageBytes)), size(of) {}
+  explicit Written(uint64_t bytes) : pages(Mapping::shared(2 * bytes + kPageBytes)), size(bytes) {}
 
   std::span<std::byte> values() const { return pages.bytes().first(size); }
   std::span<std::byte> times() const { return pages.bytes().subspan(size, size); }
