@@ -628,8 +628,7 @@ TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
   for (const char* strategy : {"own-shard", "rank0-broadcast"}) {
     const int ranks = 4;
     const Plan planned = plan(strategy, ranks);
-    const uint64_t parts =
-        8 * kMiB / planned.staging.total_bytes;  // 4 if ranks share a ring, else 1
+    const uint64_t parts = 8 * kMiB / planned.staging.total_bytes;  // 4 if the ranks share a ring
     const uint64_t peak = planned.promise.node_peak_bytes(0);
     for (const uint64_t over : {uint64_t{1}, ranks * kPageBytes, ranks * kPageBytes + 1,
                                 ranks * 100 * kPageBytes, ranks * kMiB}) {
