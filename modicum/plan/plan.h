@@ -316,7 +316,7 @@ struct Write {
 // all other targets. Rank r of n begins r/n of the way through the targets and wraps around, so
 // that the ranks write to different places of the files.
 enum class Rows : uint8_t { whole, divided };
-void for_each_write(const Plan& plan, int rank, Rows of, std::span<Transfer> table,
+void for_each_write(const Plan& plan, int rank, Rows which, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn);
 // The memory that a save by this plan needs on each rank, without the saved buffers and staging.
 Footprint save_footprint(const Plan& plan);
