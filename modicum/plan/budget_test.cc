@@ -26,11 +26,11 @@ TEST(Budget, StagingOfASaveShrinksAsFarAsNeededAndNoFurther) {
       with.staging_bytes = staging_bytes;
       return make_plan(manifest, recipe, fsdp2_layout(kRanks), with);
     };
-    const Plan of = plan_with(8 * kMiB);
-    const uint64_t peak = of.promise.node_peak_bytes(0);
+    const Plan plan = plan_with(8 * kMiB);
+    const uint64_t peak = plan.promise.node_peak_bytes(0);
     for (const uint64_t over : {uint64_t{1}, kRanks * 100 * kPageBytes, kRanks * 2 * kMiB}) {
       const Budget budget{peak - over, "flag"};
-      const uint64_t staging = shrunk_to_fit(of, budget).options.staging_bytes;
+      const uint64_t staging = shrunk_to_fit(plan, budget).options.staging_bytes;
       EXPECT_TRUE(fits(plan_with(staging).promise, budget)) << strategy.name << " " << over;
       const Plan more = plan_with(staging + (kRanks + 1) * kPageBytes);
       EXPECT_FALSE(fits(more.promise, budget)) << strategy.name << " " << over;

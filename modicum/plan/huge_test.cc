@@ -166,19 +166,20 @@ void expect_true_promise(const Recipe& recipe, const Manifest& manifest, Outcome
   const Wide bytes = true_bytes(recipe);
   const auto pebibytes = static_cast<uint64_t>(bytes >> 50);
   outcome.over_a_pebibyte += pebibytes > 0 ? 1 : 0;
-  for (const LayoutCase& of : layouts_of(recipe)) {
+  for (const LayoutCase& layout_case : layouts_of(recipe)) {
     for (const Strategy& strategy : strategies()) {
       std::optional<Plan> plan;
       try {
-        plan = make_plan(manifest, recipe, of.layout, {.strategy = &strategy});
+        plan = make_plan(manifest, recipe, layout_case.layout, {.strategy = &strategy});
       } catch (const Error& error) {
         // The only valid reason for a refusal: the sum over the ranks is too large.
         ASSERT_EQ(error.category(), Category::mismatch) << error.what();
-        ASSERT_GT(bytes * of.copies, Wide{1} << 62) << error.what();
+        ASSERT_GT(bytes * layout_case.copies, Wide{1} << 62) << error.what();
         continue;
       }
       const uint64_t promised = plan->promise.node_peak_bytes(0);
-      ASSERT_GE(promised, bytes * of.copies) << of.layout.name << " " << strategy.name;
+      ASSERT_GE(promised, bytes * layout_case.copies)
+          << layout_case.layout.name << " " << strategy.name;
       ASSERT_EQ(fits(plan->promise, {promised - 1, "flag"}), false);
       ASSERT_EQ(fits(plan->promise, {kGiB, "flag"}), promised <= kGiB);
       traffic_of_rank(*plan, plan->ranks() - 1);

@@ -28,8 +28,8 @@ std::optional<uint32_t> scale_for(const Plan& plan, uint32_t target, uint32_t st
 // Whether `target` takes elements of `stored`; else it uses the tensor only as scales.
 bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept;
 
-// is_needed: whether any target uses `stored`. gives_elements: whether any target takes its
-// elements; scales may be used without that.
+// is_needed: whether any target uses `stored`, for its elements or as scales. gives_elements:
+// whether any target takes its elements.
 bool is_needed(const Plan& plan, uint32_t stored) noexcept;
 bool gives_elements(const Plan& plan, uint32_t stored) noexcept;
 // The scale tensor of codes `stored`; empty unless some target dequantises them.
@@ -48,7 +48,7 @@ constexpr uint64_t kMostReadBytes = 8 * kMiB;
 Extent span_of(const Plan& plan, const Transfer& transfer);
 // The bytes of a transfer in staging: span_of and the scales of its codes.
 uint64_t staged_bytes(const Plan& plan, const Transfer& transfer);
-// The largest number of elements in `bytes` that end on a whole byte.
+// The largest multiple of eight elements that fits into `bytes`: it ends on a whole byte.
 int64_t elements_within(DType dtype, uint64_t bytes) noexcept;
 // The number of runs of a transfer, counted from its first, that fit into a tile with the gaps
 // between them and the scales of their codes; at least one.

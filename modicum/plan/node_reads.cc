@@ -24,7 +24,7 @@ NodeRead::Wanted wanted_of(const Stored& tensor, const NodeRead& read, const Chu
           read.scale.bytes() > 0 ? read.bytes() : extent.end - read.at.begin};
 }
 
-// The reads of one target for the ranks of a node.
+// The reads of targets, one at a time, for the ranks of a node.
 class TargetReads {
  public:
   TargetReads(const Plan& plan, int rank, FunctionRef<void(const NodeRead&)> fn)
@@ -33,7 +33,8 @@ class TargetReads {
     needed_.resize(wanted_.size());
   }
 
-  void of(uint32_t target) {
+  // Emits the reads for `target`.
+  void read_target(uint32_t target) {
     target_ = target;
     spans_.clear();
     for (int r = node_.first; r < node_.end; ++r) {
@@ -121,12 +122,12 @@ class TargetReads {
 
 void for_each_node_read_of(const Plan& plan, int rank, uint32_t target,
                            FunctionRef<void(const NodeRead&)> fn) {
-  TargetReads(plan, rank, fn).of(target);
+  TargetReads(plan, rank, fn).read_target(target);
 }
 
 void for_each_node_read(const Plan& plan, int rank, FunctionRef<void(const NodeRead&)> fn) {
   TargetReads reads(plan, rank, fn);
-  for (const uint32_t target : plan.order) reads.of(target);
+  for (const uint32_t target : plan.order) reads.read_target(target);
 }
 
 void for_each_transfer_within(const Transfer& transfer, const NodeRead& read,

@@ -99,8 +99,7 @@ void refuse_unreadable(const Plan& plan) {
   }
 }
 
-// Whether a target that is copied to its destination has another dtype than a stored tensor that it
-// is made of.
+// Whether a target with Destination::copy has another dtype than one of its stored tensors.
 bool casts(const Plan& plan) {
   const Recipe& recipe = *plan.recipe;
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {

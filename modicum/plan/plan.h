@@ -76,7 +76,8 @@ struct Transfer {
 struct Read {
   Extent at;
   bool direct = false;
-  // At least 256 KiB that no other rank of the node needs, except in the first and last page.
+  // The read is one run of at least 256 KiB, and no other rank of the node holds the same shard of
+  // its target. Such a read may bypass the page cache.
   bool once = false;
   Extent scale;  // the part of the scales that is read with FP8 codes to dequantise them
   std::span<const Transfer> transfers;  // valid during the call only
@@ -95,7 +96,7 @@ struct PlanOptions {
   int threads = 1;                           // of each rank
   uint64_t init_bytes = 0;                   // the most that caller-provided tensors hold at once
   bool caller_sends = false;   // the exchange uses the caller's transport: no ring in staging
-  bool gathers = false;        // in a save, the ranks of a node write divided rows together
+  bool gathers = false;        // in a save, the ranks of a node write divided rows (Rows) together
   Fork fork = Fork::excluded;  // how forked children see the shards
   // Later phases of the promise: each rank's charges on top of phase `hold` and its part of the
   // ring. The promise adds page tables and the memory of threads to each phase.
@@ -107,21 +108,22 @@ struct PlanOptions {
 };
 
 constexpr uint64_t kMinStagingBytes = 256 * kKiB;
-constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;  // the default never shrinks below this
-constexpr size_t kReadTableRows = 1024;                 // transfers sorted at a time
+// Staging that the user did not choose is shrunk to fit a budget, but not below this.
+constexpr uint64_t kMinDefaultStagingBytes = 1 * kMiB;
+constexpr size_t kReadTableRows = 1024;  // transfers sorted at a time
 // A worker's largest slot. Larger ones don't fit into the CPU's caches, which made loads up to 40 %
 // slower.
 constexpr uint64_t kSlotBytes = 1 * kMiB;
-// The cast room of a slot if no element is cast: only lines that are gathered element by element
-// use it.
+// The most bytes of a slot's cast room (see Staging) if no element is cast. The room is then used
+// only to gather elements that are not neighbours in their source.
 constexpr uint64_t kLineRoomBytes = 64 * kKiB;
 
 // Indices of the phases of a load's promise. Open: headers have been read. Load: shards, staging
 // and window are held. Hold: shards are held. PlanOptions::after begins at index kLoadPhases.
 enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 
-// The parts of the promise of a run with an optimizer. PlanOptions::after has one phase, and one of
-// PlanOptions::save and resume is set:
+// The parts of the promise of a run with an optimizer, for which PlanOptions::after has one phase.
+// `save` needs PlanOptions::save, `resume` needs PlanOptions::resume; not both may be set.
 //
 //   load      the three phases of the load
 //   step      the phase of PlanOptions::after
@@ -140,8 +142,8 @@ Promise part_of(const Promise& promise, Part part);
 // exchange without the caller's transport. The gather parts of a node form a SharedGather; they
 // exist only in a save with divided rows (Rows) and several ranks on a node. A worker sorts
 // transfers in its table and reads one tile at a time into its slot. The cast room, the rest of the
-// slot, exists only with Destination::copy: four fifths of the slot if a target is cast, else
-// kLineRoomBytes. Otherwise the tile is the whole slot.
+// slot, exists only with Destination::copy. It is four fifths of the slot if such a target is cast,
+// else kLineRoomBytes, but at most half of the slot. Without a cast room the slot is one tile.
 //
 // Example: 8 MiB, and 4 ranks that exchange. The ring part is 2 MiB, so 6 MiB remain. The table has
 // 1024 rows, the slot 1 MiB. There is one worker, since ranks that exchange must make the same
@@ -152,10 +154,11 @@ struct Staging {
   uint64_t table_bytes = 0;
   uint64_t slot_bytes = 0;
   uint64_t tile_bytes = 0;  // the largest staged read
-  // The shares that fit; 1 if ranks exchange and hold no window; 0 if the strategy needs no slots.
+  // The number of shares that fit. 1 if ranks exchange and hold no window. 0 if there are no slots.
   int workers = 0;
-  bool exchanges = false;    // ranks send each other bytes of the checkpoint
-  uint64_t total_bytes = 0;  // all parts, tables and slots of one rank
+  bool exchanges = false;  // ranks send each other bytes of the checkpoint
+  // One rank's charge: all of its staging, or only its ring and gather parts if there are no slots.
+  uint64_t total_bytes = 0;
 
   // How many of a rank's `threads` load.
   int workers_of(int threads) const noexcept {
@@ -203,7 +206,8 @@ struct Plan {
 
 // Returns a plan that borrows the manifest and the recipe. Throws USAGE if staging is too small,
 // there is no rank, or ranks would read that can't (Manifest::only_rank_0); UNSUPPORTED or
-// MISMATCH, with the tensor, if a tensor cannot be loaded.
+// MISMATCH, with the tensor, if a tensor cannot be loaded; MISMATCH if a node would hold more than
+// 2^63-1 bytes.
 Plan make_plan(const Manifest& manifest, const Recipe& recipe, Layout layout, PlanOptions options);
 Plan make_plan(const Manifest&&, const Recipe&, Layout, PlanOptions) = delete;
 Plan make_plan(const Manifest&, const Recipe&&, Layout, PlanOptions) = delete;
@@ -213,7 +217,7 @@ Plan make_plan(const Manifest&&, const Recipe&&, Layout, PlanOptions) = delete;
 // targets in a flat group; then one per flat group.
 uint32_t buffer_count(const Plan& plan) noexcept;
 LocalBuffer buffer_of(const Plan& plan, uint32_t buffer, int rank);
-// The buffer whose memory `buffer` uses: for an alias the target's buffer, else `buffer` itself.
+// For an alias, the buffer of the target that it names; else `buffer` itself.
 uint32_t holder_of(const Plan& plan, uint32_t buffer) noexcept;
 Destination destination_of(const Plan& plan, uint32_t buffer) noexcept;
 // The offset of each buffer in a rank's arena, and the arena's size. Only buffers with
@@ -248,8 +252,8 @@ struct Budget {
 int worst_node(const Promise& promise);
 // Whether every node's promised peak is within the budget (<=).
 bool fits(const Promise& promise, const Budget& budget);
-// What must fit a budget: "node 3" needs `bytes` "in phase 'step'", held by `owners`, the largest
-// first. `when` may be empty.
+// What must fit a budget: `who` (such as "node 3") needs `bytes` at the time `when` (such as "in
+// phase 'step'"; may be empty). `owners` hold these bytes, the largest owner first.
 struct Need {
   std::string who;
   uint64_t bytes = 0;
@@ -275,9 +279,9 @@ std::string largest_owners(std::span<const Owner> owners,
 std::string peak_cause(const Promise& promise, int node);
 
 // The transfers of `rank`, target by target in `plan.order`. The first function generates transfers
-// from stored tensors, the second those that need no read (zero, init, caller). Together they fill
-// each buffer exactly once, padding included. They are separate functions since an initialised
-// tensor may have many more runs than a stored one.
+// from stored tensors, the second those that need no read (zero, init, caller). Without the
+// transfers of compared aliases, they fill each buffer exactly once, padding included. They are
+// separate functions since an initialised tensor may have many more runs than a stored one.
 void for_each_stored_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
 void for_each_made_transfer(const Plan& plan, int rank, FunctionRef<void(const Transfer&)> fn);
 // for_each_transfer_of: the transfers from all stored tensors to one target.
@@ -302,17 +306,17 @@ struct Write {
   std::span<const Transfer> transfers;  // valid during the call only
 };
 // The writes by which `rank` saves its local buffers into the files of the plan's manifest. `plan`
-// is the plan that would load the saved files. Replicas divide among them the elements that they
-// all hold. So all ranks together write each element once, except elements of tensors that no
-// target reads. Writes come in batches that are sorted by file offset. `table` is scratch space of
-// at least kReadTableRows rows.
+// is the plan that would load the saved files. Replicas divide the elements that they all hold
+// among themselves. So all ranks together write each element once. Elements of tensors that no
+// target reads are not written. Writes come in batches that are sorted by file offset. `table` is
+// scratch space of at least kReadTableRows rows.
 //
 // Rows::divided: only targets of which the rank holds a short run in each of several rows. Other
 // ranks write to the same pages, so all ranks walk these targets in the same order. Rows::whole:
 // all other targets. Rank r of n begins r/n of the way through the targets and wraps around, so
 // that the ranks write to different places of the files.
 enum class Rows : uint8_t { whole, divided };
-void for_each_write(const Plan& plan, int rank, Rows of, std::span<Transfer> table,
+void for_each_write(const Plan& plan, int rank, Rows which, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn);
 // The memory that a save by this plan needs on each rank, without the saved buffers and staging.
 Footprint save_footprint(const Plan& plan);
@@ -325,8 +329,8 @@ struct NodeRanks {
 };
 NodeRanks node_of(const Plan& plan, int rank) noexcept;
 
-// The ranks that exchange with each other, ascending, in the group of `rank`; only `rank` without
-// an exchange. Groups don't overlap, and none is larger than rank 0's.
+// The group of `rank`: the ranks that exchange with it, and `rank` itself, ascending. It has only
+// `rank` without an exchange. Groups don't overlap, and none is larger than rank 0's.
 std::vector<int> exchange_group(const Plan& plan, int rank);
 
 // One read of a node's leader, with strategy `node-reader`: a contiguous stretch of a stored tensor

@@ -93,17 +93,17 @@ void add_elements(Origins& origins, const Transfer& t) {
 // Adds the elements that a rank must hold by torch's rule: Shard(dim) makes chunks of
 // ceil(size / world). The expected source of each element is that of element_source.
 void add_expected(Origins& expected, const Plan& plan, uint32_t target, int dim, int rank) {
-  const TensorSpec& of = plan.recipe->targets[target].spec;
+  const TensorSpec& target_spec = plan.recipe->targets[target].spec;
   const int world = plan.ranks();
-  std::vector<int64_t> local = of.shape;
+  std::vector<int64_t> local = target_spec.shape;
   int64_t first = 0;
-  const auto cut = static_cast<size_t>(dim < static_cast<int>(of.shape.size()) ? dim : 0);
+  const auto cut = static_cast<size_t>(dim < static_cast<int>(target_spec.shape.size()) ? dim : 0);
   int64_t padded = 1;
-  for (size_t d = 0; d < of.shape.size(); ++d) {
-    const int64_t chunk = (of.shape[d] + world - 1) / world;
+  for (size_t d = 0; d < target_spec.shape.size(); ++d) {
+    const int64_t chunk = (target_spec.shape[d] + world - 1) / world;
     if (d == cut) {
-      first = std::min(of.shape[d], rank * chunk);
-      local[d] = std::min(chunk, of.shape[d] - first);
+      first = std::min(target_spec.shape[d], rank * chunk);
+      local[d] = std::min(chunk, target_spec.shape[d] - first);
     }
     padded *= d == cut && d == 0 && plan.layout.kinds[0].cuts[0].pads ? chunk : local[d];
   }
@@ -113,10 +113,10 @@ void add_expected(Origins& expected, const Plan& plan, uint32_t target, int dim,
       continue;
     }
     int64_t rest = place, global = 0, stride = 1;
-    for (size_t d = of.shape.size(); d-- > 0;) {
+    for (size_t d = target_spec.shape.size(); d-- > 0;) {
       global += (rest % local[d] + (d == cut ? first : 0)) * stride;
       rest /= local[d];
-      stride *= of.shape[d];
+      stride *= target_spec.shape[d];
     }
     const ElementSource source =
         element_source(*plan.recipe, plan.recipe->targets[target].root, global);
@@ -126,7 +126,8 @@ void add_expected(Origins& expected, const Plan& plan, uint32_t target, int dim,
   }
 }
 
-// A read stays inside its file's data, covers exactly the bytes of its transfers and fits the tile.
+// A read stays inside its file's data, and begins and ends with the bytes of its transfers. A
+// direct read is one run; any other fits the tile.
 void check_read(const Plan& plan, const Read& read) {
   const DataFile& file = plan.manifest->files[read.at.file];
   ASSERT_LT(read.at.begin, read.at.end);
@@ -452,7 +453,7 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
               expected);
   };
   constexpr auto kCopy = Destination::copy;
-  // Not cast: all of the slot but the room for lines.
+  // Without a cast, the tile is the slot without its cast room.
   constexpr uint64_t kTile = kMiB - kLineRoomBytes;
   for (const int world : {1, 4}) {
     expect(plan("own-shard", world).staging, {8 * kMiB, 0, kMiB, kMiB, 7});
@@ -463,8 +464,8 @@ TEST_F(Planned, StagingIsDividedByStrategy) {
   // Cast to fp32, a tile of FP8 codes is four times as large: 5 * 209'664 <= 1 MiB.
   Recipe cast = recipe_;
   set_dtype(cast, DType::f32, "");
-  PlanOptions discarding = plan("own-shard", 4, 8 * kMiB, Destination::copy).options;
-  expect(make_plan(manifest_, cast, fsdp2_layout(4), discarding).staging,
+  PlanOptions copying = plan("own-shard", 4, 8 * kMiB, Destination::copy).options;
+  expect(make_plan(manifest_, cast, fsdp2_layout(4), copying).staging,
          {8 * kMiB, 0, kMiB, 209'664, 7});
   expect(plan("rank0-broadcast", 1).staging, {0, 0, 0, 0, 0});
   expect(plan("rank0-broadcast", 4).staging, {2 * kMiB, 2 * kMiB, 0, 0, 0});
@@ -513,21 +514,21 @@ TEST_F(Planned, TooLittleStagingOrNoRankIsAUsageError) {
 TEST_F(Planned, ThePromiseHasTheFootprintOfEachPhase) {
   const uint64_t model = 2000000 + 64 + 60000;  // a, b and c, each on a 64-byte boundary
   for (const Strategy& strategy : strategies()) {
-    const Plan of = plan(strategy.name, 4);
-    ASSERT_EQ(of.promise.phases.size(), 3U);
-    EXPECT_EQ(of.promise.launcher_bytes, kLauncherBytes);
+    const Plan planned = plan(strategy.name, 4);
+    ASSERT_EQ(planned.promise.phases.size(), 3U);
+    EXPECT_EQ(planned.promise.launcher_bytes, kLauncherBytes);
     for (int rank = 0; rank < 4; ++rank) {
       const auto in = [&](size_t phase) {
-        return of.promise.phases[phase].of_rank[static_cast<size_t>(rank)];
+        return planned.promise.phases[phase].of_rank[static_cast<size_t>(rank)];
       };
       Footprint open;
       open[Purpose::process] = 2 * kMiB;
       open[Purpose::header] = manifest_.held_bytes();
-      open[Purpose::plan] = of.held_bytes();
+      open[Purpose::plan] = planned.held_bytes();
       Footprint hold = open;
       hold[Purpose::shards] = round_up(500032 + 64 + 15000, kPageBytes);
       Footprint load = hold;
-      load[Purpose::staging] = of.staging.total_bytes;
+      load[Purpose::staging] = planned.staging.total_bytes;
       if (strategy.name == "full-per-rank" || (strategy.name == "rank0-broadcast" && rank == 0)) {
         load[Purpose::window] = round_up(model, kPageBytes);
       } else if (strategy.name == "rank0-broadcast") {
@@ -539,7 +540,7 @@ TEST_F(Planned, ThePromiseHasTheFootprintOfEachPhase) {
       EXPECT_EQ(in(0), open) << strategy.name;
       EXPECT_EQ(in(1), load) << strategy.name;
       EXPECT_EQ(in(2), hold) << strategy.name;
-      EXPECT_EQ(of.promise.peak_phase(rank).name, "load");
+      EXPECT_EQ(planned.promise.peak_phase(rank).name, "load");
     }
   }
 }
@@ -566,50 +567,52 @@ TEST_F(Planned, ThePromiseCountsWhatForkedChildrenMayKeep) {
 }
 
 TEST_F(Planned, ThePeaksCauseNamesTheLargestOwners) {
-  const Plan of = plan("own-shard", 4);
-  const auto owners = refusal_of(of.promise, {0, "flag"})->facts().owners;
+  const Plan planned = plan("own-shard", 4);
+  const auto owners = refusal_of(planned.promise, {0, "flag"})->facts().owners;
   EXPECT_TRUE(std::is_sorted(owners.begin(), owners.end(),
                              [](const Owner& a, const Owner& b) { return a.bytes > b.bytes; }));
   uint64_t sum = 0;
   for (const Owner& owner : owners) sum += owner.bytes;
-  EXPECT_EQ(sum, of.promise.node_peak_bytes(0));
-  EXPECT_EQ(peak_cause(of.promise, 0), "staging 32.00 MiB, process 16.00 MiB");
+  EXPECT_EQ(sum, planned.promise.node_peak_bytes(0));
+  EXPECT_EQ(peak_cause(planned.promise, 0), "staging 32.00 MiB, process 16.00 MiB");
 }
 
 TEST_F(Planned, RanksAreSpreadOverNodes) {
   PlanOptions options = options_of("own-shard");
   options.ranks_per_node = 2;
-  const Plan of = make_plan(manifest_, recipe_, fsdp2_layout(5), options);
-  EXPECT_EQ(of.promise.node_of_rank, (std::vector<uint32_t>{0, 0, 1, 1, 2}));
-  EXPECT_GT(of.promise.node_peak_bytes(0), of.promise.node_peak_bytes(2));
+  const Plan planned = make_plan(manifest_, recipe_, fsdp2_layout(5), options);
+  EXPECT_EQ(planned.promise.node_of_rank, (std::vector<uint32_t>{0, 0, 1, 1, 2}));
+  EXPECT_GT(planned.promise.node_peak_bytes(0), planned.promise.node_peak_bytes(2));
 }
 
 TEST_F(Planned, EachRankHasItsOwnBaseline) {
   PlanOptions options = options_of("own-shard");
   options.baseline_of = {5 * kMiB, 2 * kMiB};
-  const Plan of = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
+  const Plan planned = make_plan(manifest_, recipe_, fsdp2_layout(2), options);
   const Plan alike = make_plan(manifest_, recipe_, fsdp2_layout(2), options_of("own-shard"));
-  EXPECT_EQ(of.promise.rank_peak_bytes(0), alike.promise.rank_peak_bytes(0) + 3 * kMiB);
-  EXPECT_EQ(of.promise.rank_peak_bytes(1), alike.promise.rank_peak_bytes(1));
+  EXPECT_EQ(planned.promise.rank_peak_bytes(0), alike.promise.rank_peak_bytes(0) + 3 * kMiB);
+  EXPECT_EQ(planned.promise.rank_peak_bytes(1), alike.promise.rank_peak_bytes(1));
 }
 
 // Catches: a refusal of a peak that equals the budget.
 TEST_F(Planned, APeakThatEqualsTheBudgetFits) {
   PlanOptions options = options_of("own-shard");
   options.ranks_per_node = 2;
-  for (const Plan& of : {plan("own-shard", 4), plan("full-per-rank", 3),
-                         make_plan(manifest_, recipe_, fsdp2_layout(3), options)}) {
-    const uint64_t peak = of.promise.node_peak_bytes(0);
-    EXPECT_TRUE(fits(of.promise, {peak, "flag"}));
-    EXPECT_NO_THROW(require_fits(of.promise, {peak, "flag"}));
-    EXPECT_FALSE(fits(of.promise, {peak - 1, "flag"})) << "the largest node decides";
+  for (const Plan& planned : {plan("own-shard", 4), plan("full-per-rank", 3),
+                              make_plan(manifest_, recipe_, fsdp2_layout(3), options)}) {
+    const uint64_t peak = planned.promise.node_peak_bytes(0);
+    EXPECT_TRUE(fits(planned.promise, {peak, "flag"}));
+    EXPECT_NO_THROW(require_fits(planned.promise, {peak, "flag"}));
+    EXPECT_FALSE(fits(planned.promise, {peak - 1, "flag"})) << "the largest node decides";
   }
 }
 
 TEST_F(Planned, ARefusalHasTheShortfallAndTheLargestOwners) {
-  const Plan of = plan("own-shard", 4);
-  const uint64_t peak = of.promise.node_peak_bytes(0);
-  const auto failure = failure_of([&] { require_fits(of.promise, {peak - 5, "cgroup v1 /a"}); });
+  const Plan planned = plan("own-shard", 4);
+  const uint64_t peak = planned.promise.node_peak_bytes(0);
+  const auto failure = failure_of([&] {
+    require_fits(planned.promise, {peak - 5, "cgroup v1 /a"});
+  });
   ASSERT_TRUE(failure.has_value());
   EXPECT_EQ(failure->category(), Category::budget);
   EXPECT_EQ(failure->facts().shortfall_bytes, 5U);
@@ -624,16 +627,16 @@ TEST_F(Planned, ARefusalHasTheShortfallAndTheLargestOwners) {
 TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
   for (const char* strategy : {"own-shard", "rank0-broadcast"}) {
     const int ranks = 4;
-    const Plan of = plan(strategy, ranks);
-    const uint64_t parts = 8 * kMiB / of.staging.total_bytes;  // 1, or 4 if ranks share one ring
-    const uint64_t peak = of.promise.node_peak_bytes(0);
+    const Plan planned = plan(strategy, ranks);
+    const uint64_t parts = 8 * kMiB / planned.staging.total_bytes;  // 4 if the ranks share a ring
+    const uint64_t peak = planned.promise.node_peak_bytes(0);
     for (const uint64_t over : {uint64_t{1}, ranks * kPageBytes, ranks * kPageBytes + 1,
                                 ranks * 100 * kPageBytes, ranks * kMiB}) {
       const Budget budget{peak - over, "flag"};
-      const Plan less = shrunk_to_fit(of, budget);
+      const Plan less = shrunk_to_fit(planned, budget);
       EXPECT_TRUE(fits(less.promise, budget)) << strategy << " over by " << over;
       const uint64_t each = round_up((over + ranks - 1) / ranks, kPageBytes);
-      EXPECT_EQ(less.staging.total_bytes, of.staging.total_bytes - each) << strategy;
+      EXPECT_EQ(less.staging.total_bytes, planned.staging.total_bytes - each) << strategy;
       EXPECT_EQ(less.options.staging_bytes, 8 * kMiB - parts * each);
     }
   }
@@ -641,21 +644,22 @@ TEST_F(Planned, StagingShrinksAsFarAsNeededAndNoFurther) {
 
 TEST_F(Planned, StagingShrinksOnlyIfNeededAndToTheLeastIfNothingFits) {
   for (const Strategy& strategy : strategies()) {
-    const Plan of = plan(strategy.name, 4);
-    const uint64_t peak = of.promise.node_peak_bytes(0);
-    EXPECT_EQ(shrunk_to_fit(of, {peak, "flag"}).options.staging_bytes, 8 * kMiB);
-    const uint64_t held = of.staging.total_bytes;
-    EXPECT_EQ(shrunk_to_fit(of, {1, "flag"}).options.staging_bytes,
+    const Plan planned = plan(strategy.name, 4);
+    const uint64_t peak = planned.promise.node_peak_bytes(0);
+    EXPECT_EQ(shrunk_to_fit(planned, {peak, "flag"}).options.staging_bytes, 8 * kMiB);
+    const uint64_t held = planned.staging.total_bytes;
+    EXPECT_EQ(shrunk_to_fit(planned, {1, "flag"}).options.staging_bytes,
               held > 0 ? kMinDefaultStagingBytes : 8 * kMiB)
         << strategy.name;
   }
-  const Plan of = plan("own-shard", 4);
+  const Plan planned = plan("own-shard", 4);
   const Plan least = plan("own-shard", 4, kMinDefaultStagingBytes);
   const uint64_t enough = least.promise.node_peak_bytes(0);
-  EXPECT_EQ(shrunk_to_fit(of, {enough, "flag"}).options.staging_bytes, kMinDefaultStagingBytes);
-  const Plan not_enough = shrunk_to_fit(of, {enough - 1, "flag"});
+  EXPECT_EQ(shrunk_to_fit(planned, {enough, "flag"}).options.staging_bytes,
+            kMinDefaultStagingBytes);
+  const Plan not_enough = shrunk_to_fit(planned, {enough - 1, "flag"});
   EXPECT_EQ(refusal_of(not_enough.promise, {enough - 1, "flag"})->facts().shortfall_bytes, 1U);
-  const Plan less = shrunk_to_fit(of, {enough - 1, "flag"}, kMinStagingBytes);
+  const Plan less = shrunk_to_fit(planned, {enough - 1, "flag"}, kMinStagingBytes);
   EXPECT_TRUE(fits(less.promise, {enough - 1, "flag"}));
   const Plan small = plan("own-shard", 4, kMinStagingBytes);
   EXPECT_EQ(shrunk_to_fit(small, {1, "flag"}).options.staging_bytes, kMinStagingBytes);
@@ -667,20 +671,20 @@ TEST_F(Planned, TrafficIsTheSumOverTheRanks) {
   const uint64_t model = manifest_.data_bytes();
   for (const Strategy& strategy : strategies()) {
     for (const int world : {1, 2, 5}) {
-      const Plan of = plan(strategy.name, world);
+      const Plan planned = plan(strategy.name, world);
       const auto ranks = static_cast<uint64_t>(world);
       Traffic sum;
       for (int rank = 0; rank < world; ++rank) {
-        sum += traffic_of_rank(of, rank);
+        sum += traffic_of_rank(planned, rank);
       }
-      const Traffic all = traffic(of);
+      const Traffic all = traffic(planned);
       EXPECT_EQ(all, sum);
       const bool full = strategy.name == "full-per-rank";
       const bool sends = strategy.name == "rank0-broadcast";
       const uint64_t expected = full ? ranks * model : model;
       EXPECT_GE(all.storage_read_bytes, expected) << strategy.name;
       EXPECT_LE(all.storage_read_bytes,
-                of.strategy().of_reader == Window::none ? expected + expected / 64 : expected);
+                planned.strategy().of_reader == Window::none ? expected + expected / 64 : expected);
       if (strategy.name == "node-reader") {  // the leader sends each rank the bytes of its shards
         EXPECT_LE(all.exchanged_bytes, model - model / ranks + 4 * ranks * kPageBytes);
         EXPECT_EQ(all.exchanged_bytes > 0, world > 1);
@@ -697,10 +701,10 @@ TEST_F(Planned, ANodesLeaderReadsWhatItsRanksNeedOnce) {
   options.ranks_per_node = 2;
   const uint64_t model = manifest_.data_bytes();
   const auto read = [&](const Layout& layout) {
-    const Plan of = make_plan(manifest_, recipe_, layout, options);
-    EXPECT_EQ(traffic_of_rank(of, 1).storage_read_bytes, 0U);
-    EXPECT_EQ(traffic_of_rank(of, 0).exchanged_bytes, 0U);
-    return traffic(of).storage_read_bytes;
+    const Plan planned = make_plan(manifest_, recipe_, layout, options);
+    EXPECT_EQ(traffic_of_rank(planned, 1).storage_read_bytes, 0U);
+    EXPECT_EQ(traffic_of_rank(planned, 0).exchanged_bytes, 0U);
+    return traffic(planned).storage_read_bytes;
   };
   EXPECT_EQ(read(fsdp2_layout(4)), model);
   EXPECT_EQ(read(fsdp2_layout(5)), model);  // the last rank is alone on its node
@@ -715,13 +719,13 @@ TEST_F(Planned, IfOnlyRank0CanReadItBroadcastsToAllNodes) {
   held.only_rank_0 = true;
   PlanOptions options = options_of("node-reader", 8 * kMiB);
   options.ranks_per_node = 2;
-  const Plan of = make_plan(held, recipe_, fsdp2_layout(4), options);
-  EXPECT_EQ(of.promise.node_of_rank, (std::vector<uint32_t>{0, 0, 1, 1}));
-  EXPECT_EQ(exchange_group(of, 3), (std::vector<int>{0, 1, 2, 3}));
-  EXPECT_EQ(traffic_of_rank(of, 0).storage_read_bytes, held.data_bytes());
+  const Plan planned = make_plan(held, recipe_, fsdp2_layout(4), options);
+  EXPECT_EQ(planned.promise.node_of_rank, (std::vector<uint32_t>{0, 0, 1, 1}));
+  EXPECT_EQ(exchange_group(planned, 3), (std::vector<int>{0, 1, 2, 3}));
+  EXPECT_EQ(traffic_of_rank(planned, 0).storage_read_bytes, held.data_bytes());
   for (int rank = 1; rank < 4; ++rank) {
-    EXPECT_FALSE(reads_storage(of, rank));
-    EXPECT_GT(traffic_of_rank(of, rank).exchanged_bytes, 0U);
+    EXPECT_FALSE(reads_storage(planned, rank));
+    EXPECT_GT(traffic_of_rank(planned, rank).exchanged_bytes, 0U);
   }
   options.strategy = &strategy_named("own-shard");
   const auto refusal = failure_of([&] { make_plan(held, recipe_, fsdp2_layout(4), options); });

@@ -130,8 +130,8 @@ Traffic traffic_of_window(const Plan& plan, int rank) {
     sum.reads += 1;
   });
   if (reads_storage(plan, rank)) return sum;
-  const auto receive = [&](const RankWindow::Whole& of) {
-    sum.exchanged_bytes += plan.manifest->tensors[of.stored].at.bytes();
+  const auto receive = [&](const RankWindow::Whole& whole) {
+    sum.exchanged_bytes += plan.manifest->tensors[whole.stored].at.bytes();
   };
   window.for_each_tensor([&](const RankWindow::Tensor& tensor) {
     receive(tensor.elements);
@@ -186,10 +186,11 @@ Traffic traffic(const Plan& plan) {
   const auto workers = std::min(units.size(), static_cast<size_t>(usable_cpus()));
   run_workers(static_cast<int>(workers), [&](int worker) {
     for (auto unit = static_cast<size_t>(worker); unit < units.size(); unit += workers) {
-      const std::vector<Traffic> of = by_node ? traffic_on_node(plan, units[unit].first, kinds)
-                                              : std::vector{traffic_of_group(plan, units[unit])};
+      const std::vector<Traffic> counted = by_node
+                                               ? traffic_on_node(plan, units[unit].first, kinds)
+                                               : std::vector{traffic_of_group(plan, units[unit])};
       const std::lock_guard lock(mutex);
-      for (const Traffic& one : of) sum += one;
+      for (const Traffic& one : counted) sum += one;
     }
   });
   return sum;

@@ -23,10 +23,10 @@ TEST(TrafficOfReplicas, IsTheSumOverTheRanks) {
   for (const Strategy& strategy : strategies()) {
     for (const Layout& layout : {hsdp_layout(2, {3}), hsdp_layout(3, {2}, 1), whole_layout(6),
                                  tp_fsdp_layout({3}, 2), mixed}) {
-      const Plan of = make_plan(manifest, recipe, layout, {.strategy = &strategy});
+      const Plan plan = make_plan(manifest, recipe, layout, {.strategy = &strategy});
       Traffic sum;
-      for (int rank = 0; rank < of.ranks(); ++rank) sum += traffic_of_rank(of, rank);
-      EXPECT_EQ(traffic(of), sum) << strategy.name << ", " << layout.name;
+      for (int rank = 0; rank < plan.ranks(); ++rank) sum += traffic_of_rank(plan, rank);
+      EXPECT_EQ(traffic(plan), sum) << strategy.name << ", " << layout.name;
     }
   }
 }

@@ -72,7 +72,7 @@ void emit_target(const Plan& plan, int rank, uint32_t target, const Wanted& want
       transfer.buffer = buffer;
       emit_runs(transfer, part, fn);
     };
-    // Most targets are one stored tensor: the piece is the part.
+    // Most targets are one stored tensor: then the piece is also a part of that tensor.
     if (root.op == Op::stored) return emit(root, piece);
     pull_back(*plan.recipe, root_id, piece, emit, wanted.made ? Leaves::all : Leaves::stored);
   };

@@ -24,8 +24,8 @@ RankWindow::RankWindow(const Plan& plan, int rank)
 
 uint64_t RankWindow::bytes() const {
   uint64_t end = 0;
-  const auto add = [&](const Whole& of) {
-    end = std::max(end, of.place + plan_.manifest->tensors[of.stored].at.bytes());
+  const auto add = [&](const Whole& whole) {
+    end = std::max(end, whole.place + plan_.manifest->tensors[whole.stored].at.bytes());
   };
   for_each_read([&](const Read& read) { end = std::max(end, read.place + read.at.bytes()); });
   for_each_tensor([&](const Tensor& tensor) {

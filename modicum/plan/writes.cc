@@ -123,10 +123,10 @@ bool gathers(const Plan& plan) {
                      [&](uint32_t target) { return has_divided_rows(plan, 0, target); });
 }
 
-void for_each_write(const Plan& plan, int rank, Rows of, std::span<Transfer> table,
+void for_each_write(const Plan& plan, int rank, Rows which, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn) {
   MODICUM_ASSERT(table.size() >= kReadTableRows);
-  const bool are_divided = of == Rows::divided;
+  const bool are_divided = which == Rows::divided;
   Joiner joiner(plan, fn);
   size_t rows = 0;
   const auto before = [](const Transfer& a, const Transfer& b) {

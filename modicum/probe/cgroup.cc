@@ -102,9 +102,9 @@ std::vector<Level> levels_of(const Mount& mount, const std::vector<std::string_v
   return levels;
 }
 
-// The levels of the process's cgroup chain. If its hierarchy is mounted several times, those of the
+// The levels of the process's cgroup chain. If its hierarchy is mounted several times, takes the
 // mount that shows the most levels. If no mount shows the process's cgroup (a container with a
-// foreign namespace), only the cgroup at a mount point.
+// foreign namespace), returns only the cgroup at a mount point.
 std::vector<Level> levels_below(int version, const std::string& path, std::string_view controller,
                                 std::string_view mount_text, const std::string& test_root) {
   std::vector<Level> most;

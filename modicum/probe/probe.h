@@ -53,7 +53,7 @@ struct ProcessIdentity {
 ProcessIdentity identify_process(int64_t pid, const std::string& root = "");
 // Whether the process has ended. False if it is of another host or container, since that can't be
 // determined from here.
-bool is_dead(const ProcessIdentity& of, const std::string& root = "");
+bool is_dead(const ProcessIdentity& process, const std::string& root = "");
 
 // Bytes and facts from /proc/PID/status. Reading this one file takes about 20 us. The kernel walks
 // no pages for it, so the process is not slowed down; shared pages count in full.
@@ -97,13 +97,13 @@ std::optional<int> read_wait_status(int pid, const std::string& root = "");
 // SLURM_PROCID or LOCAL_RANK, the first that is a number. Children inherit their parent's
 // variables.
 struct GivenRank {
-  std::optional<int> rank;    // none: no such variable has a number
+  std::optional<int> rank;    // nullopt: none of these variables has a number
   std::string_view variable;  // the name of the variable; empty without a rank
 
   bool operator==(const GivenRank&) const = default;
 };
-// nullopt if the environment can't be read (the process has ended, or is another user's) or is
-// empty (the process is ending, or was given none).
+// nullopt if the environment can't be read (the process has ended, or is another user's), or if
+// it is empty (the process is ending, or has no variables).
 std::optional<GivenRank> rank_of(int pid, const std::string& root = "");
 
 // The children of all threads of a process, ascending. Unlike `descendants`, reads only the
@@ -122,7 +122,8 @@ struct AddressRange {
   uint64_t end = 0;
 };
 
-// Bytes of resident private pages. A page mapped by several processes counts once.
+// Bytes of resident private pages of a tree of processes (read_tree). A page mapped by several
+// processes counts once.
 struct RangeMemory {
   uint64_t own_bytes = 0;  // pages of the root process
   // Other pages at the same addresses, which only forked descendants map: since the fork one side
@@ -160,9 +161,9 @@ struct TreeMemory {
 TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::string& root = "");
 
 // The extra memory that copy-on-write has cost a forked process: private pages that differ from the
-// parent's at the same address. Such a page has the old content, if the parent has written to it
-// since the fork, or the new one, if the child has. A page that several children share is divided
-// among them.
+// parent's at the same address. Such a page has the old content if the parent has written to it
+// since the fork, or new content if the child has written to it. A page that several children share
+// is divided among them.
 struct ForkCopies {
   int pid = 0;
   int forked_from = 0;  // its parent
@@ -170,7 +171,7 @@ struct ForkCopies {
 };
 // The copies of each descendant of `pid` (0: the caller) that has not run exec since its living
 // parent forked it. With CAP_SYS_ADMIN, which reading frame numbers needs, pages that are shared by
-// different groups of processes are told apart (up to 8 of them at one address). Without it, all
+// different groups of processes are told apart (up to 8 pages at one address). Without it, all
 // shared pages at one address count as one. An area that parent and child have mapped separately at
 // the same address since the fork counts as well. Takes about 0.1 s per GiB.
 std::vector<ForkCopies> read_fork_copies(int pid, const std::string& root = "");
@@ -202,7 +203,7 @@ struct MemoryCgroup {
 std::vector<MemoryCgroup> memory_cgroups(const std::string& root = "");
 // Bytes charged to a cgroup, page cache included; 0 if it can't be read.
 uint64_t charged_to(const MemoryCgroup& group);
-// The highest charged_to so far; 0 if it can't be read (in v2 before Linux 5.19, and at the root).
+// The highest charged_to so far; 0 if it can't be read (in v2: before Linux 5.19, or at the root).
 uint64_t peak_charged_to(const MemoryCgroup& group);
 // The page cache in charged_to.
 uint64_t page_cache_of(const MemoryCgroup& group);

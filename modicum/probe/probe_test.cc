@@ -98,8 +98,8 @@ TEST(MemoryLimits, AContainerSeesItsOwnCgroupAtTheMountPoint) {
             "cgroup v1 /docker/abc/job 3000 2000; cgroup v1 /docker/abc 4000 3000; ");
 }
 
-// The first mount shows a cgroup above the namespace's root, so it does not show /job. The second
-// mount does, at a path with an escaped space.
+// The first mount's root is above the namespace's root, so the place of /job below it is unknown.
+// The second mount shows /job, at a path with an escaped space.
 TEST(MemoryLimits, AMountFromOutsideTheNamespaceIsParsed) {
   Machine machine;
   machine.put("/proc/self/cgroup", "0::/job\n");
@@ -256,18 +256,18 @@ TEST(ProcessIdentity, DistinguishesProcessesWithTheSamePid) {
   };
   put("1", 'S', 5);
   put("42", 'S', 700);
-  const ProcessIdentity of = identify_process(42, machine.root());
-  EXPECT_EQ(of.host, "h_1___.b.5");
-  EXPECT_EQ(of.started, 700U);
-  EXPECT_FALSE(is_dead(of, machine.root()));
+  const ProcessIdentity process = identify_process(42, machine.root());
+  EXPECT_EQ(process.host, "h_1___.b.5");
+  EXPECT_EQ(process.started, 700U);
+  EXPECT_FALSE(is_dead(process, machine.root()));
   put("42", 'Z', 700);
-  EXPECT_TRUE(is_dead(of, machine.root()));
+  EXPECT_TRUE(is_dead(process, machine.root()));
   put("42", 'S', 701);
-  EXPECT_TRUE(is_dead(of, machine.root()));
+  EXPECT_TRUE(is_dead(process, machine.root()));
   put("1", 'S', 6);  // another container
-  EXPECT_FALSE(is_dead(of, machine.root()));
+  EXPECT_FALSE(is_dead(process, machine.root()));
   put("1", 'S', 5);
-  EXPECT_TRUE(is_dead({of.host, 43, 700}, machine.root())) << "there is no process 43";
+  EXPECT_TRUE(is_dead({process.host, 43, 700}, machine.root())) << "there is no process 43";
 }
 
 TEST(KernelText, NumbersAreFoundByTheirWholeLabel) {

@@ -24,15 +24,15 @@ ProcessMemory read_process_memory(int pid, const std::string& root) {
 
   const std::optional<std::string> status = read_kernel_text(directory + "/status");
   if (!status) fail(Category::io, "cannot read the status of the process", std::move(facts));
-  const auto of = [&](std::string_view label) { return bytes_after(*status, label); };
+  const auto bytes = [&](std::string_view label) { return bytes_after(*status, label); };
   // The status of a zombie lacks these lines.
-  if (!of("VmRSS:")) fail(Category::io, "the process has ended", std::move(facts));
+  if (!bytes("VmRSS:")) fail(Category::io, "the process has ended", std::move(facts));
 
-  ProcessMemory memory{.rss_anon = of("RssAnon:").value_or(0),
-                       .rss_shmem = of("RssShmem:").value_or(0),
-                       .rss = *of("VmRSS:"),
-                       .peak_rss = of("VmHWM:").value_or(0),
-                       .page_tables = of("VmPTE:").value_or(0)};
+  ProcessMemory memory{.rss_anon = bytes("RssAnon:").value_or(0),
+                       .rss_shmem = bytes("RssShmem:").value_or(0),
+                       .rss = *bytes("VmRSS:"),
+                       .peak_rss = bytes("VmHWM:").value_or(0),
+                       .page_tables = bytes("VmPTE:").value_or(0)};
   // smaps_rollup exists since Linux 4.14 and has these two lines since 5.4; another user's can't be
   // read. Without them shared pages count in full, which may be too much, but not too little.
   const std::string rollup = read_kernel_text(directory + "/smaps_rollup").value_or("");

@@ -39,20 +39,20 @@ bool is_name_char(char c) {
 }  // namespace
 
 ProcessIdentity identify_process(int64_t pid, const std::string& root) {
-  ProcessIdentity of{.pid = pid};
+  ProcessIdentity found{.pid = pid};
   // The start time of process 1 distinguishes containers on one host.
-  of.host = fmt::format("{}.{}.{}", first_line(root + "/proc/sys/kernel/hostname"),
-                        first_line(root + "/proc/sys/kernel/random/boot_id"),
-                        start_of(root, "1").value_or(0));
+  found.host = fmt::format("{}.{}.{}", first_line(root + "/proc/sys/kernel/hostname"),
+                           first_line(root + "/proc/sys/kernel/random/boot_id"),
+                           start_of(root, "1").value_or(0));
   std::replace_if(
-      of.host.begin(), of.host.end(), [](char c) { return !is_name_char(c); }, '_');
-  of.started = start_of(root, std::to_string(pid)).value_or(0);
-  return of;
+      found.host.begin(), found.host.end(), [](char c) { return !is_name_char(c); }, '_');
+  found.started = start_of(root, std::to_string(pid)).value_or(0);
+  return found;
 }
 
-bool is_dead(const ProcessIdentity& of, const std::string& root) {
-  const ProcessIdentity now = identify_process(of.pid, root);
-  return now.host == of.host && now.started != of.started;
+bool is_dead(const ProcessIdentity& process, const std::string& root) {
+  const ProcessIdentity now = identify_process(process.pid, root);
+  return now.host == process.host && now.started != process.started;
 }
 
 }  // namespace modicum

@@ -73,8 +73,9 @@ void count_shared(Program& program, const Processes& all, const std::string& roo
     program.exposed_bytes += tree.rest.shared_bytes;
     program.copied_bytes += tree.rest.copied_bytes;
     for (const TreeMemory::Process& one : tree.processes) {
-      const auto child = std::find_if(program.children.begin(), program.children.end(),
-                                      [&](const ChildProcess& of) { return of.pid == one.pid; });
+      const auto child =
+          std::find_if(program.children.begin(), program.children.end(),
+                       [&](const ChildProcess& each) { return each.pid == one.pid; });
       if (one.is_forked && child != program.children.end()) child->shared_bytes = one.shared_bytes;
     }
   }
@@ -117,7 +118,7 @@ std::vector<Mapping> mappings_in(std::string_view smaps) {
   return mappings;
 }
 
-// Whether `rest` holds the unused addresses of the heap that ends `used`, mapped without access.
+// Whether `rest` holds the unused addresses of the last heap in `used`, mapped without access.
 // The kernel merges adjacent mappings: `used` may consist of several heaps, the earlier ones full,
 // and `rest` may continue into an adjacent reservation.
 bool is_rest_of(const Mapping& used, const Mapping& rest) {
@@ -239,7 +240,7 @@ Program read_program(int pid, const std::string& root) {
   for (const int child : below) all.emplace(child, read_process(child, root));
   for (const int child : below) {
     const Process& process = all.at(child);
-    if (process.auxv.empty()) continue;  // a zombie, or it has ended
+    if (process.auxv.empty()) continue;  // ended, a zombie, or another user's
     program.children.push_back({child, process.parent, method_of(process, all), 0});
   }
   count_shared(program, all, root);

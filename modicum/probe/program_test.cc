@@ -14,7 +14,7 @@ namespace {
 
 using namespace std::string_view_literals;
 
-// Entries of /proc/PID/pagemap: a page that several processes map, and one that no other maps.
+// Entries of /proc/PID/pagemap: a page that several processes map, and one that one process maps.
 constexpr uint64_t kShared = uint64_t{1} << 63;
 constexpr uint64_t kAlone = kShared | uint64_t{1} << 56;
 

@@ -42,8 +42,8 @@ std::optional<uint64_t> number_in(const std::string& path) {
   return text ? parse_kernel_number(*text) : std::nullopt;
 }
 
-// The kernel respects the capability in the initial user namespace only, not in a rootless
-// container's.
+// The kernel respects the capability in the initial user namespace only, not in the namespace of a
+// rootless container.
 bool has_ipc_lock(std::string_view status, std::string_view uid_map) {
   constexpr std::string_view kLabel = "CapEff:";
   constexpr int kIpcLock = 14;

@@ -88,9 +88,9 @@ TEST(Settings, LockingAllNeedsTheCapabilityOfTheInitialNamespace) {
 TEST(Settings, SharedMemoryIsThatOfTheProcess) {
   Machine machine;
   machine.put("/dev/shm/of the machine", "");
-  const auto of = space_of(machine.root() + "/dev/shm");
-  ASSERT_TRUE(of);
-  EXPECT_EQ(read_settings(7, machine.root()).shm_bytes, of->size_bytes);
+  const auto space = space_of(machine.root() + "/dev/shm");
+  ASSERT_TRUE(space);
+  EXPECT_EQ(read_settings(7, machine.root()).shm_bytes, space->size_bytes);
   std::filesystem::create_directories(machine.root() + "/proc/7/root/dev");
   std::filesystem::create_symlink("/proc", machine.root() + "/proc/7/root/dev/shm");
   EXPECT_EQ(read_settings(7, machine.root()).shm_bytes, 0U);  // as /proc has no size

@@ -52,7 +52,7 @@ std::optional<Line> line_of(std::string_view text) {
   return Line{{*begin, *end}, words[1][3] == 'p'};
 }
 
-// A private mapping of the root process.
+// A private mapping of a process.
 struct Area {
   AddressRange at;
   bool is_inherited = true;  // without MADV_DONTFORK
@@ -100,17 +100,20 @@ bool covers(const std::vector<AddressRange>& mapped, const AddressRange& range) 
 }
 
 // ---- pages
+//
+// Below, the first process is the root process of read_tree, or the parent in read_fork_copies.
 
+// The pagemap entries of one process.
 class Pages {
  public:
   Pages(int pid, const std::string& root)
       : file_(PosixFileSystem().open(directory_of(pid, root) + "/pagemap")),
         mapped_(mapped_in(read_kernel_text(directory_of(pid, root) + "/maps").value_or(""))) {}
 
-  // Whether this process can have inherited the root process's area. If the area is excluded from
-  // forks (MADV_DONTFORK), only a child that was forked before the exclusion has inherited it, and
-  // maps the whole area. A child that was forked later has a gap there, and may have mapped other
-  // memory into a part of the gap.
+  // Whether this process can have inherited an area of the first process. If the area is excluded
+  // from forks (MADV_DONTFORK), only a child that was forked before the exclusion has inherited it,
+  // and maps the whole area. A child that was forked later has a gap there, and may have mapped
+  // other memory into a part of the gap.
   bool may_show(const Area& area) const { return area.is_inherited || covers(mapped_, area.at); }
 
   void read(uint64_t address, std::span<uint64_t> entries) {
@@ -148,11 +151,11 @@ class SharedPages {
   struct Row {
     uint64_t frame = 0;
     int shown_by = 0;       // how many processes map it
-    bool by_first = false;  // whether the root process does
+    bool by_first = false;  // whether the first process does
   };
 
-  // Adds the entry of a process; the root process comes first. Returns the index of its row. If the
-  // table is full, all further frames share its last row.
+  // Adds the entry of a process. The first process must be added before all others. Returns the
+  // index of its row. If the table is full, all further frames share the last row.
   size_t add(uint64_t entry, bool is_first) noexcept {
     const uint64_t frame = entry & kFrame;
     size_t at = 0;
@@ -170,7 +173,7 @@ class SharedPages {
 };
 
 // The number of different pages that the processes map at one address. `entries` has one entry per
-// process, the root process's first. Without access to frame numbers, all shared mappings count as
+// process, the first process's first. Without access to frame numbers, all shared mappings count as
 // one page. A page that is not exclusive, though only one of the processes maps it, is not counted:
 // it is the zero page, or is shared with a process outside of the tree.
 Distinct distinct(std::span<const uint64_t> entries) {
@@ -190,8 +193,8 @@ Distinct distinct(std::span<const uint64_t> entries) {
   return pages;
 }
 
-// Adds each process's part of the copied pages to its element of `bytes`, except for the root
-// process, the first.
+// Adds each process's part of the copied pages to its element of `bytes`, except for the first
+// process.
 void add_copies(std::span<const uint64_t> entries, std::span<uint64_t> bytes) {
   SharedPages shared;
   for (size_t i = 0; i < entries.size(); ++i) {
@@ -420,7 +423,8 @@ void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64
   if (members.size() < 2) return;
   const std::string smaps = directory_of(forks[parent].pid, root) + "/smaps";
   const std::vector<Area> areas = areas_in(read_kernel_text(smaps).value_or(""));
-  std::vector<Area> own = areas;  // without the ancestors' areas: their copies count with those
+  // Copies in an ancestor's areas are counted by the call for that ancestor.
+  std::vector<Area> own = areas;
   forks[parent].areas = areas;
   for (auto from = forks[parent].from; from; from = forks[*from].from) {
     own = without(own, forks[*from].areas);

@@ -118,7 +118,8 @@ TEST(Tree, FramesDistinguishForksOfDifferentTimes) {
   EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "1.00+1.00 ");
 }
 
-// Must fail if the zero page, which all processes map, counts as memory.
+// Must fail if a page counts that only one process of the tree maps, but not exclusively (page 16
+// is the zero page).
 TEST(Tree, PagesSharedWithForeignProcessesAreNotCounted) {
   Machine machine;
   put(machine, {.pid = 100, .entries = {{16, kPresent}, {17, kPresent | 9}}});

@@ -29,7 +29,7 @@
 
 namespace modicum {
 
-// An Error as a trivially copyable struct, for shared memory. Longer texts are truncated.
+// An Error as a trivially copyable struct, for shared memory. Long texts are truncated.
 struct ErrorRecord {
   Category category = Category::internal;
   // The rank that the error names, or else the one that reported it; nullopt: the launcher.
@@ -95,7 +95,8 @@ class SharedBoard final : public Board {
   // Stores a rank's result, truncated to kResultBytes. The launcher reads it after the rank ended.
   void post(int rank, std::span<const std::byte> result) noexcept;
   std::span<const std::byte> posted(int rank) const noexcept;
-  // The same for a trivially copyable value. `rank` must have posted a value of this type.
+  // `post_value` posts a trivially copyable value; `posted_value` returns it. `rank` must have
+  // posted a value of the same type.
   template <typename Outcome>
   Outcome posted_value(int rank) const {
     static_assert(sizeof(Outcome) <= kResultBytes && std::is_trivially_copyable_v<Outcome>);

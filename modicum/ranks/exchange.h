@@ -9,7 +9,7 @@
 
 namespace modicum {
 
-// One rank's endpoint for broadcasts within a group of ranks, in which each has a place, from 0.
+// One rank's endpoint for broadcasts within a group of ranks. Each rank has a place in it, from 0.
 // Used by one thread at a time. All ranks of the group must make the same calls in the same order.
 class Exchange {
  public:
@@ -24,8 +24,7 @@ class Exchange {
     size_t end = SIZE_MAX;
   };
   // Copies `bytes` from the rank at place `root` to all others. A receiver needs only the bytes in
-  // `wanted`; the rest of its `bytes` is unspecified. Throws PEER if a rank fails
-  // meanwhile.
+  // `wanted`; the rest of its `bytes` is unspecified. Throws PEER if a rank fails meanwhile.
   virtual void broadcast(int root, std::span<std::byte> bytes, Part wanted) = 0;
   void broadcast(int root, std::span<std::byte> bytes) { broadcast(root, bytes, Part{}); }
 };

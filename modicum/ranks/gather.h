@@ -29,7 +29,8 @@ class SharedGather {
   // Maps the memory that another process has made. nullopt if it can't be mapped.
   static std::optional<SharedGather> open(const std::string& path, int ranks, uint64_t part_bytes);
 
-  // For `open`. Only the process that made the memory may call it; valid while this object lives.
+  // The path for `open`. Only the process that made the memory may call this function. The path is
+  // valid while this object lives.
   std::string path() const { return pages_.path(); }
   uint64_t slot_bytes() const noexcept { return slot_bytes_; }
 

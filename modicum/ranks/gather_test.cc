@@ -27,7 +27,7 @@ std::byte value_at(uint64_t at) { return static_cast<std::byte>((at * 31 + at / 
 
 // The written bytes, and how often each was written, in memory that the ranks share.
 struct Written {
-  explicit Written(uint64_t of) : pages(Mapping::shared(2 * of + kPageBytes)), size(of) {}
+  explicit Written(uint64_t bytes) : pages(Mapping::shared(2 * bytes + kPageBytes)), size(bytes) {}
 
   std::span<std::byte> values() const { return pages.bytes().first(size); }
   std::span<std::byte> times() const { return pages.bytes().subspan(size, size); }
@@ -115,7 +115,8 @@ TEST(Gather, EachWindowOfCompleteRowsIsWrittenInOneCall) {
   }
 }
 
-// One rank puts no bytes, and another none in the last half: their bytes stay unwritten.
+// Rank 1 puts no bytes, and rank 2 only those of the first 50 rows: their other bytes stay
+// unwritten.
 TEST(Gather, HolesStayUnwritten) {
   Puts puts = rows_of(4, 1000, 100);
   puts[1].clear();

@@ -48,7 +48,7 @@ struct SuperviseOptions {
 //                                            after SIGTERM not before `grace_ns` has passed
 //
 // An exception of `options.tick` ends the ranks and is thrown, too. Threads: this process must have
-// no others. During the call, it handles SIGINT and SIGTERM.
+// only the calling thread. During the call, it handles SIGINT and SIGTERM.
 void run_ranks(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,
                const SuperviseOptions& options = {});
 

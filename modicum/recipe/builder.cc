@@ -1,4 +1,4 @@
-// RecipeBuilder: every call checks the shapes of its inputs, and `finish` the whole recipe.
+// RecipeBuilder: the call of an op checks its inputs, and `finish` checks the whole recipe.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -51,7 +51,7 @@ int64_t require_countable(const Node& node) {
 }
 
 // The numbers [0, count), sorted by name. Sorted copies of the names would take memory in `finish`,
-// where it is highest.
+// where the builder holds the most.
 template <typename NameOf>
 std::vector<uint32_t> sorted_by_name(size_t count, const NameOf& name_of) {
   std::vector<uint32_t> order(count);
@@ -66,7 +66,7 @@ std::optional<uint32_t> find_name(const std::vector<uint32_t>& order, std::strin
                                   const NameOf& name_of) {
   const auto found =
       std::lower_bound(order.begin(), order.end(), name,
-                       [&](uint32_t i, std::string_view of) { return name_of(i) < of; });
+                       [&](uint32_t i, std::string_view wanted) { return name_of(i) < wanted; });
   return found != order.end() && name_of(*found) == name ? std::optional(*found) : std::nullopt;
 }
 
@@ -117,13 +117,13 @@ const Node& RecipeBuilder::node(uint32_t id) const {
 }
 
 Node RecipeBuilder::along(Op op, int dim, uint32_t in) const {
-  const Node& of = node(in);
-  require_supported_dims(op, of.shape);
-  if (dim < 0 || at(dim) >= of.shape.size()) {
+  const Node& input = node(in);
+  require_supported_dims(op, input.shape);
+  if (dim < 0 || at(dim) >= input.shape.size()) {
     refuse(fmt::format("'{}' along a dim that its input does not have", op_name(op)),
-           fmt::format("a dim in [0, {})", of.shape.size()), fmt::format("{}", dim));
+           fmt::format("a dim in [0, {})", input.shape.size()), fmt::format("{}", dim));
   }
-  return {.op = op, .dtype = of.dtype, .dim = dim, .shape = of.shape};
+  return {.op = op, .dtype = input.dtype, .dim = dim, .shape = input.shape};
 }
 
 std::optional<uint32_t> RecipeBuilder::find_stored(std::string_view name) {

@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-// Pairs "w"/"w_scale_inv" for each name; "bare" has codes and no scale.
+// Codes "N" and scales "N_scale_inv" for each name N, but no scales for the name "bare".
 Manifest fp8_manifest(const std::vector<std::string>& names) {
   Manifest manifest;
   const auto add = [&](const std::string& name, DType dtype, std::vector<int64_t> shape) {

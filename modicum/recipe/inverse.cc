@@ -91,8 +91,8 @@ class Inversion {
     if (part.is_whole()) {
       return {views::whole_part(reshaped(part.made, part.shape(), shape), shape)};
     }
-    // Flattens each group of dims to one dim, then combines each product of one group with each of
-    // the others.
+    // Flattens each group of dims to one dim, then combines each product of one group with each
+    // product of the other groups.
     Part flat;
     std::vector<std::vector<views::Product>> products;
     views::for_each_group(part.sizes(), shape, [&](const views::Group& g) {
@@ -263,7 +263,7 @@ class Inversion {
   const Manifest& stored_;
   RecipeBuilder builder_;
   std::vector<std::vector<Given>> parts_;  // by stored tensor
-  std::vector<bool> walked_;               // by target: whether the inverse uses its elements
+  std::vector<bool> walked_;               // by target: whether builder_.stored was called for it
   DType dtype_ = DType::f32;               // of the current target
 };
 

@@ -227,8 +227,8 @@ std::vector<Op> ops_of(const Recipe& recipe) {
   return ops;
 }
 
-// The inverse does not split parts further than the recipe: of a packed projection with grouped
-// heads it is one cat of views, not one per head.
+// The inverse does not split parts further than the recipe does: that of a packed projection with
+// grouped heads has one cat, not one cat per head.
 TEST(Inverse, GroupedHeadsAreInvertedAsOneCat) {
   const Manifest manifest = manifest_of({{"qkv", {4 * 6 * 8, 16}}});
   RecipeBuilder b(manifest);

@@ -46,7 +46,8 @@ bool is_called(std::string_view name, std::string_view last) {
 }
 
 // The likely name of an embedding that is not stored. It has the prefix of the layers
-// ("model.layers.0." -> "model.embed_tokens.weight"). Empty if layers have several prefixes.
+// ("model.layers.0." -> "model.embed_tokens.weight"). "model.embed_tokens.weight" if there are no
+// layers; empty if layers have several prefixes.
 std::vector<std::string> usual_embedding(const Manifest& manifest) {
   static constexpr std::array<std::array<std::string_view, 2>, 2> kUsual = {
       {{"layers.0.", "embed_tokens.weight"}, {"h.0.", "wte.weight"}}};
@@ -119,7 +120,8 @@ class DTypeRule {
     if (!keep_fp32.empty()) keep_.emplace("--keep-fp32", keep_fp32);
   }
 
-  // The dtype of target `fqn` whose root has `dtype`.
+  // The dtype that the rule gives to target `fqn`, which has `dtype` so far. `is_scaled`: its root
+  // has FP8 codes with scales.
   DType of(const std::string& fqn, DType dtype, bool is_scaled) const {
     if (!is_castable(dtype) && !is_scaled) return dtype;
     if (keeps(fqn)) return DType::f32;

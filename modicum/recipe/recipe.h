@@ -84,9 +84,9 @@ struct Recipe {
 
 // Builds a recipe node by node. The call of an op checks the shapes of its inputs (MISMATCH) and
 // returns the index of the new node. `finish` checks that every stored tensor is either used or
-// listed as unused, that no two targets have the same name, and require_countable. The scale of
-// used FP8 codes counts as used, but may also be listed as unused. With `unties`, an alias with
-// `stored_as` becomes an independent target.
+// listed as unused and that no two targets have the same name, and calls require_countable. The
+// scale of used FP8 codes counts as used, but may also be listed as unused. With `unties`, an alias
+// with `stored_as` becomes an independent target.
 class RecipeBuilder {
  public:
   explicit RecipeBuilder(const Manifest& manifest, bool unties = false);
@@ -101,13 +101,13 @@ class RecipeBuilder {
   uint32_t init(InitRule rule, double std, std::vector<int64_t> shape, DType dtype);
   uint32_t caller(uint32_t ordinal, std::vector<int64_t> shape, DType dtype);
   // A `dtype` other than the node's own means a cast between fp32, bf16 and fp16, or the
-  // dequantisation of FP8 codes, which must all have scales, to one of these. UNSUPPORTED for any
-  // other conversion.
+  // dequantisation of FP8 codes, which must all have scales, to one of these three. UNSUPPORTED for
+  // any other conversion.
   void target(std::string fqn, uint32_t root, std::optional<DType> dtype = std::nullopt,
               Role role = Role::param);
   // The target `of` may be added later. Node `stored_as` must have the shape of `of`, the dtype of
-  // its root, and scales if and only if the root has scales; the load compares its values with the
-  // values of `of`. With `unties`, none of these conditions applies.
+  // the root of `of`, and scales if and only if that root has scales; the load compares its values
+  // with the values of `of`. With `unties`, none of these conditions applies.
   void alias(std::string fqn, std::string of, std::optional<uint32_t> stored_as = std::nullopt);
   void unused(std::string_view name);  // unknown: MISMATCH with the nearest name
   Recipe finish();
@@ -154,7 +154,8 @@ Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties 
 //   stored                  tie
 //   embedding               lm_head.weight is an alias of the embedding
 //   embedding and head      the head is an alias of the embedding; its stored values are compared
-//   head                    the embedding is an alias of the head
+//   head                    the embedding is an alias of the head; none if the names of the layers
+//                           have several prefixes, so that the embedding's name is unknown
 //   several of either       none: the names don't determine the pair
 //   neither                 none
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie = false);
@@ -228,7 +229,7 @@ struct SavedForm {
   std::vector<uint32_t> left_out;    // stored tensors that are neither restored nor copied
 };
 struct SavedOptions {
-  bool copies_unused = true;   // false: only scales that saved codes need
+  bool copies_unused = true;   // false: copies only the scales that saved codes need
   std::optional<DType> dtype;  // of floats that can be cast; default: as loaded
   // By target: whether the model computes it, so that it is not saved. Has an effect only for
   // targets without stored elements. Empty: no target is computed.

@@ -1,5 +1,5 @@
-// Parses recipes over four stored tensors. recipe_text of an accepted recipe must parse to the same
-// recipe. inverse_recipe must invert it or refuse it with an Error.
+// Parses recipes over four stored tensors. recipe_text of an accepted recipe must parse to a recipe
+// with the same text. inverse_recipe must invert the recipe or refuse it with an Error.
 #include <cstddef>
 #include <cstdint>
 #include <string>

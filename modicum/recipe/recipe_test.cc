@@ -471,7 +471,7 @@ TEST(Recipe, ACastOfIntegersIsRefused) {
   EXPECT_EQ(category_of([&] { builder.target("ids", ids, DType::f32); }), Category::unsupported);
 }
 
-// Every JSON value at every key of every op is read, or refused with an Error of exit code 2.
+// Each of kJsonValues at every key of every op is read, or refused with an Error of exit code 2.
 TEST(RecipeText, AnyJsonAtAnyKeyIsReadOrRefused) {
   const Manifest manifest = manifest_of({{"a.b", {2, 3}}});
   const std::map<std::string, std::string> members = {
@@ -551,6 +551,7 @@ TEST(Recipe, RefusesDimsWhoseProductOverflows) {
 }
 
 // A cast is checked against the limit too: 0.5 EiB of bf16 is 1 EiB of fp32, exactly the limit.
+// The target has one element more.
 TEST(Recipe, ADTypeThatMakesTargetsTooLargeIsRefused) {
   const Manifest nothing;
   RecipeBuilder builder(nothing);

@@ -130,6 +130,8 @@ class Form {
     for (bool changed = true; changed;) {
       changed = false;
       for (const auto& [t, s] : uses_) {
+        // Consistent if the target is saved unchanged or the stored tensor is restored, but not
+        // both.
         if (form_.as_target[t] != kept_[s]) continue;
         changed = true;
         form_.as_target[t] = true;
@@ -155,9 +157,9 @@ class Form {
     form_.tensors.push_back({std::move(spec), s, is_copied});
   }
 
-  // Whether a tensor that no target reads is copied. It is not if an unchanged target takes its
-  // name. Scales of codes that are not dequantised are copied even if `copies_unused` is false:
-  // nothing could read the codes without them.
+  // Whether a tensor that no target reads is copied. Scales of dequantised codes are not copied,
+  // nor is a tensor whose name an unchanged target has. Scales of other codes are copied even if
+  // `copies_unused` is false: nothing could read the codes without them.
   bool is_copy(uint32_t s) const {
     if (spent_.contains(s) || names_.contains(manifest_.tensors[s].spec.fqn)) return false;
     return options_.copies_unused || needed_.contains(s) ||
@@ -229,7 +231,8 @@ class Rebuilt {
     return found->second;
   }
 
-  // A saved tensor. It has no scales, since dequantised codes are saved as values.
+  // Adds a node for a saved tensor. It needs no scales, since the targets that were dequantised are
+  // saved as values.
   uint32_t leaf(std::string_view name) {
     const uint32_t place = place_of(name);
     const TensorSpec& spec = saved_.tensors[place].spec;
@@ -266,7 +269,7 @@ class Rebuilt {
   const Manifest& manifest_;
   const Manifest& saved_;
   std::vector<std::pair<std::string_view, uint32_t>> by_name_;  // sorted
-  std::vector<uint32_t> copies_;                                // by node
+  std::vector<uint32_t> copies_;  // by node: its index in made_, or kNone
   Recipe made_;
 };
 

@@ -36,8 +36,8 @@ Set shifted(Set set, int64_t by);
 std::vector<int64_t> listed(const Set& set);  // every index
 
 // A part of a tensor: the elements whose index along each dim of a view is in that dim's set. A
-// view is any shape with the tensor's row-major order. `made` is the node of the new recipe that
-// has these elements; its dims are the counts of the sets.
+// view is any shape with the tensor's row-major order. `made` is the node of the inverse recipe
+// that has these elements; its dims are the counts of the sets.
 struct ViewDim {
   int64_t size;
   Set set;

@@ -30,7 +30,7 @@ TEST(Views, RowsWithTheSameColumnsAreOneProduct) {
 }
 
 TEST(Views, GroupsAreAsShortAsPossible) {
-  const auto of = [](const Dims& from, const Dims& to) {
+  const auto groups_of = [](const Dims& from, const Dims& to) {
     std::vector<std::vector<size_t>> groups;
     for_each_group(from, to, [&](const Group& g) {
       groups.push_back({g.from_begin, g.from_end, g.to_begin, g.to_end});
@@ -38,10 +38,10 @@ TEST(Views, GroupsAreAsShortAsPossible) {
     return groups;
   };
   using Groups = std::vector<std::vector<size_t>>;
-  EXPECT_EQ(of({4, 6, 5}, {8, 3, 5}), (Groups{{0, 2, 0, 2}, {2, 3, 2, 3}}));
-  EXPECT_EQ(of({6}, {2, 3, 1}), (Groups{{0, 1, 0, 2}, {1, 1, 2, 3}}));
-  EXPECT_EQ(of({}, {}), Groups{});
-  EXPECT_THROW(of({4}, {3}), Error);
+  EXPECT_EQ(groups_of({4, 6, 5}, {8, 3, 5}), (Groups{{0, 2, 0, 2}, {2, 3, 2, 3}}));
+  EXPECT_EQ(groups_of({6}, {2, 3, 1}), (Groups{{0, 1, 0, 2}, {1, 1, 2, 3}}));
+  EXPECT_EQ(groups_of({}, {}), Groups{});
+  EXPECT_THROW(groups_of({4}, {3}), Error);
 }
 
 TEST(Views, TheCommonViewKeepsStridesThatDivideEachOther) {
