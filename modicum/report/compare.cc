@@ -16,7 +16,7 @@ namespace {
 
 using Bytes = std::map<std::string, uint64_t>;
 
-// The members of a run document that are compared.
+// The members of a run document that a comparison needs.
 struct Read {
   struct Phase {
     std::string name;
@@ -113,8 +113,8 @@ uint64_t amount_in(const Bytes& bytes, const std::string& key) {
   return found == bytes.end() ? 0 : found->second;
 }
 
-// The key whose bytes differ most between `a` and `b`; "" if none differs. `in_both`: only of the
-// keys that both have.
+// The key whose bytes differ most between `a` and `b`; "" if no key's bytes differ. With `in_both`,
+// only keys that are in both count.
 std::string differs_most(const Bytes& a, const Bytes& b, bool in_both) {
   Bytes all = a;
   all.insert(b.begin(), b.end());

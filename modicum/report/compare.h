@@ -9,7 +9,7 @@
 
 namespace modicum {
 
-// The members of a run document that are compared. All amounts are bytes.
+// The figures of one run that are compared. All amounts are bytes.
 struct WatchedRun {
   std::string name;  // file name of the document
   uint64_t peak_bytes = 0;
@@ -18,8 +18,8 @@ struct WatchedRun {
   // The highest sum over all processes and owners while any process was in the phase.
   std::map<std::string, uint64_t> phases;
 };
-// `text`: a document that `watch --json` prints. Throws FORMAT.JSON, FORMAT.SCHEMA (for any other
-// JSON document, too), FORMAT.UTF8 or FORMAT.DUP, with `name` as the file.
+// `text`: a document that `watch --json` prints. Throws FORMAT.JSON, FORMAT.UTF8, FORMAT.DUP or,
+// for a JSON document of another kind, FORMAT.SCHEMA, with `name` as the file.
 WatchedRun parse_run(std::string_view text, const std::string& name);
 
 struct RunComparison {
@@ -28,7 +28,8 @@ struct RunComparison {
   // The owner whose bytes at the two peaks differ most. A run without the owner counts as 0 bytes.
   // Empty if no owner differs.
   std::string owner() const;
-  // The phase whose bytes differ most, among the phases that both runs have. Empty if none differs.
+  // The phase whose bytes differ most, among the phases that both runs have. Empty if no phase
+  // differs.
   std::string phase() const;
   std::string sentence() const;
 };

@@ -93,10 +93,9 @@ std::string deepspeed_text(const DeepSpeedForecast& of) {
     text += fmt::format("{:<9} {:<16} {:>12} {:>10.2f}  {}\n", line.phase, line.owner,
                         format_size(line.bytes), line.bytes_per_param, line.name);
   }
-  const auto nodes = static_cast<uint64_t>(of.ranks_of_node);
   const auto total = [&](std::string_view what, uint64_t bytes) {
     text += fmt::format("{:<26} {:>12} {:>10.2f}  per node: {}\n", what, format_size(bytes),
-                        of.per_param(bytes), format_size(saturating_mul(bytes, nodes)));
+                        of.per_param(bytes), format_size(of.on_node(bytes)));
   };
   text += '\n';
   for (const std::string_view phase : kPhases) total(phase, of.bytes_at(phase));

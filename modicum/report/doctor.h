@@ -15,7 +15,7 @@
 namespace modicum {
 
 struct DoctorFacts {
-  std::vector<MemoryLimit> limits;  // memory_limits of the program, or of the caller without one
+  std::vector<MemoryLimit> limits;  // memory_limits of the program; without --pid, of the caller
   uint64_t oom_kills = 0;
   Settings settings;
   std::optional<Program> program;  // with --pid
@@ -29,7 +29,7 @@ struct Finding {
   std::string_view id;
   std::variant<uint64_t, std::string> value;  // bytes, a count, or a word ("madvise", "none")
   std::optional<uint64_t> limit_bytes;
-  std::optional<uint64_t> limit_count;  // if `value` counts descriptors or mappings
+  std::optional<uint64_t> limit_count;  // of descriptors or mappings
   Severity severity = Severity::info;
   std::string summary;  // one line
   std::string advice;   // one line
@@ -39,7 +39,7 @@ struct Finding {
 std::vector<Finding> findings_of(const DoctorFacts& facts);
 
 std::string doctor_json(const DoctorFacts& facts);
-// Advice follows dangers and warnings; with `verbose`, every finding.
+// With `verbose`, each finding is followed by its advice; otherwise only dangers and warnings are.
 std::string doctor_text(const DoctorFacts& facts, bool verbose);
 
 }  // namespace modicum

@@ -44,8 +44,8 @@ std::string timeline_text(const PlanReport& report);
 // The number of the node whose timeline has the highest peak. Requires of.timelines.
 int fullest_timeline(const StrategyReport& of);
 
-// Whether the requested run fits the budget, and the runs that would; an empty line comes first.
-// Requires report.budget.
+// Whether the requested run fits the budget, and otherwise runs that would fit. Begins with an
+// empty line. Requires report.budget.
 std::string verdict_text(const PlanReport& report);
 void alternative_object(JsonWriter& out, const Alternative& of);
 // The member `from`, and the sentence in it. Both require report.past and report.budget.

@@ -31,8 +31,8 @@ class PastRunReader {
            {.expected = "the output of `watch --json`, or an error BUDGET"});
     }
     run_.held_bytes = *held;
-    // The first limit that is known: that of the kill, of the command or the refusal, of the
-    // cgroup, or the budget.
+    // Takes the first known limit: that of the kill, that of the command (in a refusal: its
+    // budget), that of the cgroup, and last the budget in the timeline.
     for (const auto& limit : {of_kill_, given_, of_group_, of_budget_}) {
       if (!run_.limit_bytes) run_.limit_bytes = limit;
     }

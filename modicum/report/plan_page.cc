@@ -11,7 +11,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMostTracks = 16;  // without the launcher's
+constexpr size_t kMostTracks = 16;  // of ranks
 
 // A phase as the page shows it: one step along its axis. Not a training step.
 struct Step {
@@ -117,7 +117,8 @@ std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& 
   return tracks;
 }
 
-// The page expects all keys of `watch --json`; those for which a plan has no value are null.
+// Writes a track with the keys that a track of `watch --json` has. A track of a plan has neither a
+// pid, a rank nor a promise: its pid is 0, the other two are null.
 void track_object(JsonWriter& out, const Track& track, int node) {
   out.begin_object().member("label", track.label()).member("pid", 0).member("node", node);
   out.key("rank").null().key("promise_bytes").null().key("owners").begin_object();
@@ -142,7 +143,7 @@ std::string document_of(const PlanReport& report, const StrategyReport& of, int 
   for (size_t i = 1; line != nullptr && i < line->holders.size(); ++i) {
     Track track{.ranks = {}, .held = {}, .holder = std::string(line->holders[i].name)};
     for (const uint64_t bytes : line->holders[i].bytes) {
-      track.held.emplace_back()[Purpose::shards] = bytes;  // other holders hold only weights
+      track.held.emplace_back()[Purpose::shards] = bytes;  // weights and their page tables
     }
     tracks.push_back(std::move(track));
   }

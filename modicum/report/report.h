@@ -97,9 +97,8 @@ struct DeepSpeedForecast {
   std::vector<Line> lines;
   std::vector<Ours> ours;
 
-  // Bytes per rank: allocated up to the end of a phase; of an owner.
-  uint64_t bytes_at(std::string_view phase) const noexcept;
-  uint64_t bytes_of(std::string_view owner) const noexcept;
+  uint64_t bytes_at(std::string_view phase) const noexcept;  // per rank, at the end of the phase
+  uint64_t bytes_of(std::string_view owner) const noexcept;  // per rank, in all phases
   uint64_t on_node(uint64_t bytes) const noexcept;  // `bytes` of a rank, on the largest node
   double per_param(uint64_t bytes) const noexcept;
 };
@@ -121,7 +120,8 @@ struct PlanReport {
   std::vector<StrategyReport> strategies;
   std::optional<Budget> budget;
   // With the requested strategy, whether the load, the job, and all holders of NodeFlags fit the
-  // budget. None without a budget; job_fits also without a job, node_fits also without NodeFlags.
+  // budget. All three are empty without a budget. job_fits is also empty without a job, and
+  // node_fits without NodeFlags.
   std::optional<bool> fits, job_fits, node_fits;
   std::optional<Error> refusal;           // BUDGET, if the requested strategy's load does not fit
   std::optional<Error> wider_refusal;     // BUDGET, if the job, all holders or DeepSpeed don't fit
@@ -310,8 +310,8 @@ struct VerifyReport {
 std::string verify_json(const VerifyReport& report);
 std::string verify_text(const VerifyReport& report);
 
-// A watched command. The text, for stderr, has the memory of each process at the peak, and a
-// paragraph about an OOM kill.
+// A watched command. The text, for stderr, has the memory of the largest processes at the peak, and
+// a paragraph about an OOM kill.
 std::string watch_json(const WatchRecord& record);
 std::string watch_page(const WatchRecord& record);
 std::string watch_text(const WatchRecord& record);

@@ -10,8 +10,8 @@ namespace modicum {
 namespace {
 
 // Two nodes, the first with ranks 0 and 1. Rank 1 has its peak in phase `hold`, the others in
-// `load`. A node's peak_bytes is the sum of its ranks' own peaks and the launcher's 8 MiB: for node
-// 0 110 MiB + (2 MiB + 1) + 8 MiB = 125829121, one byte more than in its fullest phase.
+// `load`. A node's peak_bytes is the sum of its ranks' own peaks and the launcher's 8 MiB. Node 0
+// has 110 MiB + (2 MiB + 1) + 8 MiB = 125829121 bytes, one more than in its fullest phase.
 Promise small_promise() {
   Promise promise;
   promise.launcher_bytes = 8 * kMiB;

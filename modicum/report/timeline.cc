@@ -19,7 +19,7 @@ constexpr size_t kMostTracks = 32;
 
 double rounded(double seconds) noexcept { return std::round(seconds * 1e4) / 1e4; }
 
-// Indices in the record of the processes that get a track: those that held most.
+// The processes that get a track, as indices in record.processes: those that held most.
 std::vector<uint32_t> tracked(const WatchRecord& record) {
   std::map<uint32_t, uint64_t> most;
   for (const WatchSample& sample : record.samples) {
@@ -33,7 +33,7 @@ std::vector<uint32_t> tracked(const WatchRecord& record) {
   std::stable_sort(processes.begin(), processes.end(),
                    [&](uint32_t a, uint32_t b) { return most[a] > most[b]; });
   if (processes.size() > kMostTracks) processes.resize(kMostTracks);
-  // Sorted by rank, then those without a rank by begin.
+  // Sorts by rank. Processes without a rank come last, in the order in which they began.
   std::sort(processes.begin(), processes.end(), [&](uint32_t a, uint32_t b) {
     const auto place = [&](uint32_t of) {
       return std::pair(record.processes[of].rank.value_or(INT32_MAX), of);
@@ -59,7 +59,7 @@ void owners_member(JsonWriter& out, const WatchRecord& record, const TimelineTra
   out.end_object();
 }
 
-// The promise at each sample. If several phases of the process include the sample, the one that
+// The promise at each sample. If several phases with a promise include the sample, the one that
 // began last is the innermost, and its promise counts.
 void promise_member(JsonWriter& out, const WatchRecord& record, const TimelineTrack& track) {
   std::vector<std::optional<uint64_t>> promised(record.samples.size());
@@ -171,7 +171,7 @@ std::string cause_of(const WatchRecord& record) {
   }
   text += fmt::format("{} (pid {}) held {}", label_of(record, process), process.pid,
                       format_size(most.bytes));
-  const size_t owner = most.owned.grown_since({});  // since no memory: the largest owner
+  const size_t owner = most.owned.grown_since({});  // from 0 bytes, so the largest owner
   if (owner == static_cast<size_t>(WatchOwner::held)) return text;
   return text + fmt::format(", of which {} {}", owner_words(watch_owner_name(owner)),
                             format_size(most.owned.bytes(owner)));

@@ -11,7 +11,7 @@ namespace modicum {
 
 // The memory of one process by sample, or the sum of all processes without a track.
 struct TimelineTrack {
-  const WatchedProcess* process = nullptr;  // in the record; null: the others
+  const WatchedProcess* process = nullptr;  // in the record; null: all processes without a track
   std::string label;                        // as label_of, or "others"
   std::vector<OwnedMemory> owned;           // by sample
 
@@ -20,15 +20,15 @@ struct TimelineTrack {
   std::vector<size_t> owners() const;  // those that ever hold memory
 };
 
-// The tracks of the 32 processes that held most, sorted by rank, those without a rank last; then
-// the track of the others, if they held memory.
+// The tracks of the 32 processes that held most, sorted by rank; processes without a rank come
+// last. Then the track "others", if processes without a track held memory.
 std::vector<TimelineTrack> tracks_of(const WatchRecord& record);
 // Writes the members `timeline` and `peak` of a run document.
 void timeline_members(JsonWriter& out, const WatchRecord& record);
 // One sentence: the phase, the process and the owner of the largest part of the peak.
 std::string peak_cause(const WatchRecord& record);
-// "rank 0"; for a child that inherited its parent's rank "pt_data_worker of rank 0"; without a rank
-// the process's name.
+// "rank 0"; "pt_data_worker of rank 0" for a child that inherited its parent's rank; the process's
+// name if it has no rank.
 std::string label_of(const WatchRecord& record, const WatchedProcess& process);
 
 }  // namespace modicum

@@ -44,7 +44,7 @@ struct Matrix {
   MemoryFileSystem memory;
   RecordingFileSystem recorded{memory};
   Checkpoint checkpoint;
-  size_t opened = 0;
+  size_t opened = 0;  // number of calls that opened the checkpoint
 };
 
 // Must fail if each element, as a permuted target requests them, costs a read.

@@ -258,7 +258,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
       report.refusal = refusal_of(plan.promise, *report.budget);
       report.fits = !report.refusal;
     }
-    // Without replicas, replica-striped reads as own-shard does: its traffic is not counted again.
+    // Without replicas, replica-striped reads as own-shard does, so it gets own-shard's traffic.
     const bool reads_own_shards = strategy.reader == Reader::replicas && !plan.staging.exchanges;
     const Traffic counted = reads_own_shards && of_own_shards ? *of_own_shards : traffic(plan);
     if (strategy.name == "own-shard") of_own_shards = counted;

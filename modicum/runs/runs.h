@@ -1,8 +1,8 @@
 // The public header of `runs`: turns flags into an opened checkpoint, a recipe, a layout and a
 // plan. The command line and Python share it, so that both make the same plans.
 //
-// RunFlags has the texts that the user gave. open_run validates them before it opens a file, except
-// whether they suit the checkpoint; the Run that it returns has typed values. Any thread.
+// RunFlags has the texts that the user gave. open_run validates them before it opens a file, and
+// later checks that they suit the checkpoint. The Run that it returns has typed values. Any thread.
 #pragma once
 
 #include <optional>
@@ -40,7 +40,7 @@ struct RunFlags {
   std::string mesh;
   int shard_dim = 0;  // 0 to kMaxShardDim
   // Regular expressions of the tensors that tp-fsdp shards along dim 1, shards along dim 0 in
-  // packed parts, or replicates. It shards all others along dim 0.
+  // packed parts, or replicates. All other tensors are sharded along dim 0.
   std::string tp_rowwise, tp_packed, tp_replicate;
   std::string expert_mesh;  // "AxB": FSDP x EP
   std::string experts{kDefaultExperts};
@@ -75,9 +75,10 @@ struct Run {
 // open_checkpoint, USAGE for a regular expression that matches no tensor, and MISMATCH or
 // UNSUPPORTED if the recipe does not fit the checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags);
-// As open_run, for a checkpoint that is opened or yet to be written; ignores `flags.directory`.
+// As open_run, for a checkpoint that is already opened or yet to be written; ignores
+// `flags.directory`.
 Run run_of(FileSystem& files, const RunFlags& flags, Checkpoint checkpoint);
-// The recipe of `options` for a checkpoint. Without `options.text`, which states its own ties, they
+// The recipe of `options` for a checkpoint. `options.text` states the ties; without a text they
 // come from the checkpoint's config. If the recipe depends on a key of config.json that can't be
 // read (whether an embedding is tied, the block size of dequantised FP8 codes), throws the config's
 // error with the tensor.
@@ -110,8 +111,8 @@ struct PlanFlags {
 using MoreOfPlan = FunctionRef<void(const Run& run, PlanReport& report)>;
 // The report of verb `plan`, except StrategyReport::job and `timelines`: each strategy's promise
 // for the run of `flags`; with a budget, whether the requested strategy fits it, and if not, runs
-// that would. Of the checkpoint, reads only headers, index and config. At the end calls `more` with
-// the opened run and the report, which it may extend.
+// that would fit. Of the checkpoint, reads only headers, index and config. At the end calls `more`
+// with the opened run and the report, which it may extend.
 PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags& of_plan,
                        MoreOfPlan more);
 

@@ -60,7 +60,7 @@ TEST(Runs, InvalidFlagsAreRefusedBeforeAnyFileIsOpened) {
   EXPECT_EQ(failure(files, flags_of([](RunFlags&) {})), std::nullopt);
 }
 
-// Must fail if a flag is said not to apply to a layout that does not exist.
+// Must fail if the error is that a flag does not apply, although the layout does not exist.
 TEST(Runs, AnUnknownLayoutIsNamedBeforeFlagsThatDependOnIt) {
   MemoryFileSystem files;
   put_checkpoint(files);

@@ -97,7 +97,7 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
       });
     });
     if (of_shard.empty()) continue;
-    of_shard.shrink_to_fit();  // the promise counts its size; it lives as long as the state
+    of_shard.shrink_to_fit();  // kept as long as the state; the promise counts its size
     shard.shard.fqn = spec.fqn;
     shard.shard.counts = is_primary(recipe, layout, t, rank);
     fn(std::move(shard));

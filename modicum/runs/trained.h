@@ -54,8 +54,8 @@ class Frozen {
 };
 
 // Calls `fn` with each shard of a trained parameter on `rank`. Throws UNSUPPORTED with the target
-// for parameters that can't be trained (FP8 codes, fp64, complex), and for a shard of more than
-// 2^22 separate runs.
+// for parameters that can't be trained (complex, and floating dtypes other than fp32, bf16 and
+// fp16), and for a shard of more than 2^22 separate runs.
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
                       FunctionRef<void(TrainedShard&& shard)> fn);
 

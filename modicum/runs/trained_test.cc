@@ -218,9 +218,8 @@ TEST(Trained, FrozenParametersHaveNoState) {
       for_each_trained(run.recipe, run.layout, *run.optimizer, rank,
                        [&](TrainedShard&& of) { names_of.insert(of.shard.fqn); });
     }
-    const Footprint& hold =
-        plan_run(run, *run.options.strategy, std::nullopt).promise.phases.back().of_rank[0];
-    return std::pair(names_of, hold[Purpose::moments]);
+    const Plan plan = plan_run(run, *run.options.strategy, std::nullopt);
+    return std::pair(names_of, plan.promise.phases.back().of_rank[0][Purpose::moments]);
   };
   using Names = std::set<std::string>;
   const auto [all, bytes_of_all] = trained_without("");

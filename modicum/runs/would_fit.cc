@@ -14,7 +14,7 @@ namespace {
 
 // A set of changes to the requested run.
 struct Change {
-  bool staging = false;  // less than requested, or than the least that the default shrinks to
+  bool staging = false;  // less, down to kMinStagingBytes
   const Strategy* strategy = nullptr;
   std::optional<StateFormat> format;
   bool nodes = false;  // fewer ranks per node

@@ -70,7 +70,8 @@ struct Runs {
 };
 
 // Calls `fn(const Runs&)` for the runs of a box over the source's shape, or over another shape with
-// its row-major order. Neighbouring dims are merged where possible, so that there are few calls.
+// the same row-major order. Neighbouring dims are merged where possible, so that there are few
+// calls.
 template <typename Fn>
 void for_each_runs(const Box& box, Fn&& fn);
 

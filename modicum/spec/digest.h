@@ -1,4 +1,5 @@
-// 128-bit digests: equal values have equal digests, different ones practically never.
+// 128-bit digests: equal values have equal digests, and different values practically always have
+// different digests.
 #pragma once
 
 #include <cstdint>

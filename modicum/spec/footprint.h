@@ -1,5 +1,4 @@
-// Memory as a value: bytes per purpose. Promises and outcomes are Footprints, so tests compare them
-// with `==`.
+// Memory as a value: bytes per purpose. A promise consists of such values.
 #pragma once
 
 #include <array>

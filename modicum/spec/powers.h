@@ -1,6 +1,6 @@
 // Fingerprints of multisets of element indices: the sum of x^index for a point x. Equal multisets
-// have equal fingerprints, different ones practically never. So a fingerprint shows whether strided
-// runs cover a range exactly once.
+// have equal fingerprints, and different multisets practically always have different ones. So a
+// fingerprint shows whether strided runs cover a range exactly once.
 #pragma once
 
 #include <array>

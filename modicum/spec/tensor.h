@@ -34,8 +34,8 @@ constexpr uint64_t kMaxModelBytes = uint64_t{1} << 60;
 // dims exceeds 2^63-1. So strides, and products of only some dims, don't overflow either. (torch
 // refuses [0, 2^62, 2^62], too: "Stride calculation overflowed".)
 std::optional<int64_t> checked_numel(const std::vector<int64_t>& shape) noexcept;
-// Bytes of a tensor, rounded up for elements smaller than a byte. Empty if checked_numel is, or if
-// there are more than kMaxModelBytes.
+// Bytes of a tensor, rounded up for elements smaller than a byte. Empty if checked_numel is empty,
+// or if there are more than kMaxModelBytes.
 std::optional<uint64_t> checked_bytes(DType dtype, const std::vector<int64_t>& shape) noexcept;
 
 // The product of the dims of a shape that has a checked_numel, or of some of its dims.

@@ -62,7 +62,8 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
 void Coverage::tick(const Transfer& done) noexcept {
   const Runs& r = done.runs;
   if (r.count <= 0 || r.length <= 0) return;
-  // The local buffer of a compared alias is empty; the comparison is counted under its number.
+  // A compared alias has no elements in a local buffer. Its comparison is counted under the number
+  // of the alias.
   const uint32_t number = done.compared ? done.target : done.buffer;
   Written& written = written_[number];
   const Places& places = expected_[number];

@@ -140,9 +140,9 @@ TEST(Coverage, SwappedLengthsAndPlacesAreDetected) {
   }
 }
 
-// Wrong places that have the count and the sum of the right ones. The second and the third list
-// also have their sum of squares, the third also their sum of cubes. A proof by such sums would
-// accept them.
+// Lists of wrong places whose count and sum are right. In the second and the third list the sum of
+// squares is also right, and in the third list the sum of cubes. A proof by such sums would accept
+// them.
 TEST(Coverage, WrongPlacesWithEqualPowerSumsAreDetected) {
   const auto singles = [](std::vector<int64_t> of) {
     Places places;

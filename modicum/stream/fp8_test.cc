@@ -368,8 +368,9 @@ TEST(LoadFp8, AWrongScaleFailsTheCheck) {
   }
 }
 
-// Before the n-th call, for every n, the scales' file is put anew, which changes its identity but
-// no byte. Catches: a load that does not compare the file's identity after the last read.
+// Before the n-th call, for every n, the scales' file is written again. This changes the file's
+// identity, but no byte. Catches: a load that does not compare the file's identity after the last
+// read.
 TEST(LoadFp8, AFileOverwrittenAtAnyMomentIsAConflict) {
   const std::string changed = "scales.safetensors";
   Model model = experts(true);
@@ -404,8 +405,8 @@ TEST(LoadFp8, AFileOverwrittenAtAnyMomentIsAConflict) {
   }
 }
 
-// Each file call fails once. The error is IO; if the call is a read, it names the tensor of codes
-// or of scales.
+// Each file call fails once. The error is IO. If the call is a read, the error names the tensor of
+// codes or of scales.
 TEST(LoadFp8, EveryFailingCallIsNamed) {
   const Model model = experts();
   const Recipe recipe = make_recipe(model.checkpoint.manifest, {.dtype = DType::bf16});

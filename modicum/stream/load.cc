@@ -12,8 +12,8 @@
 namespace modicum {
 namespace {
 
-// The load of one rank. Its workers run one pass after the other: first they fill the window, if
-// the strategy has one, then they put all elements into the sink.
+// The load of one rank. Its workers run one pass after the other: first they fill the window of
+// whole tensors, if the strategy has one, then they put all elements into the sink.
 class Load {
  public:
   Load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,

@@ -148,7 +148,7 @@ Plan plan_of(const Checkpoint& checkpoint, const Recipe& recipe, Layout layout,
       {.strategy = &strategy, .ranks_per_node = ranks_per_node, .staging_bytes = kStaging});
 }
 
-// The memory of one rank's load, computed without the code of the room `plan`.
+// The memory of one rank's load, computed without the code of modicum/plan.
 struct Simulated {
   uint64_t shards = 0, window = 0, staging = 0;
 };
@@ -178,7 +178,7 @@ Simulated simulate(const Specs& stored, const std::vector<TensorSpec>& targets,
     held.window = pages(rank == 0 ? model : largest);
     if (world > 1) held.staging = kStaging / static_cast<uint64_t>(world) / 4096 * 4096;
   }
-  // If these ranks exchange, their parts of the ring are included in this staging.
+  // If the ranks of these strategies exchange, the staging includes their parts of the ring.
   if (strategy == "own-shard" || strategy == "node-reader" || strategy == "replica-striped") {
     held.staging = kStaging;
   }
@@ -612,9 +612,9 @@ TEST(LoadReads, EqualThePlansCountsAndAre8MiBAtMost) {
   }
 }
 
-// `shares` returns the percentage of the tensor's bytes that are read around the page cache. Must
-// fail for these mutants: a rank reads around the page cache what it sends to others, or runs that
-// a replica on the same node also reads, or short runs.
+// `shares` returns the bytes that all ranks read around the page cache, in percent of the tensor's
+// bytes, and the digest. Must fail for these mutants: a rank reads around the page cache what it
+// sends to others, or runs that a replica on the same node also reads, or short runs.
 TEST(LoadReads, AreAroundThePageCacheForRunsThatOneRankOfTheNodeNeeds) {
   Model model({spec("large", DType::bf16, {96, 64'000})});
   Recipe recipe = identity_recipe(model.checkpoint.manifest);
@@ -653,7 +653,7 @@ TEST(LoadReads, AreAroundThePageCacheForRunsThatOneRankOfTheNodeNeeds) {
 TEST(LoadReads, KeepOneWindowBehindIfNoOtherRankOfTheNodeReads) {
   Model model({spec("large", DType::bf16, {96, 128'000})});
   const Recipe recipe = identity_recipe(model.checkpoint.manifest);
-  // Rank 0's.
+  // The page cache of rank 0 at its peak.
   const auto peak = [&](const char* strategy, int ranks_per_node) {
     RecordingFileSystem recorded(model.files);
     recorded.be_cold();

@@ -52,7 +52,7 @@ struct Loaded {
   std::vector<std::vector<std::byte>> buffers;  // empty if the rank failed
   LoadOutcome outcome;
   std::optional<Error> failure;
-  Footprint after;
+  Footprint after;  // held after the sink was destroyed
 };
 
 using MakeExchange = std::function<std::unique_ptr<Exchange>(int rank)>;

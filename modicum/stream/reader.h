@@ -25,7 +25,7 @@ namespace modicum {
 // the file is opened, since later the kernel's read-ahead may have cached it.
 //
 // With Options::room, bytes that no other rank of the node needs are read around the page cache,
-// unless half of them or more are cached.
+// unless half of them or more are cached, or File::read_around fails.
 class DataReader {
  public:
   static constexpr size_t kWindowsBehind = 8;

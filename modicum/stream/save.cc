@@ -205,9 +205,9 @@ class Save {
       return cast(bytes_at(t).data(), t.to_dtype, to, t.from_dtype, t.runs.length);
     }
     if (contiguous && !t.casts()) return fetch(t, 0, {to, bytes_of(t.to_dtype, t.runs.length)});
-    // Other runs are copied to `room` before the cast: contiguous ones from a device or a snapshot,
-    // others element by element. `most` is a multiple of 8, so that a part of elements smaller than
-    // a byte ends at the end of a byte.
+    // All other runs are copied to `room` before the cast: contiguous runs from a device or a
+    // snapshot, and runs that are not contiguous, which are collected there. `most` is a multiple
+    // of 8, so that a part of elements smaller than a byte ends at the end of a byte.
     std::array<std::byte, 4096> gathered;
     const std::span<std::byte> room = contiguous ? worker.room : std::span(gathered);
     const auto most = static_cast<int64_t>(room.size() * 8) / bits_per_element(t.to_dtype) / 8 * 8;

@@ -183,8 +183,8 @@ TEST(Save, SavedFilesEqualTheLoadedOnes) {
       for (const DataFile& file : saved.manifest().files) size += file.identity.size_bytes;
       EXPECT_EQ(written, size);
       EXPECT_EQ(read, 77U) << "expected the size of 'unread'";
-      // Rows of "conv", which is transposed, are gathered in every layout but "zero2": in its flat
-      // group rank 0 has no element of "conv".
+      // With several ranks, rows of "conv", which is transposed, are gathered in every layout but
+      // "zero2": in its flat group rank 0 has no element of "conv".
       EXPECT_EQ(gathered > 0, plan.ranks() > 1 && layout.name != "zero2");
       Footprint promised = saved.footprint();
       EXPECT_EQ(saved.plan().staging.total_bytes, plan.options.staging_bytes);

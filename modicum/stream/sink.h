@@ -26,8 +26,8 @@ class Sink {
   virtual void fetch(uint32_t buffer, int64_t at, std::span<std::byte> elements) = 0;
 };
 
-// Shards in host memory. Buffers with Destination::cpu are in one arena, charged as `shards` and
-// mapped at construction; the load is the first to write to its pages. Buffers with
+// Shards in host memory. Buffers with Destination::cpu are in one mapping (the arena), charged as
+// `shards` and mapped at construction; the load is the first to write to its pages. Buffers with
 // Destination::given are the caller's memory.
 class HostSink final : public Sink {
  public:

@@ -50,8 +50,8 @@ struct LoadOptions {
 LoadOutcome load(const Checkpoint& checkpoint, const Plan& plan, const RankContext& at, Sink& sink,
                  const LoadOptions& options = {});
 
-// Puts the expected elements [first, first + n) of a stored tensor into `into`. Must not use `load`
-// for that, since it would compare a load with itself.
+// Puts the expected elements [first, first + n) of a stored tensor into `into`. Must not use
+// `load`, since a check would then compare a load with itself.
 using ExpectedElements =
     FunctionRef<void(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into)>;
 
@@ -77,9 +77,9 @@ void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expec
 uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll);
 
 // The rank's part of the digest of stored tensors, computed from the elements that the load has put
-// into the sink's host memory. Over all ranks it adds up to the sum of the chunk digests in the
-// record of the step (a saved checkpoint directory). included[s]: whether stored tensor s is
-// included, for which held_whole must be true.
+// into the sink's host memory. Over all ranks it adds up to the sum of these tensors' chunk digests
+// in the record of the step (a saved checkpoint directory). included[s]: whether stored tensor s is
+// included; only tensors for which held_whole is true may be.
 uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink,
                                const std::vector<bool>& included, Poll poll = kNoPoll);
 

@@ -82,7 +82,7 @@ void ChunkSums::add(uint32_t stored, uint64_t at, std::span<const std::byte> byt
 
 void ChunkSums::add(const Extent& at, std::span<const std::byte> bytes) {
   const auto& tensors = manifest_.tensors;
-  // At first the first tensor that ends after the begin of the extent.
+  // Starts with the first tensor that ends after the begin of the extent.
   auto tensor =
       std::upper_bound(tensors.begin(), tensors.end(), at, [](const Extent& e, const Stored& s) {
         return std::pair(e.file, e.begin) < std::pair(s.at.file, s.at.end);

@@ -15,7 +15,7 @@ constexpr uint64_t kSeed = 0x7469652d7469652dULL;  // the same for an alias and 
 
 Ties::Ties(const Plan& plan) : plan_(plan), sums_(std::make_unique<Sums[]>(plan.ties.size())) {}
 
-// A linear search, since most models have no tie and nearly all others have one.
+// A linear search, since most models have no tie, and a model with ties rarely has more than one.
 bool Ties::has(const Transfer& transfer) const noexcept {
   if (transfer.source == Transfer::Source::zero) return false;
   return std::any_of(plan_.ties.begin(), plan_.ties.end(), [&](const Tie& tie) {

@@ -29,7 +29,7 @@ struct VerifyPart {
 // Reads every byte of the step that open_step finds at `path`, or this caller's part. First checks
 // the digests of files (see StepFile); if all are right, checks the values of tensors. Records the
 // first fault of each file and goes on; a fault of a value has the tensor, the offset of the chunk
-// and both digests. Holds 4 MiB. Calls `poll` before each read, which may end the call by throwing
+// and both digests. Holds 4 MiB. Calls `poll` before each read; `poll` may end the call by throwing
 // CANCELLED or PREEMPTED. Throws the errors of open_step and open_checkpoint; INTEGRITY if the
 // files hold fewer tensors than the record lists, or if a tensor is in a file that the record does
 // not list.

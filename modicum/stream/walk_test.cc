@@ -1,5 +1,5 @@
 // The walk: follows two parameters from their places in a file to a rank's shards. Compares the
-// numbers of the rooms on the way (checkpoint, recipe, layout, plan, memory, stream) with numbers
+// numbers of the modules on the way (checkpoint, recipe, layout, plan, memory, stream) with numbers
 // computed by hand. Under FSDP2 with 4 ranks a rank has 2 elements of `a` and up to 3 rows of `w`:
 //
 //   tensor          a [8]      w [10, 6], both bf16
@@ -16,7 +16,7 @@
 namespace modicum {
 namespace {
 
-// Catches: a room that passes a wrong number on to the next one.
+// Catches: a module that passes a wrong number on to the next one.
 TEST(Walk, AParameterFromItsFileToTheLastRank) {
   MemoryFileSystem files;
   files.make_directory("/m");

@@ -72,11 +72,11 @@ void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conve
   }
 }
 
-// Sink::copy takes a line: elements that are contiguous in the destination. If a run is contiguous
-// there, it is a line; otherwise (a transpose) a line has one element of each run, collected in
-// `room`. Lines that are cast or collected and longer than the room are copied in parts; if a
-// line's elements are not neighbours in the destination either, one by one. A part has a multiple
-// of 8 elements, so that it ends at the end of a byte.
+// Passes the elements to Sink::copy in lines. If the elements of a run are contiguous in the
+// destination, the run is a line. Otherwise (a transpose) a line has one element of each run; these
+// are collected in `room`. A line that is cast or collected is copied in parts if it is longer than
+// the room. If its elements are not contiguous in the destination either, each is copied alone.
+// Each part but the last has a multiple of 8 elements, so that it ends at the end of a byte.
 //
 //   source, 2 runs of 3        destination, transposed: at_step 2, at_stride 1
 //     a b c                      a d b e c f

@@ -2,8 +2,8 @@
 // The chart of one run: dygraphs computes positions and axes, this file paints the areas and lines.
 // In every function `to` is the context of the chart's canvas.
 
-// The rows that dygraphs expects, one per sample: the time, the upper edge of each owner's layer,
-// that of the page cache, the promise, and the curves.
+// The rows that dygraphs expects, one per sample and two per phase of a plan: the time, the upper
+// edges of each owner's layer and of the page cache, the promise, and the curves.
 function rows_of(run) {
   const { held, total, promise } = run.sums;
   const cache = run.line.page_cache_bytes;

@@ -154,7 +154,7 @@ function show_window(run, begin, end) {
   run.graph.updateOptions({ dateWindow: [begin, begin + width] });
 }
 
-// Writes which time is visible, and moves the names of the phases there.
+// Writes which part of the run is visible, and moves the phases' names to match.
 function tell_window(run, graph) {
   name_bands(run, graph);
   const [begin, end] = graph.xAxisRange();
