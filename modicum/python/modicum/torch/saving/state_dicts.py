@@ -62,7 +62,7 @@ class Split:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The entry of `extra` from which `dcp.load` restores the state dict."""
+        """The entry of `extra` from which `modicum.torch.dcp.Reader` restores the state dict."""
         facts: dict[str, Any] = {"model": [*self.model_at], "values": self.values}
         if self.optim is not None:
             groups = told_value(self.optim["param_groups"])
