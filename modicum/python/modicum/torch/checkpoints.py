@@ -59,7 +59,7 @@ _ADAPTERS = (
 
 @dataclass
 class _Kept:
-    """A model to save, its optimizer if there is one, and the checkpoint directory that is open."""
+    """A model to save, its optimizer if there is one, and the begun save of its directory."""
 
     flight: Inside
     model: nn.Module | None = None

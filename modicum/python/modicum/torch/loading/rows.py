@@ -64,7 +64,7 @@ def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> N
 
 def require_rows(model: Model, grown: Mapping[str, int], norms: Mapping[str, str]) -> None:
     """Raises `UsageError` if this rank's part of a tensor in `grown` or `norms` begins or ends
-    within a row, or if its rows of a magnitude are not its rows of the weight."""
+    within a row, or if this rank's rows of a magnitude and of its weight differ."""
     shardings = Shardings()
     for name, stored in grown.items():
         of = model.tensors[name]

@@ -222,8 +222,8 @@ class Ranks:
     def together(self) -> Iterator[Ranks]:
         """A context that all ranks leave without an error, or in which all raise the first failure
         of any rank, with the same class, message, `culprit_rank` and `culprit_pid`. An exception
-        that is no `Error` is unchanged on its own rank. On the others Ctrl-C becomes CANCELLED, and
-        any other INTERNAL. On exit, threads and connections end; the fields remain."""
+        that is no `Error` is unchanged on its own rank. On the others it is CANCELLED for Ctrl-C,
+        else INTERNAL. On exit, threads and connections end; the fields remain."""
         try:
             yield self
             self.barrier()

@@ -110,7 +110,7 @@ class Sigterm:
             raise _preempted("SIGTERM", rest_s, left_s)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._is_over or os.getpid() != self._pid:  # a forked child
+        if self._is_over or os.getpid() != self._pid:  # over, or in a forked child
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         self._arrived.append(time.monotonic())
