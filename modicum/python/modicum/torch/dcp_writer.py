@@ -26,11 +26,11 @@ from modicum.torch.saving.running import publish, write
 from modicum.torch.saving.state_dicts import (
     Named,
     Split,
+    common_facts,
     goal_as_stored,
     groups_text,
     nested,
     split,
-    told,
     with_values_of_all,
     writing_of_named,
 )
@@ -190,7 +190,7 @@ class Writer(StorageWriter, AsyncStager):
         root, step = self._at
         ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
                   **self._how)  # fmt: skip
-        ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | told(parts))
+        ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | common_facts(parts))
         model = None if self._model is None else Model.of(self._model)
         named = Named({canonical(name): t for name, t in parts.model.items()}, model)
         if model is None:

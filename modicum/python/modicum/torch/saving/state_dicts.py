@@ -333,7 +333,7 @@ def writing_of_named(named: Named, goal: Goal, ranks: Ranks, form: Form) -> Writ
     return writing_of(goal.recipe, held, ranks, form)
 
 
-def told(split_: Split) -> dict[str, str]:
+def common_facts(split_: Split) -> dict[str, str]:
     """What must be equal on all ranks, for `Ranks.agree_on`."""
     facts = {f"tensor {n}": f"{t.dtype} {[*t.shape]}" for n, t in split_.model.items()}
     kinds: Sequence[str] = ()
