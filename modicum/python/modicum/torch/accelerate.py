@@ -84,10 +84,10 @@ def loading(
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
             None (default): the files that each `from_pretrained` would read.
-        budget: host memory per node while loading, saving and resuming, bytes or text ("200GiB"),
-            including what the processes hold already, also in calls of `modicum.torch.load`, `save`
-            and `resume`; "none": no limit; None (default): the ledger's limit, or the memory that
-            the cgroup and the node have left.
+        budget: the limit of host memory per node while loading, saving and resuming, bytes or text
+            ("200GiB"). It includes what the processes hold already, and applies to calls of
+            `modicum.torch.load`, `save` and `resume`, too. "none": no limit; None (default): the
+            ledger's limit, or the memory that the cgroup and the node have left.
         ledger: the account to which every parameter is charged until its last tensor is freed; its
             limit is the budget of the node; None (default): a new one for each load.
         strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
@@ -108,9 +108,9 @@ def loading(
         A `Loading`, with a `report` after `prepare` and `saves` after checkpoints.
 
     Raises:
-        UsageError: on entry, if accelerate, transformers or PEFT differ from the tested versions
-            (1.15.0, 5.23.0, 0.21.2). Later, if the plugin is not FSDP2, values would be lost, or
-            parameters without values are used.
+        UsageError: accelerate, transformers or PEFT does not behave as the tested version (1.15.0,
+            5.23.0, 0.21.2); the plugin is not FSDP2; values would be lost; or parameters without
+            values are used.
         BudgetError, FormatError, IntegrityError, IoError, PeerError: raised by `prepare`, for the
             reasons of `modicum.torch.load`.
     """
@@ -252,7 +252,8 @@ class _Scripts:
         note(model, Built(innermost, None, {}), innermost._built.__setitem__)
 
     def resized(self, model: Any, how: str) -> None:
-        """Called when embeddings or heads of a model were resized. `how`: "mean" or "model"."""
+        """Called when embeddings or heads of a model were resized. `how`: how the load makes new
+        rows, "mean" or "model", as `resized` of `modicum.torch.load`."""
         for context in self.loadings:
             for whole, built in context._built.items():
                 if model in [*whole.modules()]:

@@ -9,10 +9,12 @@
       | rotation, upload
 
     load_state, resume_from_checkpoint, load_best_model_at_end
-      | load_fsdp_model, load_fsdp_optimizer: Modicum reads its own directories, accelerate others
+      | load_fsdp_model, load_fsdp_optimizer: Modicum reads the directories that it has written;
+      |                      accelerate reads all others
 
-Of a PeftModel only the adapters are saved. accelerate or Trainer saves a model that was not loaded
-by Modicum or that FSDP2 does not shard, and one that trains adapters together with other tensors.
+Of a PeftModel only the adapters are saved. Three kinds of models are left to accelerate or Trainer:
+those that Modicum did not load, those that FSDP2 does not shard, and those with adapters that can't
+be saved alone, such as a PeftModel that trains other tensors, too.
 """
 
 import functools
@@ -57,7 +59,7 @@ _ADAPTERS = (
 
 @dataclass
 class _Kept:
-    """A model to save, its optimizer if there is one, and the step in which they are saved."""
+    """A model to save, its optimizer if there is one, and the begun save of its directory."""
 
     flight: Inside
     model: nn.Module | None = None
@@ -130,8 +132,8 @@ class Checkpoints:
     @contextmanager
     def _opened(self, directory: Path, *indices: int) -> Iterator[_Open]:
         """A context in which the models of these indices, and their optimizers, are noted. On exit
-        they are saved, the model 0 into `directory` and others into subdirectories, and the
-        checkpoint is committed, on all ranks or on none. Collective."""
+        they are saved: model 0 into `directory`, the others into subdirectories. The checkpoint is
+        then committed, on all ranks or on none. Collective."""
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
         checkpoint = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
         outer, self._open = self._open, checkpoint
@@ -228,8 +230,8 @@ class Checkpoints:
 
     @contextmanager
     def _noted(self, directory: Path, index: int) -> Iterator[_Kept]:
-        """The entry of a model in the open checkpoint, if that is in `directory`. Otherwise opens a
-        checkpoint in `directory`, which is saved when the context ends."""
+        """The entry of a model in the open checkpoint, if this checkpoint is in `directory`.
+        Otherwise opens a checkpoint in `directory`, which is saved when the context ends."""
         if self._open is not None and self._open.directory == directory:
             yield self._open.kept[index]
             return
@@ -403,8 +405,9 @@ class Checkpoints:
 
 
 def _step_of(directory: Path, index: int) -> Path | None:
-    """The step of the model `index` in a checkpoint; None if Modicum did not write the checkpoint.
-    Raises UNCOMMITTED or INTEGRITY if the checkpoint is incomplete."""
+    """The directory in which Modicum has saved the model `index` of a checkpoint; None if Modicum
+    did not write the checkpoint. Raises UNCOMMITTED or INTEGRITY if the checkpoint is
+    incomplete."""
     if not is_step(directory):
         return None
     require_whole(directory)
@@ -426,5 +429,6 @@ def _usable_or_warn(directory: Path) -> bool:
 
 
 def _rotate_accelerates(folder: Path, limit: int) -> None:
-    # The trash is outside of `folder`, where accelerate takes every directory for a checkpoint.
+    # `rotate` first moves a checkpoint to the last argument, which is outside of `folder`, since
+    # accelerate takes every directory there for a checkpoint.
     rotate(upstream.numbered_directories(folder), limit, None, folder.parent)

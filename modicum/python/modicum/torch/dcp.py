@@ -108,8 +108,9 @@ class HuggingFaceReader(_PathReader):
     boxes, which a plan can't express: its elements are determined by the placements of the DTensor
     and, with `model`, by FSDP2's shards.
 
-    A tensor that is left to the model's own rule is not stored: DCP reports it as missing, and with
-    `DefaultLoadPlanner(allow_partial_load=True)` it keeps its values.
+    A tensor that `missing` leaves to the model's own rule is not in the reader's metadata: DCP
+    reports it as missing, and with `DefaultLoadPlanner(allow_partial_load=True)` it keeps its
+    values.
     """
 
     def __init__(
@@ -374,6 +375,7 @@ class Reader(_PathReader):
         for fqn, own in numbers.items():
             self._values |= {key_of(f"{fqn}.{key}"): _number(value) for key, value in own.items()}
         for index, group in enumerate(made_value(facts["param_groups"])):
+            # A flattened state dict has the options by parameter name, others by group index.
             names = group.pop("params") if facts.get("flat") else [index]
             for name in names:
                 for option, value in group.items():

@@ -76,7 +76,7 @@ def _parts_of(opened: Directory) -> tuple[dict[str, str], dict[tuple[str, str], 
     """The directory's keys of the model's tensors, by name; and of the optimizer's tensors, by
     (parameter, key)."""
     places: dict[str, Place] = {key: opened.places.get(key, (key,)) for key in opened.tensors}
-    # The path of an optimizer's tensor ends with "state", the parameter's name and a key.
+    # The path of an optimizer's tensor has "state" before the parameter's name and a key.
     state = {key: place for key, place in places.items() if "state" in place[:-2]}
     model = {key: place for key, place in places.items() if key not in state}
     if state and not model:

@@ -26,11 +26,11 @@ from modicum.torch.saving.running import publish, write
 from modicum.torch.saving.state_dicts import (
     Named,
     Split,
+    common_facts,
     goal_as_stored,
     groups_text,
     nested,
     split,
-    told,
     with_values_of_all,
     writing_of_named,
 )
@@ -86,7 +86,7 @@ class Writer(StorageWriter, AsyncStager):
                 of the state dict.
             optimizer: the optimizer of the state dict. Its class is recorded; without it
                 `modicum.torch.resume` does not accept the state. A `modicum.torch.AdamW` is
-                refused: a state dict lacks its planes.
+                refused: a state dict lacks its planes (the arrays in which it keeps its state).
             source: a checkpoint of the model, whose division into files, config and tokenizer the
                 step gets.
             dtype, keep, shard_size, ledger, budget, staging: as for `modicum.torch.save`.
@@ -130,8 +130,8 @@ class Writer(StorageWriter, AsyncStager):
             self._at = (path.parent, int(number))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raises `UsageError` on any thread but the main one, as that of `async_save` with a stager
-        of its own, or unless rank 0 alone is the coordinator."""
+        """Raises `UsageError` on any thread but the main one, such as the thread of `async_save`
+        with another stager. Also raises it unless rank 0, and no other rank, is the coordinator."""
         if threading.current_thread() is not threading.main_thread():
             what = "a save by DCP on another thread than the main one, while training may go on"
             expected = "torch.distributed.checkpoint.save on the main thread, or "
@@ -190,7 +190,7 @@ class Writer(StorageWriter, AsyncStager):
         root, step = self._at
         ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
                   **self._how)  # fmt: skip
-        ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | told(parts))
+        ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | common_facts(parts))
         model = None if self._model is None else Model.of(self._model)
         named = Named({canonical(name): t for name, t in parts.model.items()}, model)
         if model is None:

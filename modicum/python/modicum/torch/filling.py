@@ -84,9 +84,9 @@ def shard_and_load(
 @contextmanager
 def _naming_tokens(structure: Structure) -> Iterator[None]:
     """A context in which accelerate shards a model. If it can't because of PEFT's trainable tokens,
-    the error names them: accelerate makes embedding and head units of FSDP2, and reads the weight
-    of the embedding, which PEFT computes from a weight that may be sharded by then. `structure`: of
-    the model before."""
+    the error names them: accelerate makes the embedding and the head FSDP2 units of their own, and
+    reads the weight of the embedding, which PEFT computes from a weight that may be sharded by
+    then. `structure`: the model's structure before it is sharded."""
     try:
         yield
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -117,7 +117,7 @@ def load_rounded(
     its dtypes in `passed`, one after the other."""
     narrow = [] if built.source is None else _narrowings(model, passed, built.source)
     before = _digests_of(model)
-    # Those of the context in which the model was built, even if an inner one has others.
+    # The arguments of the context in which the model was built, even if an inner one has others.
     account = giving(built.arguments["ledger"], built.arguments["budget"])
     with _bound(bindings) as optimizers, account:
         arguments = built.arguments | {"optimizer": optimizers}
@@ -128,8 +128,8 @@ def load_rounded(
 
 
 def keys_of(structure: Structure, model: nn.Module, root: nn.Module) -> dict[str, str]:
-    """For each name in the model the name that the same parameter had in `root` when that was
-    built. A tensor of PEFT that begins as a base tensor gets the base tensor's."""
+    """For each name in `model` the name that the same parameter had in `root` when `root` was
+    built. A tensor of PEFT that begins as a base tensor has the name of the base tensor."""
     path = next(canonical(path) for path, module in model.named_modules() if module is root)
     prefix = f"{path}." if path else ""
     keys = {}

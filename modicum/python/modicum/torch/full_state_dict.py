@@ -84,17 +84,18 @@ def fsdp2_load_full_state_dict(*arguments: Any, **named: Any) -> nn.Module:
         model: as for `modicum.torch.load`.
         full_sd, full_state: a dict on rank 0; or the directory, file or `org/name` of a checkpoint,
             the same on every rank.
-        device_mesh: ignored: parameters have their mesh. AReaL passes `cpu_offload` here.
+        device_mesh: ignored, since parameters have their mesh. But AReaL passes its policy here,
+            and a policy counts as `cpu_offload`.
         cpu_offload: True, or any policy: USAGE if `fully_shard` does not offload a parameter.
             False and None, the defaults: not checked.
         tie_word_embeddings: ignored.
         strict: only for dicts. True or None (default): names of the dict must be in the model, and
-            the dict must have all persistent tensors. False: other names are dropped, and tensors
-            with values that the dict lacks keep them. With an accelerator, other names are always
-            dropped.
-        consume: only for dicts. True: the dict is emptied: rank 0's tensor by tensor as they are
-            sent, other ranks' after the load. After an error rank 0's dict has the tensors that
-            were not sent completely. False by default.
+            the dict must have all persistent tensors. False: other names are dropped, and a tensor
+            that the dict lacks keeps its values, if it has any. With an accelerator, other names
+            are always dropped.
+        consume: only for dicts. True: the dict is emptied: on rank 0 each tensor is removed once it
+            is sent, on other ranks all are removed after the load. After an error rank 0's dict has
+            the tensors that were not sent completely. False by default.
         **options: with a path, the keyword arguments of `modicum.torch.load` except `buffers`. With
             a dict: ledger, budget, staging, progress, fork. With both: `on_report`, called on every
             rank with the report of each load. If buffers differ between ranks, a load of rank 0's

@@ -59,7 +59,8 @@ def convert(
         source: a checkpoint of the model, whose division into files, config and tokenizer the step
             gets.
         state_format: "fp32" or "fp32-split": the format of the `modicum.torch.AdamW`, with seed 0,
-            that will resume the step; `modicum reshard` converts to others. None: only weights.
+            that will resume the step; `modicum reshard` converts to other formats. None: only
+            weights.
         dtype: the dtype of all tensors that can be cast; None: as trained. The state has the
             masters of bfloat16 and float16 weights.
         shard_size, ledger, budget, staging: as for `save`.

@@ -24,8 +24,8 @@ from modicum.upstream.torch_core import version_of
 
 _NAMES_SHOWN = 8
 
-# (a buffer, whether neither it nor any other tensor of the smallest module with parameters around
-# it was ever written)
+# (a buffer, whether no tensor of its module was ever written). Its module: the smallest module
+# around the buffer that has parameters.
 _Buffer = tuple[torch.Tensor, bool]
 # Makes the tensors of the given names by the model's own rules.
 _Makes = Callable[[Iterable[str]], Iterator[tuple[str, torch.Tensor]]]
@@ -47,8 +47,8 @@ class Emptied:
     A non-persistent buffer is compared with the result of the model's own rule. If they differ, the
     smallest module around the buffer that has parameters decides. If no tensor of that module was
     ever written, `to_empty` has allocated the buffer: it is restored after the load, and all
-    tensors of the model that were never written count as missing. Otherwise the buffer may be
-    intended: it is unchanged, with a warning.
+    parameters and persistent buffers of the model that were never written count as missing.
+    Otherwise the buffer may be intended: it is unchanged, with a warning.
     """
 
     unwritten: set[str]
@@ -74,7 +74,7 @@ class Emptied:
             raise refusal("USAGE", "buffers", expected=expected, got=got)
         self._values: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # (buffer, values)
         self._differ: list[str] = []  # differ, but are not restored
-        self._unknown: list[str] = []  # never written, and no rule makes them
+        self._unknown: list[str] = []  # never written, and not made by a rule
         unwritten: list[str] = []
         if buffers != "keep":
             makes = partial(_made, model, structure, seed)
@@ -147,8 +147,8 @@ def _examined(
 ) -> dict[str, _Buffer]:
     """The non-persistent buffers that may be garbage, by name. A buffer is not garbage if it was
     written in place, or if a parameter of the smallest module with parameters around it is on meta:
-    then `to_empty` was not called there. `everything`: returns these buffers, too. Buffers on meta
-    are never returned."""
+    then `to_empty` was not called there. `everything`: returns all non-persistent buffers. Buffers
+    on meta and empty buffers are never returned."""
     around = dict(_smallest_with_parameters(model))
     found = {}
     for name, of in tensors.items():

@@ -81,7 +81,7 @@ def _is_random(func: Any) -> bool:
 
 
 def _draws(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `func` draws from the global generator, whose state differs between ranks."""
+    """Whether `func` draws from the global generator, whose state may differ between ranks."""
     return _is_random(func) and kwargs.get("generator") is None
 
 
@@ -179,9 +179,9 @@ class _Memory(TorchDispatchMode):
         return self._compute(func, args, kwargs)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Makes the tensor of a factory on a real device, even if the default device or the device
-        of an argument is meta. Only three kinds stay on meta: large random tensors and tensors that
-        exceed memory, which can only become parameters; and those made like a tensor on meta."""
+        """Makes the tensor of a factory on a real device, even if the default device or the
+        argument `device` is meta. Only three kinds of tensors are made on meta: large random
+        tensors, tensors that exceed memory, and tensors made like a tensor on meta."""
         device = kwargs.get("device")
         if device is None:
             device = args[0].device if args and isinstance(args[0], torch.Tensor) else _CPU

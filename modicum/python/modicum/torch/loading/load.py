@@ -71,7 +71,7 @@ def load(
         buffers: for non-persistent buffers that differ from the model's own rule: "restore"; "keep"
             them; None: restore those whose modules were never written to, as after `to_empty()`.
         fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
-        optimizer: one or several `modicum.torch.AdamW` of parameters on meta. The promise includes
+        optimizer: one or several `modicum.torch.AdamW` of parameters on meta. The budget covers
             their state, allocated after the load; for a single one also a save of model and state.
         resized: for token embeddings and heads with another number of rows than stored: "mean": new
             rows are the mean of the stored ones; "model": made by the model's rule; None: an error.

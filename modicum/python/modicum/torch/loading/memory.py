@@ -87,8 +87,8 @@ def chosen_from(
 
     Args:
         uneven: from `level`.
-        strict: whether to refuse a dict that lacks a persistent tensor of the model, even if that
-            has values.
+        strict: whether to refuse a dict that lacks a persistent tensor of the model, even if the
+            model's tensor has values.
         drops: whether to drop names that are not in the model instead of refusing them.
     """
     given = uneven | {canonical(name): tensor for name, tensor in state.items()}

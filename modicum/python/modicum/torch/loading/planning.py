@@ -53,7 +53,7 @@ class Options:
 @dataclass(frozen=True)
 class Later:
     """Memory that the caller of a load will allocate after it; given in place of an optimizer, so
-    that the promise includes it."""
+    that the load's promise (its greatest host memory, known before it starts) includes it."""
 
     needed: Mapping[str, int]
     """Bytes by purpose, on this rank."""

@@ -63,8 +63,8 @@ def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> N
 
 
 def require_rows(model: Model, grown: Mapping[str, int], norms: Mapping[str, str]) -> None:
-    """Raises `UsageError` if a shard of these tensors ends within a row, or if this rank holds
-    other rows of a magnitude than of its weight."""
+    """Raises `UsageError` if this rank's part of a tensor in `grown` or `norms` begins or ends
+    within a row, or if this rank's rows of a magnitude and of its weight differ."""
     shardings = Shardings()
     for name, stored in grown.items():
         of = model.tensors[name]
@@ -83,9 +83,10 @@ def require_rows(model: Model, grown: Mapping[str, int], norms: Mapping[str, str
 
 
 def require_tokens(model: Model) -> None:
-    """Raises `UsageError` if no forward could use PEFT's trainable tokens: PEFT reads the weight of
-    the embedding without calling it, so FSDP2 would not gather a unit that is the embedding itself,
-    and a weight that tensor parallelism divides does not go with PEFT's plain tensors."""
+    """Raises `UsageError` if no forward could use PEFT's trainable tokens. PEFT reads the weight of
+    the embedding without calling the embedding, so FSDP2 does not gather it if the embedding is a
+    unit of its own. PEFT's plain tensors can't be combined with a weight that tensor parallelism
+    divides."""
     for name, (weight, _) in model.structure.rows.items():
         of = model.tensors[weight]
         if is_unit(of.module):
@@ -140,6 +141,7 @@ class _Rows:
 
     def __init__(self, of: ModelTensor, sharding: Sharding, shardings: Shardings) -> None:
         self._of = of
+        # Of the ranks that hold the same rows, only one adds them to a sum.
         self._is_counted = shardings.counts(of.tensor, sharding)
         self._first, count = _rows_of(of, sharding, shardings)
         width = of.tensor.shape[1:].numel()

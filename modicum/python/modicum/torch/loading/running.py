@@ -40,7 +40,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
         ranks.exchange_among(group, whole=plan.strategy != "node-reader")
     own = list(_own_targets(planned))
     _modicum.report_budget(planned.budget or 0)
-    # During the load the ledger's limit is this rank's promise; afterwards it is the caller's.
+    # During the load the ledger's limit is what the plan allows this rank; then the caller's again.
     outside = ledger.limit_bytes
     ledger.limit_bytes = ledger.held_bytes + plan.ledger_limit_bytes(rank)
     try:

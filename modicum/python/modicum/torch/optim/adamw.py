@@ -43,9 +43,9 @@ from modicum.upstream.torch_core import load_hooks, not_compiled
 
 class AdamW(torch.optim.Optimizer):
     """AdamW with its state on the host. The constructor allocates the state of all parameters that
-    train, in a size that `state_format` determines. A frozen parameter has no state until it
-    trains. While any parameter that trains is on meta, no state is allocated: this is then done by
-    `modicum.torch.load(..., optimizer=)`, `prepare` within `loading()`, `allocate` or a step.
+    train, as planes: arrays of one kind of value. A frozen parameter has no state until it trains.
+    While any parameter that trains is on meta, no state is allocated: `modicum.torch.load(...,
+    optimizer=)`, `prepare` within `loading()`, `allocate` or a step does it later.
 
     It is a `torch.optim.Optimizer`, with groups, schedulers, hooks, `GradScaler`, and a
     `state_dict` with PyTorch's names and shapes. Parameters are plain tensors or DTensors of
@@ -173,7 +173,7 @@ class AdamW(torch.optim.Optimizer):
             if not is_in_place(part, parameter.grad):
                 continue
             if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
-                parameter.grad = part.grad.clone()  # its plane is freed before the next step
+                parameter.grad = part.grad.clone()  # `part.grad`'s memory is freed below
         unhook(parts)
         self._bound.drop(0)
         self._has_loaded = False
@@ -366,7 +366,7 @@ class AdamW(torch.optim.Optimizer):
     def _agreed(
         self, prepare: Callable[[], Answer | None], groups: Sequence[dict[str, Any]] = ()
     ) -> tuple[float, bool]:
-        """Calls `agreed` over the meshes of `groups`, or by default of the bound parameters. If any
+        """Calls `agreed` over the meshes of `groups`, by default those of the optimizer. If any
         rank raises, all ranks free the state that `prepare` has allocated."""
         names = names_of(groups or self.param_groups)
 
@@ -378,7 +378,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _check_gradients(self) -> None:
         """Raises if parameters lack gradients because the model has replaced them: checked in the
-        first step, and when for the first time no parameter has a gradient. Warns if both hold."""
+        first step, and in the first one without any gradient. Warns if these are the same step."""
         collected = zip(self._bound.parts, self._bound.collected, strict=True)
         lacking = [part for part, (grad, _) in collected if grad is None]
         has_none = len(lacking) == len(self._bound.parts)

@@ -157,8 +157,8 @@ def refuse_lost(lacking: Sequence[Part], parts: Sequence[Part]) -> None:
 
 
 def hook(parts: Iterable[Part]) -> None:
-    """Registers hooks that move each gradient to its plane once autograd has accumulated it, and
-    free the gradient's own memory."""
+    """Registers hooks that move each gradient to its plane (its part of the state's memory for
+    gradients) once autograd has accumulated it, and free the gradient's own memory."""
     for part in parts:
         if part.hook is None and part.grad is not None and part.parameter.requires_grad:
             part.hook = part.parameter.register_post_accumulate_grad_hook(_taking(part))

@@ -1,5 +1,5 @@
-"""The parameters of an optimizer bound to their states: planes, the entries of `state`, and the
-transfer of values and gradients.
+"""The parameters of an optimizer bound to their states: planes (arrays of one kind of value), the
+entries of `state`, and the transfer of values and gradients.
 
 The calls for a parameter: add -> [collect -> norms -> step or forget]* -> drop. `collect` hands the
 current gradients to the C++ states, which use them until the next `step` or `forget`.
@@ -41,7 +41,7 @@ class Bound:
         self.states: dict[str, _modicum.AdamW] = {}
         """By key (`Part.state`)."""
         self.lanes: dict[str, Lane] = {}
-        """For each state of parameters on a device, by the same key."""
+        """The transfers of each state whose parameters are on a device, by the same key."""
         self.meshes: list[Any] = []
         """The meshes over which the optimizer's collectives run."""
         self.collected: list[tuple[Any, int]] = []

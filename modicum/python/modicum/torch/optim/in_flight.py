@@ -24,10 +24,11 @@ class Save(Protocol):
         """Returns when this rank's memory may be overwritten."""
 
     def wait(self) -> object:
-        """Returns when the saved step is visible. Collective. Raises the save's error."""
+        """Returns when the saved checkpoint is visible. Collective. Raises the save's error."""
 
     def explain(self) -> None:
-        """Called when another rank has refused a step: raises the save's error if it has failed."""
+        """Called when another rank has refused a call of the optimizer. Raises the save's error if
+        the save has failed."""
 
     def leave(self) -> None:
         """Called when the process is about to exit: waits, and prints an error."""

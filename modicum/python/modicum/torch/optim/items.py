@@ -22,8 +22,8 @@ def exported_items(bound: Bound) -> Iterator[StateItem]:
 
 
 def stored_items(bound: Bound) -> Iterator[StateItem]:
-    """One-dimensional views of this rank's planes and scales, in memory order, under the names of
-    the tensors in a saved step (checkpoint directory)."""
+    """One-dimensional views of this rank's planes (arrays of one kind of value) and scales, in
+    memory order, under the names of the tensors in a saved step (checkpoint directory)."""
     for part in bound.parts:
         assert part.steps is not None
         steps, index = part.steps

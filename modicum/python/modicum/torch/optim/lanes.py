@@ -13,8 +13,8 @@ from modicum.torch.optim.parts import Part
 
 Stepping = tuple[_modicum.AdamW, Any, Any, str, bool]
 """An item of the argument `states` of `_modicum.step_all`: the state; functions that send a chunk
-of new parameters from a slot, and that wait for the slot; the dtype of the chunks; whether the
-parameters are on the host."""
+of new parameters from a slot, and that wait for the slot, or None; the dtype of the chunks, unused
+without functions; whether the step first refreshes the masters from the parameters."""
 SLOTS = 4
 """Staging slots per thread."""
 
@@ -73,7 +73,7 @@ class Lane:
             self._state.arrive(part.shard, staged, at=at)
 
     def stepping(self) -> Stepping:
-        """The argument of `step_all`; call `stepped` after it."""
+        """This state's item for `step_all`; call `stepped` after that."""
         if self._masters is not None:
             return self._state, None, None, "bfloat16", False
         stream = _stream_of(self._device)

@@ -97,6 +97,7 @@ def warn_script(what: str) -> None:
     Modicum."""
     packages = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[2]))
     level, frame = 1, inspect.currentframe()
+    # "<" begins the file name of generated code, such as "<string>".
     while frame is not None and frame.f_code.co_filename.startswith((*packages, "<")):
         level, frame = level + 1, frame.f_back
     warnings.warn(what, stacklevel=level)

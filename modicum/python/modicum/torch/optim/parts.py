@@ -48,7 +48,7 @@ class Part:
     shard: int = 0
     """Its index in that state."""
     plane: torch.Tensor | None = None
-    """Its elements in the state's gradient plane, one-dimensional."""
+    """Its elements in the state's gradient plane (array of gradients), one-dimensional."""
     grad: torch.Tensor | None = None
     """A view of `plane` that can be `parameter.grad`; None if gradients are copied to `plane`."""
     grad_place: tuple[Any, ...] = ()
@@ -133,8 +133,8 @@ def mesh_of(tensor: torch.Tensor) -> Any:
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Address, dtype, shape, strides and storage size of this rank's elements. At least one of them
-    changes if the tensor's memory is replaced, moved, freed or shortened; the version counter does
-    not."""
+    changes if the tensor's memory is replaced, moved, freed or shortened. The version counter need
+    not change then."""
     local = local_of(tensor)
     stored = local.untyped_storage().nbytes()
     return local.data_ptr(), local.dtype, local.shape, local.stride(), stored
@@ -154,7 +154,7 @@ def _require_stored(local: torch.Tensor, what: str, name: str) -> None:
 
 
 def versions_of(tensor: torch.Tensor) -> int:
-    """A number that grows with every write through torch."""
+    """A number that grows with every write by an operator of torch, except through `.data`."""
     return version_of(tensor) + version_of(local_of(tensor))
 
 
@@ -179,8 +179,9 @@ def part_of(
     shardings: Shardings,
     memory: Memory | None = None,
 ) -> Part:
-    """The part of a parameter. Raises `UsageError` if it can't be stepped in place, and as
-    `Shardings.of`. `memory`: the future memory of a parameter on meta, to count its state."""
+    """The part of a parameter. Raises `UsageError` if it can't be stepped in place, and for the
+    reasons of `Shardings.of`. `memory`: the future memory of a parameter on meta, to count its
+    state."""
     local = local_of(parameter)
     if memory is not None:
         local = memory.in_place_of(local)

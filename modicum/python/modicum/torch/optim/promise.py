@@ -1,5 +1,5 @@
 """The memory that an optimizer will take once its parameters have memory: its part of a load's
-promise."""
+promise (the greatest host memory of the load, known before it starts)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

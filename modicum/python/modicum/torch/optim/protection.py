@@ -86,7 +86,8 @@ class Protection:
             size = size if exclusion else 0
             left = of.end - of.begin - size
             # Freed memory may be allocated again for something else. Children forked after that
-            # must inherit it, and a child from before must get pages in its reserved range.
+            # must inherit it. A child forked before that has only a reserved address range there:
+            # if it frees the memory itself, `undo` maps pages into the range.
             storage = of.tensor.untyped_storage()
             undone = weakref.finalize(storage, _inherit, exclusion)
             undone.atexit = False

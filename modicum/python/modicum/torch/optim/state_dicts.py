@@ -21,7 +21,7 @@ Values = dict[str, Any]
 
 
 def chunks(line: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first element, elements) of consecutive pieces of 2^20 elements."""
+    """(first element, elements) of consecutive pieces of at most 2^20 elements."""
     for at in range(0, line.numel(), _CHUNK):
         yield at, line[at : at + _CHUNK]
 

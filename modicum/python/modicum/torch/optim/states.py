@@ -25,8 +25,8 @@ def dtype_of(part: Part, plane: str) -> torch.dtype:
 
 
 def plane_dtype(part: Part, plane: str) -> torch.dtype:
-    """The dtype of any plane, as `_modicum.AdamW.plane` has it in memory: 8-bit codes of second
-    moments are unsigned."""
+    """The dtype of any plane (array of one kind of value), as `_modicum.AdamW.plane` has it in
+    memory: 8-bit codes of second moments are unsigned."""
     if plane in ("master", "master_low", "grad"):
         return dtype_of(part, plane)
     dtype = dtype_of(part, "moment")
@@ -171,6 +171,7 @@ def _grouped(
         part.state = part.format
         if not part.on_host:
             part.state += f" of {part.local.dtype} on {part.local.device}"
+        # On the host the state steps the parameter in place as the master, or writes to it (`out`).
         master = out = None
         if part.on_host and part.local.numel() > 0:
             master, out = (part.local, None) if is_own_master(part) else (None, part.local)

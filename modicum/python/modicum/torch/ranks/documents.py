@@ -18,7 +18,8 @@ def document_with(category: str, what: str, **facts: Any) -> str:
 
 
 def document_of(error: BaseException) -> str:
-    """The document of any exception: INTERNAL unless it is an `Error`, or CANCELLED for Ctrl-C."""
+    """The document of any exception. An `Error` keeps its category; Ctrl-C is CANCELLED; all other
+    exceptions are INTERNAL."""
     if isinstance(error, Error):
         known = {name: fact for name, fact in vars(error).items() if name in Error.__annotations__}
         fields = {"category": error.category, "code": error.code, "message": str(error)}

@@ -46,8 +46,8 @@ POLL_GROWTH = 1.25  # the factor by which the pause between polls grows
 
 
 class Ranks:
-    """One rank of a load. The C++ library calls `barrier`, `agree`, `report` and `broadcast`. If a
-    rank fails, the collectives of this class raise its error, the first one, on all ranks."""
+    """One rank of a load. The C++ library calls `barrier`, `agree`, `report` and `broadcast`. If
+    ranks fail, the collectives of this class raise the first failure on all ranks."""
 
     rank: int
     world_size: int
@@ -222,8 +222,8 @@ class Ranks:
     def together(self) -> Iterator[Ranks]:
         """A context that all ranks leave without an error, or in which all raise the first failure
         of any rank, with the same class, message, `culprit_rank` and `culprit_pid`. An exception
-        that is no `Error` is unchanged on its own rank, and INTERNAL on the others, or CANCELLED
-        for Ctrl-C. On exit, threads and connections end; the fields remain."""
+        that is no `Error` is unchanged on its own rank. On the others it is CANCELLED for Ctrl-C,
+        else INTERNAL. On exit, threads and connections end; the fields remain."""
         try:
             yield self
             self.barrier()
@@ -471,7 +471,7 @@ class Ranks:
 
 def _first_other(digests: list[str]) -> tuple[int, int, str, str] | None:
     """(the first rank whose digest differs from rank 0's, the number of further such ranks, rank
-    0's digest, the first rank's digest), or None. Called on rank 0, whose result all ranks get."""
+    0's digest, that rank's digest), or None. Called on rank 0, whose result all ranks get."""
     others = [rank for rank, of in enumerate(digests) if of != digests[0]]
     return (others[0], len(others) - 1, digests[0], digests[others[0]]) if others else None
 

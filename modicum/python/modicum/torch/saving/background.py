@@ -19,9 +19,10 @@ optimizer step may wait for this rank's save, but never for another rank's. The 
 prefix of the process group's store (ranks/group.py), not in collectives, whose order on all ranks
 the program alone determines.
 
-The program's thread votes: while it does, it runs no operation that writes to a tensor. If a rank's
-part fails all ranks drop the saved step, and each raises the error in its next optimizer step, save
-or `wait`.
+A vote says that this rank's part is written and that no tensor was written to meanwhile. The
+program's thread votes, since it runs no operation that writes to a tensor while it does. If a
+rank's part fails, all ranks drop the saved step, and each raises the error in its next optimizer
+step, save or `wait`.
 """
 
 import multiprocessing.util
@@ -180,8 +181,8 @@ class Saving:
     def leave(self) -> None:
         """At the process's exit: waits for the save, and prints its error."""
         try:
-            # The program ends by an exception; or perhaps, if it is a child of multiprocessing,
-            # which does not set last_value.
+            # True if the program ends by an exception. A child of multiprocessing does not set
+            # last_value, so here it always counts as ended by one.
             if hasattr(sys, "last_value") or multiprocessing.parent_process() is not None:
                 self.settle()
                 self._vote()

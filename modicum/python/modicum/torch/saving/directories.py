@@ -258,7 +258,8 @@ def _tensor_of(key: str, value: Made, infos: _Infos) -> DirectoryTensor:
 
 
 def _dtype_of(key: str, properties: Any) -> str:
-    """The dtype of TensorProperties. Their state is a tuple that begins with it, or a dict."""
+    """The dtype of a TensorProperties, whose state is a tuple that begins with the dtype, or a
+    dict."""
     state = properties.state if isinstance(properties, Made) else None
     first = state[0] if isinstance(state, tuple) and state else None
     if isinstance(state, Pairs):

@@ -69,7 +69,8 @@ class Inside(Flight):
         self._place = super().begin(ranks, **how)
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
-        """Syncs the other programs' files, which are all written by now. Collective."""
+        """Makes the step's subdirectories, and syncs the other programs' files, which are all
+        written by now. Collective. Returns the same as `Flight.begin`."""
         assert self._place is not None
         place = self._place
 

@@ -161,9 +161,9 @@ def _snapshot_of(parts: Parts, ranks: Ranks) -> _modicum.Snapshot:
 
 
 def _together(model: Mapping[str, int], state: Mapping[str, int], extra: int) -> Counter[str]:
-    """Bytes by purpose of two saves that run one after the other: both plans are held at the same
-    time, but only one staging. `extra`: bytes of this rank's extra file, of which two copies exist
-    while it is made."""
+    """Bytes by purpose of the saves of model and state, which run one after the other: both plans
+    are held at the same time, but only one staging. `extra`: bytes of this rank's extra file, of
+    which two copies exist while it is made."""
     held = Counter(model)
     held.update(state)
     held["staging"] = max(model.get("staging", 0), state.get("staging", 0))

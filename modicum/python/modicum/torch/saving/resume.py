@@ -66,7 +66,7 @@ def resume(
             skips a damaged step; this reads the step twice. False: compares only file names and
             lengths.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
-        buffers, fork, recipe, key_mapping: as for `load`. The promise includes the
+        buffers, fork, recipe, key_mapping: as for `load`. The promised peak includes the
             optimizer's state.
 
     Returns:
@@ -178,7 +178,7 @@ def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
         fault = next(filter(None, faults), None)
         if fault is None:
             return facts | {"skipped": skipped}
-        if "skipped" not in facts:
+        if "skipped" not in facts:  # from open_step: `root` is the step itself
             told = {"category": "INTEGRITY", "code": exit_codes()["INTEGRITY"], "message": fault}
             raise from_json(json.dumps({"error": told}))
         skip({"step": facts["step"], "reason": fault})

@@ -77,7 +77,7 @@ class Begun:
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         """For a save in the background: (name, tensor) for all tensors that only an optimizer of
         Modicum may write to during the save. Buffers, to which a forward may write, are copied now
-        as long as the window has room, and left out."""
+        as long as the snapshot's memory has room, and left out."""
         assert self.planned.snapshot is not None
         for name, tensor, line in self.planned.model.tensors():
             is_buffer = not isinstance(tensor, nn.Parameter) and line is not None
@@ -87,8 +87,8 @@ class Begun:
             yield from self.planned.state.watched()
 
     def write(self, on_begin: Callable[[], object] = lambda: None) -> dict[str, Any]:
-        """Writes this rank's part. In the foreground collective; in the background not, and on any
-        thread. `on_begin`: called once the save can be cancelled."""
+        """Writes this rank's part. In the foreground this is collective; in the background it is
+        not, and any thread may call it. `on_begin`: called once the save can be cancelled."""
         planned, where = self.planned, self._where
         ledger, outside = where.ledger, where.ledger.limit_bytes
         if where.snapshot is None:

@@ -96,7 +96,7 @@ def save(
         adapters: True: only PEFT's adapters and what PEFT saves with them, in the files that
             `PeftModel` reads. False: all tensors. None: True if the model is a `PeftModel` that
             trains nothing else, and otherwise False.
-        ledger, budget: as for `load`; the promise includes what the processes hold already.
+        ledger, budget: as for `load`; the promised peak includes what the processes hold already.
         staging: host memory that a rank streams through; None: 8 MiB.
         grace: seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held back
             until the step is committed, and then ends the process. All ranks raise `PreemptedError`

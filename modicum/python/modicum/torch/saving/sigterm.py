@@ -47,8 +47,8 @@ class Sigterm:
         self._arrived: list[float] = []
 
     def hold(self) -> None:
-        """From now on SIGTERM is only noted; may be called again. Raises `UsageError` if the
-        program has a handler or if this is not the main thread."""
+        """From now on SIGTERM is only noted; may be called again. Raises `UsageError` if the grace
+        is invalid, if the program has a handler, or if this is not the main thread."""
         if self.grace_s is None or self._holds:
             return
         is_number = isinstance(self.grace_s, (int, float)) and not isinstance(self.grace_s, bool)
@@ -110,7 +110,7 @@ class Sigterm:
             raise _preempted("SIGTERM", rest_s, left_s)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._is_over or os.getpid() != self._pid:  # or a forked child
+        if self._is_over or os.getpid() != self._pid:  # over, or in a forked child
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         self._arrived.append(time.monotonic())

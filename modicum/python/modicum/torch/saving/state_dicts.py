@@ -62,7 +62,7 @@ class Split:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The entry of `extra` from which `dcp.load` restores the state dict."""
+        """The entry of `extra` from which `modicum.torch.dcp.Reader` restores the state dict."""
         facts: dict[str, Any] = {"model": [*self.model_at], "values": self.values}
         if self.optim is not None:
             groups = told_value(self.optim["param_groups"])
@@ -333,7 +333,7 @@ def writing_of_named(named: Named, goal: Goal, ranks: Ranks, form: Form) -> Writ
     return writing_of(goal.recipe, held, ranks, form)
 
 
-def told(split_: Split) -> dict[str, str]:
+def common_facts(split_: Split) -> dict[str, str]:
     """What must be equal on all ranks, for `Ranks.agree_on`."""
     facts = {f"tensor {n}": f"{t.dtype} {[*t.shape]}" for n, t in split_.model.items()}
     kinds: Sequence[str] = ()

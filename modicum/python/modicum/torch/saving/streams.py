@@ -66,15 +66,15 @@ def streamed(recipe: _modicum.Recipe, form: Form, read: Read) -> Writing:
         staging=form.staging,
     )
     plan = save_plan_of(loaded, form)
-    threads = plan.fetching_bytes(cpus_of_rank(1))
-    return Writing(plan, recipe, [], lambda t, at, view: read(names[t], at, view), threads)
+    fetch_bytes = plan.fetching_bytes(cpus_of_rank(1))
+    return Writing(plan, recipe, [], lambda t, at, view: read(names[t], at, view), fetch_bytes)
 
 
 def save_streams(ask: Ask, goal: Goal, parts: Parts) -> Saved:
     """Saves the parts as a step from this process alone. Raises `BudgetError` or `IoError`."""
     flight, ranks = Flight(), Ranks(0, 1)
-    # Measured again: names and places of many tensors are Python objects of unknown size. The plans
-    # count twice: they are held already, and the save charges them.
+    # Memory is measured again: names and places of many tensors are Python objects of unknown size.
+    # The plans count twice: they are held already, and the save charges them.
     goal = replace(goal, memories=[memory_before()])
     try:
         report = run(planned_of(ask, goal, parts, ranks), ranks, flight)

@@ -39,7 +39,8 @@ Numbers = dict[str, dict[str, Any]]
 def writing_of_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], ranks: Ranks, form: Form
 ) -> tuple[Writing, str]:
-    """The tensors to write, and the text of state.json. Raises `UsageError` for other values."""
+    """The tensors to write, and the text of state.json. Raises `UsageError` for a value that is
+    neither a number nor a tensor of the parameter's shape."""
     entries: list[Entry] = []
     for parameter, entry in optimizer.state.items():
         fqn = names.get(id(parameter))
@@ -57,8 +58,8 @@ Entry = tuple[str, torch.Tensor, Mapping[str, Any]]
 def writing_of_entries(
     entries: Sequence[Entry], kind: str, ranks: Ranks, form: Form
 ) -> tuple[Writing, str]:
-    """The tensors to write, and the text of state.json. `kind`: as it names the optimizer's
-    class."""
+    """The tensors to write, and the text of state.json. `kind`: the name of the optimizer's class
+    in state.json."""
     shardings = Shardings()
     targets: dict[str, Node] = {}
     held: list[Held] = []

@@ -48,8 +48,8 @@ class Writing:
     fetch: Fetch | None = None
     """Provides elements of all targets if `held` is empty (streams.py, one rank); else None."""
     fetch_bytes: int = 0
-    """The most bytes that the threads that fetch elements of other memory than the host's hold for
-    it: stacks and heaps. 0: all tensors are on the host."""
+    """The most bytes of stacks and heaps that threads use to fetch elements that are not in the
+    host's memory. 0: all tensors are on the host."""
 
     @property
     def bytes_held(self) -> Counter[str]:

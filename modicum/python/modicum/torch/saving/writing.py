@@ -86,7 +86,7 @@ class StateWriting(Protocol):
 
 
 class AdamWWriting:
-    """The planes of `modicum.torch.AdamW`."""
+    """The state of `modicum.torch.AdamW`: its planes (arrays of one kind of value)."""
 
     def __init__(self, state: AdamWState, *, background: bool = False) -> None:
         self._state = state

@@ -116,7 +116,8 @@ class ZeroDirectory:
         Raises:
             IntegrityError: a rank's file is missing or does not belong to the others.
             FormatError: a file was not written by DeepSpeed, or is damaged.
-            UsageError: the model has experts or tensor-parallel ranks.
+            UsageError: the directory is no checkpoint of ZeRO, or the model has experts or
+                tensor-parallel ranks.
         """
         models, optimizers = _files_of(_step_of(path))
         first = Rank.of(Archive.open(optimizers[0]))

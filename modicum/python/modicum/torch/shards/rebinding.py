@@ -57,7 +57,8 @@ class Bindings:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], *, resuming: bool = False
     ) -> None:
-        """Raises `UsageError` for the first two reasons of `rebinding`."""
+        """Raises `UsageError` if an optimizer has state and `resuming` is False, or has a parameter
+        that the model lacks."""
         self.optimizers = optimizers
         self._model = model
         self._names = parameter_names(model)
