@@ -57,7 +57,7 @@ def test_a_comparison_names_the_phase_and_the_owner_that_differ_most(
     assert told["phase"] == "prepare" == most_different(told["phases"], in_both=True)
     assert told["owner"] == most_different(told["owners"], in_both=False)
     (prepare,) = [row for row in told["phases"] if row["name"] == "prepare"]
-    # Without Modicum `prepare` holds more, by at least one whole model of 113 MiB.
+    # Without Modicum `prepare` holds at least 113 MiB more. The whole model has 104 MiB.
     assert prepare["a_bytes"] > prepare["b_bytes"] + 113 * MIB
     assert told["a"]["peak_bytes"] > told["b"]["peak_bytes"]
     begin = f"the peak of {files[0].name} is "

@@ -1,5 +1,6 @@
 """The pages of `watch`, `watch --compare`, `load` and `rehearse` with `--report`. The page of
-`watch` has the document that `--json` prints, and `--report` changes nothing else of a load.
+`watch` has the document that `--json` prints. A load with `--report` has the same digest, errors
+and exit code as without it.
 
 Must fail for these mutants: a page with another document; a command that starts although its page
 can't be written; `--report` that changes the digest, the errors or the exit code of a load; a

@@ -3,8 +3,8 @@ holds get the values of `from_pretrained`, or an error or a warning names them. 
 caller has set are unchanged.
 
 The oracle is `from_pretrained`. Must fail for these mutants: a buffer left as `to_empty` made it;
-a buffer restored although the caller set it; a tensor missing from the file that counts as loaded;
-uninitialised memory without a warning.
+a buffer restored although the caller set it; a tensor that the file lacks and that counts as
+loaded; uninitialised memory without a warning.
 """
 
 import warnings
@@ -162,9 +162,9 @@ def test_a_buffer_set_by_the_caller_stays(built: str) -> None:
     # Parameters on meta, or a write in place, show that `to_empty` did not leave this value in the
     # buffer, so there is no warning. (Warnings about the buffer original_inv_freq are ignored.)
     is_certain = built in ("empty", "in place")
-    told = [line for line in lines if "original" not in line]
-    assert len(told) == (0 if is_certain else 1)
-    assert all("left alone" in line and "rotary_emb.inv_freq" in line for line in told)
+    lines = [line for line in lines if "original" not in line]
+    assert len(lines) == (0 if is_certain else 1)
+    assert all("left alone" in line and "rotary_emb.inv_freq" in line for line in lines)
 
 
 @pytest.mark.parametrize("buffers", ("keep", "restore"))

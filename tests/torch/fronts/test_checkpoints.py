@@ -64,7 +64,7 @@ def assert_reads(directory: Path, saved: dict[str, str]) -> None:
 # Names in a checkpoint directory: files in PEFT's format, and what Modicum adds to every checkpoint
 # with the tensors of an optimizer.
 PEFTS = {"adapter_config.json", "adapter_model.safetensors"}
-STEPS = {"COMMIT", "manifest.json", "optimizer"}
+OWN = {"COMMIT", "manifest.json", "optimizer"}
 
 
 def assert_peft_reads(directory: Path, base: str, saved: dict[str, str]) -> None:
@@ -182,7 +182,7 @@ def test_adapters_are_saved_alone_and_resume_bit_for_bit(
     saved, resumed = saved_and_resumed(two, tmp_path, **how)
     assert saved[0]["warned"] == resumed[0]["warned"] == []
     names = {path.name for path in folder.iterdir()}
-    assert names == PEFTS | STEPS | {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
+    assert names == PEFTS | OWN | {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
     assert_verifies(modicum, folder)
     assert_peft_reads(folder, model, saved[0]["saved"])
 
@@ -270,9 +270,9 @@ def test_a_model_with_more_tensors_is_refused(two: Ranks, tmp_path: Path, model:
     config = {"tie_word_embeddings": True, "num_hidden_layers": 3}
     two.ask("write", directory=larger, family="qwen3", config=config, dtype="bfloat16")
     two.tell("accelerate_resumes", directory=larger, folder=folder, by="modicum")
-    said = refused(two.hear())
-    assert "MISMATCH: the checkpoint lacks a tensor of the model: build the model that" in said
-    assert "tensor model.layers.2." in said
+    message = refused(two.hear())
+    assert "MISMATCH: the checkpoint lacks a tensor of the model: build the model that" in message
+    assert "tensor model.layers.2." in message
 
 
 def test_save_model_writes_weights_only(
@@ -369,7 +369,7 @@ def test_trainer_with_adapters_resumes_bit_for_bit(
         assert_verifies(modicum, directory)
         assert_peft_reads(directory, model, second["end"])
     found = {path.name for path in (folder / "checkpoint-4").iterdir()}
-    assert found == PEFTS | STEPS | {
+    assert found == PEFTS | OWN | {
         "README.md", "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json",
         "training_args.bin",
     }  # fmt: skip
@@ -439,8 +439,8 @@ def test_functions_are_restored(two: Ranks) -> None:
 
 
 def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:
-    """Makes checkpoints with these numbers: complete ones, as of another program, or, if not
-    `whole`, uncommitted ones of Modicum. Returns their paths."""
+    """Makes checkpoints with these numbers and returns their paths. `whole`: they are complete, as
+    of another program; otherwise they are uncommitted ones of Modicum."""
     made = [folder / f"checkpoint-{number}" for number in numbers]
     for one in made:
         one.mkdir()

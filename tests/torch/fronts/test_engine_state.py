@@ -1,6 +1,6 @@
-"""`fsdp2_load_full_state_dict` in place of the frameworks' functions of this name: every rank holds
-and trains the same shards as if `fully_shard` had sharded the model with its values, or as after
-the framework's own function.
+"""`fsdp2_load_full_state_dict` in place of the frameworks' functions of this name. Every rank must
+hold and train the expected shards: those that `fully_shard` makes of a model with values or, in one
+test, those that the framework's own function loads.
 
 Must fail for these mutants: a chunk copied to the wrong place; a tensor that stays on the one rank
 that built it with values; non-persistent buffers that are not compared or not loaded; two names of

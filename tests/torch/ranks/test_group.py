@@ -50,7 +50,7 @@ def no_world_is_left() -> Iterator[None]:
 
 
 class FakeBoard:
-    """A stand-in for the library's board."""
+    """A stand-in for `_modicum.Board`, which has the progress and the failures of a load."""
 
     def __init__(self) -> None:
         self.progress = 0
@@ -221,7 +221,7 @@ def test_for_another_host_one_sign_of_life_suffices() -> None:
 
 @pytest.mark.parametrize("hosts", ["a" * 5, "a" * 1000, "abc" * 300])
 def test_no_rank_polls_all_ranks(hosts: str) -> None:
-    """Each rank is polled by at most two others, so that a poll of all ranks reads at most two
+    """Each rank is polled by at most two others. If all ranks poll once, they read at most two
     heartbeats per rank. Here each rank polls twice."""
     processes = processes_on(*hosts)
     beats = Beats(set())
