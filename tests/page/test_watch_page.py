@@ -118,8 +118,8 @@ def test_a_load_that_fails(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
 def test_the_page_of_a_rehearsal_has_its_steps(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     page = tmp_path / "rehearse.html"
     words = ("rehearse", gpt2, "--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 2)
-    told = run_json(modicum, *words, "--report", page)
-    assert told["steps"] == 2
+    answer = run_json(modicum, *words, "--report", page)
+    assert answer["steps"] == 2
     timeline = drawn_on(page)["runs"][0]["document"]["timeline"]
     assert {"load", "step"} <= {phase["name"].partition("_")[0] for phase in timeline["phases"]}
     assert any("moments" in track["owners"] for track in timeline["tracks"])

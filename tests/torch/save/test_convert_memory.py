@@ -43,9 +43,9 @@ def assert_holds_its_promise(directory: Path, folder: Path, kind: str, *words: s
         command += words
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
-        told: dict[str, Any] = json.loads(done.stdout)
-        assert told["refused"], told
-        assert told["held"] <= told["promised"] - told["rounding"], (repeat, told)
+        answer: dict[str, Any] = json.loads(done.stdout)
+        assert answer["refused"], answer
+        assert answer["held"] <= answer["promised"] - answer["rounding"], (repeat, answer)
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,7 @@ def test_the_step_is_a_model_of_transformers(
     saved: tuple[dict[str, Any], str], modicum: Path
 ) -> None:
     import transformers
-    from torch_rank import told
+    from torch_rank import told as digest_of
 
     first, root = saved
     step = Path(root, "step-2")
@@ -69,7 +69,7 @@ def test_the_step_is_a_model_of_transformers(
     assert verified.returncode == 0, verified.stderr
     read = transformers.AutoModelForCausalLM.from_pretrained(step, dtype="auto")
     for name, tensor in read.named_parameters():
-        assert first["saved"][name] == told(tensor), name
+        assert first["saved"][name] == digest_of(tensor), name
     assert (step / "config.json").is_file()
     assert {path.name for path in step.parent.iterdir()} == {"latest", "step-2"}
 

@@ -160,14 +160,14 @@ def test_the_step_is_a_model_of_transformers(
 ) -> None:
     """Compares the names, dtypes and bits of all parameters with those that were saved."""
     import transformers
-    from torch_rank import told
+    from torch_rank import told as digest_of
 
     how = {"directory": model, "root": str(tmp_path / "steps"), "dtype": "bfloat16"}
     (saved, *_) = worlds[2].ask("saves", cut=TWO, **how)
     step = tmp_path / "steps/step-2"
     read = transformers.AutoModelForCausalLM.from_pretrained(step, dtype="auto")
     for name, tensor in read.named_parameters():
-        assert saved["saved"][name] == told(tensor), name
+        assert saved["saved"][name] == digest_of(tensor), name
     config = transformers.AutoConfig.from_pretrained(step)
     assert config.dtype == torch.bfloat16
 
