@@ -53,18 +53,21 @@ def test_a_comparison_names_the_phase_and_the_owner_that_differ_most(
         files.append(tmp_path / f"{name}.json")
         files[-1].write_text(json.dumps(watched(modicum, root, model, *words)))
     page = tmp_path / "both.html"
-    told = run_json(modicum, "watch", "--compare", *files, "--report", page)
-    assert told["phase"] == "prepare" == most_different(told["phases"], in_both=True)
-    assert told["owner"] == most_different(told["owners"], in_both=False)
-    (prepare,) = [row for row in told["phases"] if row["name"] == "prepare"]
-    # Without Modicum `prepare` holds more, by at least one whole model of 113 MiB.
+    comparison = run_json(modicum, "watch", "--compare", *files, "--report", page)
+    assert comparison["phase"] == "prepare" == most_different(comparison["phases"], in_both=True)
+    assert comparison["owner"] == most_different(comparison["owners"], in_both=False)
+    (prepare,) = [row for row in comparison["phases"] if row["name"] == "prepare"]
+    # Without Modicum `prepare` holds at least 113 MiB more. The whole model has 104 MiB.
     assert prepare["a_bytes"] > prepare["b_bytes"] + 113 * MIB
-    assert told["a"]["peak_bytes"] > told["b"]["peak_bytes"]
+    assert comparison["a"]["peak_bytes"] > comparison["b"]["peak_bytes"]
     begin = f"the peak of {files[0].name} is "
-    assert told["sentence"].startswith(begin) and "`prepare` differs most" in told["sentence"]
+    assert (
+        comparison["sentence"].startswith(begin)
+        and "`prepare` differs most" in comparison["sentence"]
+    )
     for width in (WIDE, NARROW):
         with shown(chromium, page, width) as view:
-            assert view.page.inner_text("#sentence") == told["sentence"]
+            assert view.page.inner_text("#sentence") == comparison["sentence"]
             assert view.page.locator("h2").all_inner_texts() == [file.name for file in files]
             assert {"prepare", "steps"} <= set(view.page.locator("option").all_inner_texts())
             assert view.violations() == [] and view.errors == []

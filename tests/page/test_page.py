@@ -177,7 +177,7 @@ def cells(view: Any, table: str) -> list[list[str]]:
 
 
 def test_tables_have_the_same_numbers(chromium: Any, one: Path, run: dict[str, Any]) -> None:
-    """The numbers of the document, from which the chart is drawn."""
+    """The tables have the numbers of the document from which the chart is drawn."""
     with shown(chromium, one) as view:
         for summary in view.page.locator(".run summary").all():
             summary.click()
@@ -234,7 +234,7 @@ def test_two_runs_have_one_scale_and_one_legend(chromium: Any, two: Path) -> Non
         assert view.page.inner_text("#sentence").startswith("B holds less")
         assert view.page.locator("h2").all_inner_texts() == ["A.json", "B.json"]
         areas = [view.painted(at)[COLORS["shards"]] for at in (0, 1)]
-        # A rank of A grows four times as fast as the rank of B, and A has two.
+        # Each of the two ranks of A grows four times as fast as the one rank of B.
         assert areas[0] > 4 * areas[1] > 0
 
 

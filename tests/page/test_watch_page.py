@@ -1,5 +1,6 @@
 """The pages of `watch`, `watch --compare`, `load` and `rehearse` with `--report`. The page of
-`watch` has the document that `--json` prints, and `--report` changes nothing else of a load.
+`watch` has the document that `--json` prints. A load with `--report` has the same digest, errors
+and exit code as without it.
 
 Must fail for these mutants: a page with another document; a command that starts although its page
 can't be written; `--report` that changes the digest, the errors or the exit code of a load; a
@@ -117,8 +118,8 @@ def test_a_load_that_fails(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
 def test_the_page_of_a_rehearsal_has_its_steps(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     page = tmp_path / "rehearse.html"
     words = ("rehearse", gpt2, "--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 2)
-    told = run_json(modicum, *words, "--report", page)
-    assert told["steps"] == 2
+    answer = run_json(modicum, *words, "--report", page)
+    assert answer["steps"] == 2
     timeline = drawn_on(page)["runs"][0]["document"]["timeline"]
     assert {"load", "step"} <= {phase["name"].partition("_")[0] for phase in timeline["phases"]}
     assert any("moments" in track["owners"] for track in timeline["tracks"])

@@ -3,8 +3,8 @@ holds get the values of `from_pretrained`, or an error or a warning names them. 
 caller has set are unchanged.
 
 The oracle is `from_pretrained`. Must fail for these mutants: a buffer left as `to_empty` made it;
-a buffer restored although the caller set it; a tensor missing from the file that counts as loaded;
-uninitialised memory without a warning.
+a buffer restored although the caller set it; a tensor that the file lacks and that counts as
+loaded; uninitialised memory without a warning.
 """
 
 import warnings
@@ -44,7 +44,7 @@ SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 
 
 @contextmanager
-def said() -> Iterator[list[str]]:
+def warned() -> Iterator[list[str]]:
     """Collects the warnings about tensors that no file holds. The list is filled when the context
     ends."""
     lines: list[str] = []
@@ -85,12 +85,12 @@ def inv_freq_of(model: Any) -> Any:
 def test_a_load_restores_buffers_after_to_empty(name: str) -> None:
     whole = from_pretrained(name)
     model = emptied(on_meta(name))
-    with said() as lines:
+    with warned() as lines:
         load(model, checkpoint_of(name))
     assert_holds(model, whole, WHOLE, 0)
     (line,) = lines
     assert "restored" in line and "to_empty" in line
-    with said() as lines:
+    with warned() as lines:
         load(model, checkpoint_of(name))
     assert not lines
 
@@ -101,7 +101,7 @@ def test_each_rank_of_fsdp2_restores_buffers(name: str, rank: int) -> None:
     whole = from_pretrained(name)
     with playing_new_rank(rank, 2):
         model = emptied(shard(on_meta(name), TWO))
-        with said() as lines:
+        with warned() as lines:
             load(model, checkpoint_of(name))
         assert_holds(model, whole, TWO, rank)
         assert len(lines) == (1 if rank == 0 else 0), "only rank 0 warns"
@@ -113,7 +113,7 @@ def test_logits_are_those_of_from_pretrained(name: str, changes: dict[str, Any])
     cls, source = BY_NAME[name].model_class, checkpoint_of(name)
     whole = cls.from_pretrained(source, **changes).eval()
     model = emptied(on_meta(name, **changes)).eval()
-    with said():
+    with warned():
         load(model, source)
     with torch.no_grad():
         assert torch.equal(model(TOKENS).logits, whole(TOKENS).logits)
@@ -126,7 +126,7 @@ def test_tensors_that_the_file_lacks_count_as_missing_after_to_empty() -> None:
         load(emptied(on_meta("llama", cls)), checkpoint_of("llama"), **options)
     assert refused.value.tensor == "score.weight"
     made, expected = emptied(on_meta("llama", cls)), empty("llama", cls=cls)
-    with said():
+    with warned():
         for model in (made, expected):
             load(model, checkpoint_of("llama"), missing="init", **options)
     assert bits(made.score.weight.detach()) == bits(expected.score.weight.detach())
@@ -156,15 +156,15 @@ def test_a_buffer_set_by_the_caller_stays(built: str) -> None:
     else:
         customised(model)
     before = bits(inv_freq_of(model))
-    with said() as lines:
+    with warned() as lines:
         load(model, source)
     assert bits(inv_freq_of(model)) == before
     # Parameters on meta, or a write in place, show that `to_empty` did not leave this value in the
     # buffer, so there is no warning. (Warnings about the buffer original_inv_freq are ignored.)
     is_certain = built in ("empty", "in place")
-    told = [line for line in lines if "original" not in line]
-    assert len(told) == (0 if is_certain else 1)
-    assert all("left alone" in line and "rotary_emb.inv_freq" in line for line in told)
+    lines = [line for line in lines if "original" not in line]
+    assert len(lines) == (0 if is_certain else 1)
+    assert all("left alone" in line and "rotary_emb.inv_freq" in line for line in lines)
 
 
 @pytest.mark.parametrize("buffers", ("keep", "restore"))
@@ -173,7 +173,7 @@ def test_the_argument_buffers_keeps_or_restores_a_buffer(buffers: str) -> None:
     model = customised(BY_NAME["llama"].model_class.from_pretrained(source))
     kept = bits(inv_freq_of(model))
     expected = kept if buffers == "keep" else bits(inv_freq_of(from_pretrained("llama")))
-    with said() as lines:
+    with warned() as lines:
         load(model, source, buffers=buffers)
     assert bits(inv_freq_of(model)) == expected
     assert len(lines) == (0 if buffers == "keep" else 1)
@@ -208,7 +208,7 @@ def test_tensors_with_no_rule_are_named(tmp_path: Any, is_emptied: bool) -> None
         model = emptied(model)
     else:
         model = Plain()
-    with said() as lines:
+    with warned() as lines:
         load(model, tmp_path / "some.safetensors")
     named = [line.rpartition(": ")[2] for line in lines]
     assert named == (["head.bias, head.weight, table"] if is_emptied else [])

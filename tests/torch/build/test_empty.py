@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 import modicum  # noqa: E402
 from modicum.torch.build.empty import empty_parameters  # noqa: E402
 
-PACKAGE = Path(modicum.__file__).absolute().parent.parent  # its files may be links
+PACKAGE = Path(modicum.__file__).absolute().parent.parent  # not resolved: its files may be links
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -76,9 +76,10 @@ MORE = (
     Family("pegasus", "PegasusForConditionalGeneration", "pegasus", ENCODER_DECODER),
     Family("depth_pro", "Dinov2WithRegistersModel", "dinov2_with_registers", VISION),
 )
-# One family of each model class, since families of one class differ only in their files.
+# One family of each model class. Where FAMILIES has several of a class, it is the first of them: a
+# dict keeps the last value of a key, and FAMILIES is reversed.
 BUILT = tuple({family.cls: family for family in (*MORE, *reversed(FAMILIES))}.values())
-# In float16 these models keep some parameters in float32.
+# In float16 these models keep some tensors in float32.
 KEPT_IN_FP16 = [family for family in BUILT if family.name in ("t5", "gpt_oss", "deepseek_v3")]
 
 
@@ -303,8 +304,9 @@ def test_a_buffer_has_the_bits_of_its_constructor(make: Any, persistent: bool) -
         assert module.table.stride() == plain.table.stride()
 
 
-# Buffers whose values are uninitialised memory, depend on the values of a parameter, or are many
-# random numbers from the global generator, which the context does not draw.
+# Buffers that the context does not compute. Their values are uninitialised memory, or depend on the
+# values of a parameter, or are many random numbers from the global generator; or the buffer is a
+# changed tensor, or a part of one, that was made like a parameter.
 UNCOMPUTED: dict[str, Callable[[Any], Any]] = {
     "empty": lambda m: torch.empty(3),
     "empty of the old kind": lambda m: torch.FloatTensor(3),

@@ -1,6 +1,7 @@
 """`Initialiser` makes the tensors that a checkpoint lacks by the model's own rules: with the
 distributions of transformers, torch and PEFT, with the same bits in every world, and without a
-change of the model.
+change of the model. A rule is code of the model that initialises tensors, such as `_init_weights`
+or `reset_parameters`.
 
 Must fail for these mutants: initial values that each rank draws for itself; a tensor that only the
 rule of its own module makes; a parameter that a rule replaces and that keeps its old values; a

@@ -143,8 +143,8 @@ def test_everything_is_put_back() -> None:
 
 
 def test_a_refused_load_restores_the_scripts_objects(one_rank: None) -> None:
-    """If the load would exceed the budget, `prepare` fails. Accelerator and optimizer are then as
-    they were before it."""
+    """If the load would exceed the budget, `prepare` fails. The accelerator's plugin and the
+    optimizer's groups are then as they were before `prepare`."""
     before = attributes()
     with pytest.raises(BudgetError), loading(budget="1MiB", progress=False) as context:
         model = build()
@@ -190,8 +190,9 @@ def test_importing_the_front_imports_nothing_above_torch() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
 def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) -> None:
-    """Dtypes, shapes, ties and non-persistent buffers are those of `from_pretrained`, and no random
-    number is drawn. The files end after their headers, so reading a tensor would fail."""
+    """Dtypes, shapes, ties and non-persistent buffers are those of `from_pretrained`, and the state
+    of torch's random numbers is unchanged. The files end after their headers, so reading a tensor
+    would fail."""
     whole = from_pretrained(family.name)
     directory = tmp_path / "headers"
     directory.mkdir()

@@ -67,22 +67,22 @@ def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[st
     out, incomplete = folder / "out", 0
     for attempt in range(kills + 1):
         before = committed(out)
-        said = {"directory": model, "folder": str(out), "resume": bool(before)} | HOW
+        arguments = {"directory": model, "folder": str(out), "resume": bool(before)} | HOW
         with ranks(2, folder / f"ranks-{attempt}") as two:
-            two.tell("trains", **said)
+            two.tell("trains", **arguments)
             count, wait_s = draw.randint(0, 2), draw.random() * 0.1
             if attempt < kills and kill_in_a_save(two, out, count, wait_s):
                 after = committed(out)
                 assert after[-1:] >= before[-1:], f"{before} before the kill, {after} after it"
                 incomplete += any(out.glob("checkpoint-*/.partial-*"))
                 continue
-            (told, _) = two.hear()
-        assert isinstance(told, dict), told
+            (answer, _) = two.hear()
+        assert isinstance(answer, dict), answer
         first = before[-1] + 1 if before else 1
-        assert [*told["losses"]] == [*range(first, STEPS + 1)], (
+        assert [*answer["losses"]] == [*range(first, STEPS + 1)], (
             f"did not resume from the newest committed checkpoint, {before[-1:]}"
         )
-        return told, incomplete
+        return answer, incomplete
     raise AssertionError("the last attempt returns above")
 
 

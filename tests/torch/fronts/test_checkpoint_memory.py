@@ -46,12 +46,12 @@ def can_cage() -> None:
         pytest.skip(reason)
 
 
-def run(logs: Path, limit_bytes: int, **said: object) -> Ran:
+def run(logs: Path, limit_bytes: int, **arguments: object) -> Ran:
     """Runs the script. Its processes enter the cgroup after their imports, so that the memory of
     the imports is not counted."""
     with cage(limit_bytes) as inside, ranks(WORLD, logs) as started:
         procs = str(inside.directory / "cgroup.procs")
-        started.tell("trains_in", cage=procs, **said)
+        started.tell("trains_in", cage=procs, **arguments)
         passed = all_end(started, inside)
         if passed:
             assert started.hear() == [None] * WORLD, started.logs()

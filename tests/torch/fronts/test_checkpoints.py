@@ -54,30 +54,30 @@ def assert_verifies(modicum: Path, directory: Path) -> None:
 
 def assert_reads(directory: Path, saved: dict[str, str]) -> None:
     """Asserts that `from_pretrained` reads the saved weights."""
-    from torch_rank import told
+    from torch_rank import told as digest_of
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, parameter in loaded.named_parameters():
-        assert told(parameter) == saved[name], name
+        assert digest_of(parameter) == saved[name], name
 
 
 # Names in a checkpoint directory: files in PEFT's format, and what Modicum adds to every checkpoint
 # with the tensors of an optimizer.
 PEFTS = {"adapter_config.json", "adapter_model.safetensors"}
-STEPS = {"COMMIT", "manifest.json", "optimizer"}
+OWN = {"COMMIT", "manifest.json", "optimizer"}
 
 
 def assert_peft_reads(directory: Path, base: str, saved: dict[str, str]) -> None:
     """Asserts that PEFT reads the saved adapters."""
     from peft import PeftModel
-    from torch_rank import told
+    from torch_rank import told as digest_of
 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = {canonical(name): value for name, value in saved.items()}
     read = PeftModel.from_pretrained(loaded, directory)
     assert sum("lora_" in name for name in expected) > 4
     for name, parameter in read.named_parameters():
-        assert told(parameter) == expected[name], name
+        assert digest_of(parameter) == expected[name], name
 
 
 def refused(heard: list[Any]) -> str:
@@ -182,7 +182,7 @@ def test_adapters_are_saved_alone_and_resume_bit_for_bit(
     saved, resumed = saved_and_resumed(two, tmp_path, **how)
     assert saved[0]["warned"] == resumed[0]["warned"] == []
     names = {path.name for path in folder.iterdir()}
-    assert names == PEFTS | STEPS | {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
+    assert names == PEFTS | OWN | {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
     assert_verifies(modicum, folder)
     assert_peft_reads(folder, model, saved[0]["saved"])
 
@@ -211,8 +211,8 @@ def test_save_model_has_the_base_of_adapters(two: Ranks, tmp_path: Path, model: 
     """For a PeftModel `save_model` is left to accelerate, which writes all tensors."""
     pytest.importorskip("peft")
     how = {"directory": model, "folder": str(tmp_path / "model"), "size": "10GB"}
-    (told, _) = two.ask("accelerate_saves_model", adapters=True, **how)
-    assert told["reports"] == [] and not (tmp_path / "model" / "COMMIT").exists()
+    (answer, _) = two.ask("accelerate_saves_model", adapters=True, **how)
+    assert answer["reports"] == [] and not (tmp_path / "model" / "COMMIT").exists()
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert "base_model.model.model.norm.weight" in stored
 
@@ -270,9 +270,9 @@ def test_a_model_with_more_tensors_is_refused(two: Ranks, tmp_path: Path, model:
     config = {"tie_word_embeddings": True, "num_hidden_layers": 3}
     two.ask("write", directory=larger, family="qwen3", config=config, dtype="bfloat16")
     two.tell("accelerate_resumes", directory=larger, folder=folder, by="modicum")
-    said = refused(two.hear())
-    assert "MISMATCH: the checkpoint lacks a tensor of the model: build the model that" in said
-    assert "tensor model.layers.2." in said
+    message = refused(two.hear())
+    assert "MISMATCH: the checkpoint lacks a tensor of the model: build the model that" in message
+    assert "tensor model.layers.2." in message
 
 
 def test_save_model_writes_weights_only(
@@ -369,7 +369,7 @@ def test_trainer_with_adapters_resumes_bit_for_bit(
         assert_verifies(modicum, directory)
         assert_peft_reads(directory, model, second["end"])
     found = {path.name for path in (folder / "checkpoint-4").iterdir()}
-    assert found == PEFTS | STEPS | {
+    assert found == PEFTS | OWN | {
         "README.md", "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json",
         "training_args.bin",
     }  # fmt: skip
@@ -380,18 +380,18 @@ def test_the_best_checkpoint_is_kept_and_loaded(two: Ranks, tmp_path: Path, mode
     how = {"directory": model, "by": "modicum", "max_steps": 4, "save_steps": 1}
     how |= {"save_total_limit": 2, "eval_strategy": "steps", "eval_steps": 1}
     how |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    (told, _) = two.ask("trains", folder=str(tmp_path / "out"), **how)
-    best = Path(told["best"])
+    (answer, _) = two.ask("trains", folder=str(tmp_path / "out"), **how)
+    best = Path(answer["best"])
     assert best.is_dir() and not fault_of(best)
-    assert_reads(best, told["end"])
+    assert_reads(best, answer["end"])
 
 
 def test_save_only_model_saves_no_optimizer(two: Ranks, tmp_path: Path, model: str) -> None:
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "max_steps": 2, "save_steps": 1}
-    (told, _) = two.ask("trains", folder=str(folder), save_only_model=True, **how)
+    (answer, _) = two.ask("trains", folder=str(folder), save_only_model=True, **how)
     assert not (folder / "checkpoint-2" / "optimizer").exists()
-    assert_reads(folder / "checkpoint-2", told["end"])
+    assert_reads(folder / "checkpoint-2", answer["end"])
 
 
 def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
@@ -431,16 +431,16 @@ def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, mo
 
 
 def test_functions_are_restored(two: Ranks) -> None:
-    for told in two.ask("patched"):
-        assert told["inside"] == told["all"]
-        assert told["after"] == told["after an error"] == []
+    for answer in two.ask("patched"):
+        assert answer["inside"] == answer["all"]
+        assert answer["after"] == answer["after an error"] == []
         # A module that was imported within the context has the original functions again, too.
-        assert told["imported"] is False, "a module still has a replacement of loading()"
+        assert answer["imported"] is False, "a module still has a replacement of loading()"
 
 
 def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:
-    """Makes checkpoints with these numbers: complete ones, as of another program, or, if not
-    `whole`, uncommitted ones of Modicum. Returns their paths."""
+    """Makes checkpoints with these numbers and returns their paths. `whole`: they are complete, as
+    of another program; otherwise they are uncommitted ones of Modicum."""
     made = [folder / f"checkpoint-{number}" for number in numbers]
     for one in made:
         one.mkdir()

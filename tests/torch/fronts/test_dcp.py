@@ -2,9 +2,9 @@
 model that `from_pretrained` loads.
 
 The oracles are the model of `from_pretrained`, sharded by torch.chunk, and torch's own reader. Must
-fail for these mutants: a box that is read from the beginning of its tensor; a strided shard that is
-read as one box; stored names that are converted while values are not; a reinterpretation of bits
-instead of a cast; tied names that are read twice; a tensor that every rank reads as a whole;
+fail for these mutants: a shard that is read from the beginning of its tensor; a strided shard that
+is read as one block; stored names that are converted while values are not; a reinterpretation of
+bits instead of a cast; tied names that are read twice; a tensor that every rank reads as a whole;
 buffers that stay uninitialised after `to_empty`.
 """
 
@@ -71,7 +71,7 @@ def whole_models() -> None:
 
 
 def read(model: Any, reader: Any) -> dict[str, Any]:
-    """Reads into the model's state dict, which is on meta. Returns the dict."""
+    """Reads into the model's state dict. Returns the dict."""
     state = model.state_dict()
     dcp.load(state, storage_reader=reader, no_dist=True)
     return state
@@ -194,7 +194,7 @@ def test_a_recipe_may_replace_the_model(tmp_path: Path) -> None:
 
 
 def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Each entry of `given` has the tensors that the core fills in one load.
+    # Each entry of `given` has the tensors that the C++ library fills in one load.
     load, given = _modicum.load, []
     monkeypatch.setattr(_modicum, "load", lambda *a, **o: given.append(o["given"]) or load(*a, **o))
     model = empty("llama_tied").to_empty(device="cpu")

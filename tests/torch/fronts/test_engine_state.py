@@ -1,6 +1,6 @@
-"""`fsdp2_load_full_state_dict` in place of the frameworks' functions of this name: every rank holds
-and trains the same shards as if `fully_shard` had sharded the model with its values, or as after
-the framework's own function.
+"""`fsdp2_load_full_state_dict` in place of the frameworks' functions of this name. Every rank must
+hold and train the expected shards: those that `fully_shard` makes of a model with values or, in one
+test, those that the framework's own function loads.
 
 Must fail for these mutants: a chunk copied to the wrong place; a tensor that stays on the one rank
 that built it with values; non-persistent buffers that are not compared or not loaded; two names of
@@ -261,8 +261,8 @@ def test_a_consumed_dict_after_an_error_has_the_tensors_not_sent(four: Ranks) ->
     # One read copies at most 1 MiB. `small` takes one read and each layer takes eight, so layer 2
     # begins at read 17.
     answers = four.ask("dict_consumed", fails_at=20)
-    (said,) = {answer["said"] for answer in answers}
-    assert said.startswith("INTERNAL"), said
+    (message,) = {answer["said"] for answer in answers}
+    assert message.startswith("INTERNAL"), message
     assert answers[0]["left"] == [f"layers.{n}.weight" for n in range(2, 16)]
     assert answers[1]["left"] == ["a", "b"]
 
@@ -301,5 +301,5 @@ def test_consume_is_refused_for_an_immutable_dict_and_a_path() -> None:
 )
 def test_refused_on_every_rank(four: Ranks, case: str, message: str) -> None:
     """Every rank gets the same message, and all parameters are still on meta."""
-    (said,) = set(four.ask("drop_in_refused", case=case))
-    assert re.match(message, said), said
+    (got,) = set(four.ask("drop_in_refused", case=case))
+    assert re.match(message, got), got

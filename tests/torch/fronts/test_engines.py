@@ -77,8 +77,8 @@ CASES = {
 def test_bits_do_not_depend_on_the_option_or_the_world_size(
     four: Ranks, one: Ranks, models: dict[str, str], case: str
 ) -> None:
-    """Tensors that are read equal those without the option. Tensors that are drawn equal those that
-    a single process draws with it."""
+    """Tensors that are read equal those of an engine without the option. Tensors that are drawn
+    equal those that a single process draws with the option."""
     task, directory, options, drawn = CASES[case]
     how = {"task": task, "directory": models[directory], **options}
     got = four.ask("engine", memory_efficient_load=True, **how)
@@ -86,9 +86,9 @@ def test_bits_do_not_depend_on_the_option_or_the_world_size(
     for rank, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
         assert mine["state"].keys() == theirs["state"].keys()
         assert mine["buffers"] == theirs["buffers"], f"rank {rank}"
-        for name, told in theirs["state"].items():
+        for name, digest in theirs["state"].items():
             if drawn is None or not re.search(drawn, name):
-                assert mine["state"][name] == told, f"{name} of rank {rank}"
+                assert mine["state"][name] == digest, f"{name} of rank {rank}"
     if drawn is not None:
         (alone,) = one.ask("engine", memory_efficient_load=True, **how)
         assert all(mine["whole"] == alone["whole"] for mine in got), "other random values"

@@ -68,8 +68,8 @@ def patched(name: str, package: Path, into: Path) -> list[Path]:
     command = ["patch", "-p1", "--fuzz=0", "-i", str(PATCHES[name])]
     done = subprocess.run(command, cwd=into, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    told = [line.split() for line in done.stdout.splitlines()]
-    return [into / words[2] for words in told if words[:2] == ["patching", "file"]]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return [into / words[2] for words in lines if words[:2] == ["patching", "file"]]
 
 
 @pytest.mark.parametrize("name", MODULES)

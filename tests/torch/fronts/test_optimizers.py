@@ -118,8 +118,8 @@ def test_losses_do_not_depend_on_when_the_optimizer_is_made(
     world: Ranks, models: dict[str, str], made: str
 ) -> None:
     """A program with FSDP2 alone makes the optimizer before sharding, between sharding and the
-    load, or after the load. Its losses equal those of accelerate's script bit for bit. If the load
-    is not told of the optimizer, its first step allocates the state."""
+    load, or after the load. Its losses equal those of accelerate's script bit for bit. If the
+    optimizer is not an argument of the load, its first step allocates the state."""
     how = {"directory": models["dense"], "by": "modicum", "steps": 4}
     expected = losses(world.ask("optimized", kind="accelerate", made="before", **how))
     for told in (True, False):

@@ -1,5 +1,5 @@
 """The arguments of `modicum.torch.load`: which tensors may be missing or unexpected, dtypes, and a
-load without a source. A load that is refused or fails leaves the model as it was.
+load without a source. A load that is refused or fails leaves a model on meta as it was.
 
 Must fail for these mutants: random values that each rank draws for itself; a tensor that stays on
 meta without an error; a model that keeps half of a load that failed; a stored tensor that is
@@ -382,9 +382,9 @@ def test_rank_0_shows_the_plan_and_a_bar(rank: int, capfd: pytest.CaptureFixture
     with playing_new_rank(rank, 2):
         model = shard(empty("llama"), TWO)
         load(model, checkpoint_of("llama"), progress=True)
-    told = capfd.readouterr().err
-    assert ("own-shard, 2 ranks on 1 node" in told) == (rank == 0)
-    assert ("Loading weights: 100%" in told) == (rank == 0)
+    printed = capfd.readouterr().err
+    assert ("own-shard, 2 ranks on 1 node" in printed) == (rank == 0)
+    assert ("Loading weights: 100%" in printed) == (rank == 0)
 
 
 def test_without_tqdm_there_is_no_bar(
@@ -395,9 +395,9 @@ def test_without_tqdm_there_is_no_bar(
         model = shard(empty("llama"), Cut("fsdp2", (1,)))
         load(model, checkpoint_of("llama"), progress=True)
     assert not any(parameter.is_meta for parameter in model.parameters())
-    told = capfd.readouterr().err
-    assert "own-shard, 1 rank on 1 node" in told
-    assert "Loading weights" not in told
+    printed = capfd.readouterr().err
+    assert "own-shard, 1 rank on 1 node" in printed
+    assert "Loading weights" not in printed
 
 
 def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -513,7 +513,7 @@ assert patched() == [], patched()
 
 
 def test_an_import_imports_nothing_above_torch_and_patches_nothing() -> None:
-    """Nor do loads import or patch anything, whether they fail or succeed."""
+    """The same holds for loads, whether they fail or succeed."""
     command = [sys.executable, "-c", IMPORT, checkpoint_of("llama")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -539,7 +539,7 @@ def test_sets_of_names_are_sorted_on_every_rank() -> None:
         "from modicum.torch.loading.goal import _repr_of\n"
         "print(_repr_of({f'layer.{i}' for i in range(20)}))"
     )
-    told = {
+    printed = {
         subprocess.run(
             [sys.executable, "-c", program],
             env=os.environ | {"PYTHONHASHSEED": str(seed)},
@@ -547,4 +547,4 @@ def test_sets_of_names_are_sorted_on_every_rank() -> None:
         ).stdout
         for seed in range(2)
     }  # fmt: skip
-    assert len(told) == 1 and "layer.19" in told.pop()
+    assert len(printed) == 1 and "layer.19" in printed.pop()

@@ -1,5 +1,5 @@
 """A failure on one rank of a process group ends the load on all ranks within seconds. The error
-names the rank that failed. The model is unchanged and can be loaded again.
+names the rank that failed. The model is still on meta and can be loaded again.
 
 Must fail for these mutants: ranks that wait for one that has failed or died; a parameter that is
 filled although another rank has failed; ranks that go on with different plans; a slow rank treated
@@ -40,8 +40,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture
 def more(tmp_path: Path) -> Iterator[Callable[[], Ranks]]:
-    """A function that starts four ranks of their own, for a test in which one of them dies or
-    sleeps."""
+    """A function that starts four new ranks, for a test in which one of them dies or sleeps."""
     with ExitStack() as stack:
         yield lambda: stack.enter_context(ranks(4, tmp_path / f"ranks-{time.monotonic_ns()}"))
 
@@ -226,8 +225,8 @@ def test_an_invalid_expression_is_the_same_error_on_all_ranks(
 def test_budget_is_refused_by_all_without_reading(
     four: Ranks, modicum: Path, tmp_path: Path
 ) -> None:
-    """The error has the needed bytes and the shortfall, and only headers were read. A budget of the
-    needed bytes and 16 MiB suffices; one of 200 MiB less does not."""
+    """The error has the needed bytes and the shortfall, and only headers were read. A budget of
+    16 MiB more than the needed bytes suffices. A budget of 200 MiB less than them does not."""
     directory = tmp_path / "qwen3-0.6b"
     run_json(modicum, "synth", directory, "--arch", "qwen3-0.6b", "--layers", 2, "--sparse")
     how = {"directory": str(directory), "source": str(directory), "mesh": MESH, "again": False}

@@ -147,7 +147,7 @@ def reads_of(model: Any) -> dict[str, Callable[[], Any]]:
         "list": lambda: torch.tensor(local_of(weight).tolist()),
         "local": lambda: getattr(weight, "_local_tensor", weight).mul(1.0),
         "lookup": lambda: nn.functional.embedding(rows, local_of(weight)),
-        "forward": lambda: model.embed(rows) if model.embed.weight is weight else None,
+        "forward": lambda: model.embed(rows),
     }
     if hasattr(weight, "to_local"):
         del reads["forward"]  # FSDP2 gathers in it, which all ranks have to do together
@@ -155,8 +155,8 @@ def reads_of(model: Any) -> dict[str, Callable[[], Any]]:
 
 
 def is_right(got: Any, expected: Any, steps: int) -> bool:
-    """Whether each value is the loaded one, `expected`, lowered by no more than `steps` steps of a
-    Trainer do."""
+    """Whether each value is the loaded one, `expected`, lowered by at most as much as `steps` steps
+    of a Trainer lower it."""
     lowered_by = expected - got.detach()
     return bool((lowered_by >= -1e-6).all() and (lowered_by <= 1.01 * LR * steps + 1e-6).all())
 
@@ -253,8 +253,8 @@ def test_a_grandchild_gets_the_error_too(directory: Path) -> None:
 
 
 def test_a_callers_context_that_ends_in_the_child_leaves_the_guard(directory: Path) -> None:
-    """The guard is the function mode of torch that raises the error. At its end `torch.device`
-    removes the innermost mode, which must not be the guard."""
+    """The guard is the function mode of torch that raises the error. When the context of
+    `torch.device` ends, it removes the innermost mode, which must not be the guard."""
     model = loaded(directory)
     with torch.device("meta"):
         pid = os.fork()
@@ -290,8 +290,8 @@ def test_an_optimizer_without_its_state_is_refused_in_a_child(directory: Path, a
 
 
 def test_the_core_refuses_where_no_function_of_torch_is_called(directory: Path) -> None:
-    """The guard sees only calls of torch's functions. Calls of Modicum's core must raise an error,
-    too, and not end in SIGSEGV."""
+    """The guard sees only calls of torch's functions. Calls of Modicum's core (the C++ library)
+    must raise an error, too, and not end in SIGSEGV."""
     trainer = Trainer(loaded(directory, fork="shared"), state_format="fp32")
     trainer.step()
     state = next(iter(trainer.optimizer._bound.states.values()))

@@ -294,8 +294,8 @@ def in_lexical_order(stored: dict[str, Any], target: str) -> Any:
 
 
 def test_16_experts_are_in_numerical_order(tmp_path: Path) -> None:
-    """The 12 files have numbers without leading zeros, too, so they as well have another order as
-    text."""
+    """The numbers of the 12 files have no leading zeros either, so sorting the files as text would
+    give another order than sorting them by number."""
     stored, whole = stored_in(checkpoint_of("mixtral_16")), from_pretrained("mixtral_16")
     tmp_path.joinpath("config.json").write_text(
         checkpoint_of("mixtral_16").joinpath("config.json").read_text()

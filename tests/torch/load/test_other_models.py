@@ -246,10 +246,10 @@ def test_a_model_with_values_on_rank_0_only_is_refused_by_load() -> None:
     whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
     for rank, one in World(built_on_rank_0, 2, str(checkpoint_of("llama"))).end().items():
         assert one.error == "", one.facts
-        said = one.value["refused"]
-        assert "CONFLICT: rank 1 differs from rank 0 in tensor model.embed_tokens.weight" in said
-        assert "empty_parameters() on every rank" in said
-        assert "] with values, got torch.float32 [" in said and "] on meta)" in said
+        message = one.value["refused"]
+        assert "CONFLICT: rank 1 differs from rank 0 in tensor model.embed_tokens.weight" in message
+        assert "empty_parameters() on every rank" in message
+        assert "] with values, got torch.float32 [" in message and "] on meta)" in message
         assert one.value["state"] == whole, f"rank {rank}"
 
 

@@ -392,8 +392,8 @@ def test_9_a_sharded_tensor_without_dims_is_refused_by_name() -> None:
 
 # ---- 10
 
-# Values that lie halfway between two values of bfloat16 or float16, or that these dtypes cannot
-# represent because of their many bits, because they are too large, or because they are too small.
+# Values that lie halfway between two values of bfloat16 or float16; values that have too many bits
+# for these dtypes, or are too large or too small for them; infinities, and -0.
 HARD = torch.tensor(
     [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8), 1 + 2**-8 + 2**-23, 1 / 3, 3.4028235e38, 1e-40,
      float("inf"), float("-inf"), -0.0, 65519.0, 65520.0, 2**-25, 3 * 2**-25]

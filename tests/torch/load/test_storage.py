@@ -57,8 +57,8 @@ def whole_models() -> None:
 
 
 class Noted:
-    """The result of a load in the core. Adds the address of each memory that is taken from it to
-    `places`."""
+    """The result of a load by the C++ library. When memory is taken from it, adds the memory's
+    address to `places`."""
 
     def __init__(self, loaded: Any, places: set[int]) -> None:
         self.loaded, self.places = loaded, places
@@ -235,7 +235,8 @@ class Device(TorchFunctionMode):
 @pytest.mark.parametrize("layout", ["none", "fsdp2"])
 @pytest.mark.parametrize("name", ["llama_tied", "olmo_hybrid", "mixtral"])
 def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes are copied as the device has. The host holds the staging, but no shards."""
+    """Exactly the bytes of the rank's parameters are copied to the device. The host holds the
+    staging, but no shards."""
     ledger, cut, whole = modicum.Ledger(), Cut(layout, (3,)), from_pretrained(name)
     hand_over = running._hand_over
 

@@ -73,10 +73,9 @@ def test_trains_as_if_torch_had_loaded(
         assert mine["before"] == theirs["before"], f"rank {rank}: other loaded values"
         assert mine["losses"] == theirs["losses"], f"rank {rank}: other losses"
         assert mine["after"] == theirs["after"], f"rank {rank}: other trained values"
-    learnt = [n for n, told in expected[0]["after"].items() if told != expected[0]["before"][n]]
-    assert len(learnt) == len(expected[0]["after"]) - 1, (
-        "not all tensors but the frozen one changed"
-    )
+    before, after = expected[0]["before"], expected[0]["after"]
+    learnt = [name for name, digest in after.items() if digest != before[name]]
+    assert len(learnt) == len(after) - 1, "not all tensors but the frozen one changed"
     if "qwen3-" in model:  # these models have a tie
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
         assert got[0]["after"][head] == got[0]["after"][embedding] != got[0]["before"][head]
@@ -88,7 +87,8 @@ def test_trains_as_if_torch_had_loaded(
 def test_the_example_prints_losses_and_report_under_torchrun(
     four: Ranks, models: dict[str, Path], root: Path
 ) -> None:
-    """The losses under torchrun equal those of the same example on the ranks of this test."""
+    """The losses under torchrun equal those of the example's training of a model that torch has
+    loaded, on the ranks of this test."""
     directory, steps = models["qwen3-bf16"], 3
     words = ("--dtype", "float32", "--steps", steps, "--check", "values")
     done = torchrun(root, 4, EXAMPLE, directory, *words)

@@ -221,8 +221,8 @@ def test_a_loaded_entry_of_a_frozen_parameter_is_allocated() -> None:
 
 
 def test_a_frozen_parameter_with_a_gradient_is_stepped() -> None:
-    """As in torch, and the step begins from the entry of `state` that the program has set, if there
-    is one. All parameters are frozen. Two have gradients; one of these also has an entry."""
+    """As in torch, the step begins from the entry of `state` that the program has set, if there is
+    one. All parameters are frozen. Two have gradients; one of these also has an entry."""
     mine, theirs = layers(), layers()
     for model in (mine, theirs):
         model.requires_grad_(False)

@@ -32,9 +32,9 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By name, directories of checkpoints. 4 does not divide the sizes of "qwen3" and "qwen3_moe"
-    (eleven experts). The matrices of "rows" have rows of 128 or 384 elements, so that the
-    int8 formats hold 8-bit moments of them."""
+    """By name, directories of checkpoints. The world size, 4, does not divide the sizes of "qwen3"
+    and "qwen3_moe" (eleven experts). The matrices of "rows" have rows of 128 or 384 elements, so
+    that the int8 formats hold 8-bit moments of them."""
     folder = tmp_path_factory.mktemp("models")
     wanted: dict[str, dict[str, Any]] = {
         "qwen3": {"family": "qwen3", "config": {"tie_word_embeddings": True}},
@@ -116,7 +116,7 @@ def test_clips_by_the_norm_of_all_ranks(
     four: Ranks, models: dict[str, str], mesh: list[int]
 ) -> None:
     """For limits below, at and above the norm, norm and clip factor are the same on all ranks and
-    within an ulp of float64's. torch sums its norm in float32: it agrees within 2^-20."""
+    within an ulp of float64's. torch sums its norm in float32: the norm is within 2^-20 of it."""
     answers = four.ask("adamw_norm", directory=models["qwen3"], mesh=mesh)
     for answer in answers:
         assert answer == answers[0], "ranks have different norms or factors"

@@ -50,7 +50,7 @@ def no_world_is_left() -> Iterator[None]:
 
 
 class FakeBoard:
-    """A stand-in for the library's board."""
+    """A stand-in for `_modicum.Board`, which has the progress and the failures of a load."""
 
     def __init__(self) -> None:
         self.progress = 0
@@ -142,13 +142,13 @@ def test_a_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_progress_is_reported_during_and_at_the_end_of_a_load() -> None:
-    told: list[int] = []
+    reported: list[int] = []
     board = FakeBoard()
-    with Ranks.of_world().watching(board, told.append):
+    with Ranks.of_world().watching(board, reported.append):
         board.load(0.6)
-    assert len(told) >= 2
-    assert told == sorted(told)
-    assert told[-1] == board.progress == 60_000
+    assert len(reported) >= 2
+    assert reported == sorted(reported)
+    assert reported[-1] == board.progress == 60_000
 
 
 def test_an_exception_of_progress_ends_the_load() -> None:
@@ -221,7 +221,7 @@ def test_for_another_host_one_sign_of_life_suffices() -> None:
 
 @pytest.mark.parametrize("hosts", ["a" * 5, "a" * 1000, "abc" * 300])
 def test_no_rank_polls_all_ranks(hosts: str) -> None:
-    """Each rank is polled by at most two others, so that a poll of all ranks reads at most two
+    """Each rank is polled by at most two others. If all ranks poll once, they read at most two
     heartbeats per rank. Here each rank polls twice."""
     processes = processes_on(*hosts)
     beats = Beats(set())
@@ -316,7 +316,7 @@ def agreeing_on(told: Told, facts: list[dict[str, str]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("second", "said"),
+    ("second", "words"),
     [
         ({"tensor a": "f32 [2]"}, "tensor b: models that differ by rank are read by modicum."),
         ({"tensor a": "f32 [2] on meta", "tensor b": "f32 [1]"}, "tensor a: build the model under"),
@@ -327,7 +327,7 @@ def agreeing_on(told: Told, facts: list[dict[str, str]]) -> None:
     ids=("lacks", "meta", "dtype", "order", "argument"),
 )
 def test_the_error_says_what_to_do_about_models_that_differ(
-    second: dict[str, str], said: str
+    second: dict[str, str], words: str
 ) -> None:
     """Rank 1 has the facts `second`. An argument that differs gets no advice."""
     first = {"tensor a": "f32 [2]", "tensor b": "f32 [1]"}
@@ -335,7 +335,7 @@ def test_the_error_says_what_to_do_about_models_that_differ(
         second = second | first
     ended = World(agreeing_on, 2, [first, second]).end()
     facts = all_raise(ended, "IoError", 1, category="CONFLICT")
-    assert facts["message"].startswith(f"CONFLICT: rank 1 differs from rank 0 in {said}")
+    assert facts["message"].startswith(f"CONFLICT: rank 1 differs from rank 0 in {words}")
 
 
 def reducing(told: Told) -> Any:

@@ -82,6 +82,7 @@ def model(worlds: Worlds, place: Path) -> str:
 
 @pytest.fixture
 def root(place: Path, faulty: FaultyFiles, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A new directory below `place` for the steps of one test."""
     made = place / f"root-{abs(hash(request.node.name))}"
     made.mkdir()
     yield made
@@ -184,8 +185,8 @@ def test_waits_for_the_save_in_flight(
 def test_a_rank_that_fails_leaves_the_old_step(
     worlds: Worlds, model: str, root: Path, how: str, error: str, words: str
 ) -> None:
-    """All ranks raise the error once in an optimizer step, the same on every rank, and again in
-    `wait`. Afterwards the program can save again."""
+    """All ranks raise the error twice: in the same optimizer step, and in `wait`. Afterwards the
+    program can save again."""
     answers = worlds[2].ask("background_fails", directory=model, root=str(root), cut=TWO, how=how)
     for answer in answers:
         (in_step, in_wait) = answer["raised"]
@@ -219,8 +220,8 @@ def test_the_window_is_promised(worlds: Worlds, model: str, root: Path) -> None:
 def test_a_kill_leaves_the_old_step(
     faulty: FaultyFiles, worlds: Worlds, model: str, root: Path
 ) -> None:
-    """SIGKILL during a save in the background of step 1. A resume then finds only step 2, which was
-    saved before."""
+    """Both ranks are killed during a save in the background of step 1. A resume then finds only
+    step 2, which was saved before."""
     worlds[1].ask("saves", directory=model, root=str(root), cut=ONE)
     marks = root.parent / f"{root.name}-marks"
     marks.mkdir()

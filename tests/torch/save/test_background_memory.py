@@ -57,12 +57,12 @@ def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory, layers: int) 
     return folder
 
 
-def run(act: str, folder: Path, inside: Cage, **said: str) -> dict[str, Any] | None:
+def run(act: str, folder: Path, inside: Cage, **arguments: str) -> dict[str, Any] | None:
     """Runs the function `act` of tests/support/background_memory.py on ranks in the memory cgroup.
     Returns rank 0's answer, or None if the kernel has killed a rank."""
     cages = [inside.directory / "cgroup.procs"] * WORLD
     with ranks(WORLD, folder, fresh=True, cages=cages) as started:
-        started.tell(act, **said)
+        started.tell(act, **arguments)
         deadline = time.monotonic() + PATIENCE_S
         while not inside.oom_kills() and not all(line.poll() for line in started.lines):
             assert time.monotonic() < deadline, started.logs()
@@ -78,23 +78,23 @@ def test_steps_go_on_within_the_state_and_2_gib(
     model: Path, state_bytes: int, tmp_path: Path
 ) -> None:
     with cage(state_bytes + ROOM) as inside:
-        said = {"directory": str(model), "root": str(tmp_path / "steps")}
-        told = run("background_by_modicum", tmp_path / "ranks", inside, **said)
-        assert told is not None, "a rank was killed for its memory"
+        arguments = {"directory": str(model), "root": str(tmp_path / "steps")}
+        figures = run("background_by_modicum", tmp_path / "ranks", inside, **arguments)
+        assert figures is not None, "a rank was killed for its memory"
         peak = inside.peak_bytes()
-    plain, during = median(told["plain"]), median(told["during"])
-    blocking = median(told["blocking"])
-    durable = median([report["durable_s"] for report in told["reports"]])
-    waited, last = told["first"] - median(told["alone"]), told["last"]
+    plain, during = median(figures["plain"]), median(figures["during"])
+    blocking = median(figures["blocking"])
+    durable = median([report["durable_s"] for report in figures["reports"]])
+    waited, last = figures["first"] - median(figures["alone"]), figures["last"]
     print(
         f"\nstate {state_bytes / GB:.2f} GB, limit {(state_bytes + ROOM) / GB:.2f} GB, peak "
         f"{peak / GB:.2f} GB; a save writes {last['written_bytes'] / GB:.2f} GB"
-        f"\nin the foreground {blocking:.2f} s; pause {told['pause_s']:.2f} s"
+        f"\nin the foreground {blocking:.2f} s; pause {figures['pause_s']:.2f} s"
         f"\nwith the pause: steps {plain:.2f} s, during a save {during:.2f} s "
         f"({during / plain - 1:+.1%}); visible after {durable:.2f} s ({durable / blocking:.2f} x)"
-        f"\nwithout: steps {median(told['alone']):.2f} s, the first of a save {waited:.2f} s more; "
-        f"reported {last['blocked_s']:.2f} s, {last['kept_bytes'] / MIB:.0f} MiB kept; visible "
-        f"after {last['durable_s']:.2f} s ({last['durable_s'] / blocking:.2f} x)"
+        f"\nwithout: steps {median(figures['alone']):.2f} s, the first of a save {waited:.2f} s "
+        f"more; reported {last['blocked_s']:.2f} s, {last['kept_bytes'] / MIB:.0f} MiB kept; "
+        f"visible after {last['durable_s']:.2f} s ({last['durable_s'] / blocking:.2f} x)"
     )
     assert during <= 1.1 * plain, "steps with a pause are slower during a save"
     assert durable <= 1.5 * blocking
@@ -109,13 +109,13 @@ def test_async_save_of_dcp_is_killed(
     """It needs memory for another copy of the state: with a limit that has room for this copy, it
     succeeds. The latter is not tested in full size."""
     root = tmp_path / "dcp"
-    said = {"directory": str(model), "root": str(root)}
+    arguments = {"directory": str(model), "root": str(root)}
     with cage(state_bytes + ROOM) as inside:
-        told = run("background_by_dcp", tmp_path / "killed", inside, **said)
-    assert told is None, "DCP's save fits into the limit, so the test of Modicum proves nothing"
+        figures = run("background_by_dcp", tmp_path / "killed", inside, **arguments)
+    assert figures is None, "DCP's save fits into the limit, so the test of Modicum proves nothing"
     assert root.exists(), "a rank was killed before the save"
     if not is_full_size:
         with cage(2 * state_bytes + ROOM) as inside:
-            told = run("background_by_dcp", tmp_path / "roomy", inside, **said)
-            assert told is not None, "a rank was killed for its memory"
-            print(f"\nDCP under a high limit: peak {inside.peak_bytes() / GB:.2f} GB, {told}")
+            figures = run("background_by_dcp", tmp_path / "roomy", inside, **arguments)
+            assert figures is not None, "a rank was killed for its memory"
+            print(f"\nDCP under a high limit: peak {inside.peak_bytes() / GB:.2f} GB, {figures}")

@@ -34,8 +34,8 @@ REPEATS = 3
 
 def assert_holds_its_promise(directory: Path, folder: Path, kind: str, *words: str) -> None:
     """Asserts that conversions hold at most the promised memory, and are refused in a budget that
-    is 1 MiB smaller. The promise rounds up the memory that the process has before; what it adds by
-    this is not allowed to be held."""
+    is 1 MiB smaller. The promise includes the memory that the process has before, rounded up. The
+    bytes that this rounding adds may not be held."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     for repeat in range(REPEATS):
         root = folder / f"steps-{repeat}"
@@ -43,9 +43,9 @@ def assert_holds_its_promise(directory: Path, folder: Path, kind: str, *words: s
         command += words
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
-        told: dict[str, Any] = json.loads(done.stdout)
-        assert told["refused"], told
-        assert told["held"] <= told["promised"] - told["rounding"], (repeat, told)
+        answer: dict[str, Any] = json.loads(done.stdout)
+        assert answer["refused"], answer
+        assert answer["held"] <= answer["promised"] - answer["rounding"], (repeat, answer)
 
 
 @pytest.fixture(scope="module")

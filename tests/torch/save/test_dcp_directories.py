@@ -1,5 +1,5 @@
 """`modicum.torch.dcp.convert` converts directories of torch.distributed.checkpoint (DCP) to steps,
-which are Modicum's checkpoint directories. It executes no pickle in them.
+which are Modicum's checkpoint directories. It executes no pickle.
 
 A *box* is the rectangular part of a tensor that a rank has saved (DCP's chunk). The oracles are the
 saved tensors, and Python's audit events, which show executions. Must fail for these mutants: a box

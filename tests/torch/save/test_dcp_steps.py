@@ -61,7 +61,7 @@ def test_the_step_is_a_model_of_transformers(
     saved: tuple[dict[str, Any], str], modicum: Path
 ) -> None:
     import transformers
-    from torch_rank import told
+    from torch_rank import told as digest_of
 
     first, root = saved
     step = Path(root, "step-2")
@@ -69,7 +69,7 @@ def test_the_step_is_a_model_of_transformers(
     assert verified.returncode == 0, verified.stderr
     read = transformers.AutoModelForCausalLM.from_pretrained(step, dtype="auto")
     for name, tensor in read.named_parameters():
-        assert first["saved"][name] == told(tensor), name
+        assert first["saved"][name] == digest_of(tensor), name
     assert (step / "config.json").is_file()
     assert {path.name for path in step.parent.iterdir()} == {"latest", "step-2"}
 
@@ -97,10 +97,10 @@ def test_modicum_resumes_the_step(
 def test_without_a_model_names_are_those_of_the_state_dict(
     worlds: dict[int, Ranks], model: str, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file
-
     """The writer and the reader do not get the model ("plain"), so that they cannot translate names
     to those of the checkpoint."""
+    from safetensors.torch import load_file
+
     root = str(tmp_path / "steps")
     how = {"directory": model, "root": root, "cut": TWO, "plain": True}
     saved = worlds[2].ask("dcp_saves", **how)[0]
@@ -146,7 +146,7 @@ def test_a_save_that_fails_leaves_nothing(
 
 
 def test_small_moments_are_float32_in_dcps_files(tmp_path: Path) -> None:
-    """DCP's files have moments and masters as float32 values, a step of `modicum.torch.save` has
+    """DCP's files have moments and masters as float32 values. A step of `modicum.torch.save` has
     the stored codes. The bytes per parameter are those in docs/guide/save.md."""
     numel = 512 * 512
     model = torch.nn.Linear(512, 512, bias=False, dtype=torch.bfloat16)

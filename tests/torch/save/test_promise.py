@@ -85,8 +85,8 @@ def test_the_promise_is_that_of_plan(modicum: Path, directory: Path) -> None:
 
 
 def test_a_budget_without_room_for_the_save_is_refused(directory: Path) -> None:
-    """A small budget shrinks the staging of a load, but not that of a save. Only norms train: the
-    state is small, so that the job's peak is in the save."""
+    """A small budget shrinks the staging of a load, but not that of a save. Only the last norm
+    trains, so that the state is small and the job's peak is in the save."""
     model, optimizer = built(directory)
     model.requires_grad_(False)
     model.model.norm.requires_grad_(True)

@@ -54,7 +54,8 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 def test_adapters_keep_their_names(modicum: Path, tmp_path: Path) -> None:
-    """PEFT reads them from one file of this name only: flags for several files are refused."""
+    """PEFT reads adapters only from one file of a fixed name, so flags for several files are
+    refused."""
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(loaded("qwen3"), lora)
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]

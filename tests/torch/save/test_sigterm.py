@@ -1,5 +1,5 @@
-"""SIGTERM during `modicum.torch.save(grace=...)`. torchrun sends it to ranks, and kills them if
-they go on for too long: the *grace*. A save that can end within the grace is committed before
+"""SIGTERM during `modicum.torch.save(grace=...)`. torchrun sends it to ranks, and kills those that
+still run after a time, the *grace*. A save that can end within the grace is committed before
 SIGTERM ends the process; otherwise the save ends with an error, on all ranks.
 
 Must fail for these mutants: a SIGTERM that has no effect after the saved step is committed; a save
@@ -196,9 +196,9 @@ def test_a_signal_before_the_ranks_meet_is_held(
 
 
 def test_a_signal_at_the_call_of_one_rank_alone(tmp_path: Path, modicum: Path) -> None:
-    """A save without a SIGTERM; one with a SIGTERM that fails, since the step exists already; and
-    one with a SIGTERM that succeeds. The latter two end the process, the second after it has
-    printed the error."""
+    """A rank calls `save` three times. The first save gets no SIGTERM. The second one gets a
+    SIGTERM and fails, since the step exists already: the process prints the error and ends. The
+    third one, in a new process, gets a SIGTERM and succeeds: the process ends."""
     with ranks(1, tmp_path / "ranks") as one:
         where = {"directory": str(tmp_path / "model"), "root": str(tmp_path / "steps"), "cut": ONE}
         one.ask("write", directory=where["directory"], family="qwen3", dtype="float32")
@@ -232,5 +232,6 @@ def test_two_signals_before_the_ranks_meet_end_the_save(two: Ranks, how: dict[st
     for answer in two.hear():
         assert answer["error"] == "PreemptedError" and "a second SIGTERM" in answer["message"]
         assert answer["default"]
-    # The save may have made the root, since the signals take effect there if rank 1 came first.
+    # If rank 1 came first, rank 0 does not wait for it, and the signals take effect later, when the
+    # save may have made the root.
     assert not [*Path(how["root"]).glob("step-*")]

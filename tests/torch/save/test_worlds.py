@@ -99,7 +99,8 @@ def test_training_goes_on_in_another_world(
     written = sum(f.stat().st_size for f in files if f.name not in ("manifest.json", "COMMIT"))
     assert report["written_bytes"] == written, "bytes are written twice, or not counted"
     assert report["read_bytes"] == 0
-    # Only tensor parallelism divides rows, whose parts are gathered before they are written.
+    # Of these layouts only tensor parallelism divides rows. The parts of a row are gathered before
+    # they are written.
     assert (report["gathered_bytes"] > 0) == (before == TP)
     # The promise does not include Python's own objects: at most 1 MiB.
     assert report["held_bytes"] <= report["promised_bytes"] + MIB
@@ -159,14 +160,14 @@ def test_the_step_is_a_model_of_transformers(
 ) -> None:
     """Compares the names, dtypes and bits of all parameters with those that were saved."""
     import transformers
-    from torch_rank import told
+    from torch_rank import told as digest_of
 
     how = {"directory": model, "root": str(tmp_path / "steps"), "dtype": "bfloat16"}
     (saved, *_) = worlds[2].ask("saves", cut=TWO, **how)
     step = tmp_path / "steps/step-2"
     read = transformers.AutoModelForCausalLM.from_pretrained(step, dtype="auto")
     for name, tensor in read.named_parameters():
-        assert saved["saved"][name] == told(tensor), name
+        assert saved["saved"][name] == digest_of(tensor), name
     config = transformers.AutoConfig.from_pretrained(step)
     assert config.dtype == torch.bfloat16
 
@@ -222,8 +223,8 @@ def test_resumes_from_the_step_before_a_damaged_one(
 def test_a_rank_that_fails_leaves_the_old_step(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, how: str, error: str, words: str
 ) -> None:
-    """All ranks raise an error, which names rank 1 if only rank 1 has failed. The root is
-    unchanged."""
+    """All ranks raise an error. In the cases "disk" and "step" it names rank 1, except for rank 1's
+    own exception in "disk". The root is unchanged."""
     root = tmp_path / "steps"
     answers = worlds[3].ask("save_fails", directory=model, root=str(root), cut=THREE, how=how)
     for answer in answers:

@@ -1,5 +1,5 @@
 """`modicum.torch.deepspeed.convert` converts checkpoint directories of DeepSpeed's ZeRO to steps,
-which are Modicum's checkpoint directories. It executes no pickle in them.
+which are Modicum's checkpoint directories. It executes no pickle.
 
 The oracles are the tensors of DeepSpeed's engines on two ranks, DeepSpeed's own conversion
 (zero_to_fp32), and Python's audit events, which show executions. Must fail for these mutants: an

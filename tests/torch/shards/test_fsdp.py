@@ -48,8 +48,8 @@ from modicum.upstream.torch_fsdp import (  # noqa: E402
     shard_ranks,
 )
 
-# Shapes of weights: with one row, fewer rows than most worlds have ranks, a multiple of 3 and 5,
-# and neither. `sideways` is sharded along dim 1.
+# Shapes of weights: with one row, with two rows, with a multiple of 3 and 5, and with a number of
+# rows that no world size but 1 divides. `sideways` is sharded along dim 1.
 LAYERS = {"one": (1, 6), "few": (2, 6), "even": (15, 6), "odd": (7, 6), "sideways": (3, 30)}
 WORLDS = (1, 2, 3, 5)
 
@@ -465,7 +465,7 @@ def on_meta() -> nn.Parameter:
     return nn.Parameter(torch.empty(2, 3, device="meta"))
 
 
-# Each of these returns a parameter that can't be filled, and the object that is the reason.
+# Each of these returns a parameter that can't be filled, and the object that is the reason or None.
 
 
 def referred() -> tuple[nn.Parameter, Any]:
@@ -527,7 +527,7 @@ def test_a_parameter_whose_accumulator_is_alive_is_refused() -> None:
 
 
 def test_a_parameter_can_be_filled_after_a_forward_on_meta() -> None:
-    """After a backward only once its gradient is removed."""
+    """After a backward it can be filled only once its gradient is removed."""
     with torch.device("meta"):
         model = nn.Linear(3, 3)
         torch.compile(model, backend="eager")(torch.empty(2, 3))

@@ -157,7 +157,7 @@ def spmd(value: Any, sizes: tuple[int, ...], names: str, tp: dict[str, Any], dim
 
 
 def other_mesh(value: Any) -> Any:
-    """FSDP2 shards the parameter over the mesh axis ep, and not over dp as the module."""
+    """FSDP2 shards the module over the mesh axis dp, but this parameter over ep."""
     mesh = on_mesh((2, 2), "dp ep")
     elsewhere = ShardPlacementResult(Shard(0), FSDPMeshInfo(mesh["ep"], shard_mesh_dim=0))
     return one_parameter(value, mesh=mesh["dp"], shard_placement_fn=lambda _: elsewhere)
