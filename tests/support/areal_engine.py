@@ -19,7 +19,7 @@ import modicum.torch
 
 WORLD = 2
 # By case: the family, changes of AReaL's configuration, and the class of transformers whose values
-# are expected. None stands for the class of a critic, whose head no file has.
+# are expected; None for a critic, whose head no file has.
 CASES = {
     "causal-lm": ("qwen3", {}, "AutoModelForCausalLM"),
     "lora": ("qwen3", {"use_lora": True, "lora_rank": 4}, "AutoModelForCausalLM"),

@@ -125,7 +125,7 @@ def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
 
 def _garbage(model: Any) -> None:
     """Gives the model memory by `to_empty`, and fills it with NaN (integers and booleans with 1),
-    which stands for arbitrary values."""
+    in place of arbitrary values."""
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
