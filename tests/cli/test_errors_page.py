@@ -92,7 +92,7 @@ WORDS = {
     "MISMATCH": "plan m --recipe m/r.json",
     "USAGE": "plan m --layout fsdp9",
 }
-# Failures of the machine or of another process: other tests cause them.
+# Errors for which FILES has no checkpoint: other tests cause them.
 ELSEWHERE = {
     "INTEGRITY", "NOSPACE", "NOMEM", "PEER", "STALL", "PREEMPTED", "INTERNAL", "CANCELLED",
 }  # fmt: skip

@@ -66,7 +66,7 @@ class Saving:
         words = ("save", self.moe, self.root, "--step", self.step, "--ranks", self.ranks)
         words += ("--optimizer", "adamw:fp32-split", "--steps", 1, "-q")
         done, hit = self.faulty.run(self.root, at, (CUT, flags), self.modicum, *words)
-        assert hit.call != "no shutdown"
+        assert hit.call != "no shutdown"  # the library's report that it could not cut the power
         return done.code, hit.calls
 
     def cut(self, at: int, flags: int) -> None:

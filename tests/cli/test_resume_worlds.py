@@ -141,7 +141,7 @@ def test_some_pairs_of_worlds_equal_uninterrupted_training(
         after = Cut(LAYOUTS[(world + 2 * number + 1) % 4], 9 - world)
         if model.save(root, state_format, before):
             resumed += model.resume(root, state_format, after)
-    # Two worlds save in ZeRO-2 and two resume in it, which 8-bit formats refuse.
+    # Two worlds save in ZeRO-2 and two resume in it. 8-bit formats refuse that for several ranks.
     assert resumed >= (4 if "int8" in state_format else 8)
 
 

@@ -63,7 +63,7 @@ def test_copies_since_a_fork_are_attributed_to_the_children(
     modicum: Path, size: int, highest: int
 ) -> None:
     """In the second case the copies are made after the tree's peak, and reading a tree of this size
-    costs more CPU time than `watch` has left."""
+    costs more than `watch` has left of the CPU time that it allows itself."""
     done = run(modicum, "watch", "--json", "--", sys.executable, "-c", FORKED, size, highest)
     assert done.code == 0, done.stderr
     parent, *children, held = map(int, done.stderr.split())

@@ -210,7 +210,8 @@ def test_invalid_comparisons_are_refused(modicum: Path, tmp_path: Path) -> None:
 def test_watching_a_load_costs_little(modicum: Path, model: Path) -> None:
     document, _ = watched(modicum, "load", model, "--ranks", 4, "-q")
     cost = document["watch"]
-    # `watch` may use 0.5 % of a core, and 200 ms at first. Twice the former, and 100 ms to start.
+    # `watch` may use 0.5 % of a core, and 200 ms more at the beginning. This test allows 1 % of a
+    # core, those 200 ms, and 100 ms for the start of the program.
     assert cost["cpu_s"] < 0.01 * document["elapsed_s"] + 0.3
     assert cost["peak_bytes"] < 16 * MIB
 

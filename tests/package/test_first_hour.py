@@ -52,8 +52,8 @@ def pattern_of(line: str) -> str:
 
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the wheel and a virtual environment, `first-hour`, that has all packages of
-    this one except Modicum."""
+    """A directory with the wheel and a virtual environment, `first-hour`. The environment has all
+    packages of the one in which the tests run, except Modicum."""
     place = tmp_path_factory.mktemp("newcomer")
     directory = place / "first-hour"
     venv.create(directory, with_pip=True, symlinks=True)

@@ -177,8 +177,8 @@ def test_the_peak_names_children_and_the_innermost_phase() -> None:
 
 def phase_of(**fields: object) -> memory.Phase:
     """A phase with these fields that began at 1 s with 1 GiB and had its peak at 3.5 s."""
-    told = {"name": "load", "begin_s": 1.0, "begin_bytes": GIB, "peak_s": 3.5}
-    return memory.Phase(**{**told, **fields})
+    defaults = {"name": "load", "begin_s": 1.0, "begin_bytes": GIB, "peak_s": 3.5}
+    return memory.Phase(**{**defaults, **fields})
 
 
 def test_paragraph_of_a_peak() -> None:

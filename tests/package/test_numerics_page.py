@@ -172,8 +172,8 @@ def test_a_thousand_steps_of_every_setting_equal_the_page(name: str, settings: s
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_extreme_gradients_equal_the_page_to_the_bit(name: str) -> None:
-    """Gradients are random bit patterns: any finite or denormal number. With lr = 1 some values
-    overflow."""
+    """Gradients are random bit patterns of finite numbers, denormal ones included. With lr = 1 some
+    values overflow."""
     random = np.random.default_rng(8)
     both = Comparison(name, replace(SETTINGS["torch"], lr=1.0), np.zeros(NUMEL, np.float32))
     bits = random.integers(0, 0x7F7F0000, NUMEL, np.uint32)

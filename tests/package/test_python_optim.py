@@ -36,7 +36,7 @@ def plane(of: Any, shard: int, name: str, dtype: Any = torch.float32) -> torch.T
 
 
 def bring(of: Any, *gradients: torch.Tensor) -> None:
-    """The gradients of all shards arrive, in the order of the shards."""
+    """Passes the gradients of all shards to the state, in the order of the shards."""
     for shard, gradient in enumerate(gradients):
         of.arrive(shard, gradient)
 

@@ -1,5 +1,5 @@
-"""The wheel works on a machine that has only glibc and the C++ runtime: the tests run it in a fresh
-virtual environment, and hide the machine's own copies of all other shared libraries.
+"""The wheel works on a machine that has only glibc and the C++ runtime. The tests run it in a fresh
+virtual environment, and hide the machine's own copies of all other libraries that the wheel needs.
 
 Must fail for these mutants: a build of the wheel that fails and goes on, or shows no progress.
 """

@@ -267,7 +267,7 @@ def test_dequantised_values_equal_those_of_transformers(tmp_path: Path, dump: Du
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_scales_give_torchs_values(tmp_path: Path, dump: Dump, dtype: str) -> None:
-    """Multiplies every code by zero, denormal, huge and infinite scales, and by every byte."""
+    """Multiplies every code by zero, denormal, huge and infinite scales, and by all E8M0 scales."""
     every = torch.arange(256, dtype=torch.uint8)
     values = [0.0, -0.0, 1e-45, 1.1754942e-38, 1.17549435e-38, 3.4e38, float("inf"), -1.5]
     tensors: Tensors = {}

@@ -88,9 +88,9 @@ def test_each_key_of_the_mapping_is_translated_as_transformers_converts(size: in
     print(f"{len(keys)} keys, {converters} converters, {compared} tensors, {skipped} skipped")
     assert (len(keys), converters, skipped) == (251, 171, 0)
     assert compared > 3000
-    # minimax_m2: the renaming before it has the same effect. pi0: two renamings to names below
-    # `model.dit` and `model.vlm`. These two are parameters of the oracle's model, so no parameter
-    # can be below them.
+    # minimax_m2: the renaming before the unused one has the same effect. pi0: two renamings give
+    # names below `model.dit` and `model.vlm`. These two are parameters of the oracle's model, so no
+    # parameter can be below them.
     assert never_used.keys() <= {"minimax_m2", "pi0"}, never_used
 
 

@@ -336,8 +336,9 @@ def fp8_model() -> Any:
 
 
 def fp8_checkpoint(model: Any) -> dict[str, Any]:
-    """Its tensors as stored: FP8 codes for every projection, with scales of 1 for each 2 x 2 block;
-    random values for the others."""
+    """The model's tensors as stored: FP8 codes for every projection, with scales of 1 for each
+    2 x 2 block; random values for all others. Since all scales are 1, no value depends on the size
+    of a block."""
     tensors: dict[str, Any] = {}
 
     def add(name: str, shape: tuple[int, ...]) -> None:

@@ -62,13 +62,15 @@ CASES: dict[str, tuple[Outputs, ...]] = {
     "dinov2": (of_an_image,),  # Chunk(0): gate and up
     "hrm_text": (of_tokens,),  # Chunk(0) in two and in four, of odd rows
     "kimi_k25": (kimi_vision, of_tokens),  # Chunk(0), then PermuteForRope; stacked experts
-    "step3p7": (step_vision,),  # the same with biases
+    "step3p7": (step_vision,),  # Chunk(0), then PermuteForRope, of biases too
     "mistral_large4": (mistral_vision, of_tokens),  # PermuteForRope alone
     "inkling": (of_tokens,),  # Interleave, then Chunk
     "ernie4_5_vl_moe": (of_tokens,),  # experts of two towers; Chunk(0), Transpose
-    "qwen3_vl_moe": (of_tokens,),  # Transpose(check_dims): transposed on the hub,
-    "qwen3_vl_moe_saved_by_v5": (of_tokens,),  # not transposed if transformers 5 has saved it,
-    "qwen3_vl_moe_square": (of_tokens,),  # and square, so that shapes don't tell
+    # Transpose(check_dims). Files of the hub are transposed; those that transformers 5 has saved
+    # are not. If experts are square, the shapes do not show whether a file is transposed.
+    "qwen3_vl_moe": (of_tokens,),
+    "qwen3_vl_moe_saved_by_v5": (of_tokens,),
+    "qwen3_vl_moe_square": (of_tokens,),
 }
 
 
@@ -109,7 +111,8 @@ def test_outputs_equal_the_unsharded_models(modicum: Path, tmp_path: Path, name:
     family, outputs = BY_NAME[name], CASES[name]
     directory = family.write(family.build(), tmp_path / "model")
     unsharded = family.model_class.from_pretrained(directory, dtype="auto")
-    # Copied like Modicum's tensors: the last bit of a matrix product may depend on the alignment.
+    # These tensors are copied into a model as Modicum's are below, since the last bit of a matrix
+    # product may depend on the alignment of its memory.
     expected = run(filled(family, unsharded.state_dict()), outputs)
 
     recipe = tmp_path / "recipe.json"

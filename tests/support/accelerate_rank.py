@@ -24,8 +24,8 @@ M_MMAP_THRESHOLD = -3  # of malloc.h
 
 @contextlib.contextmanager
 def fsdp2_on_cpus() -> Iterator[Any]:
-    """Makes accelerate use FSDP2 on CPUs, as the example does. Resets accelerate's global state at
-    both ends of the context. Yields the example's module."""
+    """Makes accelerate use FSDP2 on CPUs, as examples/accelerate_fsdp2.py does. Resets accelerate's
+    global state at both ends of the context. Yields the example's module."""
     from accelerate.state import AcceleratorState, GradientState
 
     module = example("accelerate_fsdp2")
@@ -67,7 +67,8 @@ def accelerator_of(
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
-    """Up to three parameter groups, in another order than the model's; one norm is frozen."""
+    """Up to three parameter groups, each with its parameters in the reverse of the model's order.
+    Freezes one norm, which is in no group."""
     named = dict(model.named_parameters())
     frozen = next(n for n in named if "norm" in n or "ln_" in n)
     named.pop(frozen).requires_grad_(False)
@@ -100,7 +101,8 @@ def accelerated(
     options: dict[str, Any] | None = None,
     **how: Any,
 ) -> dict[str, Any]:
-    """Makes two steps of torch's AdamW. Returns all values in which two runs may differ.
+    """Makes two steps of torch's AdamW. Returns what the tests compare between two runs: units,
+    groups, the state before and after the steps, and the numbers of each step.
 
     Args:
         by: "modicum": within `loading`; else without it.
@@ -119,7 +121,7 @@ def accelerated(
         kind = getattr(transformers, cls)
         as_dtype = getattr(torch, dtype) if dtype else "auto"
         config = transformers.AutoConfig.from_pretrained(directory)
-        # The default implementation on CPUs supports only even sizes.
+        # On CPUs the default implementation of experts supports only even sizes.
         is_mixture = hasattr(config, "num_experts_per_tok")
         experts = {"experts_implementation": "eager"} if is_mixture else {}
         model = kind.from_pretrained(directory, dtype=as_dtype, **experts)
@@ -141,7 +143,8 @@ def accelerated(
 
 
 def steps(accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> list[tuple[str, ...]]:
-    """The loss, the gradients' norm and the learning rate of each step, in all bits."""
+    """The loss, the gradients' norm and the groups' learning rates of each step, in hexadecimal,
+    which shows all bits."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     vocabulary = model.config.get_text_config().vocab_size
     numbers = []
@@ -200,13 +203,14 @@ def bound(model: Any, optimizer: Any) -> list[list[str]]:
 
 
 def script(cage: str, words: list[str]) -> None:
-    """Runs the unchanged example in a memory cgroup, whose cgroup.procs is `cage`. The output is in
-    the rank's log."""
+    """Runs examples/accelerate_fsdp2.py unchanged in a memory cgroup. `cage` is the path of the
+    cgroup's cgroup.procs. The output is in the rank's log."""
     Path(cage).write_text(str(os.getpid()))
-    # glibc then unmaps buffers of all-gathers when they are freed; else they would count as held.
+    # With this threshold glibc unmaps the buffers of all-gathers when they are freed. Else they
+    # would count as held.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 18)
-    # Else a garbage collection would write to every object from before the fork, and so copy 50 MiB
-    # of pages.
+    # Without this a garbage collection would write to every object from before the fork, and so
+    # copy 50 MiB of pages.
     gc.freeze()
     with fsdp2_on_cpus() as module:
         sys.argv = [module.__file__, *words]

@@ -32,7 +32,7 @@ def losses_of(model: Any, optimizer: Any, backward: Any) -> list[float]:
     return losses
 
 
-def told(body: Callable[[list[float]], None]) -> dict[str, Any]:
+def losses_and_refusal(body: Callable[[list[float]], None]) -> dict[str, Any]:
     """Calls `body` with a list, to which it adds the losses. Returns the losses, and the message of
     the modicum.Error that `body` raises, or ""."""
     losses: list[float] = []
@@ -77,12 +77,16 @@ def prepared(directory: str, way: str, sent: bool = False) -> dict[str, Any]:
                 model, optimizer = accelerator.prepare(model, made)
             losses += losses_of(model, optimizer, accelerator.backward)
 
-    return told(body)
+    return losses_and_refusal(body)
 
 
 def by_hand(directory: str, when: str, by: str = "modicum") -> dict[str, Any]:
-    """Trains with `fully_shard`. `when` the optimizer is made: "after" sharding, "before" it, or
-    "before, told": before it, and its groups get the sharded parameters."""
+    """Trains with `fully_shard`.
+
+    Args:
+        when: when the optimizer is made: "after" sharding; "before" sharding; or "before, told":
+            before sharding, after which its groups get the sharded parameters.
+    """
 
     def body(losses: list[float]) -> None:
         model = from_pretrained(directory)
@@ -94,7 +98,7 @@ def by_hand(directory: str, when: str, by: str = "modicum") -> dict[str, Any]:
             optimizer.param_groups[0]["params"] = list(model.parameters())
         losses += losses_of(model, optimizer, lambda loss: loss.backward())
 
-    return told(body)
+    return losses_and_refusal(body)
 
 
 def one_rank_refuses(directory: str, what: str) -> dict[str, Any]:
@@ -147,8 +151,12 @@ def one_rank_lacks_memory(directory: str) -> dict[str, Any]:
 
 def one_rank_cannot_unfreeze(directory: str, how: str) -> dict[str, Any]:
     """Only the last rank's ledger has no room for parameters that are first trained after some
-    steps. `how`: "unfreeze": the optimizer has had them from the start, frozen; "add_param_group":
-    it gets them then."""
+    steps.
+
+    Args:
+        how: "unfreeze": the optimizer gets these parameters at the start, frozen.
+            "add_param_group": it gets them after the steps.
+    """
     torch.manual_seed(0)
     model = from_pretrained(directory)
     torch_rank.sharded(model, [dist.get_world_size()], False)

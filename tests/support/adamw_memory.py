@@ -3,10 +3,13 @@
     adamw_memory.py FORMAT...
 
 With a format whose name ends in fp32 the parameters are float32, else bfloat16. With the prefix
-"torch:" they are in torch's own memory, which forked children inherit. Prints a JSON object of
-figures by argument, in bytes: `made` and `stepped` are RssAnon of the process, above the value from
-before the optimizer was made; `written_with_children` is what two steps add to Pss_Anon of the
-process and its forked children together.
+"torch:" they are in torch's own memory, which forked children inherit.
+
+Prints a JSON object with an object of figures for each argument. `parameters` is a number of
+elements; all other figures are bytes. `made` and `stepped` are RssAnon of the process after the
+optimizer was made and after three steps, less the value from before it was made.
+`written_with_children` is what two steps add to Pss_Anon of the process and its forked children
+together.
 """
 
 import gc

@@ -98,7 +98,7 @@ def shorten(model: Model) -> None:
     model.large.weight.untyped_storage().resize_(64)
 
 
-# Changes that a new optimizer follows: it steps the new memory.
+# Changes that an optimizer follows if it has made no step yet: it steps the new memory.
 FOLLOWED = [
     share, share_one, send, take_data, set_other, swap, channels_last, resize_there_and_back,
 ]  # fmt: skip
@@ -107,7 +107,7 @@ FREED = [free, shorten]  # changes after which every call must be refused
 
 def refused(call: Callable[[], Any], names: str, after: Any = None) -> None:
     """Asserts that the call raises UsageError with the text `names`. `after`: the change that was
-    made before, for the message."""
+    made before the call; the assertion's message names it."""
     try:
         call()
     except modicum.UsageError as error:

@@ -73,8 +73,8 @@ def states(directory: str, mesh: list[int], state_format: str, threads: int) -> 
 
 
 def norm(directory: str, mesh: list[int]) -> dict[str, Any]:
-    """Clips to a quarter of the gradients' norm, to the norm and to its fourfold. Returns the norm
-    by AdamW, by float64 and by torch, and the factors of the three clips."""
+    """Clips to a quarter of the gradients' norm, to the norm, and to four times the norm. Returns
+    the norm by AdamW, by float64 and by torch, and the factors of the three clips."""
     model = model_of(directory, mesh)
     optimizer = modicum.torch.AdamW(model.parameters())
     bring_gradients(model)
@@ -181,7 +181,8 @@ def tp_fsdp(directory: str, mesh: list[int], dtype: str, state_format: str) -> d
 
 
 def elements(mesh: list[int]) -> list[str]:
-    """Shards whose elements, by AdamW's numbering, differ from `full_tensor`."""
+    """Describes each shard whose elements differ from those that `full_tensor` has at the indices
+    that AdamW gives them."""
     grid, wrong = init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("dp", "tp")), []
     for rows in (*range(1, 14), 53):
         whole = torch.arange(rows * 3.0).view(rows, 3)

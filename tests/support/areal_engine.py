@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 import modicum.torch
 
 WORLD = 2
-# (family, changes of AReaL's configuration, the class whose values are expected)
+# By case: the family, changes of AReaL's configuration, and the class of transformers whose values
+# are expected; None for a critic, whose head no file has.
 CASES = {
     "causal-lm": ("qwen3", {}, "AutoModelForCausalLM"),
     "lora": ("qwen3", {"use_lora": True, "lora_rank": 4}, "AutoModelForCausalLM"),
@@ -56,7 +57,7 @@ class Engine:
         self.engine = FSDPEngine(config)
         self.engine.create_process_group()
         spec = FinetuneSpec(total_train_epochs=1, dataset_size=100, train_batch_size=10)
-        with only_by_path():
+        with assert_loads_into_meta():
             self.engine.initialize(None, spec)
 
     @property
@@ -78,7 +79,7 @@ class Engine:
         return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in named.items()}
 
 
-class only_by_path:
+class assert_loads_into_meta:  # a context manager, named like a function
     """Asserts that each load within the context gets a model with all parameters on meta, and all
     buffers with values."""
 
@@ -97,8 +98,8 @@ class only_by_path:
 
 
 def assert_loaded(made: Engine, directory: str, oracle: str | None) -> None:
-    """Compares with `from_pretrained` of the class `oracle` in one process, buffers included. None:
-    the class of a critic, whose head is new."""
+    """Compares with `from_pretrained` of the class `oracle` in one process, buffers included.
+    `oracle` is None for a critic; see CASES."""
     assert isinstance(made.engine.optimizer, modicum.torch.AdamW)
     held = made.tensors()
     if oracle is None:  # the value head is new: no file has it

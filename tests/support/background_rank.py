@@ -104,11 +104,12 @@ def told_of(error: Exception) -> dict[str, Any]:
 
 
 def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
-    """Saves a step, then one in the background that must fail, then one that must not.
+    """Saves a step, then a second one in the background, which must fail, and then a third one,
+    which must succeed.
 
     Args:
-        how: the fault: "disk": a write fails; "weight" or "moment": rank 1 changes one during the
-            save.
+        how: the fault of the second save. "disk": a write fails. "weight" or "moment": rank 1
+            changes a weight or a moment during the save.
     """
     model, stepping = loaded(directory, cut, "fp32", "float32")
     modicum.torch.save(model, root, step=OLD, optimizer=stepping)
@@ -145,8 +146,8 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
 
 
 def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
-    """Makes calls that must wait for a save in the background, and compares the saved step with one
-    saved before."""
+    """Saves the same step in the foreground and in the background. Meanwhile makes the call `what`,
+    which must wait for the save. Returns the save's report, and the seconds that the call took."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     how: dict[str, Any] = {"step": 2, "optimizer": stepping, "staging": "1MiB"}
     modicum.torch.save(model, f"{root}/fore", **how)
@@ -208,7 +209,8 @@ def promised(directory: str, root: str, cut: Cut, size: int) -> dict[str, Any]:
 def preempted(
     directory: str, root: str, cut: Cut, marks: str, how_long: tuple[float | None, int]
 ) -> dict[str, Any]:
-    """Waits for a save during which the test sends SIGTERM: the process ends, or the save raises.
+    """Waits for a save during which the test sends SIGTERM. Then either SIGTERM ends the process,
+    or the save raises.
     `how_long`: the grace in seconds, and the pause of each write in microseconds."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     grace, pause_us = how_long

@@ -255,13 +255,14 @@ def trains(
         }
 
 
-def trains_in(cage: str, **said: Any) -> None:
-    """Runs `trains` in the memory cgroup whose cgroup.procs is `cage`."""
+def trains_in(cage: str, **arguments: Any) -> None:
+    """Runs `trains` with these arguments in a memory cgroup. `cage` is the path of the cgroup's
+    cgroup.procs."""
     Path(cage).write_text(str(os.getpid()))
     # For both lines see accelerate_rank.script.
     ctypes.CDLL(None).mallopt(accelerate_rank.M_MMAP_THRESHOLD, 1 << 18)
     gc.freeze()
-    trains(**said)
+    trains(**arguments)
 
 
 def patched() -> dict[str, Any]:

@@ -13,9 +13,9 @@ TRIES = 20
 class WaitingClock:
     """Counts waits of 0.1 s, one after the other, in a thread of this process.
 
-    The ranks' time limits consist of waits and a little work. A busy machine makes both longer, in
-    the ranks and here, so this clock slows down with them. On an idle machine it agrees with
-    `time.monotonic`.
+    The ranks' time limits consist of waits and a little work. A busy machine makes waits and work
+    longer, in the ranks and in this thread. So this clock slows down as the ranks do. On an idle
+    machine it agrees with `time.monotonic`.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class WaitingClock:
         self._thread.join()
 
     def seconds(self, begin_s: float, end_s: float | None = None) -> float:
-        """The seconds between two times of `time.monotonic()`; the second is now by default."""
+        """The seconds between two times of `time.monotonic()`; by default until now."""
         end_s = time.monotonic() if end_s is None else end_s
         return WAIT_S * (bisect(self._ends_s, end_s) - bisect(self._ends_s, begin_s))
 
@@ -44,9 +44,9 @@ class WaitingClock:
 def lets_others_run(
     call: Callable[[], object], before: Callable[[], object] = lambda: None
 ) -> bool:
-    """Whether another thread runs during `call`, in at least one of several tries: on a busy
-    machine it may miss a short call, but it misses every call that keeps the GIL. Each try begins
-    with `before`."""
+    """Whether another thread runs during `call`, in at least one of several tries. On a busy
+    machine the thread may get no time during a short call. During a call that keeps the GIL it
+    never gets any. Each try begins with `before`."""
     ticks_s: list[float] = []
     ended = threading.Event()
 

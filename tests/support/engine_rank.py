@@ -89,10 +89,11 @@ def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
     """A model before sharding, built in one of the ways in which engines build it.
 
     Args:
-        how: "alike": by `empty_parameters` on all ranks. "moved to meta": built with values and
-            then moved. "with values": on all ranks. Else rank 0 has values, and the other ranks
-            have "others without parameters", as accelerate's context builds it, or, with any other
-            text, a model on meta.
+        how: "alike": all ranks build the model by `empty_parameters`. "moved to meta": all ranks
+            build it with values and then move it. "with values": all ranks build it with values.
+            "others without parameters": rank 0 builds it with values, the other ranks in
+            accelerate's context. Any other text: rank 0 builds it with values, the other ranks on
+            meta.
     """
     if how == "alike":
         with empty_parameters():
@@ -123,8 +124,8 @@ def _built(how: str, dtype: torch.dtype, **kind: bool) -> Any:
 
 
 def _garbage(model: Any) -> None:
-    """Gives the model memory by `to_empty`, and fills it with NaN and 1, in place of arbitrary
-    values."""
+    """Gives the model memory by `to_empty`, and fills it with NaN (integers and booleans with 1),
+    in place of arbitrary values."""
     model.to_empty(device="cpu")
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -359,8 +360,8 @@ def dict_consumed(fails_at: int | None = None, consume: bool = True) -> dict[str
     """
     from torch_rank import held_bytes
 
-    # Freeing 31 MiB raises malloc's mmap threshold to that size: from then on malloc takes the
-    # tensors from its heap, as in a process that has run for some time.
+    # Freeing 31 MiB raises malloc's mmap threshold to that size. From then on malloc takes tensors
+    # of 8 MiB from its heap, as in a process that has run for some time.
     del [torch.empty(31 << 20, dtype=torch.uint8)][:]
     with empty_parameters():
         model: Any = Rows()

@@ -93,7 +93,7 @@ def renamed(*pairs: tuple[str, str]) -> Callable[[Tensors, Any], Tensors]:
 def and_also(
     extra: dict[str, tuple[int, ...]], hub: Callable[[Tensors, Any], Tensors] | None = None
 ) -> Callable[[Tensors, Any], Tensors]:
-    """Adds tensors that old files have and the class drops."""
+    """Adds tensors that files on the hub have and the class drops."""
 
     def add(tensors: Tensors, model: Any) -> Tensors:
         made = hub(tensors, model) if hub else tensors

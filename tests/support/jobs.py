@@ -23,8 +23,8 @@ class Held:
     """Interpreters and libraries, before the job."""
     kept: int
     """Memory that is still held without being ours or the process's: modules imported since, and
-    buffers of torch and of the framework. It is taken at the end of the load for `load`, and at the
-    end of the steps for `step` and `save`."""
+    buffers of torch and of the framework. It is measured at the end of the load for `load`, and at
+    the end of the steps for `step` and `save`."""
     passing: int
     """What the phase's peak has in addition: activations, gathered parameters, gradients before
     they are divided. 0 in `save`, where all that the save adds counts as ours."""

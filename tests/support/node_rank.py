@@ -25,19 +25,19 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     with Ranks.of_world().together() as ranks:
         per_node = ranks.ranks_per_node
-    answers = [answer(act, said) | {"per_node": per_node} for act, said in acts]
+    answers = [answer(act, given) | {"per_node": per_node} for act, given in acts]
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(answers, default=str))
     os._exit(0)
 
 
-def answer(act: str, said: dict[str, Any]) -> dict[str, Any]:
-    said["cut"] = Cut(said["cut"][0], tuple(said["cut"][1]))
+def answer(act: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    arguments["cut"] = Cut(arguments["cut"][0], tuple(arguments["cut"][1]))
     begin = time.monotonic()
     try:
-        given = torch_rank.ACTS[act](**said)
+        made = torch_rank.ACTS[act](**arguments)
     except Exception as error:
-        given = {"error": type(error).__name__, "message": str(error)} | vars(error)
-    return given | {"took_s": time.monotonic() - begin}
+        made = {"error": type(error).__name__, "message": str(error)} | vars(error)
+    return made | {"took_s": time.monotonic() - begin}
 
 
 if __name__ == "__main__":

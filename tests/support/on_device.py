@@ -50,6 +50,7 @@ class OnDevice(torch.Tensor):
             _host_of(to).copy_(_host_of(source))
             return to
         if packet is aten._to_copy:
+            # Only a copy to the host, without a cast, is supported.
             due = {**(kwargs or {}), "device": torch.device("cpu")}
             assert kwargs == due and due.get("dtype", args[0].dtype) == args[0].dtype, kwargs
             cls.fetched.append(args[0].nbytes)

@@ -23,7 +23,8 @@ LR = 1e-2
 def script(
     directory: str, kind: str, by: str, adapters: bool = False, steps: int = 4, **how: Any
 ) -> dict[str, Any]:
-    """Trains in float32; returns each step's loss on this rank.
+    """Trains in float32. Returns each step's loss and inputs on this rank, `facts`, and the text of
+    a refusal or "".
 
     Args:
         kind: "accelerate", "trainer", "sft" or "hand".
@@ -78,8 +79,8 @@ def model_of(directory: str, adapters: bool) -> Any:
 
 
 def experts_of(config: Any) -> dict[str, str]:
-    """An argument of `from_pretrained` for mixtures: the default implementation of experts supports
-    only even sizes on CPUs."""
+    """An argument of `from_pretrained` for mixtures. On CPUs the default implementation of experts
+    supports only even sizes."""
     is_mixture = hasattr(config, "num_experts_per_tok")
     return {"experts_implementation": "eager"} if is_mixture else {}
 
@@ -105,7 +106,7 @@ def rows(vocabulary: int, count: int) -> torch.Tensor:
 
 
 def trained_steps(model: Any, script: "Script") -> Iterator[torch.Tensor]:
-    """The loss for each of the script's inputs, or for some rows if it has no inputs yet."""
+    """The loss for each of the script's inputs. If it has none yet, it gets random rows."""
     if not script.inputs:
         vocabulary = model.get_input_embeddings().num_embeddings
         world, rank = dist.get_world_size(), dist.get_rank()
@@ -135,8 +136,12 @@ def by_accelerate(
     sent: bool = False,
     **options: Any,
 ) -> Any:
-    """Trains by accelerate. `made`: the optimizer is made "before" or "after" prepare; `sent`:
-    accelerate's `cpu_ram_efficient_loading`."""
+    """Trains by accelerate.
+
+    Args:
+        made: whether the optimizer is made "before" or "after" prepare.
+        sent: accelerate's `cpu_ram_efficient_loading`.
+    """
     directory, by, adapters = script[:3]
     accelerator = accelerate_rank.accelerator_of(cpu_ram_efficient_loading=sent)
     model = model_of(directory, adapters)
@@ -169,8 +174,8 @@ def by_hand(
     """Trains with FSDP2 alone.
 
     Args:
-        made: when the optimizer is made: "before" sharding, with `rebinding`; "sharded": between
-            sharding and the load; "after" both.
+        made: when the optimizer is made: "before": before sharding, with `rebinding`; "sharded":
+            between sharding and the load; "after": after the load.
         told: whether the load gets the optimizer as an argument.
         inputs: by rank, the model's arguments in each step.
     """
@@ -216,7 +221,8 @@ def arguments(kind: Any, folder: str, steps: int, **more: Any) -> Any:
 
 
 def noting(kind: Any, script: "Script", made: str) -> Any:
-    """A Trainer that records its losses and the arguments of the model's calls."""
+    """A subclass of the Trainer class `kind` that records its losses and the arguments of the
+    model's calls in `script`. If `made` is "overridden", it makes the optimizer itself."""
     by, losses = script.by, script.losses
 
     class Noting(kind):  # type: ignore[misc]

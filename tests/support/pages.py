@@ -104,7 +104,7 @@ class Shown:
 
 @contextlib.contextmanager
 def shown(opened: Any, path: Path, width: int = WIDE, scheme: str = "light") -> Iterator[Shown]:
-    """Opens the file in a new window. Errors of its scripts and all its requests are noted."""
+    """Opens the file in a new page of the browser. Records its errors and requests; see `Shown`."""
     page = opened.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     opened_page = Shown(page)
     page.on("console", lambda message: opened_page.errors.append(message.text))

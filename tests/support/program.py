@@ -73,7 +73,7 @@ def node_peak(plan: dict[str, Any], name: str) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """The living child processes of a process."""
+    """The child processes of a process."""
     found: list[int] = []
     with contextlib.suppress(FileNotFoundError):  # the process has ended
         for task in Path(f"/proc/{pid}/task").iterdir():

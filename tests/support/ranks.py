@@ -51,7 +51,7 @@ def start(context: Any, target: Callable[..., None], *arguments: Any) -> tuple[A
 
 @contextlib.contextmanager
 def importable() -> Iterator[None]:
-    """Within the context, new processes can import these modules."""
+    """Within the context, new processes can import the modules of this folder."""
     before = dict(os.environ)
     path = [str(SUPPORT), *filter(None, [before.get("PYTHONPATH")])]
     os.environ |= {"PYTHONPATH": os.pathsep.join(path)}
@@ -272,7 +272,7 @@ class Told(NamedTuple):
 
 
 class World:
-    """`size` processes in a process group. Rank 0's process has the store."""
+    """`size` processes in a process group. Without `file`, rank 0's process has the store."""
 
     _running: set["World"] = set()
 
@@ -288,7 +288,7 @@ class World:
         Args:
             body: a rank's function, called with its `Told` and `arguments`.
             hosts: the host name that each rank reports instead of the machine's.
-            file: makes this file the group's store.
+            file: the file that is the group's store.
         """
         self._port = _held_port()
         port = self._port.getsockname()[1]

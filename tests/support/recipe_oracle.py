@@ -43,8 +43,8 @@ def evaluate(node: dict[str, Any], stored: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def skeleton(node: dict[str, Any]) -> str:
-    """The form of a node: its ops and dims, without other numbers. Inputs of equal form are given
-    once."""
+    """The form of a node: its ops and dims, without other numbers. If several inputs have the same
+    form, it is shown once."""
     if node["op"] == "stored":
         return "stored"
     inside = " ".join(dict.fromkeys(skeleton(part) for part in node["in"]))
@@ -254,7 +254,8 @@ class Names(torch.nn.Module):
 
 
 def target_shapes(transforms: Sequence[Any], ids: Ids, given: dict[str, Shape]) -> dict[str, Shape]:
-    """The tensors that transformers would make of a checkpoint if all of them were in the model."""
+    """The shapes of the tensors that transformers would make of a checkpoint if the model had all
+    of them."""
     fresh = deepcopy(list(transforms))
     renamings = [t for t in fresh if isinstance(t, upstream.WeightRenaming)]
     converters = converters_of(fresh)
@@ -345,7 +346,8 @@ def is_unfit(target: str, taken: set[str]) -> bool:
 def add_renamed(
     transform: Any, index: int, transforms: Sequence[Any], ids: Ids, taken: set[str]
 ) -> None:
-    """Up to four stored tensors that a pattern of a renaming matches and no converter takes."""
+    """Adds to `ids` up to four stored tensors that a pattern of a renaming matches and that no
+    converter takes."""
     added = 0
     for name in names_for(transform, index):
         target, pattern = renamed(name, transforms)

@@ -67,7 +67,8 @@ def steps(model: Any, optimizer: Any, cut: Cut, numbers: range) -> None:
 
 
 def whole(model: Any, optimizer: Any) -> dict[str, str]:
-    """Digests of the gathered parameters and of the optimizer's state, and the state's numbers."""
+    """Digests of the gathered parameters and of the gathered tensors of the optimizer's state; the
+    state's scalars and the groups' learning rates, as text."""
     held = dict(model.named_parameters())
     names = {id(p): n for n, p in held.items()}
     flat = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
@@ -123,8 +124,8 @@ def resumes(
     dtype: str = "float32",
     again: bool = False,
 ) -> dict[str, Any]:
-    """The state after a resume on meta, and after further steps. `again`: the resume is a second
-    one, into memory with other values."""
+    """The state after a resume, and after further steps. Without `again` the model is on meta
+    before the resume; with `again` it has been resumed and trained before, and has other values."""
     model, stepping = made(directory, cut, optimizer, dtype)
     if again:
         modicum.torch.resume(model, root, optimizer=stepping, progress=False)
@@ -255,9 +256,9 @@ def slowly(
 def at_the_call(
     directory: str, root: str, cut: Cut, kind: dict[str, Any], signals: int | None
 ) -> dict[str, Any]:
-    """Saves. Before the save's first collective this rank sends itself `signals` SIGTERM; None: one
-    SIGTERM before it calls `save`. Returns the error, and whether SIGTERM has its default
-    handler."""
+    """Saves. Before the save's first collective this rank sends SIGTERM to itself, `signals` times.
+    If `signals` is None, it sends one SIGTERM before it calls `save`. Returns the error, and
+    whether SIGTERM has its default handler."""
     model, _ = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, progress=False)
     if signals is None:
@@ -304,8 +305,9 @@ def handles(directory: str, root: str, cut: Cut) -> dict[str, Any]:
 
 
 def promised(directory: str, root: str, cut: Cut, optimizer: str) -> dict[str, Any]:
-    """Makes a resume that is refused, as the budget is half of the promise, and then one that fits.
-    Returns the refusal, the promise, and the kernel's peak."""
+    """Makes three resumes: one without a budget, whose report has the promise; one that is refused,
+    since its budget is half of the promise; and one that is measured. Returns the refusal, the
+    promise, the kernel's peak, and the bytes of the state."""
     model, stepping = made(directory, cut, optimizer, "float32")
     resumed = modicum.torch.resume(model, root, optimizer=stepping, budget="none", progress=False)
     node = resumed.load.document["nodes"][0]

@@ -68,8 +68,8 @@ def playing_new_rank(rank: int, world: int) -> Iterator[None]:
 class Cut:
     """A layout, as Modicum's flags and as torch's placements.
 
-    `mesh` has torch's order, outermost first. TP shards before FSDP does: along dim 1 if `rowwise`
-    finds the name, not at all if `replicate` does, else along dim 0.
+    `mesh` has torch's order, outermost first. TP shards before FSDP does: not at all if `replicate`
+    finds the name, along dim 1 if `rowwise` does, else along dim 0.
     """
 
     layout: str

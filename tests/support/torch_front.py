@@ -1,5 +1,5 @@
-"""Models loaded through `modicum.torch`, with each rank played in one process, and their expected
-contents.
+"""Models loaded through `modicum.torch` in one process that plays each rank in turn (see
+`sharding.playing_rank`), and their expected contents.
 
 The oracle is `from_pretrained` in one process, sharded here by `torch.chunk`.
 """
@@ -126,7 +126,8 @@ def left_whole(model: nn.Module) -> set[str]:
 
 
 def shard(model: nn.Module, cut: Cut) -> nn.Module:
-    """Shards by FSDP2: each module of another dtype than the model's, each layer, and the rest."""
+    """Shards by FSDP2: each module of another dtype than the model's, each layer, and the rest.
+    With the layout "tp-fsdp" tensor parallelism shards before."""
     if cut.layout == "none":
         return model
     mesh = mesh_of(cut)

@@ -78,7 +78,7 @@ def built(
     """
     as_dtype = getattr(torch, dtype) if dtype else "auto"
     kind = transformers.AutoModelForCausalLM
-    # The default implementation on CPUs supports only even sizes.
+    # On CPUs the default implementation of experts supports only even sizes.
     config = transformers.AutoConfig.from_pretrained(directory, experts_implementation="eager")
     if by == "torch":
         model = kind.from_pretrained(directory, config=config, dtype=as_dtype)
@@ -161,8 +161,8 @@ def train(
     Args:
         by: "modicum"; "to_empty": a load by Modicum into memory with values; or "torch":
             `from_pretrained` on every rank.
-        optimizer: when it is made: "before" sharding, with `rebinding`; "between" sharding and the
-            load; or "after" both.
+        optimizer: when it is made: "before": before sharding, with `rebinding`; "between": between
+            sharding and the load; "after": after the load.
     """
     made = None
     if by == "torch":
@@ -254,13 +254,13 @@ def tried(
     again: bool = True,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """A load from `source` that may fail, and then one from `directory` that must not: the failure,
-    the state of the model after it, and the final shards.
+    """A load from `source` that may fail and, if it does, a load from `directory` that must not.
+    Returns the failure, whether the first load left the model on meta, and the final shards.
 
     Args:
         pause_s: sleep after all ranks have agreed on the plan, before this rank reads data.
         truncate: a file to truncate at that time.
-        again: whether there is a second load.
+        again: whether a failed load is followed by the second one.
     """
     model = built(directory, None, mesh)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
@@ -360,7 +360,8 @@ def write(directory: str, family: str, **changes: Any) -> None:
 
 
 def trained_by_example(directory: str, mesh: list[int], dtype: str, steps: int) -> None:
-    """The example's training of a model loaded by torch; prints losses."""
+    """Trains a model that torch has loaded, by `train` of examples/finetune_fsdp2.py, which prints
+    the losses."""
     model = built(directory, dtype, mesh, "torch")
     example("finetune_fsdp2").train(model, steps, "cpu")
 

@@ -18,7 +18,7 @@ from typing import Any
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/zero2_offload.py"
 
 
-def of_lines(path: str, names: tuple[str, ...]) -> int:
+def sum_of_fields(path: str, names: tuple[str, ...]) -> int:
     """The sum of some fields of a file of /proc, in bytes."""
     lines = Path(path).read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.split(":")[0] in names) * 1024
@@ -27,8 +27,8 @@ def of_lines(path: str, names: tuple[str, ...]) -> int:
 def tree_bytes() -> int:
     pids = [os.getpid(), *(child.pid for child in multiprocessing.active_children())]
     return sum(
-        of_lines(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
-        + of_lines(f"/proc/{pid}/status", ("VmPTE",))
+        sum_of_fields(f"/proc/{pid}/smaps_rollup", ("Pss_Anon", "Pss_Shmem"))
+        + sum_of_fields(f"/proc/{pid}/status", ("VmPTE",))
         for pid in pids
     )
 
