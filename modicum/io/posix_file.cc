@@ -116,8 +116,12 @@ class PosixFile final : public File {
     const int result =
         uninterrupted([&] { return ::fallocate(fd(), 0, 0, static_cast<off_t>(size_bytes)); });
     if (result == 0) return;
-    if (errno == EOPNOTSUPP || errno == ENOSYS) return truncate(size_bytes);
-    fail_errno(errno, "cannot reserve space", {.file = name_, .offset = size_bytes});
+    const int error = errno;
+    if (error == EOPNOTSUPP || error == ENOSYS) {  // as on NFS before 4.2
+      if (identity().size_bytes < size_bytes) truncate(size_bytes);
+      return;
+    }
+    fail_errno(error, "cannot reserve space", {.file = name_, .offset = size_bytes});
   }
 
   // Throws NOSPACE before fallocate would: a fallocate that fails takes all free space first, and
