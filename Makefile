@@ -10,7 +10,7 @@ CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc
 help:
 	@echo 'make demo     loads a synthesised model into 4 ranks; prints promised and measured memory'
 	@echo 'make build    the release build: build/release/modicum'
-	@echo 'make test     every test; make test-STAGE runs one of: $(STAGES)'
+	@echo 'make test     the tests, without those of soak; make test-STAGE runs one of: $(STAGES)'
 	@echo 'make check    checks format, the table of rooms, sizes and pages, and runs clang-tidy'
 	@echo 'make bench    the programs in benchmarks/'
 	@echo 'make soak     hours: all rooms with sanitizers, Clang, fuzzers, mutants, and conformance'
@@ -60,9 +60,9 @@ check-style:
 	@scripts/stage.sh 'check, rules' python3 scripts/check.py
 	@scripts/stage.sh 'check, rules of Python' python3 scripts/check_python.py
 	@scripts/stage.sh 'check, words' python3 scripts/check_words.py
-	@scripts/stage.sh 'check, the rules themselves' python3 scripts/check_test.py
-	@scripts/stage.sh 'check, those of Python' python3 scripts/check_python_test.py
-	@scripts/stage.sh 'check, those of words' python3 scripts/check_words_test.py
+	@scripts/stage.sh 'check, tests of the rules' python3 scripts/check_test.py
+	@scripts/stage.sh 'check, tests of the rules of Python' python3 scripts/check_python_test.py
+	@scripts/stage.sh 'check, tests of the rules of words' python3 scripts/check_words_test.py
 
 tidy:
 	@scripts/packages.sh build check

@@ -4,8 +4,8 @@
 Workload: the FSDP engines of verl and AReaL, twinkle's two strategies, and torchtitan's llama3 with
 its checkpoint manager. Each loads a made-up bf16 checkpoint with its own code into fp32 parameters
 of FSDP2, in 4 gloo ranks, and trains 3 steps. Of the configurations that the engine offers, the one
-that needs the least memory is used, both without Modicum and with it. With Modicum means: with the
-patches of integrations/, and for torchtitan with the block of docs/guide/which-way.md.
+that needs the least memory is used, both without Modicum and with it. With Modicum, verl, AReaL and
+twinkle have the patches of integrations/, and torchtitan has the block of docs/guide/which-way.md.
 
 A peak is the largest sampled sum over all ranks of anonymous memory, shared memory and page tables.
 There are two: of the load (a run without steps, whose optimizer has no memory yet), and of a run
@@ -76,6 +76,7 @@ def row_of(row: tuple[str, ...], place: Path, model_bytes: int, python: Path) ->
     own_path = os.environ.get("PYTHONPATH", "")
     cells, losses = [], []
     for switch in ([], ["--modicum"]):
+        # Only with Modicum are the patched copies found first.
         path = os.pathsep.join([str(place)] * bool(switch) + [own_path])
         peaks, printed = [], ""
         for steps in ("0", "3"):
@@ -102,7 +103,7 @@ def main() -> None:
         "--only", nargs="+", help="measure only these engines; the page keeps its other rows"
     )
     options = parser.parse_args()
-    measured = [row for row in ROWS if row[1] in (options.only or row)]
+    measured = [row for row in ROWS if not options.only or row[1] in options.only]
     from areal_engine import write_tokenizer
 
     PLACE.mkdir(parents=True, exist_ok=True)

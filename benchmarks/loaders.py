@@ -143,11 +143,11 @@ class Stage:
             return result | {"outcome": "cannot", "why": str(error)}
         cached_after = cached_bytes(Path(self.case.directory))
         seen = {"cached_before_bytes": cached, "cached_after_bytes": cached_after} | raw["seen"]
-        return result | seen | timed([said["times"] for said in raw["loaded"]]) | outcome(raw)
+        return result | seen | timed([rank["times"] for rank in raw["loaded"]]) | outcome(raw)
 
 
 def outcome(raw: dict[str, Any]) -> Result:
-    wrong = sorted({name for said in raw["checked"] for name in said["wrong"]})
+    wrong = sorted({name for rank in raw["checked"] for name in rank["wrong"]})
     return {"outcome": "wrong" if wrong else "right", "why": ", ".join(wrong)}
 
 

@@ -6,9 +6,11 @@ without and with the state of AdamW after one step. Every way is timed until its
 if a way does not sync them itself, each file and directory is synced after its call has returned.
 Ways take turns, in a new order each round; figures are medians, seconds with their range. Files
 that `from_pretrained` can read are compared with the ranks' shards, bit by bit. `blocked` is the
-time until the call returns; a save in the background returns before its files are written. At the
-end Modicum saves in a memory cgroup. The limit of this cgroup is the sum of the bytes that the
-ranks hold before the save, the bytes that the save promises to add, and 5 % of the whole promise.
+time until the call returns; a save in the background returns before its files are written.
+`save_state` and `Trainer` are scripts of accelerate and transformers; `with the line` they run
+within `modicum.torch.accelerate.loading`. At the end Modicum saves in a memory cgroup. The limit of
+this cgroup is the sum of the bytes that the ranks hold before the save, the bytes that the save
+promises to add, and 5 % of the whole promise.
 
 Writes its table into benchmarks/RESULTS.md between its markers.
 """

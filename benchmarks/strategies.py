@@ -2,10 +2,11 @@
 """Measures memory and time of the strategies for the same end state.
 
 Workload: a synthesised qwen3-0.6b (1.1 GiB of bf16, one file) is loaded into 8 ranks under FSDP2's
-Shard(0). Rivals: the strategies; other loaders commonly work like `full-per-rank` or
-`rank0-broadcast`. They take turns, ROUNDS times each, page cache warm. Measured memory and time are
-medians; the range is given for the time only. Memory is given as promised, and as measured: PSS
-plus page tables of the ranks. The bytes that a load reads are promised, not measured.
+Shard(0). Rivals: the strategies, without `replica-striped`, since this layout has no replicas.
+Other loaders commonly work like `full-per-rank` or `rank0-broadcast`. The strategies take turns,
+ROUNDS times each, page cache warm. Measured memory and time are medians; the range is given for the
+time only. Memory is given as promised, and as measured: PSS plus page tables of the ranks. The
+bytes that a load reads are promised, not measured.
 
 Writes the table into benchmarks/RESULTS.md between its markers.
 """
@@ -40,8 +41,8 @@ def largest_tensor_bytes(model: Path) -> int:
 def measure(model: Path) -> dict[str, list[dict]]:
     """Load reports by strategy. Strategies take turns, so that a slow minute affects all alike."""
     common = [str(model), "--ranks", str(RANKS), "--budget", "none"]
-    # Not measured. Brings the file into the page cache. It also takes more memory than any of the
-    # loads after it, which a virtual machine may first have to get from its host.
+    # Not measured. Brings the file into the page cache. It also takes as much memory as the largest
+    # of the loads after it, which a virtual machine may first have to get from its host.
     run("load", *common, "--strategy", "full-per-rank")
     reports: dict[str, list[dict]] = {name: [] for name in STRATEGIES}
     for _ in range(ROUNDS):

@@ -11,8 +11,8 @@ A peak is the largest sampled sum over all ranks of anonymous memory, shared mem
 There are two: of a run without steps, and of a run with training. For DeepSpeed: bytes per
 parameter by owner, from the kernel's page tables.
 
-The losses without and with Modicum must be equal. Writes its table into benchmarks/RESULTS.md
-between its markers.
+The losses without and with Modicum must be equal; with LoRA only that of the first step. Writes its
+table into benchmarks/RESULTS.md between its markers.
 """
 
 import argparse
@@ -50,8 +50,8 @@ ENGINE = "engine_memory_efficient_load.py"
 STEPS, LOSSES = r"step \d+: .*", r"(?:parameters|losses) .*"
 EFFICIENT = "--memory-efficient-load"
 # System; checkpoint, script and its arguments; the argument that switches Modicum on; the printed
-# lines that must be equal without and with Modicum. Of LoRA only the first line must be: Modicum
-# gives the adapters other random values, but they add 0 before the first update.
+# lines that must be equal without and with Modicum. With LoRA only the first line is compared:
+# Modicum gives the adapters other random values, but they add 0 before the first update.
 SCRIPTS = (
     ("accelerate (FSDP2), bf16 mixed precision: dense",
      "causal-lm", "accelerate_fsdp2.py", (), "--modicum", STEPS),
@@ -155,11 +155,11 @@ def run(words: list[str], python: str = sys.executable) -> tuple[int, str]:
     return peak, printed
 
 
-def promised(said: str) -> str:
+def promised(printed: str) -> str:
     """The promise that a load prints before it begins: the sum over ranks, in GiB."""
-    found = re.search(r"^modicum: .*, at most ([\d.]+) MiB in a rank", said, re.M)
+    found = re.search(r"^modicum: .*, at most ([\d.]+) MiB in a rank", printed, re.M)
     if not found:
-        sys.exit(f"no load has begun:\n{said}")
+        sys.exit(f"no load has begun:\n{printed}")
     return f"{RANKS * float(found[1]) / 1024:.2f}"
 
 
@@ -167,20 +167,20 @@ def row_of(script: tuple[Any, ...], place: Path, sizes: dict[str, int]) -> str:
     system, checkpoint, name, words, switch, same = script
     words = [str(place / checkpoint), *(word.format(place) for word in words)]
     command = [*TORCHRUN, str(RANKS), name, *words]
-    cells, printed, said = [], [], ""
+    cells, compared, of_load = [], [], ""
     for ours in ([], [switch]):
-        loaded_bytes, said = run([*command, *ours, "--steps", "0"])
+        loaded_bytes, of_load = run([*command, *ours, "--steps", "0"])
         trained_bytes, text = run([*command, *ours])
         cells.append(f"{loaded_bytes / GIB:.2f}, {trained_bytes / GIB:.2f}")
-        printed.append(re.findall(same, text))
-    if not printed[0] or printed[0] != printed[1]:
+        compared.append(re.findall(same, text))
+    if not compared[0] or compared[0] != compared[1]:
         sys.exit(
             f"{name} {words}: the output without Modicum and with it differs:\n"
-            f"{printed[0]}\n{printed[1]}"
+            f"{compared[0]}\n{compared[1]}"
         )
     shown = [name, *(word for word in words[1:] if word not in ("--record", str(place)))]
-    model = f"{4 * sizes[checkpoint] / GIB:.2f}"
-    return f"| {system} | `{' '.join(shown)}` | {model} | {' | '.join(cells)} | {promised(said)} |"
+    model, promise = f"{4 * sizes[checkpoint] / GIB:.2f}", promised(of_load)
+    return f"| {system} | `{' '.join(shown)}` | {model} | {' | '.join(cells)} | {promise} |"
 
 
 def zero2_row(what: str, words: tuple[str, ...]) -> str:

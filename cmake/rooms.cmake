@@ -1,9 +1,10 @@
 # modicum_room(NAME [DEPENDS rooms...] [PRIVATE libraries...])
 #
-# A static library of modicum/NAME/*.cc, which may include the public headers of the rooms that it
-# depends on, and (with MODICUM_TESTS) one test program of modicum/NAME/*_test.cc. Files ending in
-# _double.cc or _doubles.cc are test doubles, in a separate library that only tests link. Each test
-# has the label NAME. With MODICUM_SANITIZE=fuzzer each *_fuzz.cc is a program instead.
+# A room is a folder of modicum/. Makes a static library of modicum/NAME/*.cc, which may include the
+# public headers of the rooms that it depends on, and (with MODICUM_TESTS) one test program of
+# modicum/NAME/*_test.cc. Files ending in _double.cc or _doubles.cc are test doubles, in a separate
+# library that only tests link. Each test has the label NAME. With MODICUM_SANITIZE=fuzzer each
+# *_fuzz.cc is a program instead.
 
 add_library(modicum_flags INTERFACE)
 target_include_directories(modicum_flags INTERFACE ${CMAKE_SOURCE_DIR})

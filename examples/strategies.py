@@ -132,9 +132,10 @@ def train(model: torch.nn.Module, optimizer: Any, steps: int, device: str) -> li
 def promised(options: argparse.Namespace) -> int:
     """This rank's memory at the begin of the wrap, which contains the load, plus the peak that
     `modicum plan` promises."""
-    plan = modicum.plan(options.directory, ranks=dist.get_world_size(), dtype=options.dtype)
+    ranks = dist.get_world_size()
+    plan = modicum.plan(options.directory, ranks=ranks, dtype=options.dtype)  # modicum
     (strategy,) = (one for one in plan["strategies"] if one["name"] == "own-shard")
-    wrap = next(phase for phase in memory.phases() if phase.name == "wrap")
+    wrap = next(phase for phase in memory.phases() if phase.name == "wrap")  # modicum
     return wrap.begin_bytes + strategy["ranks"][dist.get_rank()]["peak_bytes"]
 
 

@@ -8,7 +8,7 @@ data-loader workers copy of it.
 
 Trains a small model with DeepSpeed on its CPU accelerator (one process, or several with torchrun),
 or the same model with the same data and seeds with Modicum's AdamW. At the end of each epoch it
-prints the losses and a table of bytes per parameter. Modicum's lines end in `# modicum`.
+prints the losses and a table of bytes per parameter. Lines that call Modicum end in `# modicum`.
 """
 
 import argparse
@@ -203,8 +203,8 @@ def main() -> None:
         if options.json:
             print(json.dumps(epoch | {"attribution": epoch["attribution"].document}))
         else:
-            told = " ".join(f"{loss:.6f}" for loss in epoch["losses"])
-            print(f"\nepoch {epoch['epoch']}: losses {told}\n{epoch['attribution']}")
+            losses = " ".join(f"{loss:.6f}" for loss in epoch["losses"])
+            print(f"\nepoch {epoch['epoch']}: losses {losses}\n{epoch['attribution']}")
     if options.picture:
         memory.draw(options.picture)  # modicum
     dist.destroy_process_group()

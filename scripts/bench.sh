@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # bench.sh [PROGRAM...]: installs the wheel and the rivals into .venv, then runs these programs of
-# benchmarks/ one after the other; by default all but parity.py, which trains models. The programs
-# that make README.md's figures come first. The run is recorded in benchmarks/RESULTS.md. A program
-# may have arguments: "step.py --rounds 3". With PRIME_RL, a checkout of PrimeIntellect-ai/prime-rl,
-# step.py measures that optimizer, too.
+# benchmarks/ one after the other; by default all but parity.py, which trains models for an hour,
+# and device.py, which needs a GPU. The programs that make README.md's figures come first. The run
+# is recorded in benchmarks/RESULTS.md. A program may have arguments: "step.py --rounds 3". With
+# PRIME_RL, a checkout of PrimeIntellect-ai/prime-rl, step.py measures that optimizer, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that the imports of the Python package are in the table of docs/ARCHITECTURE.md, and that
-only `upstream/` uses private names of other packages.
+"""Checks that the imports of the Python package are in the table of docs/ARCHITECTURE.md, that only
+`upstream/` uses private names of other packages, and that no name hides a module.
 
 check_python.py [TREE]: prints one line per finding, `file:line: message`, and exits 1 if there is
 any. Standard library only.

@@ -2,13 +2,14 @@
 """Tests Modicum with other versions of the packages that it works with, and with the engines of
 integrations/.
 
-Makes each of ENVIRONMENTS in build/conformance/, on top of .venv, whose torch and wheel it uses.
-Runs in each: the tests of FAMILIES (every model of tests/support/families.py through
-`modicum.torch.load`, compared with that version's `from_pretrained`); the tests of FRONTS, if the
-environment's `fronts` is set; and benchmarks/loaders.py for LOADERS, which measures bits and memory
-of loads. Runs the tests of ENGINES in an environment that has the engines. Writes
-benchmarks/CONFORMANCE.md. Takes half an hour and needs a package index; `make soak` runs it. Exit 1
-if a test of FAMILIES fails, or if one of ENGINES does not pass.
+The first of ENVIRONMENTS is .venv. Makes the others in build/conformance/, on top of .venv, whose
+torch and wheel they use. Runs in each: the tests of FAMILIES (every model of
+tests/support/families.py through `modicum.torch.load`, compared with that version's
+`from_pretrained`); the tests of FRONTS, if the environment's `fronts` is set; and
+benchmarks/loaders.py for LOADERS, which measures bits and memory of loads. Runs the tests of
+ENGINES in an environment that has the engines. Writes benchmarks/CONFORMANCE.md. Takes half an
+hour and needs a package index; `make soak` runs it. Exit 1 if a test of FAMILIES fails, or if one
+of ENGINES does not pass.
 """
 
 import argparse
@@ -110,9 +111,9 @@ def outcomes(name: str, python: Path, words: tuple[str, ...]) -> dict[str, list[
     report = PLACE / f"{name.replace(' ', '-')}.xml"
     report.unlink(missing_ok=True)
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml"]
-    said = run([*pytest, report, "--modicum", ROOT / "build/dev/modicum", *words], may_fail=True)
+    done = run([*pytest, report, "--modicum", ROOT / "build/dev/modicum", *words], may_fail=True)
     if not report.exists():
-        sys.exit(f"no tests were run by {name}:\n{said.stdout}{said.stderr}")
+        sys.exit(f"no tests were run by {name}:\n{done.stdout}{done.stderr}")
     found: dict[str, list[str]] = collections.defaultdict(list)
     for case in ET.parse(report).iter("testcase"):
         found[outcome_of(case)].append(f"{case.get('classname')}::{case.get('name')}")
@@ -126,13 +127,13 @@ def outcome_of(case: ET.Element) -> str:
     failure = case.find("failure")
     if failure is None:
         return "right" if case.find("error") is None else "failed"
-    said, where = failure.get("message") or "", failure.text or ""
+    message, where = failure.get("message") or "", failure.text or ""
     # The model could not be built, before Modicum was called.
     if "tests/support/families.py" in where and "modicum/torch" not in where:
         return "not there"
-    if said.startswith("modicum.errors."):
+    if message.startswith("modicum.errors."):
         return "refused"
-    if "the oracle leaves" in said or "A GPU or XPU is needed" in said:
+    if "the oracle leaves" in message or "A GPU or XPU is needed" in message:
         return "not by them either"
     return "failed"
 
@@ -184,7 +185,7 @@ def page(found: dict[str, dict], engines: dict[str, list[str]]) -> str:
         versions = [found[name]["versions"][package] for name in names]
         lines.append(f"| {package} | " + " | ".join(versions) + " |")
     for what in ("families", "fronts"):
-        cells = [told(found[name].get(what)) for name in names]
+        cells = [counts_of(found[name].get(what)) for name in names]
         lines.append(f"| {TESTS[what]} | " + " | ".join(cells) + " |")
     for case, layers in CASES.items():
         for row in LOADERS.split(","):
@@ -192,7 +193,7 @@ def page(found: dict[str, dict], engines: dict[str, list[str]]) -> str:
             label = f"`{row}`, {case}, {layers} layer{'s' * (layers != '1')}"
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
     named = ", ".join(f"{name} {of}" for name, of in sorted(releases().items()))
-    lines += ["", f"`{ENGINES[0]}` with {named}: {told(engines)}.", "", *FOOTER]
+    lines += ["", f"`{ENGINES[0]}` with {named}: {counts_of(engines)}.", "", *FOOTER]
     if lost(engines):
         lines += ["", f"Engines, not right: {', '.join(f'`{name}`' for name in lost(engines))}."]
     for name in names:
@@ -218,7 +219,8 @@ FOOTER = (
 )
 
 
-def told(of: dict[str, list[str]] | None) -> str:
+def counts_of(of: dict[str, list[str]] | None) -> str:
+    """The number of tests with each outcome, as text; `-` if none were run."""
     if of is None:
         return "-"
     kinds = ("right", "refused", "not there", "not by them either", "skipped", "failed")

@@ -53,7 +53,7 @@ class Refusal(Exception):
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    house_test: str
+    house_test: str  # the kind of test (CONTRIBUTING.md) and the test; only shown in the report
     file: str
     find: str
     replace: str

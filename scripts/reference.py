@@ -193,16 +193,16 @@ def help_of(program: Path, *words: str) -> str:
 
 def flags_of(text: str) -> Iterator[tuple[str, str]]:
     """(`--flag TYPE`, help) of each positional and option of a help text."""
-    shown, said = "", ""
+    shown, described = "", ""
     for line in text.splitlines():
         if re.match(r"  [-A-Z]", line):
             if shown:
-                yield shown, said
-            shown, _, said = re.sub(r"\s{2,}", "\t", line.strip()).partition("\t")
+                yield shown, described
+            shown, _, described = re.sub(r"\s{2,}", "\t", line.strip()).partition("\t")
         elif line.startswith(" " * 8):
-            said = f"{said} {line.strip()}".strip()
+            described = f"{described} {line.strip()}".strip()
     if shown:
-        yield shown, said
+        yield shown, described
 
 
 def verb_of(program: Path, name: str) -> Verb:
@@ -210,16 +210,16 @@ def verb_of(program: Path, name: str) -> Verb:
     summary, _, rest = text.partition("\nUsage: ")
     summary, usage = summary.replace("\n", " "), rest.splitlines()[0]
     flags = {}
-    for shown, said in flags_of(text):
+    for shown, described in flags_of(text):
         shown = re.sub(r"\b(\w+):(?:\1 )?", lambda m: f"{m[1]} ", shown)
-        flags[shown] = OF_THIS_MACHINE.get(shown.split()[0], said)
+        flags[shown] = OF_THIS_MACHINE.get(shown.split()[0], described)
     return Verb(summary, usage, flags)
 
 
 def table(flags: dict[str, str]) -> list[str]:
     if not flags:
         return []
-    rows = [f"| `{shown}` | {said} |" for shown, said in flags.items()]
+    rows = [f"| `{shown}` | {described} |" for shown, described in flags.items()]
     return ["| flag | |", "|---|---|", *rows, ""]
 
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # venv.sh GROUP...: makes .venv and installs scripts/requirements-GROUP.txt of each group into it.
 # Then it installs scripts/requirements-GROUP-on-torch.txt, if there is one: packages whose build
-# needs the torch of the group. If torch can't be installed, the other packages are, and the tests
-# that need torch are skipped with a message. With CI=true that is an error.
+# needs the torch of the group. If torch can't be installed, the other packages are installed
+# without it, and the tests that need torch are skipped with a message. With CI=true that is an
+# error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1

@@ -79,17 +79,17 @@ class Ranks:
         self, events: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
     ) -> list[dict[str, Any]]:
         """Waits until every rank has reported the event, or one of several events separated by
-        spaces. Calls `meanwhile` repeatedly."""
+        spaces. Calls `meanwhile` repeatedly. Returns the reports."""
         deadline = time.monotonic() + timeout_s
         heard: dict[int, dict[str, Any]] = {}
         while len(heard) < len(self._lines):
             waiting = {self._connections[i]: i for i in range(len(self._lines)) if i not in heard}
             period = SAMPLE_PERIOD_S if meanwhile else 1.0
             for connection in select.select(list(waiting), [], [], period)[0]:
-                said = self._line(waiting[connection])
-                if said["event"] not in events.split():
-                    raise RunFailedError(self._cause(said, waiting[connection]))
-                heard[waiting[connection]] = said
+                report = self._line(waiting[connection])
+                if report["event"] not in events.split():
+                    raise RunFailedError(self._cause(report, waiting[connection]))
+                heard[waiting[connection]] = report
             if meanwhile:
                 meanwhile()
             if time.monotonic() > deadline:
@@ -103,8 +103,8 @@ class Ranks:
         time.sleep(FOLLOWING_S)
         for connection in select.select(list(others), [], [], 0)[0]:
             failures.append(self._line(others[connection]))
-        failures = [said for said in failures if said["event"] == "failed"] or [failure]
-        return min(failures, key=lambda said: said.get("at", 0))["error"]
+        failures = [one for one in failures if one["event"] == "failed"] or [failure]
+        return min(failures, key=lambda one: one.get("at", 0))["error"]
 
     def _line(self, index: int) -> dict[str, Any]:
         line = self._lines[index].readline()

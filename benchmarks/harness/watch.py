@@ -91,7 +91,7 @@ def await_report() -> None:
     begin, passes = time.monotonic(), None
     while REPORTS.exists() and time.monotonic() - begin < REPORTED_EVERY_S:
         now = REPORTS.read_text()
-        if now != (passes or now):
+        if now != (passes or now):  # the first reading is only compared with later ones
             return
         passes = now
         time.sleep(0.005)

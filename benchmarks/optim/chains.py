@@ -104,6 +104,7 @@ class DeepSpeed:
         self.optimizer = DeepSpeedCPUAdam(
             [self.flat], lr=LR, betas=BETAS, eps=EPS, weight_decay=DECAY, adamw_mode=True
         )
+        # The norm that another device would compute: its time does not count.
         self.norm_elsewhere = float(torch.linalg.vector_norm(self.grads))
 
     def refill(self) -> None:

@@ -58,11 +58,11 @@ def report(
     try:
         run(rank, job, gate)
     except BaseException as error:  # DCP's error is a BaseException
-        gate.say("failed", error=told(error), at=time.monotonic())
+        gate.say("failed", error=message_of(error), at=time.monotonic())
         raise
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """The message of an error; if it contains tracebacks of other ranks, its last line."""
     words = str(error).strip()
     return words.splitlines()[-1] if "Traceback" in words else f"{type(error).__name__}: {words}"

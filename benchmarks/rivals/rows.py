@@ -75,7 +75,8 @@ MAKES_MASTERS = "makes fp32 masters"
 ONLY_MASTERS = dict.fromkeys(("dense", "moe", "tp", "tp-small"), MAKES_MASTERS)
 LEAN = {"RUNAI_STREAMER_MEMORY_LIMIT": "0"}
 DISTRIBUTED = {"RUNAI_STREAMER_DIST": "1"}
-# Values of `need`: of loaders that read whole models, prepare them, or send tensors.
+# Values of `need`, each named for the work of its loaders: they read whole models, prepare them,
+# send tensors to other ranks, or stream them.
 WHOLE = {"": 2.5, "masters": 4.5, "moe": 4.5, "tp-small": 4.0}
 PREPARED = {"": 3.5, "masters": 8.0, "moe": 7.0}
 SENT = {"": 3.5}

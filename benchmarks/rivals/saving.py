@@ -285,14 +285,14 @@ def run(rank: int, job: dict[str, Any], gate: Gate) -> None:
     gate.wait()
     dist.barrier()
     begin, written = time.monotonic(), written_bytes()
-    told = save()
+    result = save()
     dist.barrier()
     if rank == 0 and not saver.is_durable:
         make_durable(out)
     dist.barrier()
     seconds, written = time.monotonic() - begin, written_bytes() - written
     elements = sum(parameter.numel() for parameter in model.parameters())
-    facts = told if isinstance(told, dict) else {}
+    facts = result if isinstance(result, dict) else {}
     gate.say("loaded", seconds=seconds, written=written, elements=elements, **facts)
     gate.wait()
     wrong = differences(case, model, out) if saver.is_readable else []

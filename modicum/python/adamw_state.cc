@@ -30,8 +30,8 @@ Footprint with_room_in(const Ledger& ledger, Footprint needed) {
   return needed;
 }
 
-// A Poll with which Ctrl-C cancels. It runs Python's signal handlers, but only on the thread that
-// has called for_signals.
+// Returns a Poll that runs Python's signal handlers, so that Ctrl-C cancels the construction of
+// AdamW. The Poll does nothing on threads other than the caller of for_signals.
 auto for_signals() {
   return [caller = std::this_thread::get_id()] {
     if (std::this_thread::get_id() != caller) return;

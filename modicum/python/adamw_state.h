@@ -56,8 +56,8 @@ struct State {
   const Pinner pinner;
   Buffer staging;  // the ring of a step; between steps, gradients in flight use it
 
-  // `count`: threads. Throws as AdamW's constructor does, and a signal handler's exception:
-  // Python's signal handlers run on the calling thread meanwhile.
+  // `count`: threads. Throws the errors of AdamW's constructor. Runs Python's signal handlers on
+  // the calling thread, and throws the exception that one raises.
   State(Written made, std::shared_ptr<Ledger> of, int slots, int count, const Pinner& pins);
   ~State();
   State(const State&) = delete;

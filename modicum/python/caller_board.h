@@ -53,7 +53,8 @@ class CallerBoard final : public Board {
     if (!failure_) failure_ = record_of(Error(Category::peer, what), culprit);
   }
   uint64_t progress() const noexcept { return progress_; }
-  // Must be called by the thread that calls load() or save(): Python's signal handlers run on it.
+  // Makes the calling thread the one that runs Python's signal handlers. Call it before a load,
+  // save, resume or check begins on this thread.
   void set_thread() noexcept { thread_ = std::this_thread::get_id(); }
 
  private:
@@ -71,7 +72,7 @@ class CallerBoard final : public Board {
       error.discard_as_unraisable("modicum: can't report a failure to the other ranks");
     }
   }
-  // Python itself can't raise KeyboardInterrupt while load() runs. So this runs Python's signal
+  // Python itself can't raise KeyboardInterrupt while C++ runs. So this runs Python's signal
   // handlers and throws the exception that they raise.
   void look_for_signals() const {
     if (std::this_thread::get_id() != thread_) return;

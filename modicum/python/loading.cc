@@ -34,8 +34,8 @@ namespace {
 struct Arena {
   std::shared_ptr<Ledger> ledger;
   Buffer buffer;
-  // All memory is freed with the last Part, since it is pinned for a device or shared with
-  // children.
+  // Whether all memory is freed at once, with the last owner of the Arena: memory that is pinned
+  // for a device or shared with children, and memory of charge_init.
   bool whole = false;
   nb::object kept;  // released before the memory is freed
 
@@ -342,7 +342,7 @@ Args:
           "keep",
           [](const Loaded& loaded, nb::object kept) { loaded.arena->kept = std::move(kept); },
           "kept"_a, "Keeps `kept` alive until just before the memory is freed.")
-      .def_prop_ro("outcome", outcome_of, "Bytes that this rank read and held.");
+      .def_prop_ro("outcome", outcome_of, "Rank, pid, bytes and seconds of this load.");
   module.def("load", load_into, "plan"_a, "rank"_a, "board"_a, "ledger"_a, nb::kw_only(),
              "given"_a = nb::dict(), "copy"_a = nb::none(), "caller"_a = nb::none(),
              "broadcast"_a = nb::none(), "threads"_a = 0, "check"_a = false, "seed"_a = 0,

@@ -271,8 +271,8 @@ Args:
     seed: for stochastic rounding; equal on every rank.
     threads: for construction and steps; 0: one per usable CPU.
     slots: number of slots of SLOT_BYTES per thread, for `send` of a step; see `staging`.
-    pin, unpin: called with address and bytes of each arena that a device accesses; None: not
-        pinned.
+    pin, unpin: called with address and bytes of each block of memory that a device accesses; None:
+        not pinned.
     pin_limit: bytes that the process may still lock; None: no limit.
     fork: how forked children see the state: excluded, shared or inherited.
 

@@ -258,9 +258,9 @@ nb::dict newest(const std::string& root, std::optional<int64_t> before) {
   for (const SkippedStep& of : skipped) {
     reasons.append(dict_of("step"_a = of.step, "reason"_a = of.reason));
   }
-  nb::dict told = described(found);
-  told["skipped"] = reasons;
-  return told;
+  nb::dict step = described(found);
+  step["skipped"] = reasons;
+  return step;
 }
 
 // The first fault in one rank's part of a step; "" if there is none.
@@ -429,7 +429,7 @@ Raises:
            "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
            "keep"_a = nb::none(),
            "Makes the step durable and visible. All ranks must have written. `state`: the files of "
-           "AdamW's state; `other_state`: those of another optimizer's; `facts`: state.json; "
+           "AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; "
            "`more`: (name, text) of further files, text None if a rank has written the file; "
            "`keep`: the number of intact steps to keep.")
       .def(

@@ -59,7 +59,7 @@ class CallerFile final : public File {
   void allocate(uint64_t) override { refuse_change(); }
   void sync() override { refuse_change(); }
   void close() override {}
-  // Memory has no page cache.
+  // Memory has no page cache. All bytes count as cached, since no read goes to storage.
   bool read_around(std::span<std::byte>, uint64_t, std::span<std::byte>) noexcept override {
     return false;
   }

@@ -1,4 +1,4 @@
-// The functions up to the plan: open_checkpoint, make_recipe, make_layout, make_plan.
+// The functions that lead to a plan: open_checkpoint, make_recipe, make_layout, make_plan.
 #include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>

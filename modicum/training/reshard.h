@@ -27,8 +27,8 @@ class ReshardForm {
   // `weights`: the run of the step's model, in which every stored tensor is a target, unsharded.
   // If a format is given, throws MISMATCH if the step has no state; UNSUPPORTED if the state is of
   // another optimizer than AdamW, or if a parameter's master changes and the parameter is not
-  // stored under its own name. Also throws UNSUPPORTED if an adapter would be divided into several
-  // files; and the errors of open_run.
+  // stored under its own name, dtype and shape. Also throws UNSUPPORTED if an adapter would be
+  // divided into several files; and the errors of open_run.
   ReshardForm(const FoundStep& step, const Run& weights, const ReshardOptions& options);
   ~ReshardForm();
   ReshardForm(const ReshardForm&) = delete;

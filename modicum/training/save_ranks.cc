@@ -95,7 +95,7 @@ class SaveRank {
 
 // The outcome of a resuming rank. Plain data.
 struct Resumed {
-  // With the peaks until the state was read, and with those of the time after that.
+  // `resume` has the peaks until the state was read, `step` the later peaks.
   RankOutcome resume, step;
   // This rank's parts of the digests of the compared tensors and of the state, as loaded.
   uint64_t loaded_tensors = 0, loaded_state = 0;
@@ -219,7 +219,7 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
 }
 
 // Reads the step again to find the tensor that has changed: the sums of the ranks' digests show
-// only that one has.
+// only that some tensor has changed.
 [[noreturn]] void fail_values(const ResumeTask& task) {
   const Verified verified = verify_step(*task.load.run.files, task.step.path, [] {});
   if (const Error* const fault = verified.first_fault()) throw *fault;

@@ -50,9 +50,10 @@ struct ResumeTask {
   std::optional<double> max_norm;
 };
 // Loads, reads the state, and makes `steps` training steps with the gradients that an uninterrupted
-// run would have. Throws the errors of load_in_ranks; INTEGRITY, naming the file and the tensor, if
-// a value differs from the saved one. Stored tensors that are loaded in part, more than once, or in
-// another dtype are not compared; the report then has a warning.
+// run would have. Throws the errors of load_in_ranks; INTEGRITY if a value differs from the saved
+// one. The error names the file and the tensor if a second reading finds the fault, else the step.
+// Stored tensors that are loaded in part, more than once, or in another dtype are not compared; the
+// report then has a warning.
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show);
 // The memory that reading the state from these files adds to a promise (PlanOptions::resume).
 Footprint resume_footprint_of(const StateFiles& state);

@@ -8,7 +8,8 @@
 
 namespace modicum {
 
-// Its gradients, its AdamW and its LockStep. The referenced objects must outlive it.
+// The gradients, the optimizer and the LockStep of a rank process. The referenced objects must
+// outlive it.
 class TrainedRank {
  public:
   struct Options {

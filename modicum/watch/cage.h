@@ -10,9 +10,9 @@ namespace modicum {
 
 // Makes a cgroup with a limit as a child of this process's cgroup. A v2 cgroup that has processes
 // can't have children with a limit. The new cgroup is then made next to this process's cgroup, but
-// only if this process's cgroup has no limit: the command would escape it. If the kernel accounts
-// for swap, the command can't exceed the limit by swapping. The destructor moves remaining
-// processes to this process's cgroup and removes the new one.
+// only if this process's cgroup has no limit, since the command would escape that limit. If the
+// kernel accounts for swap, the command can't exceed the limit by swapping. The destructor moves
+// remaining processes to this process's cgroup and removes the new one.
 class MemoryCage {
  public:
   // Throws IO with the reason if the cgroup can't be made. `root`: as in probe/probe.h.

@@ -214,8 +214,8 @@ class Watcher {
     if (task_.limit_bytes) {
       killed_->limit_bytes = *task_.limit_bytes;
       killed_->limit_source = "--limit";
-      // The kernel's log counts pages that the killed process shares in full, so the sum may be too
-      // high; the cgroup held no more than its limit.
+      // The kernel's log counts in full the pages that the killed process shares, so the sum may be
+      // too high; the cgroup held no more than its limit.
       killed_->tree_held_bytes = std::min(killed_->tree_held_bytes, *task_.limit_bytes);
     } else if (!limits_.empty()) {
       killed_->limit_bytes = limits_.front().limit_bytes;

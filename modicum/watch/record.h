@@ -53,7 +53,7 @@ struct WatchedProcess {
   uint64_t cow_duplicate_bytes = 0;
   int forked_from = 0;          // a pid; 0 if `cow_duplicate_bytes` is 0
   uint64_t peak_rss_bytes = 0;  // VmHWM: misses no peak, and counts mapped files
-  // The most that was in huge pages at a time when its Pss was read; nullopt if it never was.
+  // The most that was in huge pages at a time when its Pss was read; nullopt if Pss never was read.
   std::optional<uint64_t> huge_page_bytes;
 };
 
@@ -118,7 +118,7 @@ struct WatchRecord {
   uint64_t cow_duplicate_bytes = 0;           // highest sum over the tree
   std::vector<WatchedProcess> processes;      // in the order in which they were first seen
   uint64_t processes_left_out = 0;            // how many small ones are not in `processes`
-  std::vector<WatchSample> samples;           // not all, but that of the peak (see Timeline)
+  std::vector<WatchSample> samples;           // a part, with that of the peak (see Timeline)
   std::vector<WatchedPhase> phases;           // sorted by begin
   std::optional<MemoryPressure> pressure;     // while the command ran
   std::optional<uint64_t> limit_bytes;        // --limit

@@ -48,9 +48,10 @@ class Division {
 // The phases and memory in all reports. Reports are untrusted: they may hold any bytes. One thread.
 class ReportedProcesses {
  public:
-  // Of phases that have ended. If there are more, phases are joined, and the oldest are dropped.
+  // Of phases that have ended. If there are more, phases of one name are joined; if many remain,
+  // the oldest are dropped.
   static constexpr size_t kMostPhases = 2048;
-  // Reports of ended processes. Once there are twice as many, the oldest are dropped.
+  // Reports of ended processes. Once there are more than twice as many, the oldest are dropped.
   static constexpr size_t kMostEnded = 256;
 
   // Whether a living process still runs the program that began its report.

@@ -17,7 +17,7 @@ namespace {
 
 enum class Step : int { enter_group, set_variable, redirect_stdout, exec };
 
-// What the forked process tells if it can't become the command.
+// The message of the forked process if it can't become the command.
 struct Failure {
   Step step = Step::enter_group;
   int error = 0;  // errno
@@ -37,7 +37,7 @@ std::string text_of(const Failure& failure, const Start& start) {
   return why;
 }
 
-// Returns the step that has failed, with errno; the last one if exec does.
+// Returns only if a step has failed: that step. errno has its error, or is 0 after a short write.
 Step exec_command(const Start& start, char* const* words) {
   errno = 0;
   if (!start.entry.empty() && !write_kernel_text(start.entry, "0")) return Step::enter_group;
@@ -49,9 +49,9 @@ Step exec_command(const Start& start, char* const* words) {
   return Step::exec;
 }
 
-// Runs in the forked process: becomes the command. Writes a Failure to `told` if it can't; a
-// successful exec closes `told`.
-[[noreturn]] void become(const Start& start, FunctionRef<void()> restore_mask, int told) {
+// Runs in the forked process: becomes the command. Writes a Failure to `failure_pipe` if it
+// can't; a successful exec closes the pipe.
+[[noreturn]] void become(const Start& start, FunctionRef<void()> restore_mask, int failure_pipe) {
   std::vector<char*> words;
   for (const std::string& word : start.task.command) {
     words.push_back(const_cast<char*>(word.c_str()));
@@ -61,7 +61,7 @@ Step exec_command(const Start& start, char* const* words) {
   restore_mask();
   const Step step = exec_command(start, words.data());
   const Failure failure{.step = step, .error = errno == 0 ? EIO : errno};  // 0: a short write
-  static_cast<void>(!write(told, &failure, sizeof failure));
+  static_cast<void>(!write(failure_pipe, &failure, sizeof failure));
   _exit(127);
 }
 
@@ -69,17 +69,17 @@ Step exec_command(const Start& start, char* const* words) {
 
 int start_command(const Start& start, FunctionRef<void()> restore_mask) {
   const std::string cannot = fmt::format("cannot start '{}': ", printable(start.task.command[0]));
-  int told[2];
-  if (pipe2(told, O_CLOEXEC) != 0) fail(Category::io, cannot + "pipe2: " + reason(errno));
+  int failure_pipe[2];
+  if (pipe2(failure_pipe, O_CLOEXEC) != 0) fail(Category::io, cannot + "pipe2: " + reason(errno));
   const pid_t pid = fork();
   const int fork_error = errno;
-  if (pid == 0) become(start, restore_mask, told[1]);
-  close(told[1]);
+  if (pid == 0) become(start, restore_mask, failure_pipe[1]);
+  close(failure_pipe[1]);
   Failure failure;
   ssize_t got = -1;
-  while (pid > 0 && (got = read(told[0], &failure, sizeof failure)) < 0 && errno == EINTR) {
+  while (pid > 0 && (got = read(failure_pipe[0], &failure, sizeof failure)) < 0 && errno == EINTR) {
   }
-  close(told[0]);
+  close(failure_pipe[0]);
   if (pid < 0) fail(Category::no_memory, cannot + "fork: " + reason(fork_error));
   if (got <= 0) return pid;
   waitpid(pid, nullptr, 0);

@@ -431,7 +431,7 @@ class Loaded:
 
     @property
     def outcome(self) -> dict:
-        """Bytes that this rank read and held."""
+        """Rank, pid, bytes and seconds of this load."""
 
 def load(plan: Plan, rank: int, board: Board, ledger: Ledger, *, given: dict = {}, copy: object | None = None, caller: object | None = None, broadcast: object | None = None, threads: int = 0, check: bool = False, seed: int = 0) -> Loaded:
     """
@@ -465,8 +465,8 @@ class AdamW:
         seed: for stochastic rounding; equal on every rank.
         threads: for construction and steps; 0: one per usable CPU.
         slots: number of slots of SLOT_BYTES per thread, for `send` of a step; see `staging`.
-        pin, unpin: called with address and bytes of each arena that a device accesses; None: not
-            pinned.
+        pin, unpin: called with address and bytes of each block of memory that a device accesses; None:
+            not pinned.
         pin_limit: bytes that the process may still lock; None: no limit.
         fork: how forked children see the state: excluded, shared or inherited.
 
@@ -803,7 +803,7 @@ class StepSave:
 
     def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None) -> dict:
         """
-        Makes the step durable and visible. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep.
+        Makes the step durable and visible. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep.
         """
 
     def discard(self) -> None:

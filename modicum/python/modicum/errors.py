@@ -65,7 +65,7 @@ class UsageError(Error, ValueError):
     """Arguments are invalid, unsupported or inconsistent."""
 
 
-# Keyed by the category, or its part before the dot.
+# The key is the part of the category before its dot; the whole category if it has no dot.
 _CLASSES: dict[str, type[Error]] = {
     "FORMAT": FormatError,
     "INDEX": FormatError,

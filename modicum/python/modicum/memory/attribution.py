@@ -1,5 +1,5 @@
-"""Attributes every byte of a process tree to an owner: named tensors, their copies caused by forks,
-or other memory."""
+"""Attributes the memory of a process tree to owners: named tensors, their copies caused by forks,
+and memory without a tensor. The rest is the baseline, or unexplained."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -35,7 +35,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Attribution:
-    """The owners of all bytes that a process and its children hold."""
+    """The owners of the memory that a process and its children hold."""
 
     params: int
     """The number of this rank's parameters: the divisor of bytes per parameter."""
@@ -142,8 +142,8 @@ def _total_of(process: dict[str, int]) -> int:
 
 
 def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> Attribution:
-    """Attributes every byte of this process and its children to an owner, including memory of other
-    libraries.
+    """Attributes the memory of this process and its children to owners, including memory of other
+    libraries. Memory without an owner is part of the baseline, or unexplained.
 
         before = modicum.memory.held()
         engine, *_ = deepspeed.initialize(...)

@@ -67,7 +67,8 @@ def draw(
         The path that was written.
 
     Raises:
-        UsageError: the path does not end in .html, or a source was not written by `save`.
+        UsageError: the path does not end in .html, a source was not written by `save`, or there is
+            no sample.
     """
     target = Path(path)
     if target.suffix != ".html":

@@ -29,7 +29,7 @@ def paragraph(phase: Phase, limit: int | None) -> str:
         f"{size_text(phase.begin_bytes)} held when it began{_verdict(added, limit)}."
     )
     missed = phase.peak_bytes - phase.sampled_peak_bytes
-    # A difference below 2 % or 1 MiB is not worth a sentence.
+    # A difference of at most 2 % of the added bytes, or of at most 1 MiB, is not worth a sentence.
     is_missed = missed > max(added // 50, 1 << 20)
     if is_missed and phase.samples <= 1:
         return f"{first} {_too_short(phase)}"

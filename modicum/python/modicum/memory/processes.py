@@ -33,7 +33,7 @@ def own_status() -> Status:
         name, _, rest = line.partition(b":")
         if name in values:
             values[name] = int(rest.split()[0]) * _KIB
-    peak, rss, *held = values.values()
+    peak, rss, *held = values.values()  # in the order of _OF_STATUS
     return Status(sum(held), rss, peak, dict(zip(_KINDS, held, strict=True)))
 
 

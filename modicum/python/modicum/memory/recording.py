@@ -17,9 +17,10 @@ from modicum.memory.nvml import Devices
 from modicum.memory.processes import held_by_tree, name_of, own_status
 
 _CHILDREN_S = 0.1  # least time between scans for children, which read a file per process
-# The shares of a core that may be used by samples of a process without children and, in addition,
-# by scans; and by samples of a process with children, which take milliseconds.
+# The share of a core that the samples of a process without children may use. Scans for children may
+# use the same share in addition.
 _SHARE = 0.01
+# The share for the samples of a process with children, which take milliseconds.
 _SHARE_OF_TREE = 0.04
 
 
@@ -244,7 +245,8 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
 
     Args:
         name: the label in tables and pictures.
-        interval_s: the least number of seconds between samples; the outermost phase's applies.
+        interval_s: the least number of seconds between samples. Nested phases use the value of the
+            outermost one.
 
     Yields:
         The `Phase`, which is complete after the block, with or without an exception.
@@ -254,7 +256,7 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
     try:
         yield begun
     finally:
-        if recording.pid == os.getpid():
+        if recording.pid == os.getpid():  # a child that was forked in the block has no phase to end
             recording.leave(begun)
 
 

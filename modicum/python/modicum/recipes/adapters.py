@@ -21,7 +21,8 @@ class Asked:
     """Names of targets that already have values."""
 
     def lacks_rule(self, name: str) -> bool:
-        """Whether `name` is a target that has neither values nor a rule from the user."""
+        """Whether `name` is a target that has neither values nor a rule from the user. If there is
+        a rule for every name, as with "init", no rule counts."""
         has_rule = not self.rules.take_all and self.rules.of(name) is not None
         return name in self.targets and name not in self.present and not has_rule
 

@@ -85,8 +85,9 @@ class Dtypes:
                 self._float32 |= {n for n, key in part.keys.items() if kept and kept.search(key)}
 
     def of(self, target: str, first: str) -> str:
-        """The dtype of `target`. `first`: the first target of the conversion that makes `target`;
-        all targets of a conversion get the dtype of its first one."""
+        """The dtype of `target`. `first`: the first target of the conversion that makes `target`.
+        If a dtype is wanted, all targets of a conversion get the dtype of its first one, except
+        those that match `keep_fp32`."""
         dtype = self._targets[target][0]
         if self._keep is not None and dtype in FLOATS and self._keep.finds(target):
             return "float32"

@@ -1,9 +1,9 @@
 """Translates transformers' conversion operations to nodes of recipe.json.
 
 An operation is not run: the translation reads its class name, its settings and the shapes of its
-inputs. Inputs and outputs are keyed by the converter's patterns, as in transformers, which passes
-them along a chain of operations. A value is a list of the stored tensors that match one pattern,
-until an operation joins them to one array:
+inputs. Inputs and outputs are keyed by the patterns of the converter (transformers'
+WeightConverter), which passes them along a chain of operations. A value is a list of the stored
+tensors that match one pattern, until an operation joins them to one array:
 
     {"experts.*.up": [up0, up1, ...]}   stored tensors that match the pattern
       MergeModulelist(dim=0)
@@ -277,7 +277,7 @@ def _fp8_dequantize(_: Any, inputs: Values, chain: Chain) -> Values:
 
 @dataclass(frozen=True)
 class Operation:
-    """The translation of an operation. An operation with other settings is refused."""
+    """The translation of an operation. An operation with a setting not in `settings` is refused."""
 
     nodes: Callable[[Any, Values, Chain], Values]
     settings: Collection[str] = ()

@@ -205,7 +205,7 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 @dataclass
 class _May:
-    """Returns by name whether a target may have another shape than the stored tensors give."""
+    """Whether the target of a name may have another shape than the stored tensors give."""
 
     differ: Callable[[str], bool]  # any other shape; the target then counts as missing
     grow: Callable[[str], bool]  # another number of rows, which the load adapts
@@ -363,6 +363,7 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: Described) 
 
 def _check_mapping(key_mapping: Mapping[str, str]) -> None:
     for replacement in key_mapping.values():
+        # A reference to a group (a backslash before a digit or `g`) other than \1.
         if re.search(r"\\(?!1(?!\d))[\dg]", replacement):
             expected = r"no reference but \1, the pattern's first group"
             what = "transformers does not replace this in key_mapping: write more patterns"

@@ -5,8 +5,8 @@ in it, each with the names of its tensors without wrappers.
     base_model.model.                                                    prefix of the part
                      model.layers.0.self_attn.q_proj.weight              its key in the part
 
-FSDP2 and DDP are recognised by a base class that they add, PEFT by `adapter_layer_names` and
-`peft_config`, a model of transformers by `base_model_prefix`. Does not import torch.
+FSDP2 and `replicate` are recognised by a base class that they add, PEFT by `adapter_layer_names`
+and `peft_config`, a model of transformers by `base_model_prefix`. Does not import torch.
 """
 
 import contextlib
@@ -150,7 +150,7 @@ class _Walk:
         self.places = list(self._below(self._enter(_Place((model,)))))
 
     def _enter(self, place: _Place) -> _Place:
-        """`place`; if it is an outermost root, with a key that begins there."""
+        """Returns `place`; with an empty key if its module is an outermost root."""
         if id(place.module) not in self.roots or place.root is not None:
             return place
         return _Place(place.chain, place.path, (), place.module, len(place.path))
@@ -176,7 +176,8 @@ class _Walk:
         """The key and the adapter of the attribute `name` of the module at `at`."""
         key, adapter = at.key, at.adapter
         if adapter is None and self._belongs_to_adapters(at, name):
-            # Keys lack wrappers, so adapters of nested PEFT layers would share one. Paths differ.
+            # Keys lack wrappers, so adapters of nested PEFT layers would share a key. Their paths
+            # differ.
             key, adapter = at.path[at.root_depth :], ""
         if adapter == "" and name in self.adapters:
             return key, name
@@ -252,7 +253,7 @@ class Structure:
     """The adapters of a model with several, if the caller has named none."""
 
     def split(self, stored: Iterable[str]) -> list[dict[str, str]]:
-        """Returns a dict per part: the names of its stored tensors, and their keys in the part.
+        """Returns a dict for each part: by name of a stored tensor, its key in the part.
 
         A stored name may be the name in the complete model, in a part, or in an adapter's file.
         """
@@ -343,6 +344,7 @@ def structure_of(model: Any, adapter: str | None = None) -> Structure:
     for at in walk.places:
         if at.module is at.root and id(at.root) not in parts:
             parts[id(at.root)] = Part(at.root, "".join(f"{name}." for name in at.path))
+    # Modules and members outside of all roots have the root None.
     outside = parts[id(None)] = Part(None)
     for member in members.values():
         part = parts.get(id(member.root), outside)

@@ -32,7 +32,8 @@ class Translation:
     made: dict[str, Array] = field(default_factory=dict)  # by target
     # By target: the first target of its group, to whose dtype the group's targets are cast.
     first: dict[str, str] = field(default_factory=dict)
-    # Stored names that an operation consumes without using an element.
+    # Stored names from which no element is used: an operation consumes the tensor, or its target
+    # has another shape and is left out.
     dropped: list[str] = field(default_factory=list)
     # By stored name that matches no target: the names that its targets would have in the model.
     unexpected: dict[str, list[str]] = field(default_factory=dict)

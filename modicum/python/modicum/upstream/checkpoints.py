@@ -145,7 +145,7 @@ def named_by_caller(accelerator: Any) -> Iterator[None]:
 
 
 def numbered_directories(folder: Path) -> list[Path]:
-    """accelerate's checkpoints in a folder, oldest first: sorted, as by accelerate, by the last
+    """accelerate's checkpoints in a folder, oldest first: sorted, as by accelerate, by the first
     number in their names."""
     found = [
         (int(number.group()), path)

@@ -7,12 +7,12 @@ from importlib import import_module
 from modicum.errors import refusal
 
 TORCH_TESTED = ("2.13.0", "2.15.0")
-"""The versions of torch with which the tests have run, for every file of this room about torch."""
+"""The versions of torch with which the tests have run, for every file of `upstream` about torch."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """The facts about one package on which a file of this room relies."""
+    """The facts about one package of others on which a file of `modicum.upstream` relies."""
 
     package: str
     tested: tuple[str, ...]

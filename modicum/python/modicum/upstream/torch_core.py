@@ -58,13 +58,13 @@ def parameters_of(module: Any) -> dict[str, Any]:
 
 
 def buffers_of(module: Any) -> dict[str, Any]:
-    """A module's own buffers by attribute, as `parameters_of` returns parameters."""
+    """A module's own buffers by attribute; the module's own dictionary."""
     return module._buffers
 
 
 def children_of(module: Any) -> dict[str, Any]:
     """A module's own submodules by attribute, as `parameters_of` returns parameters. A submodule
-    that has several attributes has an entry for each."""
+    under several attributes has an entry for each."""
     return vars(module).get("_modules", {})
 
 

@@ -107,7 +107,7 @@ class Builder(Protocol):
 
 def replace_loading(stack: ExitStack, cls: Any, by: Builder) -> None:
     """Until `stack` ends, `from_pretrained` of `cls`, a model class, reads no tensor and calls the
-    methods of `by` instead."""
+    methods of `by` instead, unless `by.is_exempt`."""
     contexts, from_config = cls.get_init_context.__func__, cls._from_config.__func__
     read, finish = cls._load_pretrained_model, cls._finalize_model_loading
 

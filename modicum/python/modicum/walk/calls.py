@@ -86,7 +86,7 @@ class Shards(Mapping[str, Any]):
         self._index = _numbers(plan.recipe)
         self._taken: dict[int, Any] = {}
         self.outcome: dict[str, Any] = loaded.outcome
-        """Bytes that this rank has read and held, under the keys of `Report.ranks`."""
+        """This rank's number, pid, bytes and seconds, for `modicum.report`."""
 
     def __getitem__(self, name: str) -> Any:
         holder = self._buffers[self._index[name]]["holder"]
