@@ -104,10 +104,18 @@ void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat fo
   }
 }
 
+std::vector<uint32_t> trained_targets(const Recipe& recipe) {
+  std::vector<uint32_t> targets;
+  for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
+    if (is_trained(recipe, t)) targets.push_back(t);
+  }
+  return targets;
+}
+
 std::vector<int64_t> trained_sizes(const Recipe& recipe) {
   std::vector<int64_t> sizes;
-  for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
-    if (is_trained(recipe, t)) sizes.push_back(numel_of(recipe.targets[t].spec.shape));
+  for (const uint32_t t : trained_targets(recipe)) {
+    sizes.push_back(numel_of(recipe.targets[t].spec.shape));
   }
   return sizes;
 }

@@ -59,7 +59,9 @@ class Frozen {
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
                       FunctionRef<void(TrainedShard&& shard)> fn);
 
-// The numel of each trained parameter of the model. Throws as for_each_trained.
+// The trained parameters of the model, as indices of targets, ascending. Throws as for_each_trained.
+std::vector<uint32_t> trained_targets(const Recipe& recipe);
+// Their numel.
 std::vector<int64_t> trained_sizes(const Recipe& recipe);
 
 // The memory that training adds to a rank's shards: optimizer states, their tables (purpose `plan`)

@@ -79,18 +79,23 @@ std::vector<TensorSpec> state_specs(std::span<const StateOf> parameters) {
 }
 
 std::vector<StateOf> state_of(const Run& run) {
-  std::set<uint32_t> seen;
   std::vector<StateOf> parameters;
-  for (int rank = 0; rank < run.layout.world_size(); ++rank) {
-    for_each_trained(run.recipe, run.layout, *run.optimizer, rank, [&](TrainedShard&& of) {
-      const TensorSpec& parameter = run.recipe.targets[of.target].spec;
-      if (row_of(of.format).has_scales()) {
-        require_whole_blocks(of.shard, numel_of(parameter.shape));
-      }
-      if (!seen.insert(of.target).second) return;
-      parameters.push_back({parameter, of.format, of.is_master()});
-    });
+  bool has_scales = false;
+  for (const uint32_t t : trained_targets(run.recipe)) {
+    const TensorSpec& spec = run.recipe.targets[t].spec;
+    if (numel_of(spec.shape) == 0) continue;  // no rank has a shard of it
+    const TrainedShard of{.format = state_format_of(spec.dtype, spec.shape, *run.optimizer),
+                          .dtype = spec.dtype};
+    parameters.push_back({spec, of.format, of.is_master()});
+    has_scales |= row_of(of.format).has_scales();
   }
+  if (!has_scales) return parameters;
+  for_each_replica_group(run.layout, [&](std::span<const int> ranks) {
+    for_each_trained(run.recipe, run.layout, *run.optimizer, ranks.front(), [&](TrainedShard&& of) {
+      if (!row_of(of.format).has_scales()) return;
+      require_whole_blocks(of.shard, numel_of(run.recipe.targets[of.target].spec.shape));
+    });
+  });
   return parameters;
 }
 
