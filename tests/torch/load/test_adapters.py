@@ -118,6 +118,21 @@ def test_norms_of_rows_that_a_rank_lacks_are_refused() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("how", [False, "orthogonal"])
+def test_norms_of_an_adapter_that_is_not_0_at_first_are_refused(how: Any) -> None:
+    """PEFT's magnitude would then be the norm of the weight and the adapter's part together. The
+    rule that the error names is accepted."""
+    config = LORA | {"use_dora": True, "init_lora_weights": how}
+    model = empty("llama", config)
+    with pytest.raises(UsageError, match=f"B = 0.*init_lora_weights={how!r}") as refused:
+        load(model, checkpoint_of("llama"))
+    assert "lora_magnitude_vector" in refused.value.tensor
+    rules = {"lora_magnitude": "ones", "lora_[AB]": "ones"}
+    load(model, checkpoint_of("llama"), missing=rules)
+    with playing_new_rank(0, 2), pytest.raises(UsageError, match="B = 0"):
+        load(empty("llama", config, cut=Cut("fsdp2", (2,))), checkpoint_of("llama"))
+
+
 def test_norms_of_columns_are_refused() -> None:
     config = {"r": 2, "target_modules": ["c_attn"], "use_dora": True, "fan_in_fan_out": True}
     with playing_new_rank(0, 2), pytest.raises(UsageError, match="no rule") as refused:

@@ -95,6 +95,13 @@ def _refuse_from_base(model: nn.Module, config: Any) -> None:
         raise refusal("UNSUPPORTED", what, got=f"init_lora_weights={how!r}")
 
 
+def begins_at_zero(config: Any) -> bool:
+    """Whether LoRA's B is 0 at first in an adapter with this configuration. It is not with
+    init_lora_weights=False, and not with "orthogonal"."""
+    how = getattr(config, "init_lora_weights", True)
+    return how is not False and str(how).lower() != "orthogonal"
+
+
 def _take_values(
     module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
 ) -> None:

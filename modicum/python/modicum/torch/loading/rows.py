@@ -1,8 +1,9 @@
-"""Values that a load computes from rows of loaded tensors: new rows of token embeddings and heads
-that were resized; and DoRA's magnitudes, which are norms of rows.
+"""Values that a load computes after its reads: new rows of token embeddings and heads that were
+resized (the mean of the stored rows, or the model's initialisation); and DoRA's magnitudes, which
+are norms of rows.
 
-A rank holds a run of complete rows. The mean of the stored rows is summed in integers, so that its
-bits do not depend on the division of rows among ranks:
+A rank holds a run of complete rows. For the mean, the stored rows are summed in integers, so that
+its bits do not depend on the division of rows among ranks:
 
     largest absolute value of each column, over all ranks     max is exact in any order
     value / 2^exponent -> int64 with 40 bits, summed          integer sums are exact in any order
@@ -20,15 +21,18 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.recipes.structure import has_adapters
 from modicum.torch.loading.goal import Model
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.placements import Sharding, Shardings
 from modicum.torch.shards.tensors import ModelTensor
+from modicum.upstream.peft import begins_at_zero
 from modicum.upstream.torch_fsdp import is_unit, stays_cut
 from modicum.upstream.transformers import initialise, is_pretrained
 
 _BITS = 40  # bits of a value in the sum: int64 has room for 2^23 rows
 _CHUNK_ROWS = 1024
+_LATER = "pass `missing` with a rule for the magnitude and load a saved adapter afterwards"
 
 
 def require_rule(resized: str | None) -> str | None:
@@ -64,26 +68,41 @@ def fill_rows(model: Model, grown: Mapping[str, int], rule: str, seed: int) -> N
 
 def require_rows(model: Model, grown: Mapping[str, int], norms: Mapping[str, str]) -> None:
     """Raises `UsageError` if this rank's part of a tensor in `grown` or `norms` begins or ends
-    within a row, or if this rank's rows of a magnitude and of its weight differ."""
+    within a row; if this rank holds other rows of a magnitude than of its weight; or if a magnitude
+    is not the norm of the weight alone."""
     shardings = Shardings()
     for name, stored in grown.items():
         of = model.tensors[name]
         if of.tensor.shape[0] > stored:
             _rows_of(of, shardings.of(of.tensor, name), shardings)
     for name, weight in norms.items():
+        _require_zero(model, name)
         own, rows = (
             _rows_of(of, shardings.of(of.tensor, of.name), shardings)
             for of in (model.tensors[name], model.tensors[weight])
         )
         if own != rows:
-            what = "a rank holds other rows of a weight than of its magnitude (DoRA): load it "
-            what += "unsharded, or pass `missing` with a rule and load a saved adapter afterwards"
+            what = "a rank holds other rows of a weight than of its magnitude (DoRA): load the "
+            what += f"model unsharded, or {_LATER}"
             expected, got = (f"rows {a} to {a + n}" for a, n in (rows, own))
             raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
 
 
+def _require_zero(model: Model, name: str) -> None:
+    """Raises `UsageError` if the adapter of this magnitude does not begin with B = 0: the magnitude
+    would be the norm of the weight together with the adapter's part."""
+    member = model.structure.members[name]
+    holder: Any = next(module for module in reversed(member.chain) if has_adapters(module))
+    config = holder.peft_config.get(member.adapter)
+    if not begins_at_zero(config):
+        what = "a magnitude of DoRA whose adapter does not begin with B = 0: begin with "
+        what += f"init_lora_weights=True, or {_LATER}"
+        got = f"init_lora_weights={config.init_lora_weights!r}"
+        raise refusal("UNSUPPORTED", what, tensor=name, got=got)
+
+
 def require_tokens(model: Model) -> None:
-    """Raises `UsageError` if no forward could use PEFT's trainable tokens. PEFT reads the weight of
+    """Raises `UsageError` if a forward can't use PEFT's trainable tokens. PEFT reads the weight of
     the embedding without calling the embedding, so FSDP2 does not gather it if the embedding is a
     unit of its own. PEFT's plain tensors can't be combined with a weight that tensor parallelism
     divides."""
@@ -105,7 +124,8 @@ def require_tokens(model: Model) -> None:
 @torch.no_grad()
 def fill_norms(model: Model, norms: Mapping[str, str]) -> None:
     """Computes DoRA's magnitudes from the loaded weights by PEFT's own function. Its argument for
-    the adapter's part of the weight is 0, since an adapter begins with B = 0.
+    the adapter's part of the weight is 0, since `require_rows` refuses an adapter that does not
+    begin with B = 0.
 
     Args:
         norms: the name of the weight, by name of its magnitude.
@@ -132,7 +152,7 @@ def _rows_of(of: ModelTensor, sharding: Sharding, shardings: Shardings) -> tuple
     first, count = runs[0] if runs else (0, 0)
     if len(runs) > 1 or first % width or count % width:
         what = "a tensor whose rows are filled after the load is cut within a row"
-        raise refusal("UNSUPPORTED", what, tensor=of.name, expected="Shard(0) or no shard")
+        raise refusal("UNSUPPORTED", what, tensor=of.name, expected="Shard(0) or Replicate()")
     return first // width, count // width
 
 
@@ -190,8 +210,9 @@ class _Rows:
 
 
 def _made_by_model(module: nn.Module, of: ModelTensor, stored: int, seed: int) -> torch.Tensor:
-    """The new rows, the same on every rank: a module with only these rows, initialised by the rule
-    of the transformers model, with random numbers seeded by `seed` and the tensor's name."""
+    """The new rows, the same on every rank: those of a module with only these rows, initialised by
+    the rule of the transformers model, with random numbers seeded by `seed` and the tensor's name.
+    """
     root = next((m for m in module.modules() if is_pretrained(m)), None)
     count, width = of.tensor.shape[0] - stored, of.tensor.shape[1:].numel()
     if root is None:
