@@ -1,17 +1,18 @@
 #!/usr/bin/env python3
-"""Measures loads onto one GPU, and optimizer steps whose state is on the host.
+"""Measures loads onto one GPU, and steps of an optimizer whose state is on the host.
 
-Loads: a synthesised checkpoint in bfloat16 (--arch) becomes the parameters of a transformers model
+Loads: a synthesised checkpoint (--arch) becomes the parameters of a transformers model
 on the GPU. Rivals: transformers' `from_pretrained(device_map="cuda")`, and safetensors' `load_file`
 of each file, which makes tensors but no model. Each load runs in a new process; loaders take turns,
---rounds times each, page cache warm. Seconds begin before the files are opened and end with
-`torch.cuda.synchronize()`. Before they begin, the model's class is imported and CUDA is
-initialised; for Modicum the model is also built on meta and sharded, while `from_pretrained` builds
-its model within the measured time. Memory of the host is the largest sampled growth of anonymous
+--rounds times each, page cache warm. The time runs from before the files are opened until the end
+of `torch.cuda.synchronize()`. Before that, CUDA is initialised and the model is built on meta,
+which imports its class; for Modicum it is also sharded. `from_pretrained` builds its own model
+within the measured time. Memory of the host is the largest sampled growth of anonymous
 memory, shared memory and page tables; the page cache is not counted.
 
-Steps: `modicum.torch.AdamW` steps --parameters bfloat16 parameters on the GPU, with gradients on
-the GPU and its state on the host, in pageable or pinned memory.
+Steps: `modicum.torch.AdamW` updates bfloat16 parameters on the GPU (--parameters: their number of
+elements). The gradients are on the GPU; the optimizer's state is on the host, in pageable or pinned
+memory.
 
 Prints its tables; --write also writes them into benchmarks/RESULTS.md between their markers.
 """
@@ -204,7 +205,10 @@ def main() -> None:
     parser.add_argument("--arch", default="qwen3-8b", help="shapes of the synthesised checkpoint")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--parameters", type=int, default=512 << 20, help="number of parameters that are stepped"
+        "--parameters",
+        type=int,
+        default=512 << 20,
+        help="elements to step, a multiple of 2^20",
     )
     parser.add_argument(
         "--modicum", default="modicum", help="the program that synthesises the checkpoint"
@@ -231,7 +235,7 @@ def main() -> None:
     footer = f"`{command}`: {options.rounds} interleaved rounds, torch {torch.__version__}; "
     footer += f"{device}; {machine()}"
     text = "\n".join([
-        f"{options.arch}, {stored / GIB:.2f} GiB of bfloat16, warm page cache:", "",
+        f"{options.arch}, {stored / GIB:.2f} GiB stored, warm page cache:", "",
         *lines_of_loads, "",
         f"A step of {options.parameters >> 20} Mi bfloat16 parameters on the GPU, median of 5:", "",
         *steps(options.parameters), "", footer,

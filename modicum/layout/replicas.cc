@@ -6,7 +6,7 @@
 namespace modicum {
 namespace {
 
-// Whether each mesh axis has a cut.
+// By mesh axis: whether it has a cut.
 std::vector<bool> cut_axes(const Sharding& sharding) {
   std::vector<bool> cuts(sharding.mesh.sizes.size());
   for (const Cut& cut : sharding.cuts) {
@@ -30,7 +30,7 @@ bool are_replicas(const Sharding& sharding, int rank, int other) {
 std::vector<int> replicas_of(const Sharding& sharding, int rank) {
   const std::vector<bool> cuts = cut_axes(sharding);
   std::vector<int> ranks = {0};
-  int inner = sharding.mesh.world_size();  // number of ranks along the axes inside `axis`
+  int inner = sharding.mesh.world_size();  // in the loop: ranks along the axes inside `axis`
   for (size_t axis = 0; axis < cuts.size(); ++axis) {
     const int size = sharding.mesh.sizes[axis];
     inner /= size;
@@ -68,11 +68,12 @@ void for_each_replica_group(const Layout& layout,
 }
 
 ReplicaPlace replica_place(const Sharding& sharding, const TensorSpec& target, int rank) {
-  const bool is_cut = sharding.flattens || !target.shape.empty();  // no cut applies to a 0-d tensor
+  // No cut applies to a 0-d tensor, unless it is flattened.
+  const bool is_cut = sharding.flattens || !target.shape.empty();
   const std::vector<bool> cuts =
       is_cut ? cut_axes(sharding) : std::vector<bool>(sharding.mesh.sizes.size());
   ReplicaPlace place;
-  int inner = sharding.mesh.world_size();  // number of ranks along the axes inside `axis`
+  int inner = sharding.mesh.world_size();  // in the loop: ranks along the axes inside `axis`
   for (size_t axis = 0; axis < cuts.size(); ++axis) {
     const int size = sharding.mesh.sizes[axis];
     inner /= size;

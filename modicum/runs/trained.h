@@ -1,4 +1,5 @@
-// The trained parameters of a load, and their optimizer state. Values; any thread.
+// The trained parameters of a load, and their optimizer state. These are values, which any thread
+// may use.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,7 @@ struct TrainedShard {
   ShardSpec shard;  // its pointers are not set
   StateFormat format = StateFormat::fp32;
   uint32_t target = 0;  // index in the recipe
-  uint32_t buffer = 0;  // local buffer with its elements, contiguous from element `at`
+  uint32_t buffer = 0;  // local buffer with the shard's elements, contiguous from element `at`
   int64_t at = 0;
   DType dtype = DType::f32;  // as loaded
 
@@ -36,8 +37,8 @@ struct TrainedShard {
   // master has separate memory, and each step writes the new parameter to the loaded elements.
   bool is_master() const noexcept { return dtype == row_of(format).master; }
 };
-// The parameters that are not trained: they have no optimizer state, and may have any dtype. If an
-// alias matches, its target is frozen.
+// The parameters that are not trained: they have no optimizer state, and may have any dtype. If the
+// name of an alias is among them, its target is frozen.
 class Frozen {
  public:
   // `expression`: the value of --frozen, "" for none; throws USAGE if it is invalid. `names`: FQNs
@@ -53,15 +54,16 @@ class Frozen {
   std::set<std::string, std::less<>> names_;
 };
 
-// Calls `fn` with each shard of a trained parameter on `rank`. Throws UNSUPPORTED with the target
-// for parameters that can't be trained (complex, and floating dtypes other than fp32, bf16 and
-// fp16), and for a shard of more than 2^22 separate runs.
+// Calls `fn` with each shard of a trained parameter on `rank`. Throws UNSUPPORTED, naming the
+// target, for parameters that can't be trained (complex, and floating dtypes other than fp32, bf16
+// and fp16), and for a shard of more than 2^22 separate runs.
 void for_each_trained(const Recipe& recipe, const Layout& layout, StateFormat format, int rank,
                       FunctionRef<void(TrainedShard&& shard)> fn);
 
-// The trained parameters of the model, as indices of targets, ascending. Throws as for_each_trained.
+// The trained parameters of the model, as indices of targets, ascending. Throws UNSUPPORTED for one
+// that can't be trained.
 std::vector<uint32_t> trained_targets(const Recipe& recipe);
-// Their numel.
+// The numel of each of these targets.
 std::vector<int64_t> trained_sizes(const Recipe& recipe);
 
 // The memory that training adds to a rank's shards: optimizer states, their tables (purpose `plan`)

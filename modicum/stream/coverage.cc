@@ -9,8 +9,8 @@
 namespace modicum {
 namespace {
 
-// Whether all places of `runs` are in [begin, end). The lowest and the highest place are each at an
-// end of the first or the last run. They are computed in 128 bits, since the products of a
+// Whether all places of `runs` are in [begin, end). The lowest and the highest place are among the
+// ends of the first and of the last run. They are computed in 128 bits, since the products of a
 // defective transfer could overflow 64.
 bool lies_within(const Runs& runs, uint64_t begin, uint64_t end) noexcept {
   __extension__ typedef __int128 Signed;
@@ -62,8 +62,8 @@ Coverage::Places Coverage::expected(uint32_t buffer) const {
 void Coverage::tick(const Transfer& done) noexcept {
   const Runs& r = done.runs;
   if (r.count <= 0 || r.length <= 0) return;
-  // A compared alias has no elements in a local buffer. Its comparison is counted under the number
-  // of the alias.
+  // A compared alias has no elements in a local buffer. Its comparison is counted at the alias's
+  // index in `written_`.
   const uint32_t number = done.compared ? done.target : done.buffer;
   Written& written = written_[number];
   const Places& places = expected_[number];

@@ -1,4 +1,4 @@
-"""A thread for calls that may block forever, so that the caller can wait with a time limit."""
+"""A thread for calls that may block forever, so that another thread can wait with a time limit."""
 
 import queue
 import threading
@@ -19,7 +19,8 @@ class Caller:
 
     def begin(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Queues a call; does not wait for it. The thread drops its references to the arguments
-        before the future is done, so that the caller may free their memory then."""
+        before the future is done, so that the caller may free their memory then. After an error,
+        its traceback may still refer to them."""
         call: Future[Any] = Future()
         self._calls.put((call, partial(function, *arguments)))
         return call

@@ -1,4 +1,4 @@
-"""Writes one rank's part of a planned save. A step is a saved checkpoint directory."""
+"""Writes one rank's part of a planned save into a step (a saved checkpoint directory)."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True)
 class Where:
-    """What all parts of a save on one rank use."""
+    """What one rank uses to write the model and the state."""
 
     ranks: Ranks
     board: _modicum.Board
@@ -35,12 +35,14 @@ class Where:
     directory: Path
     """Where the step is written before it is published."""
     point: int
-    """The point at which the digests, as polynomials, are evaluated (`StepSave.point`)."""
+    """The random number at which the fingerprints of written elements are evaluated
+    (`StepSave.point`)."""
     threads: int
     snapshot: _modicum.Snapshot | None = None
     """For a save in the background."""
     gather: _modicum.Gather | None = None
-    """For a save in the foreground in which a node's ranks write divided rows together."""
+    """For a save in the foreground in which a node's ranks write together the rows that are divided
+    among them."""
 
 
 class StateWriting(Protocol):
@@ -56,12 +58,12 @@ class StateWriting(Protocol):
 
     @property
     def gather_bytes(self) -> int:
-        """Bytes of memory that each rank needs to write divided rows together with the other ranks
-        of its node; 0 if it needs none."""
+        """Bytes of memory that each rank needs to write rows that are divided among ranks together
+        with the other ranks of its node; 0 if it needs none."""
 
     @property
     def told(self) -> str:
-        """A text of all that must be equal on all ranks."""
+        """The facts that must be equal on all ranks, as one text."""
 
     @property
     def published(self) -> dict[str, Any]:
@@ -69,7 +71,7 @@ class StateWriting(Protocol):
 
     @property
     def files(self) -> _modicum.SavePlan | _modicum.StateFiles:
-        """The files that it is written into."""
+        """The plan of the files that hold the state."""
 
     @property
     def reads(self) -> Reads:
@@ -102,7 +104,7 @@ class AdamWWriting:
 
     @property
     def gather_bytes(self) -> int:
-        return 0  # uses the model's memory, whose rows are divided in the same way
+        return 0  # uses the shared memory of the model's save: its rows are divided in the same way
 
     @property
     def told(self) -> str:
@@ -198,7 +200,7 @@ def write_tensors(writing: Writing, where: Where) -> Outcome:
 
 
 class Flight:
-    """On rank 0 the step that is being written, until it is published; empty on other ranks."""
+    """On rank 0 the step of this save; empty on other ranks."""
 
     def __init__(self) -> None:
         self.step: _modicum.StepSave | None = None
