@@ -35,12 +35,14 @@ void phases_member(JsonWriter& out, const Promise& promise, int node) {
   out.end_array();
 }
 
-void job_member(JsonWriter& out, const JobPromise& job, int node) {
+// `phases`: phases_of(job).
+void job_member(JsonWriter& out, const JobPromise& job, std::span<const JobPhase> phases,
+                int node) {
   out.key("job").begin_object().member("peak_bytes", job.node_peak_bytes(node));
   out.member("save_peak_bytes", job.save.node_peak_bytes(node));
   out.member("resume_peak_bytes", job.resume.node_peak_bytes(node));
   out.key("phases").begin_array();
-  for (const JobPhase& phase : phases_of(job)) {
+  for (const JobPhase& phase : phases) {
     phase_object(out, phase.name, phase.promise.on_node(node));
   }
   out.end_array().end_object();
@@ -52,6 +54,7 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
   out.member("exchanged_bytes", of.traffic.exchanged_bytes);
   out.member("reads", of.traffic.reads);
   out.member("overread_ratio", of.overread_ratio());
+  const std::vector<JobPhase> job_phases = of.job ? phases_of(*of.job) : std::vector<JobPhase>{};
   out.key("nodes").begin_array();
   for (int node = 0; node < of.promise.nodes(); ++node) {
     out.begin_object().member("node", node);
@@ -59,7 +62,7 @@ void strategy_object(JsonWriter& out, const StrategyReport& of) {
     out.member("peak_phase", node_peak_phase(of.promise, node));
     out.member("peak_cause", peak_cause(of.promise, node));
     phases_member(out, of.promise, node);
-    if (of.job) job_member(out, *of.job, node);
+    if (of.job) job_member(out, *of.job, job_phases, node);
     if (!of.timelines.empty()) timeline_member(out, of.timelines[static_cast<size_t>(node)]);
     out.end_object();
   }
@@ -121,11 +124,13 @@ uint64_t sum_over(const LoadReport& report, Field field) {
 }  // namespace
 
 std::vector<JobPhase> phases_of(const JobPromise& job) {
-  return {{"load", part_of(job.save, Part::load)},
-          {"step", part_of(job.save, Part::step)},
-          {"save", part_of(job.save, Part::save)},
-          {"resume", part_of(job.resume, Part::resume)},
-          {"step_resumed", part_of(job.resume, Part::step)}};
+  std::vector<JobPhase> phases;  // not from a braced list, which would copy each promise
+  phases.push_back({"load", part_of(job.save, Part::load)});
+  phases.push_back({"step", part_of(job.save, Part::step)});
+  phases.push_back({"save", part_of(job.save, Part::save)});
+  phases.push_back({"resume", part_of(job.resume, Part::resume)});
+  phases.push_back({"step_resumed", part_of(job.resume, Part::step)});
+  return phases;
 }
 
 void alternative_object(JsonWriter& out, const Alternative& of) {
