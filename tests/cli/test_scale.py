@@ -1,7 +1,8 @@
 """Planning deepseek-v3, with 91,991 tensors in 163 files, is quick and needs little memory.
 
 Must fail for these mutants: transfers are counted one element at a time; the promise finds each
-target by a linear search; own-shard reads whole tensors; all ranks are visited for each node.
+target by a linear search; own-shard reads whole tensors; all ranks are visited, or copied, for each
+node.
 """
 
 import json
@@ -201,3 +202,15 @@ def test_a_plan_for_65536_ranks_ends_soon(modicum: Path, tmp_path: Path, layout:
     planned = run_json(modicum, *words, "--layout", *layout.split())
     assert cpu_seconds_of_children() - before_s < MANY_RANKS_LIMIT_S
     assert [len(row["nodes"]) for row in planned["strategies"]] == [65536] * len(STRATEGIES)
+
+
+def test_a_plan_of_a_job_for_8192_ranks_ends_soon(modicum: Path, tmp_path: Path) -> None:
+    """The same limit: copying the promises of all ranks for each node takes minutes."""
+    directory = tmp_path / "moe"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe", "--sparse")
+    words = ("plan", directory, "--ranks", 8192, "--ranks-per-node", 1, "--oversubscribe")
+    before_s = cpu_seconds_of_children()
+    planned = run_json(modicum, *words, "--optimizer", "adamw:fp32")
+    assert cpu_seconds_of_children() - before_s < MANY_RANKS_LIMIT_S
+    nodes = strategy_of(planned, "own-shard")["nodes"]
+    assert len(nodes) == 8192 and all(len(node["job"]["phases"]) == 5 for node in nodes)
