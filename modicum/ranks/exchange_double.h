@@ -19,7 +19,7 @@ class ThreadHub {
     uint64_t bytes = 0;
   };
 
-  // `commit` charges each rank `part_bytes`.
+  // ThreadExchange::commit charges each rank `part_bytes`.
   ThreadHub(int ranks, uint64_t part_bytes) : ranks_(ranks), part_bytes_(part_bytes) {}
   std::vector<Call> calls() const;  // the broadcasts of all ranks, in the order of their calls
 

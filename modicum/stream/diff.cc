@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-// Compares the bytes of two tensors of one dtype and shape.
+// Compares the bytes of two tensors of equal dtype and shape.
 class Comparison {
  public:
   Comparison(const Checkpoint& a, const Checkpoint& b, FunctionRef<void(uint64_t)> poll)
@@ -44,7 +44,8 @@ class Comparison {
     DType dtype;
     uint64_t begin;  // of the compared bytes within the tensor
   };
-  // If one of the two 4-bit elements of a byte differs, both are counted.
+  // Elements of less than 8 bits are compared by bytes: of two 4-bit elements in a byte both are
+  // counted, and of 6-bit elements one for each byte that differs.
   static void count(std::span<const std::byte> a, std::span<const std::byte> b, const Place& at,
                     Difference& found) {
     const auto bits = static_cast<uint64_t>(bits_per_element(at.dtype));
@@ -77,8 +78,8 @@ std::string_view kind_name(Difference::Kind kind) noexcept {
 
 Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
                  FunctionRef<void(uint64_t)> poll) {
-  std::map<std::string_view, const Stored*> left;  // tensors of B not yet found in A
-  for (const Stored& stored : b.manifest.tensors) left[stored.spec.fqn] = &stored;
+  std::map<std::string_view, const Stored*> unmatched;  // tensors of B not found in A yet
+  for (const Stored& stored : b.manifest.tensors) unmatched[stored.spec.fqn] = &stored;
   const auto& tensors = a.manifest.tensors;
   std::vector<std::optional<Difference>> difference_of(tensors.size());  // by tensor of A
   // By tensor of A: the tensor of B with which its values are compared, or null.
@@ -86,13 +87,13 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
   Differences all;
   for (size_t t = 0; t < tensors.size(); ++t) {
     const TensorSpec& spec = tensors[t].spec;
-    const auto found = left.find(spec.fqn);
-    if (found == left.end()) {
+    const auto found = unmatched.find(spec.fqn);
+    if (found == unmatched.end()) {
       difference_of[t] = whole(spec, Difference::Kind::only_in_a);
       continue;
     }
     const Stored& other = *found->second;
-    left.erase(found);
+    unmatched.erase(found);
     ++all.tensors;
     if (other.spec.dtype != spec.dtype) {
       difference_of[t] = whole(spec, Difference::Kind::dtype);
@@ -117,7 +118,7 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
     if (difference) all.found.push_back(std::move(*difference));
   }
   for (const Stored& stored : b.manifest.tensors) {
-    if (left.contains(stored.spec.fqn)) {
+    if (unmatched.contains(stored.spec.fqn)) {
       all.found.push_back(whole(stored.spec, Difference::Kind::only_in_b));
     }
   }

@@ -16,18 +16,19 @@
 
 namespace modicum {
 
-// The planes of an optimizer's state (a parameter's master, exp_avg and exp_avg_sq) that change
-// their format. Their values are converted to fp32 and from there to the new format, as by
+// Converts the planes of an optimizer's state (a parameter's master, exp_avg and exp_avg_sq) whose
+// format changes. Their values are converted to fp32 and from there to the new format, as by
 // AdamW::export_to and import_from with the saved seed and step counts. The bits are therefore
 // those of an AdamW of the new format that has imported the state of the old format.
 //
-// bf16 w, fp32 -> fp32-split            fp32 -> bf16-moments
+// Example: the state of a bf16 parameter `w`, which has a master of its own in format fp32.
 //
-//   master     -> w, w.master_low         as on the left
+//   from fp32 to fp32-split               from fp32 to bf16-moments
+//   master     -> w and w.master_low      master     -> w and w.master_low
 //   exp_avg    =  exp_avg                 exp_avg    -> exp_avg
 //   exp_avg_sq =  exp_avg_sq              exp_avg_sq -> exp_avg_sq
 //
-// Planes with `->` are converted here, in windows of at most kElements; planes with `=` are copied
+// Planes with `->` are converted here, at most kElements at a time; planes with `=` are copied
 // like any other tensor. `weights` and `state` must outlive the object. Not thread-safe.
 class Restate {
  public:
@@ -42,8 +43,8 @@ class Restate {
 
   // The names of weights whose bits may change.
   const std::set<std::string, std::less<>>& weights() const noexcept { return changed_weights_; }
-  // Writes the tensors of a file that change. Throws IO, NOSPACE, BUDGET; CONFLICT if a source file
-  // has changed.
+  // Writes those tensors of a file whose format changes. Throws IO, NOSPACE, BUDGET, FORMAT.TRUNC;
+  // CONFLICT if a source file has changed.
   FileOutcome write(const FileToComplete& of) const;
 
  private:
@@ -69,7 +70,7 @@ class Restate {
   const Checkpoint& state_;
   const uint64_t seed_;
   std::vector<Parameter> parameters_;
-  std::map<std::string_view, uint32_t> weight_of_, plane_of_;  // by name, in the manifests
+  std::map<std::string_view, uint32_t> weight_of_, plane_of_;  // index in the manifest, by name
   std::set<std::string, std::less<>> changed_weights_;
 };
 

@@ -23,16 +23,16 @@ struct ReportedMemory {
 };
 
 // Divides the memory that the kernel counts for a process among its owners. The sum is always
-// `held_bytes` in whole KiB, whatever the process reports. The ledger also counts memory that is
-// booked but not written yet, which the kernel does not count: the largest purpose is cut by the
-// difference.
+// `held_bytes` in whole KiB (at most 4 TiB), whatever the process reports. The ledger also counts
+// memory that is booked but not written yet, which the kernel does not count: the largest purposes
+// are cut until the sum fits.
 //
 //   held 100 MiB, baseline 2, ledger: shards 500, staging 8
 //     process 2 | shards 90 | staging 8 | unexplained 0
 //
-// Once the whole ledger has been written, the baseline is cut before the ledger if the kernel
-// counts less: forked children share the pages of the baseline, and each process counts a part of
-// them.
+// Afterwards, once the whole ledger was seen written, the ledger keeps its bytes if the kernel
+// counts less than ledger and baseline, and the baseline is cut first. The reason is forks:
+// children share the pages of the baseline, and each process counts only a part of them.
 class Division {
  public:
   // To be called with successive readings of one process. `copied_bytes`: the part of `held_bytes`
@@ -42,14 +42,15 @@ class Division {
 
  private:
   uint64_t written_kib_ = 0;            // the ledger's total when all of it was last written
-  uint64_t baseline_kib_ = UINT64_MAX;  // the rest for the baseline at that time
+  uint64_t baseline_kib_ = UINT64_MAX;  // the baseline's part then
 };
 
-// The phases and memory in all reports. Reports are untrusted: they may hold any bytes. One thread.
+// The phases and memory in all reports. Reports are untrusted: they may hold any bytes. To be
+// used by one thread.
 class ReportedProcesses {
  public:
-  // Of phases that have ended. If there are more, phases of one name are joined; if many remain,
-  // the oldest are dropped.
+  // The most phases that have ended and are kept. If there are more, successive phases of one name
+  // in one process are joined; if many remain, the oldest are dropped.
   static constexpr size_t kMostPhases = 2048;
   // Reports of ended processes. Once there are more than twice as many, the oldest are dropped.
   static constexpr size_t kMostEnded = 256;
@@ -67,14 +68,15 @@ class ReportedProcesses {
   // free. If a process has replaced its program (exec), the earlier program's phases end and its
   // memory is forgotten.
   void read(int64_t now_ns, std::span<const int> alive);
-  // The report of a process now, or the last one before it ended. nullopt if it made none.
+  // The report of a process now, or the last one before it ended. nullopt if none is known.
   std::optional<ReportedMemory> memory_of(int pid) const;
   // The innermost phase of a process now, or when the process ended; its name is empty if there is
   // none.
   WatchedPhase phase_of(int pid) const;
 
   std::optional<uint64_t> budget_bytes() const noexcept { return budget_bytes_; }
-  // All phases so far, sorted by begin. Phases that have not ended get `now_ns` as their end.
+  // The phases so far (see kMostPhases), sorted by begin. Phases that have not ended get `now_ns`
+  // as their end.
   std::vector<WatchedPhase> phases(int64_t now_ns) const;
 
  private:

@@ -1,5 +1,5 @@
-"""Runs every command of docs/guide/first-hour.md as a new user would: in a fresh virtual
-environment with torch, outside the repository.
+"""Runs the commands of docs/guide/first-hour.md as a new user would: in a fresh virtual environment
+with torch, outside the repository.
 
 Must fail for these mutants: a command or a file of the page that no longer works; a line of output
 on the page that the command does not print (numbers may differ).
@@ -22,7 +22,8 @@ pytest.importorskip("accelerate")
 
 FENCE = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.M | re.S)
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[-+]\d+)?")
-# The page's first commands create and enter the environment, which the fixture has done.
+# The page's first commands create and enter the environment and install torch. The fixture has done
+# this.
 ALREADY_DONE = ("python3 -m venv", ". first-hour/bin/activate", "pip install torch")
 
 
@@ -45,7 +46,8 @@ def commands(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def pattern_of(line: str) -> str:
-    """A regular expression that matches the line, with any numbers and any width of spaces."""
+    """A regular expression for the line: any text without spaces in place of an unsigned number,
+    and any width of spaces."""
     words = NUMBER.split(line)
     return r"\S*".join(re.sub(r"(\\\s)+", r"\\s+", re.escape(word)) for word in words)
 

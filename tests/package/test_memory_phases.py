@@ -1,10 +1,10 @@
 """`modicum.memory.phase`: the peak of a block, from samples and from the kernel's high-water mark
-(VmHWM); and the pages that `save` and `draw` make of phases.
+(VmHWM); the files that `save` writes, and the HTML pages that `draw` makes of them.
 
-Must fail for these mutants: a high-water mark that is not reset or never read, or that an inner
-phase or a load resets without telling outer phases; children that are not found; a forked child
-that continues its parent's recording; a recording that needs NVML; ranks on a page that are shifted
-in time, or whose peak is thinned away.
+Must fail for these mutants: a high-water mark that is not reset; one that is never read; an inner
+phase, or a load, that resets it and does not add it to outer phases; children that are not found; a
+forked child that continues its parent's recording; a recording that needs NVML; ranks on a page
+that are shifted in time, or whose peak is thinned away.
 """
 
 import json
@@ -46,7 +46,8 @@ def taken(size: int = SPIKE) -> mmap.mmap:
 
 
 def spike(size: int = SPIKE) -> None:
-    """Allocates `size` bytes, writes them and frees them, faster than samples are taken."""
+    """Allocates `size` bytes, writes them and frees them. No sample is taken meanwhile if samples
+    are NEVER seconds apart."""
     taken(size).close()
 
 
@@ -182,7 +183,7 @@ def test_saved_recordings_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def recording_of(rank: int, began: float, samples: list[tuple[float, int, int]]) -> str:
     """The text of a file of `memory.save`, for a rank whose recording began at `began` seconds.
-    A sample is (its second of the recording, bytes of the process, bytes of its children)."""
+    A sample is (seconds since the recording began, bytes of the process, bytes of its children)."""
     process = {"label": "two", "rank": rank, "pid": 10 + rank, "host": "", "began": began}
     last = samples[-1][0]
     lines = [{"process": process}, {"phase": {"name": "load", "begin_s": 0.0, "end_s": last}}]

@@ -83,10 +83,10 @@ def shard_and_load(
 
 @contextmanager
 def _naming_tokens(structure: Structure) -> Iterator[None]:
-    """A context in which accelerate shards a model. If it can't because of PEFT's trainable tokens,
-    the error names them: accelerate makes the embedding and the head FSDP2 units of their own, and
-    reads the weight of the embedding, which PEFT computes from a weight that may be sharded by
-    then. `structure`: the model's structure before it is sharded."""
+    """A context in which accelerate shards a model. accelerate shards the embedding first and reads
+    its `weight` later. With PEFT's trainable tokens, PEFT computes this `weight` from one that is
+    sharded by then, and fails. If sharding fails and the model has such tokens, the error names the
+    first of them. `structure`: the model's structure before it is sharded."""
     try:
         yield
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -117,7 +117,7 @@ def load_rounded(
     its dtypes in `passed`, one after the other."""
     narrow = [] if built.source is None else _narrowings(model, passed, built.source)
     before = _digests_of(model)
-    # The arguments of the context in which the model was built, even if an inner one has others.
+    # Those of the context in which the model was built, even if the load happens in an inner one.
     account = giving(built.arguments["ledger"], built.arguments["budget"])
     with _bound(bindings) as optimizers, account:
         arguments = built.arguments | {"optimizer": optimizers}
@@ -187,8 +187,9 @@ def dtypes_passed(
 def _narrowings(
     model: nn.Module, passed: Mapping[str, list[torch.dtype]], source: Path
 ) -> list[tuple[nn.Parameter, list[torch.dtype]]]:
-    """Parameters that accelerate would cast to a narrower dtype than the stored one and then to
-    float32, each with the narrower dtypes: a load alone would keep bits that accelerate rounds off.
+    """(parameter, dtypes) for each float32 parameter that accelerate may first cast to these
+    narrower dtypes. A load alone would keep bits that those casts round off, so `_round` repeats
+    the casts.
 
         stored float32 -> built as bfloat16 -> upcast to float32    accelerate: 8 bits of mantissa
         stored float32 -> float32                                   load: 24 bits, then `_round`
@@ -204,7 +205,7 @@ def _narrowings(
         name = canonical(fqn)
         dtypes = [d for d in passed.get(name, ()) if d != parameter.dtype and narrows(d)]
         if dtypes and parameter.dtype != torch.float32:
-            what = "values that accelerate would round twice, to different dtypes"
+            what = "values that accelerate may round twice, to different dtypes"
             got = " then ".join(map(str, [*dtypes, parameter.dtype]))
             raise refusal("UNSUPPORTED", what, tensor=name, got=got)
         if dtypes:

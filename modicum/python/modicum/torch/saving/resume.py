@@ -53,8 +53,8 @@ def resume(
 
     Collective, like `load`. World size and sharding may differ from those of the save. Weights and
     state get the saved bits: with equal world size and sharding training can go on as without the
-    interruption, bit for bit. They are read directly into their final memory: a model on meta gets
-    memory, and a `modicum.torch.AdamW` of its parameters allocates its state.
+    interruption, bit for bit. No full copy is made: they reach their final memory as in `load`. A
+    model on meta gets memory, and a `modicum.torch.AdamW` of its parameters allocates its state.
 
     Args:
         model: as for `load`; sharded or not; on meta, or with values, which are overwritten.
@@ -63,8 +63,8 @@ def resume(
             `state_format` and `seed`, or one of the saved class, whose `state` is replaced. Its
             groups get the saved options. None: only the model is loaded.
         verify: first compares every byte of the step with its digests, a part on each rank, and
-            skips a damaged step; this reads the step twice. False: compares only file names and
-            lengths.
+            skips a damaged step (raises, if `root` is one step); this reads the step twice. False:
+            does not read the values of tensors.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
         buffers, fork, recipe, key_mapping: as for `load`. The promised peak includes the
             optimizer's state.
@@ -107,9 +107,11 @@ def resume(
 
 @contextmanager
 def _reading(model: nn.Module, step: Path, how: dict[str, Any]) -> Iterator[Path]:
-    """The path to load the model from. For a step of adapters alone it sets their recipe in `how`
-    and keeps the origin of the base model."""
-    adapters = recipe_of_step(model, step)
+    """The path to load the model from. For a step of adapters alone it sets their recipe in `how`,
+    unless the caller has given one, and leaves the model's remembered source checkpoint unchanged.
+    Collective."""
+    with Ranks.of_world().together():
+        adapters = recipe_of_step(model, step)
     if adapters is None:
         yield step
         return
@@ -134,7 +136,7 @@ class Found:
 def _declared(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Found
 ) -> list[AdamW | Later]:
-    """The optimizer's state, which the promise of the model's load includes. Collective."""
+    """What the promise of the model's load includes for the optimizer's state. Collective."""
     if optimizer is None or isinstance(optimizer, AdamW):
         return [] if optimizer is None else [optimizer]
     with Ranks.of_world().together() as ranks:
@@ -255,5 +257,5 @@ def load_state(
 
 
 def _has_groups(found: Found) -> bool:
-    """False for a step that the command line has saved."""
+    """Whether the step has options of parameter groups. A run of the command line saves none."""
     return (found.path / groups.FILE).exists()
