@@ -84,6 +84,7 @@ conformance: test-dev
 mutants:
 	@scripts/packages.sh build python
 	@scripts/venv.sh test wheel
+	@scripts/wheel.sh build/python
 	@scripts/stage.sh 'mutants' python3 scripts/mutants.py
 
 wheel:

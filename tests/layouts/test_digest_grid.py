@@ -1,8 +1,7 @@
 """A model's digest does not depend on layout, world size, ranks per node or strategy.
 
-Must fail for these mutants: FSDP shards before TP does; a flat partition is one element off; an
-expert belongs to the wrong rank; codes get the scale of the adjacent block; no rank reads some
-stripe.
+Must fail for these mutants: every replica counts in the digest; a flat partition is one element
+off; no rank reads some stripe.
 """
 
 import itertools
