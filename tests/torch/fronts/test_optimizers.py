@@ -3,8 +3,8 @@ The losses are close to torch's. Except under TRL they are those of a program th
 without these frameworks, bit for bit. The state has the promised bytes.
 
 The oracle is torch.optim.AdamW in the same scripts. Must fail for these mutants: state that is
-allocated for parameters on meta or for the whole model; state outside of the load's promise; an
-optimizer that keeps the parameters from before `prepare`.
+allocated for parameters on meta or for the whole model; an optimizer that keeps the parameters from
+before `prepare`.
 """
 
 from collections.abc import Iterator
