@@ -42,20 +42,14 @@ std::string journal_json(const Journal& journal) {
   return out.end_array().end_object().text();
 }
 
-uint64_t digest_of(JsonValue& value) {
-  const std::optional<uint64_t> digest = from_hex(value.string());
-  if (!digest) fail(Category::integrity, "a journal's digest is not 16 hex digits");
-  return *digest;
-}
-
 ConvertedFile read_file(JsonValue& value) {
   ConvertedFile file;
   value.object([&](std::string_view key, JsonValue& member) {
     if (key == "name") file.name = member.string();
     if (key == "bytes") file.bytes = static_cast<uint64_t>(member.integer());
-    if (key == "digest") file.digest = digest_of(member);
+    if (key == "digest") file.digest = hex_value(member, "journal");
     if (key != "chunks") return;
-    member.array([&](JsonValue& chunk) { file.chunks.push_back(digest_of(chunk)); });
+    member.array([&](JsonValue& chunk) { file.chunks.push_back(hex_value(chunk, "journal")); });
   });
   return file;
 }

@@ -15,6 +15,11 @@ std::optional<uint64_t> from_hex(std::string_view text) {
   return number;
 }
 
+uint64_t hex_value(JsonValue& value, std::string_view file) {
+  if (const auto number = from_hex(value.string())) return *number;
+  fail(Category::integrity, "a digest is not 16 hex digits", {.file = std::string(file)});
+}
+
 void owner_members(JsonWriter& out, const StepOwner& owner) {
   out.member("host", owner.host).member("pid", owner.pid).member("started", owner.started);
 }

@@ -17,6 +17,8 @@ constexpr std::array<const char*, 2> kDirectories = {kStateDirectory, kExtraDire
 
 std::string hex(uint64_t number);                         // 16 digits
 std::optional<uint64_t> from_hex(std::string_view text);  // empty unless `text` is 16 hex digits
+// A digest of 64 bits. Throws INTEGRITY, naming the file, unless the value is 16 hex digits.
+uint64_t hex_value(JsonValue& value, std::string_view file);
 
 // Writes the fields of a StepOwner as members of the current object.
 void owner_members(JsonWriter& out, const StepOwner& owner);

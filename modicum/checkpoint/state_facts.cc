@@ -21,11 +21,6 @@ uint64_t seed_of(const std::string& text) {
   fail(Category::integrity, "the seed is not a number", {.file = kStateFile});
 }
 
-uint64_t digest_value(const std::string& text) {
-  if (const auto number = from_hex(text)) return *number;
-  fail(Category::integrity, "the digest is not 16 hex digits", {.file = kStateFile});
-}
-
 StateFormat format_of(const std::string& name) {
   try {
     return state_format_named(name).format;
@@ -71,7 +66,7 @@ StateFacts parse_state(const std::string& text) {
         if (key == "codes") codes = member.string();
         if (key == "seed") facts.seed = seed_of(member.string());
         if (key == "steps") facts.steps = member.integer();
-        if (key == "digest") facts.digest = digest_value(member.string());
+        if (key == "digest") facts.digest = hex_value(member, kStateFile);
         if (key == "without_state") {
           member.array([&](JsonValue& name) { facts.without_state.push_back(name.string()); });
         }

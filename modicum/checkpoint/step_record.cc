@@ -21,12 +21,6 @@ constexpr const char* kManifest = "manifest.json";
   fail(Category::integrity, what, {.file = kManifest});
 }
 
-uint64_t hex_value(JsonValue& value) {
-  const auto number = from_hex(value.string());
-  if (!number) refuse("a digest is not 16 hex digits");
-  return *number;
-}
-
 Digest digest_value(JsonValue& value) {
   const std::string text = value.string();
   const auto high = from_hex(std::string_view(text).substr(0, 16));
@@ -75,7 +69,7 @@ StepTensor read_tensor(JsonValue& value) {
       member.array([&](JsonValue& dim) { tensor.spec.shape.push_back(dim.integer()); });
     }
     if (key == "chunks") {
-      member.array([&](JsonValue& chunk) { tensor.chunks.push_back(hex_value(chunk)); });
+      member.array([&](JsonValue& chunk) { tensor.chunks.push_back(hex_value(chunk, kManifest)); });
     }
   });
   return tensor;

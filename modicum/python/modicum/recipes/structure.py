@@ -10,7 +10,7 @@ and `peft_config`, a model of transformers by `base_model_prefix`. Does not impo
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,13 @@ def classes_before_sharding(model: Any) -> Iterator[None]:
 def has_adapters(module: Any) -> bool:
     """Whether a model has PEFT's adapters, or is PEFT's wrapper around such a model."""
     return "peft_config" in vars(module) or hasattr(type(module), "peft_config")
+
+
+def adapter_config(chain: Sequence[Any], adapter: str | None) -> Any:
+    """PEFT's configuration of an adapter in the last module of `chain` (modules around each other,
+    outermost first); None if it is unknown."""
+    holder = next(module for module in reversed(chain) if has_adapters(module))
+    return holder.peft_config.get(adapter)
 
 
 def wrapped_by(module: Any) -> Any:

@@ -20,8 +20,8 @@ from torch import nn
 
 from modicum.recipes.structure import (
     Member,
+    adapter_config,
     class_before_sharding,
-    has_adapters,
     unwrapped,
     wrapped_by,
 )
@@ -295,8 +295,7 @@ class Rules:
         """PEFT's reset of the adapter in the last module of `chain`; None without one."""
 
         def make() -> Rule | None:
-            holder: Any = next(m for m in reversed(chain) if has_adapters(m))
-            run = _reset_of(chain[-1], adapter, holder.peft_config.get(adapter))
+            run = _reset_of(chain[-1], adapter, adapter_config(chain, adapter))
             return None if run is None else Rule(chain[-1], run, is_bare=False)
 
         return self._once(chain[-1], f"adapter {adapter}", make)

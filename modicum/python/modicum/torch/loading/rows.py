@@ -21,7 +21,7 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes.structure import has_adapters
+from modicum.recipes.structure import adapter_config
 from modicum.torch.loading.goal import Model
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.placements import Sharding, Shardings
@@ -92,8 +92,7 @@ def _require_zero(model: Model, name: str) -> None:
     """Raises `UsageError` if the adapter of this magnitude does not begin with B = 0: the magnitude
     would be the norm of the weight together with the adapter's part."""
     member = model.structure.members[name]
-    holder: Any = next(module for module in reversed(member.chain) if has_adapters(module))
-    config = holder.peft_config.get(member.adapter)
+    config = adapter_config(member.chain, member.adapter)
     if not begins_at_zero(config):
         what = "a magnitude of DoRA whose adapter does not begin with B = 0: begin with "
         what += f"init_lora_weights=True, or {_LATER}"
