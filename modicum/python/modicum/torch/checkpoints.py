@@ -164,7 +164,7 @@ class Checkpoints:
         how = {**self._how(), "shard_size": checkpoint.shard_size}
         for kept in reversed([*checkpoint.kept.values()]):
             if kept.model is None:
-                what = "save_state did not save the model of this checkpoint"
+                what = "save_state() or Trainer left out the model of this checkpoint"
                 raise refusal("UNSUPPORTED", what, file=kept.flight.directory.name)
             if ranks.rank == 0 and not checkpoint.has_config and is_pretrained(kept.model):
                 upstream.save_config(kept.model, kept.flight.directory)
