@@ -13,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 guarded_rooms="base json io probe memory kernels recipe checkpoint plan ranks optim stream"
-threaded_rooms="base memory optim ranks stream"
+threaded_rooms="base memory plan optim ranks stream"
 # Left out with the thread sanitizer: these tests take minutes there, and test values, not threads.
 of_values='^(LoadFp8\.(Every|Experts)|LoadExact\.OddSizes)'
 jobs=$(nproc)
