@@ -66,6 +66,12 @@ def test_a_block_is_tracked() -> None:
     assert sum(load.holders_at_peak.values()) == load.sampled_peak_bytes
 
 
+@pytest.mark.parametrize("limit", [1e9, b"2 GiB", True, "two"])
+def test_a_limit_that_is_no_size_is_refused(limit: Any) -> None:
+    with pytest.raises(UsageError, match="not a size"):
+        memory.Phase("load").text(limit)
+
+
 def test_each_call_of_a_function_is_tracked() -> None:
     @memory.track()
     def add(one: int, *, other: int) -> int:  # by recursion: nested phases

@@ -4,17 +4,24 @@
 Must fail for these mutants: a high-water mark that is not reset; one that is never read; an inner
 phase, or a load, that resets it and does not add it to outer phases; children that are not found; a
 forked child that continues its parent's recording; a recording that needs NVML; ranks on a page
-that are shifted in time, or whose peak is thinned away.
+that are shifted in time, or whose peak is thinned away; a phase that stays open because its begin
+or end failed; one failed sample that ends the sampling; samples without a limit, or whose peak is
+lost at the limit.
 """
 
 import json
 import mmap
 import os
+import resource
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pages import drawn_on
@@ -150,6 +157,100 @@ def test_a_phase_that_fails_is_complete() -> None:
     assert not any(thread.name == "modicum-memory" for thread in threading.enumerate())
 
 
+# ---- failures
+
+
+SURROGATE = os.fsdecode(b"caf\xe9")  # of a file name that is not UTF-8
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """A context in which this process can't open files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def is_sampling() -> bool:
+    return any(thread.name == "modicum-memory" for thread in threading.enumerate())
+
+
+def test_a_wrong_name_is_refused_and_later_phases_are_not_affected() -> None:
+    for name in (3, SURROGATE):
+        with pytest.raises(modicum.UsageError, match="the name of a phase"):
+            with memory.phase(name):  # type: ignore[arg-type]
+                pytest.fail("the block ran")
+    with memory.phase("later") as later:
+        pass
+    assert memory.phases() == [later] and later.depth == 0
+    assert not is_sampling()
+
+
+@pytest.mark.parametrize("interval_s", [None, "1", -1.0, float("nan"), float("inf"), 1e30])
+def test_a_wrong_interval_is_refused(interval_s: Any) -> None:
+    for context in (
+        memory.phase("one", interval_s=interval_s),
+        memory.peaks(interval_s=interval_s),
+    ):
+        with pytest.raises(modicum.UsageError, match="interval_s"), context:
+            pytest.fail("the block ran")
+    assert memory.phases() == []
+
+
+def test_a_phase_that_cannot_begin_is_no_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setattr(threading.Thread, "start", refuse)
+        with memory.phase("none"):
+            pytest.fail("the block ran")
+    with no_descriptors(), pytest.raises(modicum.IoError), memory.phase("none"):
+        pytest.fail("the block ran")
+    with memory.phase("later") as later:
+        pass
+    assert memory.phases() == [later] and later.depth == 0
+
+
+def test_a_phase_whose_last_sample_fails_has_ended() -> None:
+    with ExitStack() as after, pytest.raises(modicum.IoError), memory.phase("failing") as held:
+        after.enter_context(no_descriptors())
+    assert held.end_s >= held.begin_s
+    assert not is_sampling()
+    with memory.phase("later") as later:
+        pass
+    assert memory.phases() == [held, later] and later.depth == 0
+
+
+def test_samples_go_on_after_some_have_failed() -> None:
+    with memory.phase("hold") as held:
+        with no_descriptors():
+            time.sleep(0.2)
+        block, before = taken(), held.samples
+        while held.samples < before + 5 and is_sampling():
+            time.sleep(0.01)
+        block.close()
+    assert abs(held.sampled_peak_bytes - held.begin_bytes - SPIKE) < 4 * MIB
+
+
+def test_samples_are_merged_at_the_limit_and_the_peak_remains(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recording, "_MOST_SAMPLES", 8)
+    for peak in range(100):
+        kept = recording._Recording()
+        for at in range(100):
+            kept._keep(recording.Sample(float(at), 7 if at == peak else 1, 0, ()))
+        times = [of.at_s for of in kept.samples]
+        assert 4 <= len(times) <= 8
+        assert [of.at_s for of in kept.samples if of.held == 7] == [peak]
+        # Each kept sample is one of 16 that were taken, however old it is.
+        assert all(0 < later - one < 32 for one, later in pairwise(times))
+
+
 # ---- files and pages
 
 
@@ -225,6 +326,32 @@ def test_files_not_written_by_save_are_refused(tmp_path: Path, text: str) -> Non
     (tmp_path / "other.jsonl").write_text(text + "\n" if text else "")
     with pytest.raises(modicum.UsageError):
         memory.draw(tmp_path / "memory.html", tmp_path / "other.jsonl")
+
+
+def test_paths_alone_are_sources_of_drawings(tmp_path: Path) -> None:
+    with memory.phase("wrap"):
+        pass
+    for source in (3, memory.phases()):
+        with pytest.raises(modicum.UsageError, match="expected a path"):
+            memory.draw(tmp_path / "memory.html", source)  # type: ignore[arg-type]
+    for title in (3, SURROGATE):
+        with pytest.raises(modicum.UsageError, match="the title"):
+            memory.draw(tmp_path / "memory.html", title=title)  # type: ignore[arg-type]
+
+
+def test_only_what_can_be_drawn_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "{rank}.jsonl"
+    for label in (3, SURROGATE):
+        with pytest.raises(modicum.UsageError, match="the label"):
+            memory.save(path, label=label)  # type: ignore[arg-type]
+    for lines in ({SURROGATE: 1}, {"budget": "2 GiB"}, {"budget": None}, {"budget": float("nan")}):
+        with pytest.raises(modicum.UsageError, match="line"):
+            memory.save(path, lines=lines)  # type: ignore[arg-type]
+    monkeypatch.setenv("RANK", "")
+    assert memory.save(path, lines={"budget": 1.5}).name == "0.jsonl"
+    monkeypatch.setenv("RANK", "first")
+    with pytest.raises(modicum.UsageError, match="RANK"):
+        memory.save(path)
 
 
 def test_only_html_pages_are_drawn(tmp_path: Path) -> None:

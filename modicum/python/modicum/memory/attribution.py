@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modicum import _modicum
+from modicum.memory import arguments
 from modicum.memory.holders import (
     GRADIENT,
     MASTER,
@@ -167,9 +168,12 @@ def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> At
         baseline: bytes that were held before the sources existed, from `held()`.
 
     Raises:
-        UsageError: a source is of an unknown kind, or an engine lacks an expected attribute.
+        UsageError: a source is of an unknown kind, an engine lacks an expected attribute, or
+            `params` or `baseline` is not a number from 0.
         IoError: /proc can't be read.
     """
+    arguments.number("params", params or 0, arguments.MOST_BYTES)
+    arguments.number("baseline", baseline, arguments.MOST_BYTES)
     ledgers = [source for source in sources if isinstance(source, _modicum.Ledger)]
     claims = _Claims()
     numel = {MASTER: 0, WEIGHTS: 0}

@@ -13,6 +13,7 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.memory import arguments
 from modicum.memory.explaining import size_text
 from modicum.memory.recording import Phase, Sample, recorded
 
@@ -67,10 +68,11 @@ def draw(
         The path that was written.
 
     Raises:
-        UsageError: the path does not end in .html, a source was not written by `save`, or there is
-            no sample.
+        UsageError: the path does not end in .html, a source is not a file that `save` has written,
+            there is no sample, or the title is not a str or not UTF-8.
     """
     target = Path(path)
+    heading = arguments.text("the title", title) or "Host memory"
     if target.suffix != ".html":
         what = "the path of the page does not end in .html"
         raise refusal("USAGE", what, expected="NAME.html", got=target.name)
@@ -81,15 +83,20 @@ def draw(
         (label or "host memory", json.dumps(_document(sorted(curves, key=lambda of: of.rank))))
         for label, curves in charts.items()
     ]
-    target.write_text(_modicum.report_page(title or "Host memory", runs), encoding="utf-8")
+    target.write_text(_modicum.report_page(heading, runs), encoding="utf-8")
     return target
 
 
 def _curves(sources: Any) -> list[_Curve]:
-    if isinstance(sources, (str, os.PathLike)):
+    curves: list[_Curve] = []
+    if sources is None:
+        curves, sources = _read(recorded(), "this process"), []
+    elif isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
         sources = [sources]
-    curves = _read(recorded(), "this process") if sources is None else []
-    for source in sources or ():
+    for source in sources:
+        if not isinstance(source, (str, os.PathLike)):
+            what = "a source of a drawing is not a path"
+            raise refusal("USAGE", what, expected="a path", got=type(source).__name__)
         curves += _read(_lines(Path(source)), Path(source).name)
     if not curves:
         raise refusal("USAGE", "the recordings have no samples; record a phase first")
@@ -108,6 +115,7 @@ def _read(lines: Iterable[Any], name: str) -> list[_Curve]:
             if kind == "process":
                 names = ("label", "rank", "pid", "began")
                 curves.append(_Curve(*(value[name] for name in names)))
+                arguments.text("the label", curves[-1].label)
             elif kind == "phase":
                 curves[-1].phases.append(Phase(**value))
             elif kind == "sample":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from modicum.memory import arguments
 from modicum.memory.attribution import Attribution, Owner, attribute
 
 _CORE_SHARE = 0.04  # the largest part of a core that the sampling thread may use
@@ -98,14 +99,15 @@ def peaks(
         block raises.
 
     Raises:
-        UsageError: a source is of an unknown kind.
+        UsageError: a source is of an unknown kind, or an argument is not a number from 0.
         IoError: /proc can't be read.
     """
+    arguments.number("interval_s", interval_s, arguments.MOST_SECONDS)
     kept = Peaks(sources, params, baseline)
     stop = threading.Event()
     failures: list[Exception] = []
-    arguments = (kept, interval_s, stop, failures)
-    thread = threading.Thread(target=_sample, args=arguments, name="modicum-peaks", daemon=True)
+    passed = (kept, interval_s, stop, failures)
+    thread = threading.Thread(target=_sample, args=passed, name="modicum-peaks", daemon=True)
     thread.start()
     try:
         yield kept

@@ -45,7 +45,7 @@ def name_of(pid: int) -> str:
         return ""
 
 
-def held_by_tree(pids: list[int]) -> list[int]:
+def held_by(pids: list[int]) -> list[int]:
     """Bytes of each process: Pss_Anon + Pss_Shmem + VmPTE, in which shared pages are divided among
     the processes that map them; 0 for a process that has ended. Takes 10 to 50 ms per GiB."""
     held = []

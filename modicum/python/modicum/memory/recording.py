@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modicum import _modicum
+from modicum.errors import refusal
+from modicum.memory import arguments
 from modicum.memory.explaining import paragraph
 from modicum.memory.nvml import Devices
-from modicum.memory.processes import held_by_tree, name_of, own_status
+from modicum.memory.processes import held_by, name_of, own_status
 
 _CHILDREN_S = 0.1  # least time between scans for children, which read a file per process
 # The share of a core that the samples of a process without children may use. Scans for children may
@@ -22,6 +24,7 @@ _CHILDREN_S = 0.1  # least time between scans for children, which read a file pe
 _SHARE = 0.01
 # The share for the samples of a process with children, which take milliseconds.
 _SHARE_OF_TREE = 0.04
+_MOST_SAMPLES = 1 << 14  # that a recording keeps, 3 MiB; even
 
 
 class Sample(NamedTuple):
@@ -79,7 +82,7 @@ class Phase:
         Args:
             limit: the most bytes that the phase may add to those at its begin, such as "2 GiB".
         """
-        return paragraph(self, None if limit is None else _modicum.parse_size(limit))
+        return paragraph(self, None if limit is None else arguments.size(limit))
 
 
 class _Recording:
@@ -90,6 +93,8 @@ class _Recording:
         self.began = time.time()
         self.phases: list[Phase] = []
         self.samples: list[Sample] = []
+        self._width = 1  # samples of each group, of which the one with the most bytes is kept
+        self._in_last = 0  # samples of the last group so far
         self._zero = time.monotonic()
         self._lock = threading.RLock()
         self._open: list[Phase] = []
@@ -109,37 +114,49 @@ class _Recording:
             if self._devices is None:
                 self._devices = Devices()
             sample = self._boundary()
+            if self._thread is None:
+                self._thread = self._started(interval_s)
+            reported = _modicum.ReportedPhase(name)
+            # From here on nothing fails: a phase is listed everywhere or nowhere.
             begun = Phase(name, len(self._open), begin_s=sample.at_s)
-            begun.begin_bytes = sample.held + sample.children
+            begun.begin_bytes = _total(sample)
             begun.holders_at_begin = self._holders
             self.phases.append(begun)
             self._open.append(begun)
-            self._reported.append(_modicum.ReportedPhase(name))
+            self._reported.append(reported)
             self._fold(begun, sample)
-            if self._thread is None:
-                self._stop = threading.Event()
-                self._thread = threading.Thread(
-                    target=self._sample,
-                    args=(interval_s, self._stop),
-                    name="modicum-memory",
-                    daemon=True,
-                )
-                self._thread.start()
             return begun
 
     def leave(self, ended: Phase) -> None:
-        with self._lock:
-            sample = self._boundary()
-            ended.end_s = sample.at_s
-            ended.end_bytes = sample.held + sample.children
-            self._reported.pop(self._open.index(ended)).end()
-            self._open.remove(ended)
-            thread = None if self._open else self._thread
+        thread = None
+        try:
+            with self._lock:
+                try:
+                    ended.end_s = self._now_s()  # also if the sample fails
+                    sample = self._boundary()
+                    ended.end_s = sample.at_s
+                    ended.end_bytes = _total(sample)
+                finally:
+                    self._reported.pop(self._open.index(ended)).end()
+                    self._open.remove(ended)
+                    if not self._open:
+                        thread, self._thread = self._thread, None
+                        self._stop.set()
+        finally:
             if thread is not None:
-                self._thread = None
-                self._stop.set()
-        if thread is not None:
-            thread.join()
+                thread.join()
+
+    def _started(self, interval_s: float) -> threading.Thread:
+        self._stop = threading.Event()
+        passed = (interval_s, self._stop)
+        thread = threading.Thread(
+            target=self._sample, args=passed, name="modicum-memory", daemon=True
+        )
+        thread.start()
+        return thread
+
+    def _now_s(self) -> float:
+        return time.monotonic() - self._zero
 
     def reset_peak(self) -> bool:
         """Adds the high-water mark to the peaks of open phases, then resets it."""
@@ -175,27 +192,41 @@ class _Recording:
         self._next_scan_s = time.monotonic() + pause_s
 
     def _take(self) -> Sample:
-        at_s = time.monotonic() - self._zero
+        at_s = self._now_s()
         devices = tuple(self._devices.used_bytes()) if self._devices is not None else ()
         if not self._children:
             status = own_status()
             self._holders = status.parts
             return Sample(at_s, status.held, 0, devices)
-        own, *children = held_by_tree([self.pid, *self._children])
+        own, children = _modicum.process_memory()["held_bytes"], held_by([*self._children])
         self._holders = {f"this process ({self.pid})": own}
         for (pid, name), size in zip(self._children.items(), children, strict=True):
             self._holders[f"child {pid} ({name})"] = size
         return Sample(at_s, own, sum(children), devices)
 
     def _note(self, sample: Sample) -> None:
-        self.samples.append(sample)
+        self._keep(sample)
         for phase in self._open:
             phase.samples += 1
             self._fold(phase, sample)
 
+    def _keep(self, sample: Sample) -> None:
+        """Adds a sample to `samples`. When they are full, keeps of each two neighbours the one with
+        more bytes; from then on, of twice as many samples."""
+        if 0 < self._in_last < self._width:
+            self._in_last += 1
+            self.samples[-1] = max(self.samples[-1], sample, key=_total)
+            return
+        if len(self.samples) == _MOST_SAMPLES:
+            pairs = zip(self.samples[::2], self.samples[1::2], strict=True)
+            self.samples = [max(pair, key=_total) for pair in pairs]
+            self._width *= 2
+        self.samples.append(sample)
+        self._in_last = 1
+
     def _fold(self, phase: Phase, sample: Sample) -> None:
         """Adds a sample to a phase's peaks."""
-        total = sample.held + sample.children
+        total = _total(sample)
         if total > phase.sampled_peak_bytes:
             phase.sampled_peak_bytes = total
             phase.holders_at_peak = self._holders
@@ -210,13 +241,21 @@ class _Recording:
         pause_s = interval_s
         while not stop.wait(pause_s):
             with self._lock:
-                if self._open and time.monotonic() >= self._next_scan_s:
-                    self._scan_children()
                 began = time.thread_time()
-                if self._open:
-                    self._note(self._take())
+                try:
+                    if self._open and time.monotonic() >= self._next_scan_s:
+                        self._scan_children()
+                        began = time.thread_time()  # scans have a share of their own
+                    if self._open:
+                        self._note(self._take())
+                except OSError:  # no free file descriptor, for example: the next sample may succeed
+                    pass
             share = _SHARE_OF_TREE if self._children else _SHARE
             pause_s = max(interval_s, (time.thread_time() - began) / share)
+
+
+def _total(sample: Sample) -> int:
+    return sample.held + sample.children
 
 
 _recordings: list[_Recording] = []
@@ -243,14 +282,24 @@ def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
     are no samples, but the kernel's high-water mark still records the peak of this process. If the
     program runs under `modicum watch`, the phase is recorded there, too. Linux only.
 
+    A recording keeps at most 16,384 samples for `save` and `draw`. When there are more, it keeps
+    every second one, of two neighbours the one with more bytes, and so on. The figures of a `Phase`
+    count all samples. A sample that can't be read, as without a free file descriptor, is left out.
+
     Args:
-        name: the label in tables and pictures.
+        name: the label in tables and pictures; UTF-8.
         interval_s: the least number of seconds between samples. Nested phases use the value of the
             outermost one.
 
     Yields:
         The `Phase`, which is complete after the block, with or without an exception.
+
+    Raises:
+        UsageError: the name is not a str or not UTF-8, or `interval_s` is not a number from 0.
+        IoError: /proc can't be read at the begin or the end; a phase that has begun is over.
     """
+    arguments.text("the name of a phase", name)
+    arguments.number("interval_s", interval_s, arguments.MOST_SECONDS)
     recording = _recording()
     begun = recording.enter(name, interval_s)
     try:
@@ -276,8 +325,8 @@ def recorded(label: str = "", lines: Mapping[str, int] | None = None) -> list[di
     horizontal lines of its chart."""
     recording = _recording()
     process = {
-        "label": label,
-        "rank": int(os.environ.get("RANK", "0")),
+        "label": arguments.text("the label", label),
+        "rank": _rank(),
         "pid": recording.pid,
         "host": socket.gethostname(),
         "began": recording.began,
@@ -286,8 +335,23 @@ def recorded(label: str = "", lines: Mapping[str, int] | None = None) -> list[di
     records: list[dict[str, Any]] = [{"process": process}]
     records += [{"phase": asdict(one)} for one in recording.phases]
     records += [{"sample": one._asdict()} for one in recording.samples]
-    records += [{"line": {"name": name, "bytes": of}} for name, of in (lines or {}).items()]
+    records += [{"line": _line(name, of)} for name, of in (lines or {}).items()]
     return records
+
+
+def _line(name: str, size: float) -> dict[str, Any]:
+    arguments.text("the name of a line", name)
+    arguments.number(f"the line '{name}'", size, arguments.MOST_BYTES)
+    return {"name": name, "bytes": int(size)}
+
+
+def _rank() -> int:
+    given = os.environ.get("RANK") or "0"
+    try:
+        return int(given)
+    except ValueError as error:
+        what = "the environment's RANK is not a number"
+        raise refusal("USAGE", what, expected="a rank, such as 0", got=ascii(given)) from error
 
 
 def save(
@@ -297,15 +361,19 @@ def save(
 
     Args:
         path: the file, which is overwritten; "{rank}" in it is replaced by this process's RANK (0
-            if unset), so that each rank writes its own file.
+            if unset or empty), so that each rank writes its own file.
         label: the label of the run; `draw` makes a chart for each label.
         lines: numbers of bytes by name, such as {"promise": ...} or {"budget": ...}, which `draw`
             sums over the processes of the run and draws as horizontal lines in its chart.
 
     Returns:
         The path that was written.
+
+    Raises:
+        UsageError: the label or a line's name is not a str or not UTF-8, a line is not a number of
+            bytes, or RANK is not a number.
     """
-    target = Path(str(path).replace("{rank}", os.environ.get("RANK", "0")))
+    target = Path(str(path).replace("{rank}", str(_rank())))
     written = [json.dumps(line, separators=(",", ":")) for line in recorded(label, lines)]
     target.write_text("\n".join(written) + "\n")
     return target
