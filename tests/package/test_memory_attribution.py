@@ -4,7 +4,9 @@
 Copies are compared with Pss_Anon, which the tests read from /proc/PID/smaps_rollup. Must fail for
 these mutants: copies that are omitted or counted once per child; views that are counted in addition
 to their base; a protection that remains after its tensor is freed, or that omits tensors allocated
-in the first step; peaks that forget the copies of ended children.
+in the first step; a torch optimizer that is refused before its first step; a refusal that leaves a
+hook; indices or values of a sparse tensor that are not counted; peaks that forget the copies of
+ended children.
 """
 
 import gc
@@ -148,6 +150,57 @@ def test_weights_gradients_and_moments_of_torch_are_attributed() -> None:
     sizes = {name: who[name].held_bytes for name in ("weights", "gradient", "moments")}
     assert sizes == {"weights": near(SIZE), "gradient": near(SIZE), "moments": near(2 * SIZE)}
     assert who.params == NUMEL
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")  # torch: "support is in beta state"
+@pytest.mark.parametrize("layout", ["uncoalesced", "coo", "csr", "csc", "bsr", "bsc"])
+def test_indices_and_values_of_sparse_tensors_are_counted(layout: str) -> None:
+    dense = torch.ones(512, 2048)
+    indices = 2 * 8 * dense.numel()
+    if layout == "coo":
+        sparse = dense.to_sparse()
+    elif layout == "uncoalesced":
+        full = dense.to_sparse()
+        sparse = torch.sparse_coo_tensor(full.indices(), full.values(), is_coalesced=False)
+    else:
+        blocks = (1, 1) if layout.startswith("b") else None
+        sparse = dense.to_sparse(layout=getattr(torch, f"sparse_{layout}"), blocksize=blocks)
+        indices //= 2  # and one for each row or column
+    who = memory.attribute({"master": torch.nn.Parameter(sparse)})
+    assert who["master"].held_bytes == pytest.approx(4 * dense.numel() + indices, abs=4 * EDGE)
+    assert who.params == dense.numel()
+
+
+def test_sparse_gradients_are_attributed_and_protected() -> None:
+    model = torch.nn.Embedding(1 << 16, 64, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    model(torch.arange(1 << 15)).sum().backward()
+    size = (8 + 4 * 64) << 15
+    assert memory.attribute(model)["gradient"].held_bytes == pytest.approx(size, abs=2 * EDGE)
+    assert modicum.torch.protect(optimizer).bytes == pytest.approx(size, abs=2 * EDGE)
+
+
+def test_parameters_without_a_shape_have_no_memory() -> None:
+    model = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyBatchNorm1d())
+    assert memory.attribute(model)["weights"].held_bytes == 8  # the number of batches
+
+
+def test_tensors_of_other_layouts_are_refused() -> None:
+    with pytest.raises(UsageError, match="UNSUPPORTED: a tensor of unknown layout.*_mkldnn"):
+        memory.attribute(torch.ones(4).to_mkldnn())
+
+
+@pytest.mark.parametrize("source", [torch.Tensor, torch.nn.Linear, torch.optim.AdamW])
+def test_classes_are_no_sources(source: Any) -> None:
+    with pytest.raises(UsageError, match=f"a class .*got {source.__name__}"):
+        memory.attribute(source)
+
+
+@pytest.mark.parametrize("name", ["params", "baseline"])
+@pytest.mark.parametrize("value", ["2 GiB", -1, float("nan")])
+def test_other_numbers_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"{name} is out of range"):
+        memory.attribute(**{name: value})
 
 
 @pytest.mark.parametrize("source", [3, "text", None, object()])
@@ -311,6 +364,33 @@ def test_allocations_of_the_first_step_are_protected() -> None:
     assert who["weights"].copied_bytes == near(SIZE)  # never protected: children may read them
     protection.renew()
     assert protection.bytes == pytest.approx(3 * SIZE, abs=3 * EDGE)
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_an_optimizer_is_protected_before_its_first_step(is_wrapped: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(NUMEL))
+    optimizer = source = torch.optim.AdamW([parameter], foreach=False)
+    if is_wrapped:
+        accelerate = pytest.importorskip("accelerate")
+        source = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    protection = modicum.torch.protect(source)
+    assert protection.bytes == 0
+    parameter.grad = torch.ones(NUMEL)
+    optimizer.step()
+    assert protection.bytes == pytest.approx(3 * SIZE, abs=3 * EDGE)
+
+
+def test_a_refused_protection_leaves_nothing() -> None:
+    parameter = torch.nn.Parameter(torch.ones(NUMEL))
+    parameter.grad = torch.ones(NUMEL)
+    optimizer = torch.optim.AdamW([parameter])
+    with pytest.raises(UsageError, match="a source of unknown kind"):
+        modicum.torch.protect(optimizer, 3)
+    assert not optimizer._optimizer_step_post_hooks
+    with living_children(1):
+        parameter.grad.mul_(2)
+        assert memory.attribute(optimizer)["gradient"].copied_bytes == near(SIZE)
 
 
 def test_our_own_optimizer_is_already_protected() -> None:

@@ -2,7 +2,8 @@
 workers are forked. A forecast needs the configuration in which Trainer has resolved "auto" values.
 
 Must fail for these mutants: a callback that calls `protect` before DeepSpeed has allocated its
-memory, or after the workers are forked; a forecast from a configuration with "auto".
+memory, or after the workers are forked; one that refuses torch's optimizers, or that keeps the
+protection of a training that failed; a forecast from a configuration with "auto".
 """
 
 import json
@@ -20,11 +21,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")
 
+import torch
 from program import run_json
 
 import modicum as front
 from modicum.errors import UsageError
-from modicum.torch.deepspeed import config_of
+from modicum.torch.deepspeed import ProtectCallback, config_of
 
 PROGRAM = Path(__file__).parents[2] / "support/deepspeed_trainer.py"
 
@@ -81,3 +83,18 @@ def test_a_resolved_configuration_is_forecast(
 def test_arguments_without_deepspeed_are_refused() -> None:
     with pytest.raises(UsageError, match="TrainingArguments with deepspeed="):
         config_of(SimpleNamespace(hf_deepspeed_config=None))
+
+
+def test_the_callback_protects_the_state_of_torchs_optimizers() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1 << 20))
+    optimizer = torch.optim.AdamW([parameter])
+    callback = ProtectCallback()
+    for _ in range(2):  # an exception ends the first training
+        callback.on_train_begin(None, None, None, optimizer=optimizer)
+        assert callback.protection is not None
+        assert len(optimizer._optimizer_step_post_hooks) == 1
+        parameter.grad = torch.ones(1 << 20)
+        optimizer.step()
+        assert callback.protection.bytes > 11 << 20
+    callback.on_train_end(None, None, None)
+    assert callback.protection is None and not optimizer._optimizer_step_post_hooks

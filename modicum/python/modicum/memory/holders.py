@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from modicum.errors import refusal
-from modicum.upstream.torch_core import local_of
+from modicum.upstream.torch_core import dense_parts, local_of
 
 MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS = "master", "gradient", "moments", "staging", "weights"
 PARTITION = "offloaded weights"  # ZeRO-3's partitions; data-loader workers do not use them
@@ -29,29 +29,46 @@ class Holding(NamedTuple):
 
 def holdings(source: Any) -> Iterator[Holding]:
     """The tensors of a source: a DeepSpeed engine or ZeRO optimizer, a torch optimizer or module, a
-    tensor, a mapping of owners to sources, or an iterable of sources. Skips empty tensors, and
-    tensors that are not in host memory."""
+    tensor, a mapping of owners to sources, or an iterable of sources. Skips empty and uninitialised
+    tensors, and tensors that are not in host memory. A sparse tensor is several: its indices and
+    values."""
     for owner, name, tensor in _tensors(source):
-        tensor = local_of(tensor)
-        if tensor.device.type != "cpu" or tensor.numel() == 0:
-            continue
-        begin, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
-        if not tensor.is_contiguous():  # its elements do not fill a range: takes all of the storage
-            storage = tensor.untyped_storage()
-            begin, size = storage.data_ptr(), storage.nbytes()
-        if begin != 0:
-            yield Holding(owner, name, tensor, begin, begin + size)
+        for part in dense_parts(local_of(tensor)):
+            if part.device.type != "cpu" or part.numel() == 0:
+                continue
+            begin, end = _range_of(part)
+            if begin != 0:
+                yield Holding(owner, name, part, begin, end)
+
+
+def _range_of(tensor: Any) -> tuple[int, int]:
+    if not tensor.is_contiguous():  # its elements do not fill a range: takes all of the storage
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel() * tensor.element_size()
+
+
+def unwrapped(source: Any) -> Any:
+    """The optimizer inside accelerate's wrapper; any other source itself."""
+    while type(source).__module__.startswith("accelerate.") and hasattr(source, "optimizer"):
+        source = source.optimizer
+    return source
 
 
 def stepping(source: Any) -> Any:
     """The torch optimizer that allocates the source's missing state in its first step; None if
     `source` is neither an optimizer nor of DeepSpeed."""
+    source = unwrapped(source)
     if _is_of_deepspeed(source):
         return _zero_of(source)[0].optimizer
     return source if hasattr(source, "register_step_post_hook") else None
 
 
 def _tensors(source: Any) -> Iterator[tuple[str, str, Any]]:
+    source = unwrapped(source)
+    if isinstance(source, type):
+        raise refusal("USAGE", "a class instead of a source", got=source.__name__)
     if hasattr(source, "data_ptr") and hasattr(source, "untyped_storage"):
         yield OTHER, "tensor", source
     elif hasattr(source, "_holdings"):  # modicum.torch.AdamW

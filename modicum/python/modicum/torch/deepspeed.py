@@ -32,7 +32,8 @@ class ProtectCallback(TrainerCallback):
         """The protection during training; None before and after."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.protection = protect(_unwrapped(kwargs["optimizer"]))
+        self.on_train_end(args, state, control)  # of a training that an exception has ended
+        self.protection = protect(kwargs["optimizer"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.protection is not None:
@@ -64,10 +65,3 @@ def config_of(arguments: Any) -> dict[str, Any]:
 
 def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _unwrapped(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's wrapper."""
-    while type(optimizer).__module__.partition(".")[0] == "accelerate":
-        optimizer = optimizer.optimizer
-    return optimizer

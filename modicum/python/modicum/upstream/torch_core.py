@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from modicum.errors import refusal
 from modicum.upstream.known import TORCH_TESTED, Known
 
 RESETS = ("reset_parameters", "_reset_parameters")
@@ -21,6 +22,32 @@ second one."""
 def local_of(tensor: Any) -> Any:
     """A DTensor's local tensor, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+# The methods of a sparse tensor that return its dense parts, by layout. Those of COO accept
+# uncoalesced tensors.
+_PARTS = {
+    "torch.strided": None,
+    "torch.jagged": None,
+    "torch.sparse_coo": ("_indices", "_values"),
+    "torch.sparse_csr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "torch.sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "torch.sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+
+
+def dense_parts(tensor: Any) -> list[Any]:
+    """The dense tensors that have a tensor's memory: itself; the indices and values of a sparse
+    one; none for one of a lazy module that has no shape yet."""
+    if hasattr(tensor, "materialize"):  # of UninitializedParameter and UninitializedBuffer
+        return []
+    layout = str(tensor.layout)
+    if layout not in _PARTS:
+        what = "a tensor of unknown layout"
+        raise refusal("UNSUPPORTED", what, expected="dense or sparse", got=layout)
+    names = _PARTS[layout]
+    return [tensor] if names is None else [getattr(tensor, name)() for name in names]
 
 
 def version_of(tensor: Any) -> int:

@@ -2,13 +2,13 @@
 
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from modicum import _modicum
 from modicum.errors import BudgetError, refusal
-from modicum.memory.holders import WEIGHTS, Holding, holdings, stepping
+from modicum.memory.holders import WEIGHTS, Holding, holdings, stepping, unwrapped
 from modicum.torch.optim.adamw import AdamW
 
 _PAGE_BYTES = mmap.PAGESIZE
@@ -75,7 +75,7 @@ class Protection:
         lines = [f"{of.bytes:>14} {of.left_bytes:>8}  {of.owner}  {of.name}" for of in self.tensors]
         return "\n".join([f"{'protected':>14} {'left':>8}  bytes", *lines])
 
-    def _add(self, found: Iterator[Holding]) -> None:
+    def _add(self, found: Iterable[Holding]) -> None:
         for of in found:
             known = self._done.get((of.begin, of.end))
             if known is not None and known[1].alive:
@@ -114,7 +114,7 @@ def protect(*sources: Any) -> Protection:
     parent overwrites after the fork: 10 bytes per parameter with ZeRO-2 offload, and 18 if workers
     are forked for every epoch. Applies MADV_DONTFORK to pages that hold only masters, gradients,
     moments, staging or ZeRO-3's offloaded weights; not to other weights, which a worker may use.
-    Tensors that are allocated later (DeepSpeed's moments, in the first step) are protected at the
+    Tensors that an optimizer allocates later (its moments, in the first step) are protected at the
     end of that step. Calling it twice is harmless.
 
     If a child uses a protected tensor, torch's functions raise `UsageError`; an access that
@@ -129,18 +129,22 @@ def protect(*sources: Any) -> Protection:
 
     Returns:
         The protected tensors and bytes. Only complete pages can be protected: parts of up to two
-        pages at a tensor's edges are not, nor is a tensor smaller than a page.
+        pages at a tensor's edges are not, nor is a tensor smaller than a page. Empty for an
+        optimizer without state, until its first step.
 
     Raises:
-        UsageError: a source is of an unknown kind, or there is no tensor in host memory to protect.
+        UsageError: a source is of an unknown kind, or there is no tensor in host memory to protect,
+            and no optimizer that allocates one in its step.
     """
-    protection = Protection()
-    others = [source for source in sources if not isinstance(source, AdamW)]
-    for source in others:
-        protection._add(_protectable(source))
-        protection._follow(source)
-    if len(others) == len(sources) and not protection.tensors:
+    others = [source for source in map(unwrapped, sources) if not isinstance(source, AdamW)]
+    found = [list(_protectable(source)) for source in others]
+    is_in_vain = not any(found) and all(stepping(source) is None for source in others)
+    if len(others) == len(sources) and is_in_vain:
         raise refusal("USAGE", "the sources have nothing in host memory to protect")
+    protection = Protection()
+    for source, tensors in zip(others, found, strict=True):
+        protection._add(tensors)
+        protection._follow(source)
     return protection
 
 
