@@ -131,9 +131,7 @@ def _naming_tokens(structure: Structure) -> Iterator[None]:
         raise
 
 
-def load_rounded(
-    model: nn.Module, built: Built, before: Before, bindings: Bindings | None
-) -> None:
+def load_rounded(model: nn.Module, built: Built, before: Before, bindings: Bindings | None) -> None:
     """Loads the values that the model would have under accelerate, which casts each stored value to
     its dtypes in `before.passed`, one after the other."""
     narrow = [] if built.source is None else _narrowings(model, before.passed, built.source)

@@ -201,11 +201,12 @@ def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) 
         # A tensor that the script has sharded is a new one.
         if noted is None or is_copy or hasattr(member.tensor, "placements"):
             continue
-        own = names.get(id(member.tensor), ["a copy"])
+        own = names.get(id(member.tensor), ["a parameter that was not in the built model"])
         is_source = sources.get(name, name) == name
         if built.source is not None and is_source and keys[name] not in own:
-            what = "a module was moved or copied before its model had values, and would get those "
-            what += "of its present name: do it after prepare"
+            what = "a parameter was moved or copied before it had values, and would get those of "
+            what += "its present name: do it after prepare, or build the model within "
+            what += "loading.exempt()"
             raise refusal("USAGE", what, tensor=name, expected=keys[name], got=own[0])
         if built.parameters.get(own[0], noted).version != version_of(member.tensor):
             what = "a parameter was written to before it had values: write to it (or merge "

@@ -32,10 +32,10 @@ def version_of(tensor: Any) -> int:
 
 
 def count_writes_through_data(stack: ExitStack) -> None:
-    """Until `stack` ends, writes through `.data` to a plain tensor on meta grow its version counter,
-    as writes through `detach()` do: those in place, and the assignment of another tensor of the
-    same dtype, shape and strides (other ones convert). The assignment to a vector does not count:
-    transformers assigns a copy of the head's bias whenever it ties weights."""
+    """Until `stack` ends, writes through `.data` to a plain tensor on meta grow its version
+    counter, as writes through `detach()` do: those in place, and the assignment of another tensor
+    of the same dtype, shape and strides (other ones convert). The assignment to a vector does not
+    count: transformers assigns a copy of the head's bias whenever it ties weights."""
     import torch
 
     own: Any = torch.Tensor.data
