@@ -3,7 +3,8 @@
 
 Must fail for these mutants: an attribute or environment variable that stays changed; an unknown
 version of accelerate that is accepted; a forward with parameters on meta that raises no error;
-values of the script that are lost without an error.
+values of the script that are lost without an error, also through `.data` or in a buffer; a moved
+layer that gets the values of another one.
 """
 
 import contextlib
@@ -67,7 +68,7 @@ WHAT_CAN_CHANGE = (
 @pytest.fixture(scope="module", autouse=True)
 def written() -> None:
     """Writes the checkpoints before a process group is simulated."""
-    for name in ("llama", "llama_tied", "qwen2"):
+    for name in ("llama", "llama_tied", "qwen2", "glm4_moe"):
         from_pretrained(name)
 
 
@@ -447,6 +448,108 @@ def test_writing_to_an_empty_parameter_is_refused(one_rank: None) -> None:
         nn.init.zeros_(model.lm_head.weight)
         prepare(model)
     assert refused.value.tensor == "lm_head.weight"
+
+
+# Writes that leave the parameter's own version counter unchanged.
+THROUGH_DATA: dict[str, Any] = {
+    "in place": lambda model: model.lm_head.weight.data.zero_(),
+    "rows": lambda model: model.lm_head.weight.data[-2:].copy_(torch.ones(2, 1)),
+    "assigned": lambda model: setattr(
+        model.lm_head.weight, "data", model.get_input_embeddings().weight.data.clone()
+    ),
+    "merged": lambda model: peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["lm_head"], init_lora_weights=False)
+    ).merge_and_unload(),
+}
+
+
+@pytest.mark.parametrize("write", THROUGH_DATA)
+def test_writes_through_data_are_refused(one_rank: None, write: str) -> None:
+    """`.data` is torch's own again when every model has its values."""
+    with pytest.raises(UsageError, match="written to") as refused, loading(progress=False):
+        model = build()
+        THROUGH_DATA[write](model)
+        prepare(model)
+    assert refused.value.tensor == "lm_head.weight"
+    AcceleratorState._reset_state(True)
+    with loading(progress=False):
+        model = build()
+        assert "data" in vars(torch.Tensor)
+        prepare(model)
+        assert "data" not in vars(torch.Tensor)
+
+
+def test_conversions_through_data_are_no_writes(one_rank: None) -> None:
+    """Casts, ties, and a resized embedding assign to `.data`, too."""
+    whole = from_pretrained("llama_tied")
+    with loading(progress=False):
+        model = build("llama_tied", dtype=torch.bfloat16)
+        model.resize_token_embeddings(model.config.vocab_size + 2)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.float32)
+        model.tie_weights()
+        model, _ = prepare(model)
+    stored = whole.lm_head.weight.detach().bfloat16().float()
+    assert_same(model.lm_head.weight.full_tensor().detach()[:-2], stored, "head")
+
+
+def test_writing_to_a_resized_embedding_is_refused(one_rank: None) -> None:
+    """The new rows are made by the load, which would overwrite the script's."""
+    with pytest.raises(UsageError, match="written to") as refused, loading(progress=False):
+        model = build()
+        model.resize_token_embeddings(model.config.vocab_size + 2, mean_resizing=False)
+        with torch.no_grad():
+            model.get_input_embeddings().weight[-2:] = 7.0
+        prepare(model)
+    assert refused.value.tensor == "model.embed_tokens.weight"
+
+
+def test_a_copy_of_a_written_model_is_refused(one_rank: None) -> None:
+    with pytest.raises(UsageError, match="written to") as refused, loading(progress=False):
+        model = build()
+        nn.init.zeros_(model.lm_head.weight)
+        prepare(copy.deepcopy(model))
+    assert refused.value.tensor == "lm_head.weight"
+
+
+MOVES: dict[str, Any] = {
+    "swapped": lambda layers: [layers[1], layers[0]],
+    "without the first": lambda layers: [layers[1]],
+    "twice": lambda layers: [layers[1], layers[1]],
+    "copied": lambda layers: [layers[0], copy.deepcopy(layers[0])],
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("wrapped", (False, True))
+def test_moved_layers_are_refused(one_rank: None, move: str, wrapped: bool) -> None:
+    with (
+        pytest.raises(UsageError, match="moved or copied") as refused,
+        loading(progress=False, unexpected="ignore"),
+    ):
+        model = build()
+        model.model.layers = nn.ModuleList(MOVES[move](model.model.layers))
+        if wrapped:
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        prepare(model)
+    at = 1 if move == "copied" else 0
+    assert refused.value.expected.startswith(f"model.layers.{at}.self_attn.q_proj.")
+    assert move == "copied" or refused.value.got.startswith("model.layers.1.self_attn.q_proj.")
+
+
+def test_writing_to_a_persistent_buffer_is_refused(one_rank: None) -> None:
+    """Before the load the buffer is zero. A cast does not count as a write."""
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    whole = from_pretrained("glm4_moe")
+    with loading(progress=False):
+        model, _ = prepare(build("glm4_moe").to(torch.float64).to(torch.float32))
+    assert_same(model.get_buffer(name), whole.get_buffer(name), name)
+    AcceleratorState._reset_state(True)
+    with pytest.raises(UsageError, match="overwritten") as refused, loading(progress=False):
+        model = build("glm4_moe")
+        model.get_buffer(name).fill_(9.0)
+        prepare(model)
+    assert refused.value.tensor == name
 
 
 def test_a_new_head_that_the_source_overwrites_is_refused(one_rank: None) -> None:

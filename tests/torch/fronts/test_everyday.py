@@ -2,7 +2,7 @@
 without it, or raise a typed error that names the remedy.
 
 The oracle is transformers. Must fail for these mutants: a resized embedding that loses its stored
-rows; a copy of a model whose values are never loaded; an exempted model that is emptied; a
+rows, or gets removed ones back; a copy of a model whose values are never loaded; an exempted model that is emptied; a
 reference model that TRL's trainer leaves on meta; errors of torch about meta tensors.
 """
 
@@ -104,6 +104,22 @@ def test_an_embedding_resized_to_fewer_rows_keeps_the_first(one_rank: None) -> N
     assert_same(whole(model.get_input_embeddings().weight), theirs[:-7], "embedding")
 
 
+@pytest.mark.parametrize("more", (0, 5))
+def test_rows_that_were_removed_are_new(one_rank: None, more: int) -> None:
+    """An embedding that is resized to fewer rows and then to more has new rows, the mean of those
+    that stayed, as transformers makes them."""
+    theirs = from_pretrained("llama").get_input_embeddings().weight.detach()
+    with loading(progress=False):
+        model = build()
+        model.resize_token_embeddings(len(theirs) - 7)
+        model.resize_token_embeddings(len(theirs) + more)
+        model, _ = prepare(model)
+    weight = whole(model.get_input_embeddings().weight)
+    assert_same(weight[: len(theirs) - 7], theirs[:-7], "embedding")
+    mean = theirs[:-7].double().mean(0).expand(7 + more, -1)
+    assert torch.allclose(weight[len(theirs) - 7 :].double(), mean, rtol=1e-2, atol=1e-3)
+
+
 def test_a_model_resized_by_hand_needs_the_argument_resized() -> None:
     """Without the argument `resized` of `load`, a model with another vocabulary size is refused. If
     `missing` names the embeddings instead, a warning says that their stored rows are not used."""
@@ -176,6 +192,20 @@ def test_a_deep_copy_is_loaded_as_well(one_rank: None) -> None:
         assert_same(whole(parameter), from_pretrained("llama").get_parameter(name), name)
     # The hook by which loading() learns of copies is removed when the model has its values.
     assert "__deepcopy__" not in vars(model)
+
+
+def test_a_model_that_is_built_in_inference_mode_is_loaded(one_rank: None) -> None:
+    """Writes to it are counted. Its copy, made in this mode, would count none and is refused."""
+    with loading(progress=False) as inside:
+        model = build()
+        with torch.inference_mode():
+            reference = build()
+            with pytest.raises(UsageError, match="inference_mode"):
+                copy.deepcopy(reference)
+        model, _ = prepare(model)
+        inside.fill(reference)
+    for name, parameter in reference.named_parameters():
+        assert_same(parameter.detach(), from_pretrained("llama").get_parameter(name), name)
 
 
 def test_an_exempted_model_is_read_as_usual(one_rank: None) -> None:

@@ -268,6 +268,7 @@ def test_sharded_parameters_are_found_without_their_model(rank: None, monkeypatc
 # a replacement with which the fact does not hold.
 FACTS = {
     "_version grows": (torch_core, "version_of", lambda tensor: 0),
+    "Tensor.data": (torch_core, "_is_like", lambda tensor, value: False),
     "_use_count": (torch_core, "use_count", lambda tensor: 1),
     "_cdata": (torch_core, "storage_id", lambda tensor: 0),
     "dictionaries move": (torch_core, "carry_hooks", lambda source, target: None),

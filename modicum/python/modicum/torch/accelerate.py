@@ -37,10 +37,9 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.patterns import Rule
-from modicum.recipes.structure import structure_of
 from modicum.torch.build.empty import empty_parameters
 from modicum.torch.checkpoints import Checkpoints
-from modicum.torch.filling import dtypes_passed, keys_of, load_rounded, shard_and_load
+from modicum.torch.filling import examined, load_rounded, shard_and_load
 from modicum.torch.loading.around import giving
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.shards.forks import require_fork
@@ -49,11 +48,11 @@ from modicum.torch.unfilled import (
     Built,
     note,
     note_resized,
-    refuse_changed,
     release,
     told_to_users,
 )
 from modicum.upstream import accelerate, peft, transformers, trl
+from modicum.upstream.torch_core import count_writes_through_data
 from modicum.upstream.torch_fsdp import is_sharded
 from modicum.walk.calls import require_check
 from modicum.walk.report import Report
@@ -204,6 +203,7 @@ class _Scripts:
         self.is_building = False
         self._bindings: Bindings | None = None
         self._stack = stack
+        self._counting = stack.enter_context(ExitStack())
         self._has_peft = peft.with_real_adapters(stack)
         transformers.replace_loading(stack, _pretrained_model(), self)
         accelerate.replace_prepare(stack, self._preparing, self._sharding, self._placing)
@@ -229,7 +229,10 @@ class _Scripts:
         self._checkpoints.replace(self._stack)
         accelerate.require_fsdp2_if_set()
         # from_pretrained draws no random numbers, so the generator must stay unchanged here, too.
-        return [torch.random.fork_rng(devices=[]), self._constructing(), empty_parameters()]
+        contexts = [torch.random.fork_rng(devices=[]), self._constructing(), empty_parameters()]
+        if torch.is_inference_mode_enabled():  # whose tensors do not count writes
+            return [torch.inference_mode(False), torch.no_grad(), *contexts]
+        return contexts
 
     @contextmanager
     def _constructing(self) -> Iterator[None]:
@@ -243,13 +246,23 @@ class _Scripts:
         """Called in place of reading: records the source, and guards the model until the load."""
         transformers.check_arguments(model, *given)
         innermost = self.loadings[-1]
-        source = innermost._source or transformers.source_of(files)
-        note(model, Built(innermost, source, {}), innermost._built.__setitem__)
+        self._note(model, Built(innermost, innermost._source or transformers.source_of(files)))
 
     def made(self, model: Any) -> None:
         """Called when `from_config` has built a model, whose values its own rules make."""
-        innermost = self.loadings[-1]
-        note(model, Built(innermost, None, {}), innermost._built.__setitem__)
+        self._note(model, Built(self.loadings[-1], None))
+
+    def _note(self, model: nn.Module, built: Built) -> None:
+        note(model, built, built.loading._built.__setitem__)
+        self._count_writes()
+
+    def _count_writes(self) -> None:
+        """Counts writes through `.data` as long as a model has no values: there are no other traces
+        of them."""
+        if not any(context.unfilled() for context in self.loadings):
+            self._counting.close()
+        elif "data" not in vars(torch.Tensor):
+            count_writes_through_data(self._counting)
 
     def resized(self, model: Any, how: str) -> None:
         """Called when embeddings or heads of a model were resized. `how`: how the load makes new
@@ -284,6 +297,9 @@ class _Scripts:
             release(module)
             if built := self._record(module):
                 built.filled = True
+                built.parameters.clear()
+                built.buffers.clear()
+        self._count_writes()
 
     def loaded(self, model: nn.Module) -> None:
         """Called after a script's own `modicum.torch.load`. A load of adapters alone may leave the
@@ -390,8 +406,5 @@ class _Scripts:
         if (found := self._unfilled_in(model)) is None:
             return
         root, built = found
-        structure = structure_of(model)
-        keys = keys_of(structure, model, root)
-        refuse_changed(structure, built, keys)
-        load_rounded(model, built, dtypes_passed(structure, built, keys), None)
+        load_rounded(model, built, examined(model, root, built), None)
         self._filled(model)

@@ -3,8 +3,9 @@ that accelerate would load."""
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,44 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.loading.around import giving
+from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
+from modicum.torch.loading.rows import fill_rows, require_rows
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.rebinding import Bindings
 from modicum.torch.shards.tensors import as_bytes
-from modicum.torch.unfilled import Built, refuse_changed
+from modicum.torch.unfilled import Built, refuse_changed, rows_kept, written_buffers
 from modicum.upstream.patching import replace
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_fsdp import is_sharded, is_unit
 from modicum.upstream.wrappers import canonical
 
 _CHUNK = 1 << 20  # elements
+
+
+@dataclass(frozen=True)
+class Before:
+    """Facts about a model that is to be filled, from before it is sharded; by its names."""
+
+    structure: Structure
+    passed: dict[str, list[torch.dtype]]
+    """From `dtypes_passed`."""
+    written: set[str]
+    """The persistent buffers to which the script has written."""
+    kept: dict[str, int]
+    """From `rows_kept`."""
+
+
+def examined(model: nn.Module, root: nn.Module, built: Built) -> Before:
+    """The facts about a model in which `root` was built without values. Raises `UsageError` if the
+    script has changed what the load would overwrite or misplace."""
+    structure = structure_of(model)
+    keys = keys_of(structure, model, root)
+    refuse_changed(structure, built, keys)
+    passed = dtypes_passed(structure, built, keys)
+    written = written_buffers(structure, built, keys)
+    return Before(structure, passed, written, rows_kept(structure, built, keys))
 
 
 @contextmanager
@@ -56,10 +83,7 @@ def shard_and_load(
     """Shards a model by accelerate's function `shard`, and loads it; returns the sharded model.
     `found`: the module in `model` that was built without values, and facts about it."""
     root, built = found
-    structure = structure_of(model)
-    keys = keys_of(structure, model, root)
-    refuse_changed(structure, built, keys)
-    passed = dtypes_passed(structure, built, keys)
+    before = examined(model, root, built)
     plugin = accelerator.state.fsdp_plugin
     if plugin.cpu_ram_efficient_loading:
         _take_from_rank_0(model, accelerator.device)
@@ -71,11 +95,11 @@ def shard_and_load(
         # With this flag accelerate would move buffers to meta and broadcast values of rank 0.
         replace(stack, plugin, "cpu_ram_efficient_loading", False)
         replace(stack, plugin, "ignored_modules", ignored)
-        with _naming_tokens(structure):
+        with _naming_tokens(before.structure):
             model = shard(accelerator, model)
     if not is_sharded(model):
         raise refusal("UNSUPPORTED", "fsdp2_prepare_model of this accelerate shards nothing")
-    load_rounded(model, built, passed, bindings)
+    load_rounded(model, built, before, bindings)
     for module in ignored if pattern else ():
         module.to(accelerator.device)  # as accelerate does for a pattern of names
     return model
@@ -107,22 +131,21 @@ def _naming_tokens(structure: Structure) -> Iterator[None]:
         raise
 
 
-def load_rounded(
-    model: nn.Module,
-    built: Built,
-    passed: Mapping[str, list[torch.dtype]],
-    bindings: Bindings | None,
-) -> None:
+def load_rounded(model: nn.Module, built: Built, before: Before, bindings: Bindings | None) -> None:
     """Loads the values that the model would have under accelerate, which casts each stored value to
-    its dtypes in `passed`, one after the other."""
-    narrow = [] if built.source is None else _narrowings(model, passed, built.source)
-    before = _digests_of(model)
+    its dtypes in `before.passed`, one after the other."""
+    narrow = [] if built.source is None else _narrowings(model, before.passed, built.source)
+    if before.kept:
+        require_rows(Model.of(model), before.kept, {})
+    digests = _digests_of(model, before.written)
     # Those of the context in which the model was built, even if the load happens in an inner one.
     account = giving(built.arguments["ledger"], built.arguments["budget"])
     with _bound(bindings) as optimizers, account:
         arguments = built.arguments | {"optimizer": optimizers}
         built.loading.reports.append(load(model, built.source, **arguments))
-    _refuse_overwritten(before, _digests_of(model))
+    _refuse_overwritten(digests, _digests_of(model, before.written))
+    if before.kept:
+        fill_rows(Model.of(model), before.kept, arguments["resized"], arguments["seed"])
     for parameter, dtypes in narrow:
         _round(parameter, dtypes)
 
@@ -150,12 +173,14 @@ def _take_from_rank_0(model: nn.Module, device: torch.device) -> None:
             parameter.data.copy_(value)
 
 
-def _digests_of(model: nn.Module) -> dict[str, bytes]:
-    """A digest of this rank's part of each parameter that has values, by name."""
+def _digests_of(model: nn.Module, buffers: Collection[str]) -> dict[str, bytes]:
+    """A digest of this rank's part of each parameter that has values and of each buffer of
+    `buffers`, by name."""
     digests = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            values: Any = as_bytes(local_of(parameter).cpu().contiguous()).numpy()
+    own = ((name, one) for name, one in model.named_buffers() if canonical(name) in buffers)
+    for name, tensor in (*model.named_parameters(), *own):
+        if not tensor.is_meta:
+            values: Any = as_bytes(local_of(tensor).cpu().contiguous()).numpy()
             digests[name] = hashlib.blake2b(values, digest_size=16).digest()
     return digests
 
@@ -163,7 +188,7 @@ def _digests_of(model: nn.Module) -> dict[str, bytes]:
 def _refuse_overwritten(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> None:
     for name, value in before.items():
         if after[name] != value:
-            what = "a parameter that the script made itself was overwritten by the source: "
+            what = "a tensor that the script made itself was overwritten by the source: "
             what += "make it after prepare"
             raise refusal("USAGE", what, tensor=canonical(name))
 
@@ -180,7 +205,8 @@ def dtypes_passed(
     for name, member in structure.members.items():
         now = member.tensor.dtype
         if member.tensor.is_meta and now.is_floating_point:
-            passed[name] = [built.parameters.get(keys[name], (now, 0))[0], now]
+            noted = built.parameters.get(keys[name])
+            passed[name] = [now if noted is None else noted.dtype, now]
     return passed
 
 

@@ -7,7 +7,7 @@ import re
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,15 @@ import torch
 from torch import nn
 
 from modicum.errors import Error, refusal
-from modicum.recipes.structure import Structure
-from modicum.upstream.torch_core import drop_hooks, parameters_of, version_of
+from modicum.recipes.structure import Structure, ties_of
+from modicum.torch.shards.tensors import as_bytes
+from modicum.upstream.torch_core import (
+    buffers_of,
+    drop_hooks,
+    is_persistent,
+    parameters_of,
+    version_of,
+)
 
 # Packages whose frames are removed from the traceback of an error of Modicum.
 _FRAMEWORKS = re.compile(
@@ -29,6 +36,40 @@ _WITHOUT_VALUES = re.compile(
 )
 
 
+@dataclass
+class Noted:
+    """A parameter of a model without values, as it was built or resized."""
+
+    tensor: nn.Parameter
+    dtype: torch.dtype
+    """The dtype in which `from_pretrained` would have loaded it."""
+    version: int
+    """Its version counter."""
+    rows: int
+    """Its number of rows when it was built."""
+    kept: int
+    """The least number of rows that it had since: later rows are new."""
+
+    @classmethod
+    def of(cls, name: str, tensor: nn.Parameter) -> "Noted":
+        rows = len(tensor) if tensor.dim() else 0
+        return cls(tensor, tensor.dtype, _version(name, tensor), rows, rows)
+
+    def carried(self, name: str, copy: nn.Parameter) -> "Noted":
+        """The same facts about a parameter that replaces this one; a write to this one counts as a
+        write to it."""
+        writes = version_of(self.tensor) - self.version
+        return replace(self, tensor=copy, version=_version(name, copy) - writes)
+
+
+def _version(name: str, parameter: nn.Parameter) -> int:
+    if parameter.is_inference():
+        what = "a model without values is copied or resized within torch.inference_mode(), which "
+        what += "counts no writes: do it outside"
+        raise refusal("UNSUPPORTED", what, tensor=name)
+    return version_of(parameter)
+
+
 @dataclass(eq=False)
 class Built:
     """Facts about a model without values."""
@@ -37,9 +78,10 @@ class Built:
     """The `Loading` that loads it."""
     source: Path | None
     """The checkpoint; None: all tensors are initialised by the model's own rules."""
-    parameters: dict[str, tuple[torch.dtype, int | None]]
-    """For each name: the dtype in which `from_pretrained` would have loaded the parameter, and the
-    version counter of the parameter when it was built; None: writes to it are allowed."""
+    parameters: dict[str, Noted] = field(default_factory=dict)
+    """The parameters by the names with which they were built; empty once the model has values."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Copies of the persistent buffers as they were built, by name."""
     resized: str | None = None
     """How new rows are made, "mean" or "model"; None: no tensor was resized."""
     filled: bool = False
@@ -52,10 +94,18 @@ class Built:
 
 
 def note(model: nn.Module, built: Built, register: Callable[[nn.Module, Built], None]) -> None:
-    """Calls `register(model, built)` and guards the model. A deep copy of it is registered and
-    guarded as well."""
-    named = model.named_parameters(remove_duplicate=False)
-    built.parameters = {name: (p.dtype, version_of(p)) for name, p in named}
+    """Notes the model's parameters and persistent buffers, calls `register(model, built)` and
+    guards the model. A deep copy of it is noted, registered and guarded as well."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        built.parameters[name] = Noted.of(name, parameter)
+    for path, module in model.named_modules():
+        for leaf, buffer in buffers_of(module).items():
+            if buffer is not None and is_persistent(module, leaf):
+                built.buffers[f"{path}.{leaf}".lstrip(".")] = buffer.detach().clone()
+    _watch(model, built, register)
+
+
+def _watch(model: nn.Module, built: Built, register: Callable[[nn.Module, Built], None]) -> None:
     register(model, built)
     for module in model.modules():
         if parameters_of(module):
@@ -67,7 +117,12 @@ def note(model: nn.Module, built: Built, register: Callable[[nn.Module, Built], 
             made = copy.deepcopy(model, memo)
         finally:
             vars(model)["__deepcopy__"] = deepcopy
-        note(made, replace(built), register)
+        copied = {
+            name: of.carried(name, memo[id(of.tensor)])
+            for name, of in built.parameters.items()
+            if id(of.tensor) in memo
+        }
+        _watch(made, replace(built, parameters=copied), register)
         return made
 
     vars(model)["__deepcopy__"] = deepcopy
@@ -79,12 +134,15 @@ def note_resized(model: nn.Module, built: Built, modules: Collection[nn.Module],
         what = "resize_token_embeddings with and without mean_resizing in one model"
         raise refusal("UNSUPPORTED", what)
     built.resized = how
-    for prefix, module in model.named_modules():
-        for name, parameter in parameters_of(module).items() if module in modules else ():
-            if parameter is not None:
-                built.parameters[f"{prefix}.{name}".lstrip(".")] = parameter.dtype, None
-        if module in modules:
-            guard(module)
+    resized = {id(one) for module in modules for one in parameters_of(module).values()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) in resized:
+            of = built.parameters.get(name, Noted.of(name, parameter))
+            if of.tensor is not parameter:
+                of = of.carried(name, parameter)
+            built.parameters[name] = replace(of, kept=min(of.kept, len(parameter)))
+    for module in modules:
+        guard(module)
 
 
 def guard(module: nn.Module) -> None:
@@ -121,8 +179,13 @@ def _refuse_state(
 
 
 def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) -> None:
-    """Raises `UsageError` if a parameter was written to while it had no values, or if an adapter is
-    on meta that is not to begin as a base tensor. `keys`: from `keys_of`."""
+    """Raises `UsageError` if a parameter was written to while it had no values, if it is no longer
+    where it was built, or if an adapter is on meta that is not to begin as a base tensor. `keys`:
+    from `keys_of`."""
+    names: dict[int, list[str]] = {}
+    for name, of in built.parameters.items():
+        names.setdefault(id(of.tensor), []).append(name)
+    sources = {name: group[0] for group in ties_of(structure) for name in group}
     for name, member in structure.members.items():
         if not isinstance(member.tensor, nn.Parameter) or not member.tensor.is_meta:
             continue
@@ -133,13 +196,50 @@ def refuse_changed(structure: Structure, built: Built, keys: Mapping[str, str]) 
             )
             what += "after from_pretrained (import it before)"
             raise refusal("UNSUPPORTED", what, tensor=name)
-        _, version = built.parameters.get(keys[name], (None, None))
-        if hasattr(member.tensor, "placements"):  # the script has sharded it: a new tensor
-            version = None
+        noted = built.parameters.get(keys[name])
         is_copy = name in structure.copies or begins_as_base
-        if not is_copy and version not in (None, version_of(member.tensor)):
-            what = "a parameter was written to before it had values: write to it after prepare"
+        # A tensor that the script has sharded is a new one.
+        if noted is None or is_copy or hasattr(member.tensor, "placements"):
+            continue
+        own = names.get(id(member.tensor), ["a parameter that was not in the built model"])
+        is_source = sources.get(name, name) == name
+        if built.source is not None and is_source and keys[name] not in own:
+            what = "a parameter was moved or copied before it had values, and would get those of "
+            what += "its present name: do it after prepare, or build the model within "
+            what += "loading.exempt()"
+            raise refusal("USAGE", what, tensor=name, expected=keys[name], got=own[0])
+        if built.parameters.get(own[0], noted).version != version_of(member.tensor):
+            what = "a parameter was written to before it had values: write to it (or merge "
+            what += "adapters) after prepare, or build the model within loading.exempt()"
             raise refusal("USAGE", what, tensor=name)
+
+
+def written_buffers(structure: Structure, built: Built, keys: Mapping[str, str]) -> set[str]:
+    """The names of persistent buffers that do not have the values with which they were built, at
+    most cast to another dtype."""
+    written = set()
+    for name, member in structure.members.items():
+        now, before = member.tensor, built.buffers.get(keys[name])
+        if isinstance(now, nn.Parameter) or now.is_meta or hasattr(now, "placements"):
+            continue
+        if before is None or not torch.equal(
+            *(as_bytes(one.detach().to("cpu", now.dtype).contiguous()) for one in (now, before))
+        ):
+            written.add(name)
+    return written
+
+
+def rows_kept(structure: Structure, built: Built, keys: Mapping[str, str]) -> dict[str, int]:
+    """The number of rows that keep stored values, for each parameter that was resized to fewer rows
+    and then to more."""
+    kept = {}
+    for name, member in structure.members.items():
+        of = built.parameters.get(keys[name])
+        if of is None or name in structure.rows or not member.tensor.is_meta:
+            continue
+        if of.kept < min(of.rows, member.tensor.shape[0] if member.tensor.dim() else 0):
+            kept[name] = of.kept
+    return kept
 
 
 # ---- errors

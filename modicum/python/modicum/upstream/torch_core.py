@@ -6,10 +6,12 @@ other accessors to objects of their callers, and need no torch.
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from modicum.errors import refusal
 from modicum.upstream.known import TORCH_TESTED, Known
+from modicum.upstream.patching import replace
 
 RESETS = ("reset_parameters", "_reset_parameters")
 """The methods that initialise torch's own modules. MultiheadAttention and Transformer have the
@@ -54,6 +56,40 @@ def version_of(tensor: Any) -> int:
     """A counter that grows with each in-place write through torch. Raises RuntimeError for an
     inference tensor."""
     return tensor._version
+
+
+def count_writes_through_data(stack: ExitStack) -> None:
+    """Until `stack` ends, writes through `.data` to a plain tensor on meta grow its version
+    counter, as writes through `detach()` do: those in place, and the assignment of another tensor
+    of the same dtype, shape and strides (other ones convert). The assignment to a vector does not
+    count: transformers assigns a copy of the head's bias whenever it ties weights."""
+    import torch
+
+    own: Any = torch.Tensor.data
+
+    def is_plain(tensor: Any) -> bool:
+        own_dispatch = type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+        return tensor.is_meta and not own_dispatch and not tensor.is_inference()
+
+    def get(tensor: Any) -> Any:
+        return tensor.detach() if is_plain(tensor) else own.__get__(tensor)
+
+    def put(tensor: Any, value: Any) -> None:
+        if is_plain(tensor) and tensor.dim() > 1 and _is_like(tensor, value):
+            torch.autograd.graph.increment_version(tensor)
+        own.__set__(tensor, value)
+
+    replace(stack, torch.Tensor, "data", property(get, put))
+
+
+def _is_like(tensor: Any, value: Any) -> bool:
+    """Whether `value` is another tensor on meta with the same dtype, shape and strides."""
+    return (
+        value.is_meta
+        and (value.dtype, value.shape) == (tensor.dtype, tensor.shape)
+        and value.stride() == tensor.stride()
+        and storage_id(value) != storage_id(tensor)
+    )
 
 
 def use_count(tensor: Any) -> int:
@@ -155,6 +191,22 @@ def _writes_are_counted() -> bool:
     return version_of(tensor) > before
 
 
+def _writes_through_data_are_counted() -> bool:
+    import torch
+
+    with ExitStack() as stack, torch.inference_mode(False):
+        parameter = torch.nn.Parameter(torch.empty(2, 2, device="meta"))
+        count_writes_through_data(stack)
+        versions = [version_of(parameter)]
+        parameter.data.zero_()
+        versions.append(version_of(parameter))
+        parameter.data = torch.empty(2, 2, device="meta")
+        versions.append(version_of(parameter))
+        parameter.data = parameter.data.to(torch.float64)
+        versions.append(version_of(parameter))
+    return versions == [0, 1, 2, 2] and "data" not in vars(torch.Tensor)
+
+
 def _graphs_are_counted() -> bool:
     import torch
 
@@ -239,6 +291,7 @@ KNOWN = Known(
     TORCH_TESTED,
     {
         "Tensor._version grows with each write in place": _writes_are_counted,
+        "Tensor.data can be replaced by detach() and assignment": _writes_through_data_are_counted,
         "Tensor._use_count() counts autograd graphs": _graphs_are_counted,
         "UntypedStorage._cdata tells storages apart": _storages_are_told_apart,
         "a Parameter's hooks stay when their dictionaries move": _hooks_are_carried,
