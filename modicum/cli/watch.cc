@@ -19,6 +19,7 @@ namespace {
 
 struct WatchFlags {
   CommonFlags common;
+  bool tied = false;
   std::string limit;
   std::string trace;
   std::string report;
@@ -44,9 +45,11 @@ int compare(const WatchFlags& flags) {
   auto page = file_of(files, "--report", flags.report);
   std::array<std::string, 2> texts;
   std::array<WatchedRun, 2> parsed;
+  const bool is_name_enough = base_name(flags.compare[0]) != base_name(flags.compare[1]);
   for (size_t i = 0; i < texts.size(); ++i) {
     texts[i] = read_text(*files.open(flags.compare[i]));
-    parsed[i] = parse_run(texts[i], base_name(flags.compare[i]));
+    parsed[i] =
+        parse_run(texts[i], is_name_enough ? base_name(flags.compare[i]) : flags.compare[i]);
   }
   const RunComparison runs{parsed[0], parsed[1]};
   if (page) {
@@ -63,6 +66,7 @@ int compare(const WatchFlags& flags) {
 WatchTask task_of(const WatchFlags& flags, const Args& command) {
   WatchTask task{.command = command,
                  .is_stdout_for_us = flags.common.json,
+                 .ends_with_us = flags.tied,
                  .restore_signals = restore_signal_actions};
   if (!flags.limit.empty()) {
     task.limit_bytes = parse_size(flags.limit);
@@ -80,16 +84,26 @@ int watch(const WatchFlags& flags, const Args& command) {
   auto trace = file_of(files, "--trace", flags.trace);
   auto page = file_of(files, "--report", flags.report);
   const WatchRecord record = watch_command(task, files);
-  if (trace) trace->write(watch_trace(record));
-  if (page) page->write(watch_page(record));
+  int code = record.exit_code;
+  // Each result is written even if another one can't be: the command may have run for days.
+  const auto attempt = [&code](FunctionRef<void()> write) {
+    try {
+      write();
+    } catch (const Error& error) {
+      print_error(fmt::format("modicum: {}\n", error.what()));
+      code = exit_code(error.category());
+    }
+  };
   const std::string killed = record.killed ? fmt::format("modicum: {}\n", killed_text(record)) : "";
   if (flags.common.json) {
-    print(watch_json(record) + "\n");
+    attempt([&] { print(watch_json(record) + "\n"); });
     print_error(killed);
   } else {
     print_error(flags.common.quiet ? killed : watch_text(record));
   }
-  return record.exit_code;
+  if (trace) attempt([&] { trace->write(watch_trace(record)); });
+  if (page) attempt([&] { page->write(watch_page(record)); });
+  return code;
 }
 
 }  // namespace
@@ -121,6 +135,7 @@ int run_watch(const Args& args) {
          "two JSON documents that `watch --json` printed: shows which run held more memory, "
          "when, and of which owner; takes no COMMAND")
       ->expected(2);
+  app.add_flag("--tied", flags.tied)->group("");  // not in --help: for watch_instead
   const auto [own, command] = split_at_dashes(args);
   if (const auto done = parse(app, own)) return *done;
   if (!flags.compare.empty()) {

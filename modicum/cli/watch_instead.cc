@@ -19,7 +19,7 @@ void watch_instead(std::string_view verb, const Args& args, const std::string& r
   // reader of a FIFO would see its end when the check closes it.
   if (!OutputStream::is_at(report)) static_cast<void>(ResultFile(files, kFlag, report));
   const std::string program = files.link_target("/proc/self/exe");
-  Args words = {"modicum", "watch", "--quiet", std::string(kFlag), report, "--", program};
+  Args words = {"modicum", "watch", "--quiet", "--tied", std::string(kFlag), report, "--", program};
   words.emplace_back(verb);
   for (size_t i = 0; i < args.size(); ++i) {
     if (args[i] == kFlag) {

@@ -11,8 +11,8 @@ namespace modicum {
 constexpr std::string_view kReportHelp =
     "run under `modicum watch`, and write an HTML file with memory over time by owner";
 // Replaces this process with `modicum watch --quiet --report REPORT -- modicum VERB ARGS`, since
-// `watch` records memory over time. ARGS is `args` without --report. Throws IO if REPORT can't be
-// written, or if exec fails.
+// `watch` records memory over time. If that process is killed, VERB ends too. ARGS is `args`
+// without --report. Throws IO if REPORT can't be written, or if exec fails.
 [[noreturn]] void watch_instead(std::string_view verb, const Args& args, const std::string& report);
 
 }  // namespace modicum

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <fstream>
 #include <optional>
 #include <thread>
 
@@ -550,6 +551,30 @@ TEST(ReadText, ReadsKernelFilesWhoseSizeIsUnknown) {
   EXPECT_FALSE(read_kernel_text("/proc/self/nothing"));
   EXPECT_FALSE(read_kernel_text("/proc"));
   EXPECT_FALSE(read_kernel_text("/dev/zero"));
+}
+
+// As smaps of a process with tens of thousands of mappings.
+TEST(ReadText, LinesOfALongFileAreRead) {
+  const TempDir temp;
+  const std::string line(1023, 'x');
+  constexpr size_t kLines = 17 * kKiB;
+  {
+    std::ofstream file(temp / "a");
+    for (size_t i = 0; i < kLines; ++i) file << line << '\n';
+    file << "end";
+  }
+  EXPECT_FALSE(read_kernel_text(temp / "a"));
+  size_t whole = 0;
+  std::string last;
+  EXPECT_TRUE(for_each_kernel_line(temp / "a", [&](std::string_view text) {
+    whole += text == line ? 1 : 0;
+    last = text;
+  }));
+  EXPECT_EQ(whole, kLines);
+  EXPECT_EQ(last, "end");
+  const auto drop = [](std::string_view) {};
+  EXPECT_FALSE(for_each_kernel_line(temp / "nothing", drop));
+  EXPECT_FALSE(for_each_kernel_line("/dev/zero", drop)) << "a line without an end";
 }
 
 // Catches: blocks reserved for root count as free; a number of blocks is returned as bytes.

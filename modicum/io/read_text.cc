@@ -5,25 +5,54 @@
 
 #include <array>
 #include <span>
+#include <utility>
 
 #include "modicum/io/descriptor.h"
 
 namespace modicum {
 
-std::optional<std::string> read_kernel_text(const std::string& path) {
+namespace {
+
+// Calls `take` with each block of a file until it returns false. Returns whether the file was read
+// to its end.
+bool read_blocks(const std::string& path, FunctionRef<bool(std::string_view)> take) {
   const Descriptor file = Descriptor::open(path.c_str(), O_RDONLY);
-  if (!file.is_valid()) return std::nullopt;
-  std::string text;
+  if (!file.is_valid()) return false;
   // Long files such as smaps need fewer calls with a block of several pages.
   std::array<char, 16384> block;
   while (true) {
     const ssize_t got =
         uninterrupted([&] { return ::read(file.get(), block.data(), block.size()); });
-    if (got < 0) return std::nullopt;
-    if (got == 0) return text;
-    text.append(block.data(), static_cast<size_t>(got));
-    if (text.size() > kLongestKernelText) return std::nullopt;
+    if (got <= 0) return got == 0;
+    if (!take({block.data(), static_cast<size_t>(got)})) return false;
   }
+}
+
+}  // namespace
+
+std::optional<std::string> read_kernel_text(const std::string& path) {
+  std::string text;
+  const bool is_read = read_blocks(path, [&](std::string_view block) {
+    text += block;
+    return text.size() <= kLongestKernelText;
+  });
+  return is_read ? std::optional(std::move(text)) : std::nullopt;
+}
+
+bool for_each_kernel_line(const std::string& path, FunctionRef<void(std::string_view)> line) {
+  std::string text;  // the begin of a line whose end is not read yet
+  const bool is_read = read_blocks(path, [&](std::string_view block) {
+    text += block;
+    std::string_view left = text;
+    for (size_t end = left.find('\n'); end != left.npos; end = left.find('\n')) {
+      line(left.substr(0, end));
+      left.remove_prefix(end + 1);
+    }
+    text.erase(0, text.size() - left.size());
+    return text.size() <= kLongestKernelText;
+  });
+  if (is_read && !text.empty()) line(text);
+  return is_read;
 }
 
 bool write_kernel_text(const std::string& path, const std::string& text) {

@@ -5,7 +5,9 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
+#include "modicum/base/base.h"
 #include "modicum/io/file.h"
 
 namespace modicum {
@@ -15,6 +17,9 @@ constexpr uint64_t kLongestKernelText = 16 * 1024 * 1024;
 // The content of a file of /proc or /sys, whose size fstat does not report. nullopt if it can't be
 // read (absent, not permitted, longer than kLongestKernelText).
 std::optional<std::string> read_kernel_text(const std::string& path);
+// Calls `line` with each line of such a file, of any length: smaps has about 700 bytes for each
+// mapping. Returns false if the file can't be read to its end.
+bool for_each_kernel_line(const std::string& path, FunctionRef<void(std::string_view)> line);
 // Writes `text` to a kernel file with one write(2). Returns whether that succeeded.
 bool write_kernel_text(const std::string& path, const std::string& text);
 

@@ -12,7 +12,7 @@ namespace modicum {
 namespace {
 
 // Must change with the layout of the table.
-constexpr uint64_t kMagic = 0x3230'5243'4944'4f4d;  // "MODICR02"
+constexpr uint64_t kMagic = 0x3330'5243'4944'4f4d;  // "MODICR03"
 
 // For fields that the reader validates one by one, in any order.
 constexpr auto kRelaxed = std::memory_order_relaxed;
@@ -29,11 +29,23 @@ SelfReport::Phase* free_phase(SelfReport& report, uint64_t number) noexcept {
   return nullptr;
 }
 
+// The length of `name`, or of its longest begin of at most `most` bytes that does not end within a
+// character of UTF-8.
+size_t length_within(std::string_view name, size_t most) noexcept {
+  if (name.size() <= most) return name.size();
+  constexpr size_t kLongestCharacter = 4;
+  for (size_t length = most; length + kLongestCharacter > most; --length) {
+    const bool is_inside = (static_cast<unsigned char>(name[length]) & 0xc0U) == 0x80;
+    if (!is_inside) return length;
+  }
+  return most;  // not UTF-8
+}
+
 }  // namespace
 
 void ReportedName::set(std::string_view name) noexcept {
   std::array<char, sizeof words_> text{};
-  std::memcpy(text.data(), name.data(), std::min(name.size(), text.size() - 1));
+  std::memcpy(text.data(), name.data(), length_within(name, text.size() - 1));
   for (size_t i = 0; i < kWords; ++i) {
     uint64_t word = 0;
     std::memcpy(&word, text.data() + i * sizeof word, sizeof word);

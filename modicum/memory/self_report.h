@@ -25,14 +25,14 @@ namespace modicum {
 constexpr const char* kWatchVariable = "MODICUM_WATCH";
 constexpr size_t kPurposes = static_cast<size_t>(Purpose::count);
 
-// A name of at most 31 bytes; longer ones are truncated.
+// A name of at most 127 bytes; longer ones are cut, between characters of UTF-8.
 class ReportedName {
  public:
   void set(std::string_view name) noexcept;
   std::string text() const;  // may hold any bytes except NUL
 
  private:
-  static constexpr size_t kWords = 4;
+  static constexpr size_t kWords = 16;
   std::array<std::atomic<uint64_t>, kWords> words_;
 };
 
@@ -62,7 +62,7 @@ struct alignas(4096) SelfReport {
   std::array<Promised, kMostPromised> promised;
   std::array<Phase, kMostPhases> phases;
 };
-static_assert(sizeof(SelfReport) == 4096);
+static_assert(sizeof(SelfReport) == 8192);
 
 // The whole table. Pages that no process has claimed are not touched.
 struct SelfReports {

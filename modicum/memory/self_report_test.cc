@@ -143,8 +143,16 @@ TEST(SelfReport, PromisesAreOfTheRankByPhase) {
 
 TEST(SelfReport, LongNamesAreTruncated) {
   ReportedName name;
-  name.set(std::string(100, 'x'));
-  EXPECT_EQ(name.text(), std::string(31, 'x'));
+  name.set(std::string(200, 'x'));
+  EXPECT_EQ(name.text(), std::string(127, 'x'));
+  name.set(std::string(127, 'x') + "é");
+  EXPECT_EQ(name.text(), std::string(127, 'x'));
+  name.set(std::string(126, 'x') + "é");
+  EXPECT_EQ(name.text(), std::string(126, 'x')) << "a character is not divided";
+  name.set(std::string(124, 'x') + "語");
+  EXPECT_EQ(name.text(), std::string(124, 'x') + "語");
+  name.set(std::string(200, '\x80'));
+  EXPECT_EQ(name.text(), std::string(127, '\x80')) << "not UTF-8";
   name.set("load");
   EXPECT_EQ(name.text(), "load");
 }

@@ -35,9 +35,9 @@ struct ProcessMemory {
   uint64_t peak_held() const noexcept { return held() + (peak_rss > rss ? peak_rss - rss : 0); }
 };
 
-// The memory of process `pid`, 0 for the caller. Throws IO if the process does not exist or has
-// ended. A `pss_` field equals its `rss_` counterpart if smaps_rollup can't be read or lacks it
-// (before Linux 5.4).
+// The memory of process `pid`, 0 for the caller; none while another process is in its parent's
+// memory. Throws IO if the process does not exist or has ended. A `pss_` field equals its `rss_`
+// counterpart if smaps_rollup can't be read or lacks it (before Linux 5.4).
 ProcessMemory read_process_memory(int pid = 0, const std::string& root = "");
 // Resets VmHWM of this process. Returns whether the kernel allowed it.
 bool reset_peak_rss();
@@ -70,12 +70,20 @@ struct ProcessStatus {
 
   bool operator==(const ProcessStatus&) const = default;
 };
-// nullopt if there is no such process. A zombie has a name and no memory, and is not alive.
+// nullopt if there is no such process. A zombie has a name and no memory, and is not alive. A
+// process whose main thread has ended is alive as long as another of its threads is.
 std::optional<ProcessStatus> read_status(int pid, const std::string& root = "");
+
+// Whether a process runs in its parent's memory, as a child does between vfork(2) or posix_spawn(3)
+// and its exec: the kernel shows the parent's figures for both. Once false it stays false. If the
+// kernel refuses kcmp(2), as in many containers, such a child is recognised by its figures, which
+// equal the parent's; a child of fork(2) maps fewer pages of files.
+bool is_in_parents_memory(int pid, const std::string& root = "");
 
 // The sums over all mappings of a process, in bytes.
 struct MappingSums {
-  uint64_t pss = 0;         // Pss_Anon + Pss_Shmem
+  uint64_t pss_anon = 0;
+  uint64_t pss_shmem = 0;
   uint64_t huge_pages = 0;  // in huge pages: AnonHugePages + ShmemPmdMapped, shared pages in full
 
   bool operator==(const MappingSums&) const = default;
@@ -83,7 +91,7 @@ struct MappingSums {
 // The kernel walks every page: 10 to 50 ms per GiB. nullopt if the sums can't be read: the process
 // has ended or is another user's, or the kernel is older than 5.4.
 std::optional<MappingSums> read_mapping_sums(int pid, const std::string& root = "");
-// The `pss` of read_mapping_sums.
+// The Pss_Anon + Pss_Shmem of read_mapping_sums.
 std::optional<uint64_t> read_pss(int pid, const std::string& root = "");
 
 // Minor page faults of a process so far; 0 if there is no such process. A copy-on-write costs one.

@@ -17,6 +17,8 @@ std::optional<uint64_t> bytes_after(const std::string& text, std::string_view la
 }  // namespace
 
 ProcessMemory read_process_memory(int pid, const std::string& root) {
+  // Determined first: a child that has left its parent's memory never returns to it.
+  if (pid != 0 && is_in_parents_memory(pid, root)) return {};
   const std::string directory =
       root + (pid == 0 ? std::string("/proc/self") : fmt::format("/proc/{}", pid));
   Facts facts{.file = "status"};

@@ -89,8 +89,8 @@ constexpr uint64_t kHeapAddresses = 64 * kMiB;
 
 struct Mapping {
   AddressRange at;
-  std::string_view access;  // "rw-p"
-  std::string_view name;    // empty: anonymous
+  std::string access;  // "rw-p"
+  std::string name;    // empty: anonymous
   uint64_t resident_bytes = 0;
 };
 
@@ -103,19 +103,23 @@ std::optional<Mapping> mapping_of(std::string_view line) {
   const auto begin = parse_kernel_number(words[0].substr(0, dash), 16);
   const auto end = parse_kernel_number(words[0].substr(dash + 1), 16);
   if (!begin || !end || *begin >= *end) return std::nullopt;
-  return Mapping{{*begin, *end}, words[1], words.size() > 5 ? words[5] : std::string_view(), 0};
+  return Mapping{{*begin, *end},
+                 std::string(words[1]),
+                 std::string(words.size() > 5 ? words[5] : std::string_view()),
+                 0};
 }
 
-std::vector<Mapping> mappings_in(std::string_view smaps) {
+// nullopt if smaps can't be read.
+std::optional<std::vector<Mapping>> mappings_of(int pid, const std::string& root) {
   std::vector<Mapping> mappings;
-  for (const std::string_view line : split_kernel_text(smaps, '\n')) {
+  const bool is_read = for_each_kernel_line(directory_of(pid, root) + "/smaps", [&](auto line) {
     if (auto next = mapping_of(line)) {
-      mappings.push_back(*next);
+      mappings.push_back(std::move(*next));
     } else if (!mappings.empty() && line.starts_with("Rss:")) {
       mappings.back().resident_bytes = kernel_number_after(line, "Rss:").value_or(0) * kKiB;
     }
-  }
-  return mappings;
+  });
+  return is_read ? std::optional(std::move(mappings)) : std::nullopt;
 }
 
 // Whether `rest` holds the unused addresses of the last heap in `used`, mapped without access.
@@ -147,7 +151,7 @@ MallocHeaps heaps_in(const std::vector<Mapping>& mappings) {
 bool maps_file(const std::vector<Mapping>& mappings, std::string_view name) {
   return std::any_of(mappings.begin(), mappings.end(), [&](const Mapping& mapping) {
     const size_t slash = mapping.name.rfind('/');
-    return slash != std::string_view::npos && mapping.name.substr(slash + 1).starts_with(name);
+    return slash != std::string::npos && mapping.name.substr(slash + 1).starts_with(name);
   });
 }
 
@@ -196,13 +200,13 @@ void read_own(Program& program, const std::string& root) {
     facts.expected = "a running process";
     fail(Category::io, fmt::format("there is no process {}", program.pid), std::move(facts));
   }
-  const auto smaps = read_kernel_text(directory + "/smaps");
-  if (!smaps) {
+  const auto read = mappings_of(program.pid, root);
+  if (!read) {
     facts.file = "smaps";
-    facts.expected = "a process of this user (or to run as root), and a file of at most 16 MiB";
+    facts.expected = "a process of this user (or to run as root)";
     fail(Category::io, "cannot read the memory map of the process", std::move(facts));
   }
-  const std::vector<Mapping> mappings = mappings_in(*smaps);
+  const std::vector<Mapping>& mappings = *read;
   if (mappings.empty()) fail(Category::io, "the process has ended", std::move(facts));
   const auto bytes = [&](std::string_view label) {
     return kernel_number_after(*status, label).value_or(0) * kKiB;

@@ -1,6 +1,7 @@
 // Tests of read_program: children and how they were started, shared pages, heaps of malloc.
 #include "modicum/probe/program.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -41,7 +42,8 @@ void put(Machine& machine, const Shown& process) {
   const std::string directory = "/proc/" + std::to_string(process.pid);
   machine.put(directory + "/stat", std::to_string(process.pid) + " (python) S " +
                                        std::to_string(process.parent) + " 1 1 0\n");
-  machine.put(directory + "/status", "VmRSS:\t 8 kB\nRssAnon:\t 8 kB\nVmPTE:\t 4 kB\nPPid:\t" +
+  machine.put(directory + "/status", "VmRSS:\t 8 kB\nRssAnon:\t 8 kB\nVmPTE:\t 4 kB\nVmHWM:\t" +
+                                         std::to_string(process.pid) + " kB\nPPid:\t" +
                                          std::to_string(process.parent) + "\n" +
                                          std::string(process.status));
   machine.put(directory + "/comm", "python\n");
@@ -146,6 +148,22 @@ Rss:   8192 kB
   EXPECT_EQ(program.mappings, 10U);
   EXPECT_EQ(program.allocator, "");
   EXPECT_FALSE(program.uses_cuda);
+}
+
+// The smaps of this many mappings exceed 16 MiB.
+TEST(Program, MayHaveManyMappings) {
+  Machine machine;
+  std::string smaps;
+  for (int i = 0; i < 40'000; ++i) {
+    smaps += fmt::format("{:x}-{:x} rw-s 00000000 00:01 7    /dev/zero (deleted)\n",
+                         i * 0x2000 + 0x10000, i * 0x2000 + 0x11000);
+    smaps += "Rss:   4 kB\n" + std::string(400, ' ') + "\nVmFlags: rd wr sh \n";
+  }
+  smaps += "f00000000-f00010000 rw-p 00000000 00:00 0    [heap]\nRss:   64 kB\n";
+  put(machine, {.pid = 100, .smaps = smaps});
+  const Program program = read_program(100, machine.root());
+  EXPECT_EQ(program.mappings, 40'001U);
+  EXPECT_EQ(program.heaps.main_resident_bytes, 64 * kKiB);
 }
 
 TEST(Program, MappedLibrariesNameTheAllocatorAndCuda) {

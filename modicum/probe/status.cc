@@ -1,5 +1,8 @@
 // Cheap readings of one process: its status, its rank, its children.
 #include <fmt/format.h>
+#include <linux/kcmp.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -50,34 +53,81 @@ std::optional<int> number_of(std::string_view variables, std::string_view name) 
   return std::nullopt;
 }
 
+std::vector<std::string> threads_of(int pid, const std::string& root) {
+  try {
+    return PosixFileSystem().list(file_of(pid, "task", root));
+  } catch (const Error&) {
+    return {};  // the process has ended
+  }
+}
+
+bool is_alive(std::string_view status) {
+  const std::string_view state = word_after(status, "State:");
+  return !state.starts_with('Z') && !state.starts_with('X');
+}
+
+// `status` of process `pid`, or that of one of its living threads if its main thread has ended,
+// which shows no memory.
+std::string living_status(int pid, std::string status, const std::string& root) {
+  if (is_alive(status)) return status;
+  for (const std::string& thread : threads_of(pid, root)) {
+    auto other = read_kernel_text(file_of(pid, "task/" + thread + "/status", root));
+    if (other && is_alive(*other)) return std::move(*other);
+  }
+  return status;
+}
+
+bool has_equal_memory(const ProcessStatus& one, const ProcessStatus& other) noexcept {
+  return one.rss_anon == other.rss_anon && one.rss_shmem == other.rss_shmem &&
+         one.rss_file == other.rss_file && one.peak_rss == other.peak_rss &&
+         one.page_tables == other.page_tables && one.locked == other.locked;
+}
+
 }  // namespace
 
 std::optional<ProcessStatus> read_status(int pid, const std::string& root) {
-  const auto text = read_kernel_text(file_of(pid, "status", root));
-  if (!text) return std::nullopt;
-  const std::string_view state = word_after(*text, "State:");
-  return ProcessStatus{.parent = static_cast<int>(kernel_number_after(*text, "PPid:").value_or(0)),
-                       .name = std::string(word_after(*text, "Name:")),
-                       .is_alive = !state.starts_with('Z') && !state.starts_with('X'),
-                       .rss_anon = bytes_in(*text, "RssAnon:"),
-                       .rss_shmem = bytes_in(*text, "RssShmem:"),
-                       .rss_file = bytes_in(*text, "RssFile:"),
-                       .peak_rss = bytes_in(*text, "VmHWM:"),
-                       .page_tables = bytes_in(*text, "VmPTE:"),
-                       .locked = bytes_in(*text, "VmLck:")};
+  const auto first = read_kernel_text(file_of(pid, "status", root));
+  if (!first) return std::nullopt;
+  const std::string text = living_status(pid, *first, root);
+  return ProcessStatus{.parent = static_cast<int>(kernel_number_after(text, "PPid:").value_or(0)),
+                       .name = std::string(word_after(*first, "Name:")),
+                       .is_alive = is_alive(text),
+                       .rss_anon = bytes_in(text, "RssAnon:"),
+                       .rss_shmem = bytes_in(text, "RssShmem:"),
+                       .rss_file = bytes_in(text, "RssFile:"),
+                       .peak_rss = bytes_in(text, "VmHWM:"),
+                       .page_tables = bytes_in(text, "VmPTE:"),
+                       .locked = bytes_in(text, "VmLck:")};
+}
+
+bool is_in_parents_memory(int pid, const std::string& root) {
+  constexpr int kAttempts = 3;  // another thread of the parent may allocate between two readings
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    const auto own = read_status(pid, root);
+    if (!own || !own->is_alive || own->parent == 0) return false;
+    if (root.empty()) {
+      const long order = syscall(SYS_kcmp, pid, own->parent, KCMP_VM, 0, 0);
+      if (order >= 0) return order == 0;
+    }
+    const auto of_parent = read_status(own->parent, root);
+    if (!of_parent) return false;
+    if (has_equal_memory(*own, *of_parent)) return true;
+  }
+  return false;
 }
 
 std::optional<MappingSums> read_mapping_sums(int pid, const std::string& root) {
   const auto text = read_kernel_text(file_of(pid, "smaps_rollup", root));
   if (!text || !kernel_number_after(*text, "Pss_Anon:")) return std::nullopt;
   return MappingSums{
-      .pss = bytes_in(*text, "Pss_Anon:") + bytes_in(*text, "Pss_Shmem:"),
+      .pss_anon = bytes_in(*text, "Pss_Anon:"),
+      .pss_shmem = bytes_in(*text, "Pss_Shmem:"),
       .huge_pages = bytes_in(*text, "AnonHugePages:") + bytes_in(*text, "ShmemPmdMapped:")};
 }
 
 std::optional<uint64_t> read_pss(int pid, const std::string& root) {
   const auto sums = read_mapping_sums(pid, root);
-  return sums ? std::optional(sums->pss) : std::nullopt;
+  return sums ? std::optional(sums->pss_anon + sums->pss_shmem) : std::nullopt;
 }
 
 uint64_t read_minor_faults(int pid, const std::string& root) {
@@ -105,13 +155,7 @@ std::optional<GivenRank> rank_of(int pid, const std::string& root) {
 
 std::vector<int> children_of(int pid, const std::string& root) {
   std::vector<int> children;
-  std::vector<std::string> threads;
-  try {
-    threads = PosixFileSystem().list(file_of(pid, "task", root));
-  } catch (const Error&) {
-    return children;  // the process has ended
-  }
-  for (const std::string& thread : threads) {
+  for (const std::string& thread : threads_of(pid, root)) {
     const std::string text =
         read_kernel_text(file_of(pid, "task/" + thread + "/children", root)).value_or("");
     for (const std::string_view word : split_kernel_text(text, ' ')) {

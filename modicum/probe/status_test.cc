@@ -1,5 +1,12 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
+
+#include <array>
+#include <csignal>
 
 #include "modicum/base/sanitizers_double.h"
 #include "modicum/probe/machine_double.h"
@@ -31,6 +38,39 @@ TEST(Status, HasTheMemoryOfOneProcess) {
   EXPECT_EQ(status->locked, 4 * kKiB);
   EXPECT_FALSE(read_status(8, machine.root())->is_alive);
   EXPECT_EQ(read_status(9, machine.root()), std::nullopt);
+}
+
+// Must fail if a process counts as a zombie whose main thread has ended (pthread_exit).
+TEST(Status, OfAProcessWhoseMainThreadHasEndedIsThatOfAnotherThread) {
+  Machine machine;
+  const std::string_view zombie = "Name:\tmain\nState:\tZ (zombie)\nPPid:\t6\n";
+  for (const char* const path : {"/proc/7/status", "/proc/7/task/7/status"}) {
+    machine.put(path, zombie);
+  }
+  EXPECT_FALSE(read_status(7, machine.root())->is_alive);
+  machine.put("/proc/7/task/9/status",
+              "Name:\tother\nState:\tS (sleeping)\nPPid:\t6\nRssAnon:\t  40 kB\n");
+  const auto status = read_status(7, machine.root());
+  EXPECT_TRUE(status->is_alive);
+  EXPECT_EQ(status->name, "main");
+  EXPECT_EQ(status->rss_anon, 40 * kKiB);
+}
+
+TEST(Status, AChildInItsParentsMemoryHasEqualFigures) {
+  Machine machine;
+  const auto put = [&](int pid, int parent, int file_kib) {
+    machine.put(fmt::format("/proc/{}/status", pid),
+                fmt::format("Name:\ta\nState:\tS\nPPid:\t{}\nVmHWM:\t90 kB\nRssAnon:\t40 kB\n"
+                            "RssFile:\t{} kB\nVmPTE:\t8 kB\n",
+                            parent, file_kib));
+  };
+  put(7, 6, 20);
+  put(8, 7, 20);
+  put(9, 7, 16);
+  EXPECT_FALSE(is_in_parents_memory(7, machine.root())) << "its parent is not shown";
+  EXPECT_TRUE(is_in_parents_memory(8, machine.root()));
+  EXPECT_FALSE(is_in_parents_memory(9, machine.root()));
+  EXPECT_FALSE(is_in_parents_memory(10, machine.root()));
 }
 
 TEST(Status, PssIsOfPrivateAndSharedMemoryWithoutFiles) {
@@ -153,6 +193,34 @@ TEST(ThisMachine, HasAStatusForEveryProcess) {
   if (kIsSanitized) GTEST_SKIP() << "sanitizers hold memory of their own";
   EXPECT_NEAR(static_cast<double>(read_pss(getpid()).value_or(status->rss_anon)),
               static_cast<double>(status->rss_anon + status->rss_shmem), 2.0 * kMiB);
+}
+
+int wait_for_a_signal(void*) {
+  while (true) syscall(SYS_pause);
+}
+
+// With kcmp where the kernel permits it, and by figures: kcmp is not used for another /proc.
+TEST(ThisMachine, AChildIsInItsParentsMemoryUntilItsExec) {
+  if (kIsSanitized) GTEST_SKIP() << "the child would run in the sanitizer's memory";
+  alignas(64) std::array<std::byte, 16 * kKiB> stack;
+  const int shared =
+      clone(wait_for_a_signal, stack.data() + stack.size(), CLONE_VM | SIGCHLD, nullptr);
+  const int forked = clone(wait_for_a_signal, stack.data() + stack.size(), SIGCHLD, nullptr);
+  for (const char* const root : {"", "/."}) {
+    EXPECT_TRUE(is_in_parents_memory(shared, root));
+    EXPECT_FALSE(is_in_parents_memory(forked, root));
+  }
+  EXPECT_EQ(read_process_memory(shared).held(), 0U);
+  EXPECT_GT(read_process_memory(forked).held(), 0U);
+  for (const TreeMemory::Process& process : read_tree(0, {}).processes) {
+    EXPECT_EQ(process.is_forked, process.pid == forked);
+    EXPECT_EQ(process.memory.held() == 0, process.pid == shared);
+  }
+  for (const ForkCopies& copies : read_fork_copies(0)) EXPECT_EQ(copies.pid, forked);
+  for (const int pid : {shared, forked}) {
+    kill(pid, SIGKILL);
+    waitpid(pid, nullptr, 0);
+  }
 }
 
 }  // namespace

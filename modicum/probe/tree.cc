@@ -35,14 +35,14 @@ int parent_of(const std::string& stat) {
 
 // ---- address space
 
-// The beginning of a line "7f00-7f20 rw-p ...".
+// A line "7f00-7f20 rw-p ...".
 struct Line {
   AddressRange at;
   bool is_private = false;
 };
 
 std::optional<Line> line_of(std::string_view text) {
-  const auto words = split_kernel_text(text.substr(0, text.find('\n')), ' ');
+  const auto words = split_kernel_text(text, ' ');
   if (words.size() < 2 || words[1].size() != 4) return std::nullopt;
   const size_t dash = words[0].find('-');
   if (dash == std::string_view::npos) return std::nullopt;
@@ -58,12 +58,20 @@ struct Area {
   bool is_inherited = true;  // without MADV_DONTFORK
 };
 
-// Parses smaps. Omits areas without a resident page.
-std::vector<Area> areas_in(std::string_view smaps) {
+// Calls `line` with each line of a file of a process. Throws IO if it can't be read.
+void for_each_line(int pid, const std::string& file, const std::string& root,
+                   FunctionRef<void(std::string_view)> line) {
+  if (for_each_kernel_line(directory_of(pid, root) + "/" + file, line)) return;
+  fail(Category::io, "cannot read the memory map of the process",
+       {.file = file, .culprit_pid = pid});
+}
+
+// The areas of a process with a resident page.
+std::vector<Area> areas_of(int pid, const std::string& root) {
   std::vector<Area> areas;
   std::optional<Line> line;
   bool is_resident = false;
-  for (const std::string_view text : split_kernel_text(smaps, '\n')) {
+  for_each_line(pid, "smaps", root, [&](std::string_view text) {
     if (const auto next = line_of(text)) {
       line = next;
       is_resident = false;
@@ -74,22 +82,22 @@ std::vector<Area> areas_in(std::string_view smaps) {
       const bool is_left_out = text.find(" dc") != std::string_view::npos;
       areas.push_back({line->at, !is_left_out});
     }
-  }
+  });
   return areas;
 }
 
 // The mapped ranges, adjacent ones merged.
-std::vector<AddressRange> mapped_in(std::string_view maps) {
+std::vector<AddressRange> mapped_of(int pid, const std::string& root) {
   std::vector<AddressRange> mapped;
-  for (const std::string_view text : split_kernel_text(maps, '\n')) {
+  for_each_line(pid, "maps", root, [&](std::string_view text) {
     const auto line = line_of(text);
-    if (!line) continue;
+    if (!line) return;
     if (!mapped.empty() && mapped.back().end == line->at.begin) {
       mapped.back().end = line->at.end;
     } else {
       mapped.push_back(line->at);
     }
-  }
+  });
   return mapped;
 }
 
@@ -108,7 +116,7 @@ class Pages {
  public:
   Pages(int pid, const std::string& root)
       : file_(PosixFileSystem().open(directory_of(pid, root) + "/pagemap")),
-        mapped_(mapped_in(read_kernel_text(directory_of(pid, root) + "/maps").value_or(""))) {}
+        mapped_(mapped_of(pid, root)) {}
 
   // Whether this process can have inherited an area of the first process. If the area is excluded
   // from forks (MADV_DONTFORK), only a child that was forked before the exclusion has inherited it,
@@ -321,8 +329,10 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
   pages.emplace_back(first, root);
   for (const int child : descendants(first, root)) {
     try {
-      const bool is_forked = is_fork_of(child, auxv, root);
-      tree.processes.push_back({child, is_forked, read_process_memory(child, root)});
+      const ProcessMemory memory = read_process_memory(child, root);
+      // Without memory it is in its parent's, whose auxiliary vector it shows, too.
+      const bool is_forked = memory.rss > 0 && is_fork_of(child, auxv, root);
+      tree.processes.push_back({child, is_forked, memory});
       if (!is_forked) continue;
       pages.emplace_back(child, root);
       process_of.push_back(tree.processes.size() - 1);
@@ -330,12 +340,7 @@ TreeMemory read_tree(int pid, std::span<const AddressRange> ranges, const std::s
       continue;  // the child has ended
     }
   }
-  const std::optional<std::string> smaps = read_kernel_text(directory + "/smaps");
-  if (!smaps) {
-    fail(Category::io, "cannot read the memory map of the process",
-         {.file = "smaps", .culprit_pid = first});
-  }
-  for (const Area& area : areas_in(*smaps)) {
+  for (const Area& area : areas_of(first, root)) {
     for_each_page(area, pages, [&](uint64_t address, std::span<const uint64_t> entries) {
       Distinct found = distinct(entries);
       for (size_t i = 1; i < entries.size(); ++i) {
@@ -385,9 +390,8 @@ std::vector<Forked> forks_of(int pid, const std::string& root) {
     for (size_t k = 0; k < found.size(); ++k) {
       const auto at = std::find(pids.begin(), pids.end(), found[k].pid) - pids.begin();
       const bool is_parent = i != 0 && found[k].pid == parents[i];
-      if (is_parent && !auxvs[i].empty() && auxvs[i] == auxvs[static_cast<size_t>(at)]) {
-        one.from = k;
-      }
+      if (!is_parent || auxvs[i].empty() || auxvs[i] != auxvs[static_cast<size_t>(at)]) continue;
+      if (!is_in_parents_memory(pids[i], root)) one.from = k;
     }
     found.push_back(std::move(one));
   }
@@ -397,9 +401,11 @@ std::vector<Forked> forks_of(int pid, const std::string& root) {
 // The parts of `areas` outside of `others`; both ascend.
 std::vector<Area> without(const std::vector<Area>& areas, const std::vector<Area>& others) {
   std::vector<Area> left;
+  auto next = others.begin();
   for (Area area : areas) {
-    for (const Area& other : others) {
-      if (other.at.end <= area.at.begin || other.at.begin >= area.at.end) continue;
+    while (next != others.end() && next->at.end <= area.at.begin) ++next;
+    for (auto at = next; at != others.end() && at->at.begin < area.at.end; ++at) {
+      const Area& other = *at;
       if (other.at.begin > area.at.begin) {
         left.push_back({{area.at.begin, other.at.begin}, area.is_inherited});
       }
@@ -421,8 +427,7 @@ void add_copies_of(std::vector<Forked>& forks, size_t parent, std::vector<uint64
     }
   }
   if (members.size() < 2) return;
-  const std::string smaps = directory_of(forks[parent].pid, root) + "/smaps";
-  const std::vector<Area> areas = areas_in(read_kernel_text(smaps).value_or(""));
+  const std::vector<Area> areas = areas_of(forks[parent].pid, root);
   // Copies in an ancestor's areas are counted by the call for that ancestor.
   std::vector<Area> own = areas;
   forks[parent].areas = areas;

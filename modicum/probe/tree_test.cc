@@ -1,3 +1,4 @@
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -213,6 +214,21 @@ TEST(ForkCopies, AreDividedAmongTheChildrenThatShareThem) {
                 .entries = {{16, kPresent | 6}, {17, kPresent | 7}, {18, kPresent | 8}}});
   put(machine, {.pid = 103, .parent = 100, .entries = {{16, kAlone}}, .auxv = "another"});
   EXPECT_EQ(text_of(read_fork_copies(100, machine.root())), "101<100:1.50 102<100:0.50 ");
+}
+
+// The smaps of this many mappings exceed 16 MiB.
+TEST(ForkCopies, OfAProcessWithManyMappings) {
+  std::string smaps(kSmaps);
+  for (int i = 0; i < 40'000; ++i) {
+    smaps += fmt::format("{:x}-{:x} rw-s 00000000 00:01 7    /dev/zero (deleted)\n",
+                         i * 0x2000 + 0x40000, i * 0x2000 + 0x41000);
+    smaps += "Rss:   4 kB\n" + std::string(400, ' ') + "\nVmFlags: rd wr sh \n";
+  }
+  Machine machine;
+  put(machine, {.pid = 100, .entries = {{16, kAlone}}, .smaps = smaps});
+  put(machine, {.pid = 101, .parent = 100, .entries = {{16, kAlone}}});
+  EXPECT_EQ(text_of(read_fork_copies(100, machine.root())), "101<100:1.00 ");
+  EXPECT_EQ(text_of(read_tree(100, {}, machine.root())), "1.00+1.00 ");
 }
 
 // Must fail if copies in a grandchild count twice: with the root's areas and with its parent's.

@@ -95,14 +95,14 @@ void TreeSampler::discover() {
 }
 
 void TreeSampler::add(int pid) {
-  auto status = read_status(pid, options_.root);
-  if (!status || !status->is_alive) return;
   Tracked one{.pid = pid};
+  auto status = read_status_of(one);
+  if (!status || !status->is_alive) return;
   take_status(one, std::move(*status));
   one.anon_then = one.status.rss_anon;
   ++left_out_;
   if (processes_.size() < kMostProcesses) give_record(one, seconds(then_ns_));
-  if (one.rss_bytes() <= kSmallBytes) read_pss_of(one);
+  if (!one.may_be_in_parents && one.rss_bytes() <= kSmallBytes) read_pss_of(one);
   tracked_.push_back(std::move(one));
 }
 
@@ -143,9 +143,19 @@ void TreeSampler::give_rank(const Tracked& one) {
   process.rank_variable = given->variable;
 }
 
+// The status of a process, without the memory of its parent if it is still in that. Whether it is
+// must be asked first, since it may leave it at any time.
+std::optional<ProcessStatus> TreeSampler::read_status_of(Tracked& one) {
+  one.may_be_in_parents = one.may_be_in_parents && is_in_parents_memory(one.pid, options_.root);
+  auto status = read_status(one.pid, options_.root);
+  if (!status || !one.may_be_in_parents) return status;
+  return ProcessStatus{
+      .parent = status->parent, .name = status->name, .is_alive = status->is_alive};
+}
+
 void TreeSampler::read_statuses() {
   for (Tracked& one : tracked_) {
-    auto status = read_status(one.pid, options_.root);
+    auto status = read_status_of(one);
     if (!status) status.emplace(ProcessStatus{.is_alive = false});
     if (!status->is_alive) {
       one.status.is_alive = false;
@@ -154,7 +164,7 @@ void TreeSampler::read_statuses() {
     if (status->name != one.status.name) one.rank_reads = 0;  // it has started another program
     take_status(one, std::move(*status));
     if (one.status.rss_anon < one.anon_then) {
-      one.pss_bytes -= std::min(one.pss_bytes, one.anon_then - one.status.rss_anon);
+      one.pss_anon -= std::min(one.pss_anon, one.anon_then - one.status.rss_anon);
       one.anon_then = one.status.rss_anon;
     }
     read_rank(one);
@@ -252,7 +262,8 @@ bool TreeSampler::wants_huge_pages(int64_t now) {
 void TreeSampler::read_pss_of(Tracked& one) {
   const auto sums = read_mapping_sums(one.pid, options_.root);
   // Where Pss can't be read (old kernels, another user), shared pages count in full.
-  one.pss_bytes = sums ? sums->pss : one.rss_bytes();
+  one.pss_anon = sums ? sums->pss_anon : one.status.rss_anon;
+  one.pss_shmem = sums ? sums->pss_shmem : one.status.rss_shmem;
   if (!sums || !one.process) return;
   auto& most = processes_[*one.process].huge_page_bytes;
   most = std::max(most.value_or(0), sums->huge_pages);
@@ -260,6 +271,7 @@ void TreeSampler::read_pss_of(Tracked& one) {
 
 void TreeSampler::read_exact() {
   for (Tracked& one : tracked_) {
+    if (one.may_be_in_parents) continue;  // after its exec the estimate is its RssAnon
     read_pss_of(one);
     if (const auto status = read_status(one.pid, options_.root); status && status->is_alive) {
       take_status(one, *status);

@@ -3,8 +3,9 @@
 // A sample reads the status of each process (about 20 us), which counts a shared page in full for
 // each of its processes. Pss divides shared pages, but costs 10 to 50 ms per GiB, so it is rarely
 // read except near new peaks. Between these exact readings, the estimate for a process is its last
-// Pss plus the private memory (RssAnon) that it has gained since. With a parent and its forked
-// child:
+// Pss plus the private memory (RssAnon) that it has gained since; of shared memory, at most what it
+// maps now (RssShmem). A child that is still in its parent's memory (vfork, posix_spawn) counts as
+// nothing. With a parent and its forked child:
 //
 //                 at first   allocates   forks      the parent writes
 //   RssAnon            100         160   160, 160            160, 160
@@ -12,10 +13,9 @@
 //   Pss                100         160    80,  80            160, 160
 //
 // The sum of the estimates is rarely too high, since RssAnon grows by new pages only. It is too
-// high where shared memory was freed, which is not subtracted until the next exact reading; after
-// a fork, where a child of at most 32 MiB is read exactly and its parent is not yet; and where Pss
-// can't be read and RSS replaces it. A copy-on-write leaves RssAnon unchanged, so the estimate is
-// too low; the page faults that it costs show that an exact reading is needed.
+// high after a fork, where a child of at most 32 MiB is read exactly and its parent is not yet; and
+// where Pss can't be read and RSS replaces it. A copy-on-write leaves RssAnon unchanged, so the
+// estimate is too low; the page faults that it costs show that an exact reading is needed.
 #pragma once
 
 #include <algorithm>
@@ -104,8 +104,10 @@ class TreeSampler {
   struct Tracked {
     int pid = 0;
     std::optional<size_t> process;  // index in processes_; none: it has no record
+    bool may_be_in_parents = true;  // is_in_parents_memory when last asked
     ProcessStatus status;
-    uint64_t pss_bytes = 0;     // at the last exact reading, less the private bytes freed since
+    uint64_t pss_anon = 0;      // at the last exact reading, less the private bytes freed since
+    uint64_t pss_shmem = 0;     // at the last exact reading
     uint64_t anon_then = 0;     // the lowest RssAnon since that reading
     uint64_t faults = 0;        // minor page faults, when last read
     uint64_t copied_bytes = 0;  // copied since a fork (ForkCopies), when last read
@@ -115,12 +117,14 @@ class TreeSampler {
     uint64_t rss_bytes() const noexcept { return status.rss_anon + status.rss_shmem; }
     uint64_t mapped_bytes() const noexcept { return rss_bytes() + status.rss_file; }
     uint64_t held_bytes() const noexcept {  // the estimate
-      return pss_bytes + (status.rss_anon - std::min(status.rss_anon, anon_then));
+      return pss_anon + (status.rss_anon - std::min(status.rss_anon, anon_then)) +
+             std::min(pss_shmem, status.rss_shmem);
     }
   };
 
   void discover();
   void add(int pid);
+  std::optional<ProcessStatus> read_status_of(Tracked& one);
   void read_statuses();
   void take_status(Tracked& one, ProcessStatus status);
   void read_reports(int64_t now);

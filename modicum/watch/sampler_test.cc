@@ -21,7 +21,8 @@ namespace {
 // Must fail for these mutants: thinning loses the peak; a process with a reused pid counts as the
 // earlier one; the memory of an ended process still counts; owners whose sum is not the memory of
 // the process; a peak between two samples that is not reported; few samples at the beginning;
-// copies are read only if their CPU time is left, or at any cost.
+// copies are read only if their CPU time is left, or at any cost; shared memory that was freed
+// still counts; the memory of a process counts again for the child that it starts.
 
 constexpr int kWatcher = 10;
 
@@ -38,6 +39,7 @@ struct Process {
   uint64_t shared_kib = 0;   // of the anonymous memory, with one other process since a fork
   uint64_t faults = 0;       // minor page faults
   uint64_t highest_kib = 0;  // VmHWM, if above the current RSS
+  uint64_t shmem_kib = 0;    // of which no other process has a part
 };
 
 // A sampler and the /proc that it reads.
@@ -55,15 +57,15 @@ class Sampled {
   void put(int pid, const Process& of) {
     processes_[pid] = of;
     const std::string directory = fmt::format("/proc/{}/", pid);
-    machine_.put(
-        directory + "status",
-        fmt::format("Name:\t{}\nState:\tS (sleeping)\nPPid:\t{}\nVmHWM:\t{} kB\n"
-                    "RssAnon:\t{} kB\nRssFile:\t{} kB\nRssShmem:\t0 kB\n",
-                    of.name, of.parent, std::max(of.highest_kib, of.anon_kib + of.file_kib),
-                    of.anon_kib, of.file_kib));
+    machine_.put(directory + "status",
+                 fmt::format("Name:\t{}\nState:\tS (sleeping)\nPPid:\t{}\nVmHWM:\t{} kB\n"
+                             "RssAnon:\t{} kB\nRssFile:\t{} kB\nRssShmem:\t{} kB\n",
+                             of.name, of.parent,
+                             std::max(of.highest_kib, of.anon_kib + of.file_kib + of.shmem_kib),
+                             of.anon_kib, of.file_kib, of.shmem_kib));
     machine_.put(directory + "smaps_rollup",
-                 fmt::format("Pss_Anon: {} kB\nPss_Shmem: 0 kB\nAnonHugePages: {} kB\n",
-                             of.anon_kib - of.shared_kib / 2, of.huge_kib));
+                 fmt::format("Pss_Anon: {} kB\nPss_Shmem: {} kB\nAnonHugePages: {} kB\n",
+                             of.anon_kib - of.shared_kib / 2, of.shmem_kib, of.huge_kib));
     machine_.put(directory + "stat",
                  fmt::format("{} ({}) S 1 2 3 4 -1 6 {} 8\n", pid, of.name, of.faults));
     machine_.put(directory + "environ", of.variables);
@@ -238,6 +240,38 @@ TEST(Sampler, HugePagesAreReadWhenMemoryIsSteady) {
   tree.put(11, {.anon_kib = 100'000, .huge_kib = 2048});
   for (int i = 0; i < 9; ++i) tree.sample_after();
   EXPECT_EQ(tree.finish().processes.at(0).huge_page_bytes, 90'112 * kKiB) << "the most";
+}
+
+TEST(Sampler, SharedMemoryThatWasFreedDoesNotCount) {
+  Sampled tree;
+  tree.put(11, {.anon_kib = 1'000, .shmem_kib = 30'000});
+  tree.sample_after();
+  EXPECT_EQ(tree.sampler().last().held_bytes, 31'000 * kKiB);
+  tree.put(11, {.anon_kib = 1'000, .highest_kib = 31'000});
+  tree.sample_after();
+  EXPECT_EQ(tree.sampler().last().held_bytes, 1'000 * kKiB);
+  tree.put(11, {.anon_kib = 29'000, .highest_kib = 31'000});
+  for (int i = 0; i < 20; ++i) tree.sample_after();
+  EXPECT_EQ(tree.finish().peak_bytes, 31'000 * kKiB);
+}
+
+// Between vfork(2) or posix_spawn(3) and its exec, a child shows the memory of its parent.
+TEST(Sampler, AChildInItsParentsMemoryHoldsNothing) {
+  Sampled tree;
+  const Process parent{.anon_kib = 100'000, .file_kib = 500, .highest_kib = 120'000};
+  tree.put(11, parent);
+  for (int i = 0; i < 20; ++i) tree.sample_after();
+  Process child = parent;
+  child.parent = 11;
+  tree.put(12, child);
+  for (int i = 0; i < 20; ++i) tree.sample_after();
+  EXPECT_EQ(tree.sampler().last().held_bytes, 100'000 * kKiB);
+  tree.put(12, {.parent = 11, .name = "true", .anon_kib = 700});
+  for (int i = 0; i < 20; ++i) tree.sample_after();
+  const WatchRecord record = tree.finish();
+  EXPECT_EQ(record.peak_bytes, 100'700 * kKiB);
+  EXPECT_EQ(record.processes.at(1).peak_bytes, 700 * kKiB);
+  EXPECT_EQ(record.processes.at(1).peak_rss_bytes, 700 * kKiB);
 }
 
 // Pss of 10 GiB of small pages takes half a second to read, more than the credit at the beginning.

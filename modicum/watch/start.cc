@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -49,9 +51,14 @@ Step exec_command(const Start& start, char* const* words) {
   return Step::exec;
 }
 
-// Runs in the forked process: becomes the command. Writes a Failure to `failure_pipe` if it
-// can't; a successful exec closes the pipe.
-[[noreturn]] void become(const Start& start, FunctionRef<void()> restore_mask, int failure_pipe) {
+// Runs in the forked process of `parent`: becomes the command. Writes a Failure to `failure_pipe`
+// if it can't; a successful exec closes the pipe.
+[[noreturn]] void become(const Start& start, pid_t parent, FunctionRef<void()> restore_mask,
+                         int failure_pipe) {
+  if (start.task.ends_with_us) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(127);  // the parent ended before prctl
+  }
   std::vector<char*> words;
   for (const std::string& word : start.task.command) {
     words.push_back(const_cast<char*>(word.c_str()));
@@ -71,9 +78,10 @@ int start_command(const Start& start, FunctionRef<void()> restore_mask) {
   const std::string cannot = fmt::format("cannot start '{}': ", printable(start.task.command[0]));
   int failure_pipe[2];
   if (pipe2(failure_pipe, O_CLOEXEC) != 0) fail(Category::io, cannot + "pipe2: " + reason(errno));
+  const pid_t parent = getpid();
   const pid_t pid = fork();
   const int fork_error = errno;
-  if (pid == 0) become(start, restore_mask, failure_pipe[1]);
+  if (pid == 0) become(start, parent, restore_mask, failure_pipe[1]);
   close(failure_pipe[1]);
   Failure failure;
   ssize_t got = -1;

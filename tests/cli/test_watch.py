@@ -3,7 +3,8 @@ output or its exit code.
 
 Must fail for these mutants: copy-on-write copies are not found, or are attributed to the parent;
 another process is named as killed; the exit code is not that of the command; output of the command
-is lost.
+is lost; the memory of a process counts twice while it starts a program; the record is lost if a
+file can't be written at the end.
 """
 
 import json
@@ -173,6 +174,44 @@ def test_a_command_that_cannot_start_is_an_error(modicum: Path, tmp_path: Path) 
     assert (done.code, done.error["category"]) == (13, "IO")
     assert "nothing-here" in done.error["message"]
     assert failure(modicum, 2, "watch")["category"] == "USAGE"
+
+
+def test_a_process_that_starts_a_program_counts_once(modicum: Path, tmp_path: Path) -> None:
+    """Until its exec a child of posix_spawn runs in its parent's memory. Here it opens a FIFO
+    before, which waits for a writer."""
+    script = """
+import os, subprocess, sys, time
+block = bytearray(200 << 20)
+time.sleep(0.3)
+os.mkfifo(sys.argv[1])
+subprocess.Popen(["sh", "-c", 'sleep 0.5; : >"$0"', sys.argv[1]])
+opened = (os.POSIX_SPAWN_OPEN, 0, sys.argv[1], os.O_RDONLY, 0)
+child = os.posix_spawn("/bin/true", ["true"], os.environ, file_actions=[opened])
+os.waitpid(child, 0)
+"""
+    fifo = tmp_path / "fifo"
+    done = run(modicum, "watch", "--json", "--", sys.executable, "-c", script, fifo)
+    assert done.code == 0, done.stderr
+    assert 200 << 20 < done.json["peak_bytes"] < 300 << 20
+    assert done.json["cow_duplicate_bytes"] < 50 << 20
+
+
+def test_a_file_that_cannot_be_written_at_the_end_costs_only_itself(
+    modicum: Path, tmp_path: Path
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    trace = tmp_path / "run.trace.json"
+    words = ["watch", "--json", "--trace", trace, "--report", gone / "run.html", "--"]
+    done = run(modicum, *words, "sh", "-c", f"rmdir {gone}; exit 3")
+    assert (done.code, done.json["exit_code"]) == (13, 3)
+    assert done.stderr.startswith("modicum: IO: ") and "run.html" in done.stderr
+    assert json.loads(trace.read_text())["traceEvents"]
+    gone.mkdir()
+    words = ["watch", "--trace", gone / "run.json", "--report", gone / "run.html", "--"]
+    done = run(modicum, *words, "rmdir", gone)
+    assert done.code == 13 and "peak" in done.stderr
+    assert "run.json" in done.stderr and "run.html" in done.stderr
 
 
 def node_waits_s() -> float | None:

@@ -207,6 +207,18 @@ def test_invalid_comparisons_are_refused(modicum: Path, tmp_path: Path) -> None:
     assert run(modicum, "watch", "--compare", good, good).code == 0
 
 
+def test_runs_whose_files_have_one_name_are_called_by_their_paths(
+    modicum: Path, tmp_path: Path
+) -> None:
+    files = []
+    for folder, size in (("a", 100 * MIB), ("b", 300 * MIB)):
+        files.append(tmp_path / folder / "run.json")
+        files[-1].parent.mkdir()
+        files[-1].write_text(f'{{"peak": {{"bytes": {size}, "cause": ""}}, "timeline": {{}}}}')
+    compared = run_json(modicum, "watch", "--compare", *files)
+    assert str(files[0]) in compared["sentence"] and str(files[1]) in compared["sentence"]
+
+
 def test_watching_a_load_costs_little(modicum: Path, model: Path) -> None:
     document, _ = watched(modicum, "load", model, "--ranks", 4, "-q")
     cost = document["watch"]

@@ -4,17 +4,20 @@ and exit code as without it.
 
 Must fail for these mutants: a page with another document; a command that starts although its page
 can't be written; `--report` that changes the digest, the errors or the exit code of a load; a
-script error in the page of a command that ended before the first sample.
+script error in the page of a command that ended before the first sample; a launcher that goes on
+after the started process was killed.
 """
 
 import json
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from pages import MIB, drawn_on, nearest, run_document, shown, sizes
-from program import failure, run, run_json
+from program import children_of, failure, run, run_json
 
 # A program that holds 80 MiB for half a second.
 HOLDER = """
@@ -113,6 +116,25 @@ def test_a_load_that_fails(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "no.html").exists(), "the page was made before the flags were checked"
     folder = tmp_path / "none" / "page.html"
     assert failure(modicum, 13, "load", gpt2, "--report", folder)["file"]
+
+
+def test_a_killed_rehearsal_leaves_no_process(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    words = ("rehearse", gpt2, "--ranks", 2, "--optimizer", "adamw:fp32", "--steps", 100_000)
+    started = subprocess.Popen(
+        [str(word) for word in (modicum, *words, "--report", tmp_path / "x.html")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert started.stdout is not None
+    until = time.monotonic() + 20
+    while not (launcher := children_of(started.pid)) or len(children_of(launcher[0])) < 2:
+        assert time.monotonic() < until and started.poll() is None
+        time.sleep(0.02)
+    started.kill()
+    begin = time.monotonic()
+    started.stdout.read()  # ends when the last process that has inherited it ends
+    assert time.monotonic() - begin < 5
+    started.wait()
 
 
 def test_the_page_of_a_rehearsal_has_its_steps(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
