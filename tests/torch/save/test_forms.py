@@ -24,7 +24,7 @@ from program import run_json  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum  # noqa: E402
-from modicum.errors import BudgetError, IntegrityError, IoError, UsageError  # noqa: E402
+from modicum.errors import BudgetError, FormatError, IntegrityError, IoError, UsageError  # noqa: E402
 from modicum.torch.saving import extra as extras  # noqa: E402
 from modicum.torch.saving import running, tensor_state, weights  # noqa: E402
 
@@ -140,16 +140,20 @@ def test_the_peak_includes_the_publication(tmp_path: Path) -> None:
 
 
 def test_extras_are_refused_where_no_resume_would_read_them(tmp_path: Path) -> None:
-    """The longest header of a file that a resume can read is written; a longer one is refused."""
-    room = extras.LARGEST_HEADER - (len(extras.bytes_of({"x": ""})) - 8)
+    """The limit is that of the reader; the header of these extras has 96 bytes."""
     path = tmp_path / "rank.safetensors"
-    path.write_bytes(extras.bytes_of({"x": "a" * room}))
-    _modicum.open_checkpoint(path)
-    with pytest.raises(UsageError, match="extra_per_rank: too much JSON"):
-        front.save(
-            loaded("llama"), tmp_path / "steps", step=1, extra_per_rank={"x": "a" * (room + 8)}
-        )
+    for length, fault in ((0, "TRUNC"), (1, "LIMIT")):
+        path.write_bytes((extras.LARGEST_HEADER + length).to_bytes(8, "little") + b"{}")
+        with pytest.raises(FormatError, match=fault):
+            _modicum.open_checkpoint(path)
+    model, own = loaded("llama"), {"x": "a" * 50}
+    assert len(extras.bytes_of(own)) == 8 + 96
+    with patch.object(extras, "LARGEST_HEADER", 95):
+        with pytest.raises(UsageError, match="extra_per_rank: too much JSON"):
+            front.save(model, tmp_path / "steps", step=1, extra_per_rank=own)
     assert not (tmp_path / "steps").exists()
+    with patch.object(extras, "LARGEST_HEADER", 96):
+        front.save(model, tmp_path / "steps", step=1, extra_per_rank=own)
 
 
 def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:
