@@ -84,11 +84,14 @@ FileSpecs group_by_file(std::vector<TensorSpec> tensors, std::span<const uint32_
 // "model-00001-of-00003.safetensors" for file 0 of 3; "model.safetensors" for a single file.
 constexpr std::string_view kModelStem = "model";
 constexpr std::string_view kAdapterStem = "adapter_model";  // as PEFT names its file
+// kAdapterStem if the files of `manifest` are an adapter's, else kModelStem.
+std::string_view stem_of(const Manifest& manifest);
 std::string shard_name(size_t file, size_t files, std::string_view stem = kModelStem);
 
 // The manifest of a checkpoint that is yet to be written. It equals the manifest of the written
 // files, except that of each file's identity only the size is set, and that FP8 codes have no
-// scales. Throws USAGE if there is no tensor, FORMAT.* if open_checkpoint would refuse a file.
+// scales. Throws USAGE if there is no tensor, FORMAT.* if open_checkpoint would refuse a file, and
+// UNSUPPORTED for an adapter in several files, which PEFT does not read.
 Manifest output_manifest(const FileSpecs& files, std::string_view stem = kModelStem);
 // The bytes of file `file` before its tensors.
 std::string output_header(const Manifest& manifest, uint32_t file);
@@ -119,10 +122,18 @@ class FormTally {
   bool is_changed_ = false, has_codes_ = false;
   std::map<DType, uint64_t> bytes_;
 };
-// Calls `fn` with the name and text of each of companion_files. With a new form, config_of updates
-// the text of config.json.
-void for_each_companion(const Checkpoint& source, const std::optional<NewForm>& form,
-                        FunctionRef<void(const std::string& name, const std::string& text)> fn);
+// The copied files, and a warning for each that was left out.
+struct Companions {
+  std::vector<StepFile> copied;
+  std::vector<std::string> warnings;
+};
+// Copies each of companion_files that `is_wanted` into `directory`, durably and in blocks. With a
+// new form, config_of updates config.json. Leaves out a file whose name is not UTF-8, which no
+// record can hold, a dangling link, and a file that changes meanwhile; for config.json the last two
+// are errors. Throws IO for any other file that can't be read, NOSPACE and CONFLICT.
+Companions copy_companions(const Checkpoint& source, const std::optional<NewForm>& form,
+                           FileSystem& files, const std::string& directory,
+                           FunctionRef<bool(const std::string& name)> is_wanted);
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
 

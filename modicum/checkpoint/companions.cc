@@ -137,13 +137,33 @@ std::optional<NewForm> FormTally::new_form() const {
   return NewForm{most_bytes->first, has_codes_};
 }
 
-void for_each_companion(const Checkpoint& source, const std::optional<NewForm>& form,
-                        FunctionRef<void(const std::string& name, const std::string& text)> fn) {
+Companions copy_companions(const Checkpoint& source, const std::optional<NewForm>& form,
+                           FileSystem& files, const std::string& directory,
+                           FunctionRef<bool(const std::string& name)> is_wanted) {
+  Companions all;
   for (const std::string& name : companion_files(source)) {
-    std::string text = read_text(*source.files->open(join_path(source.directory, name)));
-    if (name == kConfigFile && form) text = config_of(text, *form);
-    fn(name, text);
+    if (!is_wanted(name)) continue;
+    const std::string from = join_path(source.directory, name);
+    const auto leave_out = [&](const char* why) {
+      all.warnings.push_back(fmt::format("{} was not copied: {}", printable(name), why));
+    };
+    if (name == kConfigFile) {
+      std::string text = read_text(*source.files->open(from));
+      if (form) text = config_of(text, *form);
+      write_durably(files, join_path(directory, name), text);
+      all.copied.push_back({name, text.size(), text.size(), digest_of(text)});
+    } else if (!is_utf8(name)) {
+      leave_out("its name is not UTF-8");
+    } else if (!source.files->exists(from)) {
+      leave_out("it is a link to a file that does not exist");
+    } else if (const auto copied =
+                   copy_durably(*source.files->open(from), files, join_path(directory, name))) {
+      all.copied.push_back({name, copied->bytes, copied->bytes, copied->digest});
+    } else {
+      leave_out("it was being written");
+    }
   }
+  return all;
 }
 
 }  // namespace modicum

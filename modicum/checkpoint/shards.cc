@@ -66,8 +66,20 @@ std::string shard_name(size_t file, size_t files, std::string_view stem) {
   return fmt::format("{}-{:05}-of-{:05}.safetensors", stem, file + 1, files);
 }
 
+std::string_view stem_of(const Manifest& manifest) {
+  const bool is_adapter =
+      !manifest.files.empty() && manifest.files.front().name.starts_with(kAdapterStem);
+  return is_adapter ? kAdapterStem : kModelStem;
+}
+
 Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
   if (files.empty()) fail(Category::usage, "there is no tensor to save");
+  if (stem == kAdapterStem && files.size() > 1) {
+    fail(Category::unsupported, "an adapter must stay a single file; give a larger --shard-size",
+         {.file = shard_name(0, 1, stem),
+          .expected = "1 file",
+          .got = fmt::format("{} files", files.size())});
+  }
   Manifest manifest;
   for (size_t f = 0; f < files.size(); ++f) {
     DataFile file{.name = shard_name(f, files.size(), stem)};

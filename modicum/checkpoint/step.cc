@@ -75,15 +75,6 @@ bool parse_digits(std::string_view digits, Number& number) {
   return error == std::errc() && end == digits.data() + digits.size();
 }
 
-// The number in a name such as "step-12"; empty for other names, such as "step-012".
-std::optional<int64_t> step_of(std::string_view name) {
-  if (!name.starts_with(kStepPrefix)) return std::nullopt;
-  const std::string_view digits = name.substr(kStepPrefix.size());
-  int64_t step = 0;
-  if (!parse_digits(digits, step)) return std::nullopt;
-  return step >= 0 && step_name(step) == name ? std::optional(step) : std::nullopt;
-}
-
 std::string text_of(FileSystem& files, const std::string& directory, const std::string& name) {
   return read_text(*files.open(join_path(directory, name)));
 }
@@ -185,9 +176,32 @@ std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix
 
 }  // namespace
 
+std::optional<int64_t> step_of(std::string_view name) {
+  if (!name.starts_with(kStepPrefix)) return std::nullopt;
+  const std::string_view digits = name.substr(kStepPrefix.size());
+  int64_t step = 0;
+  if (!parse_digits(digits, step)) return std::nullopt;
+  return step >= 0 && step_name(step) == name ? std::optional(step) : std::nullopt;
+}
+
+bool is_step(FileSystem& files, const std::string& path) {
+  const std::string manifest = join_path(path, kManifest);
+  return step_of(base_name(path)) || base_name(path).starts_with(kPartialPrefix) ||
+         files.exists(join_path(path, kCommit)) ||
+         (files.exists(manifest) && is_record(read_text(*files.open(manifest))));
+}
+
 Digest digest_of(std::string_view bytes) {
   Hasher hasher;
   hasher.add(bytes);
+  return hasher.digest();
+}
+
+Digest digest_of(File& file, uint64_t bytes) {
+  Hasher hasher;
+  hasher.add(bytes);
+  read_in_blocks(file, bytes,
+                 [&](std::span<const std::byte> block, uint64_t) { hasher.add_part(block); });
   return hasher.digest();
 }
 
@@ -327,9 +341,7 @@ Steps find_steps(FileSystem& files, const std::string& root, size_t most,
 }
 
 void check_digest(FileSystem& files, const std::string& path, const StepFile& file) {
-  std::string text(file.digested_bytes, '\0');
-  files.open(join_path(path, file.name))->read(std::as_writable_bytes(std::span(text)), 0);
-  const Digest digest = digest_of(text);
+  const Digest digest = digest_of(*files.open(join_path(path, file.name)), file.digested_bytes);
   if (digest == file.digest) return;
   fail(Category::integrity, "the file is not the one that was saved",
        {.file = file.name, .expected = file.digest.hex(), .got = digest.hex()});
@@ -370,11 +382,18 @@ FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<Sk
        {.file = base_name(root)});
 }
 
-void keep_newest(FileSystem& files, const std::string& root, size_t keep) {
-  const Steps steps = find_steps(files, root);
-  for (size_t i = std::max<size_t>(1, keep); i < steps.found.size(); ++i) {
-    remove_by_trash(files, root, step_name(steps.found[i].step));
+std::optional<std::string> keep_newest(FileSystem& files, const std::string& root, size_t keep,
+                                       int64_t saved) {
+  try {
+    size_t kept = 1;
+    for (const FoundStep& of : find_steps(files, root).found) {
+      if (of.step == saved) continue;
+      if (++kept > keep) remove_by_trash(files, root, step_name(of.step));
+    }
+  } catch (const Error& error) {
+    return fmt::format("old steps could not be removed: {}", error.what());
   }
+  return std::nullopt;
 }
 
 std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,

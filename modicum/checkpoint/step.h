@@ -81,8 +81,19 @@ std::string record_json(const StepRecord& record);
 // Throws INTEGRITY for a text that is not a valid record, UNSUPPORTED for a record that a later
 // version of Modicum has written.
 StepRecord parse_record(const std::string& text);
+// Whether a manifest.json is the record of a step, of this version or a later one: other programs
+// write files of this name, too.
+bool is_record(const std::string& text);
+
+// The number in a name such as "step-12"; empty for other names, such as "step-012".
+std::optional<int64_t> step_of(std::string_view name);
+// Whether the directory `path` has the name or the files of a step, committed or not.
+bool is_step(FileSystem& files, const std::string& path);
 
 Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
+// The digest of the first `bytes` bytes of a file, which are read in blocks. Throws FORMAT.TRUNC;
+// IO.
+Digest digest_of(File& file, uint64_t bytes);
 
 // The process that saves a step. It distinguishes the leftovers of a dead process from a save in
 // flight.
@@ -182,9 +193,11 @@ void check_digest(FileSystem& files, const std::string& path, const StepFile& fi
 FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
                       std::optional<int64_t> before = {});
 
-// Removes all intact steps but the `keep` newest ones (at least one). Damaged steps are neither
-// counted nor removed.
-void keep_newest(FileSystem& files, const std::string& root, size_t keep);
+// Removes intact steps until `keep` are left: step `saved`, which always stays, and those with the
+// highest numbers of the others. Damaged steps are neither counted nor removed. Returns a warning
+// if steps could not be removed.
+std::optional<std::string> keep_newest(FileSystem& files, const std::string& root, size_t keep,
+                                       int64_t saved);
 // Removes trash, and directories and new `latest` files that dead processes have left in flight.
 // A directory or file in flight stays if its name has no owner, or if `is_dead` returns false for
 // the owner. Returns the names of the directories in flight that stay.

@@ -116,6 +116,24 @@ std::string record_json(const StepRecord& record) {
   return out.text();
 }
 
+bool is_record(const std::string& text) {
+  bool has_version = false, has_step = false, has_uuid = false;
+  try {
+    read_json(text, [&](JsonValue& root) {
+      if (root.kind() != JsonValue::Kind::object) return;
+      root.object([&](std::string_view key, JsonValue& member) {
+        const JsonValue::Kind kind = member.kind();
+        has_version |= key == "version" && kind == JsonValue::Kind::number;
+        has_step |= key == "step" && kind == JsonValue::Kind::number;
+        has_uuid |= key == "uuid" && kind == JsonValue::Kind::string;
+      });
+    });
+  } catch (const JsonError&) {
+    return false;
+  }
+  return has_version && has_step && has_uuid;
+}
+
 StepRecord parse_record(const std::string& text) {
   StepRecord record;
   std::optional<int64_t> version;

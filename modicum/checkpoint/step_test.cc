@@ -166,11 +166,56 @@ TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2, 3, 4}) save_step(files, step);
   files.remove("/root/step-4/config.json");
-  keep_newest(files, "/root", 2);
+  EXPECT_EQ(keep_newest(files, "/root", 2, 3), std::nullopt);
   EXPECT_EQ(files.list("/root"),
             (std::vector<std::string>{"latest", "step-2", "step-3", "step-4"}));
-  keep_newest(files, "/root", 0);
+  EXPECT_EQ(keep_newest(files, "/root", 0, 3), std::nullopt);
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-3", "step-4"}));
+}
+
+// Catches: a step that is removed by its own save, since steps with larger numbers exist.
+TEST(Steps, RetentionKeepsTheStepJustSaved) {
+  MemoryFileSystem files;
+  for (const int64_t step : {100, 200, 300, 150}) save_step(files, step);
+  EXPECT_EQ(keep_newest(files, "/root", 2, 150), std::nullopt);
+  EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-150", "step-300"}));
+  EXPECT_EQ(keep_newest(files, "/root", 1, 150), std::nullopt);
+  EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-150"}));
+}
+
+TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
+  MemoryFileSystem under;
+  for (const int64_t step : {1, 2}) save_step(under, step);
+  for (int64_t fail_at = 1;; ++fail_at) {
+    RecordingFileSystem files(under, fail_at);
+    const auto warning = keep_newest(files, "/root", 1, 2);
+    if (files.calls().size() < static_cast<size_t>(fail_at)) break;
+    EXPECT_EQ(open_step(under, "/root/step-2").step, 2);
+    if (files.calls().back().what != "rename") continue;
+    EXPECT_NE(warning.value_or("").find("old steps could not be removed: IO"), std::string::npos);
+    EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
+    return;
+  }
+  FAIL() << "no step was renamed";
+}
+
+// Catches: another program's manifest.json that makes a checkpoint look like a step.
+TEST(Steps, AManifestOfAnotherProgramIsNoRecord) {
+  MemoryFileSystem files;
+  save_step(files, 1);
+  const std::string record = files.get("/root/step-1/manifest.json");
+  EXPECT_TRUE(is_record(record));
+  std::string later = record;
+  later.replace(later.find("\"version\":1"), 11, "\"version\":2");
+  EXPECT_TRUE(is_record(later));
+  for (const char* text : {R"({"version": 1, "files": []})", R"({"version": "1.0", "uuid": "a"})",
+                           R"({"step": 1, "uuid": "a"})", "[]", "7", "{", ""}) {
+    EXPECT_FALSE(is_record(text)) << text;
+  }
+  files.put("/a/step-1-hf/manifest.json", R"({"version": 1})");
+  EXPECT_FALSE(is_step(files, "/a/step-1-hf"));
+  files.put("/a/checkpoint-7/manifest.json", record);
+  EXPECT_TRUE(is_step(files, "/a/checkpoint-7"));
 }
 
 TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {

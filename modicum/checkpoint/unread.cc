@@ -36,7 +36,7 @@ void warn_of_unread_files(const std::vector<std::string>& names, const Manifest&
   warn_of(shards, "safetensors file(s)", warnings);
   warn_of(pickles, "pickle file(s)", warnings);
   if (!has_adapter) return;
-  const bool is_adapter = manifest.files.front().name.starts_with("adapter_model");
+  const bool is_adapter = stem_of(manifest) == kAdapterStem;
   warnings.push_back(fmt::format("{}: {}", kAdapterConfig,
                                  is_adapter
                                      ? "the tensors are an adapter's, not a whole model's"

@@ -10,25 +10,18 @@
 namespace modicum {
 namespace {
 
-// Whether the directory `path` has the name or the files of a step (a saved checkpoint), committed
-// or not.
-bool looks_like_step(FileSystem& files, const std::string& path) {
-  return files.exists(join_path(path, "COMMIT")) ||
-         files.exists(join_path(path, "manifest.json")) || base_name(path).starts_with("step-") ||
-         base_name(path).starts_with(".partial-");
-}
-
-// The names of the subdirectories of `path` that start with `prefix`.
+// The names of the subdirectories of `path` whose name `is_wanted`.
 std::vector<std::string> directories_in(FileSystem& files, const std::string& path,
-                                        std::string_view prefix) {
+                                        FunctionRef<bool(const std::string& name)> is_wanted) {
   std::vector<std::string> names;
   for (const std::string& name : files.list(path)) {
-    if (name.starts_with(prefix) && files.is_directory(join_path(path, name))) {
-      names.push_back(name);
-    }
+    if (is_wanted(name) && files.is_directory(join_path(path, name))) names.push_back(name);
   }
   return names;
 }
+
+bool is_step_name(const std::string& name) { return step_of(name).has_value(); }
+bool is_in_flight(const std::string& name) { return name.starts_with(".partial-"); }
 
 void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, const Error& error) {
   report.files.push_back({file, bytes, error.what()});
@@ -81,13 +74,13 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
   VerifyReport report;
   if (!files.is_directory(path)) {
     add_checkpoint(report, files, path);
-  } else if (looks_like_step(files, path)) {
+  } else if (is_step(files, path)) {
     add_step(report, files, path, "");
-  } else if (const auto steps = directories_in(files, path, "step-"); !steps.empty()) {
+  } else if (const auto steps = directories_in(files, path, is_step_name); !steps.empty()) {
     for (const std::string& name : steps) {
       add_step(report, files, join_path(path, name), name + "/");
     }
-  } else if (!directories_in(files, path, ".partial-").empty()) {
+  } else if (!directories_in(files, path, is_in_flight).empty()) {
     add_step(report, files, path, "");  // a save into `path` has not finished: UNCOMMITTED
   } else {
     add_checkpoint(report, files, path);

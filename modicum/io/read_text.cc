@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <sys/statvfs.h>
 
+#include <algorithm>
 #include <array>
 #include <span>
 #include <utility>
@@ -10,16 +11,17 @@
 #include "modicum/io/descriptor.h"
 
 namespace modicum {
-
 namespace {
+
+// Long files such as smaps need fewer calls with a block of several pages.
+constexpr size_t kBlockBytes = 16 * kKiB;
 
 // Calls `take` with each block of a file until it returns false. Returns whether the file was read
 // to its end.
 bool read_blocks(const std::string& path, FunctionRef<bool(std::string_view)> take) {
   const Descriptor file = Descriptor::open(path.c_str(), O_RDONLY);
   if (!file.is_valid()) return false;
-  // Long files such as smaps need fewer calls with a block of several pages.
-  std::array<char, 16384> block;
+  std::array<char, kBlockBytes> block;
   while (true) {
     const ssize_t got =
         uninterrupted([&] { return ::read(file.get(), block.data(), block.size()); });
@@ -87,6 +89,16 @@ std::string read_text(File& file) {
   file.read(std::as_writable_bytes(std::span(text)), 0);
   require_unchanged(file, before);
   return text;
+}
+
+void read_in_blocks(File& file, uint64_t bytes,
+                    FunctionRef<void(std::span<const std::byte> block, uint64_t at)> fn) {
+  std::array<std::byte, kBlockBytes> room;
+  for (uint64_t at = 0; at < bytes; at += kBlockBytes) {
+    const auto block = std::span(room).first(std::min<uint64_t>(kBlockBytes, bytes - at));
+    file.read(block, at);
+    fn(block, at);
+  }
 }
 
 void require_unchanged(File& file, const FileIdentity& before) {

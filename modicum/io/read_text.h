@@ -1,9 +1,11 @@
-// Reads small files (/proc, /sys/fs/cgroup, recipes) in one piece, writes kernel files, checks that
-// a file is unchanged, and queries the space of a file system.
+// Reads small files (/proc, /sys/fs/cgroup, recipes) in one piece and others in blocks, writes
+// kernel files, checks that a file is unchanged, and queries the space of a file system.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -34,6 +36,10 @@ std::optional<FileSystemSpace> space_of(const std::string& path);
 // The content of a small file. Throws CONFLICT if it changed during the read, and the errors of
 // File::read.
 std::string read_text(File& file);
+// Reads the first `bytes` bytes of a file of any size, and calls `fn` with one block of 16 KiB
+// after the other, which is on the stack, and with its offset. Throws the errors of File::read.
+void read_in_blocks(File& file, uint64_t bytes,
+                    FunctionRef<void(std::span<const std::byte> block, uint64_t at)> fn);
 
 // Throws CONFLICT, naming the file, unless its identity equals `before`, which was read earlier.
 void require_unchanged(File& file, const FileIdentity& before);

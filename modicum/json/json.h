@@ -80,6 +80,8 @@ void read_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 // duplicate keys, so that it needs no memory for keys.
 void reread_json(std::string_view text, FunctionRef<void(JsonValue& root)> root);
 
+bool is_utf8(std::string_view text) noexcept;  // no overlongs, surrogates or values over U+10FFFF
+
 // Writes JSON into a string and adds commas and escapes. Throws INTERNAL on misuse, such as a value
 // where a key is expected. Doubles are written in the shortest form that reads back exactly,
 // non-finite ones as null. Bytes that are not UTF-8 become U+FFFD.

@@ -2,6 +2,8 @@
 
 #include <simdjson.h>
 
+#include "modicum/json/json.h"
+
 namespace modicum {
 
 bool is_utf8(std::string_view text) noexcept {

@@ -31,8 +31,8 @@ std::shared_ptr<MadeSave> save_plan(const std::shared_ptr<MadePlan>& plan,
   form.copies_unused = copies_unused;
   form.gathers = gathers;
   form.dtype = dtype_flag(dtype.value_or(""));
+  form.stem = adapters ? kAdapterStem : kModelStem;
   if (adapters) {  // PEFT reads one file
-    form.stem = kAdapterStem;
     form.shard_bytes = UINT64_MAX;
     return without_the_lock([&] { return std::make_shared<MadeSave>(plan, form); });
   }
@@ -236,7 +236,9 @@ nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
   const SavedStep saved = without_the_lock([&] {
     SavedStep published =
         step.open().publish(made.loaded->checkpoint(), made.plan, saved_state, files);
-    if (keep) keep_newest(*step.files, step.root, *keep);
+    if (!keep) return published;
+    const auto warning = keep_newest(*step.files, step.root, *keep, published.step);
+    if (warning) published.warnings.push_back(*warning);
     return published;
   });
   return dict_of("step"_a = saved.step, "path"_a = saved.path,
@@ -431,7 +433,7 @@ Raises:
            "Makes the step durable and visible. All ranks must have written. `state`: the files of "
            "AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; "
            "`more`: (name, text) of further files, text None if a rank has written the file; "
-           "`keep`: the number of intact steps to keep.")
+           "`keep`: the number of intact steps to keep, including this one.")
       .def(
           "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
           "Removes the files, unless the step was published.");

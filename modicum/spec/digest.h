@@ -2,8 +2,10 @@
 // different digests.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -29,6 +31,8 @@ class Hasher {
   Hasher& operator=(const Hasher&) = delete;
 
   Hasher& add(std::string_view text);
+  // As add(text), for a text in parts: first its size, add(size_t), then add_part for each part.
+  Hasher& add_part(std::span<const std::byte> part) { return bytes(part.data(), part.size()); }
   Hasher& add(const std::vector<int64_t>& numbers);
   template <typename T>
   requires(std::is_arithmetic_v<T> || std::is_enum_v<T>) Hasher& add(T value) {

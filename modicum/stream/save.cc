@@ -26,7 +26,7 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
   }
   return output_manifest(as.shard_bytes ? split_into_files(std::move(specs), *as.shard_bytes)
                                         : group_by_file(std::move(specs), file_of),
-                         as.stem);
+                         as.stem.value_or(stem_of(source.manifest)));
 }
 
 // The save's plan allocates no buffer: each is in host memory or read with Sink::fetch.

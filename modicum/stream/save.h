@@ -22,9 +22,9 @@ struct SaveForm {
   std::optional<DType> dtype;  // dtype of saved floats; default: as loaded
   // Largest size of a file. If empty, the source's division into files is kept.
   std::optional<uint64_t> shard_bytes;
-  std::vector<bool> is_computed;       // see SavedOptions
-  std::string_view stem = kModelStem;  // first part of the files' names
-  bool gathers = true;                 // see PlanOptions; must be false for a background save
+  std::vector<bool> is_computed;         // see SavedOptions
+  std::optional<std::string_view> stem;  // of the files' names; default: as in the source
+  bool gathers = true;                   // see PlanOptions; must be false for a background save
 };
 
 // A save carries out, in reverse, the plan that would load the saved files. Not movable, as plan_

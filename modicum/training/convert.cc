@@ -34,20 +34,21 @@ std::optional<NewForm> new_form_of(const Checkpoint& source, const Recipe& recip
   return tally.new_form();
 }
 
-// Writes the companion files and the index. Returns their bytes.
-uint64_t add_companions(const ConvertTask& task, const ConversionJournal& conversion) {
+// Writes the companion files and the index. Adds their bytes and the warnings to the report.
+void add_companions(const ConvertTask& task, const ConversionJournal& conversion,
+                    ConvertReport& report) {
   FileSystem& files = *task.load.run.files;
   const Checkpoint& source = task.load.run.checkpoint;
-  uint64_t written = 0;
-  const auto add = [&](const std::string& name, const std::string& text) {
-    write_durably(files, join_path(conversion.directory(), name), text);
-    written += text.size();
-  };
-  for_each_companion(source, new_form_of(source, task.load.run.recipe), add);
+  const Companions companions =
+      copy_companions(source, new_form_of(source, task.load.run.recipe), files,
+                      conversion.directory(), [](const std::string&) { return true; });
+  for (const StepFile& file : companions.copied) report.written_bytes += file.bytes;
+  std::vector<std::string>& warnings = report.checkpoint.warnings;
+  warnings.insert(warnings.end(), companions.warnings.begin(), companions.warnings.end());
   if (const std::string index = output_index(task.form.manifest()); !index.empty()) {
-    add(kIndexFile, index);
+    write_durably(files, join_path(conversion.directory(), kIndexFile), index);
+    report.written_bytes += index.size();
   }
-  return written;
 }
 
 }  // namespace
@@ -65,7 +66,7 @@ ConvertedForm::ConvertedForm(const Checkpoint& source, const Recipe& recipe, con
   }
   manifest_ = output_manifest(of.shard_bytes ? split_into_files(std::move(specs), *of.shard_bytes)
                                              : group_by_file(std::move(specs), file_of),
-                              of.stem);
+                              stem_of(source.manifest));
   place(recipe, of.without);
 }
 
@@ -121,9 +122,10 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
                        .ranks = {of.load},
                        .launcher_bytes = read_process_memory().held(),
                        .path = task.out,
-                       .written_bytes = of.written_bytes + add_companions(task, conversion),
+                       .written_bytes = of.written_bytes,
                        .kept_files = of.kept_files,
                        .digest = of.load.digest};
+  add_companions(task, conversion, report);
   conversion.publish();
   report.elapsed_s = world.seconds_until(world.clock.now_ns());
   for (const DataFile& file : task.form.manifest().files) {

@@ -13,14 +13,14 @@
 
 namespace modicum {
 
-// The files of a conversion: every target of a recipe, unsharded, under its own name.
+// The files of a conversion: every target of a recipe, unsharded, under its own name. The files
+// have the stem of the source's.
 class ConvertedForm {
  public:
   struct Options {
     // Largest size of a file. If empty, the source's division into files is kept: a target goes
     // into the file of its first stored tensor.
     std::optional<uint64_t> shard_bytes;
-    std::string_view stem = kModelStem;  // first part of the files' names
     // Names of tensors that get a place in the files, but are not written from a target.
     std::set<std::string, std::less<>> without;
   };

@@ -32,10 +32,6 @@ std::vector<StateOf> parameters_of(const FoundStep& step, const StateFacts& fact
   return state_of(open_run(files, flags));
 }
 
-std::string_view stem_of(const Manifest& weights) {
-  return weights.files.front().name.starts_with(kAdapterStem) ? kAdapterStem : kModelStem;
-}
-
 // A digest of everything that determines the bytes of the output.
 Digest inputs_of(const ReshardTask& task) {
   Hasher hasher;
@@ -175,16 +171,30 @@ class Publication {
         facts && file.name == kStatePrefix + kStateFile) {
       return add(file.name, *facts);
     }
-    add(file.name, read_text(*files_.open(join_path(task_.step.path, file.name))));
+    const std::unique_ptr<File> from = files_.open(join_path(task_.step.path, file.name));
+    const auto copied = copy_durably(*from, files_, place_of(file.name));
+    if (!copied) {
+      fail(Category::conflict, "the file changed while it was copied", {.file = file.name});
+    }
+    add_record({file.name, copied->bytes, copied->bytes, copied->digest});
   }
 
   void add(const std::string& name, const std::string& text) {
-    const std::string path = join_path(conversion_.directory(), name);
+    write_durably(files_, place_of(name), text);
+    add_record({name, text.size(), text.size(), digest_of(text)});
+  }
+
+  // The path of a new file, whose folder is made.
+  std::string place_of(const std::string& name) {
+    std::string path = join_path(conversion_.directory(), name);
     const std::string folder = path.substr(0, path.rfind('/'));
     if (!files_.is_directory(folder)) files_.make_directory(folder);
-    write_durably(files_, path, text);
-    record_.files.push_back({name, text.size(), text.size(), digest_of(text)});
-    written_bytes_ += text.size();
+    return path;
+  }
+
+  void add_record(StepFile file) {
+    written_bytes_ += file.bytes;
+    record_.files.push_back(std::move(file));
   }
 
   const ReshardTask& task_;
@@ -220,7 +230,6 @@ void check_source(const ReshardTask& task) {
 
 ReshardForm::ReshardForm(const FoundStep& step, const Run& weights, const ReshardOptions& options) {
   FileSystem& files = *weights.files;
-  const Manifest& source = weights.checkpoint.manifest;
   if (!step.record.state.empty()) {
     RunFlags flags{.directory = join_path(step.path, kStateDirectory),
                    .layout = "none",
@@ -229,15 +238,9 @@ ReshardForm::ReshardForm(const FoundStep& step, const Run& weights, const Reshar
     state_run_.emplace(open_run(files, flags));
   }
   if (options.format) restate_in(step, weights, options);
-  ConvertedForm::Options of{.shard_bytes = options.shard_bytes, .stem = stem_of(source)};
+  ConvertedForm::Options of{.shard_bytes = options.shard_bytes};
   if (restate_ != nullptr) of.without = restate_->weights();
   weights_.emplace(weights.checkpoint, weights.recipe, of);
-  if (of.stem == kAdapterStem && weights_->manifest().files.size() > 1) {
-    fail(Category::unsupported, "an adapter must stay a single file; give a larger --shard-size",
-         {.file = source.files.front().name,
-          .expected = "1 file",
-          .got = fmt::format("{} files", weights_->manifest().files.size())});
-  }
   if (!state_run_ || state_) return;
   state_.emplace(state_run_->checkpoint, state_run_->recipe,
                  ConvertedForm::Options{.shard_bytes = options.shard_bytes});

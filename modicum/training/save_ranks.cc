@@ -254,15 +254,6 @@ void check_stop(const StopSignals& stop, SaveGrace& grace) {
   throw *stopped;
 }
 
-// The new step is durable by now, so a failure is a warning.
-void remove_old_steps(const SaveTask& task, std::vector<std::string>& warnings) {
-  try {
-    keep_newest(*task.load.run.files, task.root, *task.keep);
-  } catch (const Error& error) {
-    warnings.push_back(fmt::format("old steps could not be removed: {}", error.what()));
-  }
-}
-
 }  // namespace
 
 Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state) {
@@ -283,7 +274,10 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   SavedStep saved = publish(step, task, trained);
   const int64_t durable_ns = world.clock.now_ns();
   const bool is_preempted = stop.received().has_value();
-  if (task.keep) remove_old_steps(task, saved.warnings);
+  if (task.keep) {
+    const auto warning = keep_newest(*task.load.run.files, task.root, *task.keep, saved.step);
+    if (warning) saved.warnings.push_back(*warning);
+  }
   SaveReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,

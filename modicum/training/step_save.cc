@@ -109,28 +109,33 @@ void StepSave::add_part(SavedStep& saved, const std::string& prefix, const Manif
 
 void StepSave::add_file(SavedStep& saved, const std::string& name, const std::string& text) {
   write_durably(files_, join_path(step_.directory, name), text);
-  saved.record.files.push_back({name, text.size(), text.size(), digest_of(text)});
-  saved.written_bytes += text.size();
+  add_record(saved, {name, text.size(), text.size(), digest_of(text)});
 }
 
-void StepSave::copy_companions(const Checkpoint& source, const SavePlan& plan, SavedStep& saved) {
+void StepSave::add_record(SavedStep& saved, StepFile file) {
+  saved.written_bytes += file.bytes;
+  saved.record.files.push_back(std::move(file));
+}
+
+void StepSave::add_companions(const Checkpoint& source, const SavePlan& plan, SavedStep& saved) {
   FormTally tally;
   for (const SavedTensor& tensor : plan.form().tensors) {
     tally.add(tensor.spec, tensor.stored ? &source.manifest.tensors[*tensor.stored] : nullptr);
   }
-  for_each_companion(
-      source, tally.new_form(), [&](const std::string& name, const std::string& text) {
-        const bool is_there = step_.is_inside && files_.exists(join_path(step_.root, name));
-        if (!is_there) add_file(saved, name, text);
+  Companions companions = copy_companions(
+      source, tally.new_form(), files_, step_.directory, [&](const std::string& name) {
+        return !step_.is_inside || !files_.exists(join_path(step_.root, name));
       });
+  for (StepFile& file : companions.copied) add_record(saved, std::move(file));
+  saved.warnings = std::move(companions.warnings);
 }
 
 // Adds a file of the caller to the record; writes it unless a rank has done so.
 void StepSave::add_written(SavedStep& saved, const NewFile& file) {
   if (file.text) return add_file(saved, file.name, *file.text);
-  const std::string text = read_text(*files_.open(join_path(step_.directory, file.name)));
-  saved.record.files.push_back({file.name, text.size(), text.size(), digest_of(text)});
-  saved.written_bytes += text.size();
+  const std::unique_ptr<File> written = files_.open(join_path(step_.directory, file.name));
+  const uint64_t bytes = written->identity().size_bytes;
+  add_record(saved, {file.name, bytes, bytes, digest_of(*written, bytes)});
 }
 
 SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
@@ -150,7 +155,7 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
       add_file(saved, prefix + kStateRecipeFile, *recipe);
     }
   }
-  if (!source.directory.empty()) copy_companions(source, plan, saved);
+  if (!source.directory.empty()) add_companions(source, plan, saved);
   for (const NewFile& file : more) add_written(saved, file);
   if (const auto warning = publish_step(files_, step_, saved.record)) {
     saved.warnings.push_back(*warning);

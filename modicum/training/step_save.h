@@ -65,8 +65,9 @@ class StepSave {
   void add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
                 std::vector<StepTensor>& tensors);
   void merge_sums(ChunkSums& sums, const std::string& prefix, int ranks);
-  void copy_companions(const Checkpoint& source, const SavePlan& plan, SavedStep& saved);
+  void add_companions(const Checkpoint& source, const SavePlan& plan, SavedStep& saved);
   void add_file(SavedStep& saved, const std::string& name, const std::string& text);
+  void add_record(SavedStep& saved, StepFile file);
   void add_written(SavedStep& saved, const NewFile& file);
 
   FileSystem& files_;

@@ -5,12 +5,15 @@ promise of memory. If it is killed, the step is complete or absent. An error nam
 Must fail for these mutants: a step is visible before it is complete; files of a dead save are kept,
 or those of a living one removed; no digest covers some byte; the newest step is resumed without a
 check; the promise does not include the save; a SHA-256 is not compared; a directory with an
-unfinished save passes as a checkpoint; `resume` makes steps without a loaded optimizer.
+unfinished save passes as a checkpoint; `resume` makes steps without a loaded optimizer; `keep`
+removes the step just saved; a dangling link fails the save; an adapter gets a model's file name;
+another program's manifest.json makes a directory a step.
 """
 
 import hashlib
 import json
 import math
+import os
 import random
 import shutil
 import signal
@@ -349,6 +352,79 @@ def test_keep_counts_intact_steps_only(modicum: Path, moe: Path, tmp_path: Path)
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step-2", "step-3", "step-4"]
 
 
+def test_keep_counts_the_step_just_saved(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """After a rollback later steps exist: the new step stays, and so do the last ones of them."""
+    root = tmp_path / "root"
+    for step in (10, 20, 30):
+        run_json(modicum, "save", moe, root, "--step", step)
+    for keep, others in ((2, ["step-30"]), (1, [])):
+        step = f"step-{keep}"
+        run_json(modicum, "save", moe, root, "--step", keep, "--keep", keep)
+        assert sorted(path.name for path in root.iterdir()) == ["latest", step, *others]
+        assert (root / "latest").read_text() == step
+        shutil.rmtree(root / step)
+
+
+# ---- files beside the weights
+
+
+def test_files_that_cannot_be_copied_are_left_out(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    source, root = tmp_path / "source", tmp_path / "root"
+    shutil.copytree(moe, source)
+    (source / "tokenizer.model").symlink_to(tmp_path / "gone")
+    latin = os.fsencode(source) + b"/caf\xe9.txt"
+    Path(os.fsdecode(latin)).write_text("x")
+    for verb, out in (("save", root), ("convert", root / "step-2-hf")):
+        words = (verb, source, out, *(("--step", 1) if verb == "save" else ()))
+        warnings = "\n".join(run_json(modicum, *words)["warnings"])
+        assert "tokenizer.model was not copied: it is a link to a file that does not" in warnings
+        assert "txt was not copied: its name is not UTF-8" in warnings
+    assert run_json(modicum, "resume", root)["resumed"]["step"] == 1
+    assert run_json(modicum, "verify", root)["ok"]
+    (source / "config.json").unlink()
+    (source / "config.json").symlink_to(tmp_path / "gone")
+    failure(modicum, 13, "save", source, root, "--step", 2)
+    assert not (root / "step-2").exists()
+
+
+def test_long_files_are_copied_in_small_memory(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """A file of 64 MiB beside the weights, which no promise counts."""
+    source, root = tmp_path / "source", tmp_path / "root"
+    shutil.copytree(moe, source)
+    with (source / "vocab.txt").open("wb") as file:
+        file.truncate(64 * MIB)
+    for words in (
+        ("save", source, root, "--step", 1),
+        ("resume", root),
+        ("reshard", root / "step-1", tmp_path / "resharded"),
+        ("convert", source, tmp_path / "converted"),
+    ):
+        process = subprocess.Popen([modicum, *map(str, words), "--quiet"])
+        _, status, used = os.wait4(process.pid, 0)
+        assert status == 0
+        assert used.ru_maxrss << 10 < 64 * MIB, words
+
+
+def test_an_adapter_keeps_its_file_name(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
+    """PEFT reads adapters only from one file of a fixed name."""
+    source, root = tmp_path / "source", tmp_path / "root"
+    source.mkdir()
+    shutil.copy(gpt2 / "model.safetensors", source / "adapter_model.safetensors")
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    run_json(modicum, "save", source, root, "--step", 1)
+    run_json(modicum, "convert", root / "step-1", tmp_path / "converted", "--dtype", "float32")
+    for directory in (root / "step-1", tmp_path / "converted"):
+        files = sorted(path.name for path in directory.glob("adapter*"))
+        assert files == ["adapter_config.json", "adapter_model.safetensors"]
+        assert not [*directory.glob("model*")]
+    for words in (
+        ("save", source, root, "--step", 2),
+        ("convert", source, tmp_path / "small"),
+    ):
+        assert failure(modicum, 2, *words, "--shard-size", 800)["category"] == "UNSUPPORTED"
+    assert not (root / "step-2").exists()
+
+
 # ---- faults of files
 
 
@@ -425,6 +501,22 @@ def test_an_unfinished_save_is_not_committed(
     done = run(modicum, "verify", directory, "--json")
     assert done.code == 19 and not done.json["ok"]
     assert "UNCOMMITTED" in done.stderr
+
+
+def test_only_steps_are_verified_as_steps(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """A converted step beside the steps, and another program's manifest.json beside a model."""
+    root = tmp_path / "root"
+    run_json(modicum, "save", moe, root, "--step", 1)
+    run_json(modicum, "convert", root / "step-1", root / "step-1-hf")
+    for manifest in (None, '{"version": 1, "files": []}'):
+        if manifest:
+            (root / "step-1-hf/manifest.json").write_text(manifest)
+        assert run_json(modicum, "verify", root / "step-1-hf")["ok"]
+        files = run_json(modicum, "verify", root)["files"]
+        assert {file["name"].split("/")[0] for file in files} == {"step-1"}
+    (root / "step-1/COMMIT").rename(root / "COMMIT")
+    (root / "step-1").rename(root / "model")  # the record alone: a step that is not committed
+    failure(modicum, 19, "verify", root / "model")
 
 
 def test_killed_saves_leave_an_intact_step(modicum: Path, gpt2: Path, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ Must fail for these mutants: a tensor of the model that is not saved because no 
 a resumed model that cannot be saved again once the step that it was resumed from is removed;
 tensors of the source that the model does not use and that `unused="copy"` drops; a save without a
 budget; one step count for all parameters; elements on a device that are read from another address;
-a resume that does not compare values.
+a resume that does not compare values; a removal by `keep` that fails without a word; a reported
+peak that leaves out the publication; extras that no resume can read.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,8 +23,10 @@ import torch_front  # noqa: E402
 from program import run_json  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
-from modicum.errors import BudgetError, IntegrityError, IoError, UsageError  # noqa: E402
-from modicum.torch.saving import tensor_state, weights  # noqa: E402
+from modicum import _modicum  # noqa: E402
+from modicum.errors import BudgetError, FormatError, IntegrityError, IoError, UsageError  # noqa: E402
+from modicum.torch.saving import extra as extras  # noqa: E402
+from modicum.torch.saving import running, tensor_state, weights  # noqa: E402
 
 
 def loaded(name: str, source: Path | None = None, **how: Any) -> Any:
@@ -110,6 +114,46 @@ def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
         assert sorted(path.name for path in root.iterdir()) == ["latest", f"step-{step}"]
     assert len(report.copied) == 1  # the unused tensor of the first source
     assert_holds(Path(report.path), model)
+
+
+def test_a_step_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:
+    """The save has succeeded: raised as an error, a failed removal would be retried, and the step
+    would then exist. Files whose path is too long for the kernel can't be removed by it."""
+    root, model = tmp_path / "steps", loaded("llama")
+    front.save(model, root, step=1)
+    deepest = os.open(root / "step-1", os.O_RDONLY)
+    for _ in range(20):
+        os.mkdir("d" * 250, dir_fd=deepest)
+        outer, deepest = deepest, os.open("d" * 250, os.O_RDONLY, dir_fd=deepest)
+        os.close(outer)
+    os.close(deepest)
+    with pytest.warns(UserWarning, match="old steps could not be removed: IO"):
+        report = front.save(model, root, step=2, keep=1)
+    assert any("could not be removed" in warning for warning in report.warnings)
+    assert front.resume(torch_front.empty("llama"), root, progress=False).step == 2
+
+
+def test_the_peak_includes_the_publication(tmp_path: Path) -> None:
+    """Rank 0 copies the tokenizer and the like after the weights."""
+    with patch.object(running, "_peak_bytes", side_effect=[10, 20]):
+        assert front.save(loaded("llama"), tmp_path / "steps", step=1).held_bytes == 20
+
+
+def test_extras_are_refused_where_no_resume_would_read_them(tmp_path: Path) -> None:
+    """The limit is that of the reader; the header of these extras has 96 bytes."""
+    path = tmp_path / "rank.safetensors"
+    for length, fault in ((0, "TRUNC"), (1, "LIMIT")):
+        path.write_bytes((extras.LARGEST_HEADER + length).to_bytes(8, "little") + b"{}")
+        with pytest.raises(FormatError, match=fault):
+            _modicum.open_checkpoint(path)
+    model, own = loaded("llama"), {"x": "a" * 50}
+    assert len(extras.bytes_of(own)) == 8 + 96
+    with patch.object(extras, "LARGEST_HEADER", 95):
+        with pytest.raises(UsageError, match="extra_per_rank: too much JSON"):
+            front.save(model, tmp_path / "steps", step=1, extra_per_rank=own)
+    assert not (tmp_path / "steps").exists()
+    with patch.object(extras, "LARGEST_HEADER", 96):
+        front.save(model, tmp_path / "steps", step=1, extra_per_rank=own)
 
 
 def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from modicum.torch.shards.tensors import as_bytes
 
 FOLDER = "extra"
 COMMON = f"{FOLDER}/extra.json"
+LARGEST_HEADER = 100_000_000
+"""Bytes of the longest header of a safetensors file that can be read."""
 _TENSOR = "__tensor__"
 # Complex dtypes and 8-bit floats are refused.
 _DTYPES = {
@@ -55,7 +57,8 @@ def _changed(extra: Any, again: Any) -> str:
 
 
 def bytes_of(own: Any) -> bytes:
-    """The safetensors file of one rank's `extra_per_rank=`."""
+    """The safetensors file of one rank's `extra_per_rank=`. Raises `UsageError` for values that
+    are neither JSON nor tensors, and for more JSON than `read` would take."""
     tensors: list[torch.Tensor] = []
 
     def told(value: Any) -> Any:
@@ -84,6 +87,10 @@ def bytes_of(own: Any) -> bytes:
         at += tensor.nbytes
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
+    if len(head) > LARGEST_HEADER:
+        expected, got = f"at most {LARGEST_HEADER} bytes", f"{len(head)} bytes"
+        what = "extra_per_rank: too much JSON for a file's header; give large values as tensors"
+        raise refusal("USAGE", what, expected=expected, got=got)
     data = b"".join(as_bytes(tensor).numpy().tobytes() for tensor in tensors)
     return len(head).to_bytes(8, "little") + head + data
 

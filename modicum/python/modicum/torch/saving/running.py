@@ -110,8 +110,7 @@ class Begun:
             name = extra.file_of(where.ranks.rank)
             extra.write(where.directory / name, planned.own)
         written_s = time.monotonic() - self._began
-        held = _modicum.process_memory()["peak_bytes"]
-        return outcome | {"written_s": written_s, "held_bytes": held}
+        return outcome | {"written_s": written_s, "held_bytes": _peak_bytes()}
 
     def _gather(self) -> _modicum.Gather | None:
         """This rank's end of the shared memory, if the node's ranks write together; else None."""
@@ -128,7 +127,8 @@ class Begun:
 
         def publish_timed() -> dict[str, Any]:
             published = publish(self.planned, self.ranks.world_size, self._flight)
-            return published | {"durable_s": time.monotonic() - self._began}
+            durable_s = time.monotonic() - self._began
+            return published | {"durable_s": durable_s, "held_bytes": _peak_bytes()}
 
         published, _ = self.ranks.once(publish_timed, lambda: None)
         return Saved(
@@ -140,13 +140,18 @@ class Begun:
             elapsed_s=max(of["written_s"] for of in outcomes),
             durable_s=published["durable_s"],
             promised_bytes=max(promised for promised, _ in self.planned.promised),
-            held_bytes=max(of["held_bytes"] for of in outcomes),
+            held_bytes=max(of["held_bytes"] for of in (*outcomes, published)),
             blocked_s=max(of.get("blocked_s", published["durable_s"]) for of in outcomes),
             kept_bytes=max(of.get("kept_bytes", 0) for of in outcomes),
             copied=self.planned.model.plan.copied,
             left_out=self.planned.model.plan.left_out,
             warnings=published["warnings"] + self._warnings,
         )
+
+
+def _peak_bytes() -> int:
+    peak: int = _modicum.process_memory()["peak_bytes"]
+    return peak
 
 
 def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | None, list[str]]:
