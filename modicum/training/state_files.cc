@@ -32,6 +32,13 @@ std::optional<DType> stored_dtype(const StateFormatRow& row, Plane plane, bool h
   }
 }
 
+std::span<const StateOf> with_state(std::span<const StateOf> parameters) {
+  if (!parameters.empty()) return parameters;
+  fail(Category::unsupported,
+       "no parameter is trained; the optimizer has no state that can be saved",
+       {.expected = "an element that is not frozen"});
+}
+
 int64_t blocks_of(int64_t row, int64_t numel) {
   return numel == 0 ? 0 : ScaleBlocks(row).block_of(numel - 1) + 1;
 }
@@ -116,7 +123,8 @@ void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
 StateFiles::StateFiles(const Run& run) : StateFiles(state_of(run)) {}
 
 StateFiles::StateFiles(std::span<const StateOf> parameters)
-    : manifest_(output_manifest(split_into_files(state_specs(parameters), kStateFileBytes))) {
+    : manifest_(output_manifest(
+          split_into_files(state_specs(with_state(parameters)), kStateFileBytes))) {
   sort_names();
 }
 
