@@ -78,6 +78,7 @@ RehearseReport rehearse_with_save(const RehearseFlags& flags) {
         state.emplace(run);
         run.options.save = save_footprint_of(run, form, &*state);
       });
+  state.reset();
   PosixFileSystem files;
   report.add_resumed(resume_step(flags.common, resumed_flags(flags),
                                  open_step(files, report.saved->path),

@@ -61,7 +61,7 @@ Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
   planned.manifest = plan.manifest();
   Run run = run_of(*saving.files, flags, std::move(planned), state_recipe_text(plan.plan()));
   state.require_of(run);
-  run.options.resume = resume_footprint_of(state);
+  run.options.resume = resume_footprint_of(run.checkpoint.manifest, state);
   return run;
 }
 

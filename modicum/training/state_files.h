@@ -98,11 +98,14 @@ class StateFiles {
   struct Part;
   void add_parts(const HeldShard& of, std::vector<Part>& parts) const;
   void spans_of(const Part& part, FunctionRef<void(const StoredSpan&)> fn) const;
+  const std::string& name_of(uint32_t stored) const { return manifest_.tensors[stored].spec.fqn; }
   void sort_names();
+  // The tensor's place in by_name_; its end if there is no tensor of this name.
+  std::vector<uint32_t>::const_iterator find(const std::string& name) const;
   uint32_t stored(const std::string& fqn, std::string_view suffix) const;
 
   Manifest manifest_;
-  std::vector<std::pair<std::string, uint32_t>> by_name_;  // sorted; index in manifest_.tensors
+  std::vector<uint32_t> by_name_;  // indices in manifest_.tensors, sorted by name
 };
 
 }  // namespace modicum
