@@ -84,7 +84,9 @@ ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
       partial_(join_path(parent_, fmt::format(".{}.partial", name_))),
       owner_(inputs.owner),
       inputs_(inputs.digest) {
-  if (files_.exists(out)) fail(Category::conflict, "the output exists already", {.file = name_});
+  if (is_listed(files_, parent_, name_)) {
+    fail(Category::conflict, "the output exists already", {.file = name_});
+  }
   read_journal(inputs);
   if (!files_.is_directory(partial_)) {  // then no recorded file exists either
     finished_.clear();

@@ -205,11 +205,6 @@ void add_shards(Checkpoint& checkpoint, const Source& source, bool is_named) {
   checkpoint.manifest.tensors.shrink_to_fit();
 }
 
-// Whether a directory contains a name; a dangling link counts.
-bool is_listed(FileSystem& files, const std::string& directory, const std::string& name) {
-  return files.exists(join_path(directory, name)) || contains(files.list(directory), name);
-}
-
 std::string config_text(FileSystem& files, const std::string& path) {
   const std::unique_ptr<File> file = files.open(path);
   const uint64_t size_bytes = file->identity().size_bytes;

@@ -208,7 +208,7 @@ Digest digest_of(File& file, uint64_t bytes) {
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
                         const StepOwner& owner) {
   if (!files.is_directory(root)) files.make_directory(root);
-  if (files.exists(join_path(root, step_name(step)))) {
+  if (is_listed(files, root, step_name(step))) {
     fail(Category::conflict, "the step has been saved already", {.file = step_name(step)});
   }
   StepInFlight made{root, step, make_uuid(), ""};

@@ -19,12 +19,14 @@ struct RehearseFlags {
   std::string report;
 };
 
-// The flags of the resumed run: those of this run, with `resume_ranks` ranks. If the number of
+// The flags of the resumed run: those of this run, with `resume_ranks` ranks. The step has its own
+// recipe, since the recipe of this run names the tensors of another checkpoint. If the number of
 // ranks changes, the sizes of a mesh no longer multiply to it; a run with a mesh then resumes with
 // the default layout.
 RunFlags resumed_flags(const RehearseFlags& flags) {
   RunFlags resumed = flags.run;
   resumed.ranks = *flags.resume_ranks;
+  resumed.recipe.clear();
   resumed.threads = flags.common.threads;
   const bool has_mesh = !resumed.mesh.empty() || !resumed.expert_mesh.empty();
   if (resumed.ranks == flags.run.ranks || !has_mesh) return resumed;
@@ -76,6 +78,7 @@ RehearseReport rehearse_with_save(const RehearseFlags& flags) {
         state.emplace(run);
         run.options.save = save_footprint_of(run, form, &*state);
       });
+  state.reset();
   PosixFileSystem files;
   report.add_resumed(resume_step(flags.common, resumed_flags(flags),
                                  open_step(files, report.saved->path),

@@ -41,7 +41,7 @@ int run_reshard(const Args& args) {
   if (!flags.shard_size.empty()) options.shard_bytes = parse_size(flags.shard_size);
   if (!flags.format.empty()) options.format = state_format_named(flags.format).format;
   PosixFileSystem files;
-  const FoundStep step = open_step(files, flags.run.directory);
+  const RecordedStep step(open_step(files, flags.run.directory));
   std::optional<ReshardForm> form;
   const auto prepare = [&](Run& run) {
     form.emplace(step, run, options);

@@ -2,6 +2,7 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "modicum/cli/resuming.h"
 
@@ -42,16 +43,18 @@ FoundStep step_at(FileSystem& files, const std::string& root, std::vector<Skippe
 
 }  // namespace
 
-LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundStep& step,
+LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep found,
                        const ResumeSteps& then) {
   if (then.steps > 0 && flags.optimizer == "none") {
     fail(Category::usage, "--steps needs an optimizer",
          {.expected = "--optimizer adamw:FORMAT", .got = "--optimizer none"});
   }
   PosixFileSystem files;
+  const RecordedStep recorded(std::move(found));
+  const FoundStep& step = recorded.step;
   flags.directory = step.path;
   std::optional<ResumeState> state;
-  if (!step.record.state.empty() && flags.optimizer != "none") {
+  if (recorded.has_state && flags.optimizer != "none") {
     state.emplace(files, step);
     flags.optimizer = optimizer_of(state->facts, flags.optimizer);
     flags.without_state = state->facts.without_state;
@@ -66,12 +69,12 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, const FoundSte
       common, flags,
       [&](const LoadTask& task, ShowBytes show) {
         const ResumeState* const from = state ? &*state : nullptr;
-        return resume_in_ranks({task, step, from, then.steps, then.max_norm}, show);
+        return resume_in_ranks({task, recorded, from, then.steps, then.max_norm}, show);
       },
       [&](Run& opened) {
         if (!state) return;
         state->files.require_of(opened);
-        opened.options.resume = resume_footprint_of(state->files);
+        opened.options.resume = resume_footprint_of(opened.checkpoint.manifest, state->files);
       });
 }
 
@@ -94,9 +97,10 @@ int run_resume(const Args& args) {
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
   std::vector<SkippedStep> skipped;
-  const FoundStep step = step_at(files, run.directory, skipped);
-  LoadReport report = resume_step(common, run, step, {.steps = steps});
-  report.resumed = ResumedStep{step.step, step.path, {}};
+  FoundStep step = step_at(files, run.directory, skipped);
+  ResumedStep resumed{step.step, step.path, {}};
+  LoadReport report = resume_step(common, run, std::move(step), {.steps = steps});
+  report.resumed = std::move(resumed);
   for (const SkippedStep& damaged : skipped) {
     report.resumed->skipped.push_back({damaged.step, damaged.reason});
   }

@@ -80,10 +80,12 @@ void warn_of_unused(const Recipe& recipe, Checkpoint& checkpoint) {
                   recipe.unused.size(), printable(first)));
 }
 
-Recipe recipe_of(FileSystem& files, const RunFlags& flags, const Checkpoint& checkpoint,
-                 const std::optional<DType>& dtype) {
-  RecipeOptions options{.untie = flags.untie, .dtype = dtype, .keep_fp32 = flags.keep_fp32};
-  if (!flags.recipe.empty()) options.text = text_of(files, flags.recipe);
+Recipe recipe_of(const RunFlags& flags, const Checkpoint& checkpoint,
+                 const std::optional<DType>& dtype, std::optional<std::string> text) {
+  const RecipeOptions options{.text = std::move(text),
+                              .untie = flags.untie,
+                              .dtype = dtype,
+                              .keep_fp32 = flags.keep_fp32};
   Recipe recipe =
       naming_file(base_name(flags.recipe), [&] { return make_recipe(checkpoint, options); });
   for (const Target& target : recipe.targets) {
@@ -159,13 +161,13 @@ struct ParsedFlags {
 };
 
 Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
-           Checkpoint checkpoint) {
+           Checkpoint checkpoint, std::optional<std::string> recipe) {
   Run run{.files = &files,
           .checkpoint = std::move(checkpoint),
           .options = parsed.options,
           .optimizer = parsed.optimizer,
           .staging_given = !flags.staging.empty()};
-  run.recipe = recipe_of(files, flags, run.checkpoint, parsed.dtype);
+  run.recipe = recipe_of(flags, run.checkpoint, parsed.dtype, std::move(recipe));
   parsed.frozen.mark(run.recipe);
   warn_of_unused(run.recipe, run.checkpoint);
   run.layout = asked_layout(flags, targets_of(run.recipe));
@@ -177,11 +179,16 @@ Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
 
 Run open_run(FileSystem& files, const RunFlags& flags) {
   const ParsedFlags parsed(flags);
-  return run_of(files, flags, parsed, open_checkpoint(files, flags.directory));
+  Checkpoint checkpoint = open_checkpoint(files, flags.directory);
+  std::optional<std::string> recipe;
+  if (!flags.recipe.empty()) recipe = text_of(files, flags.recipe);
+  return run_of(files, flags, parsed, std::move(checkpoint), std::move(recipe));
 }
 
-Run run_of(FileSystem& files, const RunFlags& flags, Checkpoint checkpoint) {
-  return run_of(files, flags, ParsedFlags(flags), std::move(checkpoint));
+Run run_of(FileSystem& files, RunFlags flags, Checkpoint checkpoint,
+           std::optional<std::string> recipe) {
+  flags.recipe.clear();
+  return run_of(files, flags, ParsedFlags(flags), std::move(checkpoint), std::move(recipe));
 }
 
 Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget) {

@@ -75,9 +75,10 @@ struct Run {
 // open_checkpoint, USAGE for a regular expression that matches no tensor, and MISMATCH or
 // UNSUPPORTED if the recipe does not fit the checkpoint.
 Run open_run(FileSystem& files, const RunFlags& flags);
-// As open_run, for a checkpoint that is already opened or yet to be written; ignores
-// `flags.directory`.
-Run run_of(FileSystem& files, const RunFlags& flags, Checkpoint checkpoint);
+// As open_run, for a checkpoint that is already opened or yet to be written, and the text of a
+// recipe; ignores `flags.directory` and `flags.recipe`.
+Run run_of(FileSystem& files, RunFlags flags, Checkpoint checkpoint,
+           std::optional<std::string> recipe);
 // The recipe of `options` for a checkpoint. `options.text` states the ties; without a text they
 // come from the checkpoint's config. If the recipe depends on a key of config.json that can't be
 // read (whether an embedding is tied, the block size of dequantised FP8 codes), throws the config's

@@ -59,9 +59,9 @@ Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
                  const StateFiles& state) {
   Checkpoint planned = saving.checkpoint;
   planned.manifest = plan.manifest();
-  Run run = run_of(*saving.files, flags, std::move(planned));
+  Run run = run_of(*saving.files, flags, std::move(planned), state_recipe_text(plan.plan()));
   state.require_of(run);
-  run.options.resume = resume_footprint_of(state);
+  run.options.resume = resume_footprint_of(run.checkpoint.manifest, state);
   return run;
 }
 

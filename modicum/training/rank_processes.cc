@@ -1,6 +1,7 @@
 #include "modicum/training/rank_processes.h"
 
 #include <fmt/format.h>
+#include <malloc.h>
 #include <unistd.h>
 
 #include "modicum/probe/probe.h"
@@ -37,6 +38,7 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
     world.own_report.reporter().set_budget(world.budget_bytes);
     body(rank);
   };
+  malloc_trim(0);  // the ranks would inherit what malloc retains
   world.begin_ns = world.clock.now_ns();
   run_ranks(world.board, world.clock, reporting, options);
 }

@@ -35,7 +35,7 @@ std::vector<StateOf> parameters_of(const FoundStep& step, const StateFacts& fact
 // A digest of everything that determines the bytes of the output.
 Digest inputs_of(const ReshardTask& task) {
   Hasher hasher;
-  hasher.add(task.step.record.uuid).add(task.load.plan.inputs.hex());
+  hasher.add(task.step.step.record.uuid).add(task.load.plan.inputs.hex());
   hasher.add(task.form.weights().manifest().identity.hex());
   if (const ConvertedForm* const state = task.form.state()) {
     hasher.add(state->manifest().identity.hex());
@@ -56,31 +56,27 @@ Digest inputs_of(const ReshardTask& task) {
 // tensors whose values or dtype change.
 class Recorded {
  public:
-  Recorded(std::span<const StepTensor> tensors, const Manifest& written,
+  Recorded(const RecordedDigests& digests, const Manifest& written,
            const std::set<std::string, std::less<>>& changed)
-      : written_(written), changed_(changed) {
-    for (const StepTensor& tensor : tensors) by_name_[tensor.spec.fqn] = &tensor;
-  }
+      : digests_(digests), written_(written), changed_(changed) {}
 
   void check(const ChunkSums& sums, uint32_t s) const {
     const TensorSpec& spec = written_.tensors[s].spec;
-    const auto found = by_name_.find(spec.fqn);
-    if (found == by_name_.end() || changed_.contains(spec.fqn)) return;
-    const StepTensor& saved = *found->second;
-    if (digest_seed(saved.spec) != digest_seed(spec)) return;
+    const auto saved = digests_.chunks_of(spec);
+    if (!saved || changed_.contains(spec.fqn)) return;
     const std::span<const ChunkSum> chunks = sums.of_tensor(s);
     for (size_t c = 0; c < chunks.size(); ++c) {
-      if (c < saved.chunks.size() && chunks[c].digest == saved.chunks[c]) continue;
+      if (c < saved->size() && chunks[c].digest == (*saved)[c]) continue;
       fail(Category::integrity, "the values of the step are not those that were saved",
            {.tensor = spec.fqn,
             .expected =
-                c < saved.chunks.size() ? fmt::format("{:016x}", saved.chunks[c]) : "no such chunk",
+                c < saved->size() ? fmt::format("{:016x}", (*saved)[c]) : "no such chunk",
             .got = fmt::format("{:016x}", chunks[c].digest)});
     }
   }
 
  private:
-  std::map<std::string_view, const StepTensor*> by_name_;
+  const RecordedDigests& digests_;
   const Manifest& written_;
   const std::set<std::string, std::less<>>& changed_;
 };
@@ -93,23 +89,22 @@ std::vector<ConvertPart> parts_of(const ReshardTask& task) {
     if (restate == nullptr) return {};
     return [restate](const FileToComplete& of) { return restate->write(of); };
   };
-  const auto checks = [](const std::vector<StepTensor>& tensors, const Manifest& written,
+  const auto checks = [](const RecordedDigests& digests, const Manifest& written,
                          const std::set<std::string, std::less<>>& changed) {
-    return [recorded = Recorded(tensors, written, changed)](const ChunkSums& sums, uint32_t s) {
+    return [recorded = Recorded(digests, written, changed)](const ChunkSums& sums, uint32_t s) {
       recorded.check(sums, s);
     };
   };
   std::vector<ConvertPart> parts;
   const Run& weights = task.load.run;
-  const StepRecord& record = task.step.record;
   parts.push_back({weights.checkpoint, weights.recipe, form.weights(), "", false,
-                   checks(record.tensors, form.weights().manifest(),
+                   checks(task.step.tensors, form.weights().manifest(),
                           restate != nullptr ? restate->weights() : kNone),
                    completes()});
   if (const ConvertedForm* const state = form.state()) {
     const Run& run = form.state_run();
     parts.push_back({run.checkpoint, run.recipe, *state, kStatePrefix, false,
-                     checks(record.state, state->manifest(), kNone), completes()});
+                     checks(task.step.state, state->manifest(), kNone), completes()});
   }
   return parts;
 }
@@ -119,10 +114,10 @@ class Publication {
  public:
   Publication(const ReshardTask& task, ConversionJournal& conversion, const Digest& inputs)
       : task_(task), files_(*task.load.run.files), conversion_(conversion) {
-    record_ = {.step = task.step.record.step,
+    record_ = {.step = task.step.step.record.step,
                .uuid = inputs.hex(),
-               .world_size = task.step.record.world_size,
-               .tool = task.step.record.tool};
+               .world_size = task.step.step.record.world_size,
+               .tool = task.step.step.record.tool};
     for (const ConvertedFile& file : conversion.recorded()) digests_[file.name] = file.chunks;
   }
 
@@ -131,7 +126,7 @@ class Publication {
     if (const ConvertedForm* const state = task_.form.state()) {
       add_part(kStatePrefix, task_.form.state_run().checkpoint.manifest, *state, record_.state);
     }
-    for (const StepFile& file : task_.step.record.files) {
+    for (const StepFile& file : task_.step.step.record.files) {
       if (!written_.contains(file.name)) copy(file);
     }
     commit_in_place(files_, conversion_.directory(), record_);
@@ -171,7 +166,7 @@ class Publication {
         facts && file.name == kStatePrefix + kStateFile) {
       return add(file.name, *facts);
     }
-    const std::unique_ptr<File> from = files_.open(join_path(task_.step.path, file.name));
+    const std::unique_ptr<File> from = files_.open(join_path(task_.step.step.path, file.name));
     const auto copied = copy_durably(*from, files_, place_of(file.name));
     if (!copied) {
       fail(Category::conflict, "the file changed while it was copied", {.file = file.name});
@@ -220,17 +215,19 @@ uint64_t digest_of(const std::vector<StepTensor>& tensors) {
 // no recorded digest to compare with.
 void check_source(const ReshardTask& task) {
   FileSystem& files = *task.load.run.files;
-  for (const StepFile& file : task.step.record.files) check_digest(files, task.step.path, file);
+  for (const StepFile& file : task.step.step.record.files) check_digest(files, task.step.step.path, file);
   if (task.form.restate() == nullptr) return;
-  const Verified verified = verify_step(files, task.step.path, [] {});
+  const Verified verified = verify_step(files, task.step.step.path, [] {});
   if (const Error* const fault = verified.first_fault()) throw *fault;
 }
 
 }  // namespace
 
-ReshardForm::ReshardForm(const FoundStep& step, const Run& weights, const ReshardOptions& options) {
+ReshardForm::ReshardForm(const RecordedStep& from, const Run& weights, const ReshardOptions& options) {
   FileSystem& files = *weights.files;
-  if (!step.record.state.empty()) {
+  const FoundStep& step = from.step;
+  const Manifest& source = weights.checkpoint.manifest;
+  if (from.has_state) {
     RunFlags flags{.directory = join_path(step.path, kStateDirectory),
                    .layout = "none",
                    .destination = "discard",
@@ -277,19 +274,19 @@ std::optional<std::string> ReshardForm::new_facts() const {
 Footprint ReshardForm::footprint(const Plan& plan) const {
   Footprint held = weights_->footprint(plan);
   held[Purpose::plan] += ChunkSums::held_bytes(weights_->manifest());
+  held[Purpose::header] += RecordedDigests::held_bytes(*plan.manifest);
   if (!state_) return held;
   const Plan state = plan_run(*state_run_, *state_run_->options.strategy, std::nullopt);
   held += state_->footprint(state);
   held[Purpose::header] += state_run_->checkpoint.manifest.held_bytes();
+  held[Purpose::header] += RecordedDigests::held_bytes(state_run_->checkpoint.manifest);
   // The promise covers the loads of the weights; those of the state may need more.
   const uint64_t of_state = state.promise.ledger_limit_bytes(0);
   const uint64_t of_weights = plan.promise.ledger_limit_bytes(0);
   held[Purpose::plan] += of_state - std::min(of_state, of_weights);
   held[Purpose::plan] += ChunkSums::held_bytes(state_->manifest());
   if (restate_ != nullptr) {
-    // An upper limit of the memory of its maps by name.
-    held[Purpose::header] += state_run_->checkpoint.manifest.held_bytes();
-    held[Purpose::header] += weights_->manifest().held_bytes();
+    held[Purpose::header] += restate_->held_bytes({&weights_->manifest(), &state_->manifest()});
   }
   return held;
 }

@@ -29,7 +29,7 @@ class ReshardForm {
   // another optimizer than AdamW, or if a parameter's master changes and the parameter is not
   // stored under its own name, dtype and shape. Also throws UNSUPPORTED if an adapter would be
   // divided into several files; and the errors of open_run.
-  ReshardForm(const FoundStep& step, const Run& weights, const ReshardOptions& options);
+  ReshardForm(const RecordedStep& step, const Run& weights, const ReshardOptions& options);
   ~ReshardForm();
   ReshardForm(const ReshardForm&) = delete;
   ReshardForm& operator=(const ReshardForm&) = delete;
@@ -54,7 +54,7 @@ class ReshardForm {
 
 struct ReshardTask {
   LoadTask load;  // load of the weights: one rank, every target unsharded, Destination::copy
-  const FoundStep& step;
+  const RecordedStep& step;
   const ReshardForm& form;
   std::string out;
 };

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <utility>
@@ -18,8 +19,13 @@ constexpr std::array<StatePlane, 3> kPlanesOf = {StatePlane::master, StatePlane:
 // 8-bit moments, and the bf16 weight that is cast from a master.
 enum Slot : uint8_t { kValues, kLow, kScales, kOut, kSlots };
 
-std::map<std::string_view, uint32_t> by_name(const Manifest& manifest) {
-  std::map<std::string_view, uint32_t> places;
+// A map or set keeps each element in a block with four words of its own.
+template <typename Element>
+constexpr uint64_t kNodeBytes = heap_block_bytes(4 * sizeof(void*) + sizeof(Element));
+using ByName = std::map<std::string_view, uint32_t>;
+
+ByName by_name(const Manifest& manifest) {
+  ByName places;
   for (uint32_t s = 0; s < manifest.tensors.size(); ++s) places[manifest.tensors[s].spec.fqn] = s;
   return places;
 }
@@ -94,7 +100,7 @@ struct Restate::Places {
   DataReader weights, state;
   DataWriter writer;
   const FileToComplete& of;
-  std::map<std::string_view, uint32_t> written;  // the tensors of the file, by name
+  ByName written;  // the tensors of the file, by name
 
   Places(const Restate& restate, const FileToComplete& to)
       : window(to.ledger),
@@ -102,8 +108,9 @@ struct Restate::Places {
         state(restate.state_),
         writer(to.to.files, to.to.directory),
         of(to) {
-    for (const auto& [name, s] : by_name(to.manifest)) {
-      if (to.manifest.tensors[s].at.file == to.file) written[name] = s;
+    for (uint32_t s = 0; s < to.manifest.tensors.size(); ++s) {
+      const Stored& stored = to.manifest.tensors[s];
+      if (stored.at.file == to.file) written[stored.spec.fqn] = s;
     }
   }
 };
@@ -140,6 +147,7 @@ Restate::Restate(const Checkpoint& weights, const Checkpoint& state, const State
       weight_of_(by_name(weights.manifest)),
       plane_of_(by_name(state.manifest)) {
   MODICUM_ASSERT(from.size() == to.size());
+  parameters_.reserve(from.size());
   for (size_t p = 0; p < from.size(); ++p) {
     const TensorSpec& spec = from[p].parameter;
     MODICUM_ASSERT(spec.fqn == to[p].parameter.fqn);
@@ -166,6 +174,20 @@ Restate::Restate(const Checkpoint& weights, const Checkpoint& state, const State
     }
     parameters_.push_back(std::move(of));
   }
+}
+
+uint64_t Restate::held_bytes(std::initializer_list<const Manifest*> written) const {
+  uint64_t names = weight_of_.size() + plane_of_.size();
+  uint64_t most = 0;
+  for (const Manifest* const of : written) most = std::max<uint64_t>(most, of->tensors.size());
+  names += most;  // Places::written
+  uint64_t bytes = names * kNodeBytes<ByName::value_type>;
+  for (const std::string& name : changed_weights_) {
+    bytes += kNodeBytes<std::string> + heap_bytes(name);
+  }
+  bytes += heap_block_bytes(parameters_.capacity() * sizeof(Parameter));
+  for (const Parameter& of : parameters_) bytes += heap_bytes(of.spec);
+  return bytes;
 }
 
 void Restate::convert(const Parameter& of, StatePlane plane, const std::vector<Tensor>& into,

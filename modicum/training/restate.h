@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <optional>
 #include <set>
@@ -40,6 +41,9 @@ class Restate {
   static constexpr int64_t kElements = 32768;
   // Charged to Purpose::staging while a file is written.
   static constexpr uint64_t kBytes = 1 * kMiB;
+
+  // The host memory of this object and of `write`. `written`: the manifests of the files to write.
+  uint64_t held_bytes(std::initializer_list<const Manifest*> written) const;
 
   // The names of weights whose bits may change.
   const std::set<std::string, std::less<>>& weights() const noexcept { return changed_weights_; }

@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <map>
-#include <string_view>
 
 #include "modicum/training/save_grace.h"
 #include "modicum/training/saving_rank.h"
@@ -107,17 +105,15 @@ struct Resumed {
 // completely, once, and in its stored dtype.
 class Compared {
  public:
-  Compared(const Run& run, const StepRecord& record)
+  Compared(const Run& run, const RecordedDigests& recorded)
       : is_compared_(held_whole(run.recipe, run.checkpoint.manifest)) {
-    std::map<std::string_view, const StepTensor*> recorded;
-    for (const StepTensor& tensor : record.tensors) recorded[tensor.spec.fqn] = &tensor;
     const std::vector<uint32_t>& unused = run.recipe.unused;
     for (uint32_t s = 0; s < is_compared_.size(); ++s) {
       const TensorSpec& spec = run.checkpoint.manifest.tensors[s].spec;
-      const auto of = recorded.find(spec.fqn);
-      is_compared_[s] = is_compared_[s] && of != recorded.end() && of->second->spec == spec;
+      const auto chunks = recorded.chunks_of(spec);
+      is_compared_[s] = is_compared_[s] && chunks;
       if (is_compared_[s]) {
-        for (const uint64_t chunk : of->second->chunks) digest_ += chunk;
+        for (const uint64_t chunk : *chunks) digest_ += chunk;
       } else if (!std::binary_search(unused.begin(), unused.end(), s)) {
         left_out_.push_back(spec.fqn);
       }
@@ -140,7 +136,7 @@ struct ResumeWorld : LoadWorld {
       : LoadWorld(of.load),
         resume(of),
         page(of.load.plan.ranks()),
-        compared(of.load.run, of.step.record) {}
+        compared(of.load.run, of.step.tensors) {}
 
   const ResumeTask& resume;
   const NormPage page;
@@ -176,8 +172,8 @@ class ResumeRank {
     trained_.emplace(world_, world_.page, rank_, loading_,
                      TrainedRank::Options{.seed = from.facts.seed, .max_norm = task_.max_norm});
     const RankOptimizer& optimizer = trained_->optimizer();
-    const Charge held =
-        loading_.ledger.adopt(Purpose::header, from.files.footprint()[Purpose::header]);
+    const Footprint& of_state = task_.load.run.options.resume.value();
+    const Charge held = loading_.ledger.adopt(Purpose::header, of_state[Purpose::header]);
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
       from.files.for_each_span(optimizer, false, fn);
     };
@@ -221,10 +217,10 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
 // Reads the step again to find the tensor that has changed: the sums of the ranks' digests show
 // only that some tensor has changed.
 [[noreturn]] void fail_values(const ResumeTask& task) {
-  const Verified verified = verify_step(*task.load.run.files, task.step.path, [] {});
+  const Verified verified = verify_step(*task.load.run.files, task.step.step.path, [] {});
   if (const Error* const fault = verified.first_fault()) throw *fault;
   fail(Category::integrity, "the loaded values are not those that were saved",
-       {.file = base_name(task.step.path)});
+       {.file = base_name(task.step.step.path)});
 }
 
 void check_values(const ResumeWorld& world, const std::vector<Resumed>& outcomes,
@@ -311,9 +307,13 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   return report;
 }
 
-Footprint resume_footprint_of(const StateFiles& state) {
+Footprint resume_footprint_of(const Manifest& weights, const StateFiles& state) {
   Footprint held;
   held[Purpose::header] = state.footprint()[Purpose::header];
+  held[Purpose::header] += state.manifest().held_bytes();  // ResumeState::checkpoint
+  for (const Manifest* const of : {&weights, &state.manifest()}) {
+    held[Purpose::header] += RecordedDigests::held_bytes(*of);
+  }
   return held;
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "modicum/training/load_ranks.h"
+#include "modicum/training/recorded_step.h"
 #include "modicum/training/step_save.h"
 
 namespace modicum {
@@ -42,8 +43,8 @@ struct ResumeState {
   const StateFacts facts;
 };
 struct ResumeTask {
-  LoadTask load;          // its plan must have phase `resume` if there is a state
-  const FoundStep& step;  // the step to load
+  LoadTask load;             // its plan must have phase `resume` if there is a state
+  const RecordedStep& step;  // the step to load
   // Must fit the run (StateFiles::require_of); null: no state is read.
   const ResumeState* state = nullptr;
   int steps = 0;  // number of training steps after the load
@@ -55,8 +56,9 @@ struct ResumeTask {
 // Stored tensors that are loaded in part, more than once, or in another dtype are not compared; the
 // report then has a warning.
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show);
-// The memory that reading the state from these files adds to a promise (PlanOptions::resume).
-Footprint resume_footprint_of(const StateFiles& state);
+// The memory that reading the state of a step adds to a promise (PlanOptions::resume). `weights`:
+// the manifest of the step's model.
+Footprint resume_footprint_of(const Manifest& weights, const StateFiles& state);
 
 struct RehearsalTask {
   LoadTask load;  // its run must have an optimizer

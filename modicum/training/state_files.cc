@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <array>
-#include <set>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -30,6 +30,13 @@ std::optional<DType> stored_dtype(const StateFormatRow& row, Plane plane, bool h
     case Plane::exp_avg_sq: return row.has_scales() ? DType::u8 : row.moment;
     default: return std::nullopt;
   }
+}
+
+std::span<const StateOf> with_state(std::span<const StateOf> parameters) {
+  if (!parameters.empty()) return parameters;
+  fail(Category::unsupported,
+       "no parameter is trained; the optimizer has no state that can be saved",
+       {.expected = "an element that is not frozen"});
 }
 
 int64_t blocks_of(int64_t row, int64_t numel) {
@@ -116,55 +123,62 @@ void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
 StateFiles::StateFiles(const Run& run) : StateFiles(state_of(run)) {}
 
 StateFiles::StateFiles(std::span<const StateOf> parameters)
-    : manifest_(output_manifest(split_into_files(state_specs(parameters), kStateFileBytes))) {
+    : manifest_(output_manifest(
+          split_into_files(state_specs(with_state(parameters)), kStateFileBytes))) {
   sort_names();
 }
 
 void StateFiles::require_of(const Run& run) const { require_of(state_of(run)); }
 
 void StateFiles::require_of(std::span<const StateOf> parameters) const {
-  std::set<std::string> left;
-  for (const auto& [name, stored] : by_name_) left.insert(name);
+  std::vector<bool> is_left(by_name_.size(), true);
   for (const TensorSpec& spec : state_specs(parameters)) {
-    const auto found = std::lower_bound(by_name_.begin(), by_name_.end(), std::pair(spec.fqn, 0U));
-    if (left.erase(spec.fqn) == 0) {
+    const auto found = find(spec.fqn);
+    if (found == by_name_.end()) {
       fail(Category::mismatch, "the saved state lacks this tensor", {.tensor = spec.fqn});
     }
-    const TensorSpec& saved = manifest_.tensors[found->second].spec;
+    is_left[static_cast<size_t>(found - by_name_.begin())] = false;
+    const TensorSpec& saved = manifest_.tensors[*found].spec;
     if (saved.dtype == spec.dtype && saved.shape == spec.shape) continue;
     fail(Category::mismatch, "the saved tensor has another dtype or shape",
          {.tensor = spec.fqn,
           .expected = tensor_text(spec.dtype, spec.shape),
           .got = tensor_text(saved.dtype, saved.shape)});
   }
-  if (left.empty()) return;
+  const auto left = std::find(is_left.begin(), is_left.end(), true);
+  if (left == is_left.end()) return;
   fail(Category::mismatch, "the saved state has a tensor that is not in this run's state",
-       {.tensor = *left.begin()});
+       {.tensor = name_of(by_name_[static_cast<size_t>(left - is_left.begin())])});
 }
 
 StateFiles::StateFiles(Manifest saved) : manifest_(std::move(saved)) { sort_names(); }
 
 void StateFiles::sort_names() {
-  for (uint32_t s = 0; s < manifest_.tensors.size(); ++s) {
-    by_name_.emplace_back(manifest_.tensors[s].spec.fqn, s);
-  }
-  std::sort(by_name_.begin(), by_name_.end());
+  by_name_.resize(manifest_.tensors.size());
+  std::iota(by_name_.begin(), by_name_.end(), 0U);
+  std::sort(by_name_.begin(), by_name_.end(),
+            [this](uint32_t a, uint32_t b) { return name_of(a) < name_of(b); });
+}
+
+std::vector<uint32_t>::const_iterator StateFiles::find(const std::string& name) const {
+  const auto found =
+      std::lower_bound(by_name_.begin(), by_name_.end(), name,
+                       [this](uint32_t s, const std::string& of) { return name_of(s) < of; });
+  return found != by_name_.end() && name_of(*found) == name ? found : by_name_.end();
 }
 
 Footprint StateFiles::footprint() const {
   Footprint held;
   held[Purpose::header] = manifest_.held_bytes();
-  held[Purpose::header] += manifest_.held_bytes();  // upper limit of by_name_
+  held[Purpose::header] += heap_block_bytes(by_name_.size() * sizeof(uint32_t));
   held[Purpose::plan] = ChunkSums::held_bytes(manifest_);
   return held;
 }
 
 uint32_t StateFiles::stored(const std::string& fqn, std::string_view suffix) const {
-  const std::string name = fmt::format("{}.{}", fqn, suffix);
-  const auto found = std::lower_bound(by_name_.begin(), by_name_.end(), std::pair(name, 0U));
+  const auto found = find(fmt::format("{}.{}", fqn, suffix));
   MODICUM_ASSERT(found != by_name_.end());
-  MODICUM_ASSERT(found->first == name);
-  return found->second;
+  return *found;
 }
 
 void StateFiles::for_each_span(const RankOptimizer& optimizer, bool to_save,

@@ -36,8 +36,8 @@ struct StateOf {
   StateFormat format = StateFormat::fp32;
   bool is_master = false;  // the parameter's memory is the master, or its upper half
 };
-// The parameters of `run` that have state. The run must have an optimizer. Throws UNSUPPORTED as
-// the constructor of StateFiles does.
+// The parameters of `run` that have state. The run must have an optimizer. Throws UNSUPPORTED,
+// naming the parameter, as the constructor of StateFiles does.
 std::vector<StateOf> state_of(const Run& run);
 // The tensors of their state, sorted by name.
 std::vector<TensorSpec> state_specs(std::span<const StateOf> parameters);
@@ -72,15 +72,16 @@ constexpr uint64_t kStateFileBytes = 5 * kGiB;  // largest size of a file
 class StateFiles {
  public:
   // The files in which the state of `run` is saved. The run must have an optimizer. Throws
-  // UNSUPPORTED, naming the parameter, if the layout divides a block of 8-bit moments between
-  // ranks.
+  // UNSUPPORTED if no parameter has state, and, naming the parameter, if the layout divides a block
+  // of 8-bit moments between ranks.
   explicit StateFiles(const Run& run);
   explicit StateFiles(std::span<const StateOf> parameters);
   // The files of a saved step. `saved` is the manifest of its kStateDirectory.
   explicit StateFiles(Manifest saved);
 
   // Throws MISMATCH, naming a tensor, unless the state of `run`, or of `parameters`, consists of
-  // exactly the tensors of these files; UNSUPPORTED as the first constructor does.
+  // exactly the tensors of these files; UNSUPPORTED, naming the parameter, as the first constructor
+  // does.
   void require_of(const Run& run) const;
   void require_of(std::span<const StateOf> parameters) const;
 
@@ -97,11 +98,14 @@ class StateFiles {
   struct Part;
   void add_parts(const HeldShard& of, std::vector<Part>& parts) const;
   void spans_of(const Part& part, FunctionRef<void(const StoredSpan&)> fn) const;
+  const std::string& name_of(uint32_t stored) const { return manifest_.tensors[stored].spec.fqn; }
   void sort_names();
+  // The tensor's place in by_name_; its end if there is no tensor of this name.
+  std::vector<uint32_t>::const_iterator find(const std::string& name) const;
   uint32_t stored(const std::string& fqn, std::string_view suffix) const;
 
   Manifest manifest_;
-  std::vector<std::pair<std::string, uint32_t>> by_name_;  // sorted; index in manifest_.tensors
+  std::vector<uint32_t> by_name_;  // indices in manifest_.tensors, sorted by name
 };
 
 }  // namespace modicum

@@ -19,9 +19,17 @@ StepOwner this_process() {
   return {of.host, of.pid, of.started};
 }
 
-// The text of kStateRecipeFile; empty if every target is loaded as stored, under its own name.
-// Leaves out caller-provided targets, since a step does not have them.
-std::optional<std::string> recipe_of_state(const Plan& plan) {
+// Removes what dead processes have left in `root`. Returns the names that remain of other saves.
+std::vector<std::string> collect(FileSystem& files, const std::string& root) {
+  if (!files.is_directory(root)) return {};
+  return remove_leftovers(files, root, [](const StepOwner& owner) {
+    return is_dead({owner.host, owner.pid, owner.started});
+  });
+}
+
+}  // namespace
+
+std::optional<std::string> state_recipe_text(const Plan& plan) {
   const Recipe& recipe = *plan.recipe;
   const Manifest& manifest = *plan.manifest;
   std::vector<uint32_t> stored;
@@ -38,16 +46,6 @@ std::optional<std::string> recipe_of_state(const Plan& plan) {
   if (is_identity) return std::nullopt;
   return recipe_text(part_of(recipe, stored, manifest.tensors.size()), manifest);
 }
-
-// Removes what dead processes have left in `root`. Returns the names that remain of other saves.
-std::vector<std::string> collect(FileSystem& files, const std::string& root) {
-  if (!files.is_directory(root)) return {};
-  return remove_leftovers(files, root, [](const StepOwner& owner) {
-    return is_dead({owner.host, owner.pid, owner.started});
-  });
-}
-
-}  // namespace
 
 void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to) {
   const auto file = to.files.create(join_path(to.directory, sums_name(rank)));
@@ -151,7 +149,7 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
     const std::string prefix = std::string(kStateDirectory) + "/";
     add_part(saved, prefix, state->manifest, saved.record.state);
     add_file(saved, prefix + kStateFile, state->facts);
-    if (const auto recipe = recipe_of_state(plan.plan())) {
+    if (const auto recipe = state_recipe_text(plan.plan())) {
       add_file(saved, prefix + kStateRecipeFile, *recipe);
     }
   }

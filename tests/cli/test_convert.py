@@ -168,11 +168,13 @@ def test_holes_are_kept_with_sparse_only(modicum: Path, tmp_path: Path) -> None:
 
 
 def test_an_existing_output_is_refused(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    error = failure(modicum, 20, "convert", moe, out)
-    assert error["category"] == "CONFLICT" and error["file"] == "out"
-    assert list(out.iterdir()) == [] and hidden_beside(out) == []
+    directory, dangling = tmp_path / "directory", tmp_path / "dangling"
+    directory.mkdir()
+    dangling.symlink_to("nowhere")
+    for out in (directory, dangling):
+        error = failure(modicum, 20, "convert", moe, out)
+        assert error["category"] == "CONFLICT" and error["file"] == out.name
+    assert list(directory.iterdir()) == [] and hidden_beside(directory) == []
 
 
 def test_too_small_a_budget_is_refused(modicum: Path, moe: Path, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@ step. Its figures equal those of `save`, `resume` and `rehearse --save` to the b
 the ledgers of their ranks, for layouts, state formats and worlds.
 
 Must fail for these mutants: a save or a resume is promised without its optimizer state; a phase is
-promised the memory of another phase; a save promises memory that its ledger does not hold.
+promised the memory of another phase; a save promises memory that its ledger does not hold; the
+resumed run is planned with the recipe of the saved one; a run without state has no plan.
 """
 
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import failure, run, run_json, strategy_of
+from program import failure, header_of, run, run_json, stored, strategy_of, write_recipe
 
 MIB = 1 << 20
 BASELINE_BYTES = 2 * MIB  # the default of --baseline: a rank process before the load
@@ -122,21 +123,22 @@ def promised(document: dict[str, Any]) -> list[int]:
     return [node["promised_bytes"] for node in document["nodes"]]
 
 
-@pytest.mark.parametrize("state_format", ("fp32", "int8-moments-24"))
-@pytest.mark.parametrize("flags", JOBS, ids=text)
-def test_plan_promises_the_job(
-    modicum: Path, moe: Path, tmp_path: Path, flags: tuple[object, ...], state_format: str
+def assert_promised_job(
+    modicum: Path, directory: Path, tmp_path: Path, flags: tuple[object, ...], optimizer: str
 ) -> None:
-    optimizer = ("--optimizer", f"adamw:{state_format}")
-    jobs = job_of(modicum, moe, *flags, *optimizer)
-    saved = run_json(modicum, "save", moe, tmp_path / "s", "--step", 1, *flags, *optimizer)
+    """`save`, `resume` and `rehearse --save` promise what `plan` promises of the job."""
+    words = (*flags, "--optimizer", optimizer)
+    jobs = job_of(modicum, directory, *words)
+    saved = run_json(modicum, "save", directory, tmp_path / "s", "--step", 1, *words)
     assert [job["save_peak_bytes"] for job in jobs] == promised(saved)
-    # The step knows which parameters are frozen: they have no saved state.
-    resume_flags = [word for word in flags if word not in ("--frozen", "norm")]
+    # The step knows its recipe, and which parameters are frozen: they have no saved state.
+    known = [flag for flag in ("--frozen", "--recipe") if flag in flags]
+    known += [flags[flags.index(flag) + 1] for flag in known]
+    resume_flags = [word for word in flags if word not in known]
     resumed = run_json(modicum, "resume", tmp_path / "s", *resume_flags)
     assert [job["resume_peak_bytes"] for job in jobs] == promised(resumed)
-    rehearse_flags = (*flags, *optimizer, "--steps", 1, "--save", tmp_path / "r")
-    rehearsed = run_json(modicum, "rehearse", moe, *rehearse_flags)
+    rehearse_flags = (*words, "--steps", 1, "--save", tmp_path / "r")
+    rehearsed = run_json(modicum, "rehearse", directory, *rehearse_flags)
     assert [job["peak_bytes"] for job in jobs] == rehearsed["promised_bytes"]
     names = ["load", "step", "save", "resume", "step_resumed"]
     for phase, name in zip(rehearsed["phases"], names, strict=True):
@@ -145,6 +147,23 @@ def test_plan_promises_the_job(
         assert [of["bytes"] for of in planned] == promised(phase), name
         for of in planned:
             assert sum(of["by_purpose"].values()) == of["bytes"]
+
+
+@pytest.mark.parametrize("state_format", ("fp32", "int8-moments-24"))
+@pytest.mark.parametrize("flags", JOBS, ids=text)
+def test_plan_promises_the_job(
+    modicum: Path, moe: Path, tmp_path: Path, flags: tuple[object, ...], state_format: str
+) -> None:
+    assert_promised_job(modicum, moe, tmp_path, flags, f"adamw:{state_format}")
+
+
+def test_plan_promises_the_job_of_a_recipe(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """The recipe renames a tensor and leaves one unused. The step has a recipe of its own."""
+    files = moe.glob("*.safetensors")
+    names = sorted({name for file in files for name in header_of(file)[0]} - {"__metadata__"})
+    targets = {name: stored(name) for name in names[1:-1]} | {"renamed": stored(names[-1])}
+    recipe = write_recipe(tmp_path / "r.json", targets, unused=names[:1])
+    assert_promised_job(modicum, moe, tmp_path, ("--recipe", recipe), "adamw:fp32")
 
 
 def test_a_state_that_cannot_be_saved_is_reported(
@@ -160,6 +179,17 @@ def test_a_state_that_cannot_be_saved_is_reported(
     (warning,) = [one for one in plan["warnings"] if "a save is not promised" in one]
     assert refused["tensor"] in warning
     assert "step_resumed" not in run(modicum, "plan", gpt2, *words).stdout
+
+
+def test_a_run_that_trains_nothing_is_reported(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """The run loads, but it has no state that could be saved."""
+    words = ("--optimizer", "adamw:fp32", "--frozen", ".")
+    run_json(modicum, "load", moe, *words)
+    refused = failure(modicum, 2, "save", moe, tmp_path / "root", "--step", 1, *words)
+    assert refused["category"] == "UNSUPPORTED" and not (tmp_path / "root").exists()
+    plan = run_json(modicum, "plan", moe, *words)
+    assert "job" not in strategy_of(plan, "own-shard")["nodes"][0]
+    assert any("a save is not promised: UNSUPPORTED" in warning for warning in plan["warnings"])
 
 
 def test_the_load_keeps_its_own_peak(modicum: Path, moe: Path) -> None:

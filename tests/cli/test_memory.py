@@ -2,7 +2,8 @@
 process read them, and set as the limit of a memory cgroup.
 
 Must fail for these mutants: a rank's promise is one page short; memory is held and not charged; a
-window (the buffer for whole tensors) outlives its use; a load is refused after its first read of
+window (the buffer for whole tensors) outlives its use; the record of a step is held and not
+charged; a load is refused after its first read of
 data; the stacks of threads are not promised; the error after an OOM kill does not say how much the
 plan needs.
 """
@@ -19,7 +20,9 @@ from typing import Any
 
 import pytest
 from cage import Cage, cage, drop_page_cache, have, why_no_cage
-from program import STRATEGIES, Ended, node_peak, run, run_json, strategy_of, tree_of
+from program import (
+    STRATEGIES, Ended, node_peak, run, run_json, strategy_of, tree_of, write_checkpoint,
+)  # fmt: skip
 
 MIB = 1 << 20
 REFUSAL_BYTES = 32 * MIB  # the most that a refused load may charge to its cgroup
@@ -177,6 +180,30 @@ def test_own_shard_passes_in_a_cage(
         (node,) = done.json["nodes"]
         assert done.json["checkpoint"]["bytes"] < node["cgroup_peak_bytes"] <= inside.peak_bytes()
     assert_kept(done.json)
+
+
+def test_many_tensors_pass_in_a_cage(modicum: Path, tmp_path: Path, can_cage: None) -> None:
+    """Names, manifests and the record of the step need more memory than values do. The launcher
+    holds them before it starts the ranks."""
+    torch = pytest.importorskip("torch")
+    names = (f"layers.{i // 400}.mlp.experts.{i % 400}.down_proj.weight" for i in range(8000))
+    tensors = {name: torch.full((1 + i % 3,), float(i)) for i, name in enumerate(names)}
+    model = write_checkpoint(tmp_path / "model", tensors)
+    root = tmp_path / "root"
+    run_json(modicum, "save", model, root, "--step", 1, "--optimizer", "adamw:fp32")
+    for words in (
+        ("resume", root),
+        ("reshard", root / "step-1", tmp_path / "copied"),
+        ("reshard", root / "step-1", tmp_path / "restated", "--state-format", "bf16-moments"),
+    ):
+        (node,) = run_json(modicum, *words)["nodes"]
+        if words[0] == "reshard":
+            shutil.rmtree(words[2])
+        budget = node["promised_bytes"]
+        with cage(budget) as inside:
+            process = inside.start(modicum, *words, "--budget", budget, "--json")
+            _, err = process.communicate(timeout=120)
+            assert process.returncode == 0, (words, err)
 
 
 def test_full_per_rank_is_refused_in_a_cage(

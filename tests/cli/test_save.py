@@ -302,6 +302,8 @@ def test_refusals_leave_no_files(modicum: Path, moe: Path, tmp_path: Path) -> No
     before = {path: path.stat().st_mtime_ns for path in (root / "step-1").iterdir()}
     assert failure(modicum, 20, *words)["category"] == "CONFLICT"
     assert before == {path: path.stat().st_mtime_ns for path in (root / "step-1").iterdir()}
+    (root / "step-2").symlink_to("nowhere")
+    assert failure(modicum, 20, "save", moe, root, "--step", 2)["category"] == "CONFLICT"
 
 
 @pytest.mark.parametrize(("dim", "optimizer"), [(0, "none"), (1, "none"), (1, "adamw:fp32-split")])
