@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modicum import _modicum
-from modicum.errors import counted, refusal
+from modicum.errors import counted, failure, refusal
 from modicum.recipes.adapters import Asked, begin_as_base
 from modicum.recipes.dtypes import FLOATS, Dtypes, any_of, cast, described, dtype_name
 from modicum.recipes.nodes import Node, caller, init
@@ -93,14 +93,28 @@ class Recipe:
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Reads a recipe.json. Raises `UsageError` for other files; ops are checked by the load."""
-    path = Path(path)
+    """Reads a recipe.json. Raises `UsageError` for other files, and `IoError` if the file can't be
+    read. Ops are checked by the load."""
+    path, what = Path(path), "invalid recipe.json"
     try:
         document = json.loads(path.read_text())
-        return Recipe(dict(document["targets"]), list(document.get("unused", [])))
+        made = Recipe(dict(document["targets"]), list(document.get("unused", [])))
+    except OSError as error:
+        raise failure("IO", "can't read the recipe", file=path.name, got=error.strerror) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = "invalid recipe.json"
         raise refusal("MISMATCH", what, file=path.name, got=repr(error)) from error
+    for name, node in made.targets.items():
+        if not _is_node(node):
+            expected, got = 'an object with an "op"', json.dumps(node)
+            raise refusal("MISMATCH", what, file=path.name, tensor=name, expected=expected, got=got)
+    return made
+
+
+def _is_node(value: Any) -> bool:
+    """Whether a target of a document can be read as a node, whose op and inputs the load checks."""
+    if not isinstance(value, dict) or not isinstance(value.get("op"), str):
+        return False
+    return value["op"] != "caller" or ("dtype" in value and isinstance(value.get("shape"), list))
 
 
 # ---- the checkpoint
@@ -362,7 +376,17 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: Described) 
 
 
 def _check_mapping(key_mapping: Mapping[str, str]) -> None:
-    for replacement in key_mapping.values():
+    is_mapping = isinstance(key_mapping, Mapping)
+    pairs = [*key_mapping.items()] if is_mapping else []
+    if not is_mapping or not all(isinstance(text, str) for pair in pairs for text in pair):
+        expected = "a dict of replacements by regular expression"
+        raise refusal("USAGE", "key_mapping", expected=expected, got=repr(key_mapping))
+    for pattern, replacement in pairs:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            what = f"key_mapping: an invalid regular expression: {error}"
+            raise refusal("USAGE", what, got=repr(pattern)) from error
         # A reference to a group (a backslash before a digit or `g`) other than \1.
         if re.search(r"\\(?!1(?!\d))[\dg]", replacement):
             expected = r"no reference but \1, the pattern's first group"
