@@ -102,9 +102,9 @@ def load(
 def options_of(given: Mapping[str, Any], ledger: _modicum.Ledger, budget: Size | None) -> Options:
     """The options of a load. `given`: the arguments of `load` by name."""
     names = ("strategy", "staging", "fork", "seed", "check", "progress")
-    optimizer = given["optimizer"]
-    of_optimizer = optimizers_of(optimizer), later_of(optimizer)
-    return Options(ledger, budget, *(given[name] for name in names), *of_optimizer)
+    own = {name: given[name] for name in names}
+    optimizers, later = optimizers_of(given["optimizer"]), later_of(given["optimizer"])
+    return Options(ledger, budget, **own, optimizers=optimizers, later=later)
 
 
 def recipe_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
