@@ -83,8 +83,8 @@ def loading(
 
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
-            None (default): the files that each `from_pretrained` would read. Every model that is
-            built in the context, also by `from_config`, gets its values from a given source.
+            None (default): the files that each `from_pretrained` would read. A given source is that
+            of every model built in the context, also by `from_config`.
         budget: the limit of host memory per node while loading, saving and resuming, bytes or text
             ("200GiB"). It includes what the processes hold already, and applies to calls of
             `modicum.torch.load`, `save` and `resume`, too. "none": no limit; None (default): the
@@ -101,8 +101,7 @@ def loading(
         check: None (default), or "values": read the source again after each load, and compare.
         progress: whether rank 0 prints the plan and a progress bar on stderr.
         seed: the seed of initialised parameters; 0 by default.
-        staging: host memory per rank for bytes in flight, bytes or text; None (default): 8 MiB,
-            less if the budget requires it.
+        staging: host memory per rank for bytes in flight; None (default): 8 MiB or, to fit, less.
         fork: "excluded" (default), "shared" or "inherited", as for `modicum.torch.load`.
 
     Yields:
