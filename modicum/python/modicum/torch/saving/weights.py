@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -109,8 +108,8 @@ class Form:
             raise refusal("USAGE", "dtype", expected=expected, got=repr(self.dtype))
 
     def require_exact(self, parameters: Iterable[tuple[str, str]]) -> None:
-        """Raises `UsageError` if `dtype` rounds a parameter, given as (name, dtype), of an optimizer
-        whose state is saved: a resume would go on from the rounded value."""
+        """Raises `UsageError` if `dtype` rounds one of the parameters, each as (name, dtype), of an
+        optimizer whose state is saved: a resume would go on from the rounded values."""
         to = None if self.dtype is None else dtype_name(self.dtype)
         for name, dtype in parameters:
             if to not in (None, dtype, "float32") and dtype in FLOATS:
