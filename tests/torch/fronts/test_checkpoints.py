@@ -28,7 +28,7 @@ pytest.importorskip("accelerate")
 from ranks import Failed, Ranks, ranks  # noqa: E402  (after torch is known to be there)
 from safetensors.torch import load_file  # noqa: E402
 
-from modicum.torch.saving.inside import fault_of, rotate  # noqa: E402
+from modicum.torch.saving.inside import Inside, fault_of, rotate  # noqa: E402
 from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
 from modicum.upstream.wrappers import canonical  # noqa: E402
 
@@ -132,6 +132,12 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
     own = two.ask("accelerate_saves", by="modicum", **how | {"folder": str(tmp_path / "own")})
     assert [one["then"] for one in own] == [one["then"] for one in theirs]
     assert [one["saved"] for one in own] == [one["saved"] for one in theirs]
+
+
+def test_the_number_of_a_step_fits_or_is_0() -> None:
+    """A name may end in a date to the microsecond, which has 20 digits."""
+    for name, number in (("epoch", 0), ("state_7", 7), ("state_20261127133849123456", 0)):
+        assert Inside(Path(name)).number == number
 
 
 def test_saving_beside_accelerates_own_files_warns(

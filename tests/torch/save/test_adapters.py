@@ -5,9 +5,11 @@ directory of `save_pretrained`, and `PeftModel.from_pretrained` makes the saved 
 fail for these mutants: a base model that is saved, too; a trained tensor that is in no file;
 tensors under Modicum's names instead of PEFT's; a config that differs by rank in the order of its
 sets; a resume after which the model still has the adapters of before; a file of adapters that
-counts as the source of the base model; adapters inside wrappers of torch that are not saved.
+counts as the source of the base model; adapters inside wrappers of torch that are not saved; a
+tensor with two names in PEFT's file, which can't be resumed.
 """
 
+import copy
 import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -159,6 +161,34 @@ def test_a_step_of_adapters_needs_a_model_with_adapters(tmp_path: Path) -> None:
     front.save(wrapped("lora", 1), tmp_path / "steps", step=5)
     with pytest.raises(UsageError, match="holds adapters only"):
         front.resume(torch_front.empty("qwen3"), tmp_path / "steps", progress=False)
+
+
+def test_a_tensor_with_two_names_in_the_file_resumes(tmp_path: Path) -> None:
+    """PEFT trains one copy of the embedding, which is the head, too, and stores it twice."""
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    )
+
+    def made(seed: int) -> Any:
+        model = torch_front.empty("llama_tied")
+        front.load(model, torch_front.checkpoint_of("llama_tied"), progress=False)
+        model = peft.get_peft_model(model, copy.deepcopy(config))
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data.normal_()
+        return model
+
+    model, again = made(1), made(2)
+    step = Path(front.save(model, tmp_path / "steps", step=5).path)
+    stored = torch_front.stored_in(step)
+    assert sum("lm_head" in name or "embed_tokens" in name for name in stored) == 2
+    front.resume(again, tmp_path / "steps", progress=False)
+    base = torch_front.from_pretrained("llama_tied")
+    by_peft = peft.PeftModel.from_pretrained(base, step)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+        assert torch.equal(by_peft.state_dict()[name], tensor), name
 
 
 # ---- sharded

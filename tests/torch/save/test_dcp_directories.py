@@ -13,6 +13,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,18 @@ def test_a_directory_without_metadata_names_those_that_have_it(
         convert(directory.parent, tmp_path / "steps", step=1)
     with pytest.raises(IoError, match="No such file"):
         convert(tmp_path / "none", tmp_path / "steps", step=1)
+
+
+def test_a_missing_file_of_tensors_is_named(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path / "copy")
+    next((tmp_path / "copy").glob("*.distcp")).unlink()
+    with pytest.raises(IoError, match="IO: .*file __0_0.distcp"):
+        convert(tmp_path / "copy", tmp_path / "steps", step=1)
+
+
+def test_no_dtype_rounds_what_an_optimizer_goes_on_from(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="UNSUPPORTED: dtype rounds"):
+        convert(directory, tmp_path / "steps", step=1, dtype=torch.bfloat16)
 
 
 def test_an_optimizer_without_its_model_is_refused(directory: Path, tmp_path: Path) -> None:

@@ -6,10 +6,14 @@ a resumed model that cannot be saved again once the step that it was resumed fro
 tensors of the source that the model does not use and that `unused="copy"` drops; a save without a
 budget; one step count for all parameters; elements on a device that are read from another address;
 a resume that does not compare values; a removal by `keep` that fails without a word; a reported
-peak that leaves out the publication; extras that no resume can read.
+peak that leaves out the publication; extras that no resume can read; a tensor that was untied after
+the load and is left out; a weight whose shape has changed since and that is written under its old
+shape; a dtype that rounds the weights from which a saved optimizer goes on; parameters of another
+optimizer, numbers that no step can have and keys with a dot, all without a typed error.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -85,6 +89,72 @@ def test_tensors_that_no_file_had_are_saved(tmp_path: Path) -> None:
     stored = torch_front.stored_in(Path(report.path))
     for name in ("head.weight", "head.bias", "scale"):
         assert torch.equal(stored[name], model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("name", ("llama_tied", "llama_tied_both_stored"))
+@pytest.mark.parametrize("by_source", (False, True))
+def test_a_head_untied_after_the_load_is_saved(tmp_path: Path, name: str, by_source: bool) -> None:
+    """transformers' list of tied names still has the head. A later tie, which the load did not
+    know, is no fault."""
+    model = loaded(name)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    model.model.norm.weight = model.model.layers[0].input_layernorm.weight
+    source = torch_front.checkpoint_of(name) if by_source else None
+    report = front.save(model, tmp_path / "steps", step=1, source=source)
+    stored = torch_front.stored_in(Path(report.path))
+    assert {*stored} >= {"lm_head.weight", "model.norm.weight"}
+    for fqn, tensor in model.state_dict().items():
+        assert torch.equal(stored[fqn], tensor), fqn
+    assert_holds(Path(report.path), model)
+    again = loaded(name)
+    with pytest.raises(UsageError, match="lm_head.weight. is tied to"):
+        front.resume(again, tmp_path / "steps", progress=False)
+
+
+def test_names_tied_to_another_tensor_after_the_load_share_it(tmp_path: Path) -> None:
+    """Three names were tied. Two of them now share a new tensor."""
+    model = torch_front.empty("llama_tied")
+    model.third = torch.nn.Linear(1, 1, bias=False, device="meta")
+    model.third.weight = model.lm_head.weight
+    front.load(model, torch_front.checkpoint_of("llama_tied"), progress=False)
+    new = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    model.third.weight = model.lm_head.weight = new
+    report = front.save(model, tmp_path / "steps", step=1)
+    stored = torch_front.stored_in(Path(report.path))
+    assert torch.equal(stored["lm_head.weight"], new) and "third.weight" not in stored
+    assert torch.equal(stored["model.embed_tokens.weight"], model.model.embed_tokens.weight)
+
+
+def test_a_shape_that_changed_after_the_load_is_refused(tmp_path: Path) -> None:
+    model = loaded("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous())
+    shape = re.escape(str([*layer.weight.shape]))
+    with pytest.raises(UsageError, match=rf"MISMATCH: .*layers\.0\.mlp\.up_proj.*got {shape}"):
+        front.save(model, tmp_path / "steps", step=1)
+    assert not (tmp_path / "steps").exists()
+
+
+def test_no_dtype_rounds_what_an_optimizer_goes_on_from(tmp_path: Path) -> None:
+    model = loaded("llama")
+    kinds = (
+        lambda: front.AdamW(model.named_parameters()),
+        lambda: torch.optim.AdamW(model.parameters()),
+    )
+    for step, make in enumerate(kinds, 1):
+        optimizer = make()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        for dtype in {torch.bfloat16, torch.float16} - {model.dtype}:
+            with pytest.raises(UsageError, match="UNSUPPORTED: dtype rounds"):
+                front.save(model, tmp_path, step=step, optimizer=optimizer, dtype=dtype)
+        front.save(model, tmp_path, step=step, optimizer=optimizer, dtype=torch.float32)
+        again = torch_front.empty("llama")
+        new = type(optimizer)(again.parameters())
+        front.resume(again, tmp_path / f"step-{step}", optimizer=new, progress=False)
+        for one, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(one, other) and one.dtype == other.dtype
 
 
 def test_a_model_of_another_loader_needs_its_source(tmp_path: Path) -> None:
@@ -275,15 +345,23 @@ def test_wrong_saves_and_resumes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match=r"1\.00 MiB"):
         front.save(model, root, step=1, budget="1MiB")
     assert not root.exists(), "the refused save has made its directory"
-    for how in ({"step": -1}, {"step": 1, "keep": 0}, {"step": 1, "unused": "burn"}):
-        with pytest.raises(UsageError):
-            front.save(model, root, **how)
+    for name, value in (("step", -1), ("step", 1 << 63), ("keep", 0), ("keep", 1 << 63)):
+        with pytest.raises(UsageError, match=f"USAGE: {name} .*to 9223372036854775807"):
+            front.save(model, root, **{"step": 1, name: value})
+    with pytest.raises(UsageError, match="unused"):
+        front.save(model, root, step=1, unused="burn")
     for extra in ([1], {1: 2}, {"a": {1}}):
         with pytest.raises(UsageError, match="extra"):
             front.save(model, root, step=1, extra=extra)
     with pytest.raises(UsageError, match="model lacks"):
         other = torch.nn.Parameter(torch.zeros(2))
         front.save(model, root, step=1, optimizer=torch.optim.SGD([other]))
+    for key, value in (("a.b", torch.zeros_like(other)), ("c", torch.tensor(1j))):
+        optimizer = torch.optim.SGD(model.parameters())
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"m": torch.zeros_like(parameter), key: value}
+        with pytest.raises(UsageError, match="UNSUPPORTED: state of an optimizer"):
+            front.save(model, root, step=1, optimizer=optimizer)
     with pytest.raises(UsageError, match="on meta"):
         front.save(torch_front.empty("qwen3"), root, step=1)
     front.save(model, root, step=1)
@@ -291,3 +369,10 @@ def test_wrong_saves_and_resumes_are_refused(tmp_path: Path) -> None:
         front.save(model, root, step=1)
     with pytest.raises(UsageError, match="no optimizer state"):
         front.resume(model, root, optimizer=torch.optim.SGD(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    front.save(model, root, step=2, optimizer=optimizer)
+    with pytest.raises(UsageError, match="MISMATCH: the optimizer has a parameter that the model"):
+        front.resume(model, root, optimizer=torch.optim.AdamW(loaded("qwen3").parameters()))

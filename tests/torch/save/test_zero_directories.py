@@ -32,7 +32,7 @@ from ranks import torchrun  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import modicum.torch  # noqa: E402
-from modicum.errors import Error, FormatError, IntegrityError, UsageError  # noqa: E402
+from modicum.errors import Error, FormatError, IntegrityError, IoError, UsageError  # noqa: E402
 from modicum.torch import zero_convert  # noqa: E402
 from modicum.torch.deepspeed import convert  # noqa: E402
 from modicum.torch.saving.archives import Archive  # noqa: E402
@@ -227,6 +227,14 @@ def test_a_missing_rank_is_named(copied: Path) -> None:
         path.rename(copied / "away")
         refused(copied, IntegrityError, f"missing .file {path.name}")
         (copied / "away").rename(path)
+
+
+def test_what_cannot_be_read_is_named(copied: Path) -> None:
+    refused(copied / "none", IoError, "IO: .*file none")
+    (copied / "latest").write_text("global_step9")
+    refused(copied, IoError, "IO: .*file global_step9")
+    (copied / "latest").write_bytes(b"\xff")
+    refused(copied, FormatError, r"FORMAT.*file latest, got b'\\xff'")
 
 
 def test_files_of_two_steps_are_refused(copied: Path) -> None:

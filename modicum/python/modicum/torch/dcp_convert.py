@@ -68,7 +68,7 @@ def convert(
         opened.read(model[name], first, view)
 
     writing = streamed(goal.recipe, form, read)
-    parts = Parts(writing, _state_of(opened, state, optimizer, form), [])
+    parts = Parts(writing, _state_of(opened, model, state, optimizer, form), [])
     return replace(save_streams(ask, goal, parts), left_out=sorted(opened.others))
 
 
@@ -95,10 +95,16 @@ def _parts_of(opened: Directory) -> tuple[dict[str, str], dict[tuple[str, str], 
 
 
 def _state_of(
-    opened: Directory, state: dict[tuple[str, str], str], optimizer: str | None, form: Form
+    opened: Directory,
+    model: dict[str, str],
+    state: dict[tuple[str, str], str],
+    optimizer: str | None,
+    form: Form,
 ) -> StateWriting | None:
     if not state:
         return None
+    trained = {fqn: opened.tensors[model[fqn]].dtype for fqn, _ in state if fqn in model}
+    form.require_exact(trained.items())
     keys: dict[str, str] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for (fqn, name), key in state.items():

@@ -184,5 +184,10 @@ def recipe_of_step(model: nn.Module, step: Path) -> Recipe | None:
     if not _is_wrapped(model):
         what = "the step holds adapters only: load the base model, and wrap it by PEFT"
         raise refusal("MISMATCH", what, file=step.name)
-    names = names_of_peft(Model.of(model))
-    return Recipe({own: {"op": "stored", "name": name} for name, own in names.items()}, [])
+    targets: dict[str, Node] = {}
+    again = []  # PEFT's further names of a tensor, under which the file has the same values
+    for name, own in names_of_peft(Model.of(model)).items():
+        if own in targets:
+            again.append(name)
+        targets.setdefault(own, {"op": "stored", "name": name})
+    return Recipe(targets, again)

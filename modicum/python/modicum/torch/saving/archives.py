@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from modicum.torch.saving.pickles import Global, Made, Stored, malformed, read_pickle
+from modicum.torch.saving.pickles import Global, Made, Stored, malformed, read_pickle, reading
 from modicum.upstream.torch_checkpoint import PICKLED, REBUILD_TENSOR, REBUILD_TYPED, STORAGES
 
 ITEM_BYTES = {
@@ -66,19 +66,23 @@ class Line:
 
     def read(self, first: int, into: memoryview) -> None:
         """Fills `into` with elements, the first of which has the index `first`. Raises
-        `FormatError` if the file ends before them, OSError if it can't be read."""
-        file = os.open(self.path, os.O_RDONLY)
-        try:
-            begin, done = self.begin + first * self.item_bytes, 0
-            while done < len(into):
-                got = os.preadv(file, [into[done:]], begin + done)
-                if got == 0:
-                    expected, end = f"{begin + len(into)} bytes or more", f"{begin + done} bytes"
-                    what = "the file ends before the elements of a tensor"
-                    malformed(what, self.path.name, expected=expected, got=end)
-                done += got
-        finally:
-            os.close(file)
+        `FormatError` if the file ends before them, `IoError` if it can't be read."""
+        with reading(self.path):
+            file = os.open(self.path, os.O_RDONLY)
+            try:
+                begin, done = self.begin + first * self.item_bytes, 0
+                while done < len(into):
+                    got = os.preadv(file, [into[done:]], begin + done)
+                    if got == 0:
+                        expected, end = (
+                            f"{begin + len(into)} bytes or more",
+                            f"{begin + done} bytes",
+                        )
+                        what = "the file ends before the elements of a tensor"
+                        malformed(what, self.path.name, expected=expected, got=end)
+                    done += got
+            finally:
+                os.close(file)
 
 
 def number_of(dtype: str, data: bytes | bytearray) -> float | int:
@@ -103,8 +107,8 @@ class Archive:
     def open(cls, path: Path, begin: int = 0, length: int | None = None) -> "Archive":
         """Reads the zip directory and the pickle. The archive is at the bytes [begin, begin +
         length) of the file; without `length` it ends with the file. Raises `FormatError`, or
-        OSError if the file can't be read."""
-        with path.open("rb") as file:
+        `IoError` if the file can't be read."""
+        with reading(path), path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size - begin if length is None else length
             try:
                 return cls(path, *_opened(_Part(file, begin, size), begin, size))

@@ -88,7 +88,7 @@ class Directory:
 
     def read(self, key: str, first: int, view: memoryview) -> None:
         """Fills `view` with the elements of a tensor from index `first` on. Raises `FormatError` if
-        a file lacks some, OSError if it can't be read."""
+        a file lacks some, `IoError` if it can't be read."""
         of = self.tensors[key]
         count = len(view) // of.item_bytes
         left = count

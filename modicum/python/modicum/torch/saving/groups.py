@@ -49,11 +49,17 @@ def restore(
 
 
 def _names(group: Group, names: Mapping[int, str]) -> list[str]:
-    for parameter in group["params"]:
-        if id(parameter) not in names:
-            got = f"a parameter of shape {list(parameter.shape)}"
-            raise refusal("MISMATCH", "the optimizer has a parameter that the model lacks", got=got)
-    return [names[id(parameter)] for parameter in group["params"]]
+    return [name_of(parameter, names) for parameter in group["params"]]
+
+
+def name_of(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    """The name of an optimizer's parameter. Raises `UsageError` if the model lacks it. `names`: the
+    names of the model's parameters by id."""
+    name = names.get(id(parameter))
+    if name is None:
+        got = f"a parameter of shape {list(parameter.shape)}"
+        raise refusal("MISMATCH", "the optimizer has a parameter that the model lacks", got=got)
+    return name
 
 
 def _is_option(value: Any) -> bool:

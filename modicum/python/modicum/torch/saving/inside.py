@@ -30,7 +30,7 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
 from modicum.torch.saving.adapters import FILE
 from modicum.torch.saving.extra import FOLDER, read_all
-from modicum.torch.saving.planning import Ask
+from modicum.torch.saving.planning import LAST, Ask
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.saving.resume import find, load_state, resume
 from modicum.torch.saving.save import Given, save_together
@@ -55,9 +55,11 @@ class Inside(Flight):
 
     @property
     def number(self) -> int:
-        """The step's number: the digits at the end of the directory's name, or 0."""
+        """The step's number: the digits at the end of the directory's name; 0 if there are none or
+        the number is too large."""
         digits = re.search(r"\d+$", self.directory.name)
-        return int(digits.group()) if digits else 0
+        number = int(digits.group()) if digits else 0
+        return number if number <= LAST else 0
 
     def open(self, ranks: Ranks) -> None:
         """Makes the directory and its .partial-*: from now on it is an incomplete checkpoint.

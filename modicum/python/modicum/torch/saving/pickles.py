@@ -8,8 +8,10 @@ the arguments. A dict becomes a list of pairs (`Pairs`), so that no key is hashe
 import codecs
 import json
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from modicum._modicum import exit_codes
@@ -71,6 +73,15 @@ def malformed(what: str, file: str, category: str = "FORMAT.PICKLE", **facts: st
     text = ", ".join(f"{name} {value}" for name, value in ({"file": file} | facts).items())
     message = f"{category}: {what} ({text})"
     raise from_json(json.dumps({"error": told | facts | {"message": message}}))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A context in which an OSError becomes an `IoError` that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        malformed("it can't be read", path.name, "IO", got=str(error.strerror or error))
 
 
 class _Refused(Exception):

@@ -27,6 +27,9 @@ WINDOW_BYTES = 256 << 20
 """Per node: memory for copies of blocks that an optimizer step is about to overwrite before a save
 in the background has read them."""
 
+LAST = (1 << 63) - 1
+"""The largest number of a step."""
+
 
 @dataclass(frozen=True)
 class Ask:
@@ -45,8 +48,8 @@ class Ask:
     def __post_init__(self) -> None:
         kept = 1 if self.keep is None else self.keep
         for name, value, least in (("step", self.step, 0), ("keep", kept, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                expected = f"an integer, {least} or more"
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LAST:
+                expected = f"an integer from {least} to {LAST}"
                 raise refusal("USAGE", name, expected=expected, got=repr(value))
 
     @property
@@ -119,7 +122,9 @@ def plan_of(
     if optimizer is not None:
         texts.append((groups.FILE, groups.text_of(optimizer, names)))
     if isinstance(optimizer, AdamW):
-        state = AdamWWriting(AdamWState(optimizer, names), background=ask.form.background)
+        held = AdamWState(optimizer, names)
+        ask.form.require_exact((name, dtype) for name, dtype, *_ in held.parameters)
+        state = AdamWWriting(held, background=ask.form.background)
     elif optimizer is not None:
         state = TensorsWriting(*writing_of_state(optimizer, names, ranks, ask.form))
     return planned_of(ask, goal, Parts(writing, state, texts), ranks)

@@ -16,6 +16,7 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.loading.planning import Size, device_of
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.groups import name_of
 from modicum.torch.saving.weights import (
     Form,
     Held,
@@ -41,13 +42,7 @@ def writing_of_state(
 ) -> tuple[Writing, str]:
     """The tensors to write, and the text of state.json. Raises `UsageError` for a value that is
     neither a number nor a tensor of the parameter's shape."""
-    entries: list[Entry] = []
-    for parameter, entry in optimizer.state.items():
-        fqn = names.get(id(parameter))
-        if fqn is None:
-            got = f"a parameter of shape {list(parameter.shape)}"
-            raise refusal("MISMATCH", "the optimizer has a parameter that the model lacks", got=got)
-        entries.append((fqn, parameter, entry))
+    entries: list[Entry] = [(name_of(p, names), p, of) for p, of in optimizer.state.items()]
     return writing_of_entries(entries, _kind(optimizer), ranks, form)
 
 
@@ -64,9 +59,13 @@ def writing_of_entries(
     targets: dict[str, Node] = {}
     held: list[Held] = []
     numbers: Numbers = {}
+    form.require_exact((fqn, dtype_name(parameter.dtype)) for fqn, parameter, _ in entries)
     for fqn, parameter, entry in entries:
         own = numbers.setdefault(fqn, {})
         for key, value in entry.items():
+            if "." in key:
+                what = "state of an optimizer under a key with a dot"
+                raise refusal("UNSUPPORTED", what, tensor=fqn, got=key)
             if _is_like(value, parameter):
                 local = local_of(value)
                 _require_row_major(local, f"{fqn}.{key}")
@@ -100,7 +99,8 @@ def _require_row_major(local: torch.Tensor, name: str) -> None:
 
 
 def _number(value: Any, name: str) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and local_of(value) is value:
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and local_of(value) is value
+    if is_one and not value.is_complex():
         return [str(value.dtype).removeprefix("torch."), value.item(), [*value.shape]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -171,8 +171,10 @@ def _parameters_of(
 ) -> dict[str, torch.Tensor]:
     """The optimizer's parameters by name. Raises `UsageError` unless they have the saved names and
     shapes."""
-    parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-    for fqn in json.loads(saved.facts)["numbers"]:
+    groups = optimizer.param_groups
+    parameters = {name_of(p, names): p for group in groups for p in group["params"]}
+    of_tensors = (name.rpartition(".")[0] for name in saved.tensors.stored)
+    for fqn in (*json.loads(saved.facts)["numbers"], *of_tensors):
         if fqn not in parameters:
             what = "the optimizer lacks a parameter of the saved state"
             raise refusal("MISMATCH", what, tensor=fqn)

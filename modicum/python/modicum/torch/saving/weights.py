@@ -2,18 +2,17 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes import recipe_for
-from modicum.recipes.dtypes import dtype_name
+from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, caller
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
 from modicum.torch.loading.origin import Origin
@@ -21,7 +20,7 @@ from modicum.torch.loading.planning import places_of
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.placements import Sharding, layout_of
-from modicum.torch.shards.tensors import as_bytes
+from modicum.torch.shards.tensors import ModelTensor, as_bytes
 
 Fetch = Callable[[int, int, memoryview], None]
 """Called with a target's index, its first element, and a view to fill with elements."""
@@ -108,6 +107,16 @@ class Form:
             expected = "a torch.dtype, such as torch.bfloat16, or None"
             raise refusal("USAGE", "dtype", expected=expected, got=repr(self.dtype))
 
+    def require_exact(self, parameters: Iterable[tuple[str, str]]) -> None:
+        """Raises `UsageError` if `dtype` rounds one of the parameters, each as (name, dtype), of an
+        optimizer whose state is saved: a resume would go on from the rounded values."""
+        to = None if self.dtype is None else dtype_name(self.dtype)
+        for name, dtype in parameters:
+            if to not in (None, dtype, "float32") and dtype in FLOATS:
+                what = "dtype rounds a parameter from which the saved optimizer would go on: leave "
+                what += "out dtype, and convert the step with `modicum convert`"
+                raise refusal("UNSUPPORTED", what, tensor=name, expected=dtype, got=to)
+
 
 def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -> Goal:
     """The checkpoint whose names and files the save gets, and the recipe of the model's tensors.
@@ -124,17 +133,17 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
     at = source if source is not None or origin is None else origin.source
     checkpoint = _modicum.open_checkpoint(None if at is None else Path(at))
 
-    def make() -> list[Any]:
+    def make() -> str:
         if source is None and origin is not None:
-            return [_completed(origin.text, model), []]
+            return _fitted(origin.text, model)
         made = recipe_for(
             model.module, checkpoint.stored, structure=model.structure, missing="init",
             unexpected="ignore",
         )  # fmt: skip
-        return [made.text(callers=True), made.callers]
+        return _fitted(made.text(callers=True), model)
 
-    (text, callers), memories = ranks.once(make, memory_before)
-    return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, callers, text=text)
+    text, memories = ranks.once(make, memory_before)
+    return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, [], text=text)
 
 
 def require_values(model: Model) -> None:
@@ -145,26 +154,35 @@ def require_values(model: Model) -> None:
             raise refusal("USAGE", what, tensor=name)
 
 
-def _completed(text: str, model: Model) -> str:
-    """The recipe `text` of the load, completed by the model's tensors that the load did not
-    write."""
+def _fitted(text: str, model: Model) -> str:
+    """The recipe `text`, made when the model was loaded or by its declared ties, with the model's
+    present tensors: one that the recipe lacks is added, and aliases are those names that now share
+    a tensor."""
     document = json.loads(text)
     targets: dict[str, Node] = document["targets"]
     first: dict[int, str] = {}
-    for name in targets:
+    for name, node in targets.items():
         if name not in model.tensors:
             what = "the model has changed since it was loaded: it lacks this tensor"
             raise refusal("MISMATCH", what, tensor=name)
-        first.setdefault(id(model.tensors[name].tensor), name)
+        if node["op"] != "alias":
+            first.setdefault(id(model.tensors[name].tensor), name)
     for name, of in model.tensors.items():
-        if name in targets:
+        node = targets.get(name, {"op": "alias"})
+        if node["op"] != "alias":
             continue
         tied = first.setdefault(id(of.tensor), name)
-        if tied == name:
-            targets[name] = caller(dtype_name(of.tensor.dtype), [*of.tensor.shape])
-        else:
-            targets[name] = {"op": "alias", "of": tied}
+        targets[name] = _untied(node, of) if tied == name else node | {"of": tied}
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
+
+
+def _untied(alias: Node, of: ModelTensor) -> Node:
+    """The node of a tensor that is tied to no other: made of its own stored tensors if it has
+    some, with which the load has compared the alias."""
+    dtype = dtype_name(of.tensor.dtype)
+    for stored in alias.get("in", ()):
+        return stored | ({"dtype": dtype} if dtype in FLOATS else {})
+    return caller(dtype, [*of.tensor.shape])
 
 
 def writing_of_model(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
@@ -175,6 +193,13 @@ def writing_of_model(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writ
 
 def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form: Form) -> Writing:
     """The `Writing` of `held`, a tensor for each target of the recipe."""
+    for target, of in zip(recipe.targets, held, strict=True):
+        expected, got = [*target["shape"]], [*of.tensor.shape]
+        if got != expected:
+            what = "the tensor has another shape than in the checkpoint whose files the step gets: "
+            what += "give `source=`, a checkpoint with the model's shapes"
+            shapes = {"expected": str(expected), "got": str(got)}
+            raise refusal("MISMATCH", what, tensor=target["name"], **shapes)
     loaded = _modicum.make_plan(
         recipe,
         layout_of(recipe, [of.sharding for of in held], ranks.world_size),

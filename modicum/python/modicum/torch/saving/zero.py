@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from modicum.torch.saving.archives import Archive, Line, Shape
-from modicum.torch.saving.pickles import malformed
+from modicum.torch.saving.pickles import malformed, reading
 from modicum.torch.saving.zero_files import (
     MASTER,
     Flat,
@@ -116,6 +116,7 @@ class ZeroDirectory:
         Raises:
             IntegrityError: a rank's file is missing or does not belong to the others.
             FormatError: a file was not written by DeepSpeed, or is damaged.
+            IoError: the directory or a file can't be read.
             UsageError: the directory is no checkpoint of ZeRO, or the model has experts or
                 tensor-parallel ranks.
         """
@@ -133,9 +134,14 @@ def _step_of(path: Path) -> Path:
     latest = path / LATEST
     if not latest.is_file():
         return path
-    tag = latest.read_text().strip()
+    with reading(latest):
+        text = latest.read_bytes()
+    try:
+        tag = text.decode().strip()
+    except UnicodeDecodeError:
+        tag = ""
     if tag in ("", ".", "..") or "/" in tag or "\0" in tag:
-        malformed("its text is no name of a folder next to it", LATEST, got=ascii(tag))
+        malformed("its text is no name of a folder next to it", LATEST, got=ascii(tag or text[:64]))
     return path / tag
 
 
@@ -146,7 +152,9 @@ def _files_of(step: Path) -> tuple[_Files, _Files]:
     """The files of models and of optimizers, by rank. Raises `UsageError` for other files."""
     models: _Files = {}
     optimizers: _Files = {}
-    for path in sorted(step.iterdir()):
+    with reading(step):
+        paths = sorted(step.iterdir())
+    for path in paths:
         if EXPERT_FILE.fullmatch(path.name):
             unsupported("experts that DeepSpeed distributes", path.name)
         for of, pattern in ((models, MODEL_FILE), (optimizers, OPTIMIZER_FILE)):
