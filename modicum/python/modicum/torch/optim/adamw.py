@@ -53,7 +53,8 @@ class AdamW(torch.optim.Optimizer):
 
     On the CPU a float32 parameter is its own master (the float32 value that is stepped); in a split
     format a bfloat16 parameter is its master's upper half. In both cases a backward makes
-    `parameter.grad` a view of the state's memory. A step skips parameters without a `grad`.
+    `parameter.grad` a view of the state's memory, unless the gradient has a graph
+    (`create_graph=True`). A step skips parameters without a `grad`.
 
     For parameters on a device the complete state is on the host. Gradients stay on the device until
     a step or a norm copies them to the host; new parameters are copied back while the step runs.
@@ -354,7 +355,8 @@ class AdamW(torch.optim.Optimizer):
 
         squares, is_bad = self._agreed(prepare)
         self._max_norm = max_norm
-        return torch.tensor(math.nan if is_bad else math.sqrt(squares))
+        norm = math.nan if is_bad else math.sqrt(squares)
+        return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch. The gradient plane stays allocated. If a program keeps a

@@ -178,6 +178,8 @@ def _taking(part: Part) -> Callable[[nn.Parameter], None]:
             return
         if grad.is_sparse or grad.dtype != plane.dtype:
             return
+        if grad.requires_grad:  # of backward(create_graph=True): the step copies its values
+            return
         if grad.shape != part.grad.shape or place_of(part.grad) != part.grad_place:
             return  # the step compares shape and place, and copies the gradient or raises
         with torch.no_grad():

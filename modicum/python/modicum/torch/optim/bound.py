@@ -46,7 +46,7 @@ class Bound:
         """The meshes over which the optimizer's collectives run."""
         self.collected: list[tuple[Any, int]] = []
         """(gradient that the state has collected, its version) of each part."""
-        self.counts = torch.zeros(0)
+        self.counts = _float32(0)
         """The step counts of the states, by part."""
         self._steps: list[torch.Tensor] = []  # for each `add` the counts shown in `state`
         # By part: the parameter's `versions_of` when its master last agreed with it.
@@ -57,14 +57,14 @@ class Bound:
     @property
     def steps(self) -> torch.Tensor:
         """The step counts shown in `state`, which a program may change; by part."""
-        return torch.cat([torch.zeros(0), *self._steps])
+        return torch.cat([_float32(0), *self._steps])
 
     def add(self, parts: list[Part], groups: Sequence[dict[str, Any]], **how: Any) -> None:
         """Allocates states for more parts. `how`: arguments of `make_states`. If they do not fit,
         nothing changes; after any other error call `drop`."""
         states = make_states(parts, **how)
         later = f" #{len(self._steps)}" if self._steps else ""
-        steps = torch.zeros(len(parts))
+        steps = _float32(len(parts)).zero_()
         for index, part in enumerate(parts):
             part.state += later
             part.moments = MOMENTS if groups[part.group]["amsgrad"] else MOMENTS[:2]
@@ -121,7 +121,7 @@ class Bound:
         """A view of the part's elements in the plane `name`: master, grad or a moment."""
         dtype = dtype_of(part, "moment" if name in MOMENTS else name)
         if part.local.numel() == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         memory = self.states[part.state].plane(part.shard, name)
         return torch.from_dlpack(memory).view(dtype)
 
@@ -166,9 +166,10 @@ class Bound:
     def note_steps(self) -> None:
         """Copies the states' step counts to `state` and `counts`."""
         steps = {name: state.steps for name, state in self.states.items()}
-        made = torch.tensor([float(steps[part.state][part.shard]) for part in self.parts])
-        for shown, counts in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
-            shown.copy_(counts)
+        counts = [float(steps[part.state][part.shard]) for part in self.parts]
+        made = torch.tensor(counts, dtype=torch.float32, device="cpu")
+        for shown, of in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
+            shown.copy_(of)
         self.counts = made
 
     # ---- values
@@ -194,7 +195,7 @@ class Bound:
         if dtype_of(part, "moment") == torch.float32:
             return False
         for at, piece in chunks(values):
-            own = torch.empty(piece.numel())
+            own = _float32(piece.numel())
             self.states[part.state].export_to(part.shard, name, own, at=at)
             if not torch.equal(own, piece.float()):
                 return False
@@ -224,7 +225,7 @@ class Bound:
     def values(self, part: Part, name: str) -> torch.Tensor:
         """A plane in float32 with the parameter's shape: a view, or exported to new memory."""
         is_view = name in MOMENTS and dtype_of(part, "moment") == torch.float32
-        line = self.plane(part, name) if is_view else torch.empty(part.local.numel())
+        line = self.plane(part, name) if is_view else _float32(part.local.numel())
         if not is_view and line.numel() > 0:
             self.states[part.state].export_to(part.shard, name, line)
         return part.like_parameter(line)
@@ -262,7 +263,7 @@ class Bound:
             for at, piece in chunks(part.local):
                 piece = piece.to("cpu")
                 is_rounded = master[at : at + piece.numel()].to(piece.dtype) == piece
-                values = torch.empty(piece.numel())
+                values = _float32(piece.numel())
                 state.export_to(part.shard, "master", values, at=at)
                 values = torch.where(is_rounded, values, piece.float())
                 state.import_from(part.shard, "master", values, at=at)
@@ -409,6 +410,11 @@ class Bound:
         self.refresh_masters()
         all_of = [state.digest() for state in self.states.values()]
         return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}
+
+
+def _float32(numel: int) -> torch.Tensor:
+    """An uninitialised tensor on the host, whatever torch's default dtype and device are."""
+    return torch.empty(numel, dtype=torch.float32, device="cpu")
 
 
 def _is_bad(plane: torch.Tensor) -> bool:

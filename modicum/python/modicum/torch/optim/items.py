@@ -14,7 +14,8 @@ StateItem = tuple[str, str, torch.Tensor]
 def exported_items(bound: Bound) -> Iterator[StateItem]:
     """The values of a state dict, one by one. Does not keep a tensor that it has yielded."""
     for part in bound.parts:
-        yield part.name, "step", torch.tensor(float(bound.states[part.state].steps[part.shard]))
+        step = float(bound.states[part.state].steps[part.shard])
+        yield part.name, "step", torch.tensor(step, dtype=torch.float32, device="cpu")
         for name in part.moments:
             yield part.name, name, bound.values(part, name)
         if part.local.dtype != torch.float32:
