@@ -16,8 +16,8 @@ from modicum.torch.optim import in_flight
 from modicum.torch.optim.binding import is_in_place, leave_kept
 from modicum.torch.optim.lanes import Lane
 from modicum.torch.optim.parts import Part, versions_of
-from modicum.torch.optim.state_dicts import chunks, entry_values, is_noted
-from modicum.torch.optim.states import dtype_of, is_own_master, make_states
+from modicum.torch.optim.state_dicts import address_of, chunks, entry_values, is_noted
+from modicum.torch.optim.states import dtype_of, has_master, is_own_master, make_states
 from modicum.upstream.torch_core import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -128,7 +128,9 @@ class Bound:
     # ---- the optimizer's `state`
 
     def show(self, state: Any, parts: Sequence[Part]) -> None:
-        """Sets the entries of `parts` in `state`: steps, and views of moments that are float32."""
+        """Sets the entries of `parts` in `state`: steps, views of moments that are float32, and None
+        for values that only a state dict has, of which torch.distributed.checkpoint needs the
+        names."""
         self.note_steps()
         for part in parts:
             entry = state.get(part.parameter)
@@ -138,11 +140,12 @@ class Bound:
             steps, index = part.steps
             entry["step"] = steps[index]
             for name in part.moments:
-                entry.pop(name, None)
-                if dtype_of(part, "moment") == torch.float32:
-                    entry[name] = part.like_parameter(self.plane(part, name))
-            shown = ((name, entry[name]) for name in ("step", *part.moments) if name in entry)
-            part.entry = {name: (tensor, local_of(tensor).data_ptr()) for name, tensor in shown}
+                is_view = dtype_of(part, "moment") == torch.float32
+                entry[name] = part.like_parameter(self.plane(part, name)) if is_view else None
+            if has_master(part):
+                entry["master"] = None
+            shown = (name for name in ("step", *part.moments, "master") if name in entry)
+            part.entry = {name: (entry[name], address_of(entry[name])) for name in shown}
 
     def follow(self, state: Mapping[Any, Any]) -> bool:
         """Adopts all changes that the program made to `state` since `show`; returns whether they
@@ -216,11 +219,10 @@ class Bound:
 
     def exported(self, part: Part, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """`entry`, completed by exported planes: those that are not float32, and the master."""
-        exported = dict(entry)
-        names = [name for name in part.moments if name not in exported]
-        if part.local.dtype != torch.float32:
+        names = [name for name in part.moments if entry.get(name) is None]
+        if has_master(part):
             names.append("master")
-        return exported | {name: self.values(part, name) for name in names}
+        return dict(entry) | {name: self.values(part, name) for name in names}
 
     def values(self, part: Part, name: str) -> torch.Tensor:
         """A plane in float32 with the parameter's shape: a view, or exported to new memory."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from modicum.torch.optim.bound import MOMENTS, Bound
-from modicum.torch.optim.states import is_own_master, plane_dtype
+from modicum.torch.optim.states import has_master, is_own_master, plane_dtype
 
 StateItem = tuple[str, str, torch.Tensor]
 """A parameter's name, the name of a value, and the value."""
@@ -18,7 +18,7 @@ def exported_items(bound: Bound) -> Iterator[StateItem]:
         yield part.name, "step", torch.tensor(step, dtype=torch.float32, device="cpu")
         for name in part.moments:
             yield part.name, name, bound.values(part, name)
-        if part.local.dtype != torch.float32:
+        if has_master(part):
             yield part.name, "master", bound.values(part, "master")
 
 
