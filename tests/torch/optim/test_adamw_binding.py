@@ -479,6 +479,10 @@ def spoiled(saved: dict[str, Any], name: str, value: float) -> None:
     saved["state"][3][name].view(-1)[2] = value
 
 
+def recast(saved: dict[str, Any], to: torch.dtype | str) -> None:
+    saved["state"][3]["exp_avg"] = saved["state"][3]["exp_avg"].to(to)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -490,6 +494,15 @@ def spoiled(saved: dict[str, Any], name: str, value: float) -> None:
         (lambda d: spoiled(d, "exp_avg_sq", -1.0), "exp_avg_sq.*2.bias.*0 or more.*-1.0 at"),
         (lambda d: spoiled(d, "exp_avg_sq", math.inf), "exp_avg_sq.*2.bias.*finite.*inf at"),
         (lambda d: spoiled(d, "exp_avg", math.nan), "its exp_avg .*2.bias.*finite.*nan at"),
+        (lambda d: recast(d, torch.complex64), "its exp_avg .*2.bias.*float32.*complex64"),
+        (lambda d: recast(d, torch.float8_e4m3fn), "its exp_avg .*2.bias.*float32.*float8"),
+        (lambda d: recast(d, torch.uint8), "its exp_avg .*2.bias.*float32.*uint8"),
+        (lambda d: recast(d, "meta"), "its exp_avg .*2.bias.*in memory.*on meta"),
+        (
+            lambda d: d["state"][3].update(exp_avg=torch.full((32,), 1e300, dtype=torch.float64)),
+            "its exp_avg .*2.bias.*finite.*inf at",
+        ),
+        (lambda d: d["state"][3].update(step=1e300), "its step.*2.bias.*below 2"),
         (lambda d: d["state"][3].update(step=-1), "its step.*2.bias"),
         (lambda d: d["state"][3].update(step="x"), "its step.*2.bias"),
         (lambda d: d.pop("state"), "'state' and 'param_groups'"),
@@ -542,6 +555,9 @@ def test_a_refused_state_dict_changes_nothing(spoil: Callable[..., Any], words: 
         ({"seed": 1.5}, "seed.*integer.*1.5"),
         ({"seed": 1 << 64}, "seed.*integer"),
         ({"seed": None}, "seed.*integer"),
+        ({"state_format": None}, "state_format.*a string.*None"),
+        ({"semantics": 3}, "semantics.*a string.*3"),
+        ({"ledger": 5}, "ledger.*a modicum.Ledger.*5"),
         ({"capturable": True}, "capturable"),
         ({"differentiable": True}, "differentiable"),
     ],
@@ -634,6 +650,14 @@ def test_state_does_not_depend_on_torchs_defaults(
     for name, value in expected.items():
         assert saved[name].dtype == torch.float32 and torch.equal(saved[name], value), name
     assert all(map(torch.equal, items, expected_items))
+
+
+def test_an_optimizer_that_is_made_in_inference_mode_steps() -> None:
+    pair = Pair()
+    with torch.inference_mode():
+        pair.ours = AdamW(pair.mine.named_parameters(), **pair.options)
+    pair.step(2)
+    pair.assert_same()
 
 
 # ---- gradients with a graph
