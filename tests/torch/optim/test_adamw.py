@@ -26,6 +26,11 @@ torch = pytest.importorskip("torch")
 
 from rounding import nearest_sqrt  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import modicum  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
@@ -574,6 +579,31 @@ def test_every_format_loads_the_state_dict_of_every_format() -> None:
                     msg=lambda text, to=state_format, source=name: f"{source} into {to}: {text}",
                 )  # fmt: skip
             assert now["step"] == 5
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+@pytest.mark.parametrize("state_format", FORMATS)
+def test_dcps_flat_state_dict_has_every_value(state_format: str, dtype: torch.dtype) -> None:
+    """torch looks a flat dict's values up by the names in `state`. A dict of torch's AdamW has no
+    masters."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, other = net(dtype), net(dtype)
+    optimizer = AdamW(model.named_parameters(), state_format=state_format)
+    train(model, optimizer, 3)
+    other.load_state_dict(model.state_dict())
+    resumed = AdamW(other.named_parameters(), state_format=state_format)
+    saved = get_optimizer_state_dict(model, optimizer, options=flat)
+    set_optimizer_state_dict(other, resumed, saved, options=flat)
+    assert resumed.digest() == optimizer.digest()
+
+    torchs = torch.optim.AdamW(other.named_parameters())
+    train(other, torchs, 3)
+    saved = get_optimizer_state_dict(other, torchs, options=flat)
+    set_optimizer_state_dict(other, resumed, saved, options=flat)
+    resumed.load_state_dict(own := resumed.state_dict())
+    assert own["state"][TWICE]["step"] == 3
+    if dtype == torch.bfloat16:
+        assert torch.equal(own["state"][TWICE]["master"], other.twice.weight.float())
 
 
 def test_moments_of_a_state_dict_are_views_that_outlive_the_optimizer() -> None:

@@ -4,7 +4,8 @@ after construction.
 The oracle is torch.optim.AdamW, which reads all of these at each step. Modicum adopts a
 replacement, or raises an error that names the parameter before it writes anything. Must fail for
 these mutants: a step of parameters that are no longer in the model; a write into freed memory; a
-change of `state` that has no effect; a value written through `.data` that is lost.
+change of `state` that has no effect; a value written through `.data` that is lost; a gradient with
+a graph that becomes a constant.
 """
 
 import copy
@@ -28,6 +29,7 @@ from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum.torch import AdamW  # noqa: E402
+from modicum.upstream import torch_core, torch_dispatch  # noqa: E402
 
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
 
@@ -477,6 +479,10 @@ def spoiled(saved: dict[str, Any], name: str, value: float) -> None:
     saved["state"][3][name].view(-1)[2] = value
 
 
+def recast(saved: dict[str, Any], to: torch.dtype | str) -> None:
+    saved["state"][3]["exp_avg"] = saved["state"][3]["exp_avg"].to(to)
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -488,6 +494,15 @@ def spoiled(saved: dict[str, Any], name: str, value: float) -> None:
         (lambda d: spoiled(d, "exp_avg_sq", -1.0), "exp_avg_sq.*2.bias.*0 or more.*-1.0 at"),
         (lambda d: spoiled(d, "exp_avg_sq", math.inf), "exp_avg_sq.*2.bias.*finite.*inf at"),
         (lambda d: spoiled(d, "exp_avg", math.nan), "its exp_avg .*2.bias.*finite.*nan at"),
+        (lambda d: recast(d, torch.complex64), "its exp_avg .*2.bias.*float32.*complex64"),
+        (lambda d: recast(d, torch.float8_e4m3fn), "its exp_avg .*2.bias.*float32.*float8"),
+        (lambda d: recast(d, torch.uint8), "its exp_avg .*2.bias.*float32.*uint8"),
+        (lambda d: recast(d, "meta"), "its exp_avg .*2.bias.*in memory.*on meta"),
+        (
+            lambda d: d["state"][3].update(exp_avg=torch.full((32,), 1e300, dtype=torch.float64)),
+            "its exp_avg .*2.bias.*finite.*inf at",
+        ),
+        (lambda d: d["state"][3].update(step=1e300), "its step.*2.bias.*below 2"),
         (lambda d: d["state"][3].update(step=-1), "its step.*2.bias"),
         (lambda d: d["state"][3].update(step="x"), "its step.*2.bias"),
         (lambda d: d.pop("state"), "'state' and 'param_groups'"),
@@ -540,6 +555,9 @@ def test_a_refused_state_dict_changes_nothing(spoil: Callable[..., Any], words: 
         ({"seed": 1.5}, "seed.*integer.*1.5"),
         ({"seed": 1 << 64}, "seed.*integer"),
         ({"seed": None}, "seed.*integer"),
+        ({"state_format": None}, "state_format.*a string.*None"),
+        ({"semantics": 3}, "semantics.*a string.*3"),
+        ({"ledger": 5}, "ledger.*a modicum.Ledger.*5"),
         ({"capturable": True}, "capturable"),
         ({"differentiable": True}, "differentiable"),
     ],
@@ -586,6 +604,85 @@ def test_a_scale_that_is_not_positive_or_has_no_inverse_is_refused(scale: float)
     with pytest.raises(modicum.UsageError, match="GradScaler's scale"):
         optimizer.step()
     assert torch.equal(p, torch.ones(3))
+
+
+# ---- torch's defaults
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device"),
+    [(torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")],
+    ids=("bfloat16", "float64", "meta"),
+)
+@pytest.mark.parametrize("state_format", ("fp32-split", "int8-moments"))
+def test_state_does_not_depend_on_torchs_defaults(
+    state_format: str, dtype: torch.dtype, device: str
+) -> None:
+    """Neither on the default dtype nor on the default device (meta stands for cuda). The step, 301,
+    is not a bfloat16."""
+    start = torch.randn(32, 160).bfloat16()
+
+    def run() -> tuple[Any, Any]:
+        weight = nn.Parameter(start.clone())
+        optimizer = AdamW([("weight", weight)], state_format=state_format)
+        for _ in range(2):
+            weight.grad = start.clone()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            saved = optimizer.state_dict()
+            saved["state"][0]["step"] = 300.0
+            optimizer.load_state_dict(saved)
+        weight.grad = start.clone()
+        optimizer.step()
+        items = [item.clone() for *_, item in optimizer.state_items()]
+        return optimizer.state_dict()["state"][0], items
+
+    expected, expected_items = run()
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        assert torch_dispatch.KNOWN.mismatch() == "" and torch_core.KNOWN.mismatch() == ""
+        saved, items = run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert saved["step"].item() == 301
+    for name, value in expected.items():
+        assert saved[name].dtype == torch.float32 and torch.equal(saved[name], value), name
+    assert all(map(torch.equal, items, expected_items))
+
+
+def test_an_optimizer_that_is_made_in_inference_mode_steps() -> None:
+    pair = Pair()
+    with torch.inference_mode():
+        pair.ours = AdamW(pair.mine.named_parameters(), **pair.options)
+    pair.step(2)
+    pair.assert_same()
+
+
+# ---- gradients with a graph
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_a_gradient_with_a_graph_is_differentiated_as_in_torch() -> None:
+    pair = Pair()
+
+    def penalise(model: nn.Module, optimizer: Any) -> None:
+        model(x).square().sum().backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in model.parameters())
+        optimizer.zero_grad()
+        penalty.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(x).square().sum().backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with nearest_sqrt():
+        for _ in range(2):
+            x = torch.randn(5, 3, 4, 4)
+            pair.on_both(penalise)
+    pair.assert_same()
 
 
 # ---- freed memory, under the allocator's own checks

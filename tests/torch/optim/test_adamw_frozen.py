@@ -5,7 +5,8 @@ an entry of `state` for it.
 The oracle is torch.optim.AdamW. Must fail for these mutants: a frozen parameter whose state is
 charged; an unfrozen parameter that is never stepped; a parameter that keeps a part of its state
 after a refusal, or changes the state of other parameters; an entry of a state dict that goes to
-another parameter.
+another parameter; a gradient that stays outside the plane (the state's array of gradients), or that
+keeps the memory of an optimizer that was freed.
 """
 
 import copy
@@ -277,7 +278,53 @@ def test_a_skipped_step_warns_once() -> None:
     assert optimizer.skipped_steps == 3
 
 
-# ---- gradients that the caller keeps
+# ---- gradients in the plane, and those that the caller keeps
+
+
+def in_plane(optimizer: AdamW, parameter: nn.Parameter) -> bool:
+    (part,) = (of for of in optimizer._bound.parts if of.parameter is parameter)
+    return parameter.grad.data_ptr() == part.plane.data_ptr()
+
+
+def test_gradients_of_an_unfrozen_parameter_with_a_loaded_entry_are_in_the_plane() -> None:
+    """From the second backward on: the first step hooks the parameter."""
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    model[0].requires_grad_(False)
+    optimizer = AdamW(model.parameters())
+    optimizer.load_state_dict(saved)
+    model[0].requires_grad_(True)
+    train(model, optimizer, 1)
+    model(torch.ones(WIDTH)).sum().backward()
+    assert in_plane(optimizer, model[0].weight)
+
+
+def test_a_gradient_whose_data_was_set_is_followed_by_one_in_the_plane() -> None:
+    model = layers()
+    optimizer = AdamW(model.parameters())
+    weight = model[2].weight
+    model(torch.ones(WIDTH)).sum().backward()
+    weight.grad.data = 2 * weight.grad.data
+    assert not in_plane(optimizer, weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(WIDTH)).sum().backward()
+    assert in_plane(optimizer, weight)
+
+
+def test_a_freed_optimizer_frees_its_memory_and_leaves_the_gradients() -> None:
+    model, ledger = layers(), modicum.Ledger()
+    optimizer = AdamW(model.parameters(), ledger=ledger)
+    model(torch.ones(WIDTH)).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    with torch.inference_mode():
+        del optimizer
+    assert ledger.held_bytes == 0
+    assert all(torch.equal(p.grad, of) for p, of in zip(model.parameters(), expected, strict=True))
+    model(torch.ones(WIDTH)).sum().backward()
+    assert torch.equal(model[2].weight.grad, 2 * expected[4])
 
 
 @pytest.mark.parametrize("how", ("accumulated", "assigned"))

@@ -442,7 +442,7 @@ def _number(value: Any) -> Any:
     shape]."""
     if isinstance(value, list):
         dtype, number, shape = value
-        return torch.full(shape, number, dtype=getattr(torch, dtype))
+        return torch.full(shape, number, dtype=getattr(torch, dtype), device="cpu")
     return value
 
 

@@ -177,7 +177,8 @@ class _Plane:
 def _reader(planes: Mapping[str, _Plane]) -> Read:
     for convert, dtype in {(of.convert, of.dtype) for of in planes.values()}:
         if convert is not None:  # torch allocates at its first call: keep that out of the save
-            convert(torch.zeros(1), torch.empty(1, dtype=getattr(torch, dtype)))
+            zero = torch.zeros(1, dtype=torch.float32, device="cpu")
+            convert(zero, torch.empty(1, dtype=getattr(torch, dtype), device="cpu"))
     return lambda name, first, view: planes[name].read(first, view)
 
 

@@ -113,7 +113,7 @@ class _Noting(TorchDispatchMode):
 def _operators_are_seen() -> bool:
     with torch.inference_mode(False), _Noting() as mode:
         is_active = is_dispatching(_Noting)
-        torch.zeros(1, device="cpu").to(torch.float64)
+        torch.zeros(1, dtype=torch.float32, device="cpu").to(torch.float64)
     (copy,) = (func for func in mode.seen if func.overloadpacket is TO_COPY)
     names = [argument.name for argument in arguments_of(copy)]
     return is_active and operator_name(copy) == "_to_copy" and "device" in names

@@ -74,7 +74,7 @@ def break_connections(group: Any) -> None:
     connections when a wait exceeds its time limit. So this waits 1 ms for a message that no rank
     sends."""
     peer = 1 if group.rank() == 0 else 0
-    never = torch.empty(1, dtype=torch.uint8)
+    never = torch.empty(1, dtype=torch.uint8, device="cpu")
     try:
         group.recv([never], peer, _UNSENT_TAG).wait(_SHORTEST)
     except RuntimeError:  # the wait exceeded its limit, or the connections had ended before

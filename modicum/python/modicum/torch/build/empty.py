@@ -63,7 +63,7 @@ def _zeros(like: torch.Tensor, device: torch.device = _CPU) -> torch.Tensor:
         return made.zero_()
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     storage = torch.frombuffer(pages, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
+    return torch.empty(0, dtype=like.dtype, device=_CPU).set_(storage, 0, like.shape, like.stride())
 
 
 # ---- tensors

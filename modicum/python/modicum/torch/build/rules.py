@@ -126,7 +126,7 @@ def is_whole(numel: int, made: Sequence[Region]) -> bool:
         return True
     if not made:
         return False
-    is_made = torch.zeros(numel, dtype=torch.bool)
+    is_made = torch.zeros(numel, dtype=torch.bool, device="cpu")
     for size, strides, offset in made:
         is_made.as_strided(size, strides, offset).fill_(True)
     return bool(is_made.all())

@@ -220,7 +220,7 @@ def _charged(ledger: _modicum.Ledger, shape: Sequence[int], dtype: torch.dtype) 
     """An uninitialised tensor, charged to the ledger, into which a rule of the model writes."""
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     if nbytes == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     line = from_dlpack(_modicum.charge_init(ledger, nbytes))
     return line.view(dtype).view(tuple(shape))
 

@@ -16,13 +16,14 @@ from modicum.torch.optim.binding import (
     Wants,
     changed_since,
     hook,
-    is_in_place,
+    leave_planes,
     listed,
     meshes_of,
     new_parts,
     on_meta,
     refuse_lost,
     refuse_repeated,
+    unbind,
     unhook,
 )
 from modicum.torch.optim.bound import Bound
@@ -36,7 +37,13 @@ from modicum.torch.optim.state_dicts import (
     saved_entries,
     saved_values,
 )
-from modicum.torch.optim.states import options_of, require_seed, unscale_of
+from modicum.torch.optim.states import (
+    options_of,
+    require_ledger,
+    require_seed,
+    require_text,
+    unscale_of,
+)
 from modicum.torch.shards.forks import require_fork
 from modicum.upstream.torch_core import load_hooks, not_compiled
 
@@ -53,7 +60,8 @@ class AdamW(torch.optim.Optimizer):
 
     On the CPU a float32 parameter is its own master (the float32 value that is stepped); in a split
     format a bfloat16 parameter is its master's upper half. In both cases a backward makes
-    `parameter.grad` a view of the state's memory. A step skips parameters without a `grad`.
+    `parameter.grad` a view of the state's memory, unless the gradient has a graph
+    (`create_graph=True`). A step skips parameters without a `grad`.
 
     For parameters on a device the complete state is on the host. Gradients stay on the device until
     a step or a norm copies them to the host; new parameters are copied back while the step runs.
@@ -140,9 +148,10 @@ class AdamW(torch.optim.Optimizer):
         }
         require_fork(fork)
         super().__init__(params, defaults)
-        self.state_format, self.semantics, self.seed = state_format, semantics, require_seed(seed)
+        self.state_format = require_text("state_format", state_format)
+        self.semantics, self.seed = require_text("semantics", semantics), require_seed(seed)
         self.bias_correction = bias_correction
-        self.ledger = ledger or _modicum.Ledger()
+        self.ledger = require_ledger(ledger)
         self.skipped_steps = 0
         self._pin, self._fork = pin, fork
         self._max_norm: float | None = None
@@ -150,7 +159,7 @@ class AdamW(torch.optim.Optimizer):
         self._is_first = True
         self._has_loaded = False
         self._bound = Bound()
-        weakref.finalize(self, unhook, self._bound.parts).atexit = False
+        weakref.finalize(self, unbind, self._bound.parts).atexit = False
 
         def bind() -> None:
             self._checked(self.param_groups)
@@ -166,14 +175,7 @@ class AdamW(torch.optim.Optimizer):
         parts = self._bound.parts
         own = {part.parameter for part in parts if self._is_untouched(part)}
         given = {key: entry for key, entry in self.state.items() if entry and key not in own}
-        for part in parts:
-            parameter = part.parameter
-            if part.grad is None or parameter.grad is None:
-                continue
-            if not is_in_place(part, parameter.grad):
-                continue
-            if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
-                parameter.grad = part.grad.clone()  # `part.grad`'s memory is freed below
+        leave_planes(parts)
         unhook(parts)
         self._bound.drop(0)
         self._has_loaded = False
@@ -245,18 +247,20 @@ class AdamW(torch.optim.Optimizer):
 
     @contextmanager
     def _all_or_none(self) -> Iterator[None]:
-        """A context for binding. On success it hooks new parameters and shows their state in
-        `state`; on an error it frees their state."""
+        """A context for binding. On success it hooks parameters that train and are not hooked yet,
+        and shows the state of new ones in `state`; on an error it frees their state. Suspends
+        inference mode, whose tensors could not be written later."""
         bound = self._bound
-        try:
-            yield
-        except BaseException:
-            bound.drop(sum(bool(part.entry) for part in bound.parts))
-            raise
-        new = [part for part in bound.parts if not part.entry]  # not shown in `state` yet
-        hook(new)
-        if new:
-            self._bound.show(self.state, new)
+        with torch.inference_mode(False), torch.no_grad():
+            try:
+                yield
+            except BaseException:
+                bound.drop(sum(bool(part.entry) for part in bound.parts))
+                raise
+            new = [part for part in bound.parts if not part.entry]  # not shown in `state` yet
+            hook(bound.parts)
+            if new:
+                bound.show(self.state, new)
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -354,7 +358,8 @@ class AdamW(torch.optim.Optimizer):
 
         squares, is_bad = self._agreed(prepare)
         self._max_norm = max_norm
-        return torch.tensor(math.nan if is_bad else math.sqrt(squares))
+        norm = math.nan if is_bad else math.sqrt(squares)
+        return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, as in torch. The gradient plane stays allocated. If a program keeps a

@@ -171,6 +171,26 @@ def unhook(parts: Iterable[Part]) -> None:
         part.hook = None
 
 
+def leave_planes(parts: Iterable[Part]) -> None:
+    """Called before the planes are freed. Moves gradients that are in them to memory of their
+    own."""
+    for part in parts:
+        parameter = part.parameter
+        if part.grad is None or parameter.grad is None:
+            continue
+        if not is_in_place(part, parameter.grad):
+            continue
+        if (parameter.shape, parameter.dtype) == (part.grad.shape, part.grad.dtype):
+            parameter.grad = part.grad.clone()
+
+
+def unbind(parts: Iterable[Part]) -> None:
+    """Called when the optimizer is freed, perhaps by the garbage collector in any other code."""
+    unhook(parts)
+    with torch.inference_mode(False), torch.no_grad():
+        leave_planes(parts)
+
+
 def _taking(part: Part) -> Callable[[nn.Parameter], None]:
     def take(parameter: nn.Parameter) -> None:
         grad, plane = parameter.grad, part.plane
@@ -178,6 +198,10 @@ def _taking(part: Part) -> Callable[[nn.Parameter], None]:
             return
         if grad.is_sparse or grad.dtype != plane.dtype:
             return
+        if grad.requires_grad:  # of backward(create_graph=True): the step copies its values
+            return
+        if place_of(part.grad) != part.grad_place:  # moved out of the plane, as by `.data = x`
+            part.grad = part.like_parameter(plane)
         if grad.shape != part.grad.shape or place_of(part.grad) != part.grad_place:
             return  # the step compares shape and place, and copies the gradient or raises
         with torch.no_grad():

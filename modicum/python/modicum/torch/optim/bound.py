@@ -16,8 +16,8 @@ from modicum.torch.optim import in_flight
 from modicum.torch.optim.binding import is_in_place, leave_kept
 from modicum.torch.optim.lanes import Lane
 from modicum.torch.optim.parts import Part, versions_of
-from modicum.torch.optim.state_dicts import chunks, entry_values, is_noted
-from modicum.torch.optim.states import dtype_of, is_own_master, make_states
+from modicum.torch.optim.state_dicts import address_of, chunks, entry_values, is_noted
+from modicum.torch.optim.states import dtype_of, has_master, is_own_master, make_states
 from modicum.upstream.torch_core import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -46,7 +46,7 @@ class Bound:
         """The meshes over which the optimizer's collectives run."""
         self.collected: list[tuple[Any, int]] = []
         """(gradient that the state has collected, its version) of each part."""
-        self.counts = torch.zeros(0)
+        self.counts = _float32(0)
         """The step counts of the states, by part."""
         self._steps: list[torch.Tensor] = []  # for each `add` the counts shown in `state`
         # By part: the parameter's `versions_of` when its master last agreed with it.
@@ -57,14 +57,14 @@ class Bound:
     @property
     def steps(self) -> torch.Tensor:
         """The step counts shown in `state`, which a program may change; by part."""
-        return torch.cat([torch.zeros(0), *self._steps])
+        return torch.cat([_float32(0), *self._steps])
 
     def add(self, parts: list[Part], groups: Sequence[dict[str, Any]], **how: Any) -> None:
         """Allocates states for more parts. `how`: arguments of `make_states`. If they do not fit,
         nothing changes; after any other error call `drop`."""
         states = make_states(parts, **how)
         later = f" #{len(self._steps)}" if self._steps else ""
-        steps = torch.zeros(len(parts))
+        steps = _float32(len(parts)).zero_()
         for index, part in enumerate(parts):
             part.state += later
             part.moments = MOMENTS if groups[part.group]["amsgrad"] else MOMENTS[:2]
@@ -121,14 +121,16 @@ class Bound:
         """A view of the part's elements in the plane `name`: master, grad or a moment."""
         dtype = dtype_of(part, "moment" if name in MOMENTS else name)
         if part.local.numel() == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         memory = self.states[part.state].plane(part.shard, name)
         return torch.from_dlpack(memory).view(dtype)
 
     # ---- the optimizer's `state`
 
     def show(self, state: Any, parts: Sequence[Part]) -> None:
-        """Sets the entries of `parts` in `state`: steps, and views of moments that are float32."""
+        """Sets the entries of `parts` in `state`: steps, views of moments that are float32, and None
+        for values that only a state dict has, of which torch.distributed.checkpoint needs the
+        names."""
         self.note_steps()
         for part in parts:
             entry = state.get(part.parameter)
@@ -138,11 +140,12 @@ class Bound:
             steps, index = part.steps
             entry["step"] = steps[index]
             for name in part.moments:
-                entry.pop(name, None)
-                if dtype_of(part, "moment") == torch.float32:
-                    entry[name] = part.like_parameter(self.plane(part, name))
-            shown = ((name, entry[name]) for name in ("step", *part.moments) if name in entry)
-            part.entry = {name: (tensor, local_of(tensor).data_ptr()) for name, tensor in shown}
+                is_view = dtype_of(part, "moment") == torch.float32
+                entry[name] = part.like_parameter(self.plane(part, name)) if is_view else None
+            if has_master(part):
+                entry["master"] = None
+            shown = (name for name in ("step", *part.moments, "master") if name in entry)
+            part.entry = {name: (entry[name], address_of(entry[name])) for name in shown}
 
     def follow(self, state: Mapping[Any, Any]) -> bool:
         """Adopts all changes that the program made to `state` since `show`; returns whether they
@@ -166,9 +169,10 @@ class Bound:
     def note_steps(self) -> None:
         """Copies the states' step counts to `state` and `counts`."""
         steps = {name: state.steps for name, state in self.states.items()}
-        made = torch.tensor([float(steps[part.state][part.shard]) for part in self.parts])
-        for shown, counts in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
-            shown.copy_(counts)
+        counts = [float(steps[part.state][part.shard]) for part in self.parts]
+        made = torch.tensor(counts, dtype=torch.float32, device="cpu")
+        for shown, of in zip(self._steps, made.split([*map(len, self._steps)]), strict=True):
+            shown.copy_(of)
         self.counts = made
 
     # ---- values
@@ -194,7 +198,7 @@ class Bound:
         if dtype_of(part, "moment") == torch.float32:
             return False
         for at, piece in chunks(values):
-            own = torch.empty(piece.numel())
+            own = _float32(piece.numel())
             self.states[part.state].export_to(part.shard, name, own, at=at)
             if not torch.equal(own, piece.float()):
                 return False
@@ -215,16 +219,15 @@ class Bound:
 
     def exported(self, part: Part, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """`entry`, completed by exported planes: those that are not float32, and the master."""
-        exported = dict(entry)
-        names = [name for name in part.moments if name not in exported]
-        if part.local.dtype != torch.float32:
+        names = [name for name in part.moments if entry.get(name) is None]
+        if has_master(part):
             names.append("master")
-        return exported | {name: self.values(part, name) for name in names}
+        return dict(entry) | {name: self.values(part, name) for name in names}
 
     def values(self, part: Part, name: str) -> torch.Tensor:
         """A plane in float32 with the parameter's shape: a view, or exported to new memory."""
         is_view = name in MOMENTS and dtype_of(part, "moment") == torch.float32
-        line = self.plane(part, name) if is_view else torch.empty(part.local.numel())
+        line = self.plane(part, name) if is_view else _float32(part.local.numel())
         if not is_view and line.numel() > 0:
             self.states[part.state].export_to(part.shard, name, line)
         return part.like_parameter(line)
@@ -262,7 +265,7 @@ class Bound:
             for at, piece in chunks(part.local):
                 piece = piece.to("cpu")
                 is_rounded = master[at : at + piece.numel()].to(piece.dtype) == piece
-                values = torch.empty(piece.numel())
+                values = _float32(piece.numel())
                 state.export_to(part.shard, "master", values, at=at)
                 values = torch.where(is_rounded, values, piece.float())
                 state.import_from(part.shard, "master", values, at=at)
@@ -409,6 +412,11 @@ class Bound:
         self.refresh_masters()
         all_of = [state.digest() for state in self.states.values()]
         return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}
+
+
+def _float32(numel: int) -> torch.Tensor:
+    """An uninitialised tensor on the host, whatever torch's default dtype and device are."""
+    return torch.empty(numel, dtype=torch.float32, device="cpu")
 
 
 def _is_bad(plane: torch.Tensor) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from modicum.torch.optim.bound import MOMENTS, Bound
-from modicum.torch.optim.states import is_own_master, plane_dtype
+from modicum.torch.optim.states import has_master, is_own_master, plane_dtype
 
 StateItem = tuple[str, str, torch.Tensor]
 """A parameter's name, the name of a value, and the value."""
@@ -14,10 +14,11 @@ StateItem = tuple[str, str, torch.Tensor]
 def exported_items(bound: Bound) -> Iterator[StateItem]:
     """The values of a state dict, one by one. Does not keep a tensor that it has yielded."""
     for part in bound.parts:
-        yield part.name, "step", torch.tensor(float(bound.states[part.state].steps[part.shard]))
+        step = float(bound.states[part.state].steps[part.shard])
+        yield part.name, "step", torch.tensor(step, dtype=torch.float32, device="cpu")
         for name in part.moments:
             yield part.name, name, bound.values(part, name)
-        if part.local.dtype != torch.float32:
+        if has_master(part):
             yield part.name, "master", bound.values(part, "master")
 
 

@@ -58,8 +58,8 @@ class Part:
     steps: tuple[torch.Tensor, int] | None = None
     """(the tensor of step counts, of which the optimizer's `state` has views; the part's index in
     it)"""
-    entry: dict[str, tuple[torch.Tensor, int]] = field(default_factory=dict)
-    """The tensors that the optimizer has put into `state[parameter]`, each with its address."""
+    entry: dict[str, tuple[torch.Tensor | None, int]] = field(default_factory=dict)
+    """The values that the optimizer has put into `state[parameter]`, each with its address."""
 
     @property
     def on_host(self) -> bool:

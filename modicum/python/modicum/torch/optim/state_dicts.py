@@ -14,6 +14,7 @@ from modicum.upstream.torch_core import local_of
 
 IMPLEMENTATION = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
 """Group options that select one of torch's implementations, with torch's defaults."""
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CHUNK = 1 << 20  # elements
 
 Values = dict[str, Any]
@@ -73,12 +74,12 @@ def saved_values(part: Part, saved: Any) -> Values:
         got = _keys_of(saved)
         raise refusal("USAGE", "its state", tensor=part.name, expected="a dict", got=got)
     values: Values = {"step": _step(part, saved.get("step", 0)), **dict.fromkeys(part.moments)}
-    has_any = values["step"] > 0 or any(name in saved for name in part.moments)
+    has_any = values["step"] > 0 or any(saved.get(name) is not None for name in part.moments)
     for name in part.moments if has_any else ():
         values[name] = _checked(part, saved, name)
     if has_any and "step" not in saved:
         raise refusal("MISMATCH", "its state lacks 'step'", tensor=part.name)
-    if saved.get("master") is not None:
+    if not _is_absent(saved.get("master")):
         values["master"] = _checked(part, saved, "master")
     return values
 
@@ -110,13 +111,21 @@ def is_noted(part: Part, entry: Any) -> bool:
     )
 
 
-def _is_same(entry: Any, name: str, noted: dict[str, tuple[torch.Tensor, int]]) -> bool:
-    tensor, address = noted.get(name, (None, 0))
-    return tensor is not None and entry.get(name) is tensor and _address(tensor) == address
+def _is_same(entry: Any, name: str, noted: Mapping[str, tuple[Any, int]]) -> bool:
+    if name not in noted or name not in entry:
+        return False
+    value, address = noted[name]
+    return entry[name] is value and address_of(value) == address
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return local_of(tensor).data_ptr()
+def address_of(value: torch.Tensor | None) -> int:
+    """The address of this rank's elements; 0 for None."""
+    return 0 if value is None else local_of(value).data_ptr()
+
+
+def _is_absent(value: Any) -> bool:
+    """Whether a state dict lacks a value: torch.distributed.checkpoint unflattens it to {}."""
+    return value is None or (isinstance(value, Mapping) and not value)
 
 
 def is_begun(values: Values) -> bool:
@@ -133,22 +142,29 @@ def _step(part: Part, value: Any) -> int:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
-    if not (number >= 0 and number.is_integer()):
-        expected = "a whole number, 0 or more"
+    if not (0 <= number < 1 << 63 and number.is_integer()):
+        expected = "a whole number, 0 or more and below 2**63"
         raise refusal("MISMATCH", "its step", tensor=part.name, expected=expected, got=repr(value))
     return int(number)
 
 
 def _checked(part: Part, saved: Mapping[str, Any], name: str) -> torch.Tensor:
-    """This rank's elements of a tensor. Raises `UsageError` unless they are finite and, in second
-    moments, not negative."""
+    """This rank's elements of a tensor. Raises `UsageError` unless they are finite as float32 and,
+    in second moments, not negative."""
     value = saved.get(name)
     if not isinstance(value, torch.Tensor):
-        what = f"its state lacks '{name}'" if value is None else f"its {name} is not a tensor"
+        is_absent = _is_absent(value)
+        what = f"its state lacks '{name}'" if is_absent else f"its {name} is not a tensor"
         raise refusal("MISMATCH", what, tensor=part.name)
-    line = part.local_like(value, name).to("cpu")
+    line = part.local_like(value, name)
+    if line.is_meta or line.dtype not in _DTYPES:
+        expected = "float32, bfloat16, float16 or float64 in memory"
+        got = f"{line.dtype} on {line.device}"
+        raise refusal("MISMATCH", f"its {name}", tensor=part.name, expected=expected, got=got)
+    line = line.to("cpu")
     least = -math.inf if name in ("exp_avg", "master") else 0.0
-    for at, piece in chunks(line):
+    for at, given in chunks(line):
+        piece = given.float()
         low, high = (bound.item() for bound in piece.aminmax())  # both are NaN if any element is
         if math.isfinite(low) and math.isfinite(high) and low >= least:
             continue

@@ -38,6 +38,11 @@ def is_own_master(part: Part) -> bool:
     return part.on_host and dtype_of(part, "master") == part.local.dtype
 
 
+def has_master(part: Part) -> bool:
+    """Whether a state dict has the parameter's master besides the parameter."""
+    return part.local.dtype != torch.float32
+
+
 Stored = list[tuple[str, str, list[int], str, bool]]
 """(name, dtype, shape, format, whether it is its own master) of each parameter whose state is in
 files: the argument of `_modicum.StateFiles`."""
@@ -97,6 +102,20 @@ def unscale_of(optimizer: Any) -> float:
         expected = "finite and above 0, like its inverse"
         raise refusal("USAGE", "GradScaler's scale", expected=expected, got=str(scale))
     return unscale
+
+
+def require_text(name: str, value: Any) -> str:
+    """Returns `value`. Raises `UsageError` unless it is a string; `_modicum` checks which."""
+    if not isinstance(value, str):
+        raise refusal("USAGE", name, expected="a string", got=repr(value))
+    return value
+
+
+def require_ledger(ledger: Any) -> _modicum.Ledger:
+    """Returns `ledger`, or a new one for None. Raises `UsageError` unless it is a ledger."""
+    if ledger is not None and not isinstance(ledger, _modicum.Ledger):
+        raise refusal("USAGE", "ledger", expected="a modicum.Ledger", got=repr(ledger))
+    return ledger or _modicum.Ledger()
 
 
 def require_seed(seed: Any) -> int:

@@ -142,12 +142,12 @@ class Exchange:
         if not self._is_connected:
             self._connect_all()
         if self._place != root:
-            request = self._send(root, torch.tensor([begin, end]))
+            request = self._send(root, torch.tensor([begin, end], device="cpu"))
             if begin < end:
                 self._await(root, self._receive(root, whole[begin:end]))
             self._await(root, request)
             return
-        ranges = {place: torch.empty(2, dtype=torch.int64) for place in self._links}
+        ranges = {place: torch.empty(2, dtype=torch.int64, device="cpu") for place in self._links}
         requests = {place: self._receive(place, ranges[place]) for place in self._links}
         leaving = {}
         for place, work in requests.items():

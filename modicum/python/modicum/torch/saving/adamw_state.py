@@ -58,7 +58,7 @@ class AdamWState:
         """The moments that the optimizer's `state` shows, by name."""
         for part in self._parts:
             for key, (tensor, _) in part.entry.items():
-                if key != "step":
+                if key != "step" and tensor is not None:
                     yield f"{self._name_of(part)}.{key}", tensor
 
     def bytes_of_first_replicas(self) -> int:
