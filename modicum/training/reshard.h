@@ -8,6 +8,7 @@
 #include <string>
 
 #include "modicum/training/convert.h"
+#include "modicum/training/recorded_step.h"
 
 namespace modicum {
 
