@@ -585,8 +585,8 @@ def test_every_format_loads_the_state_dict_of_every_format() -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_dcps_flat_state_dict_has_every_value(state_format: str, dtype: torch.dtype) -> None:
-    """torch reads from a flat dict the values that have names in `state`. A dict of torch's AdamW has
-    no masters."""
+    """torch reads from a flat dict the values that have names in `state`. A dict of torch's AdamW
+    has no masters."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     model, other = net(dtype), net(dtype)
     optimizer = AdamW(model.named_parameters(), state_format=state_format)
