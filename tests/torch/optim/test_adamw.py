@@ -26,6 +26,7 @@ torch = pytest.importorskip("torch")
 
 from rounding import nearest_sqrt  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed import checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
     get_optimizer_state_dict,
@@ -584,8 +585,8 @@ def test_every_format_loads_the_state_dict_of_every_format() -> None:
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("state_format", FORMATS)
 def test_dcps_flat_state_dict_has_every_value(state_format: str, dtype: torch.dtype) -> None:
-    """torch looks a flat dict's values up by the names in `state`. A dict of torch's AdamW has no
-    masters."""
+    """torch reads from a flat dict the values that have names in `state`. A dict of torch's AdamW
+    has no masters."""
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
     model, other = net(dtype), net(dtype)
     optimizer = AdamW(model.named_parameters(), state_format=state_format)
@@ -604,6 +605,30 @@ def test_dcps_flat_state_dict_has_every_value(state_format: str, dtype: torch.dt
     assert own["state"][TWICE]["step"] == 3
     if dtype == torch.bfloat16:
         assert torch.equal(own["state"][TWICE]["master"], other.twice.weight.float())
+
+
+@pytest.mark.filterwarnings("ignore")  # of dcp, about the single process
+def test_torchs_dcp_checkpoint_of_bfloat16_parameters_is_loaded(tmp_path: Path) -> None:
+    """As the guide says. The masters are the saved parameters, not those of the template."""
+    model, other = net(torch.bfloat16), net(torch.bfloat16, seed=1)
+    torchs = torch.optim.AdamW(model.named_parameters())
+    train(model, torchs, 3)
+    saved = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, torchs)}
+    dcp.save(saved, checkpoint_id=tmp_path)
+    optimizer = AdamW(other.named_parameters(), state_format="fp32-split")
+    train(other, optimizer, 2)
+    state = {"model": other.state_dict(), "optim": get_optimizer_state_dict(other, optimizer)}
+    for entry in state["optim"]["state"].values():
+        entry.pop("master", None)
+    dcp.load(state, checkpoint_id=tmp_path)
+    other.load_state_dict(state["model"])
+    set_optimizer_state_dict(other, optimizer, state["optim"])
+    assert_same(other, model)
+    entries = optimizer.state_dict()["state"]
+    for index, p in enumerate(model.parameters()):
+        assert torch.equal(entries[index]["master"], p.float())
+        for name, value in torchs.state[p].items():
+            assert torch.equal(entries[index][name], value.float()), name
 
 
 def test_moments_of_a_state_dict_are_views_that_outlive_the_optimizer() -> None:

@@ -618,8 +618,8 @@ def test_a_scale_that_is_not_positive_or_has_no_inverse_is_refused(scale: float)
 def test_state_does_not_depend_on_torchs_defaults(
     state_format: str, dtype: torch.dtype, device: str
 ) -> None:
-    """Neither on the default dtype nor on the default device (meta stands for cuda). The step, 301,
-    is not a bfloat16."""
+    """Neither on the default dtype nor on the default device (meta, in place of cuda). The step,
+    301, is not a bfloat16."""
     start = torch.randn(32, 160).bfloat16()
 
     def run() -> tuple[Any, Any]:

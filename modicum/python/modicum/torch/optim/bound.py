@@ -18,7 +18,6 @@ from modicum.torch.optim.lanes import Lane
 from modicum.torch.optim.parts import Part, versions_of
 from modicum.torch.optim.state_dicts import address_of, chunks, entry_values, is_noted
 from modicum.torch.optim.states import dtype_of, has_master, is_own_master, make_states
-from modicum.upstream.torch_core import local_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -128,9 +127,8 @@ class Bound:
     # ---- the optimizer's `state`
 
     def show(self, state: Any, parts: Sequence[Part]) -> None:
-        """Sets the entries of `parts` in `state`: steps, views of moments that are float32, and None
-        for values that only a state dict has, of which torch.distributed.checkpoint needs the
-        names."""
+        """Sets the entries of `parts` in `state`: steps, views of float32 moments, and None for the
+        values that only a state dict has: torch.distributed.checkpoint needs their names."""
         self.note_steps()
         for part in parts:
             entry = state.get(part.parameter)
