@@ -2,8 +2,9 @@
 without it, or raise a typed error that names the remedy.
 
 The oracle is transformers. Must fail for these mutants: a resized embedding that loses its stored
-rows, or gets removed ones back; a copy of a model whose values are never loaded; an exempted model that is emptied; a
-reference model that TRL's trainer leaves on meta; errors of torch about meta tensors.
+rows, or gets removed ones back; a copy of a model whose values are never loaded; an exempted model
+that is emptied; a reference model that TRL's trainer leaves on meta; errors of torch about meta
+tensors.
 """
 
 import contextlib
