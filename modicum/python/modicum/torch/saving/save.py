@@ -86,7 +86,7 @@ def save(
             tensors with the parameters' shapes. Its group options are saved, too. None: no state.
         source: a checkpoint of the model's architecture, whose names, division into files, config
             and tokenizer the step gets; None: the one that `modicum.torch.load` has loaded.
-        dtype: the dtype of all tensors that can be cast; None: as in the model.
+        dtype: of all tensors that can be cast; rounds none of `optimizer`; None: as in the model.
         keep: the number of complete steps to keep, including this one; None: all.
         shard_size: the largest size of a file, bytes or text ("5GB"); None: the source's division.
         extra: a dict of JSON values, the same on every rank.
