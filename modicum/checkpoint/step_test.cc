@@ -184,9 +184,9 @@ TEST(Steps, RetentionKeepsTheStepJustSaved) {
 }
 
 TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
-  MemoryFileSystem under;
-  for (const int64_t step : {1, 2}) save_step(under, step);
   for (int64_t fail_at = 1;; ++fail_at) {
+    MemoryFileSystem under;
+    for (const int64_t step : {1, 2}) save_step(under, step);
     RecordingFileSystem files(under, fail_at);
     const auto warning = keep_newest(files, "/root", 1, 2);
     if (files.calls().size() < static_cast<size_t>(fail_at)) break;
