@@ -96,13 +96,22 @@ def from_json(document: str) -> Error:
     return error
 
 
-def refusal(category: str, what: str, **facts: str) -> UsageError:
-    """An error of category `UNSUPPORTED`, `MISMATCH` or `USAGE`. Its message has the same form as
-    those from C++: `CATEGORY: what (tensor ..., expected ..., got ...)`."""
+def failure(category: str, what: str, **facts: str | None) -> Error:
+    """An error of any category. Its message has the same form as those from C++:
+    `CATEGORY: what (tensor ..., expected ..., got ...)`."""
     known = {name: text for name, text in facts.items() if text}
     details = ", ".join(f"{name} {text}" for name, text in known.items())
-    error = UsageError(f"{category}: {what}" + (f" ({details})" if details else ""))
+    error = _CLASSES[category.split(".")[0]](
+        f"{category}: {what}" + (f" ({details})" if details else "")
+    )
     vars(error).update(known, category=category, code=exit_codes()[category])
+    return error
+
+
+def refusal(category: str, what: str, **facts: str) -> UsageError:
+    """An error of category `UNSUPPORTED`, `MISMATCH` or `USAGE`; see `failure`."""
+    error = failure(category, what, **facts)
+    assert isinstance(error, UsageError), category
     return error
 
 
