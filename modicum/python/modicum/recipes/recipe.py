@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from modicum import _modicum
@@ -90,17 +89,6 @@ class Recipe:
             is_cast = dtype in FLOATS and node["op"] not in ("alias", "init", "caller")
             targets[name] = node | ({"dtype": dtype} if is_cast else {})
         return Recipe(targets, self.unused, self.grown, self.norms)
-
-
-def read_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Reads a recipe.json. Raises `UsageError` for other files; ops are checked by the load."""
-    path = Path(path)
-    try:
-        document = json.loads(path.read_text())
-        return Recipe(dict(document["targets"]), list(document.get("unused", [])))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        what = "invalid recipe.json"
-        raise refusal("MISMATCH", what, file=path.name, got=repr(error)) from error
 
 
 # ---- the checkpoint
@@ -362,7 +350,17 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: Described) 
 
 
 def _check_mapping(key_mapping: Mapping[str, str]) -> None:
-    for replacement in key_mapping.values():
+    is_mapping = isinstance(key_mapping, Mapping)
+    pairs = [*key_mapping.items()] if is_mapping else []
+    if not is_mapping or not all(isinstance(text, str) for pair in pairs for text in pair):
+        expected = "a dict of replacements by regular expression"
+        raise refusal("USAGE", "key_mapping", expected=expected, got=repr(key_mapping))
+    for pattern, replacement in pairs:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            what = f"key_mapping: an invalid regular expression: {error}"
+            raise refusal("USAGE", what, got=repr(pattern)) from error
         # A reference to a group (a backslash before a digit or `g`) other than \1.
         if re.search(r"\\(?!1(?!\d))[\dg]", replacement):
             expected = r"no reference but \1, the pattern's first group"
