@@ -464,6 +464,13 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
             assert not any(parameter.is_meta for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("cls", (nn.LazyLinear, nn.LazyBatchNorm1d))
+def test_a_lazy_module_is_refused_by_name(cls: Any) -> None:
+    model = cls(2) if cls is nn.LazyLinear else cls()
+    with pytest.raises(modicum.UsageError, match="UNSUPPORTED: a lazy tensor .*weight"):
+        load(model, None)
+
+
 def test_a_buffer_on_meta_that_no_file_holds_is_refused() -> None:
     config = config_of("llama")
     with torch.device("meta"):

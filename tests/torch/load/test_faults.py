@@ -180,6 +180,9 @@ def test_a_fault_in_one_ranks_files_ends_the_load_on_all(
         ({"keep_fp32": "."}, "IoError", "CONFLICT: .* argument keep_fp32 .expected None, got '.'"),
         ({"source": "other"}, "IoError", "CONFLICT: "),
         ({"budget": "1MiB"}, "BudgetError", "BUDGET: "),
+        ({"recipe": "absent.json"}, "IoError", "IO: .*absent.json"),
+        ({"resized": "bogus"}, "UsageError", "USAGE: resized"),
+        ({"optimizer": ["sgd"]}, "UsageError", "USAGE: optimizer: "),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

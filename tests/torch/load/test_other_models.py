@@ -4,9 +4,11 @@ on each rank, or a tie that tensor parallelism has cut.
 The oracle is `from_pretrained`. Must fail for these mutants: an argument of `load` that has no
 effect; new rows that depend on the world size; ranks whose models differ and that wait for each
 other, load other values, or get an error that does not name the difference; a tie that is lost;
-a `key_mapping` whose reference to a group remains in a name.
+a `key_mapping` whose reference to a group remains in a name; a recipe that makes another shape, or
+two values for a tied tensor; a malformed recipe or `key_mapping` whose error is Python's own.
 """
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
+import safetensors.torch  # noqa: E402  (after torch is known to be there)
+import torch.distributed.checkpoint as dcp  # noqa: E402
 from ranks import Told, World  # noqa: E402
 from sharding import assert_same, bits, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -37,8 +40,8 @@ from torch_front import (  # noqa: E402
     stored_in,
 )
 
-from modicum.errors import UsageError  # noqa: E402
-from modicum.recipes import recipe_for  # noqa: E402
+from modicum.errors import IoError, UsageError  # noqa: E402
+from modicum.recipes import Recipe, recipe_for  # noqa: E402
 from modicum.torch import (  # noqa: E402
     empty_parameters,
     fsdp2_load_full_state_dict,
@@ -124,6 +127,81 @@ def test_a_reference_that_transformers_does_not_replace_is_refused(replacement: 
     with pytest.raises(UsageError, match="UNSUPPORTED: .* no reference but .*, got") as refused:
         load(renamed(), checkpoint_of("llama"), key_mapping=names)
     assert replacement in str(refused.value)
+
+
+@pytest.mark.parametrize("wrong", ({"(": "x"}, {"a": 5}, ["a"], "a"), ids=str)
+def test_a_malformed_key_mapping_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="USAGE: key_mapping.*got ") as refused:
+        load(renamed(), checkpoint_of("llama"), key_mapping=wrong)
+    assert refused.value.category == "USAGE"
+
+
+# ---- recipes that do not fit
+
+
+class Tied(nn.Module):
+    """One parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(4))
+        self.b = self.a
+
+
+def stored_as(name: str) -> dict[str, Any]:
+    return {"op": "stored", "name": name}
+
+
+@pytest.mark.parametrize("on_meta", (True, False))
+def test_a_recipe_that_makes_another_shape_is_refused(tmp_path: Path, on_meta: bool) -> None:
+    """The stored tensor is the transpose: it has as many elements."""
+    safetensors.torch.save_file({"w": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    with empty_parameters() if on_meta else contextlib.nullcontext():
+        model = nn.Linear(3, 4, bias=False)
+    recipe = Recipe({"weight": stored_as("w")})
+    with pytest.raises(UsageError, match=r"MISMATCH: .*\[4, 3\], got \[3, 4\]") as refused:
+        load(model, tmp_path, recipe=recipe)
+    assert refused.value.tensor == "weight"
+    transpose = {"op": "permute", "dims": [1, 0], "in": [stored_as("w")]}
+    load(model, tmp_path, recipe=Recipe({"weight": transpose}))
+    assert bool((model.weight == 1).all())
+
+
+@pytest.mark.parametrize("on_meta", (True, False))
+def test_two_targets_for_one_tensor_are_refused(tmp_path: Path, on_meta: bool) -> None:
+    values = {"a": torch.ones(4), "b": torch.full((4,), 2.0)}
+    safetensors.torch.save_file(values, tmp_path / "model.safetensors")
+    with empty_parameters() if on_meta else contextlib.nullcontext():
+        model = Tied()
+    recipe = Recipe({"a": stored_as("a"), "b": stored_as("b")})
+    with pytest.raises(UsageError, match="MISMATCH: two targets .*an alias of a") as refused:
+        load(model, tmp_path, recipe=recipe)
+    assert refused.value.tensor == "b"
+    load(
+        model,
+        tmp_path,
+        recipe=Recipe({"a": stored_as("a"), "b": {"op": "alias", "of": "a"}}, ["b"]),
+    )
+    assert model.a is model.b and bool((model.a == 1).all())
+
+
+@pytest.mark.parametrize(
+    "node", (5, "x", None, {"name": "w"}, {"op": 5}, {"op": "caller"}, {"op": "stored"}), ids=str
+)
+def test_a_malformed_node_of_a_recipe_is_named(tmp_path: Path, node: Any) -> None:
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps({"targets": {"tokens.weight": node}}))
+    with pytest.raises(UsageError, match="MISMATCH: .*tokens.weight") as refused:
+        load(renamed(), checkpoint_of("llama"), recipe=path)
+    assert refused.value.tensor == "tokens.weight"
+
+
+def test_a_recipe_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(IoError, match="IO: .*none.json, got No such file") as refused:
+        load(renamed(), checkpoint_of("llama"), recipe=tmp_path / "none.json")
+    assert (refused.value.category, refused.value.file) == ("IO", "none.json")
+    with pytest.raises(UsageError, match="USAGE: recipe .*got dict"):
+        load(renamed(), checkpoint_of("llama"), recipe={"targets": {}})
 
 
 # ---- resized

@@ -507,7 +507,6 @@ UNFIT = {
     "a parameter has a gradient already": with_gradient,
     "strides that are not row-major": transposed,
     "a tensor subclass": of_a_subclass,
-    "a lazy parameter has no shape yet": lambda: (nn.parameter.UninitializedParameter(), None),
 }
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from modicum.errors import BudgetError, UsageError, refusal
 from modicum.upstream.known import TORCH_TESTED, Known
@@ -195,12 +194,10 @@ def check_unit_dtypes(
 
 
 def check_replaceable(name: str, parameter: nn.Parameter) -> None:
-    """Raises `UsageError` if a parameter's memory can't be replaced: it is lazy, its local tensor
-    is a subclass, its strides are not row-major, it has a gradient, or a weak reference or an
-    autograd graph refers to it."""
+    """Raises `UsageError` if a parameter's memory can't be replaced: its local tensor is a
+    subclass, its strides are not row-major, it has a gradient, or a weak reference or an autograd
+    graph refers to it."""
     local = local_of(parameter)
-    if isinstance(parameter, UninitializedTensorMixin):
-        raise refusal("UNSUPPORTED", "a lazy parameter has no shape yet", tensor=name)
     if is_traceable_wrapper_subclass(local):
         got = type(local).__name__
         raise refusal("UNSUPPORTED", "a tensor subclass", tensor=name, got=got)

@@ -173,7 +173,20 @@ def goal_of_source(
     # after that, so that the memory that transformers keeps counts as baseline.
     (text, callers, grown, norms), memories = ranks.once(make, memory_before)
     recipe = _modicum.make_recipe(checkpoint, text)
+    _require_shapes(model, recipe)
     return Goal(checkpoint, recipe, memories, callers, grown, norms, text=text)
+
+
+def _require_shapes(model: Model, recipe: _modicum.Recipe) -> None:
+    """Raises `UsageError` if a target has another shape than the model's tensor. The load itself
+    compares only numbers of elements."""
+    for target in recipe.targets:
+        expected, got = list(model.tensors[target["name"]].tensor.shape), list(target["shape"])
+        if expected != got:
+            what = "the recipe makes another shape than the model has"
+            raise refusal(
+                "MISMATCH", what, tensor=target["name"], expected=str(expected), got=str(got)
+            )
 
 
 def _warn_of_unused(made: Recipe, stored: Collection[str]) -> None:

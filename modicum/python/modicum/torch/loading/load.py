@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
+from modicum.errors import refusal
 from modicum.recipes import Recipe, read_recipe
 from modicum.recipes.patterns import Rule
 from modicum.torch.build.emptied import Emptied
@@ -89,37 +90,55 @@ def load(
         FormatError, IntegrityError, IoError, PeerError: raised on every rank, naming the rank that
             caused it. Tensors on meta stay there; those with values may be partly overwritten.
     """
-    how = {
-        "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
-        "resized": require_rule(resized) is not None, "adapter": adapter,
-        "recipe": _read(recipe), "key_mapping": key_mapping,
+    given = {
+        "strategy": strategy, "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing,
+        "unexpected": unexpected, "check": check, "progress": progress, "seed": seed,
+        "staging": staging, "buffers": buffers, "fork": fork, "optimizer": optimizer,
+        "resized": resized, "recipe": recipe, "adapter": adapter, "key_mapping": key_mapping,
     }  # fmt: skip
-    options = Options(
-        *taken(ledger, budget), strategy, staging, fork, seed, check, progress,
-        optimizers_of(optimizer), later_of(optimizer),
-    )  # fmt: skip
-    return _load(model, source, how, options, {"buffers": buffers, "resized": resized or ""})
+    return _load(model, source, given, *taken(ledger, budget))
 
 
-def _read(recipe: Recipe | str | Path | None) -> Recipe | None:
-    return read_recipe(recipe) if isinstance(recipe, (str, Path)) else recipe
+def options_of(given: Mapping[str, Any], ledger: _modicum.Ledger, budget: Size | None) -> Options:
+    """The options of a load. `given`: the arguments of `load` by name."""
+    names = ("strategy", "staging", "fork", "seed", "check", "progress")
+    own = {name: given[name] for name in names}
+    optimizers, later = optimizers_of(given["optimizer"]), later_of(given["optimizer"])
+    return Options(ledger, budget, **own, optimizers=optimizers, later=later)
+
+
+def recipe_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The argument `how` of `goal_of_source`. `given`: the arguments of `load` by name."""
+    names = ("dtype", "keep_fp32", "missing", "unexpected", "adapter", "key_mapping")
+    recipe, is_resized = given["recipe"], require_rule(given["resized"]) is not None
+    if isinstance(recipe, (str, Path)):
+        recipe = read_recipe(recipe)
+    elif not isinstance(recipe, (Recipe, type(None))):
+        expected = "a modicum.recipes.Recipe, or the path of a recipe.json"
+        raise refusal("USAGE", "recipe", expected=expected, got=type(recipe).__name__)
+    return {name: given[name] for name in names} | {"resized": is_resized, "recipe": recipe}
 
 
 def _load(
-    model: nn.Module, source: Source, how: dict[str, Any], options: Options, made: dict[str, Any]
+    model: nn.Module,
+    source: Source,
+    given: dict[str, Any],
+    ledger: _modicum.Ledger,
+    budget: Size | None,
 ) -> Report:
-    """`how`: the arguments that determine the recipe; `made`: the arguments `buffers` and
-    `resized`, which determine how tensors that are not loaded get values afterwards."""
+    """`given`: the other arguments of `load`, by name. Those of one rank may be wrong, or name a
+    file that it does not see: they are read where all ranks raise its error."""
     in_flight.wait()
     with Ranks.of_world().together() as ranks:
+        options, how = options_of(given, ledger, budget), recipe_arguments(given)
         whole = Model.of(model, adapter=how["adapter"], originals=True)
         require_tokens(whole)
-        emptied = Emptied(model, whole.structure, made["buffers"], ranks, options.seed)
+        emptied = Emptied(model, whole.structure, given["buffers"], ranks, options.seed)
         goal = goal_of_source(whole, ranks, source, how, emptied.unwritten)
         refuse_gaps(whole, goal.dtypes)
         require_rows(whole, goal.grown, goal.norms)
         report = run(plan_of(whole, ranks, goal, options), whole, ranks)
-        fill_rows(whole, goal.grown, made["resized"], options.seed)
+        fill_rows(whole, goal.grown, given["resized"] or "", options.seed)
         fill_norms(whole, goal.norms)
         emptied.restore(loaded=goal.dtypes)
         # PEFT's tensors whose first values came from the base model: the origin's recipe leaves

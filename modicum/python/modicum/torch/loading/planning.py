@@ -255,8 +255,14 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
     )
     shardings = Shardings()
     places = []
+    first: dict[int, str] = {}
     for target in goal.targets:
         of = model.tensors[target["name"]]
+        if target["alias_of"] is None and first.setdefault(id(of.tensor), of.name) != of.name:
+            what = "two targets of the recipe are one tensor in the model: make one an alias, or "
+            what += "build the model untied"
+            other = first[id(of.tensor)]
+            raise refusal("MISMATCH", what, tensor=of.name, expected=f"an alias of {other}")
         if target["alias_of"] is not None:
             holder = model.tensors[target["alias_of"]]
             if of.tensor is not holder.tensor and (of.managed or holder.managed):

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
+from modicum.errors import refusal
 from modicum.recipes.structure import Structure, structure_of
 from modicum.upstream.torch_core import (
     buffers_of,
@@ -57,13 +59,21 @@ def tensors_of(
     Args:
         structure: the model's structure, if already known.
         scratch: whether to include non-persistent buffers.
+
+    Raises:
+        UsageError: a tensor is lazy.
     """
     require_known()
     structure = structure or structure_of(model)
+    members = structure.members | (structure.scratch if scratch else {})
+    for name, of in members.items():
+        if is_lazy(of.tensor):
+            what = "a lazy tensor has no shape yet: build the module with its sizes"
+            raise refusal("UNSUPPORTED", what, tensor=name)
     managed = fsdp_params(model)
     return {
         name: ModelTensor(name, of.tensor, of.module, of.attribute, managed.get(of.tensor))
-        for name, of in (structure.members | (structure.scratch if scratch else {})).items()
+        for name, of in members.items()
     }
 
 
