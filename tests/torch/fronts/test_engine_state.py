@@ -6,7 +6,7 @@ Must fail for these mutants: a chunk copied to the wrong place; a tensor that st
 that built it with values; non-persistent buffers that are not compared or not loaded; two names of
 a tie with different values, or a tie lost on some ranks, that are accepted; a cast between integers
 and floats; a dict whose memory is not part of the budget; a consumed dict that keeps its tensors,
-or whose memory stays in malloc's heap.
+or whose memory stays in malloc's heap; an argument of `load` that has no effect.
 """
 
 import re
@@ -20,10 +20,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+import safetensors.torch  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks, ranks  # noqa: E402
 from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
 
 import modicum.torch  # noqa: E402
+from modicum.recipes import Recipe  # noqa: E402
 from modicum.torch import full_state_dict  # noqa: E402
 from modicum.torch.loading import memory  # noqa: E402
 
@@ -172,6 +174,30 @@ def test_unknown_keyword_arguments_are_refused() -> None:
     for full, name in (({}, "strategy"), ("/nowhere", "offload"), ({}, "missing")):
         with pytest.raises(TypeError, match=f"unknown argument '{name}'"):
             modicum.torch.fsdp2_load_full_state_dict(model, full, **{name: "1GiB"})
+
+
+def test_arguments_of_load_apply_to_a_path(tmp_path: Path) -> None:
+    """Names, a recipe, resized rows and the state of an optimizer, as by `load`."""
+    stored = torch.arange(6.0).view(2, 3)
+    safetensors.torch.save_file({"old": stored}, tmp_path / "model.safetensors")
+
+    def filled(rows: int, columns: int, **how: Any) -> Any:
+        with modicum.torch.empty_parameters():
+            model = torch.nn.Linear(columns, rows, bias=False)
+        if "optimizer" in how:
+            how["optimizer"] = modicum.torch.AdamW(model.parameters())
+        modicum.torch.fsdp2_load_full_state_dict(model, tmp_path, progress=False, **how)
+        return model.weight.detach(), how.get("optimizer")
+
+    assert torch.equal(filled(2, 3, key_mapping={"old": "weight"})[0], stored)
+    turned = {"op": "permute", "dims": [1, 0], "in": [{"op": "stored", "name": "old"}]}
+    recipe = Recipe({"weight": turned})
+    assert torch.equal(filled(3, 2, recipe=recipe)[0], stored.t())
+    _, optimizer = filled(3, 2, recipe=recipe, optimizer=True)
+    assert len(optimizer.state) == 1
+    for wrong in ({"recipe": tmp_path / "none.json"}, {"resized": "bogus"}, {"adapter": "none"}):
+        with pytest.raises(modicum.errors.Error, match="IO: |USAGE: "):
+            filled(2, 3, **wrong)
 
 
 @pytest.mark.parametrize(

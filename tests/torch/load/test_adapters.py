@@ -2,9 +2,9 @@
 model: on every rank they have the bits that PEFT gives them after `from_pretrained`.
 
 The oracle is PEFT in one process. Must fail for these mutants: magnitudes (of DoRA) that are not
-the norms of the loaded weight; trainable tokens that begin as other rows; an adapter's file that is
-loaded into another adapter; an initialisation that needs the base's values and gets other ones;
-trainable tokens that no forward can use.
+the norms of the loaded weight, by any of the loads; trainable tokens that begin as other rows; an
+adapter's file that is loaded into another adapter; an initialisation that needs the base's values
+and gets other ones; trainable tokens that no forward can use.
 """
 
 from pathlib import Path
@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-from sharding import Cut, assert_same, playing_new_rank  # noqa: E402  (torch is there)
+import torch.distributed.checkpoint as dcp  # noqa: E402  (torch is there)
+from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
@@ -36,6 +37,7 @@ from torch_front import (  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.errors import UsageError  # noqa: E402
+from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
 LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
 TOKENS = [4, 5, 1]
@@ -97,6 +99,33 @@ def test_magnitudes_are_the_norms_of_the_loaded_rows(world: int, dtype: Any) -> 
             model = empty("llama", config, dtype=dtype, cut=Cut("fsdp2", (world,)))
             load(model, checkpoint_of("llama"))
             assert_loaded(model, whole, "lora_magnitude", world, rank)
+
+
+@pytest.mark.parametrize("world", (1, 2))
+def test_the_drop_in_computes_magnitudes(world: int) -> None:
+    config = LORA | {"use_dora": True}
+    whole = by_peft("llama", config)
+    for rank in range(world):
+        with playing_new_rank(rank, world):
+            model = empty("llama", config, cut=Cut("fsdp2", (world,)))
+            path = checkpoint_of("llama")
+            modicum.torch.fsdp2_load_full_state_dict(model, path, progress=False)
+            assert_loaded(model, whole, "lora_magnitude", world, rank)
+
+
+def test_dcps_reader_refuses_magnitudes_or_keeps_them() -> None:
+    """The reader fills a state dict, which may have other memory than the model."""
+    model = by_peft("llama", LORA | {"use_dora": True})
+    before = {n: t.clone() for n, t in model.state_dict().items() if "magnitude" in n}
+    with pytest.raises(UsageError, match="UNSUPPORTED: .*'lora_magnitude': 'model'") as refused:
+        HuggingFaceReader(checkpoint_of("llama"), model)
+    assert "lora_magnitude_vector" in refused.value.tensor
+    rule = {"lora_magnitude": "model"}
+    reader = HuggingFaceReader(checkpoint_of("llama"), model, missing=rule)
+    state = model.state_dict()
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    assert before and all(torch.equal(state[name], value) for name, value in before.items())
 
 
 def test_a_rule_for_magnitudes_takes_precedence() -> None:

@@ -161,7 +161,13 @@ class HuggingFaceReader(_PathReader):
         if not dist.is_initialized() or dist.get_rank() == 0:
             for warning in self._checkpoint.warnings:
                 warnings.warn(f"modicum: {warning}", stacklevel=2)
-        self._targets = self._targets_of(self._recipe())
+        recipe = self._recipe()
+        for name in recipe.norms:
+            what = "this reader can't compute DoRA's magnitudes, which the checkpoint lacks: load "
+            what += "by modicum.torch.load, or keep the values that they have by "
+            what += "missing={'lora_magnitude': 'model'} and allow_partial_load"
+            raise refusal("UNSUPPORTED", what, tensor=name)
+        self._targets = self._targets_of(recipe)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """One chunk per tensor: the whole tensor."""

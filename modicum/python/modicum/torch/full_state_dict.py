@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -12,9 +13,10 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.loading.goal import Goal, Model, goal_of_source, refuse_gaps
-from modicum.torch.loading.load import load
+from modicum.torch.loading.load import load, options_of, recipe_arguments
 from modicum.torch.loading.memory import State, chosen_from, goal_of_memory, level
-from modicum.torch.loading.planning import Options, Planned, plan_of
+from modicum.torch.loading.planning import Planned, plan_of
+from modicum.torch.loading.rows import fill_norms, fill_rows, require_rows, require_tokens
 from modicum.torch.loading.running import run
 from modicum.torch.ranks.group import Ranks
 
@@ -165,9 +167,8 @@ def _fill(
     if unknown := sorted(options.keys() - known):
         raise TypeError(f"fsdp2_load_full_state_dict: unknown argument '{unknown[0]}'")
     how = _OPTIONS | {"consume": False} | options
-    names = ("budget", "strategy", "staging", "fork", "seed", "check", "progress")
-    of_load = Options(how["ledger"] or _modicum.Ledger(), *(how[name] for name in names))
     with Ranks.of_world().together() as ranks:
+        of_load = options_of(how, how["ledger"] or _modicum.Ledger(), how["budget"])
         if not is_path and not isinstance(full, (Mapping, type(None))):
             got = type(full).__name__
             what = "the full state has an unsupported type"
@@ -175,16 +176,23 @@ def _fill(
         if how["consume"] and not isinstance(full, (MutableMapping, type(None))):
             what, got = "consume=True can't remove tensors from this dict", type(full).__name__
             raise refusal("USAGE", what, expected="a mutable mapping", got=got)
-        model = Model.of(module, scratch=rules["scratch"], buffers_follow_fsdp=True)
+        scratch, adapter = rules["scratch"], how["adapter"]
+        model = Model.of(module, adapter=adapter, scratch=scratch, buffers_follow_fsdp=True)
         _check_offload(model, offload)
+        require_tokens(model)
         goals = _goals_of(model, ranks, full, rules, how)
         made = {name for goal in goals for name in goal.dtypes}
         refuse_gaps(model, made, buffers=rules["scratch"])
         planned: list[Planned] = []
         for goal in goals:  # all must fit before one runs
-            planned.append(plan_of(model, ranks, goal, of_load, planned[-1] if planned else None))
+            require_rows(model, goal.grown, goal.norms)
+            # The state of optimizers is allocated after the last load.
+            own = of_load if goal is goals[-1] else replace(of_load, optimizers=(), later={})
+            planned.append(plan_of(model, ranks, goal, own, planned[-1] if planned else None))
         for load in planned:
             report = run(load, model, ranks)
+            fill_rows(model, load.goal.grown, how["resized"] or "", of_load.seed)
+            fill_norms(model, load.goal.norms)
             if how["on_report"] is not None:
                 how["on_report"](report)
     if how["consume"] and isinstance(full, MutableMapping):
@@ -209,9 +217,8 @@ def _goals_of(
     if how["check"] and uneven:
         what = "check='values' is not supported if non-persistent buffers differ between ranks"
         raise refusal("UNSUPPORTED", what)
-    recipe = {name: how[name] for name in ("dtype", "keep_fp32", "missing", "unexpected")}
     first = [goal_of_memory(model, ranks, lambda: (uneven, {}))] if uneven else []
-    return [*first, goal_of_source(model, ranks, full, recipe, ())]
+    return [*first, goal_of_source(model, ranks, full, recipe_arguments(how), ())]
 
 
 def _check_offload(model: Model, offload: bool) -> None:
