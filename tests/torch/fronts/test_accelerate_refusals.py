@@ -224,6 +224,7 @@ def test_builds_as_from_pretrained_but_for_values(family: Any, tmp_path: Any) ->
         ({"ignore_mismatched_sizes": True}, "ignore_mismatched_sizes"),
         ({"key_mapping": {"^a": "b"}}, "key_mapping"),
         ({"device_map": {"": "disk"}, "offload_folder": "."}, "device_map"),
+        ({"output_loading_info": True}, "output_loading_info"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -251,6 +252,14 @@ def test_files_that_lack_one_of_the_index_are_refused(tmp_path: Any) -> None:
         "3 files",
         "a difference in c.safetensors",
     )
+
+
+def test_a_variant_of_several_files_is_refused_as_such(tmp_path: Any) -> None:
+    whole = from_pretrained("llama")
+    whole.save_pretrained(tmp_path, variant="fp16", max_shard_size="20KB")
+    with pytest.raises(UsageError, match="`variant` if it has several files") as refused, loading():
+        BY_NAME["llama"].model_class.from_pretrained(tmp_path, variant="fp16")
+    assert refused.value.got.startswith("model.fp16-00001-of-")
 
 
 def test_a_given_source_replaces_that_of_from_pretrained(one_rank: None, tmp_path: Any) -> None:

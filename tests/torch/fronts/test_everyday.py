@@ -3,7 +3,8 @@ without it, or raise a typed error that names the remedy.
 
 The oracle is transformers. Must fail for these mutants: a resized embedding that loses its stored
 rows; a copy of a model whose values are never loaded; an exempted model that is emptied; a
-reference model that TRL's trainer leaves on meta; errors of torch about meta tensors.
+reference model that TRL's trainer leaves on meta; errors of torch about meta tensors; a model of
+`from_config` that ignores a given source.
 """
 
 import contextlib
@@ -142,6 +143,15 @@ def test_prepare_initialises_a_model_from_a_config(one_rank: None) -> None:
     assert embedding.std().item() == pytest.approx(config.initializer_range, rel=0.1)
     assert whole(model.model.norm.weight).unique().tolist() == [1.0]
     assert model(TOKENS).logits.isfinite().all()
+
+
+def test_a_given_source_also_fills_a_model_from_a_config(one_rank: None) -> None:
+    with loading(checkpoint_of("llama"), progress=False):
+        config = config_of("llama")
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model, _ = prepare(model)
+    for name, parameter in model.named_parameters():
+        assert_same(whole(parameter), from_pretrained("llama").get_parameter(name).float(), name)
 
 
 @pytest.mark.parametrize("by", ["hand", "prepare"])

@@ -83,7 +83,8 @@ def loading(
 
     Args:
         source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
-            None (default): the files that each `from_pretrained` would read.
+            None (default): the files that each `from_pretrained` would read. A given source is that
+            of every model built in the context, also by `from_config`.
         budget: the limit of host memory per node while loading, saving and resuming, bytes or text
             ("200GiB"). It includes what the processes hold already, and applies to calls of
             `modicum.torch.load`, `save` and `resume`, too. "none": no limit; None (default): the
@@ -100,8 +101,7 @@ def loading(
         check: None (default), or "values": read the source again after each load, and compare.
         progress: whether rank 0 prints the plan and a progress bar on stderr.
         seed: the seed of initialised parameters; 0 by default.
-        staging: host memory per rank for bytes in flight, bytes or text; None (default): 8 MiB,
-            less if the budget requires it.
+        staging: host memory per rank for bytes in flight; None (default): 8 MiB or, to fit, less.
         fork: "excluded" (default), "shared" or "inherited", as for `modicum.torch.load`.
 
     Yields:
@@ -247,9 +247,10 @@ class _Scripts:
         note(model, Built(innermost, source, {}), innermost._built.__setitem__)
 
     def made(self, model: Any) -> None:
-        """Called when `from_config` has built a model, whose values its own rules make."""
+        """Called when `from_config` has built a model. Without a source its own rules make its
+        values."""
         innermost = self.loadings[-1]
-        note(model, Built(innermost, None, {}), innermost._built.__setitem__)
+        note(model, Built(innermost, innermost._source, {}), innermost._built.__setitem__)
 
     def resized(self, model: Any, how: str) -> None:
         """Called when embeddings or heads of a model were resized. `how`: how the load makes new

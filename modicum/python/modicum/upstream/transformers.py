@@ -20,6 +20,7 @@ _ROWS_OF_THE_MEAN = (
     "_init_added_lm_head_weights_with_mean",
     "_init_added_lm_head_bias_with_mean",
 )
+_UNSUPPORTED_ARGUMENT = "from_pretrained within loading() does not support this argument"
 IDENTITY = "_IdentityOp"
 """The class of a conversion that changes nothing."""
 
@@ -192,10 +193,16 @@ def builder(cls: Any) -> Any:
 
 
 def _nothing_loaded() -> Any:
-    """transformers' report of a load without missing or unexpected tensors."""
+    """transformers' report of a load without missing or unexpected tensors. Refuses
+    `output_loading_info=True`, with which `from_pretrained` returns the report as a dict: nothing
+    is known before the load."""
     from transformers.utils.loading_report import LoadStateDictInfo
 
-    return LoadStateDictInfo(
+    class Info(LoadStateDictInfo):
+        def to_dict(self) -> Any:
+            raise refusal("UNSUPPORTED", _UNSUPPORTED_ARGUMENT, got="output_loading_info")
+
+    return Info(
         missing_keys=set(),
         unexpected_keys=set(),
         mismatched_keys=set(),
@@ -223,8 +230,7 @@ def check_arguments(model: Any, config: Any, state_dict: Any, expected_keys: Any
     }
     for name, is_given in given.items():
         if is_given:
-            what = "from_pretrained within loading() does not support this argument"
-            raise refusal("UNSUPPORTED", what, got=name)
+            raise refusal("UNSUPPORTED", _UNSUPPORTED_ARGUMENT, got=name)
 
 
 def _has_key_mapping(model: Any, config: Any) -> bool:
@@ -250,6 +256,10 @@ def source_of(files: Sequence[str] | None) -> Path:
         stored = {"model.safetensors"}
     if names == stored and all(path.parent == folder for path in paths):
         return folder
+    if len(paths) > 1 and not names & stored and [*folder.glob("model.safetensors.index.*.json")]:
+        what = "from_pretrained within loading() does not support `variant` if it has several files"
+        expected = "one file, or files without a variant"
+        raise refusal("UNSUPPORTED", what, expected=expected, got=min(names))
     if len(paths) > 1:
         what = "from_pretrained reads other files than the index lists"
         different = min(names ^ stored, default="")
