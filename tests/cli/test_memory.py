@@ -21,7 +21,14 @@ from typing import Any
 import pytest
 from cage import Cage, cage, drop_page_cache, have, why_no_cage
 from program import (
-    STRATEGIES, Ended, node_peak, run, run_json, strategy_of, tree_of, write_checkpoint,
+    STRATEGIES,
+    Ended,
+    node_peak,
+    run,
+    run_json,
+    strategy_of,
+    tree_of,
+    write_checkpoint,
 )  # fmt: skip
 
 MIB = 1 << 20
