@@ -28,7 +28,13 @@ from program import run_json  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum  # noqa: E402
-from modicum.errors import BudgetError, FormatError, IntegrityError, IoError, UsageError  # noqa: E402
+from modicum.errors import (  # noqa: E402
+    BudgetError,
+    FormatError,
+    IntegrityError,
+    IoError,
+    UsageError,
+)
 from modicum.torch.saving import extra as extras  # noqa: E402
 from modicum.torch.saving import running, tensor_state, weights  # noqa: E402
 

@@ -16,7 +16,6 @@ from modicum.torch.optim.binding import (
     Wants,
     changed_since,
     hook,
-    leave_planes,
     listed,
     meshes_of,
     new_parts,
@@ -24,7 +23,6 @@ from modicum.torch.optim.binding import (
     refuse_lost,
     refuse_repeated,
     unbind,
-    unhook,
 )
 from modicum.torch.optim.bound import Bound
 from modicum.torch.optim.items import StateItem, exported_items, stored_items
@@ -156,8 +154,7 @@ class AdamW(torch.optim.Optimizer):
         self._pin, self._fork = pin, fork
         self._max_norm: float | None = None
         self._has_warned = self._has_warned_of_skip = False
-        self._is_first = True
-        self._has_loaded = False
+        self._is_first, self._has_loaded = True, False
         self._bound = Bound()
         weakref.finalize(self, unbind, self._bound.parts).atexit = False
 
@@ -175,8 +172,7 @@ class AdamW(torch.optim.Optimizer):
         parts = self._bound.parts
         own = {part.parameter for part in parts if self._is_untouched(part)}
         given = {key: entry for key, entry in self.state.items() if entry and key not in own}
-        leave_planes(parts)
-        unhook(parts)
+        unbind(parts)
         self._bound.drop(0)
         self._has_loaded = False
         self.state.clear()
@@ -250,17 +246,16 @@ class AdamW(torch.optim.Optimizer):
         """A context for binding. On success it hooks parameters that train and are not hooked yet,
         and shows the state of new ones in `state`; on an error it frees their state. Suspends
         inference mode, whose tensors could not be written later."""
-        bound = self._bound
         with torch.inference_mode(False), torch.no_grad():
             try:
                 yield
             except BaseException:
-                bound.drop(sum(bool(part.entry) for part in bound.parts))
+                self._bound.drop(sum(bool(part.entry) for part in self._bound.parts))
                 raise
-            new = [part for part in bound.parts if not part.entry]  # not shown in `state` yet
-            hook(bound.parts)
+            new = [part for part in self._bound.parts if not part.entry]  # not shown in `state` yet
+            hook(self._bound.parts)
             if new:
-                bound.show(self.state, new)
+                self._bound.show(self.state, new)
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:

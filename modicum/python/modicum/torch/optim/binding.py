@@ -185,7 +185,7 @@ def leave_planes(parts: Iterable[Part]) -> None:
 
 
 def unbind(parts: Iterable[Part]) -> None:
-    """Called when the optimizer is freed, perhaps by the garbage collector in any other code."""
+    """Called when the state is freed, perhaps by the garbage collector in any other code."""
     unhook(parts)
     with torch.inference_mode(False), torch.no_grad():
         leave_planes(parts)
