@@ -398,13 +398,13 @@ TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
 
 TEST(Sampler, AProcessThatHasEndedIsTheOneThatGrewBefore) {
   Sampled tree;
-  tree.put(11, {.anon_kib = 1'000});
+  tree.put(11, {.anon_kib = 1'200});
   tree.put(12, {.parent = 11, .anon_kib = 1'000});
   tree.sample_after();
   tree.put(12, {.parent = 11, .anon_kib = 90'000});
   tree.sample_after();
   tree.end(12);
-  tree.put(11, {.anon_kib = 1'100});
+  tree.put(11, {.anon_kib = 1'300});
   tree.sample_after();
   const TreeSampler::Growth growth = tree.sampler().growth(kNsPerSecond, 12);
   EXPECT_EQ(growth.pid, 12);
