@@ -365,7 +365,7 @@ def test_keep_counts_the_step_just_saved(modicum: Path, moe: Path, tmp_path: Pat
         shutil.rmtree(root / step)
 
 
-# ---- files beside the weights
+# ---- files next to the weights
 
 
 def test_files_that_cannot_be_copied_are_left_out(modicum: Path, moe: Path, tmp_path: Path) -> None:
@@ -388,7 +388,7 @@ def test_files_that_cannot_be_copied_are_left_out(modicum: Path, moe: Path, tmp_
 
 
 def test_long_files_are_copied_in_small_memory(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """A file of 64 MiB beside the weights, which no promise counts."""
+    """A file of 64 MiB next to the weights, which no promise counts."""
     source, root = tmp_path / "source", tmp_path / "root"
     shutil.copytree(moe, source)
     with (source / "vocab.txt").open("wb") as file:
@@ -504,7 +504,7 @@ def test_an_unfinished_save_is_not_committed(
 
 
 def test_only_steps_are_verified_as_steps(modicum: Path, moe: Path, tmp_path: Path) -> None:
-    """A converted step beside the steps, and another program's manifest.json beside a model."""
+    """A converted step next to the steps, and another program's manifest.json next to a model."""
     root = tmp_path / "root"
     run_json(modicum, "save", moe, root, "--step", 1)
     run_json(modicum, "convert", root / "step-1", root / "step-1-hf")
