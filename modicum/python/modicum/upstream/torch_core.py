@@ -292,9 +292,9 @@ KNOWN = Known(
     TORCH_TESTED,
     {
         "Tensor._version grows with each write in place": _writes_are_counted,
-        "Tensor.data can be replaced by detach() and assignment": _writes_through_data_are_counted,
         "Tensor._use_count() counts autograd graphs": _graphs_are_counted,
         "UntypedStorage._cdata tells storages apart": _storages_are_told_apart,
+        "Tensor.data can be replaced by detach() and assignment": _writes_through_data_are_counted,
         "a Parameter's hooks stay when their dictionaries move": _hooks_are_carried,
         "a Module keeps _parameters, _buffers and _modules": _modules_keep_dictionaries,
         "a Module's pre-hooks are values of dictionaries": _hooks_are_dropped,
