@@ -100,7 +100,7 @@ def loading(
         check: None (default), or "values": read the source again after each load, and compare.
         progress: whether rank 0 prints the plan and a progress bar on stderr.
         seed: the seed of initialised parameters; 0 by default.
-        staging: host memory per rank for bytes in flight; None (default): 8 MiB or, to fit, less.
+        staging: bytes in flight per rank; None (default): 8 MiB, or less to fit the budget.
         fork: "excluded" (default), "shared" or "inherited", as for `modicum.torch.load`.
 
     Yields:
