@@ -228,11 +228,13 @@ class _Scripts:
         trl.replace_sharding(self._stack, self._sharding_reference)
         self._checkpoints.replace(self._stack)
         accelerate.require_fsdp2_if_set()
-        # from_pretrained draws no random numbers, so the generator must stay unchanged here, too.
-        contexts = [torch.random.fork_rng(devices=[]), self._constructing(), empty_parameters()]
+        outside: list[AbstractContextManager[Any]] = []
         if torch.is_inference_mode_enabled():  # whose tensors do not count writes
-            return [torch.inference_mode(False), torch.no_grad(), *contexts]
-        return contexts
+            outside = [torch.inference_mode(False), torch.no_grad()]
+        # from_pretrained draws no random numbers, so the generator must stay unchanged here, too.
+        return [
+            *outside, torch.random.fork_rng(devices=[]), self._constructing(), empty_parameters(),
+        ]  # fmt: skip
 
     @contextmanager
     def _constructing(self) -> Iterator[None]:
