@@ -8,6 +8,7 @@
 
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/durable.h"
+#include "modicum/checkpoint/parts.h"
 #include "modicum/checkpoint/record_text.h"
 #include "modicum/json/json.h"
 

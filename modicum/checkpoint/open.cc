@@ -232,6 +232,11 @@ void add_config(Checkpoint& checkpoint) {
 
 }  // namespace
 
+bool is_listed(FileSystem& files, const std::string& directory, const std::string& name) {
+  if (files.exists(join_path(directory, name))) return true;
+  return files.is_directory(directory) && contains(files.list(directory), name);
+}
+
 // Leaves out inodes and times, so that nodes with separate copies have equal identities.
 Digest identity_of(const Manifest& manifest) {
   Hasher hasher;

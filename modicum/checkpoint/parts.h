@@ -35,6 +35,9 @@ struct Header {
 // Reads only the length prefix and the JSON. `file_index` becomes Extent::file.
 Header read_header(File& file, uint32_t file_index);
 
+// Whether a directory has an entry of this name. Unlike with `exists`, a dangling link counts.
+bool is_listed(FileSystem& files, const std::string& directory, const std::string& name);
+
 // Checks rule R8. Throws FORMAT.NAME.
 void prove_name(std::string_view name, const std::string& file);
 // Returns the size of a tensor in bytes. Checks the limits of R12 and R13. Throws FORMAT.OVERFLOW

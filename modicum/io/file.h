@@ -113,7 +113,5 @@ class PosixFileSystem final : public FileSystem {
 
 std::string base_name(const std::string& path);  // "c" of "a/b/c" and of "a/b/c/"
 std::string join_path(const std::string& directory, const std::string& name);
-// Whether a directory has an entry of this name; unlike with `exists`, a dangling link counts.
-bool is_listed(FileSystem& files, const std::string& directory, const std::string& name);
 
 }  // namespace modicum

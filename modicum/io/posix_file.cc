@@ -346,11 +346,4 @@ std::string join_path(const std::string& directory, const std::string& name) {
   return directory.back() == '/' ? directory + name : directory + "/" + name;
 }
 
-bool is_listed(FileSystem& files, const std::string& directory, const std::string& name) {
-  if (files.exists(join_path(directory, name))) return true;
-  if (!files.is_directory(directory)) return false;
-  const std::vector<std::string> names = files.list(directory);
-  return std::binary_search(names.begin(), names.end(), name);
-}
-
 }  // namespace modicum

@@ -82,10 +82,8 @@ void warn_of_unused(const Recipe& recipe, Checkpoint& checkpoint) {
 
 Recipe recipe_of(const RunFlags& flags, const Checkpoint& checkpoint,
                  const std::optional<DType>& dtype, std::optional<std::string> text) {
-  const RecipeOptions options{.text = std::move(text),
-                              .untie = flags.untie,
-                              .dtype = dtype,
-                              .keep_fp32 = flags.keep_fp32};
+  const RecipeOptions options{
+      .text = std::move(text), .untie = flags.untie, .dtype = dtype, .keep_fp32 = flags.keep_fp32};
   Recipe recipe =
       naming_file(base_name(flags.recipe), [&] { return make_recipe(checkpoint, options); });
   for (const Target& target : recipe.targets) {

@@ -23,7 +23,7 @@ class RecordedDigests {
 
  private:
   struct Tensor {
-    uint64_t seed;  // digest_seed of its spec
+    uint64_t seed;        // digest_seed of its spec
     uint64_t begin, end;  // in chunks_
   };
 

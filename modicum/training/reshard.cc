@@ -73,8 +73,7 @@ class Recorded {
       if (c < saved->size() && chunks[c].digest == (*saved)[c]) continue;
       fail(Category::integrity, "the values of the step are not those that were saved",
            {.tensor = spec.fqn,
-            .expected =
-                c < saved->size() ? fmt::format("{:016x}", (*saved)[c]) : "no such chunk",
+            .expected = c < saved->size() ? fmt::format("{:016x}", (*saved)[c]) : "no such chunk",
             .got = fmt::format("{:016x}", chunks[c].digest)});
     }
   }
@@ -205,7 +204,8 @@ uint64_t digest_of(const std::vector<StepTensor>& tensors) {
 // no recorded digest to compare with.
 void check_source(const ReshardTask& task) {
   FileSystem& files = *task.load.run.files;
-  for (const StepFile& file : task.step.step.record.files) check_digest(files, task.step.step.path, file);
+  for (const StepFile& file : task.step.step.record.files)
+    check_digest(files, task.step.step.path, file);
   if (task.form.restate() == nullptr) return;
   const Verified verified = verify_step(files, task.step.step.path, [] {});
   if (const Error* const fault = verified.first_fault()) throw *fault;
@@ -213,7 +213,8 @@ void check_source(const ReshardTask& task) {
 
 }  // namespace
 
-ReshardForm::ReshardForm(const RecordedStep& from, const Run& weights, const ReshardOptions& options) {
+ReshardForm::ReshardForm(const RecordedStep& from, const Run& weights,
+                         const ReshardOptions& options) {
   FileSystem& files = *weights.files;
   const FoundStep& step = from.step;
   const Manifest& source = weights.checkpoint.manifest;

@@ -123,8 +123,8 @@ void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
 StateFiles::StateFiles(const Run& run) : StateFiles(state_of(run)) {}
 
 StateFiles::StateFiles(std::span<const StateOf> parameters)
-    : manifest_(output_manifest(
-          split_into_files(state_specs(with_state(parameters)), kStateFileBytes))) {
+    : manifest_(
+          output_manifest(split_into_files(state_specs(with_state(parameters)), kStateFileBytes))) {
   sort_names();
 }
 

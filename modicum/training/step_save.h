@@ -12,8 +12,9 @@
 
 namespace modicum {
 
-// The text of kStateRecipeFile; `plan` would load the saved step. Empty if every target is loaded as
-// stored, under its own name. Leaves out caller-provided targets, since a step does not have them.
+// The text of kStateRecipeFile; `plan` would load the saved step. Empty if every target is loaded
+// as stored, under its own name. Leaves out caller-provided targets, since a step does not have
+// them.
 std::optional<std::string> state_recipe_text(const Plan& plan);
 
 // A published step.
