@@ -242,5 +242,8 @@ def test_the_scheme_may_change_while_it_is_open(chromium: Any, one: Path) -> Non
     with shown(chromium, one) as view:
         assert LIGHT_BAND in view.painted() and DARK_BAND not in view.painted()
         view.page.emulate_media(color_scheme="dark")
-        view.page.wait_for_timeout(100)
+        for _ in range(100):  # the page paints again when the browser lets it
+            view.page.wait_for_timeout(100)
+            if DARK_BAND in view.painted():
+                break
         assert DARK_BAND in view.painted() and LIGHT_BAND not in view.painted()

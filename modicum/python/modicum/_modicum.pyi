@@ -803,7 +803,7 @@ class StepSave:
 
     def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None) -> dict:
         """
-        Makes the step durable and visible. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep.
+        Makes the step durable and visible. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep, including this one.
         """
 
     def discard(self) -> None:

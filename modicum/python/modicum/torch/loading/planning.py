@@ -153,6 +153,7 @@ def plan_of(
         structure=model.structure,
         empty=lambda shape, dtype: _charged(options.ledger, shape, dtype),
     )
+    refuse_two_values(model, goal)
     places = places_of(model, goal)
     baselines = [-(-memory[0] // MIB) * MIB for memory in goal.memories]
     budget, budget_source = budget_of(options, goal.memories, baselines, per_node)
@@ -248,13 +249,8 @@ def budget_of(
 # ---- destinations
 
 
-def places_of(model: Model, goal: Goal) -> list[Place]:
-    """The destination of each target. Raises `UsageError` if a tensor can't be filled."""
-    check_unit_dtypes(
-        model.managed, lambda name: goal.dtypes.get(name, model.tensors[name].tensor.dtype)
-    )
-    shardings = Shardings()
-    places = []
+def refuse_two_values(model: Model, goal: Goal) -> None:
+    """Raises `UsageError` if the recipe makes two values for one tensor of the model."""
     first: dict[int, str] = {}
     for target in goal.targets:
         of = model.tensors[target["name"]]
@@ -263,6 +259,17 @@ def places_of(model: Model, goal: Goal) -> list[Place]:
             what += "build the model untied"
             other = first[id(of.tensor)]
             raise refusal("MISMATCH", what, tensor=of.name, expected=f"an alias of {other}")
+
+
+def places_of(model: Model, goal: Goal) -> list[Place]:
+    """The destination of each target. Raises `UsageError` if a tensor can't be filled."""
+    check_unit_dtypes(
+        model.managed, lambda name: goal.dtypes.get(name, model.tensors[name].tensor.dtype)
+    )
+    shardings = Shardings()
+    places = []
+    for target in goal.targets:
+        of = model.tensors[target["name"]]
         if target["alias_of"] is not None:
             holder = model.tensors[target["alias_of"]]
             if of.tensor is not holder.tensor and (of.managed or holder.managed):
