@@ -6,7 +6,6 @@ the arguments. A dict becomes a list of pairs (`Pairs`), so that no key is hashe
 """
 
 import codecs
-import json
 import pickletools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from modicum._modicum import exit_codes
-from modicum.errors import from_json
+from modicum.errors import failure
 from modicum.upstream.torch_checkpoint import GETATTR, ORDERED_DICT, PICKLED, STORAGES
 
 DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
@@ -69,10 +67,7 @@ class Stored:
 
 def malformed(what: str, file: str, category: str = "FORMAT.PICKLE", **facts: str) -> NoReturn:
     """Raises an error of `category` that names `file` and `facts`."""
-    told = {"category": category, "code": exit_codes()[category], "file": file}
-    text = ", ".join(f"{name} {value}" for name, value in ({"file": file} | facts).items())
-    message = f"{category}: {what} ({text})"
-    raise from_json(json.dumps({"error": told | facts | {"message": message}}))
+    raise failure(category, what, file=file, **facts)
 
 
 @contextmanager
