@@ -51,7 +51,7 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep foun
   }
   PosixFileSystem files;
   const RecordedStep recorded(std::move(found));
-  const FoundStep& step = recorded.step;
+  const FoundStep& step = recorded.found;
   flags.directory = step.path;
   std::optional<ResumeState> state;
   if (recorded.has_state && flags.optimizer != "none") {

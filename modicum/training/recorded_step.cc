@@ -39,10 +39,10 @@ std::optional<std::span<const uint64_t>> RecordedDigests::chunks_of(const Tensor
   return std::span(chunks_).subspan(found->begin, found->end - found->begin);
 }
 
-RecordedStep::RecordedStep(FoundStep found)
-    : step(std::move(found)),
-      has_state(!step.record.state.empty()),
-      tensors(std::exchange(step.record.tensors, {})),
-      state(std::exchange(step.record.state, {})) {}
+RecordedStep::RecordedStep(FoundStep step)
+    : found(std::move(step)),
+      has_state(!found.record.state.empty()),
+      tensors(std::exchange(found.record.tensors, {})),
+      state(std::exchange(found.record.state, {})) {}
 
 }  // namespace modicum

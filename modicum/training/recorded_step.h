@@ -33,9 +33,9 @@ class RecordedDigests {
 
 // While rank processes run, the launcher holds this instead of the whole record.
 struct RecordedStep {
-  explicit RecordedStep(FoundStep found);
+  explicit RecordedStep(FoundStep step);
 
-  FoundStep step;  // without StepRecord::tensors and StepRecord::state
+  FoundStep found;  // without StepRecord::tensors and StepRecord::state
   bool has_state;
   RecordedDigests tensors, state;
 };

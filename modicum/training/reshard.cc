@@ -35,7 +35,7 @@ std::vector<StateOf> parameters_of(const FoundStep& step, const StateFacts& fact
 // A digest of everything that determines the bytes of the output.
 Digest inputs_of(const ReshardTask& task) {
   Hasher hasher;
-  hasher.add(task.step.step.record.uuid).add(task.load.plan.inputs.hex());
+  hasher.add(task.step.found.record.uuid).add(task.load.plan.inputs.hex());
   hasher.add(task.form.weights().manifest().identity.hex());
   if (const ConvertedForm* const state = task.form.state()) {
     hasher.add(state->manifest().identity.hex());
@@ -113,10 +113,10 @@ class Publication {
  public:
   Publication(const ReshardTask& task, ConversionJournal& conversion, const Digest& inputs)
       : task_(task), files_(*task.load.run.files), conversion_(conversion) {
-    record_ = {.step = task.step.step.record.step,
+    record_ = {.step = task.step.found.record.step,
                .uuid = inputs.hex(),
-               .world_size = task.step.step.record.world_size,
-               .tool = task.step.step.record.tool};
+               .world_size = task.step.found.record.world_size,
+               .tool = task.step.found.record.tool};
     for (const ConvertedFile& file : conversion.recorded()) digests_[file.name] = file.chunks;
   }
 
@@ -125,7 +125,7 @@ class Publication {
     if (const ConvertedForm* const state = task_.form.state()) {
       add_part(kStatePrefix, task_.form.state_run().checkpoint.manifest, *state, record_.state);
     }
-    for (const StepFile& file : task_.step.step.record.files) {
+    for (const StepFile& file : task_.step.found.record.files) {
       if (!written_.contains(file.name)) copy(file);
     }
     commit_in_place(files_, conversion_.directory(), record_);
@@ -165,7 +165,7 @@ class Publication {
         facts && file.name == kStatePrefix + kStateFile) {
       return add(file.name, *facts);
     }
-    const std::unique_ptr<File> from = files_.open(join_path(task_.step.step.path, file.name));
+    const std::unique_ptr<File> from = files_.open(join_path(task_.step.found.path, file.name));
     const auto copied = copy_durably(*from, files_, place_of(file.name));
     if (!copied) {
       fail(Category::conflict, "the file changed while it was copied", {.file = file.name});
@@ -214,10 +214,11 @@ uint64_t digest_of(const std::vector<StepTensor>& tensors) {
 // no recorded digest to compare with.
 void check_source(const ReshardTask& task) {
   FileSystem& files = *task.load.run.files;
-  for (const StepFile& file : task.step.step.record.files)
-    check_digest(files, task.step.step.path, file);
+  for (const StepFile& file : task.step.found.record.files) {
+    check_digest(files, task.step.found.path, file);
+  }
   if (task.form.restate() == nullptr) return;
-  const Verified verified = verify_step(files, task.step.step.path, [] {});
+  const Verified verified = verify_step(files, task.step.found.path, [] {});
   if (const Error* const fault = verified.first_fault()) throw *fault;
 }
 
@@ -226,7 +227,7 @@ void check_source(const ReshardTask& task) {
 ReshardForm::ReshardForm(const RecordedStep& from, const Run& weights,
                          const ReshardOptions& options) {
   FileSystem& files = *weights.files;
-  const FoundStep& step = from.step;
+  const FoundStep& step = from.found;
   if (from.has_state) {
     RunFlags flags{.directory = join_path(step.path, kStateDirectory),
                    .layout = "none",

@@ -146,7 +146,11 @@ struct ResumeWorld : LoadWorld {
 class ResumeRank {
  public:
   ResumeRank(ResumeWorld& world, int rank)
-      : world_(world), task_(world.resume), rank_(rank), loading_(world, rank) {}
+      : world_(world), task_(world.resume), rank_(rank), loading_(world, rank) {
+    if (const auto& held = task_.load.run.options.resume) {
+      header_ = loading_.ledger.adopt(Purpose::header, (*held)[Purpose::header]);
+    }
+  }
 
   Resumed live() {
     RankLoad& load = loading_.load;
@@ -172,8 +176,6 @@ class ResumeRank {
     trained_.emplace(world_, world_.page, rank_, loading_,
                      TrainedRank::Options{.seed = from.facts.seed, .max_norm = task_.max_norm});
     const RankOptimizer& optimizer = trained_->optimizer();
-    const Footprint& of_state = task_.load.run.options.resume.value();
-    const Charge held = loading_.ledger.adopt(Purpose::header, of_state[Purpose::header]);
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
       from.files.for_each_span(optimizer, false, fn);
     };
@@ -192,6 +194,7 @@ class ResumeRank {
   const ResumeTask& task_;
   const int rank_;
   LoadingRank loading_;
+  Charge header_;  // what the launcher holds of the step until it ends
   std::optional<TrainedRank> trained_;
   Resumed outcome_;
 };
@@ -217,10 +220,10 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
 // Reads the step again to find the tensor that has changed: the sums of the ranks' digests show
 // only that some tensor has changed.
 [[noreturn]] void fail_values(const ResumeTask& task) {
-  const Verified verified = verify_step(*task.load.run.files, task.step.step.path, [] {});
+  const Verified verified = verify_step(*task.load.run.files, task.step.found.path, [] {});
   if (const Error* const fault = verified.first_fault()) throw *fault;
   fail(Category::integrity, "the loaded values are not those that were saved",
-       {.file = base_name(task.step.step.path)});
+       {.file = base_name(task.step.found.path)});
 }
 
 void check_values(const ResumeWorld& world, const std::vector<Resumed>& outcomes,
