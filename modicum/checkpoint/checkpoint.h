@@ -30,6 +30,7 @@ namespace modicum {
 struct ModelConfig {
   std::string model_type;
   std::vector<std::string> architectures;
+  std::string quant_method;          // quantization_config.quant_method; only for warnings
   bool tie_word_embeddings = false;  // true in the root or in a nested text_config
   // quantization_config.weight_block_size, of the root or of a nested text_config.
   std::optional<MatrixSize> weight_block_size;

@@ -1,5 +1,6 @@
 // Reads config.json: two members on which loaded values depend (tie_word_embeddings and the block
-// size of FP8 scales), and two that are only displayed (model_type and architectures).
+// size of FP8 scales), and three that are only displayed (model_type, architectures and
+// quant_method).
 #include <fmt/format.h>
 
 #include "modicum/checkpoint/parts.h"
@@ -97,6 +98,9 @@ class ConfigReader {
     }
     value.object([this](std::string_view key, JsonValue& member) {
       if (key == "weight_block_size" && !is_absent(member)) block_size(member);
+      if (key == "quant_method" && member.kind() == Kind::string) {
+        config_.quant_method = member.string();
+      }
     });
   }
 

@@ -101,9 +101,9 @@ struct PlanOptions {
   // Later phases of the promise: each rank's charges on top of phase `hold` and its part of the
   // ring. The promise adds page tables and the memory of threads to each phase.
   std::vector<Phase> after;
-  // Each adds a phase of the same name at the end, on top of the last phase of `after`, or of `hold`
-  // if `after` is empty. `save`: a rank's charges while it saves; the promise adds `staging_bytes`.
-  // `resume`: what is held of the step that is read; it is held from the beginning, in all phases.
+  // Each adds a phase of the same name at the end, on top of the last phase of `after`, or of
+  // `hold` if `after` is empty. `save`: a rank's charges; the promise adds `staging_bytes`.
+  // `resume`: the headers and digests of the step to read, which all phases hold.
   std::optional<Footprint> save, resume;
 };
 

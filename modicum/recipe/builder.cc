@@ -336,7 +336,8 @@ void RecipeBuilder::resolve(Alias alias, uint32_t of) {
     if (!alike || read.shape != spec.shape) {
       fail(Category::mismatch,
            fmt::format("a tensor that is tied to '{}' has another shape or dtype, or only one of "
-                       "them has scales; --untie (in Python: untie=True) loads both",
+                       "them has scales; --untie, or in Python a model built with "
+                       "tie_word_embeddings=False, loads both",
                        printable(alias.of)),
            {.tensor = spec.fqn,
             .expected = scaled_text(dtype, spec.shape, is_scaled),

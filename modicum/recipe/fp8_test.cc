@@ -129,8 +129,9 @@ TEST(Fp8Recipe, ATieOfTensorsOfWhichOneHasScalesIsRefused) {
   builder.alias("bare", "a", builder.stored("bare"));
   EXPECT_STREQ(failure_of([&] { builder.finish(); })->what(),
                "MISMATCH: a tensor that is tied to 'a' has another shape or dtype, or only one of "
-               "them has scales; --untie (in Python: untie=True) loads both (tensor bare, "
-               "expected float8_e4m3fn [256, 128] with scales, got float8_e4m3fn [256, 128])");
+               "them has scales; --untie, or in Python a model built with "
+               "tie_word_embeddings=False, loads both (tensor bare, expected float8_e4m3fn "
+               "[256, 128] with scales, got float8_e4m3fn [256, 128])");
 }
 
 TEST(Fp8Recipe, AnAliasIsDequantisedToo) {

@@ -89,11 +89,31 @@ std::string held_text(const PastRun& run, uint64_t limit) {
   return text + fmt::format(" and the kernel killed {}", printable(run.killed));
 }
 
+// The most that the whole job with the requested strategy holds on a node.
+uint64_t needed_by_job(const PlanReport& report) {
+  const JobPromise& job = report.requested().job.value();
+  uint64_t needed = 0;
+  for (int node = 0; node < job.save.nodes(); ++node) {
+    needed = std::max(needed, job.node_peak_bytes(node));
+  }
+  return needed;
+}
+
 }  // namespace
 
 std::string past_run_sentence(const PlanReport& report) {
   std::string text = held_text(*report.past, report.budget->bytes);
-  if (!report.refusal) return text + "; the planned run fits without a change";
+  if (!report.refusal) {
+    if (report.wider_refusal) {
+      return text + "; the planned load fits, but " + report.wider_refusal->what_happened();
+    }
+    if (report.job_fits.value_or(true)) return text + "; the planned run fits without a change";
+    const uint64_t needed = needed_by_job(report);
+    return text + fmt::format(
+                      "; the planned load fits, but the save, or a resume by the same "
+                      "number of ranks, needs {}, {} too little",
+                      format_size(needed), format_size(needed - report.budget->bytes));
+  }
   if (report.alternatives.empty()) {
     return text + "; no strategy, staging, state format or number of nodes fits";
   }

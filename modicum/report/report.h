@@ -124,7 +124,7 @@ struct PlanReport {
   // node_fits without NodeFlags.
   std::optional<bool> fits, job_fits, node_fits;
   std::optional<Error> refusal;           // BUDGET, if the requested strategy's load does not fit
-  std::optional<Error> wider_refusal;     // BUDGET, if the job, all holders or DeepSpeed don't fit
+  std::optional<Error> wider_refusal;     // BUDGET, if all holders or DeepSpeed don't fit
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
   std::optional<PastRun> past;  // of --from; its limit is the default budget

@@ -158,6 +158,49 @@ struct ParsedFlags {
   const Frozen frozen;
 };
 
+// Warns of targets that `select` selects and that stay as stored. `text`: a format for their number
+// and the first one's name and dtype.
+template <typename Select>
+void warn_of_kept(const Recipe& recipe, Checkpoint& checkpoint, const std::string& text,
+                  Select select) {
+  size_t count = 0;
+  const TensorSpec* first = nullptr;
+  for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
+    const TensorSpec& spec = recipe.targets[t].spec;
+    if (recipe.is_alias(t) || !select(spec)) continue;
+    if (count++ == 0) first = &spec;
+  }
+  if (count == 0) return;
+  checkpoint.warnings.push_back(fmt::format("{} tensor(s) stay as stored: {}; the first is {} ({})",
+                                            count, text, printable(first->fqn),
+                                            torch_name(first->dtype)));
+}
+
+// Warns of tensors that someone who casts or trains the model expects in another form.
+void warn_of_kept(const ParsedFlags& parsed, const Recipe& recipe, Checkpoint& checkpoint) {
+  if (parsed.dtype) {
+    warn_of_kept(recipe, checkpoint,
+                 "--dtype casts only float32, bfloat16, float16, and FP8 with scales",
+                 [](const TensorSpec& spec) {
+                   const bool is_number = is_floating(spec.dtype) || spec.dtype == DType::c64;
+                   return is_number && !is_castable(spec.dtype);
+                 });
+  }
+  const auto& stored = checkpoint.manifest.tensors;
+  const bool has_scales = std::any_of(stored.begin(), stored.end(),
+                                      [](const Stored& of) { return of.scale.has_value(); });
+  const std::string& method = checkpoint.config.quant_method;
+  if ((!parsed.dtype && !parsed.optimizer) || method.empty() || has_scales) return;
+  warn_of_kept(recipe, checkpoint,
+               fmt::format("codes of quantization method '{}' are not dequantised, and not trained",
+                           printable(method)),
+               [](const TensorSpec& spec) {
+                 const bool is_packed =
+                     spec.dtype == DType::u8 || spec.dtype == DType::i8 || spec.dtype == DType::i32;
+                 return is_packed && spec.shape.size() > 1;
+               });
+}
+
 Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
            Checkpoint checkpoint, std::optional<std::string> recipe) {
   Run run{.files = &files,
@@ -168,6 +211,7 @@ Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
   run.recipe = recipe_of(flags, run.checkpoint, parsed.dtype, std::move(recipe));
   parsed.frozen.mark(run.recipe);
   warn_of_unused(run.recipe, run.checkpoint);
+  warn_of_kept(parsed, run.recipe, run.checkpoint);
   run.layout = asked_layout(flags, targets_of(run.recipe));
   if (run.optimizer) run.options.after = {step_phase(run.recipe, run.layout, *run.optimizer)};
   return run;

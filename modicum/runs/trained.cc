@@ -21,9 +21,10 @@ bool is_trained(const Recipe& recipe, uint32_t target) {
   if (recipe.is_alias(target) || spec.role != Role::param) return false;
   if (is_castable(spec.dtype)) return true;
   if (!is_floating(spec.dtype) && spec.dtype != DType::c64) return false;
+  const bool is_castable_code = recipe.nodes[recipe.targets[target].root].is_scaled;
   fail(Category::unsupported,
-       fmt::format("AdamW can't train a parameter of dtype {}; --dtype can cast FP8 with scales",
-                   torch_name(spec.dtype)),
+       fmt::format("AdamW can't train a parameter of dtype {}; {}", torch_name(spec.dtype),
+                   is_castable_code ? "--dtype casts it" : "--frozen leaves it out"),
        {.tensor = spec.fqn,
         .expected = "float32, bfloat16 or float16",
         .got = std::string(torch_name(spec.dtype))});

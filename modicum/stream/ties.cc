@@ -56,9 +56,10 @@ void Ties::prove(int rank) const {
     const std::string& of = plan_.recipe->targets[plan_.ties[i].of].spec.fqn;
     const std::string& alias = plan_.recipe->targets[plan_.ties[i].alias].spec.fqn;
     fail(Category::mismatch,
-         fmt::format("'{}' is tied to '{}', but both are stored and their values differ; --untie "
-                     "(in Python: untie=True) loads both",
-                     printable(alias), printable(of)),
+         fmt::format(
+             "'{}' is tied to '{}', but both are stored and their values differ; --untie, or "
+             "in Python a model built with tie_word_embeddings=False, loads both",
+             printable(alias), printable(of)),
          {.tensor = alias, .rank = rank});
   }
 }

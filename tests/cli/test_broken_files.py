@@ -1,8 +1,8 @@
 """Directories whose optional files are broken, and files that change while they are loaded.
 
 Must fail for these mutants: an unreadable config.json counts as an empty one; the program blocks on
-a config.json that is a FIFO; one verb omits its warnings; a load succeeds although a file was
-overwritten while it ran.
+a config.json that is a FIFO; one verb omits its warnings, or warns of no tensor that stays as
+stored; a load succeeds although a file was overwritten while it ran.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from program import failure, run, run_json
+from program import failure, run, run_json, write_checkpoint
 from safetensors.torch import save_file
 
 import modicum as library
@@ -85,6 +85,31 @@ def test_every_verb_shows_its_warnings(modicum: Path, tmp_path: Path) -> None:
         assert len(warnings) == 2
         text = run(modicum, verb, directory, *flags).stdout
         assert all(f"warning: {warning}\n" in text for warning in warnings)
+
+
+def test_warns_of_tensors_that_are_neither_cast_nor_trained(modicum: Path, tmp_path: Path) -> None:
+    """`--dtype` casts no float64, and nothing dequantises GPTQ's codes: both load as stored."""
+    tensors = {
+        "a": torch.ones(8, 4, dtype=torch.bfloat16),
+        "positions": torch.arange(4, dtype=torch.int32),
+        "q.qweight": torch.ones(2, 4, dtype=torch.int32),
+        "wide": torch.ones(8, dtype=torch.float64),
+    }
+    directory = write_checkpoint(tmp_path / "model", tensors)
+    cast, adamw = ("--dtype", "fp32"), ("--optimizer", "adamw:fp32", "--frozen", "wide")
+    wide = "1 tensor(s) stay as stored: --dtype casts only float32, bfloat16, float16, and FP8 "
+    wide += "with scales; the first is wide (float64)"
+    for verb in ("plan", "load"):
+        assert run_json(modicum, verb, directory, *adamw)["warnings"] == []
+        assert run_json(modicum, verb, directory, *cast)["warnings"] == [wide]
+    (directory / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    assert run_json(modicum, "plan", directory)["warnings"] == []
+    for flags in (cast, adamw):
+        warning = run_json(modicum, "plan", directory, *flags)["warnings"][-1]
+        assert warning.startswith("1 tensor(s) stay as stored: codes of quantization method 'gptq'")
+        assert warning.endswith("the first is q.qweight (int32)")
+    error = failure(modicum, 2, "plan", directory, *cast, *adamw[:2])
+    assert (error["tensor"], error["got"]) == ("wide", "float64") and "--frozen" in error["message"]
 
 
 def test_an_empty_recipe_file_is_refused(modicum: Path, tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ the ledgers of their ranks, for layouts, state formats and worlds.
 
 Must fail for these mutants: a save or a resume is promised without its optimizer state; a phase is
 promised the memory of another phase; a save promises memory that its ledger does not hold; the
-resumed run is planned with the recipe of the saved one; a resumed step is promised without what is
-held of the step that was read; a run without state has no plan.
+resumed run is planned with the recipe of the saved one; a resumed step is promised without the
+headers of the step that was read; a run without state has no plan.
 """
 
 import shutil

@@ -4,7 +4,8 @@ refused run.
 
 Must fail for these mutants: another figure of the document counts as what the run held, or as its
 limit; a suggested change does not fit when it is planned; a larger change comes before a
-smaller one; a document of another kind is accepted; `--budget` is ignored.
+smaller one; a run fits although its save does not; a document of another kind is accepted;
+`--budget` is ignored.
 """
 
 import json
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from pages import MIB, run_document, sizes
-from program import failure, node_peak, run, run_json
+from program import failure, node_peak, run, run_json, strategy_of
 
 
 def written(tmp_path: Path, document: dict[str, Any]) -> Path:
@@ -110,6 +111,26 @@ def test_a_run_that_fits_needs_no_change(
     assert planned["fits"] and planned["from"]["change"] is None
     assert planned["from"]["sentence"].endswith("; the planned run fits without a change")
     assert planned["budget"] == {"bytes": 64 << 30, "source": "run.json"}
+
+
+def test_a_job_that_does_not_fit_is_named(
+    modicum: Path, flags: tuple[object, ...], tmp_path: Path
+) -> None:
+    """The load and its steps fit, but not the save, or not all that the node holds."""
+    flags = (*flags[:-1], "8MiB")
+    (node,) = strategy_of(run_json(modicum, "plan", *flags), "own-shard")["nodes"]
+    needed = node["job"]["peak_bytes"]
+    path = written(tmp_path, watched(needed - 1))
+    planned = run_json(modicum, "plan", *flags, "--from", path)
+    assert (planned["fits"], planned["job_fits"]) == (True, False)
+    sentence = planned["from"]["sentence"]
+    assert sentence.endswith(
+        "; the planned load fits, but the save, or a resume by the same number of ranks, "
+        f"needs {sizes(needed)}, 1 B too little"
+    )
+    done = run(modicum, "plan", *flags, "--from", path, "--reference", "--json")
+    assert done.code == 15 and done.json["rl_fits"] is False
+    assert "; the planned load fits, but node 0 needs " in done.json["from"]["sentence"]
 
 
 def test_a_budget_takes_the_place_of_the_limit(
