@@ -145,4 +145,8 @@ def _report(planned: Planned, ranks: Ranks, loaded: _modicum.Loaded) -> Report:
     outcomes = ranks.gather(outcome)
     is_checked, budget = planned.options.check is not None, planned.budget
     source = planned.budget_source
-    return Report(*_modicum.load_report(planned.plan, outcomes, is_checked, budget, source))
+    document, text = _modicum.load_report(planned.plan, outcomes, is_checked, budget, source)
+    if planned.warning:
+        document["warnings"].append(planned.warning)
+        text += f"warning: {planned.warning}\n"
+    return Report(document, text)
