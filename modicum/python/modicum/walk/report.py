@@ -31,7 +31,8 @@ class Report:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about optional parts of the checkpoint that are broken, unused or unusual."""
+        """Warnings about optional parts of the checkpoint that are broken, unused or unusual, and
+        about an optimizer's state that can't be saved."""
         return self.document["warnings"]
 
     @property

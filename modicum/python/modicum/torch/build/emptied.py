@@ -19,8 +19,10 @@ from modicum.errors import Error, refusal
 from modicum.recipes.structure import Structure
 from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.shards.placements import whole_of
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
 from modicum.upstream.torch_core import version_of
+from modicum.upstream.torch_distributed import dtensor_like
 
 _NAMES_SHOWN = 8
 
@@ -98,11 +100,12 @@ class Emptied:
             buffer, never_written = found[name]
             made.add(name)
             value = value.to(buffer.dtype)
-            if torch.equal(value, buffer.detach().cpu()):
+            own = whole_of(buffer, name, ": buffers='keep' leaves it alone")
+            if torch.equal(value, own.detach().cpu()):
                 continue
             is_emptied |= never_written
             if everything or never_written:
-                self._values[name] = buffer, value.clone()
+                self._values[name] = buffer, dtensor_like(buffer, value.clone())
             else:
                 self._differ.append(name)
         self._unknown = [n for n, (_, never) in found.items() if never and n not in made]

@@ -73,7 +73,8 @@ def load(
             them; None: restore those whose modules were never written to, as after `to_empty()`.
         fork: "excluded", "shared" or "inherited" memory in forked children (docs/guide/workers.md).
         optimizer: one or several `modicum.torch.AdamW` of parameters on meta. The budget covers
-            their state, allocated after the load; for a single one also a save of model and state.
+            their state, allocated after the load; for a single one also a save of model and state,
+            unless that state can't be saved, of which a warning tells.
         resized: for token embeddings and heads with another number of rows than stored: "mean": new
             rows are the mean of the stored ones; "model": made by the model's rule; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a

@@ -20,7 +20,9 @@ from modicum.recipes.nodes import Node
 from modicum.recipes.structure import ties_of
 from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.shards.placements import whole_of
 from modicum.torch.shards.tensors import ModelTensor, as_bytes
+from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.torch_fsdp import hand_over
 from modicum.upstream.wrappers import canonical
 
@@ -46,7 +48,7 @@ def level(model: Model, ranks: Ranks) -> Tensors:
     for of, prints in zip(model.tensors.values(), zip(*everyone, strict=True), strict=True):
         is_same = len(set(prints)) == 1
         if not of.is_persistent and (not is_same or prints[0] == _ON_META):
-            uneven[of.name] = of.tensor
+            uneven[of.name] = of.local
         if not is_same:
             _empty(of)
     return uneven
@@ -59,8 +61,9 @@ def _fingerprint(of: ModelTensor) -> str:
         return _ON_META
     if of.is_persistent:
         return ""
-    digest = hashlib.blake2b(f"{of.tensor.dtype} {of.tensor.shape}".encode(), digest_size=16)
-    digest.update(as_bytes(of.tensor.cpu().contiguous()).numpy().data)
+    whole = whole_of(of.tensor, of.name)
+    digest = hashlib.blake2b(f"{whole.dtype} {whole.shape}".encode(), digest_size=16)
+    digest.update(as_bytes(whole.cpu().contiguous()).numpy().data)
     return digest.hexdigest()
 
 
@@ -69,7 +72,7 @@ def _empty(of: ModelTensor) -> None:
     if of.tensor.is_meta:
         return
     if not isinstance(of.tensor, torch.nn.Parameter):
-        of.put(torch.empty_like(of.tensor, device="meta"))
+        of.put(dtensor_like(of.tensor, torch.empty_like(of.local, device="meta")))
         return
     numel = of.managed.padded_numel if of.managed else of.local.numel()
     storage = torch.empty(numel, dtype=of.local.dtype, device="meta")

@@ -1,5 +1,6 @@
 """Plans a load within its budget: the destination of each target, and the C++ library's plan."""
 
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +11,13 @@ from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import UsageError, refusal
 from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.loading.goal import Goal, Model
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.parts import Memory
 from modicum.torch.optim.promise import Needs, needs_of
+from modicum.torch.optim.states import Stored
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
@@ -110,6 +112,8 @@ class Planned:
     budget: int | None
     budget_source: str
     ranks_per_node: int
+    warning: str = ""
+    """Why the promise does not include a save, if an optimizer's state can't be saved."""
 
     def headline(self) -> str:
         """The load in one line."""
@@ -158,6 +162,10 @@ def plan_of(
     baselines = [-(-memory[0] // MIB) * MIB for memory in goal.memories]
     budget, budget_source = budget_of(options, goal.memories, baselines, per_node)
     needs = _needs_of(options, places)
+    files, refused = _state_files(needs, model, ranks)
+    warning = f"a save is not promised: {refused}" if refused else ""
+    if warning and ranks.rank == 0:
+        warnings.warn(f"modicum: {warning}", stacklevel=3)
     plan = _modicum.make_plan(
         goal.recipe,
         layout_of(goal.recipe, [place.sharding for place in places], ranks.world_size),
@@ -172,11 +180,11 @@ def plan_of(
         budget_source=budget_source,
         fork=options.fork,
         after=_after(options, needs, ranks),
-        save=_state_files(needs, model),
+        save=files,
     )
     buffers = plan.buffers(ranks.rank)
     return Planned(
-        goal, places, initialiser, plan, buffers, options, budget, budget_source, per_node
+        goal, places, initialiser, plan, buffers, options, budget, budget_source, per_node, warning
     )
 
 
@@ -200,11 +208,22 @@ def _after(options: Options, needs: Sequence[Needs], ranks: Ranks) -> list[dict[
     return of_ranks if any(of_ranks) else []
 
 
-def _state_files(needs: Sequence[Needs], model: Model) -> _modicum.StateFiles | None:
-    """The files of optimizer state in a save, whose memory the promise includes. None unless there
-    is exactly one optimizer and its state can be saved."""
-    stored = needs[0].stored(model.names) if len(needs) == 1 else []
-    return _modicum.StateFiles(stored) if stored else None
+def _state_files(
+    needs: Sequence[Needs], model: Model, ranks: Ranks
+) -> tuple[_modicum.StateFiles | None, str]:
+    """(the files of optimizer state in a save, whose memory the promise includes; the reason why
+    its state can't be saved on some rank, or ""). None unless there is exactly one optimizer and
+    its state can be saved on all ranks."""
+    if len(needs) != 1:
+        return None, ""
+    stored: Stored = []
+    refused = ""
+    try:
+        stored = needs[0].stored(model.names)
+    except UsageError as error:
+        refused = str(error)
+    refused = next(filter(None, ranks.gather(refused)), "")
+    return _modicum.StateFiles(stored) if stored and not refused else None, refused
 
 
 def kept_bytes(before: Planned | None, rank: int) -> int:

@@ -17,6 +17,7 @@ from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.ranks.progress import progress_bar
 from modicum.torch.shards.tensors import as_bytes, copying_into
+from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.torch_fsdp import hand_over, pin
 from modicum.walk.report import Report
 
@@ -124,7 +125,7 @@ def _hand_over(planned: Planned, model: Model, loaded: _modicum.Loaded, storages
             if isinstance(of.tensor, nn.Parameter):
                 hand_over(of.name, of.tensor, storage, of.managed)
             else:
-                of.put(storage.view(of.tensor.shape))
+                of.put(dtensor_like(of.tensor, storage.view(of.local.shape)))
         torch.autograd.graph.increment_version(of.tensor)  # as every write through torch does
     for target, place in zip(planned.goal.targets, planned.places, strict=True):
         if target["alias_of"] is not None:
@@ -144,4 +145,8 @@ def _report(planned: Planned, ranks: Ranks, loaded: _modicum.Loaded) -> Report:
     outcomes = ranks.gather(outcome)
     is_checked, budget = planned.options.check is not None, planned.budget
     source = planned.budget_source
-    return Report(*_modicum.load_report(planned.plan, outcomes, is_checked, budget, source))
+    document, text = _modicum.load_report(planned.plan, outcomes, is_checked, budget, source)
+    if planned.warning:
+        document["warnings"].append(planned.warning)
+        text += f"warning: {planned.warning}\n"
+    return Report(document, text)

@@ -58,8 +58,8 @@ class AdamW(torch.optim.Optimizer):
 
     On the CPU a float32 parameter is its own master (the float32 value that is stepped); in a split
     format a bfloat16 parameter is its master's upper half. In both cases a backward makes
-    `parameter.grad` a view of the state's memory, unless the gradient has a graph
-    (`create_graph=True`). A step skips parameters without a `grad`.
+    `parameter.grad` a view of the state's memory, unless it has a graph (`create_graph=True`) or
+    other placements than the parameter. A step skips parameters without a `grad`.
 
     For parameters on a device the complete state is on the host. Gradients stay on the device until
     a step or a norm copies them to the host; new parameters are copied back while the step runs.

@@ -11,7 +11,7 @@ from torch import nn
 
 from modicum.errors import UsageError, refusal
 from modicum.torch.optim.names import fqns_of, modules_alive, named
-from modicum.torch.optim.parts import Memory, Part, mesh_of, part_of, place_of
+from modicum.torch.optim.parts import Memory, Part, mesh_of, part_of, place_of, placement_of
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of, parameters_of, require_known
 
@@ -204,6 +204,8 @@ def _taking(part: Part) -> Callable[[nn.Parameter], None]:
             part.grad = part.like_parameter(plane)
         if grad.shape != part.grad.shape or place_of(part.grad) != part.grad_place:
             return  # the step compares shape and place, and copies the gradient or raises
+        if placement_of(grad) != placement_of(parameter):
+            return  # the step redistributes it; until then autograd adds to it as it is
         with torch.no_grad():
             leave_kept(part)
             plane.copy_(part.local_like(grad, "gradient"))

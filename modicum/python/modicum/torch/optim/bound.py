@@ -30,6 +30,11 @@ _OWNERS = {
 }
 
 
+def moments_of(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the moments of a group's parameters."""
+    return MOMENTS if group["amsgrad"] else MOMENTS[:2]
+
+
 class Bound:
     """The parameters of an optimizer that have state, and their states. Parameters that are
     unfrozen or added later get additional states."""
@@ -66,7 +71,7 @@ class Bound:
         steps = _float32(len(parts)).zero_()
         for index, part in enumerate(parts):
             part.state += later
-            part.moments = MOMENTS if groups[part.group]["amsgrad"] else MOMENTS[:2]
+            part.moments = moments_of(groups[part.group])
             part.steps = steps, index
         self.parts += parts  # in place: the optimizer's finalizer unhooks this list
         self._steps.append(steps)
@@ -310,7 +315,7 @@ class Bound:
             self.states[part.state].leave_out(part.shard)
         elif is_in_place(part, grad):
             in_place[part.state].append(part.shard)
-        elif part.local.numel() > 0:
+        else:  # an empty shard, too: the ranks redistribute its gradient together
             line = part.local_like(grad, "gradient").contiguous()
             if part.on_host:
                 leave_kept(part)

@@ -106,10 +106,9 @@ class Part:
             what = f"its {what} has another type or shape"
             raise refusal("MISMATCH", what, tensor=self.name, expected=expected, got=got)
         if self.mesh is not None:
-            to: Any = self.parameter
             cut: Any = whole
-            if (cut.device_mesh, cut.placements) != (to.device_mesh, to.placements):
-                cut = cut.redistribute(to.device_mesh, to.placements)
+            if placement_of(cut) != placement_of(self.parameter):
+                cut = cut.redistribute(*placement_of(self.parameter))
             whole = local_of(cut)
         _require_stored(whole, f"its {what}", self.name)
         whole = whole.detach()
@@ -129,6 +128,11 @@ class Part:
 def mesh_of(tensor: torch.Tensor) -> Any:
     """The device mesh of a DTensor; None for a plain tensor."""
     return getattr(tensor, "device_mesh", None)
+
+
+def placement_of(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """The device mesh and the placements of a DTensor; (None, None) for a plain tensor."""
+    return mesh_of(tensor), getattr(tensor, "placements", None)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -251,8 +255,11 @@ def largest(meshes: Iterable[Any], value: int) -> int:
 
 
 def _reduced(mesh: Any, values: list[float], how: str = "SUM") -> list[float]:
+    """`values`, reduced over the mesh's ranks; unchanged on a rank outside the mesh."""
     import torch.distributed as dist
 
+    if mesh.get_coordinate() is None:
+        return values
     reduced = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
     for dim in range(mesh.ndim):
         if mesh.size(dim) > 1:

@@ -7,9 +7,10 @@ from typing import Any
 
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.binding import new_parts, on_meta
+from modicum.torch.optim.bound import moments_of
 from modicum.torch.optim.names import called
 from modicum.torch.optim.parts import Memory, Part
-from modicum.torch.optim.states import Stored, footprint, stored_of
+from modicum.torch.optim.states import Stored, footprint, require_storable, stored_of
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,15 @@ class Needs:
     needed: Mapping[str, int] = field(default_factory=dict)
     """Bytes by purpose."""
     parts: Sequence[Part] = ()
-    """The parameters that will have state; empty if a save does not support that state."""
+    """The parameters that will have state."""
 
     def stored(self, names: Mapping[int, str]) -> Stored:
         """The parts' state in files; empty if `names` lacks a parameter. `names`: the name in files
-        by id of a parameter."""
+        by id of a parameter. Raises `UsageError` if a save does not support a part's state."""
         if any(id(part.parameter) not in names for part in self.parts):
             return []
+        for part in self.parts:
+            require_storable(part, names[id(part.parameter)])
         return stored_of(self.parts, lambda part: names[id(part.parameter)])
 
 
@@ -40,9 +43,9 @@ def needs_of(optimizer: AdamW, memories: Mapping[int, Memory]) -> Needs:
     options = optimizer._checked(groups)
     needed: Any = footprint(parts, options, optimizer.state_format, fork=optimizer._fork)
     optimizer.ledger.require_room(needed, called(parts))
-    every = [*bound, *parts]
-    is_stored = all(part.is_row_major and not groups[part.group]["amsgrad"] for part in every)
-    return Needs(dict(needed), every if is_stored else ())
+    for part in parts:
+        part.moments = moments_of(groups[part.group])
+    return Needs(dict(needed), [*bound, *parts])
 
 
 def held_by(optimizer: AdamW) -> int:

@@ -17,6 +17,7 @@ from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.upstream.torch_fsdp import register
 
 _ROWS = {row["name"]: row for row in _modicum.state_formats()}
+_SCALE_BLOCK = 128  # elements of a row with one scale per 8-bit moment
 
 
 def dtype_of(part: Part, plane: str) -> torch.dtype:
@@ -60,6 +61,27 @@ def stored_of(parts: Sequence[Part], name_of: Callable[[Part], str]) -> Stored:
         )
         for part in parts
     ]
+
+
+def require_storable(part: Part, name: str) -> None:
+    """Raises `UsageError` if the part's state can't be in files. `format` and `moments` must be
+    set. `name`: the part's name in files."""
+    if len(part.moments) > 2:
+        what = "the state of AdamW with amsgrad can't be saved by modicum.torch.save"
+        raise refusal("UNSUPPORTED", what, tensor=name)
+    if not part.is_row_major:
+        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name)
+    if dtype_of(part, "moment") != torch.int8:
+        return
+    row, numel = part.shape[-1], part.parameter.numel()
+    for first, count in part.runs:
+        ends = first, first + count
+        if any(at != numel and at % row % _SCALE_BLOCK != 0 for at in ends):
+            what = "this layout divides blocks of 8-bit moments between ranks; their state can't "
+            what += "be saved"
+            expected = f"shards that end at multiples of {_SCALE_BLOCK} within a row"
+            got = f"elements {ends[0]} to {ends[1]}"
+            raise refusal("UNSUPPORTED", what, tensor=name, expected=expected, got=got)
 
 
 def options_of(group: dict[str, Any], semantics: str, bias_correction: bool) -> Any:

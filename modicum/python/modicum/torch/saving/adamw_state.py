@@ -10,7 +10,7 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.parts import Part
-from modicum.torch.optim.states import Stored, stored_of
+from modicum.torch.optim.states import Stored, require_storable, stored_of
 from modicum.torch.shards.placements import Shardings
 
 HeldShards = list[tuple[_modicum.AdamW, int, str]]
@@ -26,7 +26,7 @@ class AdamWState:
         # Adopts what a program has written to parameters and `state` since the last step.
         optimizer.state_items(codes=True)
         for part in self._parts:
-            _require_storable(part, self._name_of(part))
+            require_storable(part, self._name_of(part))
 
     @property
     def _parts(self) -> list[Part]:
@@ -87,14 +87,6 @@ class AdamWState:
         bound.note_steps()
         bound.note_versions()
         self._optimizer._has_loaded = True
-
-
-def _require_storable(part: Part, name: str) -> None:
-    if len(part.moments) > 2:
-        what = "the state of AdamW with amsgrad can't be saved by modicum.torch.save"
-        raise refusal("UNSUPPORTED", what, tensor=name)
-    if not part.is_row_major:
-        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name)
 
 
 def _is_first(part: Part, shardings: Shardings) -> bool:

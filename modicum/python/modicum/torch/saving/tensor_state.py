@@ -25,9 +25,10 @@ from modicum.torch.saving.weights import (
     memory_of,
     writing_of,
 )
-from modicum.torch.shards.placements import Sharding, Shardings, layout_of
+from modicum.torch.shards.placements import Sharding, Shardings, is_whole, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_core import local_of
+from modicum.upstream.torch_distributed import dtensor_like
 
 _PAGE_BYTES = 4096
 _MMAP_BYTES = 128 << 10  # glibc's default M_MMAP_THRESHOLD: larger blocks are mapped
@@ -99,9 +100,9 @@ def _require_row_major(local: torch.Tensor, name: str) -> None:
 
 
 def _number(value: Any, name: str) -> Any:
-    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and local_of(value) is value
+    is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and is_whole(value)
     if is_one and not value.is_complex():
-        return [str(value.dtype).removeprefix("torch."), value.item(), [*value.shape]]
+        return [str(value.dtype).removeprefix("torch."), local_of(value).item(), [*value.shape]]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     got = f"{type(value).__name__} of {list(getattr(value, 'shape', []))}"
@@ -233,9 +234,16 @@ def load_tensors(
     state: dict[str, dict[str, Any]] = {}
     held: list[Held] = []
     devices = devices_of_numbers(optimizer)
+    # Keys of tensors like their parameters; those of 0-d parameters are among the numbers.
+    like = {name.rpartition(".")[2] for name in saved.tensors.stored}
     for fqn, own in numbers.items():
-        device = devices[parameters[fqn]]
-        state[fqn] = {key: _made(value, device) for key, value in own.items()}
+        parameter = parameters[fqn]
+        state[fqn] = {
+            key: _made_like(parameter, value)
+            if key in like and parameter.dim() == 0
+            else _made(value, devices[parameter])
+            for key, value in own.items()
+        }
     for name, (dtype, _) in saved.tensors.stored.items():
         fqn, _, key = name.rpartition(".")
         parameter = parameters[fqn]
@@ -270,6 +278,13 @@ def _made(number: Any, device: torch.device) -> Any:
         dtype, value, shape = number
         return torch.full(shape, value, dtype=getattr(torch, dtype), device=device)
     return number
+
+
+def _made_like(parameter: torch.Tensor, number: Any) -> Any:
+    """A number as a tensor like the parameter, which is 0-d: on its device, a DTensor if it is."""
+    made = _made(number, local_of(parameter).device)
+    is_like = isinstance(made, torch.Tensor) and made.shape == parameter.shape
+    return dtensor_like(parameter, made) if is_like else made
 
 
 def _filled(

@@ -68,6 +68,24 @@ def layout_of(
     )
 
 
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether each rank's local tensor is the complete tensor, as for a plain one."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    placements: Any = getattr(tensor, "placements", ())
+    return all(of.is_replicate() or mesh.size(dim) == 1 for dim, of in enumerate(placements))
+
+
+def whole_of(tensor: torch.Tensor, name: str, hint: str = "") -> torch.Tensor:
+    """The complete tensor, which is this rank's local tensor. Raises `UsageError` if ranks hold
+    different parts of it. `name`: its name in errors; `hint`: what they add."""
+    if not is_whole(tensor):
+        got = str(list(getattr(tensor, "placements", ())))
+        what = f"this buffer is in no file and is divided among ranks{hint}"
+        raise refusal("UNSUPPORTED", what, tensor=name, expected="[Replicate()]", got=got)
+    whole: torch.Tensor = local_of(tensor)
+    return whole
+
+
 class Shardings:
     """Finds the shardings of tensors. For a tensor every rank of the world finds the same sharding.
 
