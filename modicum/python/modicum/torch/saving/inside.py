@@ -4,6 +4,7 @@ as a checkpoint of accelerate or Trainer:
     DIR/.partial-*/                             the step while it is written; made first
     DIR/trainer_state.json, scheduler.pt, ...   files of the other programs
     DIR/model.safetensors, optimizer/, ...      the step's files, moved here once all are written
+    DIR/tokenizer.json, ...                     copied from the source, if absent; not in the record
     DIR/COMMIT                                  made last
 
 A directory with a .partial-* but without COMMIT is an incomplete checkpoint. One with neither is
