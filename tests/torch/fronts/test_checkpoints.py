@@ -344,7 +344,7 @@ def test_no_progress_bar_is_drawn_for_a_config(
 
 @pytest.mark.parametrize(
     ("optimizer", "sharded", "limit"),
-    [("torch", False, 2), ("modicum", False, 1), ("torch", True, 2)],
+    [("torch", False, 2), ("modicum", False, 1), ("torch", True, 2), ("sgd", False, 2)],
 )
 def test_trainer_resumes_bit_for_bit(
     two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool, limit: int
