@@ -128,11 +128,13 @@ class Publication {
     for (const StepFile& file : task_.step.found.record.files) {
       if (!written_.contains(file.name)) copy(file);
     }
+    copy_unrecorded();
     commit_in_place(files_, conversion_.directory(), record_);
     conversion_.publish();
     return record_;
   }
   uint64_t written_bytes() const noexcept { return written_bytes_; }
+  const std::vector<std::string>& warnings() const noexcept { return warnings_; }
 
  private:
   void add_part(const std::string& prefix, const Manifest& source, const ConvertedForm& form,
@@ -173,6 +175,15 @@ class Publication {
     add_record({file.name, copied->bytes, copied->bytes, copied->digest});
   }
 
+  // A step inside another program's directory does not record its config and tokenizer.
+  void copy_unrecorded() {
+    Companions others =
+        copy_companions(task_.load.run.checkpoint, std::nullopt, files_, conversion_.directory(),
+                        [this](const std::string& name) { return !written_.contains(name); });
+    for (StepFile& file : others.copied) add_record(std::move(file));
+    warnings_ = std::move(others.warnings);
+  }
+
   void add(const std::string& name, const std::string& text) {
     write_durably(files_, place_of(name), text);
     add_record({name, text.size(), text.size(), digest_of(text)});
@@ -187,6 +198,7 @@ class Publication {
   }
 
   void add_record(StepFile file) {
+    written_.insert(file.name);
     written_bytes_ += file.bytes;
     record_.files.push_back(std::move(file));
   }
@@ -196,7 +208,9 @@ class Publication {
   ConversionJournal& conversion_;
   StepRecord record_;
   std::map<std::string, std::vector<uint64_t>> digests_;  // by file: chunk digests in the journal
-  std::set<std::string> written_;  // the source's data files and indexes, which are not copied
+  std::vector<std::string> warnings_;
+  // The source's data files and indexes, which are not copied, and the files that were copied.
+  std::set<std::string> written_;
   uint64_t written_bytes_ = 0;
 };
 
@@ -317,6 +331,8 @@ ConvertReport reshard_in_rank(const ReshardTask& task, ShowBytes show) {
                        .digest = digest_of(record.tensors),
                        .step = record.step};
   report.elapsed_s = world.seconds_until(world.clock.now_ns());
+  report.checkpoint.warnings.insert(report.checkpoint.warnings.end(),
+                                    publication.warnings().begin(), publication.warnings().end());
   for (const StepFile& file : record.files) report.files.push_back({file.name, file.bytes});
   return report;
 }

@@ -124,8 +124,21 @@ void StepSave::add_companions(const Checkpoint& source, const SavePlan& plan, Sa
       source, tally.new_form(), files_, step_.directory, [&](const std::string& name) {
         return !step_.is_inside || !files_.exists(join_path(step_.root, name));
       });
-  for (StepFile& file : companions.copied) add_record(saved, std::move(file));
+  for (StepFile& file : companions.copied) {
+    if (step_.is_inside) {
+      place_companion(saved, file);
+    } else {
+      add_record(saved, std::move(file));
+    }
+  }
   saved.warnings = std::move(companions.warnings);
+}
+
+// Scripts write such files of their own, a tokenizer for example, into another program's directory
+// when the step is committed. So there a copied one is no part of the record.
+void StepSave::place_companion(SavedStep& saved, const StepFile& file) {
+  files_.rename(join_path(step_.directory, file.name), join_path(step_.root, file.name));
+  saved.written_bytes += file.bytes;
 }
 
 // Adds a file of the caller to the record; writes it unless a rank has done so.

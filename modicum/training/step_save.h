@@ -42,7 +42,8 @@ class StepSave {
   // the directory of an optimizer's state. Throws the errors of begin_step.
   StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false);
   // The step becomes `inside.directory` itself; see begin_step_in. The source's files that are not
-  // tensors, such as its tokenizer, are copied only if the directory has no file of that name.
+  // tensors, such as its tokenizer, are copied only if the directory has no file of that name, and
+  // are not in the record: others may replace them.
   struct Inside {
     std::string directory;
   };
@@ -71,6 +72,7 @@ class StepSave {
                 std::vector<StepTensor>& tensors);
   void merge_sums(ChunkSums& sums, const std::string& prefix, int ranks);
   void add_companions(const Checkpoint& source, const SavePlan& plan, SavedStep& saved);
+  void place_companion(SavedStep& saved, const StepFile& file);
   void add_file(SavedStep& saved, const std::string& name, const std::string& text);
   void add_record(SavedStep& saved, StepFile file);
   void add_written(SavedStep& saved, const NewFile& file);

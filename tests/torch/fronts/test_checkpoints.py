@@ -6,10 +6,12 @@ training, bit for bit; `from_pretrained` and `modicum verify` read the checkpoin
 these mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
 rotation that removes the newest whole checkpoint; lost group options of an optimizer whose state
-has no tensors; checkpoints of accelerate that cannot be read; a tensor that the checkpoint lacks,
-without an error; a progress bar although no weights are saved; no warning about files of accelerate
-in a checkpoint of Modicum, or about adapters saved without COMMIT; a base model that is saved with
-its adapters, or that `save_model` leaves out; a resume that reads adapters as the model.
+has no tensors, or a schedule that begins anew with one; a checkpoint that is damaged once the
+script saves its tokenizer there, or whose reshard has no config; checkpoints of accelerate that
+cannot be read; a tensor that the checkpoint lacks, without an error; a progress bar although no
+weights are saved; no warning about files of accelerate in a checkpoint of Modicum, or about
+adapters saved without COMMIT; a base model that is saved with its adapters, or that `save_model`
+leaves out; a resume that reads adapters as the model.
 """
 
 import json
@@ -25,10 +27,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ranks import Failed, Ranks, ranks  # noqa: E402  (after torch is known to be there)
+import torch_front  # noqa: E402  (after torch is known to be there)
+from ranks import Failed, Ranks, ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from modicum.torch.saving.inside import Inside, fault_of, rotate  # noqa: E402
+from modicum.torch.ranks.group import Ranks as World  # noqa: E402
+from modicum.torch.saving.inside import Inside, fault_of, rotate, save_inside  # noqa: E402
 from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
 from modicum.upstream.wrappers import canonical  # noqa: E402
 
@@ -132,6 +136,31 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
     own = two.ask("accelerate_saves", by="modicum", **how | {"folder": str(tmp_path / "own")})
     assert [one["then"] for one in own] == [one["then"] for one in theirs]
     assert [one["saved"] for one in own] == [one["saved"] for one in theirs]
+
+
+def test_a_script_may_replace_the_copied_files(tmp_path: Path, modicum: Path) -> None:
+    """A checkpoint gets the tokenizer of the loaded model, but its record does not have the
+    tokenizer: a script may write another one there. A reshard copies the one that it finds."""
+    source, directory, out = tmp_path / "model", tmp_path / "checkpoint-3", tmp_path / "out"
+    shutil.copytree(torch_front.checkpoint_of("qwen3"), source)
+    (source / "tokenizer.json").write_text("{}")
+    model = torch_front.empty("qwen3")
+    torch_front.load(model, source)
+    flight = Inside(directory)
+    how = {"ledger": None, "budget": "none", "staging": None, "adapters": False}
+    with World.of_world().together() as world:
+        flight.open(world)
+        save_inside(model, flight, None, how, world)
+    flight.end()
+    assert (directory / "tokenizer.json").read_text() == "{}"
+    (directory / "tokenizer.json").write_text('{"added_tokens": []}')
+    assert fault_of(directory) == ""
+    assert_verifies(modicum, directory)
+    subprocess.run([modicum, "reshard", directory, out], check=True, capture_output=True)
+    for name in ("tokenizer.json", "config.json"):
+        assert (out / name).read_bytes() == (directory / name).read_bytes()
+    (out / "tokenizer.json").unlink()
+    assert "INTEGRITY: a file of the step is missing" in fault_of(out)
 
 
 def test_the_number_of_a_step_fits_or_is_0() -> None:
@@ -315,7 +344,7 @@ def test_no_progress_bar_is_drawn_for_a_config(
 
 @pytest.mark.parametrize(
     ("optimizer", "sharded", "limit"),
-    [("torch", False, 2), ("modicum", False, 1), ("torch", True, 2)],
+    [("torch", False, 2), ("modicum", False, 1), ("torch", True, 2), ("sgd", False, 2)],
 )
 def test_trainer_resumes_bit_for_bit(
     two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool, limit: int

@@ -8,8 +8,9 @@ budget; one step count for all parameters; elements on a device that are read fr
 a resume that does not compare values; a removal by `keep` that fails without a word; a reported
 peak that leaves out the publication; extras that no resume can read; a tensor that was untied after
 the load and is left out; a weight whose shape has changed since and that is written under its old
-shape; a dtype that rounds the weights from which a saved optimizer goes on; parameters of another
-optimizer, numbers that no step can have and keys with a dot, all without a typed error.
+shape; a dtype that rounds the weights from which a saved optimizer goes on; an error without a
+remedy for other frozen parameters than at the save; parameters of another optimizer, numbers that
+no step can have and keys with a dot, all without a typed error.
 """
 
 import os
@@ -310,6 +311,43 @@ def test_step_counts_that_differ_are_restored(tmp_path: Path) -> None:
     ]
     assert made[0] == made[1] and set(made[0].values()) == {1, 2}
     assert new.digest() == optimizer.digest()
+
+
+def stepped(model: Any, optimizer: Any) -> dict[str, int]:
+    """Makes a step with gradients of one for the parameters that train; returns the digests."""
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    return optimizer.digest()
+
+
+@pytest.mark.parametrize("was_frozen", (True, False))
+def test_a_resume_with_other_frozen_parameters_names_the_remedy(
+    tmp_path: Path, was_frozen: bool
+) -> None:
+    """The embedding is frozen either at the save or at the resume, which is refused. With the
+    remedy of the error the next step, with the embedding, is that of the program that saved."""
+    model, again = loaded("qwen3"), torch_front.empty("qwen3")
+    model.model.embed_tokens.requires_grad_(False)
+    again.model.embed_tokens.requires_grad_(was_frozen)
+    optimizer = front.AdamW(model.parameters())
+    new = front.AdamW(again.parameters())
+    stepped(model, optimizer)
+    if not was_frozen:
+        model.model.embed_tokens.requires_grad_(True)
+        stepped(model, optimizer)
+    front.save(model, tmp_path, step=1, optimizer=optimizer)
+    remedy = "before AdamW is made" if was_frozen else "unfreeze it before the resume"
+    with pytest.raises(UsageError, match=f"MISMATCH: .*{remedy}.*tensor model.embed_tokens.weight"):
+        front.resume(again, tmp_path, optimizer=new, progress=False)
+    again.model.embed_tokens.requires_grad_(not was_frozen)
+    if was_frozen:
+        new = front.AdamW(again.parameters())
+    front.resume(again, tmp_path, optimizer=new, progress=False)
+    assert new.digest() == optimizer.digest()
+    for one in (model, again):
+        one.model.embed_tokens.requires_grad_(True)
+    assert stepped(again, new) == stepped(model, optimizer)
 
 
 @pytest.mark.parametrize("flag", ["fused", "capturable", "foreach"])

@@ -4,6 +4,7 @@ as a checkpoint of accelerate or Trainer:
     DIR/.partial-*/                             the step while it is written; made first
     DIR/trainer_state.json, scheduler.pt, ...   files of the other programs
     DIR/model.safetensors, optimizer/, ...      the step's files, moved here once all are written
+    DIR/tokenizer.json, ...                     copied from the source, if absent; not in the record
     DIR/COMMIT                                  made last
 
 A directory with a .partial-* but without COMMIT is an incomplete checkpoint. One with neither is
@@ -29,7 +30,6 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
 from modicum.torch.saving.adapters import FILE
-from modicum.torch.saving.extra import FOLDER, read_all
 from modicum.torch.saving.planning import LAST, Ask
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.saving.resume import find, load_state, resume
@@ -41,8 +41,6 @@ from modicum.upstream.torch_fsdp import reshard
 _COMMIT = "COMMIT"
 _IN_FLIGHT = ".partial-"
 _TRASH = ".trash-"
-_GROUPS = "optimizer_groups"
-"""The key in `extra` of the group options of an optimizer whose state has no tensors."""
 
 
 class Inside(Flight):
@@ -71,15 +69,14 @@ class Inside(Flight):
         self._place = super().begin(ranks, **how)
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
-        """Makes the step's subdirectories, and syncs the other programs' files, which are all
-        written by now. Collective. Returns the same as `Flight.begin`."""
+        """Makes the subdirectory of an optimizer, and syncs the other programs' files, which are
+        all written by now. Collective. Returns the same as `Flight.begin`."""
         assert self._place is not None
         place = self._place
 
         def make() -> None:
-            for folder, is_needed in (("optimizer", how["has_state"]), (FOLDER, how["has_extra"])):
-                if is_needed:
-                    (place[0] / folder).mkdir()
+            if how["has_state"]:
+                (place[0] / "optimizer").mkdir()
             _sync(self.directory)
 
         ranks.once(make, lambda: None)
@@ -107,21 +104,23 @@ def save_inside(
     """Saves into the directory of `flight`, which is open, and commits. Collective. `how`: ledger,
     budget, staging, shard_size and adapters, as for `save`."""
     reshard(model)
-    extra = None
+    options = None
     if optimizer is not None and not _has_tensors(optimizer):
-        extra = {_GROUPS: json.loads(groups.text_of(optimizer, Model.of(model).names))}
+        options = groups.text_of(optimizer, Model.of(model).names)
         optimizer = None
     form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=how["adapters"])
     ask = Ask(
         root=flight.directory, step=flight.number, keep=None, form=form,
-        ledger=how["ledger"] or _modicum.Ledger(), budget=how["budget"], extra=extra, per_rank=None,
+        ledger=how["ledger"] or _modicum.Ledger(), budget=how["budget"], extra=None, per_rank=None,
+        groups=options,
     )  # fmt: skip
     return save_together(model, Given(optimizer, None), ask, ranks, flight)
 
 
 def _has_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's state has tensors to save. False for a torch optimizer before its
-    first step, and for one such as SGD without momentum: only its group options are saved."""
+    first step, and for one such as SGD without momentum. Then only its group options are saved:
+    Trainer reads the state of its scheduler only if the checkpoint has a directory "optimizer"."""
     values = (value for entry in optimizer.state.values() for value in entry.values())
     has_some = any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values)
     return has_some or isinstance(optimizer, AdamW)
@@ -167,11 +166,11 @@ def load_state_inside(
 
 def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
     """Restores an optimizer whose state had no tensors."""
-    extra, _ = read_all(directory, 0, 0, 0)
-    if extra is None:
+    saved = directory / groups.FILE
+    if not saved.exists():
         what = "the checkpoint holds no optimizer state to go on from"
         raise refusal("MISMATCH", what, file=directory.name)
-    groups.restore(optimizer, extra[_GROUPS], Model.of(model).names)
+    groups.restore(optimizer, json.loads(saved.read_text()), Model.of(model).names)
     optimizer.state.clear()
 
 

@@ -43,6 +43,8 @@ class Ask:
     budget: Size | None
     extra: Any
     per_rank: Any
+    groups: str | None = None
+    """The text of groups.json for an optimizer whose state has no tensors."""
     sigterm: Sigterm = field(default_factory=Sigterm)
 
     def __post_init__(self) -> None:
@@ -113,6 +115,8 @@ def plan_of(
     """
     names = model.names
     texts = [] if ask.common is None else [(COMMON, ask.common)]
+    if ask.groups is not None:
+        texts.append((groups.FILE, ask.groups))
     if ask.form.adapters:
         writing = writing_of_adapters(model, goal, ranks, ask.form)
         texts.append((CONFIG, config_text(model.module)))

@@ -237,6 +237,7 @@ def load_state(
     saved = _saved_state(found)
     if isinstance(optimizer, AdamW):
         state = AdamWState(optimizer, names)
+        _require_trained(state, saved, names)
         if options is not None:
             groups.restore(optimizer, options, names)
         board = _modicum.Board(ranks)
@@ -254,6 +255,23 @@ def load_state(
     if options is not None:
         groups.restore(optimizer, options, names)
     return load_tensors(optimizer, names, saved, ledger, ranks)
+
+
+def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, str]) -> None:
+    """Raises `UsageError` if a parameter was frozen at the save and has state now, or the other way
+    round."""
+    own = {name for name, *_ in state.parameters}
+    for name in _modicum.state_facts(saved.facts)["without_state"]:
+        if name in own:
+            what = "the parameter was frozen when the step was saved, and has state in this run: "
+            what += "freeze it before AdamW is made, and unfreeze it after the resume"
+            raise refusal("MISMATCH", what, tensor=name)
+    frozen = {*names.values()} - own
+    for name in (of.rpartition(".")[0] for of in saved.tensors.stored):
+        if name in frozen:
+            what = "the step has state of a parameter that is frozen in this run: "
+            what += "unfreeze it before the resume; afterwards it may be frozen again"
+            raise refusal("MISMATCH", what, tensor=name)
 
 
 def _has_groups(found: Found) -> bool:

@@ -46,7 +46,7 @@ class Begun:
             ranks,
             root=str(ask.root),
             step=ask.step,
-            has_state=planned.state is not None,
+            has_state=planned.state is not None or ask.groups is not None,
             has_extra=ask.extra is not None or ask.per_rank is not None,
         )
         # In the background ranks do not meet while they write: the board is this process's own.
