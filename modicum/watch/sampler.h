@@ -60,7 +60,7 @@ class TreeSampler {
 
   void sample();
   // The pause before the next sample. It is so long that the samples, without their exact readings,
-  // use at most half of the duty, or 2 % of one core while much of the allowed CPU time is unused,
+  // use at most half of the duty, or 1 % of one core while much of the allowed CPU time is unused,
   // as at the beginning. Above half of the limit the pause is at most kPauseNearLimitNs, whatever a
   // sample costs, until the allowed CPU time is nearly used up.
   int64_t pause_ns() const noexcept { return pause_ns_; }

@@ -193,7 +193,7 @@ TEST(Sampler, CreditPaysForMoreSamplesAtTheBeginning) {
   Sampled tree({}, 4 * kNsPerMs);
   tree.put(11, {.anon_kib = 1'000});
   tree.sample_after();
-  EXPECT_EQ(tree.sampler().pause_ns(), 4 * kNsPerMs / 0.02);
+  EXPECT_EQ(tree.sampler().pause_ns(), 4 * kNsPerMs / 0.01);
   for (int i = 0; i < 20; ++i) tree.sample_after();
   EXPECT_EQ(tree.sampler().pause_ns(), 4 * kNsPerMs / 0.0025);
 }
