@@ -264,7 +264,7 @@ def tried(
     """
     model = built(directory, None, mesh)
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    as_dtype = getattr(torch, dtype) if dtype else None
+    as_dtype = getattr(torch, dtype, dtype) if dtype else None
 
     def when_agreed() -> None:
         (_folder / f"begun-{dist.get_rank()}").touch()

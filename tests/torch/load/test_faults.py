@@ -210,12 +210,14 @@ def test_ranks_with_different_arguments_name_the_first_that_differs(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"missing": "("}, {"unexpected": "(?<=a)b"}, {"keep_fp32": "["}], ids=str
+    "wrong",
+    [{"missing": "("}, {"unexpected": "(?<=a)b"}, {"keep_fp32": "["}, {"dtype": "auto"}],
+    ids=str,
 )
-def test_an_invalid_expression_is_the_same_error_on_all_ranks(
+def test_an_invalid_argument_is_the_same_error_on_all_ranks(
     four: Ranks, model: Path, wrong: dict[str, str]
 ) -> None:
-    """Only rank 0 uses the expressions, to make the recipe. All ranks must get its error."""
+    """Only rank 0 uses expressions, to make the recipe. All ranks must get its error."""
     how = {"directory": str(model), "source": str(model), "mesh": MESH, "again": False}
     answers = four.ask("tried", **wrong, **how)
     for answer in answers:
