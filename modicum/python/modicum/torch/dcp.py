@@ -131,8 +131,8 @@ class HuggingFaceReader(_PathReader):
             source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
             model: the model of the state dict, already sharded, on meta or not; the conversions of
                 the installed transformers apply. None: names and shapes as stored.
-            recipe: the conversions in place of a model's: from `modicum.recipes`, or the path of a
-                recipe.json.
+            recipe: the conversions in place of a model's, so not with `model`: from
+                `modicum.recipes`, or the path of a recipe.json. Buffers are then left alone.
             missing, unexpected: as for `modicum.torch.load`; only with a model.
             staging: host memory per rank for bytes in flight; None: 8 MiB.
             ledger: the account to which memory is charged while reading; None: a new one.
