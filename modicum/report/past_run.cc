@@ -92,11 +92,8 @@ std::string held_text(const PastRun& run, uint64_t limit) {
 // The most that the whole job with the requested strategy holds on a node.
 uint64_t needed_by_job(const PlanReport& report) {
   const JobPromise& job = report.requested().job.value();
-  uint64_t needed = 0;
-  for (int node = 0; node < job.save.nodes(); ++node) {
-    needed = std::max(needed, job.node_peak_bytes(node));
-  }
-  return needed;
+  return std::max(job.save.node_peak_bytes(worst_node(job.save)),
+                  job.resume.node_peak_bytes(worst_node(job.resume)));
 }
 
 }  // namespace

@@ -158,8 +158,7 @@ struct ParsedFlags {
   const Frozen frozen;
 };
 
-// Warns of targets that `select` selects and that stay as stored. `text`: a format for their number
-// and the first one's name and dtype.
+// Warns of the targets that `select` selects, which stay as stored. `text`: the reason.
 template <typename Select>
 void warn_of_kept(const Recipe& recipe, Checkpoint& checkpoint, const std::string& text,
                   Select select) {
