@@ -5,7 +5,7 @@ The oracles are the model of `from_pretrained`, sharded by torch.chunk, and torc
 fail for these mutants: a shard that is read from the beginning of its tensor; a strided shard that
 is read as one block; stored names that are converted while values are not; a reinterpretation of
 bits instead of a cast; tied names that are read twice; a tensor that every rank reads as a whole;
-buffers that stay uninitialised after `to_empty`.
+buffers that stay uninitialised after `to_empty`; a recipe or renamings that are ignored.
 """
 
 import os
@@ -40,11 +40,12 @@ from torch_front import (  # noqa: E402
     local,
     local_part,
     shard,
+    stored_in,
 )
 
 import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
-from modicum.recipes import recipe_for  # noqa: E402
+from modicum.recipes import Recipe, recipe_for  # noqa: E402
 from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
 FSDP2, SIDEWAYS = Cut("fsdp2", (3,)), Cut("fsdp2", (3,), dim=1)
@@ -193,6 +194,34 @@ def test_a_recipe_may_replace_the_model(tmp_path: Path) -> None:
             assert_same(state[name], tensor, name)
 
 
+class Renamed(nn.Module):
+    """The embedding and the head of a llama, under other names."""
+
+    def __init__(self, rows: int, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(rows, width)
+        self.output = nn.Linear(width, rows, bias=False)
+
+
+NAMES = {"tokens.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+
+
+@pytest.mark.parametrize("way", ("recipe", "key_mapping"))
+def test_a_model_with_names_of_its_own_is_read(way: str) -> None:
+    stored = stored_in(checkpoint_of("llama"))
+    how: dict[str, Any]
+    if way == "recipe":
+        targets = {new: {"op": "stored", "name": old} for new, old in NAMES.items()}
+        how = {way: Recipe(targets, sorted(stored.keys() - {*NAMES.values()}))}
+    else:
+        renamings = {r"^model\.embed_(tokens)": r"\1", "^lm_head": "output"}
+        how = {way: renamings, "unexpected": ["layers", "norm"]}
+    model = torch.compile(Renamed(*stored["lm_head.weight"].shape))  # its names have a prefix
+    state = read(model, HuggingFaceReader(checkpoint_of("llama"), model, **how))
+    for new, old in NAMES.items():
+        assert_same(state[f"_orig_mod.{new}"], stored[old].float(), new)
+
+
 def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each entry of `given` has the tensors that the C++ library fills in one load.
     load, given = _modicum.load, []
@@ -206,17 +235,19 @@ def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_buffers_after_to_empty_are_restored_unless_kept() -> None:
-    """No state dict has non-persistent buffers. A reader that is given the model restores them."""
+    """No state dict has non-persistent buffers. A reader that is given the model restores them,
+    also if a recipe replaces the model's."""
     expected = from_pretrained("llama").model.rotary_emb.inv_freq
+    source = checkpoint_of("llama")
     torch.use_deterministic_algorithms(True)  # then to_empty fills the memory with NaN
     try:
         restored, kept = (empty("llama").to_empty(device="cpu") for _ in range(2))
     finally:
         torch.use_deterministic_algorithms(False)
     with pytest.warns(UserWarning, match=r"restored by the model's own rule.*inv_freq"):
-        read(restored, HuggingFaceReader(checkpoint_of("llama"), restored))
+        read(restored, HuggingFaceReader(source, restored, recipe=recipe_for(restored, source)))
     assert_same(restored.model.rotary_emb.inv_freq, expected, "inv_freq")
-    read(kept, HuggingFaceReader(checkpoint_of("llama"), kept, buffers="keep"))
+    read(kept, HuggingFaceReader(source, kept, buffers="keep"))
     assert kept.model.rotary_emb.inv_freq.isnan().all()
 
 
@@ -264,8 +295,6 @@ def test_damaged_files_and_wrong_arguments_raise_typed_errors(tmp_path: Path) ->
         HuggingFaceReader(copy)
     with pytest.raises(modicum.UsageError, match="not in the model"):
         HuggingFaceReader(checkpoint_of("llama"), empty("bert"))
-    with pytest.raises(modicum.UsageError, match="got both"):
-        HuggingFaceReader(checkpoint_of("llama"), model, recipe="recipe.json")
 
 
 # ---- real ranks

@@ -119,6 +119,7 @@ class HuggingFaceReader(_PathReader):
         model: nn.Module | None = None,
         *,
         recipe: Recipe | Source | None = None,
+        key_mapping: Mapping[str, str] | None = None,
         missing: Any = "error",
         unexpected: Any = "error",
         staging: Size | None = None,
@@ -131,9 +132,10 @@ class HuggingFaceReader(_PathReader):
             source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
             model: the model of the state dict, already sharded, on meta or not; the conversions of
                 the installed transformers apply. None: names and shapes as stored.
-            recipe: the conversions in place of a model's, so not with `model`: from
-                `modicum.recipes`, or the path of a recipe.json. Buffers are then left alone.
-            missing, unexpected: as for `modicum.torch.load`; only with a model.
+            recipe: the conversions in place of transformers' ones, for names of the state dict's
+                own: from `modicum.recipes`, or the path of a recipe.json. Then key_mapping, missing
+                and unexpected do not apply.
+            key_mapping, missing, unexpected: as for `modicum.torch.load`; only with a model.
             staging: host memory per rank for bytes in flight; None: 8 MiB.
             ledger: the account to which memory is charged while reading; None: a new one.
             buffers: as for `modicum.torch.load`; only with a model.
@@ -142,10 +144,8 @@ class HuggingFaceReader(_PathReader):
             UsageError: model and checkpoint do not match.
             FormatError, IoError: as for `modicum.torch.load`.
         """
-        if model is not None and recipe is not None:
-            raise refusal("USAGE", "expected a model or a recipe, got both")
         self._model, self._given = model, recipe
-        self._names = {"missing": missing, "unexpected": unexpected}
+        self._names = {"missing": missing, "unexpected": unexpected, "key_mapping": key_mapping}
         self._staging, self._ledger = staging, ledger or _modicum.Ledger()
         self._buffers = buffers
         self.reset(source)
@@ -153,7 +153,7 @@ class HuggingFaceReader(_PathReader):
     # ---- the interface of StorageReader
 
     def reset(self, checkpoint_id: Source | None = None) -> None:
-        """Opens another checkpoint for the same model or recipe."""
+        """Opens another checkpoint for the same model and recipe."""
         if checkpoint_id is None:
             return
         self.checkpoint_id = checkpoint_id
