@@ -3,6 +3,7 @@ steps meanwhile. The ranks run with fixtures/faulty_files.c, by which `slow` del
 
 import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -207,11 +208,13 @@ def promised(directory: str, root: str, cut: Cut, size: int) -> dict[str, Any]:
 
 
 def preempted(
-    directory: str, root: str, cut: Cut, marks: str, how_long: tuple[float | None, int]
+    directory: str, root: str, cut: Cut, marks: str, how_long: tuple[float | None, int], does: str
 ) -> dict[str, Any]:
     """Waits for a save during which the test sends SIGTERM. Then either SIGTERM ends the process,
     or the save raises.
-    `how_long`: the grace in seconds, and the pause of each write in microseconds."""
+    `how_long`: the grace in seconds, and the pause of each write in microseconds.
+    `does`: what the program does meanwhile: "polls"; "computes", without a call of Modicum; or
+    "steps", and gets SIGTERM in the middle of a step."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     grace, pause_us = how_long
     with slow(pause_us):
@@ -219,12 +222,23 @@ def preempted(
         saving = modicum.torch.save(model, root, staging="256KiB", background=True, **how)
         Path(marks, f"rank-{dist.get_rank()}").touch()
         try:
-            while not saving.done():
+            if does == "steps":
+                torch.autograd.graph.increment_version = increment_and_terminate
+                steps(model, stepping, cut, range(2, 3))
+            while does == "polls" and not saving.done():
                 time.sleep(0.05)
-            time.sleep(5)  # the save is done: SIGTERM ends the process within this time
+            time.sleep(15)  # SIGTERM ends the process within this time
         except Exception as error:
             return told_of(error)
     return {"error": ""}
+
+
+INCREMENT_VERSION = torch.autograd.graph.increment_version
+
+
+def increment_and_terminate(tensors: Any) -> None:
+    INCREMENT_VERSION(tensors)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 ACTS: dict[str, Callable[..., Any]] = {

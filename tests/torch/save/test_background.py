@@ -8,7 +8,8 @@ without a save. Must fail for these mutants: a block that a step overwrites befo
 any state format; a step of another optimizer, a load, another save or an exit that does not wait
 for the save; a tensor that the program changes without an error; a saved step that is committed
 before all ranks have written; a window that is not in the promise, or is larger than promised; a
-rank that goes on after another one has failed.
+rank that goes on after another one has failed; a SIGTERM that waits for the program's next call, or
+is handled in the middle of an optimizer step.
 """
 
 import os
@@ -238,11 +239,12 @@ def test_a_kill_leaves_the_old_step(
 
 
 def begin(
-    two: Ranks, model: str, root: Path, marks: Path, how_long: tuple[float | None, int]
-) -> None:
+    two: Ranks, model: str, root: Path, marks: Path, how_long: tuple[float | None, int],
+    does: str = "polls",
+) -> None:  # fmt: skip
     """Begins a save in the background; returns once `save` has returned on both ranks. `how_long`:
     the grace in seconds, and the delay of each write in microseconds."""
-    where = {"directory": model, "root": str(root), "marks": str(marks)}
+    where = {"directory": model, "root": str(root), "marks": str(marks), "does": does}
     two.tell("background_preempted", cut=TWO, how_long=how_long, **where)
     deadline = time.monotonic() + WAIT_S
     while len(list(marks.iterdir())) < 2:
@@ -250,21 +252,28 @@ def begin(
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(("grace", "committed"), ((25.0, True), (1.5, False)), ids=str)
+@pytest.mark.parametrize(
+    ("grace", "does", "committed"),
+    ((25.0, "polls", True), (25.0, "computes", True), (25.0, "steps", True), (1.5, "polls", False)),
+    ids=str,
+)
 def test_sigterm_ends_the_process_after_the_step(
-    faulty: FaultyFiles, model: str, root: Path, tmp_path: Path, grace: float, committed: bool
-) -> None:
+    faulty: FaultyFiles, model: str, root: Path, tmp_path: Path,
+    grace: float, does: str, committed: bool,
+) -> None:  # fmt: skip
     """If the save can end within the grace (seconds), SIGTERM ends the process after the saved step
-    is committed. Otherwise the save raises PreemptedError, and nothing of it is left."""
+    is committed, whatever the program does meanwhile. Otherwise the save raises PreemptedError, and
+    nothing of it is left."""
     marks = tmp_path / "marks"
     marks.mkdir()
     with ranks(2, tmp_path / "ranks", fresh=True) as two:
-        begin(two, model, root, marks, (grace, 5_000 if committed else 60_000))
+        begin(two, model, root, marks, (grace, 5_000 if committed else 60_000), does)
         for pid in two.pids:
-            os.kill(pid, signal.SIGTERM)
+            if does != "steps":
+                os.kill(pid, signal.SIGTERM)
         answers = two.hear()
     if committed:
-        assert answers == [GONE, GONE] and (root / "step-1/COMMIT").exists()
+        assert answers == [GONE, GONE] and (root / "step-1/COMMIT").exists(), answers
     else:
         assert [answer["error"] for answer in answers] == ["PreemptedError"] * 2
         assert not list(root.iterdir())

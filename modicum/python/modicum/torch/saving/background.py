@@ -8,7 +8,8 @@
     optimizer steps                   write this rank's part         -
       wait for a block, or copy it    ...
       .                               synced
-    next step, done(), wait(), exit
+    next step, done(), wait(), exit,
+    or SIGTERM that is held
       vote, unless a tensor was
       written in place                gather all votes        <->    vote
       .                               commit, on rank 0
@@ -20,8 +21,11 @@ prefix of the process group's store (ranks/group.py), not in collectives, whose 
 the program alone determines.
 
 A vote says that this rank's part is written and that no tensor was written to meanwhile. The
-program's thread votes, since it runs no operation that writes to a tensor while it does. If a
-rank's part fails, all ranks drop the saved step, and each raises the error in its next optimizer
+program's thread votes, since it runs no operation that writes to a tensor while it does. That also
+holds in a handler of SIGTERM, which Python runs on the program's thread between two operations: it
+waits until the part is written, and votes, so that a long step of the training does not use up the
+grace. A call of this module or a step of AdamW that it interrupts votes at its own end. If a rank's
+part fails, all ranks drop the saved step, and each raises the error in its next optimizer
 step, save or `wait`.
 """
 
@@ -31,8 +35,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -76,7 +80,8 @@ class Saving:
     """A save in the background, returned by `save(background=True)`.
 
     The saved step becomes visible when every rank has written its part and then has called an
-    optimizer's step, `done`, `wait` or another save, or exits. Use it from the training thread.
+    optimizer's step, `done`, `wait` or another save, exits, or has got a SIGTERM that `grace` holds.
+    Use it from the training thread.
     """
 
     def __init__(
@@ -99,6 +104,7 @@ class Saving:
         self._refusal: Exception | None = None
         self._error: BaseException | None = None
         self._is_told = self._is_collected = False
+        self._is_called = True  # in a call of this object, or in a step of AdamW; `start` ends it
         self._report: Saved | None = None
 
     def start(self, rest: ExitStack, called_s: float) -> "Saving":
@@ -121,13 +127,16 @@ class Saving:
                 raise
         # The save's thread starts other threads, which Python refuses once the process exits.
         self._began.wait()
+        self._sigterm.on_arrival = self._vote_after_sigterm
+        self._end_call(is_inner=False)
         return self
 
     # ---- what the program calls
 
     def done(self) -> bool:
         """Whether the saved step is visible. Raises the same errors as `wait`."""
-        self._vote()
+        with self._call():
+            self._vote()
         self._collect()
         if self._error is not None and self._finished.is_set():
             raise self._error
@@ -142,8 +151,9 @@ class Saving:
             IoError, IntegrityError, PreemptedError, PeerError: as from `save`. Any error is raised
                 on every rank, and nothing of the step is visible.
         """
-        self.settle()
-        self._vote()
+        with self._call():
+            self._settle()
+            self._vote()
         self._finished.wait()
         self._is_told = True
         self._collect()
@@ -155,24 +165,25 @@ class Saving:
     # ---- what optimizers and loads call: the methods of in_flight.Save
 
     def before_step(self) -> _modicum.Snapshot | None:
-        if self._is_on_device:
-            self.settle()
-        self._vote()
+        with self._call():
+            if self._is_on_device:
+                self._settle()
+            self._vote()
         if self._refusal is not None:
             self._finished.wait()
         self._collect()
+        self._is_called = True  # until after_step: the step changes the version counters
         return None if self._written.is_set() else self._snapshot
 
     def after_step(self, parameters: Iterable[torch.Tensor]) -> None:
         if not self._voted.is_set():
             self._watched.renote(parameters)
             self._vote()
+        self._end_call(is_inner=False)
 
     def settle(self) -> None:
-        begin = time.monotonic()
-        self._written.wait()
-        if not self._voted.is_set():
-            self._blocked_s += time.monotonic() - begin
+        with self._call():
+            self._settle()
 
     def explain(self) -> None:
         self._finished.wait(_EXPLAIN_S)
@@ -184,8 +195,9 @@ class Saving:
             # True if the program ends by an exception. A child of multiprocessing does not set
             # last_value, so here it always counts as ended by one.
             if hasattr(sys, "last_value") or multiprocessing.parent_process() is not None:
-                self.settle()
-                self._vote()
+                with self._call():
+                    self._settle()
+                    self._vote()
                 if not self._finished.wait(CRASH_LIMIT_S):
                     what = "this rank's process ends, and other ranks have not voted within "
                     self._begun.ranks.fail(refusal("USAGE", f"{what}{CRASH_LIMIT_S:.0f} s"))
@@ -194,6 +206,38 @@ class Saving:
             traceback.print_exception(error)
 
     # ---- the program's thread
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """A call that uses locks or votes, which a handler of SIGTERM must not do meanwhile."""
+        is_inner, self._is_called = self._is_called, True
+        try:
+            yield
+        finally:
+            self._end_call(is_inner=is_inner)
+
+    def _end_call(self, *, is_inner: bool) -> None:
+        self._is_called = is_inner
+        if self._sigterm.has_arrived:
+            self._vote_after_sigterm()
+
+    def _vote_after_sigterm(self) -> None:
+        """Waits for this rank's part and votes. In a call or a step does nothing: their end does."""
+        if self._is_called:
+            return
+        self._is_called = True
+        try:
+            self._settle(self._sigterm.left_s)
+            self._vote()
+        finally:
+            self._is_called = False
+
+    def _settle(self, limit_s: float | None = None) -> None:
+        """Waits until this rank's part is written, for `limit_s` seconds at most."""
+        begin = time.monotonic()
+        self._written.wait(limit_s)
+        if not self._voted.is_set():
+            self._blocked_s += time.monotonic() - begin
 
     def _vote(self) -> None:
         """Fails the save if a tensor was changed; otherwise, once this rank's part is written, lets

@@ -45,6 +45,19 @@ class Sigterm:
         self._holds = self._writes = self._is_over = False
         self._pid = os.getpid()
         self._arrived: list[float] = []
+        self.on_arrival: Callable[[], object] = lambda: None
+        """Called by the handler, on the main thread."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether a SIGTERM has been held back."""
+        return bool(self._arrived)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the kill, at least 0, after a SIGTERM has arrived."""
+        assert self.grace_s is not None
+        return max(self._arrived[0] + self.grace_s - time.monotonic(), 0.0)
 
     def hold(self) -> None:
         """From now on SIGTERM is only noted; may be called again. Raises `UsageError` if the grace
@@ -103,7 +116,7 @@ class Sigterm:
     def _check(self, rest_s: float, *, is_measured: bool) -> None:
         if self.grace_s is None or not self._arrived:
             return
-        left_s = self._arrived[0] + self.grace_s - time.monotonic()
+        left_s = self.left_s
         if len(self._arrived) > 1:
             raise _preempted("a second SIGTERM", rest_s, left_s)
         if (is_measured or left_s < self.grace_s / 2) and rest_s > left_s:
@@ -114,6 +127,7 @@ class Sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         self._arrived.append(time.monotonic())
+        self.on_arrival()
 
 
 def _rest_s(left_bytes: int, written: int, passed_s: float) -> float:
@@ -125,5 +139,5 @@ def _rest_s(left_bytes: int, written: int, passed_s: float) -> float:
 
 def _preempted(how: str, rest_s: float, left_s: float) -> Exception:
     rest = "nothing is written yet" if rest_s == float("inf") else f"the rest takes {rest_s:.1f} s"
-    what = f"{how} ended the save ({rest}, the grace has {max(left_s, 0.0):.1f} s left)"
+    what = f"{how} ended the save ({rest}, the grace has {left_s:.1f} s left)"
     return from_json(document_with("PREEMPTED", what))
