@@ -196,10 +196,13 @@ def _kind(optimizer: Any) -> str:
 
 
 def _follow(model: nn.Module, planned: Planned, report: Saved) -> None:
-    """If the model's origin is a step of this root, the new step becomes its origin: a later `keep`
-    may remove the old one."""
+    """If the model's origin is a step next to the new one, the new step becomes its origin: `keep`
+    or Trainer's `save_total_limit` may remove the old one later."""
     origin = origin_of(model)
     if origin is None or origin.source is None or planned.ask.form.adapters:
         return
-    if Path(origin.source).resolve().parent == planned.ask.root.resolve():
+    old = Path(origin.source).resolve()
+    is_in_root = old.parent == planned.ask.root.resolve()
+    is_next_to = old.parent == Path(report.path).resolve().parent and (old / "COMMIT").exists()
+    if is_in_root or is_next_to:
         remember(model, Origin(report.path, planned.model.plan.recipe_text))
