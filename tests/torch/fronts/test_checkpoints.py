@@ -11,13 +11,15 @@ script saves its tokenizer there, or whose reshard has no config; checkpoints of
 cannot be read; a tensor that the checkpoint lacks, without an error; a progress bar although no
 weights are saved; no warning about files of accelerate in a checkpoint of Modicum, or about
 adapters saved without COMMIT; a base model that is saved with its adapters, or that `save_model`
-leaves out; a resume that reads adapters as the model.
+leaves out; a resume that reads adapters as the model; a save that
+removes the files from which it reads.
 """
 
 import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +273,21 @@ def test_a_second_save_replaces_the_first_in_the_same_directory(
     assert [one["then"] for one in again] == [one["then"] for one in saved]
 
 
+@pytest.mark.parametrize("saves", ("save_state", "save_model of Trainer"))
+def test_a_model_is_saved_into_the_directory_that_it_was_loaded_from(
+    two: Ranks, tmp_path: Path, modicum: Path, model: str, saves: str
+) -> None:
+    """`save_pretrained`, which writes the config, removes weights from its directory."""
+    folder = str(shutil.copytree(model, tmp_path / "both"))
+    how = {"directory": folder, "folder": folder, "by": "modicum"}
+    if saves == "save_state":
+        end = two.ask("accelerate_saves", **how)[0]["saved"]
+    else:
+        end = two.ask("trains", max_steps=1, save_strategy="no", final=True, **how)[0]["end"]
+    assert_verifies(modicum, Path(folder))
+    assert_reads(Path(folder), end)
+
+
 def test_total_limit_and_load_state_use_the_newest_whole_checkpoint(
     two: Ranks, tmp_path: Path, model: str
 ) -> None:
@@ -352,7 +369,8 @@ def test_trainer_resumes_bit_for_bit(
     """A run with `save_steps` and `save_total_limit` stops, and is resumed in new processes by
     `resume_from_checkpoint`. Its losses are those of an uninterrupted run; in the first case that
     run is made without Modicum. With a limit of one, the checkpoint from which the run has resumed
-    is removed at the next save."""
+    is removed at the next save. There the script passes the checkpoint to from_pretrained, so that
+    it does not read the original model, which is moved away."""
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "optimizer": optimizer, "sharded": sharded}
     how |= {"max_steps": 6, "save_steps": 2, "save_total_limit": limit}
@@ -366,7 +384,11 @@ def test_trainer_resumes_bit_for_bit(
     names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     # `saved` has the names of all checkpoints after each save.
     assert first["saved"] == [names[:1], names[2 - limit : 2]]
-    with ranks(2, tmp_path / "ranks") as others:
+    with ranks(2, tmp_path / "ranks") as others, ExitStack() as stack:
+        if limit == 1:
+            how["directory"] = str(folder / "checkpoint-4")
+            base = Path(model).rename(tmp_path / "moved")
+            stack.callback(base.rename, model)
         (second, _) = others.ask("trains", folder=str(folder), resume=True, final=True, **how)
     assert first["losses"] | second["losses"] == expected["losses"]
     assert set(second["losses"]) == {5, 6}

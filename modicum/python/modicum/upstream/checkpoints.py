@@ -5,6 +5,7 @@ import functools
 import inspect
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _TRAINER = "transformers.trainer"
 _NUMBERED = re.compile(r"checkpoint-\d+")
 _DUMMY = "model.safetensors"
+"""The file without tensors that transformers writes for an empty state dict."""
 
 
 def replace_functions(stack: ExitStack, wraps: Mapping[str, Wrapper]) -> None:
@@ -165,9 +167,22 @@ def nothing_amiss() -> Any:
 def save_config(model: Any, directory: Path) -> None:
     """Writes config, generation config and custom code as `save_pretrained` does, but no
     weights."""
-    with _without_bars():
-        model.save_pretrained(directory, state_dict={}, is_main_process=True)
-    _remove_dummy(directory)
+    with _written_aside(directory) as aside, _without_bars():
+        model.save_pretrained(aside, state_dict={}, is_main_process=True)
+
+
+@contextmanager
+def _written_aside(directory: Path) -> Iterator[Path]:
+    """A directory whose files, without weights, are moved to `directory` at the end of the context:
+    `save_pretrained` removes the weights of an earlier save, which may be the model's source."""
+    with TemporaryDirectory(prefix=".config-", dir=directory) as made:
+        yield Path(made)
+        (Path(made) / _DUMMY).unlink(missing_ok=True)
+        for path in Path(made).iterdir():
+            if path.is_dir():
+                shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
+            else:
+                path.replace(directory / path.name)
 
 
 @contextmanager
@@ -181,11 +196,6 @@ def _without_bars() -> Iterator[None]:
         yield
     finally:
         logging.set_tqdm_hook(before)
-
-
-def _remove_dummy(directory: Path) -> None:
-    """Removes the file without tensors that transformers writes for an empty state dict."""
-    (directory / _DUMMY).unlink(missing_ok=True)
 
 
 # ---- Trainer
@@ -210,13 +220,12 @@ def save_companions(trainer: Any, directory: Path) -> None:
         stack.enter_context(_without_bars())
         if hasattr(type(model), "create_or_update_model_card"):
 
-            def save_card(folder: str, **how: Any) -> None:
-                model.create_or_update_model_card(folder)
+            def save_card(_: str, **how: Any) -> None:
+                model.create_or_update_model_card(str(directory))
 
             replace(stack, model, "save_pretrained", save_card)
-        trainer._save(str(directory), state_dict={})
-    if trainer.args.should_save:
-        _remove_dummy(directory)
+        aside = stack.enter_context(_written_aside(directory))
+        trainer._save(str(aside), state_dict={})
 
 
 def replace_push(
