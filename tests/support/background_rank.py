@@ -208,18 +208,18 @@ def promised(directory: str, root: str, cut: Cut, size: int) -> dict[str, Any]:
 
 
 def preempted(
-    directory: str, root: str, cut: Cut, marks: str, how_long: tuple[float | None, int], does: str
+    directory: str, root: str, cut: Cut, marks: str, how: tuple[float | None, int, str]
 ) -> dict[str, Any]:
     """Waits for a save during which the test sends SIGTERM. Then either SIGTERM ends the process,
     or the save raises.
-    `how_long`: the grace in seconds, and the pause of each write in microseconds.
-    `does`: what the program does meanwhile: "polls"; "computes", without a call of Modicum; or
-    "steps", and gets SIGTERM in the middle of a step."""
+    `how`: the grace in seconds; the pause of each write in microseconds; and what the program does
+    meanwhile: "polls"; "computes", without a call of Modicum; or "steps", and gets SIGTERM in the
+    middle of a step."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
-    grace, pause_us = how_long
+    grace, pause_us, does = how
     with slow(pause_us):
-        how: dict[str, Any] = {"step": 1, "optimizer": stepping, "grace": grace}
-        saving = modicum.torch.save(model, root, staging="256KiB", background=True, **how)
+        given: dict[str, Any] = {"step": 1, "optimizer": stepping, "grace": grace}
+        saving = modicum.torch.save(model, root, staging="256KiB", background=True, **given)
         Path(marks, f"rank-{dist.get_rank()}").touch()
         try:
             if does == "steps":

@@ -227,7 +227,7 @@ def test_a_kill_leaves_the_old_step(
     marks = root.parent / f"{root.name}-marks"
     marks.mkdir()
     with ranks(2, root.parent / f"{root.name}-ranks", fresh=True) as two:
-        begin(two, model, root, marks, (None, 100_000))
+        begin(two, model, root, marks, (None, 100_000, "polls"))
         time.sleep(1)
         for rank in range(2):
             two.kill(rank)
@@ -239,13 +239,12 @@ def test_a_kill_leaves_the_old_step(
 
 
 def begin(
-    two: Ranks, model: str, root: Path, marks: Path, how_long: tuple[float | None, int],
-    does: str = "polls",
-) -> None:  # fmt: skip
-    """Begins a save in the background; returns once `save` has returned on both ranks. `how_long`:
-    the grace in seconds, and the delay of each write in microseconds."""
-    where = {"directory": model, "root": str(root), "marks": str(marks), "does": does}
-    two.tell("background_preempted", cut=TWO, how_long=how_long, **where)
+    two: Ranks, model: str, root: Path, marks: Path, how: tuple[float | None, int, str]
+) -> None:
+    """Begins a save in the background; returns once `save` has returned on both ranks. `how`: see
+    `preempted` in background_rank.py."""
+    where = {"directory": model, "root": str(root), "marks": str(marks)}
+    two.tell("background_preempted", cut=TWO, how=how, **where)
     deadline = time.monotonic() + WAIT_S
     while len(list(marks.iterdir())) < 2:
         assert time.monotonic() < deadline, two.logs()
@@ -267,7 +266,7 @@ def test_sigterm_ends_the_process_after_the_step(
     marks = tmp_path / "marks"
     marks.mkdir()
     with ranks(2, tmp_path / "ranks", fresh=True) as two:
-        begin(two, model, root, marks, (grace, 5_000 if committed else 60_000), does)
+        begin(two, model, root, marks, (grace, 5_000 if committed else 60_000, does))
         for pid in two.pids:
             if does != "steps":
                 os.kill(pid, signal.SIGTERM)

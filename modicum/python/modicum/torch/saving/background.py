@@ -80,8 +80,8 @@ class Saving:
     """A save in the background, returned by `save(background=True)`.
 
     The saved step becomes visible when every rank has written its part and then has called an
-    optimizer's step, `done`, `wait` or another save, exits, or has got a SIGTERM that `grace` holds.
-    Use it from the training thread.
+    optimizer's step, `done`, `wait` or another save, exits, or handles a SIGTERM that `grace`
+    holds. Use it from the training thread.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Saving:
             self._vote_after_sigterm()
 
     def _vote_after_sigterm(self) -> None:
-        """Waits for this rank's part and votes. In a call or a step does nothing: their end does."""
+        """Waits for this rank's part and votes; in a call or a step, leaves that to its end."""
         if self._is_called:
             return
         self._is_called = True
