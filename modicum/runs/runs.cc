@@ -181,8 +181,7 @@ void warn_of_kept(const ParsedFlags& parsed, const Recipe& recipe, Checkpoint& c
     warn_of_kept(recipe, checkpoint,
                  "--dtype casts only float32, bfloat16, float16, and FP8 with scales",
                  [](const TensorSpec& spec) {
-                   const bool is_number = is_floating(spec.dtype) || spec.dtype == DType::c64;
-                   return is_number && !is_castable(spec.dtype);
+                   return can_require_grad(spec.dtype) && !is_castable(spec.dtype);
                  });
   }
   const auto& stored = checkpoint.manifest.tensors;

@@ -20,7 +20,7 @@ bool is_trained(const Recipe& recipe, uint32_t target) {
   const TensorSpec& spec = recipe.targets[target].spec;
   if (recipe.is_alias(target) || spec.role != Role::param) return false;
   if (is_castable(spec.dtype)) return true;
-  if (!is_floating(spec.dtype) && spec.dtype != DType::c64) return false;
+  if (!can_require_grad(spec.dtype)) return false;
   const bool is_castable_code = recipe.nodes[recipe.targets[target].root].is_scaled;
   fail(Category::unsupported,
        fmt::format("AdamW can't train a parameter of dtype {}; {}", torch_name(spec.dtype),
@@ -49,7 +49,7 @@ void Frozen::mark(Recipe& recipe) const {
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     const uint32_t of = recipe.is_alias(t) ? recipe.nodes[recipe.targets[t].root].from : t;
     TensorSpec& spec = recipe.targets[of].spec;
-    if (!is_floating(spec.dtype) && spec.dtype != DType::c64) continue;
+    if (!can_require_grad(spec.dtype)) continue;
     const std::string& fqn = recipe.targets[t].spec.fqn;
     const bool is_match = pattern_ && pattern_->finds(fqn);
     has_match |= is_match;

@@ -74,6 +74,8 @@ bool is_floating(DType dtype) noexcept {
   return kind == 'F' || dtype == DType::bf16;
 }
 
+bool can_require_grad(DType dtype) noexcept { return is_floating(dtype) || dtype == DType::c64; }
+
 bool is_castable(DType dtype) noexcept {
   return dtype == DType::f32 || dtype == DType::bf16 || dtype == DType::f16;
 }

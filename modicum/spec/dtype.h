@@ -43,6 +43,8 @@ int bits_per_element(DType dtype) noexcept;  // 4 and 6 bits exist
 // Must not be called for elements smaller than a byte.
 int64_t bytes_per_element(DType dtype);
 bool is_floating(DType dtype) noexcept;  // complex numbers are not
+// Floating-point and complex numbers: in torch only these can require gradients.
+bool can_require_grad(DType dtype) noexcept;
 // fp32, bf16, fp16: the types that `--dtype` names and that are cast into each other. Integers,
 // bools and the rest are never cast.
 bool is_castable(DType dtype) noexcept;

@@ -526,17 +526,22 @@ def test_an_import_imports_nothing_above_torch_and_patches_nothing() -> None:
     assert done.returncode == 0, done.stderr
 
 
+LINEAR = torch.nn.Linear(1, 1)
+
+
 @pytest.mark.parametrize(
-    ("model", "dtype", "message"),
+    ("model", "how", "message"),
     [
-        ({}, None, "USAGE: model .expected a torch.nn.Module, got dict"),
-        (torch.nn.Linear(1, 1), "auto", "USAGE: dtype .expected a torch.dtype, .* got 'auto'"),
-        (torch.nn.Linear(1, 1), "bf16", "USAGE: dtype .expected a torch.dtype, .* got 'bf16'"),
+        ({}, {}, "USAGE: model .expected a torch.nn.Module, got dict"),
+        (LINEAR, {"dtype": "auto"}, "USAGE: dtype .expected a torch.dtype, .* got 'auto'"),
+        (LINEAR, {"dtype": "bf16"}, "USAGE: dtype .expected a torch.dtype, .* got 'bf16'"),
+        (LINEAR, {"optimizer": 5}, "USAGE: optimizer .expected modicum.torch.AdamW, got .*int"),
+        (LINEAR, {"optimizer": "adam"}, "USAGE: optimizer .expected .*AdamW, got builtins.str"),
     ],
 )
-def test_an_argument_of_the_wrong_type_is_named(model: Any, dtype: Any, message: str) -> None:
+def test_an_argument_of_the_wrong_type_is_named(model: Any, how: Any, message: str) -> None:
     with pytest.raises(modicum.UsageError, match=message):
-        modicum.torch.load(model, None, dtype=dtype, progress=False)
+        modicum.torch.load(model, None, progress=False, **how)
 
 
 def test_sets_of_names_are_sorted_on_every_rank() -> None:

@@ -37,7 +37,7 @@ def load(
     missing: str | Collection[str] | Mapping[str, Rule] = "error",
     unexpected: str | Collection[str] = "error", check: str | None = None, progress: bool = True,
     seed: int = 0, staging: Size | None = None, buffers: str | None = None, fork: str = "excluded",
-    optimizer: AdamW | Sequence[AdamW | Later] = (), resized: str | None = None,
+    optimizer: AdamW | Sequence[AdamW | Later] | None = None, resized: str | None = None,
     recipe: Recipe | str | Path | None = None, adapter: str | None = None,
     key_mapping: Mapping[str, str] | None = None,
 ) -> Report:  # fmt: skip

@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,12 +73,14 @@ def optimizers_of(given: Any) -> list[AdamW]:
     """The optimizers in `given`, the argument `optimizer` of a load, which then allocates their
     state. Frees the state of parameters that were replaced, or raises `UsageError` if values would
     be lost."""
-    optimizers: list[Any] = [given] if isinstance(given, torch.optim.Optimizer) else [*given]
+    several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
+    optimizers: list[Any] = [*given] if several else [] if given is None else [given]
     optimizers = [one for one in optimizers if not isinstance(one, Later)]
     for one in optimizers:
         if not isinstance(one, AdamW):
-            what = "optimizer: leave out optimizers that allocate their state in their first step"
-            got = f"{type(one).__module__}.{type(one).__qualname__}"
+            what, got = "optimizer", f"{type(one).__module__}.{type(one).__qualname__}"
+            if isinstance(one, torch.optim.Optimizer):
+                what += ": leave out optimizers that allocate their state in their first step"
             raise refusal("USAGE", what, expected="modicum.torch.AdamW", got=got)
         one._unbind_changed()
     return optimizers
