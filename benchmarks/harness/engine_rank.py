@@ -29,7 +29,6 @@ def verl(directory: str, _folder: str, is_ours: bool) -> Step:
     from verl_engine import engine_of
 
     engine = engine_of(directory, "modicum.torch" if is_ours else "torch.optim")
-    engine._init_device_mesh()
     module = engine._build_fsdp_module(engine._build_module())
     if NO_STEPS in sys.argv:
         return lambda _seed: 0.0

@@ -4,8 +4,9 @@ two CPU ranks. Where torchtitan is installed, the code block of docs/guide/which
 runs under torchtitan's own checkpoint manager.
 
 Must fail for these mutants: a part of a patch that no longer fits; a model with values before its
-load; buffers of another rank; a checkpoint without the optimizer's state; an export in another
-dtype; a step that torchtitan's manager does not find.
+load; buffers of another rank; a new value head that the load refuses; a checkpoint without the
+optimizer's state; a resume without the random generators' states; a step that stays next to the one
+that replaces it; an export in another dtype; a step that torchtitan's manager does not find.
 """
 
 import ast
@@ -32,7 +33,7 @@ SCRIPTS = {
 }
 # The engines by their packages, with the arguments of their scripts in tests/support.
 RUNS = [
-    ("verl", ()),
+    *(("verl", (case,)) for case in ("language-model", "lora", "value-head")),
     *(("areal", (case,)) for case in ("causal-lm", "lora", "value-head", "vision")),
     *(("twinkle_kit", (strategy,)) for strategy in ("native_fsdp", "accelerate")),
 ]
@@ -104,7 +105,9 @@ def assert_trains(name: str, tmp_path: Path, *words: str) -> None:
     places = [*map(str, folders), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/support" / name), str(tmp_path), *words],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"},
+        # Buffered, the ranks write their lines whole.
+        env=os.environ
+        | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": ""},
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
