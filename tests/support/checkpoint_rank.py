@@ -206,8 +206,17 @@ class Recorder(transformers.TrainerCallback):
             control.should_training_stop = True
 
 
+class WithOwnSave(transformers.Trainer):
+    """Writes the weights by a method of its own."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        Path(output_dir, "own.txt").touch()
+
+
 def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **how: Any) -> Any:
     sharded, adapters = how.pop("sharded", False), how.pop("adapters", False)
+    kind = WithOwnSave if how.pop("own_save", False) else transformers.Trainer
     how = {"save_strategy": "steps"} | how
     arguments = transformers.TrainingArguments(
         folder, use_cpu=True, fsdp=True, learning_rate=1e-2, lr_scheduler_type="linear",
@@ -225,7 +234,7 @@ def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **ho
     rows = torch.randint(model.config.vocab_size, (24, 12), generator=torch.manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
     cls, options = OPTIMIZERS[optimizer], {"lr": 1e-2, "weight_decay": 0.01}
-    return transformers.Trainer(
+    return kind(
         model, arguments, train_dataset=data, callbacks=callbacks,
         eval_dataset=data[:4], optimizer_cls_and_kwargs=(cls, options),
     )  # fmt: skip
@@ -236,7 +245,7 @@ def trains(
     stop_at: int | None = None, resume: bool | str = False, final: bool = False, **how: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Trains by Trainer. `final`: ends with `trainer.save_model()`. `how`: TrainingArguments, and
-    `sharded` and `adapters` of `trainer_of`."""
+    `sharded`, `adapters` and `own_save` of `trainer_of`."""
     with script_context(by) as loading:
         recorder = Recorder(stop_at)
         trainer = trainer_of(directory, folder, optimizer, [recorder], **how)

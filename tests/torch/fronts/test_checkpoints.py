@@ -12,7 +12,7 @@ cannot be read; a tensor that the checkpoint lacks, without an error; a progress
 weights are saved; no warning about files of accelerate in a checkpoint of Modicum, or about
 adapters saved without COMMIT; a base model that is saved with its adapters, or that `save_model`
 leaves out; a resume that reads adapters as the model; a save that
-removes the files from which it reads.
+removes the files from which it reads, or replaces those of a Trainer's own.
 """
 
 import json
@@ -430,6 +430,23 @@ def test_trainer_with_adapters_resumes_bit_for_bit(
         "README.md", "rng_state_0.pth", "rng_state_1.pth", "scheduler.pt", "trainer_state.json",
         "training_args.bin",
     }  # fmt: skip
+
+
+def test_a_trainer_with_its_own_save_saves_by_itself(
+    two: Ranks, tmp_path: Path, model: str
+) -> None:
+    """The checkpoint has no part of Modicum's: neither weights nor a COMMIT, which would be written
+    before the files that Trainer writes last. Trainer resumes from it by itself."""
+    how = {"directory": model, "by": "modicum", "own_save": True, "max_steps": 3}
+    (whole, _) = two.ask("trains", folder=str(tmp_path / "whole"), save_strategy="no", **how)
+    how |= {"folder": str(tmp_path / "out"), "save_steps": 2}
+    (first, _) = two.ask("trains", stop_at=2, **how)
+    checkpoint = tmp_path / "out/checkpoint-2"
+    found = {path.name for path in checkpoint.iterdir()}
+    assert found >= {"own.txt", "model.safetensors", "optimizer.bin", "trainer_state.json"}
+    assert not found & {"COMMIT", "manifest.json"} and first["reports"] == []
+    (second, _) = two.ask("trains", resume=True, **how)
+    assert first["losses"] | second["losses"] == whole["losses"]
 
 
 def test_the_best_checkpoint_is_kept_and_loaded(two: Ranks, tmp_path: Path, model: str) -> None:

@@ -2,7 +2,8 @@
 which names, and what `resume` reads back.
 
 Must fail for these mutants: a tensor of the model that is not saved because no source file has it;
-a resumed model that cannot be saved again once the step that it was resumed from is removed;
+a resumed model that cannot be saved again once the step that it was resumed from is removed, or a
+model once its source is;
 tensors of the source that the model does not use and that `unused="copy"` drops; a save without a
 budget; one step count for all parameters; elements on a device that are read from another address;
 a resume that does not compare values; a removal by `keep` that fails without a word; a reported
@@ -15,6 +16,7 @@ no step can have and keys with a dot, all without a typed error.
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -191,6 +193,31 @@ def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:
         assert sorted(path.name for path in root.iterdir()) == ["latest", f"step-{step}"]
     assert len(report.copied) == 1  # the unused tensor of the first source
     assert_holds(Path(report.path), model)
+
+
+def test_the_last_step_serves_once_the_source_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source was given as a relative path, and the program changes its directory later."""
+    base = shutil.copytree(torch_front.checkpoint_of("llama"), tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    model = loaded("llama", Path("base"))
+    monkeypatch.chdir("/")
+    first = front.save(model, tmp_path / "steps", step=1)
+    shutil.rmtree(base)
+    second = front.save(model, tmp_path / "steps", step=2)
+    assert second.copied == first.copied and len(first.copied) == 1
+    shutil.rmtree(first.path)
+    third = front.save(model, tmp_path / "others", step=3)
+    assert_holds(Path(third.path), model)
+
+
+def test_a_source_elsewhere_serves_once_the_saved_step_is_removed(tmp_path: Path) -> None:
+    root = tmp_path / "steps"
+    front.save(loaded("llama"), root, step=1)
+    model = loaded("llama", root / "step-1")
+    shutil.rmtree(front.save(model, root, step=2).path)
+    assert_holds(Path(front.save(model, root, step=3).path), model)
 
 
 def test_a_step_that_cannot_be_removed_is_a_warning(tmp_path: Path) -> None:

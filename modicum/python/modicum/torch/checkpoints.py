@@ -89,6 +89,7 @@ class Checkpoints:
     ) -> None:
         self._how, self._saved, self._read = how, saved, read
         self._open: _Open | None = None
+        self._is_left = False  # whether a Trainer is saving whose model is left to it
         self._has_trainer = False
         self._warned: set[str] = set()
 
@@ -172,12 +173,12 @@ class Checkpoints:
             self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
 
     def _decide(self, accelerator: Any, model: Any) -> bool:
-        """Decides whether Modicum saves the model. It does if it has loaded the model, if FSDP2
-        shards the model and, if the model has adapters, if a save of these alone is complete. Warns
+        """Decides whether Modicum saves the model. It does if it has loaded the model, if its
+        Trainer saves in the usual way, if FSDP2 shards the model and, if the model has adapters, if a save of these alone is complete. Warns
         if only the last condition fails."""
         model = upstream.bare(model)
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
-        if not is_loaded or not accelerator.is_fsdp2:
+        if self._is_left or not is_loaded or not accelerator.is_fsdp2:
             return False
         if not upstream.has_adapters(model):
             return True
@@ -328,7 +329,11 @@ class Checkpoints:
         @functools.wraps(original)
         def _save_checkpoint(trainer: Any, model: Any, trial: Any, *args: Any) -> Any:
             if not self._decide_for(trainer):
-                return original(trainer, model, trial, *args)
+                self._is_left, outer = True, self._is_left
+                try:
+                    return original(trainer, model, trial, *args)
+                finally:
+                    self._is_left = outer
             with self._opened(upstream.checkpoint_of(trainer, trial), 0) as checkpoint:
                 with ExitStack() as stack:
                     upstream.replace_push(stack, trainer, checkpoint.after.append)

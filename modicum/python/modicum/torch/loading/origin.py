@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -11,12 +11,25 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Origin:
-    """The checkpoint from which a model was loaded."""
+    """The checkpoint from which a model was loaded, or as which it was saved."""
 
     source: str | Path | None
-    """None: all tensors were initialised."""
+    """An absolute path, `org/name`, or None: all tensors were initialised."""
     text: str
     """The text of recipe.json: how the model's tensors were made from stored ones."""
+    other: "Origin | None" = None
+    """Serves as well, once this one has been removed."""
+
+    def followed_by(self, saved: "Origin", *, is_next_to: bool) -> "Origin":
+        """The origin after a save. `is_next_to`: whether the new checkpoint is in the same
+        directory of checkpoints, which may remove the old one; otherwise the old one stays."""
+        first, second = (saved, self) if is_next_to else (self, saved)
+        return replace(first, other=replace(second, other=None))
+
+    def present(self) -> "Origin":
+        """This origin or, if its directory does not exist any more, the other one."""
+        is_gone = Path(self.source or "").is_absolute() and not Path(self.source or "").exists()
+        return self.other.present() if is_gone and self.other is not None else self
 
 
 _origins: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()

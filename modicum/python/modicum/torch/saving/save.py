@@ -196,13 +196,21 @@ def _kind(optimizer: Any) -> str:
 
 
 def _follow(model: nn.Module, planned: Planned, report: Saved) -> None:
-    """If the model's origin is a step next to the new one, the new step becomes its origin: `keep`
-    or Trainer's `save_total_limit` may remove the old one later."""
+    """The new step becomes the model's origin if the old origin is a step next to it, which `keep`
+    or Trainer's `save_total_limit` may remove; otherwise it serves once the old origin is gone."""
     origin = origin_of(model)
     if origin is None or origin.source is None or planned.ask.form.adapters:
         return
-    old = Path(origin.source).resolve()
+    old, new = Path(origin.source).resolve(), Path(report.path).resolve()
     is_in_root = old.parent == planned.ask.root.resolve()
-    is_next_to = old.parent == Path(report.path).resolve().parent and (old / "COMMIT").exists()
-    if is_in_root or is_next_to:
-        remember(model, Origin(report.path, planned.model.plan.recipe_text))
+    is_next_to = _is_next_to(old, new) and (old / "COMMIT").exists()
+    saved = Origin(new, planned.model.plan.recipe_text)
+    remember(model, origin.followed_by(saved, is_next_to=is_in_root or is_next_to))
+
+
+def _is_next_to(old: Path, new: Path) -> bool:
+    """Whether two checkpoints are in one directory. Those of accelerate's further models are in
+    subdirectories of the same name."""
+    if old.name == new.name:
+        old, new = old.parent, new.parent
+    return old.parent == new.parent

@@ -130,6 +130,7 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
         what = "the model was not loaded by modicum.torch.load from files: give `source=`, a "
         what += "checkpoint of its architecture"
         raise refusal("USAGE", what)
+    origin = None if origin is None else origin.present()
     at = source if source is not None or origin is None else origin.source
     checkpoint = _modicum.open_checkpoint(None if at is None else Path(at))
 
