@@ -173,9 +173,9 @@ class Checkpoints:
             self._saved(save_inside(kept.model, kept.flight, kept.optimizer, how, ranks))
 
     def _decide(self, accelerator: Any, model: Any) -> bool:
-        """Decides whether Modicum saves the model. It does if it has loaded the model, if no Trainer
-        saves it in a way of its own, if FSDP2 shards it and, if it has adapters, if a save of these
-        alone is complete. Warns if only the last condition fails."""
+        """Decides whether Modicum saves the model. It does if it has loaded it, if no Trainer saves
+        it in a way of its own, if FSDP2 shards it and, if it has adapters, if a save of these alone
+        is complete. Warns if only the last condition fails."""
         model = upstream.bare(model)
         is_loaded = isinstance(model, nn.Module) and origin_of(model) is not None
         if self._is_left or not is_loaded or not accelerator.is_fsdp2:
