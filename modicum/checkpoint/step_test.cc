@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "modicum/base/base.h"
+#include "modicum/checkpoint/checkpoint.h"
 #include "modicum/io/file_doubles.h"
 
 namespace modicum {
