@@ -88,6 +88,9 @@ constexpr std::string_view kAdapterStem = "adapter_model";  // as PEFT names its
 // kAdapterStem if the files of `manifest` are an adapter's, else kModelStem.
 std::string_view stem_of(const Manifest& manifest);
 std::string shard_name(size_t file, size_t files, std::string_view stem = kModelStem);
+// Whether readers take a file of this name for weights of a whole model: model.safetensors, one of
+// its shards, or the index.
+bool is_weights_name(std::string_view name);
 
 // The manifest of a checkpoint that is yet to be written. It equals the manifest of the written
 // files, except that of each file's identity only the size is set, and that FP8 codes have no
@@ -128,13 +131,13 @@ struct Companions {
   std::vector<StepFile> copied;
   std::vector<std::string> warnings;
 };
-// Copies each of companion_files that `is_wanted` into `directory`, durably and in blocks. With a
+// Copies the files of these names from the source into `directory`, durably and in blocks. With a
 // new form, config_of updates config.json. Leaves out a file whose name is not UTF-8, which no
 // record can hold, a dangling link, and a file that changes meanwhile; for config.json the last two
 // are errors. Throws IO for any other file that can't be read, NOSPACE and CONFLICT.
-Companions copy_companions(const Checkpoint& source, const std::optional<NewForm>& form,
-                           FileSystem& files, const std::string& directory,
-                           FunctionRef<bool(const std::string& name)> is_wanted);
+Companions copy_companions(const Checkpoint& source, const std::vector<std::string>& names,
+                           const std::optional<NewForm>& form, FileSystem& files,
+                           const std::string& directory);
 constexpr const char* kConfigFile = "config.json";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
 

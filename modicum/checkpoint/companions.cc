@@ -137,12 +137,11 @@ std::optional<NewForm> FormTally::new_form() const {
   return NewForm{most_bytes->first, has_codes_};
 }
 
-Companions copy_companions(const Checkpoint& source, const std::optional<NewForm>& form,
-                           FileSystem& files, const std::string& directory,
-                           FunctionRef<bool(const std::string& name)> is_wanted) {
+Companions copy_companions(const Checkpoint& source, const std::vector<std::string>& names,
+                           const std::optional<NewForm>& form, FileSystem& files,
+                           const std::string& directory) {
   Companions all;
-  for (const std::string& name : companion_files(source)) {
-    if (!is_wanted(name)) continue;
+  for (const std::string& name : names) {
     const std::string from = join_path(source.directory, name);
     const auto leave_out = [&](const char* why) {
       all.warnings.push_back(fmt::format("{} was not copied: {}", printable(name), why));

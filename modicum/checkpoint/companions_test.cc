@@ -45,8 +45,7 @@ Checkpoint checkpoint_with(MemoryFileSystem& under, FileSystem& files,
 }
 
 Companions copied(const Checkpoint& source, FileSystem& files) {
-  return copy_companions(source, std::nullopt, files, "/out",
-                         [](const std::string&) { return true; });
+  return copy_companions(source, companion_files(source), std::nullopt, files, "/out");
 }
 
 // Catches: a file that is read in one piece, whose memory nothing counts; a digest that differs

@@ -66,6 +66,17 @@ std::string shard_name(size_t file, size_t files, std::string_view stem) {
   return fmt::format("{}-{:05}-of-{:05}.safetensors", stem, file + 1, files);
 }
 
+bool is_weights_name(std::string_view name) {
+  if (name == kIndexFile) return true;
+  constexpr std::string_view kEnding = ".safetensors", kShard = "-#####-of-#####";
+  if (!name.starts_with(kModelStem) || !name.ends_with(kEnding)) return false;
+  name.remove_prefix(kModelStem.size());
+  name.remove_suffix(kEnding.size());
+  return name.empty() ||
+         std::equal(name.begin(), name.end(), kShard.begin(), kShard.end(),
+                    [](char c, char of) { return of == '#' ? c >= '0' && c <= '9' : c == of; });
+}
+
 std::string_view stem_of(const Manifest& manifest) {
   const bool is_adapter =
       !manifest.files.empty() && manifest.files.front().name.starts_with(kAdapterStem);

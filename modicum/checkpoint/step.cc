@@ -106,10 +106,19 @@ void empty_directory(FileSystem& files, const std::string& path) {
   for (const std::string& name : files.list(path)) remove_tree(files, join_path(path, name));
 }
 
-// The tensor files, and files in subdirectories, that a directory may have from an earlier save:
-// those of its record, if it has a valid one, and an index.
+// The model's weights in a directory, by whatever program.
+std::vector<std::string> weights_in(FileSystem& files, const std::string& directory) {
+  std::vector<std::string> names = files.list(directory);
+  std::erase_if(names, [&](const std::string& name) {
+    return !is_weights_name(name) || files.is_directory(join_path(directory, name));
+  });
+  return names;
+}
+
+// The tensor files, and files in subdirectories, of the record in a directory, if it has a valid
+// one.
 std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& directory) {
-  std::vector<std::string> names = {kIndexFile};
+  std::vector<std::string> names;
   try {
     if (!files.exists(join_path(directory, kManifest))) return names;
     for (const StepFile& file : parse_record(text_of(files, directory, kManifest)).files) {
@@ -122,10 +131,36 @@ std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& d
   return names;
 }
 
-// Renames the files of a step into the directory that becomes the step, and removes the previous
-// step's files that no new file has replaced.
-void place_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
+// Removes the subdirectories that only the previous step had. `stale`: its files that were removed.
+// Returns a warning if there are any.
+std::optional<std::string> remove_directories(FileSystem& files, const StepInFlight& step,
+                                              const std::vector<std::string>& stale) {
+  std::optional<std::string> warning;
+  for (const char* const name : kDirectories) {
+    const std::string directory = join_path(step.root, name);
+    const bool is_stale = std::any_of(stale.begin(), stale.end(), [&](const std::string& file) {
+      return file.starts_with(fmt::format("{}/", name));
+    });
+    if (!is_stale || files.is_directory(join_path(step.directory, name))) continue;
+    if (files.is_directory(directory) && files.list(directory).empty()) files.remove(directory);
+    warning = fmt::format("{}the previous save's files in {}/ were removed; this save has none",
+                          warning ? *warning + "; " : "", name);
+  }
+  return warning;
+}
+
+// Renames the files of a step into the directory that becomes the step. Then removes the files
+// that no new file has replaced: those of the previous step, and other weights of a whole model,
+// which readers would take for the step's. Returns the warning of remove_directories.
+std::optional<std::string> place_files(FileSystem& files, const StepInFlight& step,
+                                       const StepRecord& record) {
   std::vector<std::string> stale = tensor_files_of(files, step.root);
+  // Next to adapters, weights of another program may be the base model.
+  if (std::any_of(record.files.begin(), record.files.end(),
+                  [](const StepFile& file) { return is_weights_name(file.name); })) {
+    const std::vector<std::string> weights = weights_in(files, step.root);
+    stale.insert(stale.end(), weights.begin(), weights.end());
+  }
   for (const char* const name : kDirectories) {
     const std::string to = join_path(step.root, name);
     const bool is_needed = files.is_directory(join_path(step.directory, name));
@@ -139,21 +174,23 @@ void place_files(FileSystem& files, const StepInFlight& step, const StepRecord& 
   for (const std::string& name : stale) {
     if (files.exists(join_path(step.root, name))) files.remove(join_path(step.root, name));
   }
+  std::optional<std::string> warning = remove_directories(files, step, stale);
   sync_directories(files, step.root);
   files.sync_directory(step.root);
+  return warning;
 }
 
 std::optional<std::string> publish_inside(FileSystem& files, const StepInFlight& step,
                                           const StepRecord& record, const std::string& manifest) {
-  place_files(files, step, record);
+  const std::optional<std::string> warning = place_files(files, step, record);
   replace_durably(files, {step.root, kCommit, ".COMMIT"}, commit_json(record, manifest));
   try {
     remove_tree(files, step.directory);
   } catch (const Error& error) {
-    return fmt::format("the step is saved, but {} could not be removed: {}",
-                       base_name(step.directory), error.what());
+    return fmt::format("{}the step is saved, but {} could not be removed: {}",
+                       warning ? *warning + "; " : "", base_name(step.directory), error.what());
   }
-  return std::nullopt;
+  return warning;
 }
 
 // The owner in a name that consists of `prefix` and STEP-HOST-PID-STARTED-UUID, as name_in_flight
@@ -278,6 +315,17 @@ void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
   } catch (const Error&) {
     // What is left is not visible as a step; a later save removes it.
   }
+}
+
+std::vector<std::string> unrecorded_files(FileSystem& files, const FoundStep& step) {
+  std::vector<std::string> names = files.list(step.path);
+  std::erase_if(names, [&](const std::string& name) {
+    const bool is_recorded = std::any_of(step.record.files.begin(), step.record.files.end(),
+                                         [&](const StepFile& file) { return file.name == name; });
+    return is_recorded || name.front() == '.' || name == kManifest || name == kCommit ||
+           is_weights_name(name) || files.is_directory(join_path(step.path, name));
+  });
+  return names;
 }
 
 FoundStep open_step(FileSystem& files, const std::string& path) {

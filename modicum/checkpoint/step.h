@@ -15,7 +15,8 @@
 // A step can also be made inside an existing directory to which other programs write as well, such
 // as a checkpoint of Trainer. The directory becomes the step; its name has no meaning:
 //
-//   DIR/trainer_state.json         any other file: not part of the record, and not touched
+//   DIR/trainer_state.json         any other file: not part of the record, and not touched, except
+//                                  that weights of another save of a model are removed
 //   DIR/.partial-13-OWNER-UUID/    in flight: the step's files, until they are renamed into DIR
 //   DIR/COMMIT                     written last, when every file of the step has its final name
 //
@@ -148,9 +149,10 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int6
 // Makes the step durable and visible. Its files must be complete and synced. On success the step
 // survives a power cut. On failure no step is visible, unless the failure came after the rename; a
 // visible step is always complete. For a step of begin_step_in, also removes from the directory the
-// tensor files and the files in subdirectories that only the previous step had. Returns a warning
-// if only writing `latest`, or removing the directory in flight, failed. Throws CONFLICT if another
-// process has published the same step; IO; NOSPACE.
+// tensor files and the files in subdirectories that only the previous step had and, if the step has
+// a whole model, all other files of is_weights_name. Returns a warning if the previous step had a
+// subdirectory that this one lacks, or if only writing `latest`, or removing the directory in
+// flight, failed. Throws CONFLICT if another process has published the same step; IO; NOSPACE.
 std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
                                         const StepRecord& record);
 // Completes a step in `directory`, which keeps its name: writes manifest.json and COMMIT, and makes
@@ -184,6 +186,9 @@ Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_
 // Returns the step at `path` if it is intact. Otherwise throws UNCOMMITTED, INTEGRITY, UNSUPPORTED
 // (a later version) or IO, with the name of the file.
 FoundStep open_step(FileSystem& files, const std::string& path);
+// The names of the files, and links to files, in a step's directory that other programs have
+// written there. Leaves out names that begin with a dot, and those of is_weights_name.
+std::vector<std::string> unrecorded_files(FileSystem& files, const FoundStep& step);
 // Checks the digest of a file of the step at `path`. Throws INTEGRITY with the file's name; IO.
 void check_digest(FileSystem& files, const std::string& path, const StepFile& file);
 // Returns the newest intact step in which every file also has the recorded digest. This covers

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "modicum/base/base.h"
+#include "modicum/checkpoint/checkpoint.h"
 #include "modicum/io/file_doubles.h"
 
 namespace modicum {
@@ -365,12 +366,76 @@ TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastStep) {
   // The new step has no model.safetensors, so that of the last step must be removed.
   files.rename(join_path(step.directory, "model.safetensors"), join_path(step.directory, "a.b"));
   record.files.front().name = "a.b";
-  EXPECT_EQ(publish_step(files, step, record), std::nullopt);
-  EXPECT_EQ(files.list(kInside),
-            (std::vector<std::string>{"COMMIT", "a.b", "config.json", "manifest.json", "optimizer",
-                                      "trainer_state.json"}));
-  EXPECT_EQ(files.list(join_path(kInside, kStateDirectory)), std::vector<std::string>());
+  EXPECT_NE(publish_step(files, step, record), std::nullopt);  // of the lost state
+  EXPECT_EQ(files.list(kInside), (std::vector<std::string>{"COMMIT", "a.b", "config.json",
+                                                           "manifest.json", "trainer_state.json"}));
   EXPECT_EQ(open_step(files, kInside).record, record);
+}
+
+// Saves a step whose weights have these names into a directory that has the weights of another
+// program. Returns the names of all weights that are there afterwards.
+std::vector<std::string> weights_after(const std::vector<std::string>& saved,
+                                       const std::vector<std::string>& others) {
+  MemoryFileSystem files;
+  files.make_directory("/root");
+  files.make_directory(kInside);
+  for (const std::string& name : others) files.put(join_path(kInside, name), "another's");
+  const StepInFlight step = begin_step_in(files, kInside, 1, kOwner);
+  StepRecord record = record_of_step(step);
+  record.files.clear();
+  for (const std::string& name : saved) {
+    const std::string text = fmt::format("{} of step {}", name, step.step);
+    record.files.push_back({name, text.size(), text.size(), digest_of(text)});
+  }
+  write_files(files, step, record);
+  EXPECT_EQ(publish_step(files, step, record), std::nullopt);
+  expect_intact(files, open_step(files, kInside));
+  std::vector<std::string> names = files.list(kInside);
+  std::erase(names, "COMMIT");
+  std::erase(names, "manifest.json");
+  return names;
+}
+
+// Catches: model.safetensors of another program, which from_pretrained reads instead of the shards;
+// a removed base model of adapters, or a removed file that readers don't take for the model.
+TEST(StepInside, ReplacesTheWeightsOfAnotherProgram) {
+  const std::string single = "model.safetensors", adapter = "adapter_model.safetensors";
+  const std::string one = "model-00001-of-00002.safetensors";
+  const std::string two = "model-00002-of-00002.safetensors";
+  const std::string old = "model-00003-of-00003.safetensors";
+  const std::string variant = "model.fp16.safetensors", pickle = "pytorch_model.bin";
+  const std::string long_one = "model-000001-of-00002.safetensors";
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(weights_after({one, two, kIndexFile}, {single, old, variant, pickle}),
+            (Names{one, two, variant, kIndexFile, pickle}));
+  EXPECT_EQ(weights_after({single}, {one, two, kIndexFile, long_one}), (Names{long_one, single}));
+  EXPECT_EQ(weights_after({adapter}, {one, two, kIndexFile, adapter}),
+            (Names{adapter, one, two, kIndexFile}));
+}
+
+// Catches: a state that is lost without a warning; an empty directory that stays.
+TEST(StepInside, AModelWithoutStateReplacesOneWithState) {
+  MemoryFileSystem files;
+  put_directory(files, 1);
+  const StepInFlight step = begin_step_in(files, kInside, 2, kOwner);
+  write_files(files, step);
+  EXPECT_EQ(publish_step(files, step, record_of_step(step)),
+            "the previous save's files in optimizer/ were removed; this save has none");
+  EXPECT_FALSE(files.exists(join_path(kInside, kStateDirectory)));
+  EXPECT_EQ(save_inside(files, 3), std::nullopt);
+  EXPECT_EQ(save_inside(files, 4), std::nullopt);
+}
+
+// Catches: a reshard that loses Trainer's scheduler.pt, or that copies weights which are not the
+// step's.
+TEST(StepInside, UnrecordedFilesAreThoseOfOtherPrograms) {
+  MemoryFileSystem files;
+  put_directory(files, 1);
+  for (const char* name : {"scheduler.pt", ".hidden", "model-00001-of-00001.safetensors"}) {
+    files.put(join_path(kInside, name), "another's");
+  }
+  EXPECT_EQ(unrecorded_files(files, open_step(files, kInside)),
+            (std::vector<std::string>{"scheduler.pt", "trainer_state.json"}));
 }
 
 TEST(StepInside, AFailedSaveIsRefusedAsUncommitted) {

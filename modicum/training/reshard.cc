@@ -175,11 +175,12 @@ class Publication {
     add_record({file.name, copied->bytes, copied->bytes, copied->digest});
   }
 
-  // A step inside another program's directory does not record its config and tokenizer.
+  // A step inside another program's directory does not record that program's files, such as config,
+  // tokenizer, schedulers and states of random number generators.
   void copy_unrecorded() {
     Companions others =
-        copy_companions(task_.load.run.checkpoint, std::nullopt, files_, conversion_.directory(),
-                        [this](const std::string& name) { return !written_.contains(name); });
+        copy_companions(task_.load.run.checkpoint, unrecorded_files(files_, task_.step.found),
+                        std::nullopt, files_, conversion_.directory());
     for (StepFile& file : others.copied) add_record(std::move(file));
     warnings_ = std::move(others.warnings);
   }

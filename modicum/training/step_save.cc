@@ -120,10 +120,11 @@ void StepSave::add_companions(const Checkpoint& source, const SavePlan& plan, Sa
   for (const SavedTensor& tensor : plan.form().tensors) {
     tally.add(tensor.spec, tensor.stored ? &source.manifest.tensors[*tensor.stored] : nullptr);
   }
-  Companions companions = copy_companions(
-      source, tally.new_form(), files_, step_.directory, [&](const std::string& name) {
-        return !step_.is_inside || !files_.exists(join_path(step_.root, name));
-      });
+  std::vector<std::string> names = companion_files(source);
+  std::erase_if(names, [this](const std::string& name) {
+    return step_.is_inside && files_.exists(join_path(step_.root, name));
+  });
+  Companions companions = copy_companions(source, names, tally.new_form(), files_, step_.directory);
   for (StepFile& file : companions.copied) {
     if (step_.is_inside) {
       place_companion(saved, file);

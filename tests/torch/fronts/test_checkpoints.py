@@ -12,10 +12,14 @@ cannot be read; a tensor that the checkpoint lacks, without an error; a progress
 weights are saved; no warning about files of accelerate in a checkpoint of Modicum, or about
 adapters saved without COMMIT; a base model that is saved with its adapters, or that `save_model`
 leaves out; a resume that reads adapters as the model; a save that
-removes the files from which it reads, or replaces those of a Trainer's own.
+removes the files from which it reads, replaces those of a Trainer with its own `_save`, or leaves
+another program's weights next to its own; a reshard without Trainer's scheduler.pt; a rotation that
+fails.
 """
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -33,6 +37,7 @@ import torch_front  # noqa: E402  (after torch is known to be there)
 from ranks import Failed, Ranks, ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from modicum.torch.checkpoints import _rotate_accelerates  # noqa: E402
 from modicum.torch.ranks.group import Ranks as World  # noqa: E402
 from modicum.torch.saving.inside import Inside, fault_of, rotate, save_inside  # noqa: E402
 from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
@@ -142,7 +147,8 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
 
 def test_a_script_may_replace_the_copied_files(tmp_path: Path, modicum: Path) -> None:
     """A checkpoint gets the tokenizer of the loaded model, but its record does not have the
-    tokenizer: a script may write another one there. A reshard copies the one that it finds."""
+    tokenizer: a script may write another one there. A reshard copies the one that it finds, and all
+    other files of the script."""
     source, directory, out = tmp_path / "model", tmp_path / "checkpoint-3", tmp_path / "out"
     shutil.copytree(torch_front.checkpoint_of("qwen3"), source)
     (source / "tokenizer.json").write_text("{}")
@@ -156,13 +162,40 @@ def test_a_script_may_replace_the_copied_files(tmp_path: Path, modicum: Path) ->
     flight.end()
     assert (directory / "tokenizer.json").read_text() == "{}"
     (directory / "tokenizer.json").write_text('{"added_tokens": []}')
+    others = ("scheduler.pt", "rng_state_0.pth", "training_args.bin")
+    for name in others:
+        (directory / name).write_text(name)
     assert fault_of(directory) == ""
     assert_verifies(modicum, directory)
     subprocess.run([modicum, "reshard", directory, out], check=True, capture_output=True)
-    for name in ("tokenizer.json", "config.json"):
+    for name in ("tokenizer.json", "config.json", *others):
         assert (out / name).read_bytes() == (directory / name).read_bytes()
+    assert_verifies(modicum, out)
     (out / "tokenizer.json").unlink()
     assert "INTEGRITY: a file of the step is missing" in fault_of(out)
+
+
+def test_weights_of_another_program_are_replaced(tmp_path: Path, modicum: Path) -> None:
+    """`from_pretrained` would read model.safetensors of an earlier save, not the shards."""
+    directory = tmp_path / "final"
+    source = torch_front.checkpoint_of("qwen3")
+    model = torch_front.empty("qwen3")
+    torch_front.load(model, source)
+    model.save_pretrained(directory)
+    assert (directory / "model.safetensors").exists()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(2.0)
+    flight = Inside(directory)
+    how = {"ledger": None, "budget": "none", "staging": None, "adapters": False}
+    with World.of_world().together() as world:
+        flight.open(world)
+        save_inside(model, flight, None, how | {"shard_size": "20KB"}, world)
+    flight.end()
+    assert len([*directory.glob("model-*.safetensors")]) > 1
+    assert_verifies(modicum, directory)
+    read = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    assert all((parameter == 2).all() for parameter in read.parameters())
 
 
 def test_the_number_of_a_step_fits_or_is_0() -> None:
@@ -542,4 +575,41 @@ def test_rotation_keeps_the_best(tmp_path: Path) -> None:
     # An earlier rotation that was killed has left this directory, and the next one removes it.
     (tmp_path / ".trash-checkpoint-0" / "a").mkdir(parents=True)
     rotate([one, two, three], 1, one, tmp_path)
+    assert sorted(tmp_path.iterdir()) == [one, three]
+
+
+def test_rotation_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate's folder of checkpoints may be a link to another file system."""
+    project, folder = tmp_path / "project", tmp_path / "disk" / "checkpoints"
+    folder.mkdir(parents=True)
+    project.mkdir()
+    (project / "checkpoints").symlink_to(folder)
+    _, two = put(folder, 1, 2)
+    rename = os.rename
+
+    def within_a_disk(old: Path, new: Path) -> None:
+        if Path(new).resolve().is_relative_to(project):
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", within_a_disk)
+    _rotate_accelerates(project / "checkpoints", 1)
+    assert [*folder.iterdir()] == [two] and [*folder.parent.iterdir()] == [folder]
+
+
+def test_a_rotation_that_fails_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new checkpoint is committed, and other ranks go on."""
+    one, two, three = put(tmp_path, 1, 2, 3)
+    rename = os.rename
+
+    def busy(old: Path, new: Path) -> None:
+        if old == one:
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", busy)
+    with pytest.warns(UserWarning, match="an old checkpoint could not be removed: .*busy"):
+        rotate([one, two, three], 1, None, tmp_path)
     assert sorted(tmp_path.iterdir()) == [one, three]

@@ -435,5 +435,7 @@ def _usable_or_warn(directory: Path) -> bool:
 
 def _rotate_accelerates(folder: Path, limit: int) -> None:
     # `rotate` first moves a checkpoint to the last argument, which is outside of `folder`, since
-    # accelerate takes every directory there for a checkpoint.
+    # accelerate takes every directory there for a checkpoint. `folder` may be a link to a directory
+    # of another file system.
+    folder = folder.resolve()
     rotate(upstream.numbered_directories(folder), limit, None, folder.parent)

@@ -15,7 +15,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from modicum.errors import Error, refusal
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.origin import keeping_origin, origin_of
 from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
 from modicum.torch.saving.adapters import FILE
@@ -212,23 +214,40 @@ def fault_of(directory: Path) -> str:
 def rotate(directories: Sequence[Path], limit: int, best: Path | None, trash: Path) -> None:
     """Removes checkpoints until `limit` are left: first incomplete ones, then the oldest. Keeps the
     newest complete checkpoint, `best`, and all checkpoints newer than the newest complete one; the
-    newer ones do not count. If none is complete, removes none.
+    newer ones do not count. If none is complete, removes none. An OSError is only a warning: one
+    rank removes, and the others go on.
 
     Args:
         directories: oldest first.
         trash: a directory on the same file system. A checkpoint is moved there before its files are
             removed, so that none is ever seen partly removed.
     """
-    _empty(trash)
+    with _warning():
+        _empty(trash)
+        for one in _superfluous(directories, limit, best):
+            with _warning():
+                os.rename(one, trash / f"{_TRASH}{one.name}")
+        _empty(trash)
+
+
+def _superfluous(directories: Sequence[Path], limit: int, best: Path | None) -> list[Path]:
+    """The checkpoints that `rotate` removes."""
     is_whole = {one: not fault_of(one) for one in directories}
     newest = max((at for at, one in enumerate(directories) if is_whole[one]), default=0)
     kept = {*directories[newest:], *([best] if best else [])}
     removable = [one for one in directories if one not in kept]
     removable.sort(key=lambda one: is_whole[one])  # stable: the oldest of each kind first
     count = len(directories) - len(directories[newest + 1 :])
-    for one in removable[: max(0, count - limit)]:
-        os.rename(one, trash / f"{_TRASH}{one.name}")
-    _empty(trash)
+    return removable[: max(0, count - limit)]
+
+
+@contextmanager
+def _warning() -> Iterator[None]:
+    """A context whose OSError becomes a warning."""
+    try:
+        yield
+    except OSError as error:
+        warn_script(f"modicum: an old checkpoint could not be removed: {error}")
 
 
 def _empty(trash: Path) -> None:
