@@ -40,6 +40,7 @@ from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_writer import Writer as Writer
+from modicum.torch.loading.origin import Origin, remember
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.state_dicts import KEY, flat_key, made_value
@@ -167,6 +168,7 @@ class HuggingFaceReader(_PathReader):
             what += "by modicum.torch.load, or keep the values that they have by "
             what += "missing={'lora_magnitude': 'model'} and allow_partial_load"
             raise refusal("UNSUPPORTED", what, tensor=name)
+        self._made = recipe
         self._targets = self._targets_of(recipe)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -187,6 +189,7 @@ class HuggingFaceReader(_PathReader):
             planner.commit_tensor(item, tensor)
         if emptied is not None:
             emptied.restore(loaded=self._targets)
+        self._remember({canonical(name) for name in getattr(planner, "state_dict", {})})
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -221,6 +224,19 @@ class HuggingFaceReader(_PathReader):
             targets[made["name"]] = _Target(node, made["dtype"], tuple(made["shape"]))
         wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
         return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
+
+    def _remember(self, read: set[str]) -> None:
+        """Sets the model's origin, as `modicum.torch.load` does, if all of its tensors that the
+        checkpoint holds were read. `read`: canonical names."""
+        if self._model is None:
+            return
+        structure, nodes = structure_of(self._model), self._made.targets
+        stored = {name for name, node in nodes.items() if node["op"] not in ("alias", "caller")}
+        if stored <= read and nodes.keys() <= structure.members.keys():
+            made = self._made.into(structure)
+            # A save writes the model's own values of PEFT's original rows.
+            made.targets = {n: of for n, of in made.targets.items() if n not in structure.rows}
+            remember(self._model, Origin(Path(self.checkpoint_id), made.text(callers=True)))
 
     # ---- the places to fill
 

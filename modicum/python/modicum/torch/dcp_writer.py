@@ -37,7 +37,7 @@ from modicum.torch.saving.state_dicts import (
 from modicum.torch.saving.tensor_state import writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import Flight, StateWriting, TensorsWriting
-from modicum.upstream.wrappers import canonical
+from modicum.upstream.wrappers import canonical, unwrapped
 
 Size = int | str
 Source = str | os.PathLike[str]
@@ -94,6 +94,7 @@ class Writer(StorageWriter, AsyncStager):
         Raises:
             UsageError: `optimizer` is a `modicum.torch.AdamW`; use `modicum.torch.save`.
         """
+        optimizer = unwrapped(optimizer)
         if isinstance(optimizer, AdamW):
             what = "a state dict lacks the planes of modicum.torch.AdamW"
             raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")

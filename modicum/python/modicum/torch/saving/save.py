@@ -27,6 +27,7 @@ from modicum.torch.saving.running import Begun
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import Flight
+from modicum.upstream.wrappers import unwrapped
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def save(
             ledger=account, budget=limit, extra=extra, per_rank=extra_per_rank, sigterm=sigterm,
         )  # fmt: skip
 
-    return _save(model, Given(optimizer, source), ask, Sigterm(grace))
+    return _save(model, Given(unwrapped(optimizer), source), ask, Sigterm(grace))
 
 
 def _save(
