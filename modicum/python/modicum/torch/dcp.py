@@ -40,7 +40,7 @@ from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_writer import Writer as Writer
-from modicum.torch.loading.origin import Origin, remember
+from modicum.torch.loading.origin import remember_read
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.state_dicts import KEY, flat_key, made_value
@@ -108,6 +108,9 @@ class HuggingFaceReader(_PathReader):
     (packed projections; FSDP2 after tensor parallelism along the same dim) consists of several
     boxes, which a plan can't express: its elements are determined by the placements of the DTensor
     and, with `model`, by FSDP2's shards.
+
+    When all tensors of `model` that the checkpoint holds were read, the checkpoint is the source of
+    `modicum.torch.save`, as after `modicum.torch.load`.
 
     A tensor that `missing` leaves to the model's own rule is not in the reader's metadata: DCP
     reports it as missing, and with `DefaultLoadPlanner(allow_partial_load=True)` it keeps its
@@ -226,17 +229,8 @@ class HuggingFaceReader(_PathReader):
         return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
 
     def _remember(self, read: set[str]) -> None:
-        """Sets the model's origin, as `modicum.torch.load` does, if all of its tensors that the
-        checkpoint holds were read. `read`: canonical names."""
-        if self._model is None:
-            return
-        structure, nodes = structure_of(self._model), self._made.targets
-        stored = {name for name, node in nodes.items() if node["op"] not in ("alias", "caller")}
-        if stored <= read and nodes.keys() <= structure.members.keys():
-            made = self._made.into(structure)
-            # A save writes the model's own values of PEFT's original rows.
-            made.targets = {n: of for n, of in made.targets.items() if n not in structure.rows}
-            remember(self._model, Origin(Path(self.checkpoint_id), made.text(callers=True)))
+        if self._model is not None:
+            remember_read(self._model, Path(self.checkpoint_id), self._made, read)
 
     # ---- the places to fill
 
@@ -318,6 +312,9 @@ class _Part(HuggingFaceReader):
         """`keys`: returns the key of a tensor's name."""
         self._key = keys
         super().__init__(source, model, **how)
+
+    def _remember(self, read: set[str]) -> None:
+        """Does nothing: a later save may remove the step."""
 
     def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
         return {self._key(name): of for name, of in super()._targets_of(recipe).items()}

@@ -82,8 +82,8 @@ class Writer(StorageWriter, AsyncStager):
             root: the directory of all steps, on a file system that all ranks share.
             step: the step's number.
             model: the model of the state dict. The files get the names and shapes of `source` or
-                of the checkpoint that `modicum.torch.load` has loaded. None: the names and shapes
-                of the state dict.
+                of the checkpoint that `modicum.torch.load` or `HuggingFaceReader` has loaded. None:
+                the names and shapes of the state dict.
             optimizer: the optimizer of the state dict. Its class is recorded; without it
                 `modicum.torch.resume` does not accept the state. A `modicum.torch.AdamW` is
                 refused: a state dict lacks its planes (the arrays in which it keeps its state).
