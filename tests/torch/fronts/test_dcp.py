@@ -5,13 +5,14 @@ The oracles are the model of `from_pretrained`, sharded by torch.chunk, and torc
 fail for these mutants: a shard that is read from the beginning of its tensor; a strided shard that
 is read as one block; stored names that are converted while values are not; a reinterpretation of
 bits instead of a cast; tied names that are read twice; a tensor that every rank reads as a whole;
-buffers that stay uninitialised after `to_empty`; a recipe or renamings that are ignored.
+buffers that stay uninitialised after `to_empty`; a recipe or renamings that are ignored; an origin
+that a save does not know, or that a partial read sets.
 """
 
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,9 @@ from torch_front import (  # noqa: E402
     stored_in,
 )
 
-import modicum  # noqa: E402
+import modicum.torch  # noqa: E402
 from modicum import _modicum  # noqa: E402
+from modicum.errors import UsageError  # noqa: E402
 from modicum.recipes import Recipe, recipe_for  # noqa: E402
 from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
 
@@ -206,20 +208,43 @@ class Renamed(nn.Module):
 NAMES = {"tokens.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
 
 
+def named_by(way: str, stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The reader's arguments for `Renamed`."""
+    if way == "recipe":
+        targets = {new: {"op": "stored", "name": old} for new, old in NAMES.items()}
+        return {way: Recipe(targets, sorted(stored.keys() - {*NAMES.values()}))}
+    renamings = {r"^model\.embed_(tokens)": r"\1", "^lm_head": "output"}
+    return {way: renamings, "unexpected": ["layers", "norm"]}
+
+
 @pytest.mark.parametrize("way", ("recipe", "key_mapping"))
 def test_a_model_with_names_of_its_own_is_read(way: str) -> None:
     stored = stored_in(checkpoint_of("llama"))
-    how: dict[str, Any]
-    if way == "recipe":
-        targets = {new: {"op": "stored", "name": old} for new, old in NAMES.items()}
-        how = {way: Recipe(targets, sorted(stored.keys() - {*NAMES.values()}))}
-    else:
-        renamings = {r"^model\.embed_(tokens)": r"\1", "^lm_head": "output"}
-        how = {way: renamings, "unexpected": ["layers", "norm"]}
+    how = named_by(way, stored)
     model = torch.compile(Renamed(*stored["lm_head.weight"].shape))  # its names have a prefix
     state = read(model, HuggingFaceReader(checkpoint_of("llama"), model, **how))
     for new, old in NAMES.items():
         assert_same(state[f"_orig_mod.{new}"], stored[old].float(), new)
+
+
+@pytest.mark.parametrize("way", ("recipe", "key_mapping"))
+def test_a_model_that_was_read_is_saved_under_the_sources_names(way: str, tmp_path: Path) -> None:
+    """Without `source=`. A read of some tensors does not make the checkpoint the model's source."""
+    stored = stored_in(checkpoint_of("llama"))
+    model = Renamed(*stored["lm_head.weight"].shape)
+    reader = HuggingFaceReader(checkpoint_of("llama"), model, **named_by(way, stored))
+    state = model.state_dict()
+    dcp.load({"output.weight": state["output.weight"]}, storage_reader=reader, no_dist=True)
+    with pytest.raises(UsageError, match="give `source=`"):
+        modicum.torch.save(model, tmp_path, step=1)
+    read(model, reader)
+    with torch.no_grad():
+        model.tokens.weight += 1
+    report = modicum.torch.save(model, tmp_path, step=1)
+    saved = stored_in(Path(report.path))
+    assert saved.keys() == stored.keys()
+    for new, old in NAMES.items():
+        assert_same(saved[old], state[new], new)
 
 
 def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ peak that leaves out the publication; extras that no resume can read; a tensor t
 the load and is left out; a weight whose shape has changed since and that is written under its old
 shape; a dtype that rounds the weights from which a saved optimizer goes on; an error without a
 remedy for other frozen parameters than at the save; parameters of another optimizer, numbers that
-no step can have and keys with a dot, all without a typed error.
+no step can have and keys with a dot, all without a typed error; accelerate's optimizer or any other
+wrapper around Modicum's AdamW that is saved by the state that it shows; a source that lacks the
+model's tensors, or some of them, and is copied without a word.
 """
 
 import os
@@ -28,6 +30,7 @@ pytest.importorskip("transformers")
 
 import torch_front  # noqa: E402
 from program import run_json  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum  # noqa: E402
@@ -38,8 +41,9 @@ from modicum.errors import (  # noqa: E402
     IoError,
     UsageError,
 )
+from modicum.torch.dcp import Writer  # noqa: E402
 from modicum.torch.saving import extra as extras  # noqa: E402
-from modicum.torch.saving import running, tensor_state, weights  # noqa: E402
+from modicum.torch.saving import inside, running, tensor_state, weights  # noqa: E402
 
 
 def loaded(name: str, source: Path | None = None, **how: Any) -> Any:
@@ -180,6 +184,72 @@ def test_a_model_of_another_loader_needs_its_source(tmp_path: Path) -> None:
     assert read.dtype == torch.float16
     weight, read_weight = model.model.norm.weight, read.model.norm.weight
     assert torch.equal(read_weight, weight.to(torch.float16))
+
+
+def test_a_source_without_the_models_tensors_is_refused(tmp_path: Path) -> None:
+    """The step would hold the source's values under the names that from_pretrained reads."""
+    source = torch_front.checkpoint_of("llama")
+    stored = torch_front.stored_in(source)
+    model = torch.nn.ModuleDict({"tokens": torch.nn.Embedding(*stored["lm_head.weight"].shape)})
+    with pytest.raises(UsageError, match=r"MISMATCH: the source has no .*tokens\.weight"):
+        front.save(model, tmp_path, step=1, source=source)
+    model["model"] = inner = torch.nn.Module()
+    inner.norm = torch.nn.RMSNorm(*stored["model.norm.weight"].shape)
+    with pytest.warns(UserWarning, match=r"the source lacks 'tokens\.weight'.*'lm_head\.weight'"):
+        report = front.save(model, tmp_path, step=1, source=source)
+    assert torch_front.stored_in(Path(report.path)).keys() == {*stored, "tokens.weight"}
+
+
+class Matrices(torch.nn.Module):
+    """A bfloat16 matrix, whose moments can be 8-bit ones, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.linspace(-1, 1, 64 * 128).bfloat16().view(64, 128))
+        self.vector = torch.nn.Parameter(torch.ones(128).bfloat16())
+
+    def train_by(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            (self.matrix * self.vector).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Around(torch.optim.Optimizer):
+    """A wrapper that Modicum does not know. It shows the inner optimizer's `state`."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+
+
+@pytest.mark.parametrize("state_format", ("fp32", "int8-moments"))
+def test_accelerates_optimizer_is_the_one_inside(tmp_path: Path, state_format: str) -> None:
+    """Trainer's callbacks get this wrapper."""
+    accelerate = pytest.importorskip("accelerate")
+
+    def made() -> tuple[Matrices, Any]:
+        model = Matrices()
+        inner = front.AdamW(model.named_parameters(), lr=1e-2, state_format=state_format)
+        return model, accelerate.Accelerator(cpu=True).prepare_optimizer(inner)
+
+    source = tmp_path / "model.safetensors"
+    save_file({name: of.detach() for name, of in Matrices().named_parameters()}, source)
+    (model, optimizer), (again, new) = made(), made()
+    front.load(model, source, optimizer=optimizer, progress=False)
+    model.train_by(optimizer, 3)
+    front.save(model, tmp_path / "steps", step=1, optimizer=optimizer)
+    front.resume(again, tmp_path / "steps", optimizer=new, progress=False)
+    for of, by in ((model, optimizer), (again, new)):
+        of.train_by(by, 5)
+    assert torch.equal(model.matrix, again.matrix) and torch.equal(model.vector, again.vector)
+    with pytest.raises(UsageError, match="UNSUPPORTED: a state dict lacks the planes"):
+        Writer(tmp_path / "steps", step=2, model=model, optimizer=optimizer)
+    other = Around(optimizer.optimizer)
+    # The vector's moments are tensors in every format.
+    other.state = {model.matrix: other.state[model.matrix]}
+    assert inside._has_tensors(other)
+    with pytest.raises(UsageError, match="UNSUPPORTED: an unknown wrapper .* got Around"):
+        front.save(model, tmp_path / "steps", step=2, optimizer=other)
 
 
 def test_keeps_the_newest_while_a_resumed_model_goes_on(tmp_path: Path) -> None:

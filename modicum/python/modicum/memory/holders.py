@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from modicum.errors import refusal
 from modicum.upstream.torch_core import dense_parts, local_of
+from modicum.upstream.wrappers import unwrapped
 
 MASTER, GRADIENT, MOMENTS, STAGING, WEIGHTS = "master", "gradient", "moments", "staging", "weights"
 PARTITION = "offloaded weights"  # ZeRO-3's partitions; data-loader workers do not use them
@@ -47,13 +48,6 @@ def _range_of(tensor: Any) -> tuple[int, int]:
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     begin = tensor.data_ptr()
     return begin, begin + tensor.numel() * tensor.element_size()
-
-
-def unwrapped(source: Any) -> Any:
-    """The optimizer inside accelerate's wrapper; any other source itself."""
-    while type(source).__module__.startswith("accelerate.") and hasattr(source, "optimizer"):
-        source = source.optimizer
-    return source
 
 
 def stepping(source: Any) -> Any:

@@ -54,6 +54,7 @@ from modicum.torch.unfilled import (
 from modicum.upstream import accelerate, peft, transformers, trl
 from modicum.upstream.torch_core import count_writes_through_data
 from modicum.upstream.torch_fsdp import is_sharded
+from modicum.upstream.wrappers import unwrapped
 from modicum.walk.calls import require_check
 from modicum.walk.report import Report
 
@@ -349,7 +350,7 @@ class _Scripts:
                 return original(accelerator, *args, **kwargs)
             accelerate.require_fsdp2(accelerator.state)
             optimizers = [
-                getattr(argument, "optimizer", argument)
+                unwrapped(argument)
                 for argument in args
                 if isinstance(argument, torch.optim.Optimizer)
             ]

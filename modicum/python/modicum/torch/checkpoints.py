@@ -47,6 +47,7 @@ from modicum.torch.saving.report import Resumed, Saved
 from modicum.upstream import checkpoints as upstream
 from modicum.upstream.torch_fsdp import reshard
 from modicum.upstream.transformers import is_pretrained
+from modicum.upstream.wrappers import unwrapped
 
 How = Mapping[str, Any]
 
@@ -225,7 +226,7 @@ class Checkpoints:
                 return original(*args, **kwargs)
             with self._noted(Path(of["output_dir"]), of["optimizer_index"]) as kept:
                 kept.model = upstream.bare(of["model"])
-                kept.optimizer = upstream.wrapped(of["optimizer"])
+                kept.optimizer = unwrapped(of["optimizer"])
 
         return save_fsdp_optimizer
 
@@ -267,7 +268,7 @@ class Checkpoints:
             if directory is None:
                 return original(*args, **kwargs)
             _require_fsdp2(of["accelerator"], directory)
-            model, optimizer = upstream.bare(of["model"]), upstream.wrapped(of["optimizer"])
+            model, optimizer = upstream.bare(of["model"]), unwrapped(of["optimizer"])
             return load_state_inside(model, optimizer, directory, self._how()["ledger"])
 
         return load_fsdp_optimizer

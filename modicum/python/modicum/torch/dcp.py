@@ -40,6 +40,7 @@ from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_writer import Writer as Writer
+from modicum.torch.loading.origin import remember_read
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.state_dicts import KEY, flat_key, made_value
@@ -108,6 +109,9 @@ class HuggingFaceReader(_PathReader):
     boxes, which a plan can't express: its elements are determined by the placements of the DTensor
     and, with `model`, by FSDP2's shards.
 
+    When all tensors of `model` that the checkpoint holds were read, the checkpoint is the source of
+    `modicum.torch.save`, as after `modicum.torch.load`.
+
     A tensor that `missing` leaves to the model's own rule is not in the reader's metadata: DCP
     reports it as missing, and with `DefaultLoadPlanner(allow_partial_load=True)` it keeps its
     values.
@@ -167,6 +171,7 @@ class HuggingFaceReader(_PathReader):
             what += "by modicum.torch.load, or keep the values that they have by "
             what += "missing={'lora_magnitude': 'model'} and allow_partial_load"
             raise refusal("UNSUPPORTED", what, tensor=name)
+        self._made = recipe
         self._targets = self._targets_of(recipe)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -187,6 +192,7 @@ class HuggingFaceReader(_PathReader):
             planner.commit_tensor(item, tensor)
         if emptied is not None:
             emptied.restore(loaded=self._targets)
+        self._remember({canonical(name) for name in getattr(planner, "state_dict", {})})
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -221,6 +227,10 @@ class HuggingFaceReader(_PathReader):
             targets[made["name"]] = _Target(node, made["dtype"], tuple(made["shape"]))
         wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
         return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
+
+    def _remember(self, read: set[str]) -> None:
+        if self._model is not None:
+            remember_read(self._model, Path(self.checkpoint_id), self._made, read)
 
     # ---- the places to fill
 
@@ -302,6 +312,9 @@ class _Part(HuggingFaceReader):
         """`keys`: returns the key of a tensor's name."""
         self._key = keys
         super().__init__(source, model, **how)
+
+    def _remember(self, read: set[str]) -> None:
+        """Does nothing: a later save may remove the step."""
 
     def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
         return {self._key(name): of for name, of in super()._targets_of(recipe).items()}

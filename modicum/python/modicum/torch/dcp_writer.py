@@ -37,7 +37,7 @@ from modicum.torch.saving.state_dicts import (
 from modicum.torch.saving.tensor_state import writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import Flight, StateWriting, TensorsWriting
-from modicum.upstream.wrappers import canonical
+from modicum.upstream.wrappers import canonical, unwrapped
 
 Size = int | str
 Source = str | os.PathLike[str]
@@ -82,8 +82,8 @@ class Writer(StorageWriter, AsyncStager):
             root: the directory of all steps, on a file system that all ranks share.
             step: the step's number.
             model: the model of the state dict. The files get the names and shapes of `source` or
-                of the checkpoint that `modicum.torch.load` has loaded. None: the names and shapes
-                of the state dict.
+                of the checkpoint that `modicum.torch.load` or `HuggingFaceReader` has loaded. None:
+                the names and shapes of the state dict.
             optimizer: the optimizer of the state dict. Its class is recorded; without it
                 `modicum.torch.resume` does not accept the state. A `modicum.torch.AdamW` is
                 refused: a state dict lacks its planes (the arrays in which it keeps its state).
@@ -94,6 +94,7 @@ class Writer(StorageWriter, AsyncStager):
         Raises:
             UsageError: `optimizer` is a `modicum.torch.AdamW`; use `modicum.torch.save`.
         """
+        optimizer = unwrapped(optimizer)
         if isinstance(optimizer, AdamW):
             what = "a state dict lacks the planes of modicum.torch.AdamW"
             raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")

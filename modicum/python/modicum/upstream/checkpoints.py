@@ -116,11 +116,6 @@ def bare(model: Any) -> Any:
     return model
 
 
-def wrapped(optimizer: Any) -> Any:
-    """The optimizer without accelerate's wrapper."""
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 def has_adapters(model: Any) -> bool:
     """Whether the model has adapters of PEFT, with or without PEFT's wrapper."""
     modules = sys.modules.get("peft.tuners.tuners_utils")

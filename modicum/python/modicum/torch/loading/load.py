@@ -145,7 +145,6 @@ def _load(
         # PEFT's tensors whose first values came from the base model: the origin's recipe leaves
         # them out, so that a save writes their own values.
         begun = goal.norms.keys() | whole.structure.rows.keys()
-        at = Path(source).absolute() if source is not None and Path(source).exists() else source
-        remember(model, Origin(at, goal.text_without(begun)))
+        remember(model, Origin(source, goal.text_without(begun)))
         note_loaded(model)
         return report

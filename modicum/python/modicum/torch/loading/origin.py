@@ -1,12 +1,15 @@
 """Remembers from which checkpoint a model was loaded: a save writes files with the same names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from torch import nn
+
+from modicum.recipes import Recipe
+from modicum.recipes.structure import structure_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,21 @@ _origins: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()
 
 def remember(model: nn.Module, origin: Origin) -> None:
     """Sets the model's origin, which is kept as long as the model is alive."""
+    if origin.source is not None and Path(origin.source).exists():
+        origin = replace(origin, source=Path(origin.source).absolute())
     _origins[model] = origin
+
+
+def remember_read(model: nn.Module, source: Path, recipe: Recipe, read: Set[str]) -> None:
+    """Sets the model's origin, as after a load of `source` by the recipe, if all of the model's
+    tensors that the source holds were read. `read`: canonical names."""
+    structure, nodes = structure_of(model), recipe.targets
+    stored = {name for name, node in nodes.items() if node["op"] not in ("alias", "caller")}
+    if stored <= read and nodes.keys() <= structure.members.keys():
+        made = recipe.into(structure)
+        # A save writes the present values of PEFT's tensors that began as rows of the base model.
+        made.targets = {n: node for n, node in made.targets.items() if n not in structure.rows}
+        remember(model, Origin(source, made.text(callers=True)))
 
 
 def origin_of(model: nn.Module) -> Origin | None:

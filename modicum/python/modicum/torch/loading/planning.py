@@ -23,6 +23,7 @@ from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import ModelTensor
 from modicum.upstream.torch_fsdp import check_replaceable, check_unit_dtypes
+from modicum.upstream.wrappers import unwrapped
 from modicum.walk.calls import require_check
 
 Size = int | str
@@ -75,7 +76,7 @@ def optimizers_of(given: Any) -> list[AdamW]:
     be lost."""
     several = isinstance(given, Iterable) and not isinstance(given, (str, bytes))
     optimizers: list[Any] = [*given] if several else [] if given is None else [given]
-    optimizers = [one for one in optimizers if not isinstance(one, Later)]
+    optimizers = [unwrapped(one) for one in optimizers if not isinstance(one, Later)]
     for one in optimizers:
         if not isinstance(one, AdamW):
             what, got = "optimizer", f"{type(one).__module__}.{type(one).__qualname__}"

@@ -7,6 +7,7 @@ current gradients to the C++ states, which use them until the next `step` or `fo
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -35,6 +36,14 @@ def moments_of(group: Mapping[str, Any]) -> tuple[str, ...]:
     return MOMENTS if group["amsgrad"] else MOMENTS[:2]
 
 
+def shows_adamw(state: Mapping[Any, Mapping[str, Any]]) -> bool:
+    """Whether an optimizer's `state` has entries of a `modicum.torch.AdamW`, like the `state` of a
+    wrapper around one."""
+    entries = (part.entry for bound in _living for part in bound.parts if part.entry)
+    shown = {id(entry["step"][0]) for entry in entries}
+    return any(id(entry.get("step")) in shown for entry in state.values())
+
+
 class Bound:
     """The parameters of an optimizer that have state, and their states. Parameters that are
     unfrozen or added later get additional states."""
@@ -57,6 +66,7 @@ class Bound:
         self._versions: list[int] = []
         self._groups: dict[str, int] = {}  # the number of groups that each state knows
         self._read: _modicum.Snapshot | None = None  # of a save that reads memory during the step
+        _living.add(self)
 
     @property
     def steps(self) -> torch.Tensor:
@@ -415,6 +425,9 @@ class Bound:
         self.refresh_masters()
         all_of = [state.digest() for state in self.states.values()]
         return {name: sum(of[name] for of in all_of) % (1 << 64) for name in ("state", "master")}
+
+
+_living: WeakSet[Bound] = WeakSet()
 
 
 def _float32(numel: int) -> torch.Tensor:

@@ -8,8 +8,9 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.errors import BudgetError, refusal
-from modicum.memory.holders import WEIGHTS, Holding, holdings, stepping, unwrapped
+from modicum.memory.holders import WEIGHTS, Holding, holdings, stepping
 from modicum.torch.optim.adamw import AdamW
+from modicum.upstream.wrappers import unwrapped
 
 _PAGE_BYTES = mmap.PAGESIZE
 

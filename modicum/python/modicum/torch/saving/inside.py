@@ -28,7 +28,9 @@ from modicum.errors import Error, refusal
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.origin import keeping_origin, origin_of
 from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.bound import shows_adamw
 from modicum.torch.optim.names import warn_script
+from modicum.torch.optim.bound import shows_adamw
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
 from modicum.torch.saving.adapters import FILE
@@ -125,7 +127,7 @@ def _has_tensors(optimizer: torch.optim.Optimizer) -> bool:
     Trainer reads the state of its scheduler only if the checkpoint has a directory "optimizer"."""
     values = (value for entry in optimizer.state.values() for value in entry.values())
     has_some = any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values)
-    return has_some or isinstance(optimizer, AdamW)
+    return has_some or isinstance(optimizer, AdamW) or shows_adamw(optimizer.state)
 
 
 def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> Resumed:

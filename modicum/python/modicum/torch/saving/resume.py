@@ -36,6 +36,7 @@ from modicum.torch.saving.tensor_state import (
     needed_by_tensors,
     require_kind,
 )
+from modicum.upstream.wrappers import unwrapped
 
 
 def resume(
@@ -81,6 +82,7 @@ def resume(
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
     """
     begin = time.monotonic()
+    optimizer = unwrapped(optimizer)
     found = replace(find(Path(root), optimizer, verify=verify), staging=staging)
     ledger, budget = taken(ledger, budget)
     how: dict[str, Any] = {

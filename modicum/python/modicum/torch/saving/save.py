@@ -27,6 +27,7 @@ from modicum.torch.saving.running import Begun
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import Flight
+from modicum.upstream.wrappers import unwrapped
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,15 @@ def save(
     becomes visible as `root/step-N` once all of it is durable.
 
     Args:
-        model: loaded by `modicum.torch.load`, or `source` is given; sharded or not; without tensors
-            on meta.
+        model: loaded by `modicum.torch.load` or `HuggingFaceReader`, or `source` is given; sharded
+            or not; without tensors on meta.
         root: the directory of all steps, on a file system that all ranks share; created if its
             parent exists.
         step: the step's number, 0 or more.
-        optimizer: `modicum.torch.AdamW`, or any optimizer whose state consists of numbers and of
-            tensors with the parameters' shapes. Its group options are saved, too. None: no state.
-        source: a checkpoint of the model's architecture, whose names, division into files, config
-            and tokenizer the step gets; None: the one that `modicum.torch.load` has loaded.
+        optimizer: `modicum.torch.AdamW`, or one whose state has numbers and tensors of the
+            parameters' shapes; also in accelerate's wrapper. Includes options. None: no state.
+        source: a checkpoint with the model's names, whose names, division into files, config and
+            tokenizer the step gets; None: the one that was loaded.
         dtype: of all tensors that can be cast; rounds none of `optimizer`; None: as in the model.
         keep: the number of complete steps to keep, including this one; None: all.
         shard_size: the largest size of a file, bytes or text ("5GB"); None: the source's division.
@@ -128,7 +129,7 @@ def save(
             ledger=account, budget=limit, extra=extra, per_rank=extra_per_rank, sigterm=sigterm,
         )  # fmt: skip
 
-    return _save(model, Given(optimizer, source), ask, Sigterm(grace))
+    return _save(model, Given(unwrapped(optimizer), source), ask, Sigterm(grace))
 
 
 def _save(

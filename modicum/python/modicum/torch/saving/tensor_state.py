@@ -14,6 +14,7 @@ from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, caller
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.planning import Size, device_of
+from modicum.torch.optim.bound import shows_adamw
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.groups import name_of
@@ -42,7 +43,11 @@ def writing_of_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], ranks: Ranks, form: Form
 ) -> tuple[Writing, str]:
     """The tensors to write, and the text of state.json. Raises `UsageError` for a value that is
-    neither a number nor a tensor of the parameter's shape."""
+    neither a number nor a tensor of the parameter's shape, and for the state that a
+    `modicum.torch.AdamW` shows, which lacks masters and 8-bit moments."""
+    if shows_adamw(optimizer.state):
+        what, got = "an unknown wrapper around modicum.torch.AdamW", type(optimizer).__name__
+        raise refusal("UNSUPPORTED", what, expected="the modicum.torch.AdamW in it", got=got)
     entries: list[Entry] = [(name_of(p, names), p, of) for p, of in optimizer.state.items()]
     return writing_of_entries(entries, _kind(optimizer), ranks, form)
 

@@ -1,6 +1,7 @@
 """The model's part of a save: planned as a load of the same tensors, and run in reverse."""
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes import recipe_for
+from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, caller
+from modicum.recipes.translation import Described
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
 from modicum.torch.loading.origin import Origin
 from modicum.torch.loading.planning import places_of
@@ -128,7 +130,7 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
     require_values(model)
     if source is None and origin is None:
         what = "the model was not loaded by modicum.torch.load from files: give `source=`, a "
-        what += "checkpoint of its architecture"
+        what += "checkpoint with its names"
         raise refusal("USAGE", what)
     origin = None if origin is None else origin.present()
     at = source if source is not None or origin is None else origin.source
@@ -141,10 +143,30 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
             model.module, checkpoint.stored, structure=model.structure, missing="init",
             unexpected="ignore",
         )  # fmt: skip
+        _require_names(made, checkpoint.stored, source)
         return _fitted(made.text(callers=True), model)
 
     text, memories = ranks.once(make, memory_before)
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, [], text=text)
+
+
+def _require_names(made: Recipe, stored: Described, source: Source) -> None:
+    """Raises `UsageError` if the source has none of the model's tensors, as if the model had names
+    of its own: the step would hold the source's values under the source's names. Warns if that may
+    be so for a part of the model."""
+    new = made.missing
+    if all(name in new or node["op"] == "alias" for name, node in made.targets.items()):
+        what = "the source has no tensor of the model: give a checkpoint with the model's names, "
+        what += "or load the model with recipe= or key_mapping= and leave out source="
+        raise refusal("MISMATCH", what, file=str(source), tensor=next(iter(made.targets), ""))
+    unused = {tuple(stored[name][1]): name for name in reversed(made.unused)}
+    for name, (_, shape) in new.items():
+        if shape in unused:
+            what = f"the source lacks '{name}' of the model, and the model lacks '{unused[shape]}' "
+            what += "of the source, with the same shape: if they are the same tensor, load the "
+            what += "model with recipe= or key_mapping= and leave out source="
+            warnings.warn(f"modicum: {what}", stacklevel=3)
+            return
 
 
 def require_values(model: Model) -> None:
