@@ -30,7 +30,6 @@ from modicum.torch.loading.origin import keeping_origin, origin_of
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.bound import shows_adamw
 from modicum.torch.optim.names import warn_script
-from modicum.torch.optim.bound import shows_adamw
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
 from modicum.torch.saving.adapters import FILE
