@@ -182,7 +182,7 @@ def test_a_fault_in_one_ranks_files_ends_the_load_on_all(
         ({"budget": "1MiB"}, "BudgetError", "BUDGET: "),
         ({"recipe": "absent.json"}, "IoError", "IO: .*absent.json"),
         ({"resized": "bogus"}, "UsageError", "USAGE: resized"),
-        ({"optimizer": ["sgd"]}, "UsageError", "USAGE: optimizer: "),
+        ({"optimizer": ["sgd"]}, "UsageError", "USAGE: optimizer .expected "),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
