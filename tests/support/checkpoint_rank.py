@@ -211,7 +211,8 @@ class WithOwnSave(transformers.Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
-        Path(output_dir, "own.txt").touch()
+        if self.args.should_save:  # the other ranks call this too, and make no directory
+            Path(output_dir, "own.txt").touch()
 
 
 def trainer_of(directory: str, folder: str, optimizer: str, callbacks: Any, **how: Any) -> Any:
