@@ -294,7 +294,9 @@ def write_pages(by_case: dict[str, list[Result]]) -> None:
         if is_whole([result for result in results if result["cold"]], READ_LOOPS)
     }
     if with_cold:
-        words = f" --rows {READ_LOOPS} --reps 5 --cold 3"
+        runs = sum(with_cold.values(), [])
+        warm, cold = (len({r["round"] for r in runs if r["cold"] == is_}) for is_ in (False, True))
+        words = f" --rows {READ_LOOPS} --reps {warm} --cold {cold}"
         text = beside_cold(selected(READ_LOOPS), with_cold, words)
         write_between_markers(RESULTS, "loaders-read-loops", text)
 

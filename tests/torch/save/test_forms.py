@@ -8,7 +8,8 @@ tensors of the source that the model does not use and that `unused="copy"` drops
 budget; one step count for all parameters; elements on a device that are read from another address;
 a resume that does not compare values; a removal by `keep` that fails without a word; a reported
 peak that leaves out the publication; extras that no resume can read; a tensor that was untied after
-the load and is left out; a weight whose shape has changed since and that is written under its old
+the load and is left out; a model cast after the load that is saved in the dtype of the load, or not
+at all; a weight whose shape has changed since and that is written under its old
 shape; a dtype that rounds the weights from which a saved optimizer goes on; an error without a
 remedy for other frozen parameters than at the save; parameters of another optimizer, numbers that
 no step can have and keys with a dot, all without a typed error; accelerate's optimizer or any other
@@ -136,6 +137,34 @@ def test_names_tied_to_another_tensor_after_the_load_share_it(tmp_path: Path) ->
     stored = torch_front.stored_in(Path(report.path))
     assert torch.equal(stored["lm_head.weight"], new) and "third.weight" not in stored
     assert torch.equal(stored["model.embed_tokens.weight"], model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    (("llama_tied", "float32"), ("qwen3_moe", "float32"), ("gpt2", "bfloat16")),
+)
+def test_a_model_cast_after_the_load_is_saved_as_it_is(
+    tmp_path: Path, name: str, dtype: str
+) -> None:
+    """With a value that bfloat16 cannot represent, if the new dtype can. The resume's model was
+    cast in the same way."""
+
+    def cast() -> Any:
+        model = loaded(name)
+        assert model.dtype != getattr(torch, dtype)
+        return model.to(getattr(torch, dtype))
+
+    model, again = cast(), cast()
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] = 1 + 2**-10
+    report = front.save(
+        model, tmp_path / "steps", step=1, optimizer=front.AdamW(model.parameters())
+    )
+    assert_holds(Path(report.path), model)
+    how = {"optimizer": front.AdamW(again.parameters()), "progress": False}
+    assert front.resume(again, tmp_path / "steps", **how).step == 1
+    for fqn, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[fqn], tensor), fqn
 
 
 def test_a_shape_that_changed_after_the_load_is_refused(tmp_path: Path) -> None:

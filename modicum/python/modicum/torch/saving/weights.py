@@ -13,7 +13,7 @@ import torch
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes import Recipe, recipe_for
-from modicum.recipes.dtypes import FLOATS, dtype_name
+from modicum.recipes.dtypes import FLOATS, cast_to, dtype_name
 from modicum.recipes.nodes import Node, caller
 from modicum.recipes.translation import Described
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
@@ -179,8 +179,8 @@ def require_values(model: Model) -> None:
 
 def _fitted(text: str, model: Model) -> str:
     """The recipe `text`, made when the model was loaded or by its declared ties, with the model's
-    present tensors: one that the recipe lacks is added, and aliases are those names that now share
-    a tensor."""
+    present tensors: they have their present dtypes, one that the recipe lacks is added, and aliases
+    are those names that now share a tensor."""
     document = json.loads(text)
     targets: dict[str, Node] = document["targets"]
     first: dict[int, str] = {}
@@ -190,6 +190,9 @@ def _fitted(text: str, model: Model) -> str:
             raise refusal("MISMATCH", what, tensor=name)
         if node["op"] != "alias":
             first.setdefault(id(model.tensors[name].tensor), name)
+            # The model may have been cast since, as by model.float().
+            if (dtype := dtype_name(model.tensors[name].tensor.dtype)) in FLOATS:
+                targets[name] = cast_to(node, dtype)
     for name, of in model.tensors.items():
         node = targets.get(name, {"op": "alias"})
         if node["op"] != "alias":
