@@ -44,6 +44,8 @@ std::string timeline_text(const PlanReport& report);
 // The number of the node whose timeline has the highest peak. Requires of.timelines.
 int fullest_timeline(const StrategyReport& of);
 
+// "the save, or a resume ..., needs X, Y too little". Requires report.budget, and job_fits == false.
+std::string job_shortfall(const PlanReport& report);
 // Whether the requested run fits the budget, and otherwise runs that would fit. Begins with an
 // empty line. Requires report.budget.
 std::string verdict_text(const PlanReport& report);

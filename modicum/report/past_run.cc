@@ -89,13 +89,6 @@ std::string held_text(const PastRun& run, uint64_t limit) {
   return text + fmt::format(" and the kernel killed {}", printable(run.killed));
 }
 
-// The most that the whole job with the requested strategy holds on a node.
-uint64_t needed_by_job(const PlanReport& report) {
-  const JobPromise& job = report.requested().job.value();
-  return std::max(job.save.node_peak_bytes(worst_node(job.save)),
-                  job.resume.node_peak_bytes(worst_node(job.resume)));
-}
-
 }  // namespace
 
 std::string past_run_sentence(const PlanReport& report) {
@@ -105,11 +98,7 @@ std::string past_run_sentence(const PlanReport& report) {
       return text + "; the planned load fits, but " + report.wider_refusal->what_happened();
     }
     if (report.job_fits.value_or(true)) return text + "; the planned run fits without a change";
-    const uint64_t needed = needed_by_job(report);
-    return text + fmt::format(
-                      "; the planned load fits, but the save, or a resume by the same "
-                      "number of ranks, needs {}, {} too little",
-                      format_size(needed), format_size(needed - report.budget->bytes));
+    return text + "; the planned load fits, but " + job_shortfall(report);
   }
   if (report.alternatives.empty()) {
     return text + "; no strategy, staging, state format or number of nodes fits";

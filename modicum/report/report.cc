@@ -142,13 +142,18 @@ void alternative_object(JsonWriter& out, const Alternative& of) {
   out.member("flags", of.flags).end_object();
 }
 
+std::string job_shortfall(const PlanReport& report) {
+  const JobPromise& job = report.requested().job.value();
+  const uint64_t needed = std::max(job.save.node_peak_bytes(worst_node(job.save)),
+                                   job.resume.node_peak_bytes(worst_node(job.resume)));
+  return fmt::format("the save, or a resume by the same number of ranks, needs {}, {} too little",
+                     format_size(needed), format_size(needed - report.budget->bytes));
+}
+
 std::string verdict_text(const PlanReport& report) {
   std::string text = fmt::format("\nbudget {} per node ({}): ", format_size(report.budget->bytes),
                                  report.budget->source);
-  const std::string of_job =
-      report.job_fits.value_or(true)
-          ? ""
-          : "the save, or a resume by the same number of ranks, does not fit\n";
+  const std::string of_job = report.job_fits.value_or(true) ? "" : job_shortfall(report) + "\n";
   if (!report.refusal) {
     const bool is_all = of_job.empty() && !report.wider_refusal;
     return text + (is_all ? "fits\n" : "the load fits\n") + of_job;

@@ -15,6 +15,7 @@ struct PlaneName {
   Plane plane;
   std::string_view suffix;
 };
+constexpr std::string_view kMasterSuffix = ".master";
 constexpr std::array<PlaneName, 4> kPlaneNames = {{{Plane::master, "master"},
                                                    {Plane::master_low, "master_low"},
                                                    {Plane::exp_avg, "exp_avg"},
@@ -135,7 +136,15 @@ void StateFiles::require_of(std::span<const StateOf> parameters) const {
   for (const TensorSpec& spec : state_specs(parameters)) {
     const auto found = find(spec.fqn);
     if (found == by_name_.end()) {
-      fail(Category::mismatch, "the saved state lacks this tensor", {.tensor = spec.fqn});
+      // Only parameters of 16 bits have a master; every parameter has moments.
+      const std::string_view fqn = spec.fqn;
+      const bool is_master = fqn.ends_with(kMasterSuffix);
+      const std::string_view of = fqn.substr(0, fqn.size() - (is_master ? kMasterSuffix.size() : 0));
+      const bool was_f32 = is_master && find(fmt::format("{}.exp_avg", of)) != by_name_.end();
+      fail(Category::mismatch,
+           was_f32 ? "the saved state lacks this tensor: the parameter was float32 when it was saved"
+                   : "the saved state lacks this tensor",
+           {.tensor = spec.fqn});
     }
     is_left[static_cast<size_t>(found - by_name_.begin())] = false;
     const TensorSpec& saved = manifest_.tensors[*found].spec;

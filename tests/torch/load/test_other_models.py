@@ -5,7 +5,8 @@ The oracle is `from_pretrained`. Must fail for these mutants: an argument of `lo
 effect; new rows that depend on the world size; ranks whose models differ and that wait for each
 other, load other values, or get an error that does not name the difference; a tie that is lost;
 a `key_mapping` whose reference to a group remains in a name; a recipe that makes another shape, or
-two values for a tied tensor; a malformed recipe or `key_mapping` whose error is Python's own.
+two values for a tied tensor; a malformed recipe or `key_mapping` whose error is Python's own;
+an argument beside `recipe=` that is ignored without a word.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ from torch_front import (  # noqa: E402
     stored_in,
 )
 
+import modicum  # noqa: E402
 from modicum.errors import IoError, UsageError  # noqa: E402
 from modicum.recipes import Recipe, recipe_for  # noqa: E402
 from modicum.torch import (  # noqa: E402
@@ -202,6 +204,39 @@ def test_a_recipe_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     assert (refused.value.category, refused.value.file) == ("IO", "none.json")
     with pytest.raises(UsageError, match="USAGE: recipe .*got dict"):
         load(renamed(), checkpoint_of("llama"), recipe={"targets": {}})
+    opened = modicum.open_checkpoint(checkpoint_of("llama"))
+    unused = json.dumps({"targets": {}, "unused": sorted(opened.stored)})
+    of_package = modicum.make_recipe(opened, unused)
+    with pytest.raises(UsageError, match="USAGE: recipe .*got modicum.*Recipe"):
+        load(renamed(), checkpoint_of("llama"), recipe=of_package)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    (
+        {"dtype": torch.bfloat16}, {"keep_fp32": "norm"}, {"missing": "init"},
+        {"unexpected": "ignore"}, {"key_mapping": {"^lm_head": "output"}},
+    ),
+    ids=lambda beside: next(iter(beside)),
+)  # fmt: skip
+def test_arguments_that_a_recipe_replaces_are_refused_beside_it(beside: dict[str, Any]) -> None:
+    recipe = recipe_for(empty("llama"), checkpoint_of("llama"))
+    (name,) = beside
+    with pytest.raises(UsageError, match=f"USAGE: {name}= has no effect beside recipe="):
+        load(empty("llama"), checkpoint_of("llama"), recipe=recipe, **beside)
+    if name in ("dtype", "keep_fp32"):  # a state dict has its dtypes
+        return
+    with pytest.raises(UsageError, match=f"USAGE: {name}= has no effect beside recipe="):
+        HuggingFaceReader(checkpoint_of("llama"), recipe=recipe, **beside)
+
+
+def test_a_recipe_without_a_tied_name_is_refused_with_the_other_name() -> None:
+    model = empty("llama_tied")
+    recipe = recipe_for(model, checkpoint_of("llama_tied"))
+    (alias,) = (name for name, node in recipe.targets.items() if node["op"] == "alias")
+    other = recipe.targets.pop(alias)["of"]
+    with pytest.raises(UsageError, match=f"tied to '{other}'.* an alias .*{alias}"):
+        load(model, checkpoint_of("llama_tied"), recipe=recipe)
 
 
 # ---- resized

@@ -165,6 +165,11 @@ def test_a_model_cast_after_the_load_is_saved_as_it_is(
     assert front.resume(again, tmp_path / "steps", **how).step == 1
     for fqn, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[fqn], tensor), fqn
+    if dtype == "float32":
+        uncast = loaded(name)
+        how["optimizer"] = front.AdamW(uncast.parameters())
+        with pytest.raises(UsageError, match="the parameter was float32 when it was saved"):
+            front.resume(uncast, tmp_path / "steps", **how)
 
 
 def test_a_shape_that_changed_after_the_load_is_refused(tmp_path: Path) -> None:

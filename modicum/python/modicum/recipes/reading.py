@@ -2,11 +2,40 @@
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from modicum.errors import failure, refusal
 from modicum.recipes.recipe import Recipe
+
+# Arguments of a load that determine how tensors are made, as a recipe does; with their defaults.
+IN_PLACE_OF_A_RECIPE = {
+    "dtype": None, "keep_fp32": None, "missing": "error", "unexpected": "error",
+    "key_mapping": None,
+}  # fmt: skip
+
+
+def given_recipe(recipe: Any, arguments: Mapping[str, Any]) -> Recipe | None:
+    """The recipe that a load was given: a `Recipe`, or read from the path of a recipe.json.
+
+    Raises `UsageError` for other objects, and if `arguments`, the load's arguments by name, have
+    one that has no effect beside a recipe; otherwise as `read_recipe`."""
+    if recipe is None:
+        return None
+    for name, default in IN_PLACE_OF_A_RECIPE.items():
+        if arguments.get(name, default) != default:
+            what = f"{name}= has no effect beside recipe=, which determines how every tensor is "
+            what += "made: leave one of them out"
+            raise refusal("USAGE", what)
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, (str, os.PathLike)):
+        return read_recipe(recipe)
+    of = type(recipe)
+    expected, got = "a modicum.recipes.Recipe, or the path of a recipe.json", of.__qualname__
+    got = got if of.__module__ == "builtins" else f"{of.__module__}.{got}"
+    raise refusal("USAGE", "recipe", expected=expected, got=got)
 
 
 def read_recipe(path: str | os.PathLike[str]) -> Recipe:

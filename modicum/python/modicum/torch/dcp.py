@@ -33,9 +33,10 @@ from torch.futures import Future
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes import Recipe, read_recipe, recipe_for
+from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.dtypes import FLOATS, cast_to, dtype_name
 from modicum.recipes.nodes import Node, stored_under
+from modicum.recipes.reading import given_recipe
 from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.dcp_convert import convert as convert
@@ -137,8 +138,8 @@ class HuggingFaceReader(_PathReader):
             model: the model of the state dict, already sharded, on meta or not; the conversions of
                 the installed transformers apply. None: names and shapes as stored.
             recipe: the conversions in place of transformers' ones, for names of the state dict's
-                own: from `modicum.recipes`, or the path of a recipe.json. Then key_mapping, missing
-                and unexpected do not apply.
+                own: from `modicum.recipes`, or the path of a recipe.json. Not with key_mapping,
+                missing or unexpected.
             key_mapping, missing, unexpected: as for `modicum.torch.load`; only with a model.
             staging: host memory per rank for bytes in flight; None: 8 MiB.
             ledger: the account to which memory is charged while reading; None: a new one.
@@ -148,8 +149,9 @@ class HuggingFaceReader(_PathReader):
             UsageError: model and checkpoint do not match.
             FormatError, IoError: as for `modicum.torch.load`.
         """
-        self._model, self._given = model, recipe
+        self._model = model
         self._names = {"missing": missing, "unexpected": unexpected, "key_mapping": key_mapping}
+        self._given = given_recipe(recipe, self._names)
         self._staging, self._ledger = staging, ledger or _modicum.Ledger()
         self._buffers = buffers
         self.reset(source)
@@ -210,10 +212,8 @@ class HuggingFaceReader(_PathReader):
 
     def _recipe(self) -> Recipe:
         stored = self._checkpoint.stored
-        if isinstance(self._given, Recipe):
-            return self._given
         if self._given is not None:
-            return read_recipe(self._given)
+            return self._given
         if self._model is not None:
             return recipe_for(self._model, stored, **self._names)
         return Recipe({name: {"op": "stored", "name": name} for name in stored})

@@ -13,6 +13,7 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import counted, refusal
+from modicum.memory.processes import return_freed_memory
 from modicum.memory.recording import reset_peak
 from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.structure import Structure, structure_of
@@ -206,8 +207,9 @@ def _repr_of(argument: Any) -> str:
 
 def memory_before() -> list[Any]:
     """[bytes that this process holds before the load, bytes that it may still allocate, the name of
-    the limit that determines the latter]. Also resets this process's VmHWM, from which the peak of
-    the load is read."""
+    the limit that determines the latter]. First returns memory that malloc keeps, since the promise
+    counts it, and resets this process's VmHWM, from which the peak of the load is read."""
+    return_freed_memory()
     reset_peak()
     return [_modicum.process_memory()["held_bytes"], *_modicum.available_memory()]
 
@@ -221,7 +223,11 @@ def refuse_gaps(model: Model, made: Collection[str], *, buffers: bool = True) ->
     """
     for name, of in model.tensors.items():
         if of.tensor.is_meta and name not in made:
-            raise refusal("MISMATCH", "this tensor is on meta and gets no values", tensor=name)
+            what = "this tensor is on meta and gets no values"
+            others = (n for n in made if n in model.tensors)
+            if tied := next((n for n in others if model.tensors[n].tensor is of.tensor), None):
+                what = f"this tensor is tied to '{tied}': it needs a target of its own, an alias"
+            raise refusal("MISMATCH", what, tensor=name)
     for fqn, buffer in model.module.named_buffers() if buffers else ():
         if buffer.is_meta and canonical(fqn) not in made:
             what = "this buffer is on meta: build the model under empty_parameters()"

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
-from modicum.recipes import Recipe, read_recipe
+from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
+from modicum.recipes.reading import given_recipe
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.loading.around import note_loaded, taken
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
@@ -78,7 +78,7 @@ def load(
         resized: for token embeddings and heads with another number of rows than stored: "mean": new
             rows are the mean of the stored ones; "model": made by the model's rule; None: an error.
         recipe: how tensors are made of stored ones, from `modicum.recipes` or a recipe.json, for a
-            model with other names. Then missing, unexpected, dtype and keep_fp32 do not apply.
+            model with other names. Not with missing, unexpected, dtype, keep_fp32 or key_mapping.
         key_mapping: new names of stored tensors by regular expression; \\1 is its first group.
         adapter: the adapter into which an adapter's directory is loaded, if the model has several.
 
@@ -111,12 +111,8 @@ def options_of(given: Mapping[str, Any], ledger: _modicum.Ledger, budget: Size |
 def recipe_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """The argument `how` of `goal_of_source`. `given`: the arguments of `load` by name."""
     names = ("dtype", "keep_fp32", "missing", "unexpected", "adapter", "key_mapping")
-    recipe, is_resized = given["recipe"], require_rule(given["resized"]) is not None
-    if isinstance(recipe, (str, Path)):
-        recipe = read_recipe(recipe)
-    elif not isinstance(recipe, (Recipe, type(None))):
-        expected = "a modicum.recipes.Recipe, or the path of a recipe.json"
-        raise refusal("USAGE", "recipe", expected=expected, got=type(recipe).__name__)
+    is_resized = require_rule(given["resized"]) is not None
+    recipe = given_recipe(given["recipe"], given)
     return {name: given[name] for name in names} | {"resized": is_resized, "recipe": recipe}
 
 

@@ -17,6 +17,7 @@ from modicum._modicum import exit_codes
 from modicum.errors import from_json, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
+from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
 from modicum.torch.loading.around import taken
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
@@ -117,7 +118,8 @@ def _reading(model: nn.Module, step: Path, how: dict[str, Any]) -> Iterator[Path
     if adapters is None:
         yield step
         return
-    how["recipe"] = how["recipe"] or adapters
+    if how["recipe"] is None:
+        how |= IN_PLACE_OF_A_RECIPE | {"recipe": adapters}
     with keeping_origin(model):
         yield step / FILE
 
