@@ -76,10 +76,15 @@ int run_save(const Args& args) {
     if (run.optimizer) state.emplace(run);
     run.options.save = save_footprint_of(run, form, state_of());
   };
-  const SaveReport report = within_budget(
+  bool is_of_trained_step = false;
+  SaveReport report = within_budget(
       flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
         const SavePlan plan(task.run.checkpoint, task.plan, form);
+        PosixFileSystem files;
+        const std::string& source = task.run.checkpoint.directory;
+        is_of_trained_step =
+            is_step(files, source) && files.is_directory(join_path(source, kStateDirectory));
         SaveTask save{.load = task,
                       .plan = plan,
                       .root = flags.root,
@@ -92,6 +97,11 @@ int run_save(const Args& args) {
         return save_in_ranks(save, show);
       },
       prepare);
+  if (is_of_trained_step) {
+    report.checkpoint.warnings.push_back(
+        "DIR is a step with an optimizer's state, which `save` does not read: `modicum resume` "
+        "continues from it");
+  }
   print_result(
       flags.common, [&] { return save_json(report); }, [&] { return save_text(report); });
   return 0;

@@ -2,6 +2,7 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <utility>
 
 #include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
@@ -23,9 +24,13 @@ std::vector<std::string> directories_in(FileSystem& files, const std::string& pa
 bool is_step_name(const std::string& name) { return step_of(name).has_value(); }
 bool is_in_flight(const std::string& name) { return name.starts_with(".partial-"); }
 
+// `file`: the path from the directory that is verified.
 void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, const Error& error) {
   report.files.push_back({file, bytes, error.what()});
-  if (!report.fault) report.fault = error;
+  if (report.fault) return;
+  Facts facts = error.facts();
+  facts.file = file;
+  report.fault.emplace(error.category(), error.what_happened(), std::move(facts));
 }
 
 // Verifies one step. Adds its files to the report, or the error if the step can't be opened.

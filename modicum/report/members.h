@@ -14,6 +14,8 @@ namespace modicum {
 // Functions with a JsonWriter write members of an open JSON object.
 // Writes the members `checkpoint` and `warnings`.
 void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);
+// The member `error`, with those facts that the error has.
+void error_member(JsonWriter& out, const Error& error);
 void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
 void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest);
@@ -44,7 +46,7 @@ std::string timeline_text(const PlanReport& report);
 // The number of the node whose timeline has the highest peak. Requires of.timelines.
 int fullest_timeline(const StrategyReport& of);
 
-// "the save, or a resume ..., needs X, Y too little". Requires report.budget, and job_fits == false.
+// "the save, or a resume ..., needs X, Y too little". Requires that report.job_fits is false.
 std::string job_shortfall(const PlanReport& report);
 // Whether the requested run fits the budget, and otherwise runs that would fit. Begins with an
 // empty line. Requires report.budget.

@@ -156,7 +156,8 @@ std::string verdict_text(const PlanReport& report) {
   const std::string of_job = report.job_fits.value_or(true) ? "" : job_shortfall(report) + "\n";
   if (!report.refusal) {
     const bool is_all = of_job.empty() && !report.wider_refusal;
-    return text + (is_all ? "fits\n" : "the load fits\n") + of_job;
+    const std::string_view part = of_job.empty() ? "the load fits\n" : "load and steps fit\n";
+    return text.append(is_all ? "fits\n" : part) + of_job;
   }
   text += fmt::format("does not fit, {} too little\n{}",
                       format_size(report.refusal->facts().shortfall_bytes.value_or(0)), of_job);
@@ -293,10 +294,9 @@ std::string load_text(const LoadReport& report) {
   return text + warnings_text(report.checkpoint.warnings);
 }
 
-std::string error_json(const Error& error) {
+void error_member(JsonWriter& out, const Error& error) {
   const Facts& facts = error.facts();
-  JsonWriter out;
-  out.begin_object().key("error").begin_object();
+  out.key("error").begin_object();
   out.member("category", category_name(error.category()));
   out.member("code", exit_code(error.category()));
   out.member("message", error.what());
@@ -324,7 +324,14 @@ std::string error_json(const Error& error) {
     }
     out.end_array();
   }
-  return out.end_object().end_object().text();
+  out.end_object();
+}
+
+std::string error_json(const Error& error) {
+  JsonWriter out;
+  out.begin_object();
+  error_member(out, error);
+  return out.end_object().text();
 }
 
 }  // namespace modicum

@@ -14,6 +14,7 @@ std::string verify_json(const VerifyReport& report) {
   }
   out.end_array().member("tensors_checked", report.tensors_checked);
   warnings_member(out, report.warnings);
+  if (report.fault) error_member(out, *report.fault);
   return out.end_object().text();
 }
 

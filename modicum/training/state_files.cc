@@ -137,14 +137,14 @@ void StateFiles::require_of(std::span<const StateOf> parameters) const {
     const auto found = find(spec.fqn);
     if (found == by_name_.end()) {
       // Only parameters of 16 bits have a master; every parameter has moments.
+      std::string what = "the saved state lacks this tensor";
       const std::string_view fqn = spec.fqn;
-      const bool is_master = fqn.ends_with(kMasterSuffix);
-      const std::string_view of = fqn.substr(0, fqn.size() - (is_master ? kMasterSuffix.size() : 0));
-      const bool was_f32 = is_master && find(fmt::format("{}.exp_avg", of)) != by_name_.end();
-      fail(Category::mismatch,
-           was_f32 ? "the saved state lacks this tensor: the parameter was float32 when it was saved"
-                   : "the saved state lacks this tensor",
-           {.tensor = spec.fqn});
+      if (fqn.ends_with(kMasterSuffix)) {
+        const std::string_view of = fqn.substr(0, fqn.size() - kMasterSuffix.size());
+        const bool was_there = find(fmt::format("{}.exp_avg", of)) != by_name_.end();
+        if (was_there) what += ": the parameter was float32 when it was saved";
+      }
+      fail(Category::mismatch, what, {.tensor = spec.fqn});
     }
     is_left[static_cast<size_t>(found - by_name_.begin())] = false;
     const TensorSpec& saved = manifest_.tensors[*found].spec;

@@ -7,7 +7,8 @@ or those of a living one removed; no digest covers some byte; the newest step is
 check; the promise does not include the save; a SHA-256 is not compared; a directory with an
 unfinished save passes as a checkpoint; `resume` makes steps without a loaded optimizer; `keep`
 removes the step just saved; a dangling link fails the save; an adapter gets a model's file name;
-another program's manifest.json makes a directory a step.
+another program's manifest.json makes a directory a step; the error of a damaged file lacks its step;
+an optimizer's state that a save leaves out without a word.
 """
 
 import hashlib
@@ -470,6 +471,31 @@ def test_every_damaged_file_is_named(modicum: Path, moe: Path, tmp_path: Path) -
             assert resumed["resumed"]["step"] == 1
             (skipped,) = resumed["skipped"]
             assert skipped["step"] == 2 and named in skipped["reason"]
+
+
+def test_a_damaged_value_is_named_with_its_step(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for step in (1, 2):
+        run_json(modicum, "save", moe, root, "--step", step, "--optimizer", "adamw:fp32")
+    file = root / "step-2/optimizer/model.safetensors"
+    values = bytearray(file.read_bytes())
+    values[-1] ^= 1
+    file.write_bytes(values)
+    done = run(modicum, "verify", root, "--json")
+    assert done.code == 12 and done.stderr.count(file.relative_to(root).as_posix()) == 1
+    error = done.json["error"]
+    assert error["file"] == "step-2/optimizer/model.safetensors"
+    assert (error["category"], error["code"]) == ("INTEGRITY", 12) and error["tensor"]
+
+
+def test_a_save_of_a_step_with_state_warns(modicum: Path, moe: Path, tmp_path: Path) -> None:
+    """Only the weights of the step are loaded."""
+    words = ("--step", 1, "--optimizer", "adamw:fp32")
+    assert run_json(modicum, "save", moe, tmp_path / "root", *words)["warnings"] == []
+    (warning,) = run_json(modicum, "save", tmp_path / "root/step-1", tmp_path / "two", *words)[
+        "warnings"
+    ]
+    assert "which `save` does not read" in warning
 
 
 def test_the_caches_digests_are_checked(modicum: Path, moe: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ effect; new rows that depend on the world size; ranks whose models differ and th
 other, load other values, or get an error that does not name the difference; a tie that is lost;
 a `key_mapping` whose reference to a group remains in a name; a recipe that makes another shape, or
 two values for a tied tensor; a malformed recipe or `key_mapping` whose error is Python's own;
-an argument beside `recipe=` that is ignored without a word.
+an argument that `recipe=` replaces and that is ignored without a word.
 """
 
 import contextlib
@@ -212,22 +212,22 @@ def test_a_recipe_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "beside",
+    "given",
     (
         {"dtype": torch.bfloat16}, {"keep_fp32": "norm"}, {"missing": "init"},
         {"unexpected": "ignore"}, {"key_mapping": {"^lm_head": "output"}},
     ),
-    ids=lambda beside: next(iter(beside)),
+    ids=lambda given: next(iter(given)),
 )  # fmt: skip
-def test_arguments_that_a_recipe_replaces_are_refused_beside_it(beside: dict[str, Any]) -> None:
+def test_arguments_that_a_recipe_replaces_are_refused(given: dict[str, Any]) -> None:
     recipe = recipe_for(empty("llama"), checkpoint_of("llama"))
-    (name,) = beside
-    with pytest.raises(UsageError, match=f"USAGE: {name}= has no effect beside recipe="):
-        load(empty("llama"), checkpoint_of("llama"), recipe=recipe, **beside)
+    (name,) = given
+    with pytest.raises(UsageError, match=f"USAGE: {name}= has no effect with recipe="):
+        load(empty("llama"), checkpoint_of("llama"), recipe=recipe, **given)
     if name in ("dtype", "keep_fp32"):  # a state dict has its dtypes
         return
-    with pytest.raises(UsageError, match=f"USAGE: {name}= has no effect beside recipe="):
-        HuggingFaceReader(checkpoint_of("llama"), recipe=recipe, **beside)
+    with pytest.raises(UsageError, match=f"USAGE: {name}= has no effect with recipe="):
+        HuggingFaceReader(checkpoint_of("llama"), recipe=recipe, **given)
 
 
 def test_a_recipe_without_a_tied_name_is_refused_with_the_other_name() -> None:

@@ -20,12 +20,12 @@ def given_recipe(recipe: Any, arguments: Mapping[str, Any]) -> Recipe | None:
     """The recipe that a load was given: a `Recipe`, or read from the path of a recipe.json.
 
     Raises `UsageError` for other objects, and if `arguments`, the load's arguments by name, have
-    one that has no effect beside a recipe; otherwise as `read_recipe`."""
+    one that a recipe replaces; otherwise as `read_recipe`."""
     if recipe is None:
         return None
     for name, default in IN_PLACE_OF_A_RECIPE.items():
         if arguments.get(name, default) != default:
-            what = f"{name}= has no effect beside recipe=, which determines how every tensor is "
+            what = f"{name}= has no effect with recipe=, which determines how every tensor is "
             what += "made: leave one of them out"
             raise refusal("USAGE", what)
     if isinstance(recipe, Recipe):

@@ -270,9 +270,8 @@ def _check_unexpected(
         raise refusal(
             "MISMATCH",
             f"{counted(len(refused), 'stored tensor', verb=True)} not in the model (the first "
-            f"would be '{would_be}'); `key_mapping` renames them, `recipe` makes the model's tensors "
-            "of them, `unexpected` drops them"
-            + _near(would_be, keys),
+            f"would be '{would_be}'); `key_mapping` renames them, `recipe` makes tensors of them, "
+            "`unexpected` drops them" + _near(would_be, keys),
             tensor=refused[0],
         )
     for name, target in translation.doubled.items():
