@@ -27,6 +27,16 @@ struct SaveFlags {
   std::optional<double> grace;
 };
 
+// Adds a warning if `source` is a step with an optimizer's state.
+void warn_of_state(const std::string& source, std::vector<std::string>& warnings) {
+  PosixFileSystem files;
+  if (is_step(files, source) && files.is_directory(join_path(source, kStateDirectory))) {
+    warnings.push_back(
+        "DIR is a step with an optimizer's state, which `save` does not read: `modicum resume` "
+        "continues from it");
+  }
+}
+
 }  // namespace
 
 int run_save(const Args& args) {
@@ -76,15 +86,10 @@ int run_save(const Args& args) {
     if (run.optimizer) state.emplace(run);
     run.options.save = save_footprint_of(run, form, state_of());
   };
-  bool is_of_trained_step = false;
-  SaveReport report = within_budget(
+  const SaveReport report = within_budget(
       flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
         const SavePlan plan(task.run.checkpoint, task.plan, form);
-        PosixFileSystem files;
-        const std::string& source = task.run.checkpoint.directory;
-        is_of_trained_step =
-            is_step(files, source) && files.is_directory(join_path(source, kStateDirectory));
         SaveTask save{.load = task,
                       .plan = plan,
                       .root = flags.root,
@@ -94,14 +99,11 @@ int run_save(const Args& args) {
                       .seed = flags.seed,
                       .grace_ns = grace_ns};
         if (flags.keep) save.keep = static_cast<size_t>(*flags.keep);
-        return save_in_ranks(save, show);
+        SaveReport made = save_in_ranks(save, show);
+        warn_of_state(task.run.checkpoint.directory, made.checkpoint.warnings);
+        return made;
       },
       prepare);
-  if (is_of_trained_step) {
-    report.checkpoint.warnings.push_back(
-        "DIR is a step with an optimizer's state, which `save` does not read: `modicum resume` "
-        "continues from it");
-  }
   print_result(
       flags.common, [&] { return save_json(report); }, [&] { return save_text(report); });
   return 0;

@@ -7,8 +7,8 @@ or those of a living one removed; no digest covers some byte; the newest step is
 check; the promise does not include the save; a SHA-256 is not compared; a directory with an
 unfinished save passes as a checkpoint; `resume` makes steps without a loaded optimizer; `keep`
 removes the step just saved; a dangling link fails the save; an adapter gets a model's file name;
-another program's manifest.json makes a directory a step; the error of a damaged file lacks its step;
-an optimizer's state that a save leaves out without a word.
+another program's manifest.json makes a directory a step; the error of a damaged file lacks its
+step; an optimizer's state that a save leaves out without a word.
 """
 
 import hashlib

@@ -14,7 +14,7 @@ adapters saved without COMMIT; a base model that is saved with its adapters, or 
 leaves out; a resume that reads adapters as the model; a save that
 removes the files from which it reads, replaces those of a Trainer with its own `_save`, or leaves
 another program's weights next to its own; a reshard without Trainer's scheduler.pt; a rotation that
-fails.
+fails; a Trainer, PEFT or TRL that is imported within the context and not replaced.
 """
 
 import errno
@@ -22,6 +22,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -543,6 +544,43 @@ def test_functions_are_restored(two: Ranks) -> None:
         assert answer["after"] == answer["after an error"] == []
         # A module that was imported within the context has the original functions again, too.
         assert answer["imported"] is False, "a module still has a replacement of loading()"
+
+
+LATE_IMPORTS = """
+import os, sys
+import modicum.torch.accelerate
+import transformers.trainer_utils
+
+assert "transformers.trainer" not in sys.modules
+finders = [*sys.meta_path]
+with modicum.torch.accelerate.loading():
+    import peft, transformers.trainer, trl
+    import trl.models.utils
+
+    replaced = (
+        peft.tuners.tuners_utils.BaseTuner.inject_adapter,
+        transformers.trainer.Trainer._save_checkpoint,
+        trl.models.utils.prepare_fsdp,
+    )
+    for module in (transformers.trainer, transformers.trainer_utils):
+        print(os.path.basename(module.get_last_checkpoint(sys.argv[1])))
+assert all(hasattr(one, "__wrapped__") for one in replaced), replaced
+assert not hasattr(transformers.trainer.Trainer._save_checkpoint, "__wrapped__")
+assert sys.meta_path == finders
+"""
+
+
+def test_packages_that_are_imported_within_the_context_are_replaced(tmp_path: Path) -> None:
+    """TRL imports Trainer when one of its trainers is first used."""
+    pytest.importorskip("peft")
+    pytest.importorskip("trl")
+    put(tmp_path, 2)
+    put(tmp_path, 4, whole=False)
+    command = [sys.executable, "-c", LATE_IMPORTS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["checkpoint-2"] * 2
+    assert "checkpoint-4 is skipped: UNCOMMITTED" in done.stderr
 
 
 def put(folder: Path, *numbers: int, whole: bool = True) -> list[Path]:

@@ -26,7 +26,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import UsageError, refusal
 from modicum.recipes.patterns import Rule
 from modicum.torch.build.empty import empty_parameters
 from modicum.torch.checkpoints import Checkpoints
@@ -52,6 +52,8 @@ from modicum.torch.unfilled import (
     told_to_users,
 )
 from modicum.upstream import accelerate, peft, transformers, trl
+from modicum.upstream.checkpoints import TRAINER
+from modicum.upstream.patching import after_imports
 from modicum.upstream.torch_core import count_writes_through_data
 from modicum.upstream.torch_fsdp import is_sharded
 from modicum.upstream.wrappers import unwrapped
@@ -205,13 +207,25 @@ class _Scripts:
         self._bindings: Bindings | None = None
         self._stack = stack
         self._counting = stack.enter_context(ExitStack())
-        self._has_peft = peft.with_real_adapters(stack)
+        self._has_peft = False
         transformers.replace_loading(stack, _pretrained_model(), self)
         accelerate.replace_prepare(stack, self._preparing, self._sharding, self._placing)
-        trl.replace_sharding(stack, self._sharding_reference)
         self._checkpoints = Checkpoints(self._how, self._note_save, self._note_resume)
         self._checkpoints.replace_accelerate(stack)
-        self._checkpoints.replace(stack)
+        self._replace_imported()
+        after_imports(stack, ("peft", "trl", TRAINER), self._imported)
+
+    def _replace_imported(self) -> None:
+        """Replaces functions of PEFT, TRL and Trainer, if the script has imported them. May be
+        called repeatedly."""
+        self._has_peft = self._has_peft or peft.with_real_adapters(self._stack)
+        trl.replace_sharding(self._stack, self._sharding_reference)
+        self._checkpoints.replace(self._stack)
+
+    def _imported(self) -> None:
+        """Is called after an import of PEFT, TRL or Trainer within the context."""
+        with suppress(UsageError):  # an untested version: the next use raises the error again
+            self._replace_imported()
 
     def _how(self) -> dict[str, Any]:
         return self.loadings[-1]._arguments
@@ -224,10 +238,7 @@ class _Scripts:
 
     def contexts(self) -> list[AbstractContextManager[Any]]:
         """The contexts in which `from_pretrained` builds a model."""
-        if not self._has_peft:  # the script may have imported PEFT since
-            self._has_peft = peft.with_real_adapters(self._stack)
-        trl.replace_sharding(self._stack, self._sharding_reference)
-        self._checkpoints.replace(self._stack)
+        self._replace_imported()
         accelerate.require_fsdp2_if_set()
         outside: list[AbstractContextManager[Any]] = []
         if torch.is_inference_mode_enabled():  # whose tensors do not count writes
@@ -343,7 +354,7 @@ class _Scripts:
     def _preparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def prepare(accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-            self._checkpoints.replace(self._stack)
+            self._replace_imported()
             models = [argument for argument in args if isinstance(argument, nn.Module)]
             empty = [model for model in models if not self._is_filled(model)]
             if not empty:

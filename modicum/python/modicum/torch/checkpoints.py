@@ -99,7 +99,6 @@ class Checkpoints:
         repeatedly."""
         if not upstream.has_trainer() or self._has_trainer:
             return
-        self._has_trainer = True
         methods = {
             "_save_checkpoint": self._saving_checkpoint,
             "save_model": self._saving_trained,
@@ -111,6 +110,7 @@ class Checkpoints:
         }
         upstream.replace_trainer(stack, methods, functions)
         upstream.replace_reading_of_state(stack, require_whole)
+        self._has_trainer = True
 
     def replace_accelerate(self, stack: ExitStack) -> None:
         """Replaces accelerate's functions until `stack` ends."""

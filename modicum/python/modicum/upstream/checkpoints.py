@@ -18,7 +18,7 @@ from modicum.upstream.patching import replace, replace_everywhere
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
-_TRAINER = "transformers.trainer"
+TRAINER = "transformers.trainer"
 _NUMBERED = re.compile(r"checkpoint-\d+")
 _DUMMY = "model.safetensors"
 """The file without tensors that transformers writes for an empty state dict."""
@@ -44,7 +44,7 @@ def replace_methods(stack: ExitStack, wraps: Mapping[str, Wrapper]) -> None:
 
 def has_trainer() -> bool:
     """Whether the program has imported Trainer."""
-    return hasattr(sys.modules.get(_TRAINER), "Trainer")
+    return hasattr(sys.modules.get(TRAINER), "Trainer")
 
 
 def replace_trainer(
@@ -53,7 +53,7 @@ def replace_trainer(
     """Until `stack` ends, wraps `methods` of Trainer, and `functions` of its module such as those
     that find and remove checkpoints, all by name. Trainer must have been imported."""
     KNOWN_TRAINER.require()
-    trainer = sys.modules[_TRAINER]
+    trainer = sys.modules[TRAINER]
     for name, wrap in methods.items():
         replace(stack, trainer.Trainer, name, wrap(vars(trainer.Trainer)[name]))
     for name, wrap in functions.items():
@@ -64,7 +64,7 @@ def replace_trainer(
 def replace_reading_of_state(stack: ExitStack, check: Callable[[Path], None]) -> None:
     """Until `stack` ends, calls `check` with a checkpoint's directory before Trainer reads its
     state there."""
-    cls = sys.modules[_TRAINER].TrainerState
+    cls = sys.modules[TRAINER].TrainerState
     load = cls.load_from_json.__func__
 
     @functools.wraps(load)
@@ -198,13 +198,13 @@ def _without_bars() -> Iterator[None]:
 
 def checkpoint_of(trainer: Any, trial: Any) -> Path:
     """The directory of the checkpoint that the trainer would save now."""
-    prefix = sys.modules[_TRAINER].PREFIX_CHECKPOINT_DIR
+    prefix = sys.modules[TRAINER].PREFIX_CHECKPOINT_DIR
     return Path(trainer._get_output_dir(trial=trial), f"{prefix}-{trainer.state.global_step}")
 
 
 def saves_as_usual(trainer: Any) -> bool:
     """Whether the trainer's class saves models by Trainer's own method."""
-    return type(trainer)._save is sys.modules[_TRAINER].Trainer._save
+    return type(trainer)._save is sys.modules[TRAINER].Trainer._save
 
 
 def save_companions(trainer: Any, directory: Path) -> None:
@@ -287,7 +287,7 @@ def _saves_by_methods() -> bool:
 
 
 def _trainer_saves_by_methods() -> bool:
-    cls = sys.modules[_TRAINER].Trainer
+    cls = sys.modules[TRAINER].Trainer
     return (
         _begins_with(cls._save_checkpoint, "self model trial")
         and _begins_with(cls.save_model, "self output_dir _internal_call")
@@ -299,7 +299,7 @@ def _trainer_saves_by_methods() -> bool:
 
 
 def _trainer_finds_by_number() -> bool:
-    trainer = sys.modules[_TRAINER]
+    trainer = sys.modules[TRAINER]
     with TemporaryDirectory() as folder:
         for number in (3, 20):
             os.mkdir(Path(folder, f"checkpoint-{number}"))

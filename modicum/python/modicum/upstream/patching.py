@@ -1,9 +1,13 @@
 """Temporary replacements of attributes of other packages; docs/reference/patches.md lists
 them."""
 
+import importlib.util
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
@@ -27,6 +31,48 @@ def replace_everywhere(stack: ExitStack, name: str, original: Any, value: Any) -
             setattr(module, name, original)
 
     stack.callback(put_back)
+
+
+def after_imports(stack: ExitStack, names: Collection[str], call: Callable[[], Any]) -> None:
+    """Until `stack` ends, calls `call` each time that one of the modules `names` has been
+    imported."""
+    finder = _Finder(names, call)
+    sys.meta_path.insert(0, finder)
+
+    def remove() -> None:
+        with suppress(ValueError):  # the program has removed it
+            sys.meta_path.remove(finder)
+
+    stack.callback(remove)
+
+
+class _Finder(MetaPathFinder):
+    """Lets the other finders find a module, and has `call` called once it is executed."""
+
+    def __init__(self, names: Collection[str], call: Callable[[], Any]) -> None:
+        self._names, self._call = names, call
+        self._sought: set[str] = set()
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._names or fullname in self._sought:
+            return None
+        self._sought.add(fullname)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._sought.discard(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            self._call()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
 
 
 def _modules_with(name: str, value: Any) -> Iterator[Any]:
