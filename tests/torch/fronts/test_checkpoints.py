@@ -547,7 +547,7 @@ def test_functions_are_restored(two: Ranks) -> None:
 
 
 LATE_IMPORTS = """
-import os, sys
+import importlib, os, sys
 import modicum.torch.accelerate
 import transformers.trainer_utils
 
@@ -567,6 +567,8 @@ with modicum.torch.accelerate.loading():
 assert all(hasattr(one, "__wrapped__") for one in replaced), replaced
 assert not hasattr(transformers.trainer.Trainer._save_checkpoint, "__wrapped__")
 assert sys.meta_path == finders
+importlib.reload(transformers.trainer)
+assert not hasattr(transformers.trainer.Trainer._save_checkpoint, "__wrapped__")
 """
 
 

@@ -63,15 +63,16 @@ class _Finder(MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             self._sought.discard(fullname)
-        if spec is None or spec.loader is None:
+        loader = None if spec is None else spec.loader
+        if loader is None:
             return spec
-        execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
+            del loader.exec_module  # replaced for this import only
+            loader.exec_module(module)
             self._call()
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
