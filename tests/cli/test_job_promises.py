@@ -214,6 +214,6 @@ def test_the_load_keeps_its_own_peak(modicum: Path, moe: Path) -> None:
         plan = run_json(modicum, "plan", moe, *flags, "--budget", budget)
         assert (plan["fits"], plan["job_fits"]) == (True, fits)
         shown = run(modicum, "plan", moe, *flags, "--budget", budget).stdout
-        assert "step_resumed" in shown and ("does not fit" in shown) is not fits
+        assert "step_resumed" in shown and ("too little" in shown) is not fits
     without = run_json(modicum, "plan", moe, "--budget", "1GiB")
     assert "job_fits" not in without and "job" not in strategy_of(without, "own-shard")["nodes"][0]

@@ -32,7 +32,6 @@ class Phase:
         fallen = held_bytes("VmHWM") - held_bytes("VmRSS")
         self.peak_bytes = held() + fallen
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # as a save does when it begins
         self.end_bytes = held()
 
 

@@ -3,7 +3,6 @@
 `_modicum.tree_memory` gives the complete account of a process tree.
 """
 
-import ctypes
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,13 +35,6 @@ def own_status() -> Status:
             values[name] = int(rest.split()[0]) * _KIB
     peak, rss, *held = values.values()  # in the order of _OF_STATUS
     return Status(sum(held), rss, peak, dict(zip(_KINDS, held, strict=True)))
-
-
-def return_freed_memory() -> None:
-    """Makes malloc return freed memory to the kernel, also memory that lies below other
-    allocations. glibc keeps it otherwise: hundreds of MiB after the first steps of a training."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc has it
-        trim(0)
 
 
 def name_of(pid: int) -> str:

@@ -13,7 +13,6 @@ from torch import nn
 
 from modicum import _modicum
 from modicum.errors import counted, refusal
-from modicum.memory.processes import return_freed_memory
 from modicum.memory.recording import reset_peak
 from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.structure import Structure, structure_of
@@ -207,9 +206,8 @@ def _repr_of(argument: Any) -> str:
 
 def memory_before() -> list[Any]:
     """[bytes that this process holds before the load, bytes that it may still allocate, the name of
-    the limit that determines the latter]. First returns memory that malloc keeps, since the promise
-    counts it, and resets this process's VmHWM, from which the peak of the load is read."""
-    return_freed_memory()
+    the limit that determines the latter]. Also resets this process's VmHWM, from which the peak of
+    the load is read."""
     reset_peak()
     return [_modicum.process_memory()["held_bytes"], *_modicum.available_memory()]
 

@@ -5,6 +5,7 @@ rank 0 can read data: piece by piece from the tensors, cast to the model's dtype
 all ranks and sends each rank the bytes that it needs, through the staging.
 """
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import counted, refusal
-from modicum.memory.processes import return_freed_memory
 from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node
@@ -30,7 +30,8 @@ State = Mapping[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 _ON_META = "meta"
-# After this many freed bytes malloc returns them to the kernel.
+# After this many freed bytes malloc_trim is called: free() alone does not return memory that lies
+# below other allocations.
 _TRIM_BYTES = 32 << 20
 
 
@@ -138,7 +139,7 @@ class _Consumed:
         self._freed_bytes += nbytes
         if self._freed_bytes >= _TRIM_BYTES:
             self._freed_bytes = 0
-            return_freed_memory()
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def goal_of_memory(
