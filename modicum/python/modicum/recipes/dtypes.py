@@ -37,13 +37,6 @@ def dtype_name(dtype: Any) -> str:
     return _SAFETENSORS_DTYPES.get(name, name)
 
 
-def cast_to(node: Node, dtype: str) -> Node:
-    """The node with a cast to `dtype`, or without a cast if recipes can't cast to `dtype`."""
-    if node["op"] != "init":
-        node = {key: value for key, value in node.items() if key != "dtype"}
-    return node | ({"dtype": dtype} if dtype in FLOATS else {})
-
-
 def any_of(patterns: Iterable[str]) -> re.Pattern[str] | None:
     """An expression that matches if one of `patterns` does; None without patterns. For the lists in
     transformers' models, which are in Python's syntax; users' expressions are in RE2's, see

@@ -34,7 +34,7 @@ from torch.futures import Future
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes import Recipe, recipe_for
-from modicum.recipes.dtypes import FLOATS, cast_to, dtype_name
+from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, stored_under
 from modicum.recipes.reading import given_recipe
 from modicum.recipes.structure import structure_of
@@ -243,7 +243,7 @@ class HuggingFaceReader(_PathReader):
             memory = tensor.data_ptr(), tensor.shape, tensor.dtype
             if tensor.numel() > 0 and memory not in seen:
                 seen.add(memory)
-                node = _boxed(cast_to(target.node, dtype_name(tensor.dtype)), target.shape, item)
+                node = _boxed(_as(target.node, dtype_name(tensor.dtype)), target.shape, item)
                 yield _Place(item.dest_index.fqn, node, tensor, None)
 
     def _strided(self, state: Mapping[str, Any]) -> Iterator[_Place]:
@@ -259,7 +259,7 @@ class HuggingFaceReader(_PathReader):
             found = shardings.of(held, fqn, alias_of=parameters.get(canonical(fqn)))
             target, tensor = self._targets[fqn], held.to_local().detach()
             _check_place(fqn, target, tensor)
-            node = cast_to(target.node, dtype_name(tensor.dtype))
+            node = _as(target.node, dtype_name(tensor.dtype))
             yield _Place(fqn, node, tensor, found.unpadded())
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
@@ -477,6 +477,13 @@ def _check_place(fqn: str, target: _Target, tensor: torch.Tensor) -> None:
         raise refusal("MISMATCH", "the dtype differs", tensor=fqn, expected=target.dtype, got=dtype)
     if not tensor.is_contiguous():
         raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=fqn)
+
+
+def _as(node: Node, dtype: str) -> Node:
+    """The node with a cast to `dtype`, or without a cast if recipes can't cast to `dtype`."""
+    if node["op"] != "init":
+        node = {key: value for key, value in node.items() if key != "dtype"}
+    return node | ({"dtype": dtype} if dtype in FLOATS else {})
 
 
 def _boxed(node: Node, shape: tuple[int, ...], item: ReadItem) -> Node:

@@ -13,7 +13,7 @@ import torch
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes import Recipe, recipe_for
-from modicum.recipes.dtypes import FLOATS, cast_to, dtype_name
+from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, caller
 from modicum.recipes.translation import Described
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
@@ -192,7 +192,7 @@ def _fitted(text: str, model: Model) -> str:
             first.setdefault(id(model.tensors[name].tensor), name)
             # The model may have been cast since, as by model.float().
             if (dtype := dtype_name(model.tensors[name].tensor.dtype)) in FLOATS:
-                targets[name] = cast_to(node, dtype)
+                targets[name] = node | {"dtype": dtype}
     for name, of in model.tensors.items():
         node = targets.get(name, {"op": "alias"})
         if node["op"] != "alias":
