@@ -7,11 +7,12 @@ import os
 import shutil
 import signal
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
 from pages import CHROMIUM
-from program import run_json
+from program import STRATEGIES, run_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,6 +82,31 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     missing = missing_oracles()
     if missing and os.environ.get("CI") == "true":
         pytest.exit(f"missing: {missing}; in CI no test may be skipped for this", returncode=1)
+
+
+# Tests with a parameter `strategy` run all cases of these two always. Of the other strategies
+# together one case runs always, of a strategy that depends on the test's name; soak has the rest.
+WHOLE_STRATEGIES = ("own-shard", "node-reader")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    others = [strategy for strategy in STRATEGIES if strategy not in WHOLE_STRATEGIES]
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if strategy_of(item) in others:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, candidates in cases.items():
+        preferred = others[zlib.crc32(test.encode()) % len(others)]
+        kept = min(candidates, key=lambda item: strategy_of(item) != preferred)
+        for item in candidates:
+            if item is not kept:
+                item.add_marker(pytest.mark.soak)
+
+
+def strategy_of(item: pytest.Item) -> str | None:
+    """The test's parameter `strategy`."""
+    return item.callspec.params.get("strategy") if hasattr(item, "callspec") else None
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

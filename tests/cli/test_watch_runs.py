@@ -73,6 +73,7 @@ def test_a_load_reports_its_ledger(modicum: Path, model: Path) -> None:
     assert "of which parameters" in document["peak"]["cause"]
 
 
+@pytest.mark.soak
 def test_a_load_reports_its_phase_and_promise(modicum: Path, model: Path) -> None:
     plan = run_json(modicum, "plan", model, "--ranks", 2)
     (strategy,) = [one for one in plan["strategies"] if one["name"] == "own-shard"]
@@ -96,6 +97,7 @@ def test_a_load_reports_its_phase_and_promise(modicum: Path, model: Path) -> Non
     assert total == of_ranks
 
 
+@pytest.mark.soak
 def test_a_rehearsal_has_phases_of_each_kind(modicum: Path, gpt2: Path, tmp_path: Path) -> None:
     words = ["--optimizer", "adamw:fp32-split", "--steps", 3, "--save", tmp_path / "steps"]
     document, _ = watched(modicum, "rehearse", gpt2, "--ranks", 2, *words, "-q")
@@ -138,6 +140,7 @@ def test_a_killed_load_has_its_phase_and_owner(modicum: Path, model: Path, times
             assert part in killed["explanation"], killed["explanation"]
 
 
+@pytest.mark.soak
 def test_a_trace_has_phases_and_counters(modicum: Path, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "run.trace.json"
     file.write_text("an older and longer one" * 100_000)
@@ -170,6 +173,7 @@ def test_a_trace_that_cannot_be_written_is_an_error(modicum: Path, tmp_path: Pat
     assert not mark.exists()
 
 
+@pytest.mark.soak
 def test_a_comparison_names_the_owner_that_differs_most(
     modicum: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -219,6 +223,7 @@ def test_runs_whose_files_have_one_name_are_called_by_their_paths(
     assert str(files[0]) in compared["sentence"] and str(files[1]) in compared["sentence"]
 
 
+@pytest.mark.soak
 def test_watching_a_load_costs_little(modicum: Path, model: Path) -> None:
     document, _ = watched(modicum, "load", model, "--ranks", 4, "-q")
     cost = document["watch"]
@@ -228,6 +233,7 @@ def test_watching_a_load_costs_little(modicum: Path, model: Path) -> None:
     assert cost["peak_bytes"] < 16 * MIB
 
 
+@pytest.mark.soak
 def test_a_long_record_stays_small(modicum: Path) -> None:
     """Of hundreds of processes, the largest have their own series, and the others one together."""
     script = "for i in $(seq 300); do sleep 2 & done; wait"

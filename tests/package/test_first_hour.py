@@ -1,5 +1,5 @@
-"""Runs the commands of docs/guide/first-hour.md as a new user would: in a fresh virtual environment
-with torch, outside the repository.
+"""Runs the commands of docs/guide/first-hour.md outside the repository: those of one process in the
+environment of the tests, and (soak) all in a fresh virtual environment, as a new user would.
 
 Must fail for these mutants: a command or a file of the page that no longer works; a line of output
 on the page that the command does not print (numbers may differ).
@@ -73,27 +73,43 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_every_command_of_the_page_works_as_shown(environment: Path, root: Path) -> None:
-    shutil.copy(root / "examples/accelerate_fsdp2.py", environment)
-    paths = [str(environment / "first-hour/bin"), os.environ["PATH"]]
+def run_page(page: Path, directory: Path, programs: Path, left_out: tuple[str, ...]) -> int:
+    """Runs the page's commands in `directory`, except those that begin with a text of `left_out`,
+    and compares what they print with the page. `programs`: the folder of python and modicum.
+    Returns the number of commands."""
+    paths = [str(programs), os.environ["PATH"]]
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     around = kept | {"PATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
     ran = 0
-    for language, file, text in blocks(root / "docs/guide/first-hour.md"):
+    for language, file, text in blocks(page):
         if file:
-            (environment / file).write_text(text)
+            (directory / file).write_text(text)
         if language != "console":
             continue
         for command, shown in commands(text):
-            if command.startswith(ALREADY_DONE):
+            if command.startswith(left_out):
                 continue
             command, _, exit_code = command.partition("  # exit ")
             done = subprocess.run(
-                ["bash", "-c", command], cwd=environment, env=around, text=True, timeout=240,
+                ["bash", "-c", command], cwd=directory, env=around, text=True, timeout=240,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             assert done.returncode == int(exit_code or 0), f"{command}\n{done.stdout}"
             for line in shown:
                 assert re.search(pattern_of(line), done.stdout), f"{line}\n{done.stdout}"
             ran += 1
-    assert ran > 6
+    return ran
+
+
+def test_the_commands_of_one_process_work_as_shown(root: Path, tmp_path: Path) -> None:
+    """In the environment of the tests."""
+    left_out = (*ALREADY_DONE, "pip install modicum", "torchrun")
+    page = root / "docs/guide/first-hour.md"
+    assert run_page(page, tmp_path, Path(sys.executable).parent, left_out) == 4
+
+
+@pytest.mark.soak
+def test_every_command_of_the_page_works_as_shown(environment: Path, root: Path) -> None:
+    shutil.copy(root / "examples/accelerate_fsdp2.py", environment)
+    page, programs = root / "docs/guide/first-hour.md", environment / "first-hour/bin"
+    assert run_page(page, environment, programs, ALREADY_DONE) > 6

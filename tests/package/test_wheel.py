@@ -40,8 +40,9 @@ def checked(*command: str | Path, **options) -> str:
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh virtual environment that holds the wheel and nothing else."""
     directory = tmp_path_factory.mktemp("venv")
-    venv.create(directory, with_pip=True, symlinks=True)
-    pip = (directory / "bin/python", "-m", "pip", "--disable-pip-version-check")
+    venv.create(directory, symlinks=True)
+    python = directory / "bin/python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
     checked(*pip, "install", "--no-deps", "--no-index", wheel)
     return directory
 

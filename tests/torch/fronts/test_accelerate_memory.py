@@ -60,6 +60,9 @@ class Ran:
         return f"promised {promised}, counted {counted}"
 
 
+pytestmark = pytest.mark.soak  # test_checkpoint_memory.py has Trainer in a cgroup always
+
+
 @pytest.fixture(scope="module", autouse=True)
 def can_cage() -> None:
     if reason := why_no_cage():
@@ -93,12 +96,11 @@ def run(folder: Path, limit_bytes: int, *words: object, world: int = WORLD) -> R
 @pytest.mark.parametrize(
     ("model", "words", "ratio"),
     [
-        # Dense models only in the soak run; test_checkpoint_memory.py has Trainer in a cgroup, too.
-        pytest.param("dense", (), 0.8, id="Accelerator, dense", marks=pytest.mark.soak),
+        pytest.param("dense", (), 0.8, id="Accelerator, dense"),
         # With and without Modicum a training step needs up to 0.75 of the peak without Modicum, for
         # the CPU kernels in bf16.
         pytest.param("experts", (), 0.85, id="Accelerator, experts"),
-        pytest.param("dense", ("--trainer",), 0.8, id="Trainer, dense", marks=pytest.mark.soak),
+        pytest.param("dense", ("--trainer",), 0.8, id="Trainer, dense"),
     ],
 )
 def test_passes_in_a_cgroup_in_which_accelerate_is_killed(

@@ -10,6 +10,7 @@ values of another buffer; a phase that is not recorded; a run that is not drawn.
 import json
 import runpy
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,19 @@ from ranks import ranks
 from modicum import memory
 
 MIB = 1 << 20
-RUNS = [(what, efficient) for what in ("native", "accelerate") for efficient in (False, True)]
+WAYS = [("native",), pytest.param(("native", "accelerate"), marks=pytest.mark.soak)]
 PHASES = ["from_pretrained", "optimizer", "wrap"]
 
 
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Any, list[dict[str, Any]]]]:
+@pytest.fixture(scope="module", params=WAYS, ids="+".join)
+def ran(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[Any, list[dict[str, Any]]]]:
     """The folder of the recordings, and the ranks' answers by run. Every run has new processes, so
     that no memory of another run is counted."""
     folder = tmp_path_factory.mktemp("strategies")
     answers = {}
-    for what, efficient in RUNS:
+    for what, efficient in product(request.param, (False, True)):
         with ranks(2, folder / f"{what}-{efficient}") as two:
             if not answers:
                 sizes = {"vocab_size": 100003, "hidden_size": 101}
@@ -53,20 +56,19 @@ def test_same_bits_and_same_training(ran: Any) -> None:
     orders."""
     answers = ran[1]
     assert len({of["loaded"] for each in answers.values() for of in each}) == 1
-    for what in ("native", "accelerate"):
+    for what in {what for what, _ in answers}:
         for mine, theirs in zip(answers[what, True], answers[what, False], strict=True):
             assert mine["losses"] == theirs["losses"], what
             assert mine["trained"] == theirs["trained"], what
             assert mine["trained"] != mine["loaded"], "nothing was learnt"
 
 
-@pytest.mark.parametrize("what", ("native", "accelerate"))
-def test_efficient_init_holds_half_a_model_instead_of_all(ran: Any, what: str) -> None:
+def test_efficient_init_holds_half_a_model_instead_of_all(ran: Any) -> None:
     """Without `memory_efficient_init` every rank holds the whole model in float32. With it a rank
     holds no weights before it shards the model, and then one half of them."""
     answers = ran[1]
     model_bytes = 2 * 4 * 100003 * 101  # embedding and head; the layers are small
-    for rank in range(2):
+    for what, rank in product({what for what, _ in answers}, range(2)):
         off, on = answers[what, False][rank]["peaks"], answers[what, True][rank]["peaks"]
         assert list(off) == list(on) == PHASES
         assert max(off.values()) - max(on.values()) > 0.5 * model_bytes, f"rank {rank}"
@@ -79,15 +81,15 @@ def test_efficient_init_holds_half_a_model_instead_of_all(ran: Any, what: str) -
 def test_all_recordings_are_drawn_on_one_page(
     ran: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, _ = ran
+    folder, answers = ran
     recordings = sorted(folder.glob("*.jsonl"))
-    assert len(recordings) == 2 * len(RUNS)
+    assert len(recordings) == 2 * len(answers)
     labels = set()
     for path in recordings:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         labels.add(lines[0]["process"]["label"])
         assert [line["phase"]["name"] for line in lines if "phase" in line] == PHASES
-    assert len(labels) == len(RUNS)
+    assert len(labels) == len(answers)
     drawn = memory.draw(folder / "all.html", recordings).read_text()
     assert all(f'"label":"{label}"' in drawn for label in labels), "a run has no chart"
     words = ["strategies.py", str(folder / "qwen3"), "draw", "--record", str(folder)]

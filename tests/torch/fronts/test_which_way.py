@@ -1,5 +1,5 @@
 """Runs the code blocks of docs/guide/which-way.md: DeepSpeed's in one process, the others on two
-real ranks.
+real ranks. Those of engines, of which other tests run the patches, are soak tests.
 
 Must fail for these mutants: a line of the page that no longer works; a block that loads other
 values than the other blocks.
@@ -21,6 +21,7 @@ pytest.importorskip("accelerate")
 from ranks import Ranks, ranks
 
 TRAINED = ("accelerate", "Trainer", "TRL")
+SOAK = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,9 @@ def test_these_sections_have_the_blocks_that_are_run_below(blocks: dict[str, str
     ]
 
 
-@pytest.mark.parametrize("heading", TRAINED)
+@pytest.mark.parametrize(
+    "heading", [TRAINED[0], *(pytest.param(heading, marks=SOAK) for heading in TRAINED[1:])]
+)
 def test_scripts_train(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path, heading: str
 ) -> None:
@@ -84,6 +87,7 @@ def test_scripts_train(
         assert ("COMMIT" in answer["files"]) == (heading == "accelerate")
 
 
+@SOAK
 def test_loaders_of_engines_and_dcp_load_the_same(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
 ) -> None:
@@ -95,6 +99,7 @@ def test_loaders_of_engines_and_dcp_load_the_same(
             assert mine["state"] == theirs["state"], f"{heading}: rank {rank}"
 
 
+@SOAK
 def test_torchtitans_reader_reads_stored_names(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
 ) -> None:
@@ -181,6 +186,7 @@ del model  # else `page_block` would compute digests of it
 """
 
 
+@SOAK
 def test_torchtitans_manager_saves_and_loads_steps(
     two: Ranks, blocks: dict[str, str], directory: str, tmp_path: Path
 ) -> None:
@@ -226,6 +232,7 @@ os._exit(0)
 """
 
 
+@SOAK  # compiles DeepSpeed's optimizer
 def test_the_deepspeed_block_protects_and_measures(root: Path, blocks: dict[str, str]) -> None:
     """Runs the block with ZeRO-3 offload, in a separate process."""
     pytest.importorskip("deepspeed")

@@ -25,7 +25,11 @@ import torch
 from program import run_json
 from safetensors.torch import save_file
 
-pytestmark = pytest.mark.timeout(1800)
+# test_deepspeed_trainer.py tests copies and protection of torch's optimizer under DeepSpeed always.
+pytestmark = [
+    pytest.mark.soak,  # DeepSpeed's optimizer is compiled
+    pytest.mark.timeout(1800),
+]
 
 WIDE, NARROW = 2048, 1024
 OURS = "--optimizer=modicum:fp32"

@@ -1,5 +1,5 @@
 """`modicum.torch.deepspeed.convert` and `modicum.torch.dcp.convert` hold no more memory than they
-promise. In a smaller budget they are refused before they write.
+promise. In a smaller budget they are refused before they write. Soak has all of the conversions.
 
 Each conversion runs in a new process. Must fail for these mutants: elements that are converted in
 other memory than the staging; stacks and heaps of threads that are not in the promise; memory that
@@ -29,15 +29,16 @@ pytestmark = [
 ]
 
 PROGRAM = Path(__file__).parents[2] / "support/convert_memory.py"
-REPEATS = 3
 
 
-def assert_holds_its_promise(directory: Path, folder: Path, kind: str, *words: str) -> None:
+def assert_holds_its_promise(
+    directory: Path, folder: Path, kind: str, *words: str, repeats: int = 3
+) -> None:
     """Asserts that conversions hold at most the promised memory, and are refused in a budget that
     is 1 MiB smaller. The promise includes the memory that the process has before, rounded up. The
     bytes that this rounding adds may not be held."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    for repeat in range(REPEATS):
+    for repeat in range(repeats):
         root = folder / f"steps-{repeat}"
         command = [sys.executable, str(PROGRAM), kind, str(directory), str(root)]
         command += words
@@ -60,11 +61,13 @@ def wide(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "wide"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_zero_holds_its_promise(wide: Path, tmp_path: Path, state_format: str) -> None:
     assert_holds_its_promise(wide, tmp_path, "deepspeed", state_format)
 
 
+@pytest.mark.soak
 def test_dcp_with_many_tensors_holds_its_promise(tmp_path: Path) -> None:
     names = [f"layers.{number}.weight" for number in range(2000)]
     entry = {"step": torch.tensor(1.0), "exp_avg": torch.ones(1024), "exp_avg_sq": torch.ones(1024)}
@@ -94,4 +97,4 @@ def test_dcp_with_many_boxes_holds_its_promise(tmp_path: Path) -> None:
             place = type(info)(info.relative_path, begin, file.tell() - begin)
             metadata.storage_data[MetadataIndex("weight", offset)] = place
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert_holds_its_promise(path, tmp_path, "dcp")
+    assert_holds_its_promise(path, tmp_path, "dcp", repeats=1)

@@ -1,5 +1,5 @@
-"""`modicum.torch.save` and `resume` on two nodes of two ranks, under torchrun. The nodes are
-network namespaces of this machine.
+"""`modicum.torch.save` and `resume` need a root that all ranks see. In the soak test they run on
+two nodes of two ranks, under torchrun; the nodes are network namespaces of this machine.
 
 Must fail for these mutants: a save whose second node writes to a directory that the first node does
 not see; a rank that waits without a limit for a directory.
@@ -8,6 +8,7 @@ not see; a rank that waits without a limit for a directory.
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ pytest.importorskip("transformers")
 import two_nodes
 from ranks import ranks
 
+from modicum.errors import IoError
+from modicum.torch.saving import shared
+
 WHY_NOT = two_nodes.why_not()
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=f"no two nodes here: {WHY_NOT}")
 PROGRAM = Path(two_nodes.__file__).with_name("node_rank.py")
 SEEN_S = 10.0  # how long `save` and `resume` wait for a rank to see rank 0's directory
 
@@ -56,6 +59,22 @@ def asked(
     return [list(answers) for answers in zip(*by_rank, strict=True)]
 
 
+def test_a_directory_that_a_rank_does_not_see_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the rank waits, it checks whether another rank has failed."""
+    monkeypatch.setattr(shared, "SEEN_S", 0.1)
+    checks: list[int] = []
+    rank: Any = SimpleNamespace(rank=3, check=lambda: checks.append(1))
+    with pytest.raises(IoError, match="the root is not shared: rank 3") as refused:
+        shared.require_seen(tmp_path / "hidden", rank)
+    assert refused.value.file == "hidden" and checks
+    (tmp_path / "seen").mkdir()
+    shared.require_seen(tmp_path / "seen", rank)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(bool(WHY_NOT), reason=f"no two nodes here: {WHY_NOT}")
 def test_steps_over_two_nodes_need_a_shared_root(
     nodes: two_nodes.Nodes, model: str, tmp_path: Path
 ) -> None:
