@@ -2,7 +2,8 @@
 program of docs/guide/cpp.md. It is linked with the libraries of the dev build, since compiling
 them takes minutes; `make soak` compiles all of them in that project.
 
-Must fail for these mutants: flags, warnings or variables of ours in the other project's targets.
+Must fail for these mutants: paths that begin at the other project's folder; our flags in its
+targets.
 """
 
 import re
