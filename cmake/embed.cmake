@@ -5,7 +5,7 @@
 # returns a file's text, or an empty one if no file has this name. The source is written when CMake
 # configures, and again when a file has changed.
 function(modicum_embed room folder function)
-  file(GLOB files CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/modicum/${room}/${folder}/*)
+  file(GLOB files CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/modicum/${room}/${folder}/*)
   list(APPEND files ${ARGN})
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${files})
   set(texts "")
@@ -19,7 +19,7 @@ function(modicum_embed room folder function)
     string(APPEND texts "const unsigned char ${id}[] = {${bytes}};\n")
     string(APPEND cases "  if (file_name == \"${name}\") return text(${id}, sizeof ${id});\n")
   endforeach()
-  set(source ${CMAKE_BINARY_DIR}/${room}_${folder}.cc)
+  set(source ${PROJECT_BINARY_DIR}/${room}_${folder}.cc)
   file(GENERATE OUTPUT ${source} CONTENT
     "#include \"modicum/${room}/${folder}.h\"
 

@@ -1,6 +1,9 @@
 # modicum_import(TARGET HEADER LIBRARY): an imported target for a Debian library without a CMake
 # package. cmake/python.cmake installs the library into the wheel under its IMPORTED_SONAME.
 function(modicum_import target header library)
+  if(TARGET ${target})
+    return()
+  endif()
   string(MAKE_C_IDENTIFIER ${library} id)
   find_path(${id}_INCLUDE_DIR ${header} REQUIRED)
   find_library(${id}_LIBRARY ${library} REQUIRED)

@@ -9,10 +9,10 @@ execute_process(
   OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 find_package(nanobind CONFIG REQUIRED)
 
-file(GLOB binding_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/modicum/python/*.cc)
+file(GLOB binding_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/modicum/python/*.cc)
 nanobind_add_module(_modicum NB_STATIC NB_SUPPRESS_WARNINGS ${binding_sources})
 target_compile_definitions(_modicum PRIVATE MODICUM_VERSION="${PROJECT_VERSION}")
-target_link_libraries(_modicum PRIVATE modicum_training)
+target_link_libraries(_modicum PRIVATE modicum_training modicum_flags)
 set_target_properties(_modicum modicum PROPERTIES INSTALL_RPATH "$ORIGIN")
 
 install(TARGETS _modicum modicum DESTINATION modicum COMPONENT python)

@@ -1,0 +1,113 @@
+"""A project of another name adds this repository as a subdirectory, with the lines of CMake and the
+program of docs/guide/cpp.md. It is linked with the libraries of the dev build, since compiling
+them takes minutes; `make soak` compiles all of them in that project.
+
+Must fail for these mutants: paths that begin at the other project's folder; our flags in its
+targets.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from program import run_json
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# What a loader does not need: packages of the program and of the tests, and a launcher.
+NOT_NEEDED = ("CLI11", "DYGRAPHS", "GTest", "CCACHE", "Python")
+# A project with a language, a standard, warnings, tests and targets of its own.
+OTHER_PROJECT = """\
+cmake_minimum_required(VERSION 3.25)
+project(other LANGUAGES C CXX)
+set(CMAKE_CXX_STANDARD 17)
+add_compile_options(-Wconversion)
+include(CTest)
+add_custom_target(modicum)
+add_custom_target(check)
+add_library(re2::re2 SHARED IMPORTED)
+set_target_properties(re2::re2 PROPERTIES IMPORTED_LOCATION /usr/lib/re2.so)
+
+include(FetchContent)
+FetchContent_Declare(modicum SOURCE_DIR ${REPOSITORY})
+FetchContent_MakeAvailable(modicum)
+
+foreach(name CXX_STANDARD CXX_EXTENSIONS POSITION_INDEPENDENT_CODE EXPORT_COMPILE_COMMANDS)
+  message(STATUS "${name}=${CMAKE_${name}}")
+endforeach()
+add_executable(loader shards.cc)
+target_link_libraries(loader PRIVATE modicum::stream)
+"""
+
+
+def block(language: str) -> str:
+    """The one block of this language on the page."""
+    page = (ROOT / "docs/guide/cpp.md").read_text()
+    (text,) = re.findall(rf"^```{language}\n(.*?)^```$", page, re.M | re.S)
+    return text
+
+
+def checked(*command: str | Path) -> str:
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+    return result.stdout
+
+
+def configured(project: Path, cmake_lists: str, *options: str) -> str:
+    """Writes a project with the page's program and configures it, with Makefiles, in `build`."""
+    (project / "CMakeLists.txt").write_text(cmake_lists)
+    (project / "shards.cc").write_text(block("cpp"))
+    makefiles = ("-G", "Unix Makefiles")
+    return checked("cmake", "-S", project, "-B", project / "build", *makefiles, *options)
+
+
+@pytest.fixture(scope="module")
+def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    run_json(modicum, "synth", directory, "--arch", "tiny-moe")
+    return directory
+
+
+@pytest.fixture
+def subdirectory(tmp_path: Path) -> Path:
+    """The page's project, with the repository in its folder `modicum`, configured."""
+    (tmp_path / "modicum").symlink_to(ROOT)
+    configured(tmp_path, block("cmake"), "-DCMAKE_CXX_FLAGS=-O0")
+    return tmp_path
+
+
+def assert_loads(program: Path, model: Path) -> None:
+    lines = checked(program, model).splitlines()
+    line = re.compile(r"rank (\d): (\d+) bytes of \S+; promised (\d+), held (\d+)")
+    found = [line.fullmatch(one) for one in lines]
+    assert all(found), lines
+    assert sorted(one[1] for one in found) == ["0", "0", "1"]
+    assert all(int(one[2]) > 0 and one[3] == one[4] for one in found), lines
+
+
+def test_the_pages_project_links_and_runs(modicum, model, subdirectory):
+    for library in modicum.parent.glob("libmodicum_*.a"):
+        shutil.copy(library, subdirectory / "build/modicum")
+    # The target itself, without those that it depends on.
+    checked("cmake", "--build", subdirectory / "build", "--target", "shards/fast")
+    assert_loads(subdirectory / "build/shards", model)
+    cache = (subdirectory / "build/CMakeCache.txt").read_text()
+    assert not [name for name in NOT_NEEDED if re.search(f"^{name}", cache, re.M)]
+
+
+@pytest.mark.soak
+def test_the_pages_project_builds_from_nothing(model, subdirectory):
+    checked("cmake", "--build", subdirectory / "build", "--parallel", "2")
+    assert_loads(subdirectory / "build/shards", model)
+
+
+def test_another_project_keeps_its_settings(tmp_path):
+    said = configured(tmp_path, OTHER_PROJECT, f"-DREPOSITORY={ROOT}")
+    assert "-- CXX_STANDARD=17\n-- CXX_EXTENSIONS=\n" in said
+    assert "-- POSITION_INDEPENDENT_CODE=\n-- EXPORT_COMPILE_COMMANDS=\n" in said
+    assert not (tmp_path / "build/compile_commands.json").exists()
+
+    flags = (tmp_path / "build/CMakeFiles/loader.dir/flags.make").read_text()
+    (line,) = re.findall("^CXX_FLAGS = (.*)$", flags, re.M)
+    assert set(line.split()) == {"-std=gnu++20", "-Wconversion"}
