@@ -104,7 +104,9 @@ def with_deepspeed(model: nn.Module, options: argparse.Namespace) -> tuple[Any, 
         model=model, model_parameters=list(model.parameters()), config=config
     )
     if options.protect:
-        print(modicum.torch.protect(engine))  # modicum
+        protection = modicum.torch.protect(engine)  # modicum
+        if dist.get_rank() == 0:
+            print(protection)
 
     def step(loss: torch.Tensor) -> None:
         engine.backward(loss)
@@ -122,7 +124,9 @@ def with_modicum(model: nn.Module, options: argparse.Namespace) -> tuple[Any, An
     )
 
     if options.protect:  # only the weights: AdamW's own memory is excluded from forks already
-        print(modicum.torch.protect(dict(model.named_parameters())))  # modicum
+        protection = modicum.torch.protect(dict(model.named_parameters()))  # modicum
+        if dist.get_rank() == 0:
+            print(protection)
 
     def step(loss: torch.Tensor) -> None:
         loss.backward()

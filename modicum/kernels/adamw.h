@@ -16,7 +16,8 @@
 namespace modicum {
 
 // Which implementation's roundings are reproduced. `torch`: the single-tensor and foreach paths of
-// torch.optim.AdamW. `deepspeed`: DeepSpeedCPUAdam.
+// torch.optim.AdamW, with square roots rounded to nearest (those of torch's wheels are not).
+// `deepspeed`: DeepSpeedCPUAdam.
 enum class AdamSemantics : uint8_t { torch, deepspeed };
 
 // The options of one parameter group.

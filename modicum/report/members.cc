@@ -27,9 +27,10 @@ uint64_t node_kernel_peak(const PromiseAndOutcomes& of, int node) {
   return sum;
 }
 
-std::string signed_size(int64_t bytes) {
-  const auto magnitude = static_cast<uint64_t>(bytes < 0 ? -bytes : bytes);
-  return fmt::format("{}{}", bytes < 0 ? '-' : '+', format_size(magnitude));
+// RankOutcome::unexplained_bytes in words. It is negative if other processes have begun to share
+// pages that the baseline counts in full.
+std::string unexplained_text(int64_t bytes) {
+  return bytes < 0 ? "0 B (shared pages)" : format_size(static_cast<uint64_t>(bytes));
 }
 
 }  // namespace
@@ -104,18 +105,19 @@ void phases_member(JsonWriter& out, std::span<const PhaseReport> phases, uint64_
 }
 
 std::string outcome_text(const PromiseAndOutcomes& of) {
-  std::string text = fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", "", "promised",
-                                 "ledger", "kernel", "unexplained", "page cache");
-  const auto line = [&text](const std::string& who, uint64_t promised, const RankOutcome& has,
+  static constexpr std::string_view kRow = "{:<8} {:>12} {:>12} {:>12} {:>19} {:>12}\n";
+  std::string text =
+      fmt::format(kRow, "", "predicted", "charged", "measured", "not explained", "page cache");
+  const auto line = [&text](const std::string& who, uint64_t predicted, const RankOutcome& has,
                             const std::string& unexplained) {
     const auto size_or_nothing = [](uint64_t size) { return size == 0 ? "" : format_size(size); };
-    text += fmt::format("{:<8} {:>12} {:>12} {:>12} {:>12} {:>12}\n", who, format_size(promised),
-                        size_or_nothing(has.ledger_peak_bytes), format_size(has.kernel_peak_bytes),
-                        unexplained, size_or_nothing(has.page_cache_peak_bytes));
+    text += fmt::format(kRow, who, format_size(predicted), size_or_nothing(has.ledger_peak_bytes),
+                        format_size(has.kernel_peak_bytes), unexplained,
+                        size_or_nothing(has.page_cache_peak_bytes));
   };
   for (const RankOutcome& rank : of.ranks) {
     line(fmt::format("rank {}", rank.rank), of.promise.rank_peak_bytes(rank.rank), rank,
-         signed_size(rank.unexplained_bytes()));
+         unexplained_text(rank.unexplained_bytes()));
   }
   for (int node = 0; node < of.promise.nodes(); ++node) {
     line(fmt::format("node {}", node), of.promise.node_peak_bytes(node),

@@ -280,12 +280,12 @@ std::string load_text(const LoadReport& report) {
   const uint64_t loaded = sum_over(report, &RankOutcome::bytes_loaded);
   const uint64_t read = sum_over(report, &RankOutcome::storage_read_bytes);
   std::string text = report.resumed ? resumed_text(*report.resumed) : "";
-  text +=
-      fmt::format("{}: {} loaded in {:.2f} s, {} read ({:.3f} x checkpoint); coverage proven\n{}\n",
-                  report.strategy, format_size(loaded), report.elapsed_s, format_size(read),
-                  static_cast<double>(read) /
-                      static_cast<double>(std::max<uint64_t>(1, report.checkpoint.bytes)),
-                  report.checked ? fmt::format("values ok ({:.2f} s)\n", report.check_s) : "");
+  text += fmt::format(
+      "{}: {} loaded in {:.2f} s, {} read ({:.3f} x checkpoint); every element loaded once\n{}\n",
+      report.strategy, format_size(loaded), report.elapsed_s, format_size(read),
+      static_cast<double>(read) /
+          static_cast<double>(std::max<uint64_t>(1, report.checkpoint.bytes)),
+      report.checked ? fmt::format("values ok ({:.2f} s)\n", report.check_s) : "");
   text +=
       outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
   text += budget_text(report.budget);

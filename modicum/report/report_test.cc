@@ -180,15 +180,15 @@ TEST(LoadReport, TextHasPromiseAndOutcome) {
   report.budget = Budget{kGiB, "MemAvailable"};
   EXPECT_EQ(load_text(report),
             "own-shard: 300.00 MiB loaded in 1.25 s, 300.00 MiB read (1.000 x checkpoint); "
-            "coverage proven\n"
+            "every element loaded once\n"
             "values ok (0.50 s)\n"
             "\n"
-            "             promised       ledger       kernel  unexplained   page cache\n"
-            "rank 0     110.00 MiB   108.00 MiB   111.00 MiB    +1.00 MiB    16.00 MiB\n"
-            "rank 1       2.00 MiB     1.00 MiB     2.00 MiB    -1.00 MiB             \n"
-            "rank 2     110.00 MiB   108.00 MiB   110.00 MiB         +0 B    16.00 MiB\n"
-            "node 0     120.00 MiB                118.00 MiB                          \n"
-            "node 1     118.00 MiB                115.00 MiB                          \n"
+            "            predicted      charged     measured       not explained   page cache\n"
+            "rank 0     110.00 MiB   108.00 MiB   111.00 MiB            1.00 MiB    16.00 MiB\n"
+            "rank 1       2.00 MiB     1.00 MiB     2.00 MiB  0 B (shared pages)             \n"
+            "rank 2     110.00 MiB   108.00 MiB   110.00 MiB                 0 B    16.00 MiB\n"
+            "node 0     120.00 MiB                118.00 MiB                                 \n"
+            "node 1     118.00 MiB                115.00 MiB                                 \n"
             "\n"
             "budget 1.00 GiB per node (MemAvailable)\n"
             "digest 00000000000000ab\n");
@@ -216,12 +216,12 @@ TEST(LoadReport, TextLeavesOutCheckDigestAndBudgetIfUnused) {
   report.checkpoint.bytes = 80 * kMiB;  // 100 / 80 = 1.250
   EXPECT_EQ(load_text(report),
             "own-shard: 100.00 MiB loaded in 1.25 s, 100.00 MiB read (1.250 x checkpoint); "
-            "coverage proven\n"
+            "every element loaded once\n"
             "\n"
-            "             promised       ledger       kernel  unexplained   page cache\n"
-            "rank 0     110.00 MiB   108.00 MiB   111.00 MiB    +1.00 MiB    16.00 MiB\n"
-            "node 0     120.00 MiB                116.00 MiB                          \n"
-            "node 1     118.00 MiB                  5.00 MiB                          \n");
+            "            predicted      charged     measured       not explained   page cache\n"
+            "rank 0     110.00 MiB   108.00 MiB   111.00 MiB            1.00 MiB    16.00 MiB\n"
+            "node 0     120.00 MiB                116.00 MiB                                 \n"
+            "node 1     118.00 MiB                  5.00 MiB                                 \n");
 }
 
 TEST(RankOutcome, UnexplainedIsNegativeIfLedgerAndBaselineExceedTheKernel) {

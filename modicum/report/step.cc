@@ -69,9 +69,9 @@ std::string step_text(const StepReport& report) {
   };
   const auto bytes = [](double value) { return fmt::format("{:.4f}", value); };
   line("bytes per parameter", "step 1", "last step");
-  line("  by the ledger", bytes(report.step_1.ledger), bytes(report.last_step.ledger));
-  line("  by the kernel (tree)", bytes(report.step_1.kernel), bytes(report.last_step.kernel));
-  text += fmt::format("fixed {}, promised {}; {} forked child(ren) per rank\n\n",
+  line("  charged", bytes(report.step_1.ledger), bytes(report.last_step.ledger));
+  line("  measured (tree)", bytes(report.step_1.kernel), bytes(report.last_step.kernel));
+  text += fmt::format("fixed {}, predicted {}; {} forked child(ren) per rank\n\n",
                       format_size(report.fixed_bytes),
                       format_size(report.promise.node_peak_bytes(0)), report.task.children);
   if (report.step_s > 0) {

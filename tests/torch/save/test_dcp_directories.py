@@ -6,7 +6,8 @@ saved tensors, and Python's audit events, which show executions. Must fail for t
 at the wrong index of its tensor; elements that are read from other indices of a box; optimizer
 state that is written as a tensor of the model; step counts that are lost; a pickle that names a
 function which is not on the list of allowed names; boxes that overlap or are outside their tensor;
-a file outside the directory; an archive with another tensor than the metadata says.
+a file outside the directory; an archive with another tensor than the metadata says; a printed
+report that does not name the values that were left out.
 """
 
 import json
@@ -15,6 +16,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +79,12 @@ def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
     model, optimizer = trained()
     report = convert(directory, tmp_path / "steps", step=4, optimizer="AdamW", shard_size=300)
     step = tmp_path / "steps/step-4"
-    assert report.path == str(step) and "epoch" in report.left_out
+    assert report.path == str(step)
+    options = [f"optim.param_groups.0.{key}" for key in ("lr", "betas", "params")]
+    assert {"epoch", *options} <= {*report.left_out}
+    assert str(report).endswith(f"\nleft out {len(report.left_out)}: {', '.join(report.left_out)}")
+    many = replace(report, left_out=[f"key{i}" for i in range(20)])
+    assert str(many).endswith(", key15 and 4 more")
     stored = {n: t for file in step.glob("*.safetensors") for n, t in load_file(file).items()}
     expected = model.state_dict()
     assert stored.keys() == expected.keys()

@@ -87,6 +87,7 @@ def test_the_step_has_what_the_engine_held(
 ) -> None:
     report = convert(folder / case, tmp_path, state_format=state_format)
     assert report.step == zero_rank.STEPS and "epoch" in report.left_out
+    assert "epoch" in str(report).partition("left out ")[2]
     step, saved = Path(report.path), load_file(folder / f"{case}-saved.safetensors")
     weights = tensors_of(step.glob("*.safetensors"))
     assert weights.keys() == zero_rank.small().state_dict().keys() - {"head.weight"}
