@@ -2,8 +2,8 @@
 output of scripts/reference.py; plans shown in README and docs/guide equal the program's output;
 each row of refusals.md names a category of errors.md and an existing test.
 
-Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb
-or the fields of a class; the output of a plan changes; a refusal without its test.
+Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb,
+the fields of a class or an overload; the output of a plan changes; a refusal without its test.
 """
 
 import os
@@ -55,7 +55,23 @@ def test_a_class_has_its_fields_with_the_text_below_them() -> None:
     source = 'class A:\n    a: int\n    b: str = ""\n    """Of\n    b."""\n    _c: int\n    d = 1'
     (node,) = reference.ast.parse(source).body
     assert [*reference.fields(node)] == ["- `a: int`", "- `b: str`: Of b."]
-    assert "**Fields**" in reference.entry("m", node)
+    assert "**Fields**" in reference.entry("m", [node])
+
+
+def test_a_function_of_overloads_has_all_of_them(tmp_path: Path) -> None:
+    """As `make_layout(recipe, ranks)` in the stub. In Python the function itself follows them."""
+    package = tmp_path / reference.PACKAGE
+    package.mkdir(parents=True)
+    stub = "".join(f'@overload\ndef f({a}):\n    """By {a}."""\n' for a in ("x", "y"))
+    (package / "stub.pyi").write_text(stub)
+    (package / "full.py").write_text(stub + 'def f(z):\n    """By z."""\n')
+    names = [
+        [node.args.args[0].arg for node in reference.definitions(tmp_path, f"modicum.{one}", "f")]
+        for one in ("stub", "full")
+    ]
+    assert names == [["x", "y"], ["z"]]
+    shown = "\n".join(reference.entry("m", reference.definitions(tmp_path, "modicum.stub", "f")))
+    assert shown.count("### ") == 1 and "f(x)" in shown and "By x." in shown and "By y." in shown
 
 
 def test_each_refusal_has_its_error_and_its_test(root: Path) -> None:
