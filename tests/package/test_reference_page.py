@@ -1,5 +1,6 @@
 """Pages that must agree with the code: command-line.md and python.md of docs/reference equal the
 output of scripts/reference.py; plans shown in README and docs/guide equal the program's output;
+the figures in README's first lines equal this output and RESULTS.md;
 each row of refusals.md names a category of errors.md and an existing test.
 
 Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb,
@@ -43,6 +44,18 @@ def test_a_plan_on_a_page_equals_the_programs_output(
         )  # fmt: skip
         # The page may omit lines of the output.
         assert commands and set(shown) <= {"", *done.stdout.splitlines()}, done.stdout
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_first_figures_of_a_page_are_those_below_and_of_results(root: Path, page: str) -> None:
+    text = (root / page).read_text()
+    results = (root / "benchmarks/RESULTS.md").read_text()
+    (row,) = re.findall(r"^\| accelerate \(FSDP2\), .*: dense \|.*$", results, re.M)
+    model, load, run, our_load, our_run = re.findall(r"\d\.\d\d", row)[:5]
+    gain = re.search(r"^- \*\*(?:Gain|收益)\*\*(?s:.*?)\n\n", text, re.M)
+    assert gain and re.findall(r"\d\.\d\d", gain[0]) == [model, load, our_load, run, our_run]
+    whole = re.search(r"^full-per-rank +([\d.]+) GiB", text, re.M)
+    assert whole and f" {float(whole[1]):.0f} GiB" in text[: gain.start()]
 
 
 def test_a_signature_keeps_its_parameters_in_order() -> None:
