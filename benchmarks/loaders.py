@@ -12,8 +12,8 @@ makes of a `from_pretrained` in a single process.
 Every run is appended to build/loaders.jsonl. The newest runs of each row make the tables in
 benchmarks/RESULTS.md between their markers, as soon as all rows of a case have a run; so cases and
 rows can be measured one after the other. Without `--rows` the rows of README.md's table are
-measured; `--rows all` takes hours. The table of the read loops (READ_LOOPS) contains only the cases
-in which these have cold runs.
+measured, by default in its cases; `--rows all` takes hours. The table of the read loops
+(READ_LOOPS) contains only the cases in which these have cold runs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,9 +39,10 @@ from rivals.tables import Result, beside_cold, overview, table
 RAW = ROOT / "build/loaders.jsonl"
 LOGS = ROOT / "build/loaders"
 RESULTS = ROOT / "benchmarks/RESULTS.md"
-# The rows of README.md: the usual loaders, the ones that need the least memory, and the fastest
-# hand-written read loop.
-IN_README = "from_pretrained,accelerate,torch-broadcast,dcp,preadv+hugepages,modicum"
+READMES = (ROOT / "README.md", ROOT / "README.zh.md")
+# The rows of README.md: the usual loaders, the fastest hand-written read loop, and Modicum.
+IN_README = "from_pretrained,accelerate,preadv+hugepages,modicum"
+CASES_IN_README = ("dense", "moe")  # nothing is converted; experts are stacked
 READ_LOOPS = "preadv,preadv+hugepages,modicum"
 WORLD = 4
 SLOW = 5  # a row this many times slower than the fastest gets only one warm and one cold run
@@ -244,7 +245,11 @@ def selected(names: str) -> list[Row]:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--case", default="all", choices=["all", *(case.name for case in CASES)])
+    parser.add_argument(
+        "--case",
+        choices=["all", *(case.name for case in CASES)],
+        help="default: the cases of README.md for its rows, otherwise all",
+    )
     parser.add_argument(
         "--rows", default="readme", help="readme (the default), all, or names separated by commas"
     )
@@ -256,6 +261,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--modicum", type=Path, default=ROOT / "build/release/modicum")
     parser.add_argument("--raw", type=Path, help="the file that runs are appended to")
     return parser.parse_args()
+
+
+def measured_cases(case: str | None, rows: str) -> list[Case]:
+    """The cases that the arguments `--case` and `--rows` select."""
+    if case is None and rows == "readme":
+        return [one for one in CASES if one.name in CASES_IN_README]
+    return [one for one in CASES if case in (None, "all", one.name)]
 
 
 def of_all(results: list[Result], rows: list[Row]) -> list[Row]:
@@ -274,20 +286,19 @@ def write_pages(by_case: dict[str, list[Result]]) -> None:
     """Writes the tables of several cases. A table is written only if all of its rows have runs; the
     table of read loops contains only cases with cold runs."""
 
-    def of_rows(names: str) -> dict[str, list[Result]]:
+    def of_rows(names: str, cases: Iterable[str] = by_case) -> dict[str, list[Result]]:
         rows = {row.name for row in selected(names)}
         return {
-            case: [result for result in results if result["row"] in rows]
-            for case, results in by_case.items()
+            case: [result for result in by_case[case] if result["row"] in rows] for case in cases
         }
 
-    for page, names, words in (
-        (RESULTS, "all", " --rows all"),
-        (ROOT / "README.md", IN_README, ""),
+    for pages, names, words, runs in (
+        ([RESULTS], "all", " --rows all", of_rows("all")),
+        (READMES, IN_README, "", of_rows(IN_README, CASES_IN_README)),
     ):
-        if all(is_whole(results, names) for results in by_case.values()):
-            text = overview(selected(names), of_rows(names), words)
-            write_between_markers(page, "loaders", text)
+        if all(is_whole(results, names) for results in runs.values()):
+            for page in pages:
+                write_between_markers(page, "loaders", overview(selected(names), runs, words))
     with_cold = {
         case: results
         for case, results in of_rows(READ_LOOPS).items()
@@ -315,9 +326,7 @@ def main() -> int:
     raw_path.parent.mkdir(exist_ok=True)
     begun = time.time()
     try:
-        for case in CASES:
-            if options.case not in ("all", case.name):
-                continue
+        for case in measured_cases(options.case, options.rows):
             case = dataclasses.replace(case, world=options.ranks)
             if options.checkpoint:
                 case = dataclasses.replace(case, directory=options.checkpoint)

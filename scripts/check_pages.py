@@ -1,12 +1,19 @@
 """Rules of check.py about pages: links, paths of this repository, and flags that they name."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LINK = re.compile(r"\]\(([^()\s]+)\)")
+# `[text](target)`, also with a title; `[name]: target`; and the attributes of HTML.
+LINK = re.compile(
+    r"""\]\(\s*<?([^()\s<>]+)>?(?:\s+["'(][^\n]*?)?\s*\)"""
+    r"""|^ {0,3}\[[^\]\n]+\]:\s*<?([^\s<>]+)>?|\b(?:href|src|srcset)=["']([^"'\s]+)""",
+    re.M,
+)
+INLINE_CODE = re.compile(r"`[^`\n]*`")
 FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 CODE = re.compile(r"(?:^```[^\n]*\n(.*?)^```)|`([^`\n]+)`|^ {4}(\S[^\n]*)$", re.M | re.S)
 # Paths begin with a folder of the tree: `docs/a.md`, `tests/fixtures`, `mutants/*.toml`.
@@ -44,24 +51,35 @@ def place(text: str, at: int) -> int:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.M)
-    words = (re.sub(r"[^\w\- ]", "", one.strip().lower()) for one in headings)
-    return {one.replace(" ", "-") for one in words}
+    """The anchors of a page's headings, as GitHub makes them: the second heading `A` is `a-1`."""
+    text = FENCE.sub("", text)
+    found = set(re.findall(r"""<a\s[^>]*\b(?:id|name)=["']([^"']+)""", text))
+    seen: dict[str, int] = {}
+    for heading in re.findall(r"^#{1,6} (.*)$", text, re.M):
+        shown = re.sub(r"\]\([^)]*\)", "", heading)  # of a link GitHub takes the text
+        anchor = re.sub(r"[^\w\- ]", "", shown.strip().lower()).replace(" ", "-")
+        seen[anchor] = seen.get(anchor, -1) + 1
+        found.add(f"{anchor}-{seen[anchor]}" if seen[anchor] else anchor)
+    return found
 
 
-def check_links(root: Path, page: str, text: str) -> Iterator[str]:
+def check_links(root: Path, page: str, text: str, files: set[str]) -> Iterator[str]:
+    """Relative links that lead to no file or folder of the repository, or to no heading of a page.
+    A file outside the repository, or one that git ignores, is on no other machine."""
     text = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    text = INLINE_CODE.sub(lambda code: " " * len(code[0]), text)
     for match in LINK.finditer(text):
-        target, _, anchor = match[1].partition("#")
-        if re.match(r"[a-z]+:", target):
+        link = next(one for one in match.groups() if one is not None)
+        if re.match(r"[a-z]+:", link):
             continue
         where = f"{page}:{place(text, match.start())}"
-        path = (root / page).parent / target if target else root / page
-        if not path.exists():
-            yield f"{where}: the link {match[1]} leads nowhere"
-        elif anchor and anchor not in anchors(path.read_text()):
-            yield f"{where}: {match[1]}: no such heading"
+        target, _, anchor = link.partition("#")
+        path = os.path.normpath(os.path.join(os.path.dirname(page), target)) if target else page
+        is_folder = path == "." or any(one.startswith(f"{path}/") for one in files)
+        if path not in files and not is_folder:
+            yield f"{where}: the link {link} leads nowhere"
+        elif anchor and (is_folder or anchor not in anchors((root / path).read_text())):
+            yield f"{where}: {link}: no such heading"
 
 
 # ---- paths
@@ -165,7 +183,7 @@ def check_pages(root: Path, paths: list[str], trees: dict[str, ast.AST]) -> Iter
     for path in paths:
         if path.endswith(".md"):
             text = released(path, (root / path).read_text())
-            yield from check_links(root, path, text)
+            yield from check_links(root, path, text, {*paths})
             yield from check_paths(root, path, text, names)
             yield from check_flags(path, text, programs)
         elif Path(path).suffix in CITING and not path.startswith("scripts/check"):

@@ -330,10 +330,21 @@ class Pages(Check):
         self.readme("[gone](docs/gone.md)\n", "the link docs/gone.md leads nowhere")
         self.refuses({"docs/more.md": "![a](README.md)\n"}, "docs/more.md:1", "leads nowhere")
         self.accepts({"docs/more.md": "[up](../README.md), [web](https://example.org/x)\n"})
+        self.accepts({"docs/more.md": "`[code](gone.md)`, [folder](../modicum), [title](.. 'a')\n"})
+        for text in (
+            "[title](gone.md 'its title')", "[a]: gone.md", "<img src='gone.png'>",
+            '<a href="gone.md">a</a>', "[text\n](gone.md)", "[outside](../../tmp)", "[up](../..)",
+        ):  # fmt: skip
+            self.refuses({"docs/more.md": f"{text}\n"}, "docs/more.md:", "leads nowhere")
+        self.refuses({"README.zh.md": "[a](docs/gone.md)\n"}, "README.zh.md:1", "leads nowhere")
 
     def test_a_link_to_a_heading_that_does_not_exist(self) -> None:
         self.readme("[gone](#how-it-worked)\n", "no such heading")
         self.readme("[gone](docs/reference/command-line.md#save)\n", "no such heading")
+        self.readme("[folder](docs#more)\n", "no such heading")
+        self.readme("[two](#how-it-works-1)\n", "no such heading")
+        twice = "## How it works\n## [A `b`](docs/ARCHITECTURE.md)\n[](#how-it-works-1), [](#a-b)\n"
+        self.accepts({"README.md": README + twice})
 
     def test_a_path_that_does_not_exist(self) -> None:
         for path in ("docs/gone.md", "tests/*.toml", "modicum/attic", "examples/gone.py"):

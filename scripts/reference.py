@@ -20,7 +20,7 @@ COMMAND_PAGE = "docs/reference/command-line.md"
 MODULES: dict[str, list[str] | None] = {
     "modicum": None,
     "modicum.memory": None,
-    "modicum.recipes": ["recipe_for", "meta_model", "Recipe"],
+    "modicum.recipes": ["recipe_for", "meta_model", "Recipe", "read_recipe"],
     "modicum.torch": None,
     "modicum.torch.accelerate": ["Loading", "loading"],
     "modicum.torch.dcp": ["HuggingFaceReader", "Writer", "Reader", "convert"],
@@ -47,20 +47,22 @@ def file_of(root: Path, module: str) -> Path:
     raise FileNotFoundError(module)
 
 
-def definition(root: Path, module: str, name: str) -> Node | None:
-    """The function or class `module.name`, found through imports; None for a value or module."""
+def definitions(root: Path, module: str, name: str) -> list[Node]:
+    """The function or class `module.name`, found through imports; all overloads of a function that
+    has no other definition, as in a stub; empty for a value or module."""
     tree = ast.parse(file_of(root, module).read_text())
-    for node in reversed(tree.body):  # overloads come before the function itself
-        if isinstance(node, Node) and node.name == name:
-            return node
+    named = [node for node in tree.body if isinstance(node, Node) and node.name == name]
+    if named:
+        return named if is_marked(named[-1], "overload") else named[-1:]
+    for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module:
             for one in node.names:
                 if (one.asname or one.name) == name and node.module != module:
                     try:
-                        return definition(root, node.module, one.name)
+                        return definitions(root, node.module, one.name)
                     except FileNotFoundError:
-                        return definition(root, f"{node.module}.{one.name}", name)
-    return None
+                        return definitions(root, f"{node.module}.{one.name}", name)
+    return []
 
 
 def public_names(root: Path, module: str) -> list[str]:
@@ -117,8 +119,8 @@ def markdown_of(docstring: str) -> Iterator[str]:
             yield line
 
 
-def is_property(node: Node) -> bool:
-    return any(ast.unparse(one) == "property" for one in node.decorator_list)
+def is_marked(node: Node, decorator: str) -> bool:
+    return any(ast.unparse(one) == decorator for one in node.decorator_list)
 
 
 def members(node: ast.ClassDef) -> Iterator[str]:
@@ -128,7 +130,7 @@ def members(node: ast.ClassDef) -> Iterator[str]:
             continue
         text = (ast.get_docstring(one) or "").split("\n\n")[0].strip()
         if text and not any("setter" in ast.unparse(mark) for mark in one.decorator_list):
-            shown = one.name if is_property(one) else signature(one, columns=1000)
+            shown = one.name if is_marked(one, "property") else signature(one, columns=1000)
             yield f"- `{shown.split(' -> ')[0]}`: {' '.join(text.split())}"
 
 
@@ -143,9 +145,14 @@ def fields(node: ast.ClassDef) -> Iterator[str]:
         yield f"- `{ast.unparse(one.target)}: {ast.unparse(one.annotation)}`{text}"
 
 
-def entry(module: str, node: Node) -> Iterator[str]:
-    yield from (f"### `{module}.{node.name}`", "", "```python", signature(node), "```", "")
-    yield from markdown_of(ast.get_docstring(node) or "")
+def entry(module: str, nodes: list[Node]) -> Iterator[str]:
+    """The part of the page about a class, or about a function and its overloads."""
+    yield from (f"### `{module}.{nodes[0].name}`", "")
+    for node in nodes:
+        yield from ("```python", signature(node), "```", "")
+        yield from markdown_of(ast.get_docstring(node) or "")
+        yield ""
+    node = nodes[-1]
     if isinstance(node, ast.ClassDef):
         for one in constructors(node):
             yield from ("", *markdown_of(ast.get_docstring(one) or ""))
@@ -168,10 +175,10 @@ def python_page(root: Path) -> str:
         summary = (ast.get_docstring(tree) or "").split("\n\n")[0]
         lines += [f"## {module}", "", *summary.rstrip(":").splitlines(), ""]
         for name in names or public_names(root, module):
-            node = definition(root, module, name)
+            nodes = definitions(root, module, name)
             is_error = name.endswith("Error") and module != "modicum.errors"
-            if node is not None and not is_error:
-                lines += entry(module, node)
+            if nodes and not is_error:
+                lines += entry(module, nodes)
     text = "\n".join(line.rstrip() for line in lines)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 

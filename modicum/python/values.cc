@@ -279,7 +279,12 @@ void define_inputs(nb::module_& module) {
           },
           "Warnings about optional parts of the checkpoint that are broken, unused or unusual; one "
           "line each.");
-  nb::class_<MadeRecipe>(module, "Recipe", "How each target is made of stored tensors.")
+  nb::class_<MadeRecipe>(module, "Recipe",
+                         R"(A recipe that belongs to an opened checkpoint, from make_recipe.
+
+make_layout and make_plan take it. modicum.recipes.Recipe is another class: plain data that
+belongs to no checkpoint. From that class to this one: make_recipe(checkpoint, recipe.text()).
+From this class to that one: write `text` to a file, and modicum.recipes.read_recipe reads it.)")
       .def_prop_ro("targets", targets_of_recipe,
                    "A dict for each target: name, dtype, shape, alias_of (a name or None).")
       .def_prop_ro(
@@ -370,7 +375,7 @@ Raises:
     UsageError: the recipe is for another checkpoint.)");
   module.def("make_layout", named_layout, "recipe"_a, "ranks"_a, "layout"_a = "fsdp2",
              nb::kw_only(), "mesh"_a = nb::none(), "shard_dim"_a = 0, "tp_rowwise"_a = nb::none(),
-             R"(Shards the targets by a named layout.
+             R"(Shards the targets by a named layout: make_layout(recipe, 8) for FSDP2 on 8 ranks.
 
 Args:
     recipe: from make_recipe.
@@ -378,7 +383,7 @@ Args:
     layout, mesh, shard_dim, tp_rowwise: as for modicum.plan.)");
   module.def("make_layout", sharded_layout, "recipe"_a, nb::kw_only(), "shardings"_a,
              "sharding_of"_a,
-             R"(Shards each target by the sharding that `sharding_of` selects.
+             R"(Shards each target by its own sharding, for programs that read them from a model.
 
 Args:
     recipe: from make_recipe.

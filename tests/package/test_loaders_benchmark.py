@@ -1,10 +1,12 @@
 """benchmarks/loaders.py: the comparison of the loaded bits, the memory measured, and the tables.
 
 Must fail for these mutants: bits that are not compared; a peak between two samples that is missed;
-a table that mixes measurements of one row.
+a table that mixes measurements of one row; a table of README.md that the program would not write.
 """
 
+import calendar
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +138,53 @@ def test_tables_show_each_rows_last_measurement(tmp_path: Path) -> None:
     assert tables.when([{"begun": 2 * day}, {"begun": 9}]) == (
         "2 measurements, 1970-01-01 to 1970-01-03"
     )
+
+
+README_ORIGIN = re.compile(
+    r"`python benchmarks/loaders.py`: (\d+) warm and 0 cold rounds, .*, (\d+)-(\d+)-(\d+); "
+    r"other load (\S+) CPUs, at most (\S+); (modicum .*, Python \S+); (.* CPUs, .*)\."
+)
+
+
+def test_readmes_table_is_what_the_program_writes(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From runs with the figures of README.md the program writes the same README.md, and its table
+    into README.zh.md. Its cases are enough for that; RESULTS.md needs all rows in all cases."""
+    empty = "<!-- bench:loaders -->\n<!-- /bench:loaders -->\n"
+    pages = [tmp_path / name for name in ("README.md", "README.zh.md", "RESULTS.md")]
+    texts = [(root / page.name).read_text() for page in pages[:2]] + [empty]
+    for page, text in zip(pages, texts, strict=True):
+        page.write_text(re.sub(r"(?s)(?<=bench:loaders -->).*(?=<!-- /bench)", "\n", text))
+    text = texts[0]
+    origin = README_ORIGIN.search(text)
+    assert origin
+    rounds, *day, load, most, versions, machine = origin.groups()
+    begun = calendar.timegm((*map(int, day), 0, 0, 0))
+    by_case: dict[str, list[dict[str, Any]]] = {case.name: [] for case in CASES}
+    for name, *cells in re.findall(r"^\| `(\S+)` \| ([\d.]+, .* s) \| (.*) \|$", text, re.M):
+        for case, cell in zip(loaders.CASES_IN_README, cells, strict=True):
+            peak, seconds = (float(one) for one in cell.removesuffix(" s").split(", "))
+            figures = {"peak_high_water_bytes": peak, "seconds": seconds, "shards_bytes": 1}
+            for round_ in range(int(rounds)):
+                run = outcome(name, "right") | figures | {"round": round_, "begun": begun}
+                by_case[case].append(run | {"watched_s": 1, "foreign_cpu_s": float(load)})
+    by_case[loaders.CASES_IN_README[0]][0]["foreign_cpu_s"] = float(most)
+    monkeypatch.setattr(loaders, "READMES", pages[:2])
+    monkeypatch.setattr(loaders, "RESULTS", pages[2])
+    monkeypatch.setattr(tables, "versions", lambda: versions)
+    monkeypatch.setattr(tables, "machine", lambda: machine)
+    loaders.write_pages(by_case)
+    assert [page.read_text() for page in pages] == texts
+
+
+def test_readmes_cases_are_the_default() -> None:
+    def names(*words: str | None) -> list[str]:
+        return [case.name for case in loaders.measured_cases(*words)]
+
+    assert names(None, "readme") == [*loaders.CASES_IN_README]
+    assert names(None, "all") == names("all", "readme") == [case.name for case in CASES]
+    assert names("tp", "all") == ["tp"]
 
 
 def test_loaders_are_measured_and_a_wrong_one_is_caught(

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 import modicum
 from modicum import _modicum
+from modicum.recipes import Recipe, read_recipe
 
 NAMES = ("a.weight", "b.weight", "scale", "step")
 
@@ -116,6 +117,19 @@ def test_a_tie_is_one_buffer(tmp_path: Path) -> None:
     assert {t["name"]: t["alias_of"] for t in recipe.targets} == {"head": "embed", "embed": None}
     shards = modicum.load(modicum.make_plan(recipe, modicum.make_layout(recipe, 1)))
     assert shards["head"] is shards["embed"]
+
+
+def test_a_recipe_goes_from_each_class_to_the_other(small: Path) -> None:
+    """The way that both classes describe. Only the class of a checkpoint can be laid out."""
+    checkpoint = modicum.open_checkpoint(small)
+    of_checkpoint = modicum.make_recipe(checkpoint)
+    path = small / "recipe.json"
+    path.write_text(of_checkpoint.text)
+    plain = read_recipe(path)
+    assert isinstance(plain, Recipe) and plain.targets.keys() == {*NAMES}
+    assert modicum.make_recipe(checkpoint, plain.text()).targets == of_checkpoint.targets
+    with pytest.raises(TypeError):
+        modicum.make_layout(plain, 2)
 
 
 def test_the_report_has_a_row_for_each_rank(small: Path) -> None:

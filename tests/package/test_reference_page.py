@@ -1,9 +1,10 @@
 """Pages that must agree with the code: command-line.md and python.md of docs/reference equal the
 output of scripts/reference.py; plans shown in README and docs/guide equal the program's output;
+the figures in README's first lines equal this output and RESULTS.md;
 each row of refusals.md names a category of errors.md and an existing test.
 
-Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb
-or the fields of a class; the output of a plan changes; a refusal without its test.
+Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb,
+the fields of a class or an overload; the output of a plan changes; a refusal without its test.
 """
 
 import os
@@ -45,6 +46,18 @@ def test_a_plan_on_a_page_equals_the_programs_output(
         assert commands and set(shown) <= {"", *done.stdout.splitlines()}, done.stdout
 
 
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_first_figures_of_a_page_are_those_below_and_of_results(root: Path, page: str) -> None:
+    text = (root / page).read_text()
+    results = (root / "benchmarks/RESULTS.md").read_text()
+    (row,) = re.findall(r"^\| accelerate \(FSDP2\), .*: dense \|.*$", results, re.M)
+    model, load, run, our_load, our_run = re.findall(r"\d\.\d\d", row)[:5]
+    gain = re.search(r"^- \*\*(?:Gain|收益)\*\*(?s:.*?)\n\n", text, re.M)
+    assert gain and re.findall(r"\d\.\d\d", gain[0]) == [model, load, our_load, run, our_run]
+    whole = re.search(r"^full-per-rank +([\d.]+) GiB", text, re.M)
+    assert whole and f" {float(whole[1]):.0f} GiB" in text[: gain.start()]
+
+
 def test_a_signature_keeps_its_parameters_in_order() -> None:
     source = "def f(a, b=1, *rest, c, d='x', **more) -> int: ..."
     (node,) = reference.ast.parse(source).body
@@ -55,7 +68,23 @@ def test_a_class_has_its_fields_with_the_text_below_them() -> None:
     source = 'class A:\n    a: int\n    b: str = ""\n    """Of\n    b."""\n    _c: int\n    d = 1'
     (node,) = reference.ast.parse(source).body
     assert [*reference.fields(node)] == ["- `a: int`", "- `b: str`: Of b."]
-    assert "**Fields**" in reference.entry("m", node)
+    assert "**Fields**" in reference.entry("m", [node])
+
+
+def test_a_function_of_overloads_has_all_of_them(tmp_path: Path) -> None:
+    """As `make_layout(recipe, ranks)` in the stub. In Python the function itself follows them."""
+    package = tmp_path / reference.PACKAGE
+    package.mkdir(parents=True)
+    stub = "".join(f'@overload\ndef f({a}):\n    """By {a}."""\n' for a in ("x", "y"))
+    (package / "stub.pyi").write_text(stub)
+    (package / "full.py").write_text(stub + 'def f(z):\n    """By z."""\n')
+    names = [
+        [node.args.args[0].arg for node in reference.definitions(tmp_path, f"modicum.{one}", "f")]
+        for one in ("stub", "full")
+    ]
+    assert names == [["x", "y"], ["z"]]
+    shown = "\n".join(reference.entry("m", reference.definitions(tmp_path, "modicum.stub", "f")))
+    assert shown.count("### ") == 1 and "f(x)" in shown and "By x." in shown and "By y." in shown
 
 
 def test_each_refusal_has_its_error_and_its_test(root: Path) -> None:

@@ -114,7 +114,13 @@ class Checkpoint:
         """
 
 class Recipe:
-    """How each target is made of stored tensors."""
+    """
+    A recipe that belongs to an opened checkpoint, from make_recipe.
+
+    make_layout and make_plan take it. modicum.recipes.Recipe is another class: plain data that
+    belongs to no checkpoint. From that class to this one: make_recipe(checkpoint, recipe.text()).
+    From this class to that one: write `text` to a file, and modicum.recipes.read_recipe reads it.
+    """
 
     @property
     def targets(self) -> list:
@@ -218,7 +224,7 @@ def make_recipe(checkpoint: Checkpoint, text: str | None = None, *, dtype: str |
 @overload
 def make_layout(recipe: Recipe, ranks: int, layout: str = 'fsdp2', *, mesh: str | None = None, shard_dim: int = 0, tp_rowwise: str | None = None) -> Layout:
     """
-    Shards the targets by a named layout.
+    Shards the targets by a named layout: make_layout(recipe, 8) for FSDP2 on 8 ranks.
 
     Args:
         recipe: from make_recipe.
@@ -229,7 +235,7 @@ def make_layout(recipe: Recipe, ranks: int, layout: str = 'fsdp2', *, mesh: str 
 @overload
 def make_layout(recipe: Recipe, *, shardings: Sequence[tuple[Sequence[int], Sequence[tuple[Sequence[int], int, int, bool]]]], sharding_of: Sequence[int]) -> Layout:
     """
-    Shards each target by the sharding that `sharding_of` selects.
+    Shards each target by its own sharding, for programs that read them from a model.
 
     Args:
         recipe: from make_recipe.

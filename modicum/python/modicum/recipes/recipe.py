@@ -37,7 +37,10 @@ from modicum.upstream.wrappers import canonical
 
 @dataclass
 class Recipe:
-    """How every tensor of a model is made from the tensors of a checkpoint."""
+    """A recipe as plain data that belongs to no checkpoint, from `recipe_for` or `read_recipe`.
+
+    `modicum.torch.load` takes it. `make_layout` and `make_plan` take a `modicum.Recipe`, which
+    `modicum.make_recipe(checkpoint, recipe.text())` makes and checks against the checkpoint."""
 
     targets: dict[str, Node] = field(default_factory=dict)
     """The node of each target, by canonical name, in the model's order. A node `caller` is a tensor
