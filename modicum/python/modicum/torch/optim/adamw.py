@@ -73,7 +73,7 @@ class AdamW(torch.optim.Optimizer):
 
     The constructor, `allocate`, `step`, `clip_grad_norm_`, `load_state_dict` and `add_param_group`
     are collective over all ranks of the parameters' meshes: if a call raises on one rank, it raises
-    on all. They and `state_dict` allocate the state of parameters unfrozen since the last call.
+    on all. They and `state_dict` allocate newly unfrozen parameters' state, or raise `BudgetError`.
 
     Args:
         params: parameters, groups, or `model.named_parameters()`. Random bits are keyed by names
