@@ -132,7 +132,7 @@ def batches(steps: Iterator[int], kills: int, at_once: int) -> Iterator[list[int
         yield list(itertools.islice(steps, at_once))
 
 
-@pytest.mark.parametrize("kills", (300, pytest.param(1000, marks=pytest.mark.soak)))
+@pytest.mark.parametrize("kills", (60, pytest.param(1000, marks=pytest.mark.soak)))
 def test_killed_saves_leave_an_intact_step(
     modicum: Path, moe: Path, tmp_path: Path, kills: int
 ) -> None:

@@ -191,6 +191,7 @@ def test_a_rank_holds_little_more_than_its_shards(quick: tuple[Path, float], dee
         assert 0.98 * share <= rank["peak_bytes"] <= 1.05 * share
 
 
+@pytest.mark.soak  # the test below has a job of 8192 nodes always
 @pytest.mark.parametrize("layout", ["fsdp2", "hsdp --mesh 256x256"])
 def test_a_plan_for_65536_ranks_ends_soon(modicum: Path, tmp_path: Path, layout: str) -> None:
     """The limit is loose: an algorithm that visits all ranks for each node, or for each rank to

@@ -6,7 +6,7 @@ FSDP does; chunks are rounded down; mesh axes are swapped; a ZeRO partition lack
 padding, or has another order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,14 @@ SIZES = range(41)
 WORLDS = range(1, 10)
 HSDP_MESHES = [(1, 5), (2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (3, 2), (3, 3), (4, 2)]
 TP_MESHES = [(dp, tp) for dp in WORLDS for tp in WORLDS if 1 < dp * tp <= 9]
+# Of TP's meshes and ZeRO's worlds these run always, and soak has all.
+QUICK_MESHES, QUICK_WORLDS = ((1, 3), (2, 2), (2, 3), (3, 2), (5, 1)), (1, 2, 3, 5, 8)
+
+
+def soak_but(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """The values as parameters of a test, those that are not in `quick` for the soak run."""
+    return [pytest.param(v, marks=() if v in quick else pytest.mark.soak) for v in values]
+
 
 # By kind: the shape for a size n, and the dtype.
 KINDS: dict[str, tuple[Callable[[int], tuple[int, ...]], Any]] = {
@@ -186,7 +194,7 @@ def test_hsdp_of_dim_1_is_torchs(grid: Case, dumped, mesh: tuple[int, int]) -> N
     assert_cut(dumped(grid, *cut.flags), grid[2], cut)
 
 
-@pytest.mark.parametrize("mesh", TP_MESHES, ids=mesh_id)
+@pytest.mark.parametrize("mesh", soak_but(QUICK_MESHES, TP_MESHES), ids=mesh_id)
 def test_tp_fsdp_is_torchs(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
     """TP shards first, then FSDP does, although the placements of a DTensor on a (dp, tp) mesh
     list FSDP's first."""
@@ -194,7 +202,9 @@ def test_tp_fsdp_is_torchs(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None
     assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
 
 
-@pytest.mark.parametrize("mesh", [m for m in TP_MESHES if prod(m) <= 6], ids=mesh_id)
+@pytest.mark.parametrize(
+    "mesh", soak_but(QUICK_MESHES, [m for m in TP_MESHES if prod(m) <= 6]), ids=mesh_id
+)
 def test_tp_fsdp_of_dim_1_is_torchs(tp_grid: Case, dumped, mesh: tuple[int, int]) -> None:
     cut = Cut("tp-fsdp", mesh, 1, ROWWISE, REPLICATED)
     assert_cut(dumped(tp_grid, *cut.flags), tp_grid[2], cut)
@@ -279,7 +289,7 @@ def test_three_axes_are_torchs_with_two_flattened(tp_grid: Case, dumped) -> None
 
 @pytest.mark.parametrize("groups, stage", (("one_group", 1), ("one_group", 2), ("grid", 2)))
 @pytest.mark.parametrize("order", ("in_order", "round_robin"))
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", soak_but(QUICK_WORLDS, WORLDS))
 def test_zero12_is_deepspeeds(
     request, dumped, world: int, stage: int, order: str, groups: str
 ) -> None:
@@ -291,7 +301,7 @@ def test_zero12_is_deepspeeds(
     assert_shards(dumped(case, *flags), case[2], world, oracle)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", soak_but(QUICK_WORLDS, WORLDS))
 def test_zero3_is_deepspeeds(grid: Case, dumped, world: int) -> None:
     pytest.importorskip("deepspeed")
     held = dumped(grid, "--layout", "zero3", "--ranks", world)

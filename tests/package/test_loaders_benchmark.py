@@ -187,6 +187,7 @@ def test_readmes_cases_are_the_default() -> None:
     assert names("tp", "all") == ["tp"]
 
 
+@pytest.mark.soak
 def test_loaders_are_measured_and_a_wrong_one_is_caught(
     modicum: Path, torch: SimpleNamespace, tmp_path: Path
 ) -> None:

@@ -60,7 +60,8 @@ class Ran:
         return f"promised {promised}, counted {counted}"
 
 
-pytestmark = pytest.mark.soak  # test_checkpoint_memory.py has Trainer in a cgroup always
+# test_job_memory.py compares a job with its promise always, by the kernel's counters.
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -40,6 +40,10 @@ class Ran:
         return re.findall(r"'loss': '[0-9.]+'", self.log)
 
 
+# test_job_memory.py compares a save with its promise always, by the kernel's counters.
+pytestmark = pytest.mark.soak
+
+
 @pytest.fixture(scope="module", autouse=True)
 def can_cage() -> None:
     if reason := why_no_cage():

@@ -114,7 +114,9 @@ def saved_and_resumed(two: Ranks, tmp_path: Path, **how: Any) -> tuple[list[Any]
     return saved, resumed
 
 
-@pytest.mark.parametrize("optimizer", ("torch", "modicum", "sgd"))
+@pytest.mark.parametrize(
+    "optimizer", ("torch", "modicum", pytest.param("sgd", marks=pytest.mark.soak))
+)
 def test_accelerate_resumes_bit_for_bit(
     two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str
 ) -> None:
@@ -395,7 +397,12 @@ def test_no_progress_bar_is_drawn_for_a_config(
 
 @pytest.mark.parametrize(
     ("optimizer", "sharded", "limit"),
-    [("torch", False, 2), ("modicum", False, 1), ("torch", True, 2), ("sgd", False, 2)],
+    [
+        ("torch", False, 2),
+        ("modicum", False, 1),
+        pytest.param("torch", True, 2, marks=pytest.mark.soak),
+        pytest.param("sgd", False, 2, marks=pytest.mark.soak),
+    ],
 )
 def test_trainer_resumes_bit_for_bit(
     two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool, limit: int

@@ -71,9 +71,13 @@ CASES = {
     "lora": ("causal-lm", "causal-lm", {"lora": True}, "lora_"),
     "from scratch": ("causal-lm", "causal-lm", {"init_from_scratch": True}, ""),
 }
+SOAK = pytest.mark.soak
+QUICK = ("new value head", "vision-language", "lora")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=() if name in QUICK else SOAK) for name in CASES]
+)
 def test_bits_do_not_depend_on_the_option_or_the_world_size(
     four: Ranks, one: Ranks, models: dict[str, str], case: str
 ) -> None:
@@ -95,7 +99,13 @@ def test_bits_do_not_depend_on_the_option_or_the_world_size(
         assert any(re.search(drawn, name) for name in alone["whole"])
 
 
-@pytest.mark.parametrize("case", ("new value head", "vision-language", "lora"))
+@pytest.mark.parametrize(
+    "case",
+    (
+        "vision-language",
+        *(pytest.param(n, marks=pytest.mark.soak) for n in ("new value head", "lora")),
+    ),
+)
 def test_a_node_holds_shards_and_staging(four: Ranks, models: dict[str, str], case: str) -> None:
     """By the kernel's counters a rank holds little more than its float32 shards. Without
     `memory_efficient_load` the ranks hold more than twice as much."""
@@ -126,6 +136,7 @@ def test_no_rank_reads_anothers_shards(four: Ranks, models: dict[str, str], stra
         assert answer["read_bytes"] == about, f"rank {rank}"
 
 
+@pytest.mark.soak  # test_training.py runs another example under torchrun always
 def test_the_example_trains_under_torchrun(models: dict[str, str], root: Path) -> None:
     words = ["examples/engine_memory_efficient_load.py", models["value-head"]]
     words += ["--task", "value-head", "--memory-efficient-load", "--budget", "4GiB", "--offload"]

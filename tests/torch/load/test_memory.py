@@ -79,6 +79,7 @@ def test_promise_is_kept_and_close(
     assert shards_bytes == pytest.approx(stored_bytes * (1 if dtype is None else 2), rel=0.001)
 
 
+@pytest.mark.soak
 def test_loading_whole_and_then_sharding_needs_more(four: Ranks, model: Path) -> None:
     """Shows that the test above would fail for the naive loader."""
     how = {"directory": str(model), "mesh": MESH, "dtype": "float32"}

@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 
 from ranks import Ranks, ranks, torchrun
 
+SOAK = pytest.mark.soak
 MESH = [4]
 MIB = 1 << 20
 EXAMPLE = "examples/finetune_fsdp2.py"
@@ -54,12 +55,14 @@ def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     ("model", "how", "ours"),
     [
         pytest.param("qwen3-fp32", {}, {}, id="dense"),
-        pytest.param("qwen3-fp32", {}, {"optimizer": "before"}, id="optimizer before sharding"),
+        pytest.param(
+            "qwen3-fp32", {}, {"optimizer": "before"}, id="optimizer before sharding", marks=SOAK
+        ),
         pytest.param("qwen3-bf16", {}, {"optimizer": "between"}, id="optimizer before the load"),
         pytest.param("qwen3-bf16", {"dtype": "float32", "masters": True}, {}, id="fp32 masters"),
         pytest.param("qwen3-fp32", {"mesh": [2, 2]}, {}, id="replicas"),
-        pytest.param("qwen3-bf16", {}, {"by": "to_empty"}, id="memory of to_empty"),
-        pytest.param("qwen3_moe", {}, {"optimizer": "before"}, id="experts"),
+        pytest.param("qwen3-bf16", {}, {"by": "to_empty"}, id="memory of to_empty", marks=SOAK),
+        pytest.param("qwen3_moe", {}, {"optimizer": "before"}, id="experts", marks=SOAK),
         pytest.param("mixtral", {"dtype": "bfloat16"}, {}, id="experts with a cast"),
     ],
 )
@@ -104,6 +107,7 @@ def test_the_example_prints_losses_and_report_under_torchrun(
         assert re.search(rf"rank {rank} +(\d+\.\d+ \wiB +){{3}}\d", done.stdout), done.stdout
 
 
+@SOAK  # test_memory.py shows for the program always that a refusal reads no data
 def test_the_example_over_budget_reads_no_data(modicum: Path, root: Path, tmp_path: Path) -> None:
     """Every rank that reports an error reports the same one."""
     if not have("fincore"):

@@ -21,7 +21,7 @@ from torch_rank import adamw_rank  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
-WORLDS = (1, 2, 3, 8, *(pytest.param(n, marks=pytest.mark.soak) for n in (5, 6, 7)))
+WORLDS = (1, 2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (5, 6, 7, 8)))
 
 
 @pytest.fixture(scope="module")
