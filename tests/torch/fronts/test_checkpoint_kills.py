@@ -87,16 +87,17 @@ def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[st
 
 
 @pytest.mark.parametrize(
-    "seeds", [(1,), pytest.param(tuple(range(2, 14)), marks=pytest.mark.soak, id="soak")]
+    ("seeds", "kills"),
+    [((1,), 3), pytest.param(tuple(range(2, 14)), 5, marks=pytest.mark.soak, id="soak")],
 )
 def test_a_run_killed_while_saving_ends_with_the_same_bits(
-    tmp_path: Path, model: str, seeds: tuple[int, ...]
+    tmp_path: Path, model: str, seeds: tuple[int, ...], kills: int
 ) -> None:
     with ranks(2, tmp_path / "ranks") as two:
         (whole, _) = two.ask("trains", directory=model, folder=str(tmp_path / "out"), **HOW)
     incomplete = 0
     for seed in seeds:
-        last, found = run_killed(tmp_path / f"{seed}", model, 5, seed)
+        last, found = run_killed(tmp_path / f"{seed}", model, kills, seed)
         incomplete += found
         assert last["end"] == whole["end"]
         assert last["losses"].items() <= whole["losses"].items()

@@ -253,7 +253,12 @@ def begin(
 
 @pytest.mark.parametrize(
     ("grace", "does", "committed"),
-    ((25.0, "polls", True), (25.0, "computes", True), (25.0, "steps", True), (1.5, "polls", False)),
+    (
+        pytest.param(25.0, "polls", True, marks=pytest.mark.soak),
+        (25.0, "computes", True),
+        (25.0, "steps", True),
+        (1.5, "polls", False),
+    ),
     ids=str,
 )
 def test_sigterm_ends_the_process_after_the_step(
@@ -292,7 +297,13 @@ assert not saving.done()
 """
 
 
-@pytest.mark.parametrize("end", ("", "raise ValueError('the end')"), ids=("exit", "crash"))
+@pytest.mark.parametrize(
+    "end",
+    (
+        pytest.param("", id="exit"),
+        pytest.param("raise ValueError('the end')", id="crash", marks=pytest.mark.soak),
+    ),
+)
 def test_the_exit_waits_for_the_save(
     faulty: FaultyFiles, model: str, root: Path, tmp_path: Path, end: str
 ) -> None:

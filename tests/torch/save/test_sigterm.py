@@ -125,7 +125,9 @@ def test_all_ranks_end_a_save_that_does_not_fit(
 
 
 @pytest.mark.parametrize(
-    ("on_mesh", "to"), (("qwen3", (0, 1, 2, 3)), ("mixtral", (3,))), indirect=["on_mesh"]
+    ("on_mesh", "to"),
+    (pytest.param("qwen3", (0, 1, 2, 3), marks=pytest.mark.soak), ("mixtral", (3,))),
+    indirect=["on_mesh"],
 )
 def test_a_step_of_a_mesh_is_committed_within_the_grace(
     four: Ranks, on_mesh: dict[str, Any], tmp_path: Path, modicum: Path, to: tuple[int, ...]

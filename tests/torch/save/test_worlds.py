@@ -30,6 +30,7 @@ ONE = Cut("none", (1,))
 TWO, THREE, FOUR = Cut("fsdp2", (2,)), Cut("fsdp2", (3,)), Cut("fsdp2", (4,))
 HSDP = Cut("hsdp", (2, 2))
 TP = Cut("tp-fsdp", (2, 2))
+SOAK = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,9 @@ def test_training_goes_on_in_another_world(
     assert [answer["extra"][0] for answer in resumed] == [{"epoch": 1}] * after.world
 
 
-@pytest.mark.parametrize("optimizer", ("fp32-split", "bf16-moments", "adam"))
+@pytest.mark.parametrize(
+    "optimizer", ("fp32-split", *(pytest.param(o, marks=SOAK) for o in ("bf16-moments", "adam")))
+)
 def test_ranks_that_cannot_share_memory_write_alone(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, optimizer: str
 ) -> None:
@@ -138,6 +141,7 @@ def test_optimizers_of_torch_resume_in_another_world(
     save_and_resume(worlds, how, (FOUR, TWO) if optimizer == "adamw" else (TWO, ONE), modicum)
 
 
+@SOAK
 def test_the_state_of_torch_is_promised(worlds: dict[int, Ranks], tmp_path: Path) -> None:
     """The peak RSS of a resume is within the promise, plus 1 MiB for Python's own objects. If the
     budget is too small, the error has the state's bytes, and no tensor is read."""
