@@ -79,9 +79,7 @@ class ConfigReader {
  public:
   DeepSpeedConfig read(JsonValue& root, int ranks) {
     root.object([&](std::string_view key, JsonValue& value) { of_root(key, value); });
-    if (!low_precision_) {
-      fail(Category::unsupported, "the forecast is for DeepSpeed with bf16 or fp16 enabled");
-    }
+    require_values();
     if (config_.stage == 0 && config_.optimizer.to_cpu) unsupported("offload_optimizer at stage 0");
     if (config_.stage < 3 && config_.param.to_cpu) unsupported("offload_param below stage 3");
     if (config_.param.to_cpu && !config_.optimizer.to_cpu) {
@@ -93,9 +91,9 @@ class ConfigReader {
 
  private:
   void of_root(std::string_view key, JsonValue& value) {
-    if (key == "gradient_accumulation_steps") return number(key, value, accumulation_);
-    if (key == "train_batch_size") return number(key, value, batch_);
-    if (key == "train_micro_batch_size_per_gpu") return number(key, value, micro_batch_);
+    if (key == kAccumulation) return number(key, value, accumulation_, kAccumulationRemedy);
+    if (key == "train_batch_size") return batch_size(key, value, batch_);
+    if (key == "train_micro_batch_size_per_gpu") return batch_size(key, value, micro_batch_);
     if (key == "zero_optimization") {
       value.object([&](std::string_view name, JsonValue& member) { of_zero(name, member); });
     } else if (key == "bf16" || key == "fp16") {
@@ -110,14 +108,14 @@ class ConfigReader {
 
   void of_zero(std::string_view key, JsonValue& value) {
     if (key == "stage") {
-      int64_t stage = -1;
-      number(key, value, stage);
+      int64_t stage = 0;
+      number("zero_optimization.stage", value, stage, "0 to 3");
       if (stage > 3) {
         fail(Category::usage, fmt::format("expected a ZeRO stage from 0 to 3, got {}", stage));
       }
       config_.stage = static_cast<int>(stage);
     } else if (key == "sub_group_size") {
-      number(key, value, config_.sub_group_size);
+      number("zero_optimization.sub_group_size", value, config_.sub_group_size, "a number");
       config_.sub_group_size = std::max<int64_t>(1, config_.sub_group_size);
     } else if (key == "offload_optimizer") {
       offload(key, value, config_.optimizer);
@@ -132,7 +130,8 @@ class ConfigReader {
     if (value.kind() == JsonValue::Kind::null) return value.null();
     value.object([&](std::string_view key, JsonValue& member) {
       if (key == "pin_memory") {
-        to.pin_memory = flag(key, member);
+        flag(fmt::format("zero_optimization.{}.pin_memory", section), member, to.pin_memory,
+             "true or false");
       } else if (key == "device") {
         const std::string device = member.string();
         if (device != "cpu" && device != "none") {
@@ -150,7 +149,9 @@ class ConfigReader {
   // `section`: bf16 or fp16.
   void of_precision(std::string_view section, std::string_view key, JsonValue& value) {
     if (key == "enabled") {
-      low_precision_ |= flag(key, value);
+      bool is_enabled = false;
+      flag(fmt::format("{}.enabled", section), value, is_enabled, kPrecisionRemedy);
+      low_precision_ |= is_enabled;
     } else {
       neutral(section, key, value);
     }
@@ -174,26 +175,66 @@ class ConfigReader {
     unsupported(fmt::format("{}{}", prefix, key));
   }
 
-  static void refuse_auto(std::string_view key, JsonValue& value) {
-    if (value.kind() != JsonValue::Kind::string) return;
-    fail(Category::unsupported, fmt::format("'{}' is needed for the forecast", printable(key)),
-         {.expected = "the Trainer's value in ds_config.json, or in Python "
-                      "modicum.torch.deepspeed.config_of(arguments)",
-          .got = fmt::format("\"{}\"", printable(value.string()))});
+  // A value that the forecast needs, and that the file lacks or leaves as a text such as "auto".
+  struct Missing {
+    std::string key;
+    std::string got;
+    std::string_view remedy;
+  };
+
+  // Reads the value and notes it as missing if it is a text; else returns false.
+  bool noted_missing(std::string_view key, JsonValue& value, std::string_view remedy) {
+    if (value.kind() != JsonValue::Kind::string) return false;
+    missing_.push_back(
+        {std::string(key), fmt::format("\"{}\"", printable(value.string())), remedy});
+    return true;
   }
-  static bool flag(std::string_view key, JsonValue& value) {
-    refuse_auto(key, value);
-    return value.boolean();
+  void flag(std::string_view key, JsonValue& value, bool& to, std::string_view remedy) {
+    if (!noted_missing(key, value, remedy)) to = value.boolean();
   }
   // Numbers may be written as 5e8.
   template <typename Number>
-  static void number(std::string_view key, JsonValue& value, Number& to) {
-    refuse_auto(key, value);
+  void number(std::string_view key, JsonValue& value, Number& to, std::string_view remedy) {
+    if (noted_missing(key, value, remedy)) return;
     const double got = value.number();
     if (!(got >= 0 && got < 1e18)) {
       fail(Category::usage, fmt::format("expected a count for {}, got {}", key, got));
     }
     to = static_cast<int64_t>(got);
+  }
+  // A batch size is needed only if it determines the accumulation steps.
+  void batch_size(std::string_view key, JsonValue& value, std::optional<int64_t>& to) {
+    const size_t before = missing_.size();
+    number(key, value, to, "");
+    has_open_batch_ |= missing_.size() > before;
+    missing_.resize(before);
+  }
+
+  // Throws one error for all values that are missing.
+  void require_values() {
+    const auto is_missing = [&](std::string_view key) {
+      return std::any_of(missing_.begin(), missing_.end(),
+                         [key](const Missing& of) { return of.key == key; });
+    };
+    if (has_open_batch_ && !accumulation_ && !is_missing(kAccumulation)) {
+      missing_.push_back({std::string(kAccumulation), "none", kAccumulationRemedy});
+    }
+    if (low_precision_) {  // then "auto" in the other section can only mean false
+      std::erase_if(missing_, [](const Missing& of) { return of.remedy == kPrecisionRemedy; });
+    } else if (!is_missing("bf16.enabled") && !is_missing("fp16.enabled")) {
+      missing_.push_back({"bf16.enabled", "neither it nor fp16.enabled", kPrecisionRemedy});
+    }
+    if (missing_.empty()) return;
+    std::string keys, got;
+    for (const Missing& of : missing_) {
+      const std::string_view comma = keys.empty() ? "" : ", ";
+      keys += fmt::format("{}'{}' ({})", comma, of.key, of.remedy);
+      got += fmt::format("{}{}: {}", comma, of.key, of.got);
+    }
+    fail(Category::unsupported, fmt::format("the forecast needs values for {}", keys),
+         {.expected = "the Trainer's values in ds_config.json, or in Python "
+                      "modicum.torch.deepspeed.config_of(arguments)",
+          .got = std::move(got)});
   }
 
   // DeepSpeed's rule: a batch is micro batches x accumulation steps x ranks.
@@ -218,9 +259,16 @@ class ConfigReader {
     return steps;
   }
 
+  static constexpr std::string_view kAccumulation = "gradient_accumulation_steps";
+  static constexpr std::string_view kAccumulationRemedy =
+      "the number of --gradient_accumulation_steps; then batch sizes may be \"auto\"";
+  static constexpr std::string_view kPrecisionRemedy = "true in bf16 or in fp16: --bf16 or --fp16";
+
   DeepSpeedConfig config_;
   bool low_precision_ = false;
+  bool has_open_batch_ = false;  // a batch size is "auto"
   std::optional<int64_t> accumulation_, batch_, micro_batch_;
+  std::vector<Missing> missing_;
 };
 
 // ---- the lines of the forecast
@@ -237,28 +285,29 @@ constexpr std::string_view kTempGradBuffer =
 // fixed bytes and for temp_grad_buffer.
 struct PerParam {
   std::string_view name;
-  uint64_t bytes = 0;      // per parameter of the rank
-  std::string_view phase;  // in which the buffer is allocated
+  uint64_t bytes = 0;        // per parameter of the rank
+  std::string_view phase;    // in which the buffer is allocated
+  std::string_view purpose;  // see DeepSpeedForecast::Line
   bool is_pinned = false;
 };
 
 std::vector<PerParam> buffers_of(const DeepSpeedConfig& config) {
   const bool pins = config.optimizer.pin_memory;
-  std::vector<PerParam> buffers = {{"fp32 master", 4, "init", pins}};
+  std::vector<PerParam> buffers = {{"fp32 master", 4, "init", "master", pins}};
   if (config.stage < 3) {
-    buffers.push_back({"16-bit staging of the whole partition", 2, "init", pins});
-    buffers.push_back({"fp32 gradients", 4, "init", pins});
+    buffers.push_back({"16-bit staging of the whole partition", 2, "init", "staging", pins});
+    buffers.push_back({"fp32 gradients", 4, "init", "grad", pins});
     if (config.accumulation_steps > 1) {
-      buffers.push_back({kAccumulated, 2, "step_1", pins});
+      buffers.push_back({kAccumulated, 2, "step_1", "grad", pins});
     }
   } else {
-    buffers.push_back({"fp32 gradients of the sub-groups", 4, "init", pins});
-    buffers.push_back({"gradient partitions in 16 bits", 2, "init", pins});
+    buffers.push_back({"fp32 gradients of the sub-groups", 4, "init", "grad", pins});
+    buffers.push_back({"gradient partitions in 16 bits", 2, "init", "grad", pins});
     if (config.param.to_cpu) {
-      buffers.push_back({"16-bit parameters", 2, "init", config.param.pin_memory});
+      buffers.push_back({"16-bit parameters", 2, "init", "shards", config.param.pin_memory});
     }
   }
-  buffers.push_back({"moments", 8, "step_1", false});
+  buffers.push_back({"moments", 8, "step_1", "moments", false});
   return buffers;
 }
 
@@ -269,7 +318,7 @@ class Forecast {
  public:
   Forecast(const DeepSpeedConfig& config, std::span<const int64_t> sizes,
            const DeepSpeedWorld& world)
-      : config_(config), sizes_(sizes), ranks_(world.ranks) {
+      : config_(config), sizes_(sizes), ranks_(world.ranks), baseline_bytes_(world.baseline_bytes) {
     of_.version = kDeepSpeedVersion;
     of_.stage = config.stage;
     of_.ranks_of_node = world.ranks_of_node;
@@ -286,21 +335,26 @@ class Forecast {
 
   void own_lines() {
     for (const PerParam& buffer : buffers_of(config_)) {
-      add(buffer.name, "deepspeed", buffer.phase, buffer.bytes * of_.params_of_rank);
+      add({buffer.name, "deepspeed", buffer.phase, buffer.purpose},
+          buffer.bytes * of_.params_of_rank);
     }
     if (config_.stage < 3) {
-      add(kTempGradBuffer, "deepspeed", "init", 2 * largest_);
+      add({kTempGradBuffer, "deepspeed", "init", "staging"}, 2 * largest_);
     }
-    add("fixed", "deepspeed", "init", kFixedBytes);
+    add({"fixed", "deepspeed", "init", "process"}, kFixedBytes);
+    if (baseline_bytes_ == 0) return;
+    add({"process before DeepSpeed (--baseline)", "process", "init", "process"}, baseline_bytes_);
   }
 
   void pinned_lines() {
     for (const PerParam& buffer : buffers_of(config_)) {
       if (!buffer.is_pinned) continue;
-      add(buffer.name, "pinned rounding", buffer.phase, rounding_of_all(buffer));
+      add({buffer.name, "pinned rounding", buffer.phase, "pinned_rounding"},
+          rounding_of_all(buffer));
     }
     if (config_.stage < 3 && config_.optimizer.pin_memory) {
-      add(kTempGradBuffer, "pinned rounding", "init", rounding_of(2 * largest_));
+      add({kTempGradBuffer, "pinned rounding", "init", "pinned_rounding"},
+          rounding_of(2 * largest_));
     }
   }
 
@@ -314,9 +368,9 @@ class Forecast {
       const uint64_t bytes = buffer.bytes * of_.params_of_rank;
       const std::string name = fmt::format("{}, copied when written", buffer.name);
       if (buffer.phase == "init") {
-        add(name, "fork", "step_1", bytes);
+        add({name, "fork", "step_1", "fork"}, bytes);
       } else if (!persistent) {
-        add(name, "fork", "epoch_2", bytes);
+        add({name, "fork", "epoch_2", "fork"}, bytes);
       }
     }
   }
@@ -351,13 +405,18 @@ class Forecast {
            (rest > 0 ? rounding_of(rest * buffer.bytes) : 0);
   }
 
-  void add(std::string_view name, std::string_view owner, std::string_view phase, uint64_t bytes) {
-    of_.lines.push_back({std::string(name), owner, phase, of_.per_param(bytes), bytes});
+  struct Named {
+    std::string_view name, owner, phase, purpose;  // of a line
+  };
+  void add(const Named& of, uint64_t bytes) {
+    of_.lines.push_back(
+        {std::string(of.name), of.owner, of.phase, of.purpose, of_.per_param(bytes), bytes});
   }
 
   const DeepSpeedConfig& config_;
   const std::span<const int64_t> sizes_;
   const int ranks_;
+  const uint64_t baseline_bytes_;
   DeepSpeedForecast of_;
   uint64_t largest_ = 0;
 };

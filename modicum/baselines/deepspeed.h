@@ -36,8 +36,8 @@ struct DeepSpeedConfig {
 };
 // Reads the text of a ds_config.json. Throws USAGE if it is not JSON, a value has the wrong type or
 // is out of range, or the batch sizes disagree. Throws UNSUPPORTED for a setting with an unknown
-// effect on memory, for "auto" where the forecast needs a value, and if neither bf16 nor fp16 is
-// enabled.
+// effect on memory, and one error for all values that the forecast needs and the text lacks or
+// leaves as "auto" (bf16 or fp16 must be enabled).
 DeepSpeedConfig read_deepspeed(std::string_view text, int ranks);
 
 struct DeepSpeedWorld {
@@ -45,6 +45,7 @@ struct DeepSpeedWorld {
   int ranks_of_node = 1;  // ranks on the largest node
   int workers = 0;        // per rank, forked after DeepSpeed's initialisation
   bool persistent_workers = false;
+  uint64_t baseline_bytes = 0;  // of a rank's process before DeepSpeed, if it is to be counted
 };
 // Forecasts the host memory of a rank that trains in bf16 or fp16. `sizes` has the number of
 // elements of each parameter. The forecast has no lines unless offload_optimizer is to the CPU.

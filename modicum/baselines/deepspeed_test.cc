@@ -1,6 +1,7 @@
 // Compares the forecast with measurements of DeepSpeed 0.19.8, and tests which settings are
 // refused. Must fail for these mutants: a line is missing, or is counted without workers although
-// it is the cost of a fork; pageable buffers are rounded; a key that changes memory is ignored.
+// it is the cost of a fork; pageable buffers are rounded; a key that changes memory is ignored; an
+// error names only one of the values that are missing.
 #include "modicum/baselines/deepspeed.h"
 
 #include <gtest/gtest.h>
@@ -129,16 +130,58 @@ TEST(DeepSpeed, AccumulationIsDerivedFromTheBatchSizes) {
             "gradient_accumulation_steps 4, got 2");
 }
 
+// What read_deepspeed throws, UNSUPPORTED, for a configuration of one rank.
+std::string refusal(const std::string& config) {
+  try {
+    read_deepspeed(config, 1);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::unsupported) << error.what();
+    return error.what();
+  }
+  return "accepted";
+}
+
+// A configuration for transformers leaves values to the Trainer.
+TEST(DeepSpeed, OneErrorNamesAllValuesThatAreMissing) {
+  EXPECT_EQ(
+      refusal(R"({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+                  "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"},
+                  "fp16": {"enabled": "auto"}, "optimizer": {"type": "AdamW", "params": "auto"},
+                  "zero_optimization": {"stage": "auto", "sub_group_size": "auto",
+                  "offload_optimizer": {"device": "cpu", "pin_memory": "auto"}}})"),
+      "UNSUPPORTED: the forecast needs values for 'gradient_accumulation_steps' (the number of "
+      "--gradient_accumulation_steps; then batch sizes may be \"auto\"), 'bf16.enabled' (true in "
+      "bf16 or in fp16: --bf16 or --fp16), 'fp16.enabled' (true in bf16 or in fp16: --bf16 or "
+      "--fp16), 'zero_optimization.stage' (0 to 3), 'zero_optimization.sub_group_size' (a number), "
+      "'zero_optimization.offload_optimizer.pin_memory' (true or false) (expected the Trainer's "
+      "values in ds_config.json, or in Python modicum.torch.deepspeed.config_of(arguments), got "
+      "gradient_accumulation_steps: \"auto\", bf16.enabled: \"auto\", fp16.enabled: \"auto\", "
+      "zero_optimization.stage: \"auto\", zero_optimization.sub_group_size: \"auto\", "
+      "zero_optimization.offload_optimizer.pin_memory: \"auto\")");
+  const std::string absent = refusal(R"({"train_batch_size": "auto"})");
+  EXPECT_NE(absent.find("got gradient_accumulation_steps: none, bf16.enabled: neither"),
+            std::string::npos)
+      << absent;
+}
+
+TEST(DeepSpeed, AutoIsAcceptedWhereItDoesNotChangeMemory) {
+  EXPECT_EQ(refusal(R"({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+                        "gradient_accumulation_steps": 4, "gradient_clipping": "auto",
+                        "bf16": {"enabled": true}, "fp16": {"enabled": "auto"}})"),
+            "accepted");
+}
+
+TEST(DeepSpeed, AGivenBaselineIsALine) {
+  const std::vector<int64_t> sizes = {1 << 20};
+  const DeepSpeedConfig config = read_deepspeed(config_of(2, kPageable), 1);
+  const DeepSpeedForecast without = deepspeed_forecast(config, sizes, {});
+  const DeepSpeedForecast with = deepspeed_forecast(config, sizes, {.baseline_bytes = kGiB});
+  EXPECT_EQ(without.bytes_of("process"), 0U);
+  EXPECT_EQ(with.bytes_of("process"), kGiB);
+  EXPECT_EQ(with.peak_bytes() - without.peak_bytes(), kGiB);
+}
+
 TEST(DeepSpeed, SettingsOfUnknownEffectAreRefusedByName) {
-  const auto refusal = [](const std::string& config) -> std::string {
-    try {
-      read_deepspeed(config, 1);
-    } catch (const Error& error) {
-      EXPECT_EQ(error.category(), Category::unsupported) << error.what();
-      return error.what();
-    }
-    return "accepted";
-  };
   const std::vector<std::pair<std::string, std::string>> cases = {
       {config_of(3, kPinned + R"(, "offload_param": {"device": "nvme"})"), "offload_param to nvme"},
       {config_of(2, R"(, "offload_optimizer": {"device": "nvme"})"), "offload_optimizer to nvme"},
@@ -149,9 +192,9 @@ TEST(DeepSpeed, SettingsOfUnknownEffectAreRefusedByName) {
       {config_of(2, kPinned, R"(, "optimizer": {"type": "Lion"})"), "Lion"},
       {config_of(2, kPinned, R"(, "gradient_accumulation_steps": "auto")"), "accumulation_steps"},
       {config_of(2, kPinned, R"(, "gradient_accumulation_steps": "auto")"),
-       "expected the Trainer's value in ds_config.json"},
+       "expected the Trainer's values in ds_config.json"},
       {config_of(0, kPinned), "stage 0"},
-      {R"({"zero_optimization": {"stage": 2}})", "bf16 or fp16"}};
+      {R"({"zero_optimization": {"stage": 2}})", "bf16.enabled: neither it nor fp16.enabled"}};
   for (const auto& [config, named] : cases) {
     EXPECT_NE(refusal(config).find(named), std::string::npos) << refusal(config);
   }

@@ -131,7 +131,8 @@ void add_run_flags(CLI::App& app, RunFlags& flags) {
       "size of the staging buffer that each rank allocates at its start; default 8 MiB, or "
       "less if the budget requires it");
   app.add_option("--baseline", flags.baseline,
-                 "memory of a rank process before it uses Modicum; default 2 MiB");
+                 "memory of a rank process before it uses Modicum; default 2 MiB; with torch it is "
+                 "0.3 to 1.5 GiB");
 }
 
 namespace {

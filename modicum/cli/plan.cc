@@ -1,5 +1,9 @@
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <CLI/CLI.hpp>
+
+#include <algorithm>
+#include <chrono>
 
 #include "modicum/cli/output.h"
 #include "modicum/cli/result_file.h"
@@ -7,6 +11,31 @@
 #include "modicum/training/training.h"
 
 namespace modicum {
+namespace {
+
+// The word as a shell reads it back.
+std::string shell_word(const std::string& word) {
+  static constexpr std::string_view kPlain = "-_./:=,@%+";
+  const auto is_plain = [](char c) {
+    const bool is_alphanumeric =
+        (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') || (c >= 'a' && c <= 'z');
+    return is_alphanumeric || kPlain.find(c) != std::string_view::npos;
+  };
+  if (!word.empty() && std::all_of(word.begin(), word.end(), is_plain)) return word;
+  std::string quoted = "'";
+  for (const char c : word) quoted += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return quoted + "'";
+}
+
+PageOrigin origin_of(const Args& args) {
+  PageOrigin origin{.command = "modicum plan", .version = MODICUM_VERSION};
+  for (const std::string& word : args) origin.command += " " + printable(shell_word(word));
+  const auto now = std::chrono::floor<std::chrono::minutes>(std::chrono::system_clock::now());
+  origin.date = fmt::format("{:%Y-%m-%d %H:%M} UTC", now);
+  return origin;
+}
+
+}  // namespace
 
 int run_plan(const Args& args) {
   CLI::App app("predict reads, traffic and peak memory of every strategy; reads headers only",
@@ -43,7 +72,8 @@ int run_plan(const Args& args) {
                "reinforcement learning: also count a host copy of each rank's "
                "parameters, made when they are first sent to the inference engines");
   app.add_option("--report", page,
-                 "write the memory of the fullest node in each phase as an HTML file");
+                 "write the memory of the fullest node in each phase as an HTML file, with the "
+                 "inputs; with --deepspeed, DeepSpeed's memory");
   if (const auto done = parse(app, args)) return *done;
   of_plan.budget = common.budget;
   flags.threads = common.threads;
@@ -51,7 +81,7 @@ int run_plan(const Args& args) {
   std::optional<ResultFile> file;
   if (!page.empty()) file.emplace(files, "--report", page);
   const PlanReport report = job_report(files, flags, of_plan);
-  if (file) file->write(plan_page(report, "modicum plan " + flags.directory));
+  if (file) file->write(plan_page(report, "modicum plan " + flags.directory, origin_of(args)));
   print_result(
       common, [&] { return plan_json(report); }, [&] { return plan_text(report); });
   const std::optional<Error>& refusal = report.refusal ? report.refusal : report.wider_refusal;

@@ -56,7 +56,7 @@ int compare(const WatchFlags& flags) {
     page->write(
         report_page("modicum watch --compare",
                     std::array<PageRun, 2>{{{runs.a.name, texts[0]}, {runs.b.name, texts[1]}}},
-                    runs.sentence()));
+                    {.sentence = runs.sentence()}));
   }
   print_result(
       flags.common, [&] { return comparison_json(runs); }, [&] { return comparison_text(runs); });

@@ -10,7 +10,8 @@ namespace {
 
 // In order: memory that is allocated in a phase is held in all later ones.
 constexpr std::array<std::string_view, 3> kPhases = {"init", "step_1", "epoch_2"};
-constexpr std::array<std::string_view, 3> kOwners = {"deepspeed", "fork", "pinned rounding"};
+constexpr std::array<std::string_view, 4> kOwners = {"deepspeed", "fork", "pinned rounding",
+                                                     "process"};
 
 }  // namespace
 
@@ -29,6 +30,10 @@ uint64_t DeepSpeedForecast::bytes_of(std::string_view owner) const noexcept {
   return sum;
 }
 
+std::span<const std::string_view> DeepSpeedForecast::phases() noexcept { return kPhases; }
+
+uint64_t DeepSpeedForecast::peak_bytes() const noexcept { return bytes_at(kPhases.back()); }
+
 uint64_t DeepSpeedForecast::on_node(uint64_t bytes) const noexcept {
   return saturating_mul(bytes, static_cast<uint64_t>(ranks_of_node));
 }
@@ -42,7 +47,7 @@ std::optional<Error> refusal_of_deepspeed(const PlanReport& report) {
   }
   sort_by_bytes(owners);
   return refusal_of({.who = "DeepSpeed",
-                     .bytes = of.on_node(of.bytes_at(kPhases.back())),
+                     .bytes = of.on_node(of.peak_bytes()),
                      .when = fmt::format("on a node by {}", kPhases.back()),
                      .owners = std::move(owners)},
                     *report.budget);
@@ -102,6 +107,37 @@ std::string deepspeed_text(const DeepSpeedForecast& of) {
   text += "\nModicum's optimizer state by format, held from the beginning\n";
   for (const DeepSpeedForecast::Ours& ours : of.ours) total(row_of(ours.format).name, ours.bytes);
   return text;
+}
+
+std::string deepspeed_sentence(const DeepSpeedForecast& of) {
+  std::string text = fmt::format("DeepSpeed {}, ZeRO-{}, needs", of.version, of.stage);
+  for (const std::string_view phase : kPhases) {
+    text += fmt::format("{} {} by {}", phase == kPhases.front() ? "" : ",",
+                        format_size(of.on_node(of.bytes_at(phase))), phase);
+  }
+  return text + " on a node";
+}
+
+PageTable deepspeed_table(const DeepSpeedForecast& of) {
+  PageTable table{
+      .caption = fmt::format("Forecast by line: DeepSpeed {}, ZeRO stage {}, a rank "
+                             "that keeps {} of {} parameters",
+                             of.version, of.stage, of.params_of_rank, of.params),
+      .head = {"what", "owner", "allocated at", "per node", "per rank", "bytes per parameter"}};
+  const auto add = [&](std::string_view what, std::string_view owner, std::string_view phase,
+                       uint64_t bytes) {
+    table.rows.push_back({std::string(what), std::string(owner), std::string(phase),
+                          format_size(of.on_node(bytes)), format_size(bytes),
+                          fmt::format("{:.2f}", of.per_param(bytes))});
+  };
+  for (const DeepSpeedForecast::Line& line : of.lines) {
+    add(line.name, line.owner, line.phase, line.bytes);
+  }
+  for (const std::string_view owner : kOwners) {
+    if (of.bytes_of(owner) > 0) add("sum", owner, "", of.bytes_of(owner));
+  }
+  for (const std::string_view phase : kPhases) add("sum of all", "", phase, of.bytes_at(phase));
+  return table;
 }
 
 }  // namespace modicum

@@ -48,9 +48,11 @@ int fullest_timeline(const StrategyReport& of);
 
 // "the save, or a resume ..., needs X, Y too little". Requires that report.job_fits is false.
 std::string job_shortfall(const PlanReport& report);
-// Whether the requested run fits the budget, and otherwise runs that would fit. Begins with an
-// empty line. Requires report.budget.
+// Whether the requested run fits the budget, with DeepSpeed and all holders of the node, and
+// otherwise runs that would fit. Begins with an empty line. Requires report.budget.
 std::string verdict_text(const PlanReport& report);
+// What processes of torch hold in addition to the default of --baseline, on the fullest node.
+std::string baseline_clause(const PlanReport& report);
 void alternative_object(JsonWriter& out, const Alternative& of);
 // The member `from`, and the sentence in it. Both require report.past and report.budget.
 void past_run_member(JsonWriter& out, const PlanReport& report);
@@ -58,5 +60,8 @@ std::string past_run_sentence(const PlanReport& report);
 
 void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& forecast);
 std::string deepspeed_text(const DeepSpeedForecast& forecast);
+// "DeepSpeed 0.19.8, ZeRO-2, needs 20.80 GiB by init, ..., 25.24 GiB by epoch_2 on a node".
+std::string deepspeed_sentence(const DeepSpeedForecast& forecast);
+PageTable deepspeed_table(const DeepSpeedForecast& forecast);  // its lines and totals
 
 }  // namespace modicum

@@ -6,8 +6,8 @@
 namespace modicum {
 namespace {
 
-// The purposes of a ledger, the owners of `watch`, and the owners of recordings made in Python.
-constexpr std::array<OwnerWords, 18> kOwners = {{
+// The purposes of a ledger, the owners of `watch`, of recordings made in Python and of DeepSpeed.
+constexpr std::array<OwnerWords, 19> kOwners = {{
     {"process", "the process itself"},
     {"page_tables", "page tables"},
     {"header", "checkpoint headers"},
@@ -18,6 +18,7 @@ constexpr std::array<OwnerWords, 18> kOwners = {{
     {"grad", "gradients"},
     {"moments", "moments"},
     {"staging", "staging"},
+    {"pinned_rounding", "rounding of pinned buffers"},
     {"init", "initialised tensors"},
     {"snapshot", "snapshot of a save"},
     {"fork", "copies that forks may make"},

@@ -25,21 +25,34 @@ std::string html_text(std::string_view text) {
 
 // In JSON `<` occurs in strings only. Without it no string can end the script element or begin a
 // comment.
-std::string document_of(std::span<const PageRun> runs, std::string_view sentence) {
-  JsonWriter words;
-  words.begin_object();
-  for (const OwnerWords& of : owners_in_words()) words.member(of.owner, of.words);
-  words.end_object();
+std::string document_of(std::span<const PageRun> runs, const PageText& text) {
   JsonWriter out;
-  out.value(sentence);
-  std::string text = "{\"owners\":" + words.text() + ",\"sentence\":" + out.text() + ",\"runs\":[";
+  const auto array_of = [&](std::span<const std::string> texts) {
+    out.begin_array();
+    for (const std::string& one : texts) out.value(one);
+    out.end_array();
+  };
+  out.begin_object().key("owners").begin_object();
+  for (const OwnerWords& of : owners_in_words()) out.member(of.owner, of.words);
+  out.end_object().member("sentence", text.sentence).key("facts").begin_object();
+  for (const PageFact& fact : text.facts) out.member(fact.name, fact.value);
+  out.end_object().key("tables").begin_array();
+  for (const PageTable& table : text.tables) {
+    out.begin_object().member("caption", table.caption).key("head");
+    array_of(table.head);
+    out.key("rows").begin_array();
+    for (const auto& row : table.rows) array_of(row);
+    out.end_array().end_object();
+  }
+  out.end_array().key("runs").begin_array();
+  std::string document = out.take();  // the documents of the runs are JSON already
   for (const PageRun& run : runs) {
     JsonWriter label;
     label.value(run.label);
-    text += text.back() == '[' ? "" : ",";
-    text += "{\"label\":" + label.text() + ",\"document\":" + std::string(run.json) + "}";
+    document += document.back() == '[' ? "" : ",";
+    document += "{\"label\":" + label.text() + ",\"document\":" + std::string(run.json) + "}";
   }
-  return replaced(text + "]}", '<', "\\u003c");
+  return replaced(document + "]}", '<', "\\u003c");
 }
 
 // A file of dygraphs without the address of its source map, which browsers would request.
@@ -53,10 +66,10 @@ std::string_view library_file(std::string_view file_name) {
 }  // namespace
 
 std::string report_page(std::string_view title, std::span<const PageRun> runs,
-                        std::string_view sentence) {
+                        const PageText& text) {
   const auto text_of = [&](std::string_view name) -> std::string {
     if (name == "title") return html_text(title);
-    if (name == "document") return document_of(runs, sentence);
+    if (name == "document") return document_of(runs, text);
     if (name == "copyright") return html_text(page_file(name));
     if (name.starts_with("dygraph")) return std::string(library_file(name));
     return std::string(page_file(name));

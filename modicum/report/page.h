@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace modicum {
 
@@ -15,10 +16,25 @@ struct PageRun {
   std::string_view label;
   std::string_view json;
 };
-// The page of one run, or of several next to each other on one scale. `sentence` is shown above the
-// charts. Names and texts may hold any characters: none is interpreted as HTML.
+struct PageFact {
+  std::string name;
+  std::string value;
+};
+struct PageTable {
+  std::string caption;
+  std::vector<std::string> head;
+  std::vector<std::vector<std::string>> rows;
+};
+// Above the charts: a sentence and facts. Below them: tables.
+struct PageText {
+  std::string sentence;
+  std::vector<PageFact> facts;
+  std::vector<PageTable> tables;
+};
+// The page of one run, or of several next to each other on one scale. Names and texts may hold any
+// characters: none is interpreted as HTML.
 std::string report_page(std::string_view title, std::span<const PageRun> runs,
-                        std::string_view sentence = "");
+                        const PageText& text = {});
 
 // The embedded text of modicum/report/page/FILE_NAME or of a file of dygraphs, with static
 // lifetime; empty if there is no such file.

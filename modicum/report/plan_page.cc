@@ -1,4 +1,5 @@
-// The page of `plan`: the phases of the requested run, one after another, on its fullest node.
+// The page of `plan`: the phases of DeepSpeed's forecast or of the requested run, one after
+// another, on its fullest node; the verdict, and the inputs.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -117,64 +118,137 @@ std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& 
   return tracks;
 }
 
-// Writes a track with the keys that a track of `watch --json` has. A track of a plan has neither a
-// pid, a rank nor a promise: its pid is 0, the other two are null.
-void track_object(JsonWriter& out, const Track& track, int node) {
-  out.begin_object().member("label", track.label()).member("pid", 0).member("node", node);
-  out.key("rank").null().key("promise_bytes").null().key("owners").begin_object();
+// A stacked chart: the bytes of each owner by track and phase.
+struct Chart {
+  struct Layer {
+    std::string_view owner;       // see owners_in_words
+    std::vector<uint64_t> bytes;  // by phase
+  };
+  struct Stack {
+    std::string label;
+    std::vector<Layer> layers;
+  };
+  std::vector<std::string> phases;
+  std::vector<Stack> stacks;
+  int node = 0;
+
+  // The owners in a phase, largest first.
+  std::vector<Owner> owners_at(size_t phase) const {
+    std::vector<Owner> owners;
+    for (const Stack& stack : stacks) {
+      for (const Layer& layer : stack.layers) {
+        auto same = std::find_if(owners.begin(), owners.end(),
+                                 [&](const Owner& of) { return of.purpose == layer.owner; });
+        if (same == owners.end()) same = owners.insert(same, {std::string(layer.owner), 0});
+        same->bytes = saturating_add(same->bytes, layer.bytes[phase]);
+      }
+    }
+    sort_by_bytes(owners);
+    return owners;
+  }
+};
+
+Chart::Stack stack_of(const Track& track) {
+  Chart::Stack stack{track.label(), {}};
   for (size_t p = 0; p < static_cast<size_t>(Purpose::count); ++p) {
     const auto purpose = static_cast<Purpose>(p);
-    const auto holds = [&](const Footprint& of) { return of[purpose] > 0; };
-    if (std::none_of(track.held.begin(), track.held.end(), holds)) continue;
-    out.key(purpose_name(purpose)).begin_array();
-    for (const Footprint& of : track.held) out.value(of[purpose]);
+    Chart::Layer layer{purpose_name(purpose), {}};
+    for (const Footprint& of : track.held) layer.bytes.push_back(of[purpose]);
+    const auto is_held = [](uint64_t bytes) { return bytes > 0; };
+    if (std::any_of(layer.bytes.begin(), layer.bytes.end(), is_held)) {
+      stack.layers.push_back(std::move(layer));
+    }
+  }
+  return stack;
+}
+
+// The requested run on a node.
+Chart chart_of(const StrategyReport& of, int node) {
+  const NodeTimeline* const line =
+      of.timelines.empty() ? nullptr : &of.timelines[static_cast<size_t>(node)];
+  const std::vector<Step> steps = line == nullptr ? steps_of(of) : steps_of(of, *line);
+  Chart chart{.node = node};
+  for (const Step& step : steps) chart.phases.push_back(step.name);
+  for (const Track& track : tracks_of(of, steps, node)) chart.stacks.push_back(stack_of(track));
+  for (size_t i = 1; line != nullptr && i < line->holders.size(); ++i) {
+    const NodeTimeline::Holder& holder = line->holders[i];  // of weights and their page tables
+    chart.stacks.push_back(
+        {std::string(holder.name), {{purpose_name(Purpose::shards), holder.bytes}}});
+  }
+  return chart;
+}
+
+// The forecast for the largest node: one stack for all ranks.
+Chart chart_of(const DeepSpeedForecast& of) {
+  Chart chart;
+  Chart::Stack stack{fmt::format("{} rank(s)", of.ranks_of_node), {}};
+  const std::span<const std::string_view> phases = DeepSpeedForecast::phases();
+  chart.phases.assign(phases.begin(), phases.end());
+  for (const DeepSpeedForecast::Line& line : of.lines) {
+    auto same =
+        std::find_if(stack.layers.begin(), stack.layers.end(),
+                     [&](const Chart::Layer& layer) { return layer.owner == line.purpose; });
+    if (same == stack.layers.end()) {
+      same = stack.layers.insert(same, {line.purpose, std::vector<uint64_t>(phases.size(), 0)});
+    }
+    bool is_held = false;
+    for (size_t i = 0; i < phases.size(); ++i) {
+      is_held |= phases[i] == line.phase;
+      if (is_held) same->bytes[i] = saturating_add(same->bytes[i], of.on_node(line.bytes));
+    }
+  }
+  chart.stacks.push_back(std::move(stack));
+  return chart;
+}
+
+// Writes a stack with the keys that a track of `watch --json` has. It has neither a pid, a rank nor
+// a promise: its pid is 0, the other two are null.
+void track_object(JsonWriter& out, const Chart::Stack& stack, int node) {
+  out.begin_object().member("label", stack.label).member("pid", 0).member("node", node);
+  out.key("rank").null().key("promise_bytes").null().key("owners").begin_object();
+  for (const Chart::Layer& layer : stack.layers) {
+    out.key(layer.owner).begin_array();
+    for (const uint64_t bytes : layer.bytes) out.value(bytes);
     out.end_array();
   }
   out.end_object().end_object();
 }
 
-// The requested run as a document like that of `watch --json`, with the keys `timeline` and `peak`.
-// Its seconds are indices of phases.
-std::string document_of(const PlanReport& report, const StrategyReport& of, int node) {
-  const NodeTimeline* const line =
-      of.timelines.empty() ? nullptr : &of.timelines[static_cast<size_t>(node)];
-  const std::vector<Step> steps = line == nullptr ? steps_of(of) : steps_of(of, *line);
-  std::vector<Track> tracks = tracks_of(of, steps, node);
-  for (size_t i = 1; line != nullptr && i < line->holders.size(); ++i) {
-    Track track{.ranks = {}, .held = {}, .holder = std::string(line->holders[i].name)};
-    for (const uint64_t bytes : line->holders[i].bytes) {
-      track.held.emplace_back()[Purpose::shards] = bytes;  // weights and their page tables
-    }
-    tracks.push_back(std::move(track));
-  }
+// A document like that of `watch --json`, with the keys `timeline` and `peak`. Its seconds are
+// indices of phases.
+std::string document_of(const Chart& chart, const std::optional<Budget>& budget) {
   JsonWriter out;
   out.begin_object().key("timeline").begin_object().member("axis", "phases");
   out.key("t_s").begin_array();
-  for (size_t i = 0; i < steps.size(); ++i) out.value(i);
+  for (size_t i = 0; i < chart.phases.size(); ++i) out.value(i);
   out.end_array().key("limit_bytes").null().key("page_cache_bytes").null();
-  std::optional<uint64_t> budget;
-  if (report.budget) budget = report.budget->bytes;
-  out.member("budget_bytes", budget).key("tracks").begin_array();
-  for (const Track& track : tracks) track_object(out, track, node);
+  std::optional<uint64_t> budget_bytes;
+  if (budget) budget_bytes = budget->bytes;
+  out.member("budget_bytes", budget_bytes).key("tracks").begin_array();
+  for (const Chart::Stack& stack : chart.stacks) track_object(out, stack, chart.node);
   out.end_array().key("phases").begin_array();
-  std::vector<Footprint> sums(steps.size());
-  for (size_t i = 0; i < steps.size(); ++i) {
-    for (const Track& track : tracks) sums[i] += track.held[i];
-    out.begin_object().member("pid", 0).key("rank").null().member("name", steps[i].name);
+  size_t peak = 0;
+  uint64_t peak_bytes = 0;
+  std::vector<Owner> peak_owners;
+  for (size_t i = 0; i < chart.phases.size(); ++i) {
+    out.begin_object().member("pid", 0).key("rank").null().member("name", chart.phases[i]);
     out.member("begin_s", i).member("end_s", i + 1).end_object();
+    std::vector<Owner> owners = chart.owners_at(i);
+    uint64_t sum = 0;
+    for (const Owner& owner : owners) sum = saturating_add(sum, owner.bytes);
+    if (i > 0 && sum <= peak_bytes) continue;
+    peak = i;
+    peak_bytes = sum;
+    peak_owners = std::move(owners);
   }
   out.end_array().end_object();
-  const auto peak = std::max_element(
-      sums.begin(), sums.end(),
-      [](const Footprint& a, const Footprint& b) { return a.total() < b.total(); });
-  const auto at = static_cast<size_t>(peak - sums.begin());
-  out.key("peak").begin_object().member("at_s", at).member("bytes", peak->total());
-  out.member("cause", fmt::format("in phase '{}', mostly {}", steps[at].name,
-                                  largest_owners(owners_of(*peak), owner_words)));
-  return out.end_object().end_object().text();
+  out.key("peak").begin_object().member("at_s", peak).member("bytes", peak_bytes);
+  out.member("cause", fmt::format("in phase '{}', mostly {}", chart.phases[peak],
+                                  largest_owners(peak_owners, owner_words)));
+  return out.end_object().end_object().take();
 }
 
-std::string sentence_of(const PlanReport& report) {
+std::string verdict_sentence(const PlanReport& report) {
   if (report.past) return past_run_sentence(report);
   if (!report.budget) return "";
   std::string sentence;
@@ -184,20 +258,51 @@ std::string sentence_of(const PlanReport& report) {
   return sentence.substr(2, sentence.size() - 4);
 }
 
-}  // namespace
-
-std::string plan_page(const PlanReport& report, std::string_view title) {
-  const StrategyReport& of = report.requested();
+int drawn_node(const StrategyReport& of) {
+  if (!of.timelines.empty()) return fullest_timeline(of);
   int node = worst_node(of.promise);
   for (int other = 0; of.job && other < of.promise.nodes(); ++other) {
     if (of.job->node_peak_bytes(other) > of.job->node_peak_bytes(node)) node = other;
   }
-  if (!of.timelines.empty()) node = fullest_timeline(of);
-  const std::string label =
-      fmt::format("{}, node {} of {}, predicted", of.strategy, node, of.promise.nodes());
-  const std::string document = document_of(report, of, node);
-  const PageRun run{label, document};
-  return report_page(title, std::span(&run, 1), sentence_of(report));
+  return node;
+}
+
+std::vector<PageFact> facts_of(const PlanReport& report, const PageOrigin& origin) {
+  std::vector<PageFact> facts = {{"Command", origin.command}};
+  facts.insert(facts.end(), report.inputs.begin(), report.inputs.end());
+  facts.push_back({"Baseline", report.baseline.is_given
+                                   ? fmt::format("{} in each rank process before the load",
+                                                 format_size(report.baseline.bytes))
+                                   : baseline_clause(report)});
+  facts.push_back({"Date", origin.date});
+  facts.push_back({"Modicum", origin.version});
+  return facts;
+}
+
+}  // namespace
+
+std::string plan_page(const PlanReport& report, std::string_view title, const PageOrigin& origin) {
+  const StrategyReport& of = report.requested();
+  const int node = drawn_node(of);
+  PageText text{.sentence = verdict_sentence(report), .facts = facts_of(report, origin)};
+  std::vector<std::pair<std::string, std::string>> runs;  // their labels and documents
+  const bool has_forecast = report.deepspeed && !report.deepspeed->lines.empty();
+  if (has_forecast) {
+    const DeepSpeedForecast& forecast = *report.deepspeed;
+    if (text.sentence.empty()) text.sentence = deepspeed_sentence(forecast);
+    text.tables.push_back(deepspeed_table(forecast));
+    runs.emplace_back(fmt::format("DeepSpeed {}, ZeRO-{}, {} rank(s) on a node, forecast",
+                                  forecast.version, forecast.stage, forecast.ranks_of_node),
+                      document_of(chart_of(forecast), report.budget));
+  }
+  if (!has_forecast || of.job) {
+    runs.emplace_back(
+        fmt::format("{}, node {} of {}, predicted", of.strategy, node, of.promise.nodes()),
+        document_of(chart_of(of, node), report.budget));
+  }
+  std::vector<PageRun> drawn;
+  for (const auto& [label, document] : runs) drawn.push_back({label, document});
+  return report_page(title, drawn, text);
 }
 
 }  // namespace modicum

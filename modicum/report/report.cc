@@ -114,6 +114,11 @@ std::string short_cause(const Promise& promise, int node) {
   return cause.size() <= kColumns ? cause : cause.substr(0, cause.find(','));
 }
 
+// Host memory of a process that has imported torch and the libraries of a training, before its load
+// (docs/guide/plan.md#baseline).
+constexpr double kTorchLeastGib = 0.3;
+constexpr double kTorchMostGib = 1.5;
+
 template <typename Field>
 uint64_t sum_over(const LoadReport& report, Field field) {
   uint64_t sum = 0;
@@ -150,24 +155,64 @@ std::string job_shortfall(const PlanReport& report) {
                      format_size(needed), format_size(needed - report.budget->bytes));
 }
 
+namespace {
+
+uint64_t shortfall_of(const Error& refusal) { return refusal.facts().shortfall_bytes.value_or(0); }
+
+// The verdict if the requested run fits the budget: other holders of the node may not.
+std::string wider_verdict(const PlanReport& report) {
+  const bool has_forecast = report.deepspeed && !report.deepspeed->lines.empty();
+  const std::string_view run = report.job_fits ? "load and steps" : "the load";
+  if (report.wider_refusal) {
+    const uint64_t over = shortfall_of(*report.wider_refusal);
+    return fmt::format("does not fit, {} too little: {} {}; {} alone would fit\n",
+                       format_size(over),
+                       report.node_fits.value_or(true) ? "DeepSpeed needs" : "all holders need",
+                       format_size(report.budget->bytes + over), run);
+  }
+  if (!report.job_fits.value_or(true)) return "load and steps fit\n";
+  if (!has_forecast) return "fits\n";
+  const DeepSpeedForecast& of = *report.deepspeed;
+  return fmt::format("fits, DeepSpeed needs {}\n", format_size(of.on_node(of.peak_bytes())));
+}
+
+}  // namespace
+
 std::string verdict_text(const PlanReport& report) {
   std::string text = fmt::format("\nbudget {} per node ({}): ", format_size(report.budget->bytes),
                                  report.budget->source);
   const std::string of_job = report.job_fits.value_or(true) ? "" : job_shortfall(report) + "\n";
-  if (!report.refusal) {
-    const bool is_all = of_job.empty() && !report.wider_refusal;
-    const std::string_view part = of_job.empty() ? "the load fits\n" : "load and steps fit\n";
-    return text.append(is_all ? "fits\n" : part) + of_job;
+  if (!report.refusal) return text + wider_verdict(report) + of_job;
+  text += fmt::format("does not fit, {} too little", format_size(shortfall_of(*report.refusal)));
+  const bool is_deepspeed_over = !report.deepspeed_fits.value_or(true);
+  if (is_deepspeed_over) {
+    const DeepSpeedForecast& of = *report.deepspeed;
+    const uint64_t needed = of.on_node(of.peak_bytes());
+    text += fmt::format(" for the load and {} for DeepSpeed",
+                        format_size(needed - report.budget->bytes));
   }
-  text += fmt::format("does not fit, {} too little\n{}",
-                      format_size(report.refusal->facts().shortfall_bytes.value_or(0)), of_job);
+  text += "\n" + of_job;
   for (const Alternative& of : report.alternatives) {
     const auto nodes = ceil_div(report.ranks, of.ranks_per_node);
-    text += fmt::format("would fit: {} ({} node(s), peak {})\n", of.flags, nodes,
+    text += fmt::format("{}would fit: {} ({} node(s), peak {})\n",
+                        is_deepspeed_over ? "the load alone " : "", of.flags, nodes,
                         format_size(of.peak_bytes));
   }
   if (!report.alternatives.empty()) return text;
   return text + "no other strategy, staging, state format or ranks per node fits either\n";
+}
+
+std::string baseline_clause(const PlanReport& report) {
+  const Promise& promise = report.requested().promise;
+  const int node = worst_node(promise);
+  const auto ranks = std::count(promise.node_of_rank.begin(), promise.node_of_rank.end(),
+                                static_cast<uint32_t>(node));
+  return fmt::format(
+      "a rank process counts {} (no --baseline); with torch it holds {} to {} GiB: {:.1f} to "
+      "{:.1f} "
+      "GiB more per node",
+      format_size(report.baseline.bytes), kTorchLeastGib, kTorchMostGib,
+      kTorchLeastGib * static_cast<double>(ranks), kTorchMostGib * static_cast<double>(ranks));
 }
 
 const StrategyReport& PlanReport::requested() const {
@@ -198,6 +243,9 @@ std::string plan_json(const PlanReport& report) {
   out.member("fits", report.fits);
   if (report.job_fits) out.member("job_fits", *report.job_fits);
   if (report.node_fits) out.member("rl_fits", *report.node_fits);
+  if (report.deepspeed_fits) out.member("deepspeed_fits", *report.deepspeed_fits);
+  out.key("baseline").begin_object().member("bytes", report.baseline.bytes);
+  out.member("source", report.baseline.is_given ? "flag" : "default").end_object();
   if (report.refusal) refusal_members(out, report);
   if (report.past) past_run_member(out, report);
   if (report.deepspeed) deepspeed_member(out, *report.deepspeed);
@@ -224,6 +272,7 @@ std::string plan_text(const PlanReport& report) {
   }
   text += job_text(report);
   if (report.budget && report.fits) text += verdict_text(report);
+  if (!report.baseline.is_given) text += baseline_clause(report) + "\n";
   text += timeline_text(report) + past_text(report);
   if (report.deepspeed) text += deepspeed_text(*report.deepspeed);
   return text + warnings_text(report.checkpoint.warnings);

@@ -80,8 +80,9 @@ struct StrategyReport {
 struct DeepSpeedForecast {
   struct Line {
     std::string name;
-    std::string_view owner;      // "deepspeed", "fork", "pinned rounding"
+    std::string_view owner;      // "deepspeed", "fork", "pinned rounding", "process"
     std::string_view phase;      // in which it is allocated: "init", "step_1", "epoch_2"
+    std::string_view purpose;    // its owner on a page: "master", "fork"
     double bytes_per_param = 0;  // bytes / params_of_rank
     uint64_t bytes = 0;          // per rank
   };
@@ -97,8 +98,10 @@ struct DeepSpeedForecast {
   std::vector<Line> lines;
   std::vector<Ours> ours;
 
-  uint64_t bytes_at(std::string_view phase) const noexcept;  // per rank, at the end of the phase
-  uint64_t bytes_of(std::string_view owner) const noexcept;  // per rank, in all phases
+  static std::span<const std::string_view> phases() noexcept;  // in order
+  uint64_t bytes_at(std::string_view phase) const noexcept;    // per rank, at the end of the phase
+  uint64_t peak_bytes() const noexcept;                        // per rank, in the last phase
+  uint64_t bytes_of(std::string_view owner) const noexcept;    // per rank, in all phases
   uint64_t on_node(uint64_t bytes) const noexcept;  // `bytes` of a rank, on the largest node
   double per_param(uint64_t bytes) const noexcept;
 };
@@ -113,6 +116,12 @@ struct Alternative {
   std::string flags;        // only those that change: "--strategy node-reader"
 };
 
+// What a rank process is assumed to hold before the load.
+struct Baseline {
+  uint64_t bytes = kBaselineBytes;
+  bool is_given = false;  // by --baseline
+};
+
 struct PlanReport {
   CheckpointFacts checkpoint;
   int ranks = 0;
@@ -120,14 +129,16 @@ struct PlanReport {
   std::vector<StrategyReport> strategies;
   std::optional<Budget> budget;
   // With the requested strategy, whether the load, the job, and all holders of NodeFlags fit the
-  // budget. All three are empty without a budget. job_fits is also empty without a job, and
-  // node_fits without NodeFlags.
-  std::optional<bool> fits, job_fits, node_fits;
+  // budget; and whether DeepSpeed does. All are empty without a budget, and all but `fits` without
+  // their subject: a job, NodeFlags, a forecast.
+  std::optional<bool> fits, job_fits, node_fits, deepspeed_fits;
   std::optional<Error> refusal;           // BUDGET, if the requested strategy's load does not fit
   std::optional<Error> wider_refusal;     // BUDGET, if all holders or DeepSpeed don't fit
   std::vector<Alternative> alternatives;  // runs that would fit, the smallest changes first
   std::optional<DeepSpeedForecast> deepspeed;
   std::optional<PastRun> past;  // of --from; its limit is the default budget
+  Baseline baseline;
+  std::vector<PageFact> inputs;  // the run's, in words, for the page
 
   const StrategyReport& requested() const;  // of `strategy`
 };
@@ -141,8 +152,16 @@ std::optional<Error> refusal_of_deepspeed(const PlanReport& report);
 std::optional<Error> refusal_of_timelines(const PlanReport& report);
 std::string plan_json(const PlanReport& report);
 std::string plan_text(const PlanReport& report);
-// An HTML page: the phases of the requested run one after another, on its fullest node.
-std::string plan_page(const PlanReport& report, std::string_view title);
+// How a page was made.
+struct PageOrigin {
+  std::string command;
+  std::string date;
+  std::string version;  // of Modicum
+};
+// An HTML page with the verdict and the inputs of the plan. Its chart has the phases of the
+// requested run one after another, on the run's fullest node. With a forecast of DeepSpeed the
+// chart has DeepSpeed's phases; the requested run then gets a second chart if it has an optimizer.
+std::string plan_page(const PlanReport& report, std::string_view title, const PageOrigin& origin);
 
 // One rank's outcome. Trivially copyable, since the rank posts it on the board (post_value).
 struct RankOutcome : LoadOutcome {

@@ -86,7 +86,8 @@ TEST(PlanReport, JsonHasEveryPhaseOfEveryNode) {
       R"("staging":8388608}},{"phase":"hold","bytes":115343360,)"
       R"("by_purpose":{"process":10485760,"shards":104857600}}]}],"ranks":[{"rank":0,)"
       R"("node":0,"peak_bytes":115343360},{"rank":1,"node":0,"peak_bytes":2097153},{"rank":2,)"
-      R"("node":1,"peak_bytes":115343360}]}],"budget":null,"fits":null})");
+      R"("node":1,"peak_bytes":115343360}]}],"budget":null,"fits":null,)"
+      R"("baseline":{"bytes":2097152,"source":"default"}})");
 }
 
 TEST(PlanReport, JsonSaysWhetherTheRunFitsTheBudget) {
@@ -97,7 +98,8 @@ TEST(PlanReport, JsonSaysWhetherTheRunFitsTheBudget) {
   EXPECT_EQ(plan_json(report),
             R"({"checkpoint":{"bytes":314572800,"tensors":7,"files":2},)"
             R"("warnings":[],"ranks":3,"strategy":"own-shard","strategies":[],)"
-            R"("budget":{"bytes":1073741824,"source":"cgroup v1 /\"a\""},"fits":false})");
+            R"("budget":{"bytes":1073741824,"source":"cgroup v1 /\"a\""},"fits":false,)"
+            R"("baseline":{"bytes":2097152,"source":"default"}})");
 }
 
 TEST(PlanReport, TextHasALinePerStrategyAndTheVerdict) {
@@ -119,7 +121,102 @@ TEST(PlanReport, TextHasALinePerStrategyAndTheVerdict) {
             "shards 100.00 "
             "MiB, process 12.00 MiB\n"
             "\n"
-            "budget 1.00 GiB per node (flag): fits\n");
+            "budget 1.00 GiB per node (flag): fits\n"
+            "a rank process counts 2.00 MiB (no --baseline); with torch it holds 0.3 to 1.5 GiB: "
+            "0.6 to 3.0 GiB more per node\n");
+}
+
+TEST(PlanReport, AGivenBaselineIsTakenAsItIs) {
+  PlanReport report = small_plan();
+  report.baseline = {512 * kMiB, true};
+  EXPECT_EQ(plan_text(report).find("with torch"), std::string::npos);
+  EXPECT_NE(plan_json(report).find(R"("baseline":{"bytes":536870912,"source":"flag"})"),
+            std::string::npos);
+}
+
+// Two ranks on a node; a rank holds 600 MiB by init, 1000 MiB by step_1, and 1100 MiB by epoch_2.
+DeepSpeedForecast small_forecast() {
+  DeepSpeedForecast of{.version = "0.19.8", .stage = 2, .params = 200, .params_of_rank = 100};
+  of.ranks_of_node = 2;
+  of.lines = {{"fp32 master", "deepspeed", "init", "master", 4, 500 * kMiB},
+              {"fixed", "deepspeed", "init", "process", 1, 100 * kMiB},
+              {"moments", "deepspeed", "step_1", "moments", 8, 400 * kMiB},
+              {"fp32 master, copied when written", "fork", "epoch_2", "fork", 1, 100 * kMiB}};
+  return of;
+}
+
+// The report of a budget, for the small plan with the small forecast.
+PlanReport plan_within(uint64_t budget) {
+  PlanReport report = small_plan();
+  report.deepspeed = small_forecast();
+  report.budget = Budget{budget, "flag"};
+  report.refusal = refusal_of(report.requested().promise, *report.budget);
+  report.fits = !report.refusal;
+  report.wider_refusal = refusal_of_deepspeed(report);
+  report.deepspeed_fits = !report.wider_refusal;
+  return report;
+}
+
+std::string verdict_of(const std::string& text) {
+  const size_t begin = text.find("budget ");
+  return text.substr(begin, text.find('\n', begin) - begin);
+}
+
+TEST(PlanReport, OneVerdictIsAboutTheLoadAndDeepSpeed) {
+  EXPECT_EQ(verdict_of(plan_text(plan_within(2200 * kMiB))),
+            "budget 2.15 GiB per node (flag): fits, DeepSpeed needs 2.15 GiB");
+  const PlanReport over = plan_within(2199 * kMiB);
+  EXPECT_EQ(verdict_of(plan_text(over)),
+            "budget 2.15 GiB per node (flag): does not fit, 1.00 MiB too little: DeepSpeed needs "
+            "2.15 GiB; the load alone would fit");
+  EXPECT_NE(plan_json(over).find(R"("fits":true,"deepspeed_fits":false)"), std::string::npos);
+  PlanReport both = plan_within(100 * kMiB);
+  both.alternatives = {{.strategy = "own-shard", .ranks_per_node = 1, .flags = "--a b"}};
+  const std::string text = plan_text(both);
+  EXPECT_EQ(
+      verdict_of(text),
+      "budget 100.00 MiB per node (flag): does not fit, 20.00 MiB too little for the load and "
+      "2.05 GiB for DeepSpeed");
+  EXPECT_NE(text.find("\nthe load alone would fit: --a b (3 node(s)"), std::string::npos) << text;
+}
+
+std::string page_of(const PlanReport& report) {
+  return plan_page(report, "plan m", {"modicum plan m", "2026-11-28", "0.1"});
+}
+
+TEST(PlanPage, DrawsDeepSpeedInPlaceOfTheLoad) {
+  const std::string page = page_of(plan_within(2199 * kMiB));
+  for (const char* part :
+       {R"("label":"DeepSpeed 0.19.8, ZeRO-2, 2 rank(s) on a node, forecast")", R"("t_s":[0,1,2])",
+        R"("budget_bytes":2305818624)",
+        R"("owners":{"master":[1048576000,1048576000,1048576000],)"
+        R"("process":[209715200,209715200,209715200],"moments":[0,838860800,838860800],)"
+        R"("fork":[0,0,209715200]})",
+        R"("name":"step_1")", R"("peak":{"at_s":2,"bytes":2306867200,)",
+        R"("sentence":"budget 2.15 GiB per node (flag): does not fit, 1.00 MiB too little: )",
+        R"(["fp32 master","deepspeed","init","1000.00 MiB","500.00 MiB","5242880.00"])",
+        R"(["sum","fork","","200.00 MiB","100.00 MiB",)"}) {
+    EXPECT_NE(page.find(part), std::string::npos) << part;
+  }
+  EXPECT_EQ(page.find("own-shard, node"), std::string::npos);
+  PlanReport without_budget = small_plan();
+  without_budget.deepspeed = small_forecast();
+  EXPECT_NE(
+      page_of(without_budget)
+          .find(R"("sentence":"DeepSpeed 0.19.8, ZeRO-2, needs 1.17 GiB by init, 1.95 GiB by )"
+                R"(step_1, 2.15 GiB by epoch_2 on a node")"),
+      std::string::npos);
+}
+
+TEST(PlanPage, CarriesItsInputs) {
+  PlanReport report = small_plan();
+  report.inputs = {{"Model", "m </script>"}, {"Dtype", "float32"}};
+  EXPECT_NE(page_of(report).find(
+                R"("facts":{"Command":"modicum plan m","Model":"m \u003c/script>",)"
+                R"("Dtype":"float32","Baseline":"a rank process counts 2.00 MiB (no --baseline); )"
+                R"(with torch it holds 0.3 to 1.5 GiB: 0.6 to 3.0 GiB more per node",)"
+                R"("Date":"2026-11-28","Modicum":"0.1"})"),
+            std::string::npos);
 }
 
 TEST(PlanReport, TextWithoutABudgetDoesNotMentionOne) {

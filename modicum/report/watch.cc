@@ -168,7 +168,7 @@ std::string watch_page(const WatchRecord& record) {
     command += fmt::format("{}{}", command.empty() ? "" : " ", printable(word));
   }
   const PageRun run{command, document};
-  return report_page("modicum watch", std::span(&run, 1), killed_text(record));
+  return report_page("modicum watch", std::span(&run, 1), {.sentence = killed_text(record)});
 }
 
 std::string killed_text(const WatchRecord& record) {

@@ -199,6 +199,26 @@ void warn_of_kept(const ParsedFlags& parsed, const Recipe& recipe, Checkpoint& c
                });
 }
 
+// Warns of parameters over which int8-moments-24 is int8-moments: only a bfloat16 parameter has a
+// master of 24 bits.
+void warn_of_whole_masters(const ParsedFlags& parsed, const Recipe& recipe,
+                           Checkpoint& checkpoint) {
+  if (parsed.optimizer != StateFormat::int8_moments_24) return;
+  const std::vector<uint32_t> trained = trained_targets(recipe);
+  size_t count = 0;
+  const TensorSpec* first = nullptr;
+  for (const uint32_t t : trained) {
+    const TensorSpec& spec = recipe.targets[t].spec;
+    if (row_of(state_format_of(spec.dtype, spec.shape, *parsed.optimizer)).is_split()) continue;
+    if (count++ == 0) first = &spec;
+  }
+  if (count == 0) return;
+  checkpoint.warnings.push_back(fmt::format(
+      "adamw:int8-moments-24 is adamw:int8-moments for {} of {} trained parameters, which are not "
+      "bfloat16: their master keeps 32 bits; the first is {} ({})",
+      count, trained.size(), printable(first->fqn), torch_name(first->dtype)));
+}
+
 Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
            Checkpoint checkpoint, std::optional<std::string> recipe) {
   Run run{.files = &files,
@@ -210,6 +230,7 @@ Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
   parsed.frozen.mark(run.recipe);
   warn_of_unused(run.recipe, run.checkpoint);
   warn_of_kept(parsed, run.recipe, run.checkpoint);
+  warn_of_whole_masters(parsed, run.recipe, run.checkpoint);
   run.layout = asked_layout(flags, targets_of(run.recipe));
   if (run.optimizer) run.options.after = {step_phase(run.recipe, run.layout, *run.optimizer)};
   return run;
@@ -286,7 +307,9 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
   PlanReport report{.checkpoint = facts_of(run.checkpoint),
                     .ranks = flags.ranks,
                     .strategy = run.options.strategy->name,
-                    .past = past};
+                    .past = past,
+                    .baseline = {run.options.baseline_bytes, !flags.baseline.empty()},
+                    .inputs = inputs_of(flags, of_plan, run)};
   if (!deepspeed.config.empty()) {
     const int ranks_of_node = std::min(flags.ranks, flags.ranks_per_node.value_or(flags.ranks));
     const DeepSpeedConfig config = naming_file(base_name(deepspeed.config), [&] {
@@ -294,7 +317,8 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
     });
     report.deepspeed = deepspeed_forecast(
         config, trained_sizes(run.recipe),
-        {flags.ranks, ranks_of_node, deepspeed.workers, deepspeed.persistent_workers});
+        {flags.ranks, ranks_of_node, deepspeed.workers, deepspeed.persistent_workers,
+         report.baseline.is_given ? report.baseline.bytes : 0});
   }
   report.budget = planned_budget(flags, of_plan, past);
   uint64_t needed_bytes = 0;
@@ -314,7 +338,10 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
   }
   for (StrategyReport& of : report.strategies) of.needed_bytes = needed_bytes;
   if (report.refusal) report.alternatives = would_fit(run, *report.budget);
-  if (report.budget && report.deepspeed) report.wider_refusal = refusal_of_deepspeed(report);
+  if (report.budget && report.deepspeed) {
+    report.wider_refusal = refusal_of_deepspeed(report);
+    report.deepspeed_fits = !report.wider_refusal;
+  }
   more(run, report);
   return report;
 }

@@ -109,6 +109,9 @@ struct PlanFlags {
   NodeFlags node;
   std::string from;  // the document of an earlier run, whose limit is the default budget
 };
+// The inputs of a plan in words: model, dtype, optimizer, ranks, strategy, layout, DeepSpeed.
+std::vector<PageFact> inputs_of(const RunFlags& flags, const PlanFlags& of_plan, const Run& run);
+
 using MoreOfPlan = FunctionRef<void(const Run& run, PlanReport& report)>;
 // The report of verb `plan`, except StrategyReport::job and `timelines`: each strategy's promise
 // for the run of `flags`; with a budget, whether the requested strategy fits it, and if not, runs

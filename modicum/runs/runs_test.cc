@@ -95,6 +95,46 @@ TEST(Runs, FitsTellsWhetherTheRequestedStrategyFits) {
   }
 }
 
+TEST(Runs, TheInputsOfAPlanAreInWords) {
+  MemoryFileSystem files;
+  put_checkpoint(files);
+  files.put("/model/config.json", R"({"model_type": "tiny"})");
+  const RunFlags flags{.directory = "/model/",
+                       .ranks = 6,
+                       .ranks_per_node = 4,
+                       .layout = "hsdp",
+                       .mesh = "2x3",
+                       .dtype = "fp32",
+                       .optimizer = "adamw:fp32"};
+  std::string text;
+  for (const PageFact& fact : report_of(files, flags, "").inputs) {
+    text += fact.name + ": " + fact.value + "\n";
+  }
+  EXPECT_EQ(text,
+            "Model: model (tiny), 193 parameters\n"
+            "Dtype: float32; stored as bfloat16\n"
+            "Optimizer: adamw:fp32\n"
+            "Ranks: 6 on 2 nodes, 4 per node\n"
+            "Strategy: own-shard\n"
+            "Layout: hsdp, mesh 2x3\n");
+}
+
+// Must fail if the format is accepted with the figures of int8-moments and without a word.
+TEST(Runs, AShortMasterOfAnFp32ParameterIsWarnedOf) {
+  MemoryFileSystem files;
+  put_checkpoint(files);
+  const auto warnings = [&](const std::string& format, const std::string& dtype) {
+    const RunFlags flags{.directory = "/model", .dtype = dtype, .optimizer = "adamw:" + format};
+    return open_run(files, flags).checkpoint.warnings;
+  };
+  EXPECT_EQ(warnings("int8-moments-24", "float32"),
+            std::vector<std::string>{
+                "adamw:int8-moments-24 is adamw:int8-moments for 2 of 2 trained parameters, which "
+                "are not bfloat16: their master keeps 32 bits; the first is w (float32)"});
+  EXPECT_TRUE(warnings("int8-moments-24", "").empty());
+  EXPECT_TRUE(warnings("int8-moments", "float32").empty());
+}
+
 TEST(Runs, OnlyTheDefaultStagingShrinksToFit) {
   MemoryFileSystem files;
   put_checkpoint(files);

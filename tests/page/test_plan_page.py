@@ -6,6 +6,7 @@ twice; a strategy other than the plan's is drawn, or a node other than the one w
 peak; an older page is lost if the plan fails.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,32 @@ def test_an_older_page_survives_a_failure(modicum: Path, gpt2: Path, tmp_path: P
     # A device is written to, and not replaced by a new file.
     done = run(modicum, "plan", gpt2, "--report", "/dev/stderr")
     assert done.code == 0 and done.stderr.startswith("<!doctype html>")
+
+
+def test_deepspeed_is_drawn_with_its_verdict(
+    chromium: Any, modicum: Path, gpt2: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "ds.json"
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero}))
+    page = tmp_path / "plan.html"
+    words = ("--ranks", 8, "--deepspeed", config, "--workers", 2, "--budget", "1GiB")
+    done = run(modicum, "plan", gpt2, *words, "--json", "--report", page)
+    assert done.code == 15 and (done.json["fits"], done.json["deepspeed_fits"]) == (True, False)
+    totals = done.json["deepspeed"]["totals"]
+    assert by_phase(document_of(page)) == {
+        phase: total["node_bytes"] for phase, total in totals.items()
+    }
+    with shown(chromium, page) as view:
+        assert view.errors == view.violations() == []
+        sentence = view.page.inner_text("#sentence")
+        assert "does not fit" in sentence and "DeepSpeed needs" in sentence
+        assert f"Peak {sizes(totals['epoch_2']['node_bytes'])}" in view.page.inner_text(".peak")
+        facts = view.page.inner_text("#facts")
+        for part in ("modicum plan", "--workers 2", "gpt2", "float32", "8 on 1 node", "fsdp2"):
+            assert part in facts
+        assert "fp32 master" in view.page.inner_text("#tables")
+        assert view.painted()["#541ea8"] > 1000
 
 
 def test_a_plan_that_does_not_fit_is_drawn(

@@ -57,7 +57,7 @@ def plan(path: str | os.PathLike, *, ranks: int = 1, ranks_per_node: int | None 
         staging: bytes per rank, committed before the load; None: 8 MiB, less if the budget requires it.
         budget: host memory per node; "auto": what the cgroup and the node have left; None: not checked.
         baseline: bytes that a rank process holds before the load; None: 2 MiB, as in `modicum load`. A
-            process that has imported torch holds more: "256MiB" is a fair guess.
+            process that has imported torch holds 0.3 to 1.5 GiB.
         optimizer: "none", or "adamw:FORMAT" to include the optimizer's state.
         frozen: a regular expression; no state is included for parameters with matching names.
         deepspeed: a ds_config.json, to forecast DeepSpeed's own memory; None: no forecast.

@@ -392,8 +392,26 @@ function tell(run) {
   }
 }
 
-function start() {
+// The facts above the charts, and the tables below them.
+function fill_text() {
   document.getElementById("sentence").textContent = page.sentence;
+  for (const [name, value] of Object.entries(page.facts)) {
+    const fact = element("div");
+    fact.append(element("dt", name), element("dd", value));
+    document.getElementById("facts").append(fact);
+  }
+  for (const { caption, head, rows } of page.tables) {
+    const scroll = element("div", "", { className: "scroll", tabIndex: 0, role: "region" });
+    scroll.setAttribute("aria-label", caption);
+    const table = element("table");
+    fill(table, caption, head, rows.map((cells) => row(cells)));
+    scroll.append(table);
+    document.getElementById("tables").append(scroll);
+  }
+}
+
+function start() {
+  fill_text();
   const runs = page.runs.map((of) => run_of(of.document, of.label));
   const top = Math.max(...runs.map((run) => run.top));
   const place = document.getElementById("runs");
