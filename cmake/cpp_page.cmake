@@ -15,8 +15,9 @@ file(CONFIGURE OUTPUT ${CMAKE_BINARY_DIR}/cpp_page.cc CONTENT "${program}" @ONLY
 add_executable(cpp_page ${CMAKE_BINARY_DIR}/cpp_page.cc)
 target_link_libraries(cpp_page PRIVATE modicum_stream)
 set(page_model ${CMAKE_BINARY_DIR}/cpp_page_model)
-set(make_model "rm -rf ${page_model} && $<TARGET_FILE:modicum> synth ${page_model} --arch tiny-moe")
-add_test(NAME CppPage.MakesACheckpoint COMMAND sh -c "${make_model}")
+add_test(NAME CppPage.MakesACheckpoint
+         COMMAND sh -c [[rm -rf "$1" && "$0" synth "$1" --arch tiny-moe]] $<TARGET_FILE:modicum>
+                 ${page_model})
 add_test(NAME CppPage.TheProgramRuns COMMAND cpp_page ${page_model})
 set_tests_properties(CppPage.MakesACheckpoint PROPERTIES FIXTURES_SETUP page_model)
 set_tests_properties(
