@@ -2,6 +2,8 @@
 # that, and fails.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
+# Sources, pages and the tests' files are UTF-8 in any locale.
+export PYTHONUTF8 := 1
 .PHONY: help demo build test check tidy bench soak conformance format wheel mutants clean
 
 STAGES := dev asan tsan python lint
