@@ -22,10 +22,11 @@ pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 import torch
+from extensions import needs_extensions
 from program import run_json
 from safetensors.torch import save_file
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [pytest.mark.timeout(1800), needs_extensions]
 
 WIDE, NARROW = 2048, 1024
 OURS = "--optimizer=modicum:fp32"
