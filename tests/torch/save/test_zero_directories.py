@@ -41,9 +41,9 @@ from modicum.torch.saving.pickles import Global, Made, Pairs, Stored  # noqa: E4
 from modicum.torch.saving.zero import directory_of  # noqa: E402
 from modicum.upstream.torch_checkpoint import REBUILD_TENSOR, REBUILD_TYPED  # noqa: E402
 
-# Configurations of DeepSpeed in tests/support/zero_rank.py.
 pytestmark = needs_extensions
 
+# Configurations of DeepSpeed in tests/support/zero_rank.py.
 CASES = ("zero2", "zero3", "offloaded", "float32")
 TAG = f"global_step{zero_rank.STEPS}"
 TRAINED = ("embed.weight", "up.weight", "norm.weight", "gain.weight", "deep.weight")
