@@ -54,6 +54,10 @@ test-python test-python-soak: test-%:
 	@scripts/packages.sh build python
 	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
+test-elsewhere:
+	@scripts/packages.sh build check python
+	@scripts/stage.sh 'test, elsewhere' scripts/elsewhere.sh
+
 check: check-style tidy
 
 check-style:
@@ -75,7 +79,7 @@ bench: build
 	@scripts/bench.sh
 
 soak: test-dev test-asan-all test-tsan-all test-clang test-fuzz test-python-soak mutants \
-  conformance
+  test-elsewhere conformance
 
 conformance: test-dev
 	@scripts/packages.sh build python
