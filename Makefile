@@ -2,6 +2,8 @@
 # that, and fails.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
+# Sources, pages and the tests' files are UTF-8 in any locale.
+export PYTHONUTF8 := 1
 .PHONY: help demo build test check tidy bench soak conformance format wheel mutants clean
 
 STAGES := dev asan tsan python lint
@@ -52,6 +54,10 @@ test-python test-python-soak: test-%:
 	@scripts/packages.sh build python
 	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
+test-elsewhere:
+	@scripts/packages.sh build check python
+	@scripts/stage.sh 'test, elsewhere' scripts/elsewhere.sh
+
 check: check-style tidy
 
 check-style:
@@ -73,7 +79,7 @@ bench: build
 	@scripts/bench.sh
 
 soak: test-dev test-asan-all test-tsan-all test-clang test-fuzz test-python-soak mutants \
-  conformance
+  test-elsewhere conformance
 
 conformance: test-dev
 	@scripts/packages.sh build python

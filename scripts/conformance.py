@@ -111,7 +111,8 @@ def outcomes(name: str, python: Path, words: tuple[str, ...]) -> dict[str, list[
     report = PLACE / f"{name.replace(' ', '-')}.xml"
     report.unlink(missing_ok=True)
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml"]
-    done = run([*pytest, report, "--modicum", ROOT / "build/dev/modicum", *words], may_fail=True)
+    program = f"--modicum={ROOT / 'build/dev/modicum'}"
+    done = run([*pytest, report, program, *words], may_fail=True)
     if not report.exists():
         sys.exit(f"no tests were run by {name}:\n{done.stdout}{done.stderr}")
     found: dict[str, list[str]] = collections.defaultdict(list)

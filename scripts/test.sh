@@ -44,7 +44,7 @@ without_randomisation() {
 }
 
 run_pytest() {  # ARGUMENT...
-  .venv/bin/python -m pytest --modicum build/dev/modicum "$@"
+  .venv/bin/python -m pytest --modicum=build/dev/modicum "$@"
 }
 
 test_files() {

@@ -11,8 +11,6 @@ import zlib
 from pathlib import Path
 
 import pytest
-from pages import CHROMIUM
-from program import STRATEGIES, run_json
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +23,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--modicum",
         default=str(ROOT / "build/dev/modicum"),
-        help="the program that the tests run (default: the dev build)",
+        help="the program that the tests run (default: the dev build); as one word, since pytest "
+        "takes its root from other words that are paths",
     )
     parser.addoption(
         "--wheels",
@@ -40,6 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    settings = ROOT / "pyproject.toml"
+    if config.inipath is None or not config.inipath.samefile(settings):
+        what = f"expected the settings of {settings}, got {config.inipath}: run pytest in {ROOT}, "
+        raise pytest.UsageError(what + "with --modicum=PROGRAM as one word")
+
+
 # The packages that tests compare with. scripts/venv.sh installs them and BROWSING.
 ORACLES = ("torch", "transformers", "accelerate", "peft", "deepspeed")
 # Open and check our HTML pages in Debian's Chromium, which scripts/packages.sh installs.
@@ -48,6 +54,8 @@ BROWSING = ("playwright", "axe_playwright_python")
 
 def missing_oracles() -> str:
     """The names of ORACLES, BROWSING and Chromium that are not installed, comma-separated."""
+    from pages import CHROMIUM  # not before the settings are known to be found, with their paths
+
     names = [name for name in (*ORACLES, *BROWSING) if importlib.util.find_spec(name) is None]
     return ", ".join(names + [CHROMIUM] * (shutil.which(CHROMIUM) is None))
 
@@ -91,6 +99,8 @@ WHOLE_STRATEGIES = ("own-shard", "node-reader")
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from program import STRATEGIES  # not before pytest has found its settings, with their paths
+
     others = [strategy for strategy in STRATEGIES if strategy not in WHOLE_STRATEGIES]
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -146,6 +156,8 @@ def wheel(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def gpt2(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sparse checkpoint with the names and shapes of one layer of gpt2."""
+    from program import run_json
+
     directory = tmp_path_factory.mktemp("synth") / "gpt2"
     run_json(modicum, "synth", directory, "--arch", "gpt2", "--layers", 1, "--sparse")
     return directory

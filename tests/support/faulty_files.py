@@ -43,6 +43,7 @@ class FaultyFiles:
         self.page = directory / "page"
         command = ["cc", "-O1", "-Wall", "-shared", "-fPIC", "-o", self.library, SOURCE, "-ldl"]
         subprocess.run(command, check=True)
+        self._opened = self.library.open("rb")
 
     def run(
         self, root: Path, at: int, how: tuple[int, int], program: Path, *words: object
@@ -83,7 +84,8 @@ class FaultyFiles:
         """The environment of a program, for the files below `root`. Call `be` before the program
         starts."""
         return {
-            "LD_PRELOAD": str(self.library),
+            # The loader splits LD_PRELOAD at spaces, which the library's path may have.
+            "LD_PRELOAD": f"/proc/{os.getpid()}/fd/{self._opened.fileno()}",
             "FAULTY_ROOT": str(root),
             "FAULTY_PAGE": str(self.page),
         }

@@ -333,6 +333,28 @@ def test_a_budget_error_is_readable(one_rank: None) -> None:
     assert frames and all(__file__ in frame or "accelerate_alone" in frame for frame in frames)
 
 
+SCRIPT = """
+def call(act):
+    return act()
+
+def read(weight):
+    return weight.mean().item()
+"""
+
+
+@pytest.mark.parametrize("folder", ("torch", "transformers", "modicum"))
+def test_a_script_in_a_folder_named_like_a_package_keeps_its_frames(
+    one_rank: None, folder: str
+) -> None:
+    script, names = f"/home/{folder}/functools.py", {}
+    exec(compile(SCRIPT, script, "exec"), names)
+    with pytest.raises(BudgetError) as refused, loading(budget="1MiB", progress=False):
+        names["call"](lambda: prepare(build()))
+    assert script in [frame.filename for frame in traceback.extract_tb(refused.tb)]
+    with pytest.raises(UsageError, match="in read, line 6"), loading(progress=False):
+        names["read"](build().lm_head.weight)
+
+
 def test_a_budget_for_the_load_without_adamws_state_is_refused(
     one_rank: None, tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from extensions import needs_extensions
 from ranks import Ranks, ranks
 
 TRAINED = ("accelerate", "Trainer", "TRL")
@@ -233,6 +234,7 @@ os._exit(0)
 
 
 @SOAK  # compiles DeepSpeed's optimizer
+@needs_extensions
 def test_the_deepspeed_block_protects_and_measures(root: Path, blocks: dict[str, str]) -> None:
     """Runs the block with ZeRO-3 offload, in a separate process."""
     pytest.importorskip("deepspeed")

@@ -22,6 +22,7 @@ pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 import torch
+from extensions import needs_extensions
 from program import run_json
 from safetensors.torch import save_file
 
@@ -29,6 +30,7 @@ from safetensors.torch import save_file
 pytestmark = [
     pytest.mark.soak,  # DeepSpeed's optimizer is compiled
     pytest.mark.timeout(1800),
+    needs_extensions,
 ]
 
 WIDE, NARROW = 2048, 1024

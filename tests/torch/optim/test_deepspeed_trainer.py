@@ -22,6 +22,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed")
 
 import torch
+from extensions import needs_extensions
 from program import run_json
 
 import modicum as front
@@ -29,6 +30,7 @@ from modicum.errors import UsageError
 from modicum.torch.deepspeed import ProtectCallback, config_of
 
 PROGRAM = Path(__file__).parents[2] / "support/deepspeed_trainer.py"
+pytestmark = needs_extensions
 
 
 def run(folder: Path, *words: str) -> dict[str, Any]:

@@ -28,6 +28,7 @@ pytest.importorskip("transformers")
 
 import zero_rank  # noqa: E402  (after torch is known to be there)
 from audit import mutated, nothing_happens  # noqa: E402
+from extensions import needs_extensions  # noqa: E402
 from ranks import torchrun  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -39,6 +40,8 @@ from modicum.torch.saving.archives import Archive  # noqa: E402
 from modicum.torch.saving.pickles import Global, Made, Pairs, Stored  # noqa: E402
 from modicum.torch.saving.zero import directory_of  # noqa: E402
 from modicum.upstream.torch_checkpoint import REBUILD_TENSOR, REBUILD_TYPED  # noqa: E402
+
+pytestmark = needs_extensions
 
 # Configurations of DeepSpeed in tests/support/zero_rank.py.
 CASES = ("zero2", "zero3", "float32", "offloaded")

@@ -104,7 +104,7 @@ def _curves(sources: Any) -> list[_Curve]:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    yield from map(json.loads, path.read_text().splitlines())
+    yield from map(json.loads, path.read_text("utf-8").splitlines())
 
 
 def _read(lines: Iterable[Any], name: str) -> list[_Curve]:

@@ -40,7 +40,7 @@ def own_status() -> Status:
 def name_of(pid: int) -> str:
     """The kernel's name of a process; empty if it has ended."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""
 

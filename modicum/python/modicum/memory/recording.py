@@ -375,5 +375,5 @@ def save(
     """
     target = Path(str(path).replace("{rank}", str(_rank())))
     written = [json.dumps(line, separators=(",", ":")) for line in recorded(label, lines)]
-    target.write_text("\n".join(written) + "\n")
+    target.write_text("\n".join(written) + "\n", "utf-8")
     return target

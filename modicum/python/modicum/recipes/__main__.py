@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"modicum: {error}", file=sys.stderr)
         return error.code
     if options.output:
-        Path(options.output).write_text(recipe.text())
+        Path(options.output).write_text(recipe.text(), "utf-8")
     else:
         print(recipe.text())
     return 0

@@ -43,7 +43,7 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     read. Ops are checked by the load."""
     path, what = Path(path), "invalid recipe.json"
     try:
-        document = json.loads(path.read_text())
+        document = json.loads(path.read_text("utf-8"))
         made = Recipe(dict(document["targets"]), list(document.get("unused", [])))
     except OSError as error:
         raise failure("IO", "can't read the recipe", file=path.name, got=error.strerror) from error

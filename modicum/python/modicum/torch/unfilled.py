@@ -17,6 +17,7 @@ from torch import nn
 from modicum.errors import Error, refusal
 from modicum.recipes.structure import Structure, ties_of
 from modicum.torch.shards.tensors import as_bytes
+from modicum.upstream.frames import is_part_of
 from modicum.upstream.torch_core import (
     buffers_of,
     drop_hooks,
@@ -26,9 +27,7 @@ from modicum.upstream.torch_core import (
 )
 
 # Packages whose frames are removed from the traceback of an error of Modicum.
-_FRAMEWORKS = re.compile(
-    r"[/\\](modicum|accelerate|transformers|trl|torch|contextlib\.py|functools\.py)([/\\]|$)"
-)
+_FRAMEWORKS = ("modicum", "accelerate", "transformers", "trl", "torch", "contextlib", "functools")
 # Messages of torch's errors about tensors without values.
 _WITHOUT_VALUES = re.compile(
     r"(?i)meta tensor|on meta|meta device|device meta|device='meta'|'Meta'|no data"
@@ -269,7 +268,7 @@ def _last_frame(error: BaseException) -> str:
     frame, at = "", error.__traceback__
     while at is not None:
         code = at.tb_frame.f_code
-        if not re.search(r"[/\\]torch[/\\]", code.co_filename):
+        if not is_part_of(code.co_filename, ("torch",)):
             frame = f"{code.co_name}, line {at.tb_lineno}"
         at = at.tb_next
     return frame
@@ -285,6 +284,6 @@ def _shorten(error: Error) -> None:
 
 
 def _next_of_script(at: types.TracebackType | None) -> types.TracebackType | None:
-    while at is not None and _FRAMEWORKS.search(at.tb_frame.f_code.co_filename):
+    while at is not None and is_part_of(at.tb_frame.f_code.co_filename, _FRAMEWORKS):
         at = at.tb_next
     return at

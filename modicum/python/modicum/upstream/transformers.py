@@ -251,7 +251,7 @@ def source_of(files: Sequence[str] | None) -> Path:
     folder, names = paths[0].parent, {path.name for path in paths}
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        stored = set(json.loads(index.read_text())["weight_map"].values())
+        stored = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
     else:
         stored = {"model.safetensors"}
     if names == stored and all(path.parent == folder for path in paths):

@@ -7,13 +7,12 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from modicum.errors import Error
+from modicum.upstream.frames import is_part_of
 from modicum.upstream.torch_core import children_of, parameters_of
 from modicum.upstream.wrappers import canonical
 
@@ -95,9 +94,12 @@ def skip_warning(name: str | None) -> str:
 def warn_script(what: str) -> None:
     """Issues a UserWarning at the innermost line of the call stack that is outside of torch and
     Modicum."""
-    packages = tuple(str(path) for path in (Path(torch.__file__).parent, Path(__file__).parents[2]))
     level, frame = 1, inspect.currentframe()
-    # "<" begins the file name of generated code, such as "<string>".
-    while frame is not None and frame.f_code.co_filename.startswith((*packages, "<")):
+    while frame is not None and _is_internal(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     warnings.warn(what, stacklevel=level)
+
+
+def _is_internal(file: str) -> bool:
+    # "<" begins the file name of generated code, such as "<string>".
+    return file.startswith("<") or is_part_of(file, ("modicum", "torch"))

@@ -72,7 +72,7 @@ class Process:
 def _state_of(pid: int) -> tuple[str, str] | None:
     """State and start time of a process; None if it does not exist."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()
     except OSError:
         return None
     return fields[0], fields[19]

@@ -149,7 +149,7 @@ def config_text(module: Any) -> str:
         mapping = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder, auto_mapping_dict=mapping)
-        return (Path(folder) / CONFIG).read_text()
+        return (Path(folder) / CONFIG).read_text("utf-8")
 
 
 def goal_of_adapters(model: Model, ranks: Ranks) -> Goal:

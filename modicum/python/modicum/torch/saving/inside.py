@@ -173,7 +173,7 @@ def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, director
     if not saved.exists():
         what = "the checkpoint holds no optimizer state to go on from"
         raise refusal("MISMATCH", what, file=directory.name)
-    groups.restore(optimizer, json.loads(saved.read_text()), Model.of(model).names)
+    groups.restore(optimizer, json.loads(saved.read_text("utf-8")), Model.of(model).names)
     optimizer.state.clear()
 
 

@@ -207,7 +207,7 @@ def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -
             if not facts["has_state"]:
                 what = "the step holds no optimizer state to go on from"
                 raise refusal("MISMATCH", what, file=path.name)
-            state = (path / "optimizer" / "state.json").read_text()
+            state = (path / "optimizer" / "state.json").read_text("utf-8")
             _require_same(optimizer, state)
     return Found(path, facts, state)
 
@@ -237,7 +237,9 @@ def load_state(
     bytes read. Collective."""
     whole = Model.of(model)
     names = whole.names
-    options = json.loads((found.path / groups.FILE).read_text()) if _has_groups(found) else None
+    options = (
+        json.loads((found.path / groups.FILE).read_text("utf-8")) if _has_groups(found) else None
+    )
     saved = _saved_state(found)
     if isinstance(optimizer, AdamW):
         state = AdamWState(optimizer, names)
