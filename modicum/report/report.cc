@@ -167,7 +167,7 @@ std::string wider_verdict(const PlanReport& report) {
     const uint64_t over = shortfall_of(*report.wider_refusal);
     return fmt::format("does not fit, {} too little: {} {}; {} alone would fit\n",
                        format_size(over),
-                       report.node_fits.value_or(true) ? "DeepSpeed needs" : "all holders need",
+                       report.node_fits.value_or(true) ? "DeepSpeed needs" : "all need",
                        format_size(report.budget->bytes + over), run);
   }
   if (!report.job_fits.value_or(true)) return "load and steps fit\n";
