@@ -29,6 +29,17 @@ struct Journal {
   std::vector<ConvertedFile> files;
 };
 
+void losses_member(JsonWriter& out, const std::vector<TensorLoss>& losses) {
+  out.key("losses").begin_array();
+  for (const TensorLoss& of : losses) {
+    out.begin_object().member("tensor", of.tensor).member("file", of.file);
+    out.member("overflowed", of.loss.overflowed).member("underflowed", of.loss.underflowed);
+    out.member("first_index", of.loss.first_index).member("first_value", of.loss.first_value);
+    out.member("largest", of.loss.largest).end_object();
+  }
+  out.end_array();
+}
+
 std::string journal_json(const Journal& journal) {
   JsonWriter out;
   out.begin_object();
@@ -38,9 +49,25 @@ std::string journal_json(const Journal& journal) {
     out.begin_object().member("name", file.name).member("bytes", file.bytes);
     out.member("digest", hex(file.digest)).key("chunks").begin_array();
     for (const uint64_t chunk : file.chunks) out.value(hex(chunk));
-    out.end_array().end_object();
+    out.end_array();
+    if (file.losses) losses_member(out, *file.losses);
+    out.end_object();
   }
   return out.end_array().end_object().text();
+}
+
+TensorLoss read_loss(JsonValue& value) {
+  TensorLoss of;
+  value.object([&](std::string_view key, JsonValue& member) {
+    if (key == "tensor") of.tensor = member.string();
+    if (key == "file") of.file = member.string();
+    if (key == "overflowed") of.loss.overflowed = member.integer();
+    if (key == "underflowed") of.loss.underflowed = member.integer();
+    if (key == "first_index") of.loss.first_index = member.integer();
+    if (key == "first_value") of.loss.first_value = member.number();
+    if (key == "largest") of.loss.largest = member.number();
+  });
+  return of;
 }
 
 ConvertedFile read_file(JsonValue& value) {
@@ -49,8 +76,12 @@ ConvertedFile read_file(JsonValue& value) {
     if (key == "name") file.name = member.string();
     if (key == "bytes") file.bytes = static_cast<uint64_t>(member.integer());
     if (key == "digest") file.digest = hex_value(member, "journal");
-    if (key != "chunks") return;
-    member.array([&](JsonValue& chunk) { file.chunks.push_back(hex_value(chunk, "journal")); });
+    if (key == "chunks") {
+      member.array([&](JsonValue& chunk) { file.chunks.push_back(hex_value(chunk, "journal")); });
+    }
+    if (key != "losses") return;
+    file.losses.emplace();
+    member.array([&](JsonValue& loss) { file.losses->push_back(read_loss(loss)); });
   });
   return file;
 }
@@ -113,6 +144,9 @@ void ConversionJournal::read_journal(const Inputs& inputs) {
   }
   if (journal && journal->inputs == inputs.digest.hex()) {
     finished_ = std::move(journal->files);
+    if (inputs.needs_losses) {
+      std::erase_if(finished_, [](const ConvertedFile& file) { return !file.losses; });
+    }
   } else if (files_.is_directory(partial_)) {
     remove_tree(files_, partial_);  // files made from other inputs, or without a valid journal
   }

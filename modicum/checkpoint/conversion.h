@@ -11,14 +11,25 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "modicum/checkpoint/range_loss.h"
 #include "modicum/checkpoint/step.h"
 #include "modicum/io/io.h"
 #include "modicum/spec/spec.h"
 
 namespace modicum {
+
+// What a tensor of the output has lost by its cast.
+struct TensorLoss {
+  std::string tensor;
+  std::string file;  // the stored file of the first overflowed element; may be empty
+  RangeLoss loss;
+
+  bool operator==(const TensorLoss&) const = default;
+};
 
 struct ConvertedFile {
   std::string name;  // relative to the output; may be in kStateDirectory or kExtraDirectory
@@ -26,6 +37,8 @@ struct ConvertedFile {
   uint64_t digest = 0;  // the file's part of the output's digest
   // If the output is a step: StepTensor::chunks of each tensor of this file, one after another.
   std::vector<uint64_t> chunks;
+  // Tensors that have lost something. Journals of versions before 0.2 have no such list.
+  std::optional<std::vector<TensorLoss>> losses;
 
   bool operator==(const ConvertedFile&) const = default;
 };
@@ -38,6 +51,7 @@ class ConversionJournal {
     StepOwner owner;  // this process
     // Whether the process that has written the journal is known to have ended.
     std::function<bool(const StepOwner&)> is_dead;
+    bool needs_losses = false;  // a file without ConvertedFile::losses counts as unfinished
   };
   // Begins a conversion to `out`, or resumes an earlier one with equal inputs. Removes the files of
   // an earlier conversion with other inputs. Throws CONFLICT if `out` exists, or if `is_dead` is

@@ -16,6 +16,7 @@ struct ConvertFlags {
   std::string out;
   std::string shard_size;
   bool sparse = false;
+  bool allow_overflow = false;
 };
 
 void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
@@ -38,6 +39,9 @@ void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
                  "size of the staging buffer; default 8 MiB, or less if the budget requires it");
   app.add_flag("--sparse", flags.sparse,
                "leave a hole in the file, which takes no disk space, for each page of zeros");
+  app.add_flag("--allow-overflow", flags.allow_overflow,
+               "write infinity for finite values that are too large for their new dtype; default: "
+               "they are an error");
 }
 
 }  // namespace
@@ -59,7 +63,7 @@ int run_convert(const Args& args) {
   const ConvertReport report = within_budget(
       flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
-        return convert_in_rank({task, *form, flags.out, flags.sparse}, show);
+        return convert_in_rank({task, *form, flags.out, flags.sparse, flags.allow_overflow}, show);
       },
       prepare);
   print_result(

@@ -8,6 +8,24 @@
 #include "modicum/stream/stream.h"
 
 namespace modicum {
+namespace {
+
+DiffReport::Difference reported(const Difference& of) {
+  DiffReport::Difference to{.tensor = of.tensor,
+                            .kind = kind_name(of.kind),
+                            .first_index = of.first_index,
+                            .count = of.count,
+                            .largest = of.largest,
+                            .largest_index = of.largest_index,
+                            .shape = of.shape};
+  if (of.kind != Difference::Kind::dtype) return to;
+  to.dtype_a = torch_name(of.dtype_a);
+  to.dtype_b = torch_name(of.dtype_b);
+  if (of.rounded_to) to.rounded_to = torch_name(*of.rounded_to);
+  return to;
+}
+
+}  // namespace
 
 int run_diff(const Args& args) {
   CLI::App app(
@@ -36,7 +54,7 @@ int run_diff(const Args& args) {
   });
   DiffReport report{.tensors = found.tensors, .bytes = found.bytes};
   for (const Difference& one : found.found) {
-    report.differences.push_back({one.tensor, kind_name(one.kind), one.first_index, one.count});
+    report.differences.push_back(reported(one));
   }
   print_result(
       flags, [&] { return diff_json(report); }, [&] { return diff_text(report); });

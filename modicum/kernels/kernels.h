@@ -51,6 +51,17 @@ void dequant(const ScaledCodes& from, std::byte* to, DType to_dtype, int64_t n,
 // transformers.
 void widen_scales(const std::byte* from, DType dtype, int64_t n, float* to) noexcept;
 
+// How many of `n` elements are zero, of either sign, and how many are infinite. `dtype` is fp32,
+// bf16, fp16, F8_E4M3 or F8_E5M2; element i is at `from` + i * step elements. A cast keeps zeros,
+// infinities and NaNs, so what it adds to these counts are the values that left the dtype's range.
+struct Specials {
+  int64_t zeros = 0;
+  int64_t infinities = 0;
+};
+Specials count_specials(const std::byte* from, DType dtype, int64_t n, int64_t step = 1) noexcept;
+// The value of element i, whose dtype is one of these.
+double value_at(const std::byte* from, DType dtype, int64_t i) noexcept;
+
 // Copies `n` bytes by stores that bypass the caches, which is fastest if the target is much larger
 // than the caches. `from`, `to` and `n` are multiples of 64.
 void copy_streaming(const std::byte* from, std::byte* to, size_t n) noexcept;

@@ -286,10 +286,15 @@ struct DiffReport {
     std::string tensor;
     std::string_view kind;  // "only_in_a", "only_in_b", "dtype", "shape", "values"
     int64_t first_index = 0;
-    int64_t count = 0;  // of differing elements
+    int64_t count = 0;              // of differing elements
+    std::optional<double> largest;  // difference of numbers; infinite for infinity or NaN
+    int64_t largest_index = 0;
+    std::vector<int64_t> shape;
+    std::string_view dtype_a, dtype_b;  // set for "dtype"
+    std::string_view rounded_to;        // set for "dtype" if the values were compared
   };
   uint64_t tensors = 0;  // compared
-  uint64_t bytes = 0;    // compared, of each checkpoint
+  uint64_t bytes = 0;    // compared, of A
   std::vector<Difference> differences;
 };
 std::string diff_json(const DiffReport& report);
@@ -308,6 +313,9 @@ struct ConvertReport {
   uint64_t digest = 0;      // of the output, as `load --digest`
   std::vector<SaveReport::File> files;
   std::vector<std::string> left_out;  // stored tensors that the recipe leaves unused
+  // Tensors with values that are infinite or zero in their new dtype; empty if a step was
+  // converted, which casts nothing.
+  std::optional<std::vector<TensorLoss>> losses;
   std::optional<Budget> budget;
   std::optional<int64_t> step;  // its number, if a step was converted
 };

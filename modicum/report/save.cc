@@ -20,6 +20,30 @@ void files_member(JsonWriter& out, const std::vector<SaveReport::File>& files) {
   out.end_array();
 }
 
+// A list has the tensors whose `count` is not 0.
+void losses_members(JsonWriter& out, const std::vector<TensorLoss>& losses) {
+  int64_t overflowed = 0, underflowed = 0;
+  for (const TensorLoss& of : losses) {
+    overflowed += of.loss.overflowed;
+    underflowed += of.loss.underflowed;
+  }
+  out.member("overflowed", overflowed).member("underflowed", underflowed);
+  out.key("overflowed_tensors").begin_array();
+  for (const auto& [tensor, file, loss] : losses) {
+    if (loss.overflowed == 0) continue;
+    out.begin_object().member("tensor", tensor).member("overflowed", loss.overflowed);
+    out.member("underflowed", loss.underflowed).member("first_index", loss.first_index);
+    out.member("first_value", loss.first_value).member("largest", loss.largest).end_object();
+  }
+  out.end_array().key("underflowed_tensors").begin_array();
+  for (const auto& [tensor, file, loss] : losses) {
+    if (loss.underflowed == 0) continue;
+    out.begin_object().member("tensor", tensor).member("underflowed", loss.underflowed);
+    out.end_object();
+  }
+  out.end_array();
+}
+
 // `done`: "copied" or "left out".
 std::string names_text(std::string_view done, const std::vector<std::string>& names) {
   if (names.empty()) return "";
@@ -73,6 +97,7 @@ std::string convert_json(const ConvertReport& report) {
   out.member("coverage", "proven").member("digest", digest_text(report.digest));
   files_member(out, report.files);
   names_member(out, "left_out", report.left_out);
+  if (report.losses) losses_members(out, *report.losses);
   budget_member(out, report.budget);
   outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
   return out.end_object().text();

@@ -2,25 +2,35 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <optional>
 #include <string_view>
 
+#include "modicum/kernels/kernels.h"
 #include "modicum/stream/reader.h"
 
 namespace modicum {
 namespace {
 
-// Compares the bytes of two tensors of equal dtype and shape.
+// The absolute difference of two numbers; infinite if only one is finite, or one is NaN.
+double distance(double a, double b) noexcept {
+  if (a == b || (std::isnan(a) && std::isnan(b))) return 0;
+  const double difference = std::abs(a - b);
+  return std::isfinite(difference) ? difference : std::numeric_limits<double>::infinity();
+}
+
+// Compares the values of two tensors of equal shape.
 class Comparison {
  public:
   Comparison(const Checkpoint& a, const Checkpoint& b, FunctionRef<void(uint64_t)> poll)
       : a_(a), b_(b), poll_(poll), buffer_(kDiffBytes) {}
 
-  // The difference of two tensors' values, if any.
+  // The difference of the values of two tensors of equal dtype, if any.
   std::optional<Difference> values(const Stored& of_a, const Stored& of_b) {
-    Difference found{.tensor = of_a.spec.fqn, .count = 0};
+    Difference found{.tensor = of_a.spec.fqn, .shape = of_a.spec.shape};
     const auto from_a = std::span(buffer_).first(buffer_.size() / 2);
     const auto from_b = std::span(buffer_).subspan(from_a.size());
     for (uint64_t done = 0; done < of_a.at.bytes(); done += from_a.size()) {
@@ -29,9 +39,57 @@ class Comparison {
       b_.read(of_b.at.file, of_b.at.begin + done, from_b.first(n));
       poll_(n);
       if (std::memcmp(from_a.data(), from_b.data(), n) == 0) continue;
-      count(from_a.first(n), from_b.first(n), {of_a.spec.dtype, done}, found);
+      const Side a{from_a.data(), of_a.spec.dtype}, b{from_b.data(), of_b.spec.dtype};
+      count({a, b, a, b, n, done}, found);
     }
     return found.count == 0 ? std::nullopt : std::optional(std::move(found));
+  }
+
+  // The difference of two tensors whose dtypes differ and are castable.
+  Difference rounded(const Stored& of_a, const Stored& of_b) {
+    const DType dtype_a = of_a.spec.dtype, dtype_b = of_b.spec.dtype;
+    Difference to_a = of_dtypes(of_a.spec, of_b.spec), to_b = to_a;
+    to_a.rounded_to = dtype_a;
+    to_b.rounded_to = dtype_b;
+    const size_t room = buffer_.size() / 3 / sizeof(float) * sizeof(float);
+    const auto from_a = std::span(buffer_).first(room);
+    const auto from_b = std::span(buffer_).subspan(room, room);
+    std::byte* const narrow = buffer_.data() + 2 * room;
+    const auto most = static_cast<int64_t>(room / sizeof(float));
+    const int64_t numel = numel_of(of_a.spec.shape);
+    for (int64_t done = 0; done < numel; done += most) {
+      const int64_t n = std::min(most, numel - done);
+      const auto read = [&](DataReader& reader, const Stored& of, std::span<std::byte> into) {
+        reader.read(of.at.file, of.at.begin + bytes_of(of.spec.dtype, done),
+                    into.first(bytes_of(of.spec.dtype, n)));
+        return Side{into.data(), of.spec.dtype};
+      };
+      const Side a = read(a_, of_a, from_a), b = read(b_, of_b, from_b);
+      poll_(bytes_of(dtype_a, n));
+      const auto compare = [&](const Side& wide, const Side& other, Difference& found) {
+        cast(wide.bytes, wide.dtype, narrow, other.dtype, n);
+        count({{narrow, other.dtype},
+               other,
+               a,
+               b,
+               bytes_of(other.dtype, n),
+               bytes_of(other.dtype, done)},
+              found);
+      };
+      if (dtype_b != DType::f32) compare(a, b, to_b);
+      if (dtype_a != DType::f32) compare(b, a, to_a);
+    }
+    if (dtype_b == DType::f32) return to_a;
+    return dtype_a == DType::f32 || to_b.count <= to_a.count ? to_b : to_a;
+  }
+
+  // The difference of two tensors whose dtypes differ, without their values.
+  static Difference of_dtypes(const TensorSpec& a, const TensorSpec& b) {
+    return {.tensor = a.fqn,
+            .kind = Difference::Kind::dtype,
+            .dtype_a = a.dtype,
+            .dtype_b = b.dtype,
+            .shape = a.shape};
   }
 
   void finish() {
@@ -40,19 +98,35 @@ class Comparison {
   }
 
  private:
-  struct Place {
+  struct Side {
+    const std::byte* bytes;
     DType dtype;
-    uint64_t begin;  // of the compared bytes within the tensor
+  };
+  struct Elements {
+    Side compared_a, compared_b;  // of one dtype
+    Side a, b;                    // as stored
+    uint64_t bytes, begin;        // size of the compared elements, and their place in the tensor
   };
   // Elements of less than 8 bits are compared by bytes: of two 4-bit elements in a byte both are
   // counted, and of 6-bit elements one for each byte that differs.
-  static void count(std::span<const std::byte> a, std::span<const std::byte> b, const Place& at,
-                    Difference& found) {
-    const auto bits = static_cast<uint64_t>(bits_per_element(at.dtype));
+  static void count(const Elements& of, Difference& found) {
+    const DType dtype = of.compared_a.dtype;
+    const auto bits = static_cast<uint64_t>(bits_per_element(dtype));
     const uint64_t unit = std::max<uint64_t>(8, bits) / 8;
-    for (uint64_t i = 0; i < a.size(); i += unit) {
-      if (std::memcmp(a.data() + i, b.data() + i, unit) == 0) continue;
-      const auto index = static_cast<int64_t>((at.begin + i) * 8 / bits);
+    const bool are_numbers = is_castable(dtype);
+    for (uint64_t i = 0; i < of.bytes; i += unit) {
+      if (std::memcmp(of.compared_a.bytes + i, of.compared_b.bytes + i, unit) == 0) continue;
+      const auto index = static_cast<int64_t>((of.begin + i) * 8 / bits);
+      if (are_numbers) {
+        const auto element = static_cast<int64_t>(i / unit);
+        const double a = value_at(of.a.bytes, of.a.dtype, element);
+        const double b = value_at(of.b.bytes, of.b.dtype, element);
+        if (of.a.dtype != of.b.dtype && std::isnan(a) && std::isnan(b)) continue;
+        if (const double by = distance(a, b); !found.largest || by > *found.largest) {
+          found.largest = by;
+          found.largest_index = index;
+        }
+      }
       if (found.count == 0) found.first_index = index;
       found.count += static_cast<int64_t>(unit * 8 / bits);
     }
@@ -65,7 +139,7 @@ class Comparison {
 
 // A difference that counts all elements of the tensor.
 Difference whole(const TensorSpec& spec, Difference::Kind kind) {
-  return {.tensor = spec.fqn, .kind = kind, .count = numel_of(spec.shape)};
+  return {.tensor = spec.fqn, .kind = kind, .count = numel_of(spec.shape), .shape = spec.shape};
 }
 
 }  // namespace
@@ -95,22 +169,28 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
     const Stored& other = *found->second;
     unmatched.erase(found);
     ++all.tensors;
-    if (other.spec.dtype != spec.dtype) {
-      difference_of[t] = whole(spec, Difference::Kind::dtype);
-    } else if (other.spec.shape != spec.shape) {
+    const bool is_same_dtype = other.spec.dtype == spec.dtype;
+    const bool is_comparable =
+        is_same_dtype || (is_castable(spec.dtype) && is_castable(other.spec.dtype));
+    if (is_comparable && other.spec.shape == spec.shape) {
+      to_compare[t] = &other;
+      all.bytes += tensors[t].at.bytes();
+    } else if (is_same_dtype) {
       difference_of[t] = whole(spec, Difference::Kind::shape);
     } else {
-      to_compare[t] = &other;
-      all.bytes += other.at.bytes();
+      difference_of[t] = Comparison::of_dtypes(spec, other.spec);
+      difference_of[t]->count = numel_of(spec.shape);
     }
   }
   run_workers(threads, [&](int worker) {
     Comparison comparison(a, b, poll);
     for (size_t t = static_cast<size_t>(worker); t < tensors.size();
          t += static_cast<size_t>(threads)) {
-      if (to_compare[t] != nullptr) {
-        difference_of[t] = comparison.values(tensors[t], *to_compare[t]);
-      }
+      const Stored* const other = to_compare[t];
+      if (other == nullptr) continue;
+      difference_of[t] = other->spec.dtype == tensors[t].spec.dtype
+                             ? comparison.values(tensors[t], *other)
+                             : comparison.rounded(tensors[t], *other);
     }
     comparison.finish();
   });

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,20 +17,34 @@ struct Difference {
   std::string tensor;
   Kind kind = Kind::values;
   int64_t first_index = 0;  // row-major index of the first differing element
-  // For `values` the number of differing elements, else the number of all elements: of B's tensor
-  // for only_in_b, of A's tensor for the other kinds.
+  // For `values`, and for `dtype` if the values were compared, the number of differing elements.
+  // Else the number of all elements: of B's tensor for only_in_b, of A's tensor for the other
+  // kinds.
   int64_t count = 0;
+  // For `dtype`, if the values were compared: the dtype to which the other tensor was rounded.
+  std::optional<DType> rounded_to;
+  // Of differing elements, if they are fp32, bf16 or fp16: the largest absolute difference and the
+  // row-major index of the first element that has it. Infinite if one of the values is infinite or
+  // NaN.
+  std::optional<double> largest;
+  int64_t largest_index = 0;
+  // For `dtype`: the dtypes in A and B.
+  DType dtype_a = DType::f32, dtype_b = DType::f32;
+  std::vector<int64_t> shape;  // of A's tensor; of B's for only_in_b
 };
 std::string_view kind_name(Difference::Kind kind) noexcept;
 
 struct Differences {
   std::vector<Difference> found;  // in the order of A's tensors, then tensors that only B has
   uint64_t tensors = 0;           // number of names that are in both
-  uint64_t bytes = 0;             // bytes compared in each checkpoint
+  uint64_t bytes = 0;             // bytes of A that were compared
 };
 
 constexpr uint64_t kDiffBytes = 8 * kMiB;
-// Compares names, dtypes, shapes and, bit for bit, values, but not the division into files. Holds
+// Compares names, dtypes, shapes and, bit for bit, values, but not the division into files. Of two
+// dtypes among fp32, bf16 and fp16 the wider tensor is rounded to the narrower dtype before; then a
+// NaN equals every NaN. Of bf16 and fp16, each is rounded to the other; the result is that with
+// fewer differences. Values of other dtypes that differ are not compared. Holds
 // kDiffBytes for each thread. Calls `poll` after each read with the number of bytes compared since
 // the last call, on any thread; an exception from it ends the call. Throws FORMAT.TRUNC, IO;
 // CONFLICT if a file changed.

@@ -2,6 +2,7 @@
 // Internal to `stream`.
 #pragma once
 
+#include "modicum/checkpoint/checkpoint.h"
 #include "modicum/plan/plan.h"
 
 namespace modicum {
@@ -28,9 +29,18 @@ class Conversion {
   void run(const std::byte* from, int64_t first, std::byte* to, int64_t n,
            int64_t to_step = 1) const noexcept;
 
+  // What `run` has lost, called with the same arguments afterwards. `first_index` counts from
+  // `from`.
+  RangeLoss loss(const std::byte* from, int64_t first, const std::byte* to, int64_t n,
+                 int64_t to_step = 1) const noexcept;
+
  private:
   void dequantise(const std::byte* from, int64_t first, std::byte* to, int64_t n,
                   int64_t to_step) const noexcept;
+  // The same for elements that have one scale; 1 if they have none.
+  RangeLoss loss_at_scale(float scale, const std::byte* from, const std::byte* to, int64_t n,
+                          int64_t to_step) const noexcept;
+  float scale_of(int64_t element) const noexcept;
 
   const DType from_dtype_, to_dtype_;
   const bool dequantises_;

@@ -9,11 +9,12 @@
 #include "modicum/memory/memory.h"
 #include "modicum/plan/plan.h"
 #include "modicum/ranks/ranks.h"
-#include "modicum/stream/diff.h"       // IWYU pragma: export
-#include "modicum/stream/file_sink.h"  // IWYU pragma: export
-#include "modicum/stream/reader.h"     // IWYU pragma: export
-#include "modicum/stream/rings.h"      // IWYU pragma: export
-#include "modicum/stream/save.h"       // IWYU pragma: export
+#include "modicum/stream/diff.h"          // IWYU pragma: export
+#include "modicum/stream/file_sink.h"     // IWYU pragma: export
+#include "modicum/stream/range_losses.h"  // IWYU pragma: export
+#include "modicum/stream/reader.h"        // IWYU pragma: export
+#include "modicum/stream/rings.h"         // IWYU pragma: export
+#include "modicum/stream/save.h"          // IWYU pragma: export
 #include "modicum/stream/sink.h"
 #include "modicum/stream/snapshot.h"  // IWYU pragma: export
 #include "modicum/stream/spans.h"     // IWYU pragma: export
@@ -35,6 +36,8 @@ struct LoadOptions {
   // Returns caller-provided tensor `ordinal`, unsharded; the memory must stay valid until the next
   // call. Called on the thread that calls load(), in the order of the targets.
   std::function<std::span<const std::byte>(uint32_t ordinal)> caller;
+  // If set, receives the losses of all casts, with indices in the rank's local buffers.
+  RangeLosses* losses = nullptr;
   uint64_t init_seed = 0;  // values of `init` rules depend only on this seed, the FQN and the index
 };
 

@@ -61,14 +61,25 @@ void Writer::put(const Transfer& transfer, const std::byte* from, const ScalesAt
   done(transfer);
 }
 
+void Writer::convert(const Transfer& t, const Conversion& how, const Piece& piece) noexcept {
+  how.run(piece.from, piece.first, piece.to, piece.n, piece.step);
+  if (options_.losses == nullptr || t.compared) return;
+  RangeLoss loss = how.loss(piece.from, piece.first, piece.to, piece.n, piece.step);
+  if (loss.empty()) return;
+  loss.first_index = piece.at + loss.first_index * piece.step;
+  if (t.source == Transfer::Source::stored) loss.first_stored = t.from;
+  options_.losses->add(t.target, loss);
+}
+
 void Writer::put_into_host(const Transfer& t, const std::byte* from, const Conversion& how,
                            std::span<std::byte> host) noexcept {
   for (int64_t k = 0; k < t.runs.count; ++k) {
     const std::byte* run = from + bytes_at(t.from_dtype, k * t.runs.stride);
-    std::byte* to = host.data() + bytes_at(t.to_dtype, t.runs.at + k * t.runs.at_stride);
+    const int64_t at = t.runs.at + k * t.runs.at_stride;
+    std::byte* to = host.data() + bytes_at(t.to_dtype, at);
     // A run of one element takes the contiguous path.
     const int64_t step = t.runs.length == 1 ? 1 : t.runs.at_step;
-    how.run(run, t.runs.first + k * t.runs.stride, to, t.runs.length, step);
+    convert(t, how, {run, t.runs.first + k * t.runs.stride, to, at, t.runs.length, step});
   }
 }
 
@@ -97,12 +108,14 @@ void Writer::put_by_copies(const Transfer& t, const std::byte* from, const Conve
       const int64_t first = runs_are_lines ? line * t.runs.stride + i : i * t.runs.stride + line;
       const int64_t at = t.runs.at + line * line_at + i * (runs_are_lines ? 1 : t.runs.at_stride);
       if (runs_are_lines) {
-        how.run(from + bytes_at(t.from_dtype, first), t.runs.first + first, room.data(), n);
+        convert(t, how,
+                {from + bytes_at(t.from_dtype, first), t.runs.first + first, room.data(), at, n});
       } else {
         for (int64_t j = 0; j < n; ++j) {
           const int64_t element = first + j * t.runs.stride;
-          how.run(from + bytes_at(t.from_dtype, element), t.runs.first + element,
-                  room.data() + bytes_at(t.to_dtype, j), 1);
+          convert(t, how,
+                  {from + bytes_at(t.from_dtype, element), t.runs.first + element,
+                   room.data() + bytes_at(t.to_dtype, j), at + j * t.runs.at_stride});
         }
       }
       const std::span<const std::byte> elements = room.first(bytes_of(t.to_dtype, n));

@@ -37,6 +37,17 @@ class Writer {
   uint64_t bytes_loaded() const noexcept { return bytes_loaded_; }
 
  private:
+  // Contiguous elements of a transfer's source, from element `first` of it on, and their place:
+  // memory with `step` elements from one to the next, and elements at + i * step of the buffer.
+  struct Piece {
+    const std::byte* from = nullptr;
+    int64_t first = 0;
+    std::byte* to = nullptr;
+    int64_t at = 0;
+    int64_t n = 1;
+    int64_t step = 1;
+  };
+  void convert(const Transfer& transfer, const Conversion& how, const Piece& piece) noexcept;
   void put_into_host(const Transfer& transfer, const std::byte* from, const Conversion& how,
                      std::span<std::byte> host) noexcept;
   // Casts into `room`, then copies to the sink. A compared transfer is not copied, only hashed.

@@ -1,5 +1,7 @@
 #include "modicum/training/convert.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -20,6 +22,48 @@ Digest inputs_of(const ConvertTask& task) {
     hasher.add(file.identity.device).add(file.identity.inode).add(file.identity.mtime_ns);
   }
   return hasher.digest();
+}
+
+// Whether a cast can take values out of the range of their new dtype.
+bool can_lose_range(const Run& run) {
+  const Recipe& recipe = run.recipe;
+  return std::any_of(recipe.targets.begin(), recipe.targets.end(), [&](const Target& target) {
+    const std::vector<uint32_t> from = stored_under(recipe, target.root);
+    return std::any_of(from.begin(), from.end(), [&](uint32_t stored) {
+      return can_lose_range(run.checkpoint.manifest.tensors[stored].spec.dtype, target.spec.dtype);
+    });
+  });
+}
+
+// "N ... of M tensor(s) ..., most of them in T: K"
+std::string loss_text(const std::vector<TensorLoss>& losses, int64_t RangeLoss::*count,
+                      std::string_view became) {
+  int64_t values = 0, tensors = 0;
+  const TensorLoss* most = nullptr;
+  for (const TensorLoss& of : losses) {
+    const int64_t lost = of.loss.*count;
+    if (lost == 0) continue;
+    values += lost;
+    ++tensors;
+    if (most == nullptr || lost > most->loss.*count) most = &of;
+  }
+  if (most == nullptr) return "";
+  return fmt::format("{} value(s) of {} tensor(s) became {}; most of them, {}, in {}", values,
+                     tensors, became, most->loss.*count, printable(most->tensor));
+}
+
+// Adds the losses of all files, including those that an earlier call has finished, and warnings.
+void add_losses(const ConversionJournal& conversion, ConvertReport& report) {
+  report.losses.emplace();
+  for (const ConvertedFile& file : conversion.recorded()) {
+    if (!file.losses) continue;
+    report.losses->insert(report.losses->end(), file.losses->begin(), file.losses->end());
+  }
+  for (const std::string& text :
+       {loss_text(*report.losses, &RangeLoss::overflowed, "infinite"),
+        loss_text(*report.losses, &RangeLoss::underflowed, "zero, too small for the dtype")}) {
+    if (!text.empty()) report.checkpoint.warnings.push_back(text);
+  }
 }
 
 // The change that companion files such as config.json must record, if any.
@@ -105,15 +149,18 @@ Footprint ConvertedForm::footprint(const Plan& plan) const {
   Footprint held;
   held[Purpose::header] = manifest_.held_bytes();
   held[Purpose::plan] = plan.held_bytes() + 2 * heap_block_bytes(places_.size() * sizeof(uint32_t));
+  held[Purpose::plan] += heap_block_bytes(places_.size() * sizeof(RangeLoss));
   return held;
 }
 
 ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
   const Run& run = task.load.run;
-  ConversionJournal conversion(*run.files, task.out,
-                               {inputs_of(task), owner_of_conversion(), is_owner_dead});
+  ConversionJournal conversion(
+      *run.files, task.out,
+      {inputs_of(task), owner_of_conversion(), is_owner_dead, can_lose_range(run)});
   std::vector<ConvertPart> parts;
-  parts.push_back({run.checkpoint, run.recipe, task.form, "", task.keeps_holes, {}, {}});
+  parts.push_back(
+      {run.checkpoint, run.recipe, task.form, "", task.keeps_holes, {}, {}, task.allow_overflow});
   ConvertWorld world(task.load, std::move(parts), task.form.footprint(task.load.plan), conversion);
   const std::vector<Converted> outcomes = outcomes_of<ConvertRank>(world, show);
   const Converted& of = outcomes.front();
@@ -125,6 +172,7 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
                        .written_bytes = of.written_bytes,
                        .kept_files = of.kept_files,
                        .digest = of.load.digest};
+  add_losses(conversion, report);
   add_companions(task, conversion, report);
   conversion.publish();
   report.elapsed_s = world.seconds_until(world.clock.now_ns());

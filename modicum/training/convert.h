@@ -50,11 +50,13 @@ struct ConvertTask {
   LoadTask load;  // one rank, which holds every target unsharded; Destination::copy
   const ConvertedForm& form;
   std::string out;
-  bool keeps_holes = false;  // see FileSink::Options
+  bool keeps_holes = false;     // see FileSink::Options
+  bool allow_overflow = false;  // else a finite value that becomes infinite is an error
 };
 // Converts in a rank process, one file after the other. After a failure `out` does not exist, but a
-// later call with the same inputs continues after the finished files. Throws the errors of
-// run_ranks and ConversionJournal.
+// later call with the same inputs continues after the finished files; its report has the losses of
+// all files. Throws MISMATCH for an overflow that is not allowed, naming the first element of the
+// first tensor of a file; the errors of run_ranks and ConversionJournal.
 ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show);
 
 }  // namespace modicum

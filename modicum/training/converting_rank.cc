@@ -1,9 +1,11 @@
 #include "modicum/training/converting_rank.h"
 
+#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "modicum/probe/probe.h"
 
@@ -13,11 +15,10 @@ namespace {
 // Any valid point for ChunkSums, whose proof is not used here: the load proves its coverage.
 constexpr uint64_t kPoint = 2;
 
-ConvertedFile finished_file(const ConvertPart& part, uint32_t file, uint64_t digest,
-                            const ChunkSums* sums) {
+ConvertedFile finished_file(const ConvertPart& part, uint32_t file, const ChunkSums* sums) {
   const Manifest& manifest = part.form.manifest();
   const DataFile& of = manifest.files[file];
-  ConvertedFile finished{part.folder + of.name, of.identity.size_bytes, digest, {}};
+  ConvertedFile finished{part.folder + of.name, of.identity.size_bytes, 0, {}, {}};
   if (sums == nullptr) return finished;
   for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
     if (manifest.tensors[s].at.file != file) continue;
@@ -25,6 +26,42 @@ ConvertedFile finished_file(const ConvertPart& part, uint32_t file, uint64_t dig
     for (const ChunkSum& chunk : sums->of_tensor(s)) finished.chunks.push_back(chunk.digest);
   }
   return finished;
+}
+
+// The tensors of `plan` that have lost something.
+std::vector<TensorLoss> losses_of(const RangeLosses& losses, const Plan& plan) {
+  std::vector<TensorLoss> lost;
+  for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
+    const RangeLoss& loss = losses.of(t);
+    if (loss.empty()) continue;
+    TensorLoss& of = lost.emplace_back(plan.recipe->targets[t].spec.fqn, "", loss);
+    if (loss.first_stored >= plan.manifest->tensors.size()) continue;
+    of.file = plan.manifest->files[plan.manifest->tensors[loss.first_stored].at.file].name;
+  }
+  return lost;
+}
+
+DType dtype_of(const Manifest& manifest, const std::string& tensor) {
+  for (const Stored& stored : manifest.tensors) {
+    if (stored.spec.fqn == tensor) return stored.spec.dtype;
+  }
+  return DType::f32;
+}
+
+void require_range(const ConvertPart& part, const std::vector<TensorLoss>& losses) {
+  if (part.allow_overflow) return;
+  for (const TensorLoss& of : losses) {
+    if (of.loss.overflowed == 0) continue;
+    const DType dtype = dtype_of(part.form.manifest(), of.tensor);
+    fail(Category::mismatch,
+         fmt::format("{} finite value(s) of the tensor would become infinite as {}; the first is "
+                     "element {}; --allow-overflow writes infinities",
+                     of.loss.overflowed, torch_name(dtype), of.loss.first_index),
+         {.file = of.file,
+          .tensor = of.tensor,
+          .expected = fmt::format("magnitudes of at most {}", largest_finite(dtype)),
+          .got = fmt::format("{}", of.loss.first_value)});
+  }
 }
 
 }  // namespace
@@ -69,6 +106,7 @@ void ConvertRank::convert(const ConvertPart& part) {
     const ConvertedFile* const done =
         world_.conversion.finished(part.folder + file.name, file.identity.size_bytes);
     if (done != nullptr) {
+      if (done->losses) require_range(part, *done->losses);
       outcome_.load.digest += done->digest;
       ++outcome_.kept_files;
     } else {
@@ -82,8 +120,8 @@ uint64_t ConvertRank::convert(const ConvertPart& part, uint32_t file, ChunkSums*
   const SaveFiles to{*world_.task.run.files, directory};
   outcome_.written_bytes += create_file(part.form.manifest(), file, to,
                                         part.keeps_holes ? Space::sparse : Space::reserved);
-  const uint64_t digest =
-      part.form.targets_of(file).empty() ? 0 : load_targets(part, file, to, sums);
+  Loaded loaded;
+  if (!part.form.targets_of(file).empty()) loaded = load_targets(part, file, to, sums);
   if (part.completes) {
     const auto beat = [this](uint64_t bytes) { world_.board.beat(at_.rank, bytes); };
     const FileOutcome rest = part.completes({part.form.manifest(), file, to, *sums, ledger_, beat});
@@ -91,12 +129,15 @@ uint64_t ConvertRank::convert(const ConvertPart& part, uint32_t file, ChunkSums*
     outcome_.load.bytes_loaded += rest.written_bytes;
     outcome_.load.storage_read_bytes += rest.read_bytes;
   }
-  world_.conversion.add(finished_file(part, file, digest, sums));
-  return digest;
+  ConvertedFile finished = finished_file(part, file, sums);
+  finished.digest = loaded.digest;
+  finished.losses = std::move(loaded.losses);
+  world_.conversion.add(std::move(finished));
+  return loaded.digest;
 }
 
-uint64_t ConvertRank::load_targets(const ConvertPart& part, uint32_t file, const SaveFiles& to,
-                                   ChunkSums* sums) {
+ConvertRank::Loaded ConvertRank::load_targets(const ConvertPart& part, uint32_t file,
+                                              const SaveFiles& to, ChunkSums* sums) {
   const std::span<const uint32_t> targets = part.form.targets_of(file);
   const Recipe recipe = part_of(part.recipe, targets, part.source.manifest.tensors.size());
   PlanOptions options = world_.task.plan.options;
@@ -107,15 +148,18 @@ uint64_t ConvertRank::load_targets(const ConvertPart& part, uint32_t file, const
 
   FileSink sink(plan, part.form.manifest(), places, to,
                 {.keeps_holes = part.keeps_holes, .sums = sums});
-  const LoadOutcome loaded =
-      modicum::load(part.source, plan, at_, sink, {.threads = world_.task.threads});
+  RangeLosses losses(targets.size());
+  const LoadOutcome loaded = modicum::load(part.source, plan, at_, sink,
+                                           {.threads = world_.task.threads, .losses = &losses});
+  std::vector<TensorLoss> lost = losses_of(losses, plan);
+  require_range(part, lost);
   sink.finish();
   outcome_.written_bytes += sink.bytes_written();
   RankOutcome& sum = outcome_.load;
   sum.bytes_loaded += loaded.bytes_loaded;
   sum.storage_read_bytes += loaded.storage_read_bytes;
   sum.page_cache_peak_bytes = std::max(sum.page_cache_peak_bytes, loaded.page_cache_peak_bytes);
-  return sink.digest();
+  return {sink.digest(), std::move(lost)};
 }
 
 }  // namespace modicum

@@ -46,6 +46,7 @@ struct ConvertPart {
   // Writes the tensors of a file that have no target; empty if no tensor lacks one. Requires
   // `checks`.
   std::function<FileOutcome(const FileToComplete& of)> completes;
+  bool allow_overflow = false;  // see ConvertTask
 };
 
 // The outcome of the rank. Plain data, since it is sent from the rank's process.
@@ -74,10 +75,14 @@ class ConvertRank {
 
  private:
   void convert(const ConvertPart& part);
-  // These two return the digest of the file's targets.
+  // The targets of a file.
+  struct Loaded {
+    uint64_t digest = 0;
+    std::vector<TensorLoss> losses;
+  };
+  // Returns the digest of the file's targets.
   uint64_t convert(const ConvertPart& part, uint32_t file, ChunkSums* sums);
-  uint64_t load_targets(const ConvertPart& part, uint32_t file, const SaveFiles& to,
-                        ChunkSums* sums);
+  Loaded load_targets(const ConvertPart& part, uint32_t file, const SaveFiles& to, ChunkSums* sums);
 
   ConvertWorld& world_;
   const RankContext at_;

@@ -8,7 +8,9 @@ that of cp:
 
 Must fail for these mutants: a finished file is kept although it was made from other inputs; an
 output is visible before it is complete; a tie loses its second name; zeros are written into a
-sparse file; a difference is not counted; the scales of dequantised codes are listed as unused.
+sparse file; a difference is not counted; the scales of dequantised codes are listed as unused; an
+overflow is not an error; an overflow in a finished file is not one; a finished file whose losses
+were not counted is kept; a NaN differs from a NaN of another dtype.
 """
 
 import json
@@ -28,7 +30,8 @@ from program import failure, header_of, run, run_json, write_index
 
 KEYS = {
     "path", "written_bytes", "kept_files", "elapsed_s", "digest", "files", "left_out", "nodes",
-    "ranks", "warnings", "checkpoint",
+    "ranks", "warnings", "checkpoint", "overflowed", "underflowed", "overflowed_tensors",
+    "underflowed_tensors",
 }  # fmt: skip
 MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
 KILLS = 20
@@ -290,6 +293,163 @@ def test_a_journal_with_a_damaged_digest_is_not_used(modicum: Path, tmp_path: Pa
     assert run(modicum, "verify", out).code == 0
 
 
+# ---- the range of the new dtype
+
+
+def write_wide_values(directory: Path) -> dict[str, Any]:
+    """A checkpoint of three files with values on both sides of float16's bounds. The last file has
+    the values that become infinite."""
+    safetensors = pytest.importorskip("safetensors.numpy")
+    numpy = pytest.importorskip("numpy")
+    rng = numpy.random.default_rng(7)
+    mixed = (rng.standard_normal((40, 300)) * 10.0 ** rng.integers(-12, 9, (40, 300))).astype("f4")
+    mixed[:2] = 1
+    tensors = {
+        "norm": numpy.ones(4, dtype="f4"),
+        "small": numpy.array([2.0**-24, 2.0**-25, 1e-12, -1e-12, 0, -0.0], dtype="f4"),
+        "edge": numpy.array([[65504, 65519], [-65520, 65520]], dtype="f4"),
+        "mixed": mixed,
+        "infinite": numpy.array([numpy.inf, numpy.nan, -numpy.inf], dtype="f4"),
+    }
+    directory.mkdir()
+    files = {"norm": 1, "small": 2, "edge": 3, "mixed": 3, "infinite": 3}
+    names = {name: f"model-{f:05}-of-00003.safetensors" for name, f in files.items()}
+    for file in set(names.values()):
+        held = {name: value for name, value in tensors.items() if names[name] == file}
+        safetensors.save_file(held, directory / file)
+    index = {"metadata": {}, "weight_map": names}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tensors
+
+
+def losses_as_numpy(tensors: dict[str, Any]) -> dict[str, Any]:
+    """What a cast to float16 loses: the keys of a conversion's report, by numpy."""
+    numpy = pytest.importorskip("numpy")
+    overflowed: list[dict[str, Any]] = []
+    underflowed: list[dict[str, Any]] = []
+    for name, value in sorted(tensors.items()):
+        with numpy.errstate(all="ignore"):
+            half = value.astype("f2")
+        over = numpy.isfinite(value) & numpy.isinf(half)
+        under = (value != 0) & (half == 0)
+        zeros = {"tensor": name, "underflowed": int(under.sum())}
+        if over.any():
+            values = value[over].astype(float)
+            overflowed.append({
+                **zeros, "overflowed": int(over.sum()), "first_value": values[0],
+                "first_index": int(over.ravel().argmax()), "largest": abs(values).max(),
+            })  # fmt: skip
+        if under.any():
+            underflowed.append(zeros)
+    return {
+        "overflowed": sum(of["overflowed"] for of in overflowed),
+        "underflowed": sum(of["underflowed"] for of in underflowed),
+        "overflowed_tensors": overflowed,
+        "underflowed_tensors": underflowed,
+    }
+
+
+def losses_in(report: dict[str, Any]) -> dict[str, Any]:
+    lists = {key: report[key] for key in ("overflowed_tensors", "underflowed_tensors")}
+    by_name = {key: sorted(of, key=lambda row: row["tensor"]) for key, of in lists.items()}
+    return {"overflowed": report["overflowed"], "underflowed": report["underflowed"], **by_name}
+
+
+def test_overflow_is_an_error_unless_it_is_allowed(modicum: Path, tmp_path: Path) -> None:
+    """The error names the first value. A repetition with --allow-overflow keeps the finished files
+    and their counts."""
+    numpy = pytest.importorskip("numpy")
+    source, out = tmp_path / "source", tmp_path / "out"
+    tensors = write_wide_values(source)
+    words = ("convert", source, out, "--dtype", "float16")
+    error = failure(modicum, 2, *words)
+    assert error["category"] == "MISMATCH" and error["tensor"] == "edge"
+    assert error["file"] == "model-00003-of-00003.safetensors"
+    assert error["expected"] == "magnitudes of at most 65504" and error["got"] == "-65520"
+    assert "2 finite value(s)" in error["message"] and "element 2;" in error["message"]
+    assert not out.exists()
+
+    report = run_json(modicum, *words, "--allow-overflow")
+    assert report["kept_files"] == 2 and hidden_beside(out) == []
+    expected = losses_as_numpy(tensors)
+    assert losses_in(report) == expected
+    assert len(expected["overflowed_tensors"]) == len(expected["underflowed_tensors"]) == 2
+    overflow, underflow = report["warnings"]
+    assert f"{expected['overflowed']} value(s) of 2 tensor(s) became infinite" in overflow
+    assert f"{expected['underflowed']} value(s) of 2 tensor(s) became zero" in underflow
+    assert overflow.endswith("in mixed") and underflow.endswith("in mixed")
+    for name, value in tensors_of(out).items():
+        with numpy.errstate(all="ignore"):
+            half = tensors[name].astype("f2")
+        assert numpy.array_equal(value.numpy(), half, equal_nan=True), name
+    text = run(modicum, *words[:2], tmp_path / "again", *words[3:], "--allow-overflow").stdout
+    assert overflow in text and underflow in text
+
+
+def test_losses_of_dequantised_codes_are_counted(modicum: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    source, out = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    codes = (torch.arange(256, dtype=torch.int32) % 127).to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.tensor([[1.0], [1e3], [1e-6], [0.0]])
+    tensors = {"w.weight": codes.reshape(4, 64), "w.weight_scale_inv": scales}
+    safetensors.save_file(tensors, source / "model.safetensors")
+    quantization = {"quant_method": "fp8", "weight_block_size": [1, 64]}
+    (source / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    report = run_json(modicum, "convert", source, out, "--dtype", "fp16", "--allow-overflow")
+    wide = tensors["w.weight"].float() * scales
+    half = wide.half()
+    assert torch.equal(tensors_of(out)["w.weight"], half)
+    (overflow,) = report["overflowed_tensors"]
+    assert overflow["largest"] == wide.max().item() > 65504
+    assert report["overflowed"] == (half.isinf() & wide.isfinite()).sum().item() > 0
+    assert report["underflowed"] == ((half == 0) & (wide != 0)).sum().item() > 0
+
+
+def killed_after_a_file(words: list[str], journal: Path) -> dict[str, Any]:
+    """The journal of a conversion that was killed after its first file or a later one."""
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for_files(process, journal, 1)
+    process.kill()
+    assert process.wait() != 0
+    time.sleep(0.3)  # until the rank of the killed launcher has ended, too
+    return json.loads(journal.read_text())
+
+
+def test_losses_of_finished_files_are_kept(modicum: Path, tmp_path: Path) -> None:
+    """In the journal of a killed conversion: without --allow-overflow they are an error, too. Files
+    of a journal without them, as older versions have written, are converted again; unless no cast
+    can lose anything."""
+    numpy = pytest.importorskip("numpy")
+    safetensors = pytest.importorskip("safetensors.numpy")
+    source, out, journal = tmp_path / "source", tmp_path / "out", tmp_path / ".out.journal"
+    write_twelve_files(source)
+    values = numpy.ones((1024, 2048), dtype="f4")
+    values[1, 5:8] = 1e6, 1e-9, -1e5
+    safetensors.save_file({"model-00001": values}, source / "model-00001-of-00012.safetensors")
+    words = [str(word) for word in (modicum, "convert", source, out, "--dtype", "fp16")]
+    kept = killed_after_a_file([*words, "--allow-overflow"], journal)
+    error = failure(modicum, 2, *words[1:])
+    assert (error["tensor"], error["got"]) == ("model-00001", "1000000")
+    assert error["file"] == "model-00001-of-00012.safetensors"
+    report = run_json(modicum, *words[1:], "--allow-overflow")
+    assert report["kept_files"] == len(kept["files"]) and report["overflowed"] == 2
+    (row,) = report["overflowed_tensors"]
+    assert (row["tensor"], row["first_index"], row["largest"]) == ("model-00001", 2053, 1e6)
+
+    for dtype, keeps in (("fp16", False), ("fp32", True)):
+        shutil.rmtree(out)
+        words[-1] = dtype
+        older = killed_after_a_file([*words, "--allow-overflow"], journal)
+        for file in older["files"]:
+            del file["losses"]
+        journal.write_text(json.dumps(older))
+        again = run_json(modicum, *words[1:], "--allow-overflow")
+        assert again["kept_files"] == (len(older["files"]) if keeps else 0)
+        assert again["overflowed"] == (0 if keeps else 2)
+
+
 # ---- convert in a memory cgroup
 
 
@@ -504,8 +664,56 @@ def test_differences_are_named(modicum: Path, tmp_path: Path) -> None:
         "new": "only_in_b",
     }  # fmt: skip
     assert (found["values"]["first_index"], found["values"]["count"]) == (5, 2)
+    assert (found["values"]["largest_index"], found["values"]["largest_difference"]) == (11, 1)
+    text = run(modicum, "diff", tmp_path / "a", tmp_path / "b").stdout
+    assert "2 element(s), the first is 5, the largest difference is 1 at [2, 3]" in text
     assert found["gone"]["count"] == 5
     assert run_json(modicum, "diff", tmp_path / "a", tmp_path / "a")["differences"] == []
+
+
+def test_values_of_two_dtypes_are_compared_after_rounding(modicum: Path, tmp_path: Path) -> None:
+    """A mutant must fail here: a NaN is equal to a NaN of another dtype."""
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    torch.manual_seed(0)
+    wide = torch.randn(6, 50) * 100
+    wide[0, :4] = torch.tensor([float("nan"), 1e6, 1e-12, -0.0])
+    a = {name: wide.clone() for name in ("equal", "brain", "differs", "infinite")}
+    a["ids"] = torch.arange(4)
+    b = {name: value.half() for name, value in a.items()}
+    b["brain"] = wide.bfloat16()
+    b["differs"][2, 7] += 0.5
+    b["differs"][5, 9] += 8
+    b["infinite"][4, 1] = float("inf")
+    a["halves"], b["halves"] = wide.bfloat16(), wide.bfloat16().half()
+    for name, tensors in (("a", a), ("b", b)):
+        (tmp_path / name).mkdir()
+        safetensors.save_file(tensors, tmp_path / name / "model.safetensors")
+    for first, second in (("a", "b"), ("b", "a")):
+        done = run(modicum, "diff", tmp_path / first, tmp_path / second, "--json")
+        assert done.code == 12
+        found = {row.pop("tensor"): row for row in done.json["differences"]}
+        assert {row["kind"] for row in found.values()} == {"dtype"}
+        for name in ("equal", "brain", "halves"):
+            assert found[name]["equal_after_rounding"] and found[name]["count"] == 0, name
+            narrow = "bfloat16" if name == "brain" else "float16"
+            assert found[name]["rounded_to"] == narrow and "largest_difference" not in found[name]
+        differs = found["differs"]
+        assert not differs["equal_after_rounding"]
+        assert (differs["count"], differs["first_index"], differs["largest_index"]) == (2, 107, 259)
+        by = abs(wide[5, 9].double() - b["differs"][5, 9].double()).item()
+        assert differs["largest_difference"] == by
+        assert found["infinite"]["largest_difference"] is None and found["infinite"]["count"] == 1
+        assert not found["ids"]["compared"] and found["ids"]["count"] == 4
+        compared = (a if first == "a" else b).items()
+        sizes = [value.nbytes for name, value in compared if name != "ids"]
+        assert done.json["bytes_compared"] == sum(sizes)
+    lines = run(modicum, "diff", tmp_path / "a", tmp_path / "b").stdout.splitlines()
+    assert "equal: dtype float32 vs float16; equal after rounding to float16" in lines
+    assert "ids: dtype int64 vs float16; values not compared" in lines
+    (line,) = [line for line in lines if line.startswith("differs:")]
+    assert "; 2 value(s) differ after rounding to float16, " in line
+    assert line.endswith(f"the largest difference is {by:.6g} at [5, 9]")
 
 
 def test_every_flipped_bit_is_a_difference(modicum: Path, moe: Path, tmp_path: Path) -> None:
