@@ -15,6 +15,8 @@
 namespace modicum {
 namespace {
 
+constexpr int64_t kVersion = 1;  // of journals; those without a version have this one
+
 std::string parent_of(std::string path) {
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   const size_t slash = path.rfind('/');
@@ -86,12 +88,14 @@ ConvertedFile read_file(JsonValue& value) {
   return file;
 }
 
-// Empty if the text is not JSON, or a member has another type than in a journal.
-std::optional<Journal> parse_journal(const std::string& text) {
+// Empty if the text is not JSON, or a member has another type than in a journal. Throws UNSUPPORTED
+// for a journal that a later version of Modicum has written. `name`: the file's.
+std::optional<Journal> parse_journal(const std::string& text, const std::string& name) {
   Journal journal;
   try {
     read_json(text, [&](JsonValue& root) {
       root.object([&](std::string_view key, JsonValue& member) {
+        if (key == "version") require_version(member.integer(), kVersion, name);
         read_owner_member(key, member, journal.owner);
         if (key == "inputs") journal.inputs = member.string();
         if (key != "files") return;
@@ -100,7 +104,8 @@ std::optional<Journal> parse_journal(const std::string& text) {
     });
   } catch (const JsonError&) {
     return std::nullopt;
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    if (error.category() == Category::unsupported) throw;
     return std::nullopt;
   }
   return journal;
@@ -132,7 +137,7 @@ ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
 void ConversionJournal::read_journal(const Inputs& inputs) {
   const std::string path = join_path(parent_, fmt::format(".{}.journal", name_));
   std::optional<Journal> journal;
-  if (files_.exists(path)) journal = parse_journal(read_text(*files_.open(path)));
+  if (files_.exists(path)) journal = parse_journal(read_text(*files_.open(path)), base_name(path));
   if (journal && !inputs.is_dead(journal->owner)) {
     fail(
         Category::conflict,
@@ -181,7 +186,7 @@ void ConversionJournal::remove_unfinished(const std::string& folder) {
 
 std::vector<ConvertedFile> ConversionJournal::recorded() const {
   const std::string path = join_path(parent_, fmt::format(".{}.journal", name_));
-  std::optional<Journal> journal = parse_journal(read_text(*files_.open(path)));
+  std::optional<Journal> journal = parse_journal(read_text(*files_.open(path)), base_name(path));
   if (!journal) fail(Category::io, "the journal can't be read", {.file = base_name(path)});
   return std::move(journal->files);
 }

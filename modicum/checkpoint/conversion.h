@@ -55,7 +55,8 @@ class ConversionJournal {
   };
   // Begins a conversion to `out`, or resumes an earlier one with equal inputs. Removes the files of
   // an earlier conversion with other inputs. Throws CONFLICT if `out` exists, or if `is_dead` is
-  // false for the process that has written the journal; IO; NOSPACE.
+  // false for the process that has written the journal; UNSUPPORTED for the journal of a later
+  // version; IO; NOSPACE.
   ConversionJournal(FileSystem& files, const std::string& out, const Inputs& inputs);
 
   // The directory into which the files are written.

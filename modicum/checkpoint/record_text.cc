@@ -20,6 +20,14 @@ uint64_t hex_value(JsonValue& value, std::string_view file) {
   fail(Category::integrity, "a digest is not 16 hex digits", {.file = std::string(file)});
 }
 
+void require_version(int64_t version, int64_t known, const std::string& file) {
+  if (version <= known) return;
+  fail(Category::unsupported, "the file was written by a later Modicum",
+       {.file = file,
+        .expected = fmt::format("version {}", known),
+        .got = fmt::format("version {}", version)});
+}
+
 void owner_members(JsonWriter& out, const StepOwner& owner) {
   out.member("host", owner.host).member("pid", owner.pid).member("started", owner.started);
 }

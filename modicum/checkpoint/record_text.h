@@ -20,6 +20,10 @@ std::optional<uint64_t> from_hex(std::string_view text);  // empty unless `text`
 // A digest of 64 bits. Throws INTEGRITY, naming the file, unless the value is 16 hex digits.
 uint64_t hex_value(JsonValue& value, std::string_view file);
 
+// Throws UNSUPPORTED if `version`, a member of the record `file`, is later than `known`. It must be
+// the first member that is read: the others of a later version may have any form.
+void require_version(int64_t version, int64_t known, const std::string& file);
+
 // Writes the fields of a StepOwner as members of the current object.
 void owner_members(JsonWriter& out, const StepOwner& owner);
 // Stores the member in `owner` if `key` names a field of StepOwner; else does nothing.

@@ -140,7 +140,10 @@ StepRecord parse_record(const std::string& text) {
   try {
     read_json(text, [&](JsonValue& root) {
       root.object([&](std::string_view key, JsonValue& member) {
-        if (key == "version") version = member.integer();
+        if (key == "version") {
+          version = member.integer();
+          require_version(*version, kVersion, kManifest);
+        }
         if (key == "step") record.step = member.integer();
         if (key == "uuid") record.uuid = member.string();
         if (key == "world_size") record.world_size = static_cast<int>(member.integer());
@@ -158,12 +161,6 @@ StepRecord parse_record(const std::string& text) {
     fail(Category::integrity, error.what(), {.file = kManifest, .offset = error.offset});
   }
   if (!version) refuse("there is no version");
-  if (*version > kVersion) {
-    fail(Category::unsupported, "the step was saved by a later Modicum",
-         {.file = kManifest,
-          .expected = fmt::format("version {}", kVersion),
-          .got = fmt::format("version {}", *version)});
-  }
   return record;
 }
 
