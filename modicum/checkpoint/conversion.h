@@ -40,8 +40,9 @@ class ConversionJournal {
     std::function<bool(const StepOwner&)> is_dead;
   };
   // Begins a conversion to `out`, or resumes an earlier one with equal inputs. Removes the files of
-  // an earlier conversion with other inputs. Throws CONFLICT if `out` exists, or if `is_dead` is
-  // false for the process that has written the journal; IO; NOSPACE.
+  // an earlier conversion with other inputs. Throws CONFLICT if `out` exists, if the partial
+  // directory or the journal is a symbolic link, or if `is_dead` is false for the process that has
+  // written the journal; IO; NOSPACE.
   ConversionJournal(FileSystem& files, const std::string& out, const Inputs& inputs);
 
   // The directory into which the files are written.
@@ -58,6 +59,7 @@ class ConversionJournal {
   void publish();
 
  private:
+  void refuse_links();
   void read_journal(const Inputs& inputs);
   void keep_finished();
   void remove_unfinished(const std::string& folder);

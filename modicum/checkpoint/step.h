@@ -111,6 +111,8 @@ struct StepInFlight {
   std::string uuid;
   std::string directory;   // where the ranks write
   bool is_inside = false;  // made by begin_step_in: `root` becomes the step
+  uint64_t user = 0;       // owns what the save creates; on a network file system it can be
+                           // another user than the process has
 };
 
 // The content of optimizer/state.json: facts about AdamW's state that its tensors don't hold. The
@@ -198,15 +200,16 @@ void check_digest(FileSystem& files, const std::string& path, const StepFile& fi
 FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
                       std::optional<int64_t> before = {});
 
-// Removes intact steps until `keep` are left: step `saved`, which always stays, and those with the
-// highest numbers of the others. Damaged steps are neither counted nor removed. Returns a warning
-// if steps could not be removed.
-std::optional<std::string> keep_newest(FileSystem& files, const std::string& root, size_t keep,
-                                       int64_t saved);
-// Removes trash, and directories and new `latest` files that dead processes have left in flight.
-// A directory or file in flight stays if its name has no owner, or if `is_dead` returns false for
-// the owner. Returns the names of the directories in flight that stay.
-std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,
+// Removes intact steps until `keep` are left: the published step `step`, which always stays, and
+// those with the highest numbers of the others. Damaged steps are neither counted nor removed. Of a
+// step that is a symbolic link only the link is removed.
+// Returns a warning that names the steps that could not be removed, or that belong to another user.
+std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& step, size_t keep);
+// Removes trash, and directories and new `latest` files that dead processes have left in flight,
+// from the root of `step`. A directory or file in flight stays if its name has no owner, or if
+// `is_dead` returns false for the owner. What is a symbolic link, what belongs to another user and
+// what can't be removed stays, too. Returns a warning for each name that stays.
+std::vector<std::string> remove_leftovers(FileSystem& files, const StepInFlight& step,
                                           const std::function<bool(const StepOwner&)>& is_dead);
 
 }  // namespace modicum

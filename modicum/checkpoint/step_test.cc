@@ -48,6 +48,11 @@ std::optional<std::string> save_step(FileSystem& files, int64_t number) {
   return publish_step(files, step, record_of_step(step));
 }
 
+// Retention after step `saved`, which is published.
+std::optional<std::string> retain(FileSystem& files, size_t keep, int64_t saved) {
+  return keep_newest(files, {.root = "/root", .step = saved}, keep);
+}
+
 void expect_intact(FileSystem& files, const FoundStep& found) {
   for (const StepFile& file : found.record.files) {
     const std::string text = read_text(*files.open(join_path(found.path, file.name)));
@@ -167,10 +172,10 @@ TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2, 3, 4}) save_step(files, step);
   files.remove("/root/step-4/config.json");
-  EXPECT_EQ(keep_newest(files, "/root", 2, 3), std::nullopt);
+  EXPECT_EQ(retain(files, 2, 3), std::nullopt);
   EXPECT_EQ(files.list("/root"),
             (std::vector<std::string>{"latest", "step-2", "step-3", "step-4"}));
-  EXPECT_EQ(keep_newest(files, "/root", 0, 3), std::nullopt);
+  EXPECT_EQ(retain(files, 0, 3), std::nullopt);
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-3", "step-4"}));
 }
 
@@ -178,9 +183,9 @@ TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
 TEST(Steps, RetentionKeepsTheStepJustSaved) {
   MemoryFileSystem files;
   for (const int64_t step : {100, 200, 300, 150}) save_step(files, step);
-  EXPECT_EQ(keep_newest(files, "/root", 2, 150), std::nullopt);
+  EXPECT_EQ(retain(files, 2, 150), std::nullopt);
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-150", "step-300"}));
-  EXPECT_EQ(keep_newest(files, "/root", 1, 150), std::nullopt);
+  EXPECT_EQ(retain(files, 1, 150), std::nullopt);
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-150"}));
 }
 
@@ -189,11 +194,12 @@ TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
     MemoryFileSystem under;
     for (const int64_t step : {1, 2}) save_step(under, step);
     RecordingFileSystem files(under, fail_at);
-    const auto warning = keep_newest(files, "/root", 1, 2);
+    const auto warning = retain(files, 1, 2);
     if (files.calls().size() < static_cast<size_t>(fail_at)) break;
     EXPECT_EQ(open_step(under, "/root/step-2").step, 2);
-    if (files.calls().back().what != "rename") continue;
-    EXPECT_NE(warning.value_or("").find("old steps could not be removed: IO"), std::string::npos);
+    if (files.calls()[static_cast<size_t>(fail_at) - 1].what != "rename") continue;
+    EXPECT_NE(warning.value_or("").find("old steps could not be removed: step-1: IO"),
+              std::string::npos);
     EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
     return;
   }
@@ -233,8 +239,9 @@ TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
     return owner.pid == kOwner.pid && owner.host == "host" && owner.started == kOwner.started;
   };
   EXPECT_EQ(base_name(live.directory), ".partial-2-host-8-11-" + live.uuid);
-  const std::vector<std::string> left = remove_leftovers(files, "/root", is_dead);
-  EXPECT_EQ(left, (std::vector<std::string>{base_name(live.directory), ".partial-3-cut"}));
+  const std::string left = " of another save is left over or in flight";
+  EXPECT_EQ(remove_leftovers(files, {.root = "/root"}, is_dead),
+            (std::vector<std::string>{base_name(live.directory) + left, ".partial-3-cut" + left}));
   EXPECT_EQ(files.list("/root"),
             (std::vector<std::string>{".latest-2-host-8-11-0", base_name(live.directory),
                                       ".partial-3-cut", "latest", "step-1"}));

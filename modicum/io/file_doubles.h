@@ -24,10 +24,14 @@ class MemoryFileSystem final : public FileSystem {
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::string link_target(const std::string& path) override;
+  std::optional<Entry> entry(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;
+  void rename_new(const std::string& from, const std::string& to) override;
   void remove(const std::string& path) override;
+  void remove_tree(const std::string& path) override;
+  void empty_directory(const std::string& path) override;
   void sync_directory(const std::string& path) override;
 
   void lose_unsynced();
@@ -65,10 +69,14 @@ class RecordingFileSystem final : public FileSystem {
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::string link_target(const std::string& path) override;
+  std::optional<Entry> entry(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;
+  void rename_new(const std::string& from, const std::string& to) override;
   void remove(const std::string& path) override;
+  void remove_tree(const std::string& path) override;
+  void empty_directory(const std::string& path) override;
   void sync_directory(const std::string& path) override;
 
   std::vector<IoCall> calls() const;

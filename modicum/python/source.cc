@@ -103,13 +103,19 @@ class CallerFiles final : public FileSystem {
   }
   bool exists(const std::string& path) override { return base_name(path) == kName; }
   std::string link_target(const std::string&) override { return {}; }
+  std::optional<Entry> entry(const std::string& path) override {
+    return exists(path) ? std::optional(Entry{}) : std::nullopt;
+  }
   bool is_directory(const std::string&) override { return false; }
   std::vector<std::string> list(const std::string&) override { return {kName}; }
   std::unique_ptr<File> create(const std::string&) override { refuse_change(); }
   std::unique_ptr<File> open_to_write(const std::string&) override { refuse_change(); }
   void make_directory(const std::string&) override { refuse_change(); }
   void rename(const std::string&, const std::string&) override { refuse_change(); }
+  void rename_new(const std::string&, const std::string&) override { refuse_change(); }
   void remove(const std::string&) override { refuse_change(); }
+  void remove_tree(const std::string&) override { refuse_change(); }
+  void empty_directory(const std::string&) override { refuse_change(); }
   void sync_directory(const std::string&) override { refuse_change(); }
 
  private:
