@@ -50,16 +50,17 @@ class File {
   // closes without an error.
   virtual void close() = 0;
 
-  // The functions below are about the page cache and never fail.
+  // The functions below are about the page cache; those that are noexcept never fail.
 
   // How many bytes of the range are cached; nullopt if the kernel can't tell. The result equals the
   // length of the range only if every page of the range is cached.
   virtual std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept = 0;
   virtual void drop_cached(uint64_t begin, uint64_t end) noexcept = 0;
   // start_writeback begins to write the dirty pages of the range to the disk; finish_writeback
-  // waits until they are written. `sync` reports the errors of both.
-  virtual void start_writeback(uint64_t begin, uint64_t end) noexcept = 0;
-  virtual void finish_writeback(uint64_t begin, uint64_t end) noexcept = 0;
+  // waits until they are written. Both do nothing where the kernel can't. On failure (NOSPACE, IO)
+  // the file must be discarded: the kernel reports such an error once, so `sync` may not.
+  virtual void start_writeback(uint64_t begin, uint64_t end) = 0;
+  virtual void finish_writeback(uint64_t begin, uint64_t end) = 0;
 };
 
 // What a path itself names: a symbolic link is not followed.

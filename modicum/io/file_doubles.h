@@ -55,10 +55,9 @@ struct IoCall {
 };
 
 // Records calls and passes them on to `under`. The `fail_at`-th recorded call, counted from 1, is
-// not passed on but throws IO (EIO); with 0 no call fails. File::name and the functions about the
-// page cache (read_around, and those that File declares after `close`) are not among the recorded
-// calls; successful read_arounds, drops and write-backs have separate lists. Several threads may
-// use it.
+// not passed on but throws IO (EIO); with 0 no call fails. File::name, read_around, cached_bytes
+// and drop_cached, which never fail, are not among the recorded calls; successful read_arounds and
+// drops have separate lists, and so have write-backs. Several threads may use it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);

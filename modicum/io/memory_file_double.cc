@@ -212,8 +212,8 @@ class MemoryFile final : public File {
     return end - begin;
   }
   void drop_cached(uint64_t, uint64_t) noexcept override {}
-  void start_writeback(uint64_t, uint64_t) noexcept override {}
-  void finish_writeback(uint64_t, uint64_t) noexcept override {}
+  void start_writeback(uint64_t, uint64_t) override {}
+  void finish_writeback(uint64_t, uint64_t) override {}
 
  private:
   Inode& inode() {

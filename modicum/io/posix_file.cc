@@ -166,11 +166,11 @@ class PosixFile final : public File {
                                       static_cast<off_t>(end - begin), POSIX_FADV_DONTNEED));
   }
 
-  void start_writeback(uint64_t begin, uint64_t end) noexcept override {
+  void start_writeback(uint64_t begin, uint64_t end) override {
     sync_range(begin, end, SYNC_FILE_RANGE_WRITE);
   }
 
-  void finish_writeback(uint64_t begin, uint64_t end) noexcept override {
+  void finish_writeback(uint64_t begin, uint64_t end) override {
     sync_range(begin, end,
                SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
   }
@@ -195,11 +195,18 @@ class PosixFile final : public File {
     direct_.emplace(Descriptor::open(path.data(), O_RDONLY | O_DIRECT));
   }
 
-  void sync_range(uint64_t begin, uint64_t end, unsigned int flags) noexcept {
+  // Linux reports a failed write-back once for each descriptor: if sync_file_range has reported it,
+  // fsync succeeds.
+  void sync_range(uint64_t begin, uint64_t end, unsigned int flags) {
     // For the kernel a length of 0 means up to the end of the file.
     if (begin >= end) return;
-    static_cast<void>(::sync_file_range(descriptor_.get(), static_cast<off_t>(begin),
-                                        static_cast<off_t>(end - begin), flags));
+    const int result = uninterrupted([&] {
+      return ::sync_file_range(fd(), static_cast<off_t>(begin), static_cast<off_t>(end - begin),
+                               flags);
+    });
+    const bool is_unsupported = errno == ENOSYS || errno == ESPIPE || errno == EINVAL;
+    if (result == 0 || is_unsupported) return;
+    fail_errno(errno, "write-back failed", {.file = name_, .offset = begin});
   }
 
   Descriptor descriptor_;

@@ -97,11 +97,13 @@ class RecordingFile final : public File {
     note_hint(state_.drops, "drop", begin, end);
     under_->drop_cached(begin, end);
   }
-  void start_writeback(uint64_t begin, uint64_t end) noexcept override {
+  void start_writeback(uint64_t begin, uint64_t end) override {
+    note("start_writeback", begin, end);
     note_hint(state_.writebacks, "start", begin, end);
     under_->start_writeback(begin, end);
   }
-  void finish_writeback(uint64_t begin, uint64_t end) noexcept override {
+  void finish_writeback(uint64_t begin, uint64_t end) override {
+    note("finish_writeback", begin, end);
     note_hint(state_.writebacks, "finish", begin, end);
     under_->finish_writeback(begin, end);
   }

@@ -67,8 +67,8 @@ class CallerFile final : public File {
     return end - begin;
   }
   void drop_cached(uint64_t, uint64_t) noexcept override {}
-  void start_writeback(uint64_t, uint64_t) noexcept override {}
-  void finish_writeback(uint64_t, uint64_t) noexcept override {}
+  void start_writeback(uint64_t, uint64_t) override {}
+  void finish_writeback(uint64_t, uint64_t) override {}
 
  private:
   void read_tensors(std::span<std::byte> into, uint64_t offset) {
