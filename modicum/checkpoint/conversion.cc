@@ -185,7 +185,7 @@ void ConversionJournal::write_journal() {
 
 void ConversionJournal::publish() {
   files_.sync_directory(partial_);
-  files_.rename(partial_, join_path(parent_, name_));
+  files_.rename_new(partial_, join_path(parent_, name_));
   files_.sync_directory(parent_);
   files_.remove(join_path(parent_, fmt::format(".{}.journal", name_)));
 }

@@ -54,8 +54,8 @@ class ConversionJournal {
   std::vector<ConvertedFile> recorded() const;
   // Records a finished file, which must already be durable. Throws IO or NOSPACE.
   void add(ConvertedFile file);
-  // Makes the output visible and durable. Throws CONFLICT if a directory with the output's name has
-  // appeared and is not empty; IO; NOSPACE.
+  // Makes the output visible and durable. Throws CONFLICT if the output's name has been taken
+  // meanwhile; IO; NOSPACE.
   void publish();
 
  private:

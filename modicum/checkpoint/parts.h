@@ -48,6 +48,8 @@ std::string make_uuid();  // 128 random bits, as 32 hex digits
 // The owner in a name that consists of `prefix` and STEP-HOST-PID-STARTED-UUID; empty for any other
 // name.
 std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix);
+// The uuid in the COMMIT of the step at `path`; empty if it has no valid one.
+std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path);
 // Removes the directory `name` of `root`. Renames it first, so that a partly removed step is never
 // visible.
 void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);

@@ -58,6 +58,13 @@ std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& st
     size_t kept = 1;
     for (const FoundStep& of : find_steps(files, step.root).found) {
       if (of.step == step.step || ++kept <= keep) continue;
+      // A step of a save that ran at the same time: its own retention, or a later one, decides.
+      const auto before = step.committed.find(of.step);
+      if (before == step.committed.end() || before->second != of.record.uuid) continue;
+      if (committed_uuid(files, join_path(step.root, step_name(step.step))) != step.uuid) {
+        left += fmt::format("; {} is no longer the one of this save", step_name(step.step));
+        break;
+      }
       const std::string why = remove_step(files, step, step_name(of.step));
       if (!why.empty()) left += fmt::format("; {}: {}", step_name(of.step), why);
     }

@@ -239,6 +239,28 @@ Digest digest_of(File& file, uint64_t bytes) {
   return hasher.digest();
 }
 
+std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path) {
+  try {
+    return parse_commit(text_of(files, path, kCommit)).uuid;
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+namespace {
+
+std::map<int64_t, std::string> committed_steps(FileSystem& files, const std::string& root) {
+  std::map<int64_t, std::string> uuids;
+  for (const std::string& name : files.list(root)) {
+    const std::optional<int64_t> step = step_of(name);
+    if (!step) continue;
+    if (const auto uuid = committed_uuid(files, join_path(root, name))) uuids[*step] = *uuid;
+  }
+  return uuids;
+}
+
+}  // namespace
+
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
                         const StepOwner& owner) {
   if (!files.is_directory(root)) files.make_directory(root);
@@ -246,6 +268,7 @@ StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step
     fail(Category::conflict, "the step has been saved already", {.file = step_name(step)});
   }
   StepInFlight made{root, step, make_uuid(), ""};
+  made.committed = committed_steps(files, root);
   make_in_flight(files, owner, made);
   return made;
 }
@@ -291,7 +314,7 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
   }
   commit_in_place(files, step.directory, record);
   const std::string name = step_name(step.step);
-  files.rename(step.directory, join_path(step.root, name));
+  files.rename_new(step.directory, join_path(step.root, name));
   files.sync_directory(step.root);
   const std::string in_flight = base_name(step.directory).substr(kPartialPrefix.size());
   try {
