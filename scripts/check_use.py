@@ -8,10 +8,11 @@ from pathlib import Path
 
 PACKAGE = "modicum/python/"
 # Files that need not be named: .cc files, pages, tests, examples, mutants, embedded files, the
-# fuzzers' first inputs, and files and folders in the root whose name begins with a dot.
+# fuzzers' first inputs, recorded formats, and files and folders in the root whose name begins with
+# a dot.
 FOUND_BY_PLACE = re.compile(
     r"^\.|^examples/|^mutants/|^modicum/synth/configs/|^modicum/report/page/|\.(cc|md)$"
-    r"|^tests/fixtures/fuzz/\w+/|^tests/fixtures/formats-0.1/|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
+    r"|^tests/fixtures/(fuzz/\w+|formats-0\.1)/|(^|/)(test_[^/]*|conftest|__init__|__main__)\.py$"
 )
 VARIABLE = re.compile(r"\$?\{\w+\}|\$\w+")  # for example in "requirements-$group.txt"
 # An included header, a file with its ending, a dotted module, or a module in "module:function".

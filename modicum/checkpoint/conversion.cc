@@ -124,6 +124,7 @@ ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
   if (is_listed(files_, parent_, name_)) {
     fail(Category::conflict, "the output exists already", {.file = name_});
   }
+  refuse_links();
   read_journal(inputs);
   if (!files_.is_directory(partial_)) {  // then no recorded file exists either
     finished_.clear();
@@ -132,6 +133,16 @@ ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
   }
   write_journal();
   keep_finished();
+}
+
+// No conversion makes them. What they name may be anybody's files.
+void ConversionJournal::refuse_links() {
+  for (const char* const suffix : {"partial", "journal"}) {
+    const std::string name = fmt::format(".{}.{}", name_, suffix);
+    if (!is_link(files_, join_path(parent_, name))) continue;
+    fail(Category::conflict, "a symbolic link is where the conversion keeps its own files",
+         {.file = name});
+  }
 }
 
 void ConversionJournal::read_journal(const Inputs& inputs) {
@@ -153,7 +164,7 @@ void ConversionJournal::read_journal(const Inputs& inputs) {
       std::erase_if(finished_, [](const ConvertedFile& file) { return !file.losses; });
     }
   } else if (files_.is_directory(partial_)) {
-    remove_tree(files_, partial_);  // files made from other inputs, or without a valid journal
+    files_.remove_tree(partial_);  // files made from other inputs, or without a valid journal
   }
 }
 
@@ -174,13 +185,13 @@ void ConversionJournal::remove_unfinished(const std::string& folder) {
   for (const std::string& entry : files_.list(join_path(partial_, folder))) {
     const std::string name = folder + entry;
     const std::string path = join_path(partial_, name);
-    if (folder.empty() && files_.is_directory(path)) {
+    if (folder.empty() && files_.is_directory(path) && !is_link(files_, path)) {
       remove_unfinished(name + "/");
       continue;
     }
     const bool is_finished = std::any_of(finished_.begin(), finished_.end(),
                                          [&](const auto& file) { return file.name == name; });
-    if (!is_finished) remove_tree(files_, path);
+    if (!is_finished) files_.remove_tree(path);
   }
 }
 
@@ -213,7 +224,7 @@ void ConversionJournal::write_journal() {
 
 void ConversionJournal::publish() {
   files_.sync_directory(partial_);
-  files_.rename(partial_, join_path(parent_, name_));
+  files_.rename_new(partial_, join_path(parent_, name_));
   files_.sync_directory(parent_);
   files_.remove(join_path(parent_, fmt::format(".{}.journal", name_)));
 }

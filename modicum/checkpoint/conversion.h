@@ -54,9 +54,9 @@ class ConversionJournal {
     bool needs_losses = false;  // a file without ConvertedFile::losses counts as unfinished
   };
   // Begins a conversion to `out`, or resumes an earlier one with equal inputs. Removes the files of
-  // an earlier conversion with other inputs. Throws CONFLICT if `out` exists, or if `is_dead` is
-  // false for the process that has written the journal; UNSUPPORTED for the journal of a later
-  // version; IO; NOSPACE.
+  // an earlier conversion with other inputs. Throws CONFLICT if `out` exists, if the partial
+  // directory or the journal is a symbolic link, or if `is_dead` is false for the process that has
+  // written the journal; UNSUPPORTED for the journal of a later version; IO; NOSPACE.
   ConversionJournal(FileSystem& files, const std::string& out, const Inputs& inputs);
 
   // The directory into which the files are written.
@@ -68,11 +68,12 @@ class ConversionJournal {
   std::vector<ConvertedFile> recorded() const;
   // Records a finished file, which must already be durable. Throws IO or NOSPACE.
   void add(ConvertedFile file);
-  // Makes the output visible and durable. Throws CONFLICT if a directory with the output's name has
-  // appeared and is not empty; IO; NOSPACE.
+  // Makes the output visible and durable. Throws CONFLICT if the output's name has been taken
+  // meanwhile; IO; NOSPACE.
   void publish();
 
  private:
+  void refuse_links();
   void read_journal(const Inputs& inputs);
   void keep_finished();
   void remove_unfinished(const std::string& folder);

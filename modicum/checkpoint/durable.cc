@@ -59,11 +59,4 @@ void replace_durably(FileSystem& files, const Replacement& file, const std::stri
   files.sync_directory(file.directory);
 }
 
-void remove_tree(FileSystem& files, const std::string& path) {
-  if (files.is_directory(path)) {
-    for (const std::string& name : files.list(path)) remove_tree(files, join_path(path, name));
-  }
-  files.remove(path);
-}
-
 }  // namespace modicum

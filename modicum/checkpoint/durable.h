@@ -27,7 +27,5 @@ struct Replacement {
 // Replaces the file atomically: writes and syncs the temporary file, then renames it. After a power
 // cut the directory has either the old file or the new one. Throws IO or NOSPACE.
 void replace_durably(FileSystem& files, const Replacement& file, const std::string& text);
-// Removes a file, or a directory with everything in it.
-void remove_tree(FileSystem& files, const std::string& path);
 
 }  // namespace modicum

@@ -232,6 +232,11 @@ void add_config(Checkpoint& checkpoint) {
 
 }  // namespace
 
+bool is_link(FileSystem& files, const std::string& path) {
+  const std::optional<Entry> entry = files.entry(path);
+  return entry && entry->is_link;
+}
+
 bool is_listed(FileSystem& files, const std::string& directory, const std::string& name) {
   if (files.exists(join_path(directory, name))) return true;
   return files.is_directory(directory) && contains(files.list(directory), name);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "modicum/checkpoint/checkpoint.h"
+#include "modicum/checkpoint/step.h"
 #include "modicum/json/json.h"
 
 namespace modicum {
@@ -37,6 +38,23 @@ Header read_header(File& file, uint32_t file_index);
 
 // Whether a directory has an entry of this name. Unlike with `exists`, a dangling link counts.
 bool is_listed(FileSystem& files, const std::string& directory, const std::string& name);
+
+// Names under a root; see step.h.
+constexpr std::string_view kPartialPrefix = ".partial-";
+constexpr std::string_view kTrashPrefix = ".trash-";
+constexpr std::string_view kLatestPrefix = ".latest-";
+std::string step_name(int64_t step);
+std::string make_uuid();  // 128 random bits, as 32 hex digits
+// The owner in a name that consists of `prefix` and STEP-HOST-PID-STARTED-UUID; empty for any other
+// name.
+std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix);
+// The uuid in the COMMIT of the step at `path`; empty if it has no valid one.
+std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path);
+// Removes the directory `name` of `root`. Renames it first, so that a partly removed step is never
+// visible.
+void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);
+
+bool is_link(FileSystem& files, const std::string& path);  // a symbolic one
 
 // Checks rule R8. Throws FORMAT.NAME.
 void prove_name(std::string_view name, const std::string& file);

@@ -20,9 +20,6 @@ namespace {
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kCommit = "COMMIT";
 constexpr std::string_view kStepPrefix = "step-";
-constexpr std::string_view kPartialPrefix = ".partial-";
-constexpr std::string_view kTrashPrefix = ".trash-";
-constexpr std::string_view kLatestPrefix = ".latest-";  // the new `latest`, until it is renamed
 
 struct Commit {
   int64_t step = -1;
@@ -60,16 +57,6 @@ Commit parse_commit(const std::string& text) {
   return commit;
 }
 
-// 128 random bits, as 32 hex digits.
-std::string make_uuid() {
-  std::random_device device;
-  std::uniform_int_distribution<uint64_t> bits;
-  const uint64_t high = bits(device);
-  return hex(high) + hex(bits(device));
-}
-
-std::string step_name(int64_t step) { return fmt::format("{}{}", kStepPrefix, step); }
-
 template <class Number>
 bool parse_digits(std::string_view digits, Number& number) {
   const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), number);
@@ -80,19 +67,24 @@ std::string text_of(FileSystem& files, const std::string& directory, const std::
   return read_text(*files.open(join_path(directory, name)));
 }
 
-// Removes the directory `name` of `root`. Renames it first, so that a partly removed step is never
-// visible.
-void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name) {
-  const std::string trash = join_path(root, std::string(kTrashPrefix) + make_uuid());
-  files.rename(join_path(root, name), trash);
-  files.sync_directory(root);
-  remove_tree(files, trash);
-}
-
 // The name holds the owner, so that a directory in flight has an owner from the start.
 std::string name_in_flight(int64_t step, const StepOwner& owner, std::string_view uuid) {
   return fmt::format("{}{}-{}-{}-{}-{}", kPartialPrefix, step, owner.host, owner.pid, owner.started,
                      uuid);
+}
+
+void make_in_flight(FileSystem& files, const StepOwner& owner, StepInFlight& step) {
+  step.directory = join_path(step.root, name_in_flight(step.step, owner, step.uuid));
+  files.make_directory(step.directory);
+  if (const std::optional<Entry> made = files.entry(step.directory)) step.user = made->owner;
+}
+
+// The files of a step would be renamed to, and stale ones removed from, where a link leads.
+void refuse_links(FileSystem& files, const std::string& directory) {
+  for (const char* const name : kDirectories) {
+    if (!is_link(files, join_path(directory, name))) continue;
+    fail(Category::conflict, "a directory of the step is a symbolic link", {.file = name});
+  }
 }
 
 void sync_directories(FileSystem& files, const std::string& step) {
@@ -100,10 +92,6 @@ void sync_directories(FileSystem& files, const std::string& step) {
     const std::string directory = join_path(step, name);
     if (files.is_directory(directory)) files.sync_directory(directory);
   }
-}
-
-void empty_directory(FileSystem& files, const std::string& path) {
-  for (const std::string& name : files.list(path)) remove_tree(files, join_path(path, name));
 }
 
 // The model's weights in a directory, by whatever program.
@@ -154,6 +142,7 @@ std::optional<std::string> remove_directories(FileSystem& files, const StepInFli
 // which readers would take for the step's. Returns the warning of remove_directories.
 std::optional<std::string> place_files(FileSystem& files, const StepInFlight& step,
                                        const StepRecord& record) {
+  refuse_links(files, step.root);
   std::vector<std::string> stale = tensor_files_of(files, step.root);
   // Next to adapters, weights of another program may be the base model.
   if (std::any_of(record.files.begin(), record.files.end(),
@@ -185,7 +174,7 @@ std::optional<std::string> publish_inside(FileSystem& files, const StepInFlight&
   const std::optional<std::string> warning = place_files(files, step, record);
   replace_durably(files, {step.root, kCommit, ".COMMIT"}, commit_json(record, manifest));
   try {
-    remove_tree(files, step.directory);
+    files.remove_tree(step.directory);
   } catch (const Error& error) {
     return fmt::format("{}the step is saved, but {} could not be removed: {}",
                        warning ? *warning + "; " : "", base_name(step.directory), error.what());
@@ -193,8 +182,17 @@ std::optional<std::string> publish_inside(FileSystem& files, const StepInFlight&
   return warning;
 }
 
-// The owner in a name that consists of `prefix` and STEP-HOST-PID-STARTED-UUID, as name_in_flight
-// makes it; empty for any other name.
+}  // namespace
+
+std::string make_uuid() {
+  std::random_device device;
+  std::uniform_int_distribution<uint64_t> bits;
+  const uint64_t high = bits(device);
+  return hex(high) + hex(bits(device));
+}
+
+std::string step_name(int64_t step) { return fmt::format("{}{}", kStepPrefix, step); }
+
 std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix) {
   enum { kStep, kHost, kPid, kStarted, kUuid, kParts };
   std::array<std::string_view, kParts> parts;
@@ -211,8 +209,6 @@ std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix
   }
   return owner;
 }
-
-}  // namespace
 
 std::optional<int64_t> step_of(std::string_view name) {
   if (!name.starts_with(kStepPrefix)) return std::nullopt;
@@ -243,6 +239,28 @@ Digest digest_of(File& file, uint64_t bytes) {
   return hasher.digest();
 }
 
+std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path) {
+  try {
+    return parse_commit(text_of(files, path, kCommit)).uuid;
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+namespace {
+
+std::map<int64_t, std::string> committed_steps(FileSystem& files, const std::string& root) {
+  std::map<int64_t, std::string> uuids;
+  for (const std::string& name : files.list(root)) {
+    const std::optional<int64_t> step = step_of(name);
+    if (!step) continue;
+    if (const auto uuid = committed_uuid(files, join_path(root, name))) uuids[*step] = *uuid;
+  }
+  return uuids;
+}
+
+}  // namespace
+
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
                         const StepOwner& owner) {
   if (!files.is_directory(root)) files.make_directory(root);
@@ -250,17 +268,17 @@ StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step
     fail(Category::conflict, "the step has been saved already", {.file = step_name(step)});
   }
   StepInFlight made{root, step, make_uuid(), ""};
-  made.directory = join_path(root, name_in_flight(step, owner, made.uuid));
-  files.make_directory(made.directory);
+  made.committed = committed_steps(files, root);
+  make_in_flight(files, owner, made);
   return made;
 }
 
 StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
                            const StepOwner& owner) {
   if (!files.is_directory(directory)) files.make_directory(directory);
+  refuse_links(files, directory);
   StepInFlight made{directory, step, make_uuid(), "", true};
-  made.directory = join_path(directory, name_in_flight(step, owner, made.uuid));
-  files.make_directory(made.directory);
+  make_in_flight(files, owner, made);
   files.sync_directory(directory);
   const std::string commit = join_path(directory, kCommit);
   if (files.exists(commit)) {
@@ -296,7 +314,7 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
   }
   commit_in_place(files, step.directory, record);
   const std::string name = step_name(step.step);
-  files.rename(step.directory, join_path(step.root, name));
+  files.rename_new(step.directory, join_path(step.root, name));
   files.sync_directory(step.root);
   const std::string in_flight = base_name(step.directory).substr(kPartialPrefix.size());
   try {
@@ -310,7 +328,7 @@ std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& s
 
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
   try {
-    if (step.is_inside) return empty_directory(files, step.directory);
+    if (step.is_inside) return files.empty_directory(step.directory);
     remove_by_trash(files, step.root, base_name(step.directory));
   } catch (const Error&) {
     // What is left is not visible as a step; a later save removes it.
@@ -429,51 +447,6 @@ FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<Sk
        fmt::format("none of {} step(s) is intact; {}: {}", skipped.size(),
                    step_name(skipped.front().step), skipped.front().reason),
        {.file = base_name(root)});
-}
-
-std::optional<std::string> keep_newest(FileSystem& files, const std::string& root, size_t keep,
-                                       int64_t saved) {
-  try {
-    size_t kept = 1;
-    for (const FoundStep& of : find_steps(files, root).found) {
-      if (of.step == saved) continue;
-      if (++kept > keep) remove_by_trash(files, root, step_name(of.step));
-    }
-  } catch (const Error& error) {
-    return fmt::format("old steps could not be removed: {}", error.what());
-  }
-  return std::nullopt;
-}
-
-std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,
-                                          const std::function<bool(const StepOwner&)>& is_dead) {
-  // Another save may be removing the same names. A later save removes any that remain.
-  const auto attempt = [](FunctionRef<void()> removal) {
-    try {
-      removal();
-    } catch (const Error&) {
-    }
-  };
-  const auto stays = [&](std::string_view name, std::string_view prefix) {
-    const std::optional<StepOwner> owner = owner_in(name, prefix);
-    return !owner || !is_dead(*owner);
-  };
-  std::vector<std::string> left;
-  for (const std::string& name : files.list(root)) {
-    const std::string path = join_path(root, name);
-    if (name.starts_with(kTrashPrefix)) {
-      attempt([&] { remove_tree(files, path); });
-    } else if (name.starts_with(kLatestPrefix) && !stays(name, kLatestPrefix)) {
-      attempt([&] { files.remove(path); });
-    } else if (name.starts_with(kPartialPrefix)) {
-      if (stays(name, kPartialPrefix)) {
-        left.push_back(name);
-      } else {
-        attempt([&] { remove_by_trash(files, root, name); });
-      }
-    }
-  }
-  return left;
 }
 
 }  // namespace modicum

@@ -111,6 +111,10 @@ struct StepInFlight {
   std::string uuid;
   std::string directory;   // where the ranks write
   bool is_inside = false;  // made by begin_step_in: `root` becomes the step
+  uint64_t user = 0;       // owns what the save creates; on a network file system it can be
+                           // another user than the process has
+  // The committed steps of the root when this one began: their uuids, by number.
+  std::map<int64_t, std::string> committed;
 };
 
 // The content of optimizer/state.json: facts about AdamW's state that its tensors don't hold. The
@@ -152,7 +156,8 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int6
 // tensor files and the files in subdirectories that only the previous step had and, if the step has
 // a whole model, all other files of is_weights_name. Returns a warning if the previous step had a
 // subdirectory that this one lacks, or if only writing `latest`, or removing the directory in
-// flight, failed. Throws CONFLICT if another process has published the same step; IO; NOSPACE.
+// flight, failed. Throws CONFLICT if another process has published the same step, which is not
+// replaced; IO; NOSPACE.
 std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
                                         const StepRecord& record);
 // Completes a step in `directory`, which keeps its name: writes manifest.json and COMMIT, and makes
@@ -198,15 +203,18 @@ void check_digest(FileSystem& files, const std::string& path, const StepFile& fi
 FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
                       std::optional<int64_t> before = {});
 
-// Removes intact steps until `keep` are left: step `saved`, which always stays, and those with the
-// highest numbers of the others. Damaged steps are neither counted nor removed. Returns a warning
-// if steps could not be removed.
-std::optional<std::string> keep_newest(FileSystem& files, const std::string& root, size_t keep,
-                                       int64_t saved);
-// Removes trash, and directories and new `latest` files that dead processes have left in flight.
-// A directory or file in flight stays if its name has no owner, or if `is_dead` returns false for
-// the owner. Returns the names of the directories in flight that stay.
-std::vector<std::string> remove_leftovers(FileSystem& files, const std::string& root,
+// Removes intact steps until `keep` are left: the published step `step`, which always stays, and
+// those with the highest numbers of the others. Damaged steps are neither counted nor removed.
+// Removes only steps that were committed when `step` began, and only while `step` is in its place.
+// So of saves that run at the same time none removes the step of another, and the step that was
+// published last is never removed. Of a step that is a symbolic link only the link is removed.
+// Returns a warning that names the steps that could not be removed, or that belong to another user.
+std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& step, size_t keep);
+// Removes trash, and directories and new `latest` files that dead processes have left in flight,
+// from the root of `step`. A directory or file in flight stays if its name has no owner, or if
+// `is_dead` returns false for the owner. What is a symbolic link, what belongs to another user and
+// what can't be removed stays, too. Returns a warning for each name that stays.
+std::vector<std::string> remove_leftovers(FileSystem& files, const StepInFlight& step,
                                           const std::function<bool(const StepOwner&)>& is_dead);
 
 }  // namespace modicum

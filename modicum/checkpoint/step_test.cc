@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/checkpoint.h"
@@ -46,6 +47,19 @@ std::optional<std::string> save_step(FileSystem& files, int64_t number) {
   const StepInFlight step = begin_step(files, "/root", number, kOwner);
   write_files(files, step);
   return publish_step(files, step, record_of_step(step));
+}
+
+// Step `saved`, as if it had begun after all others of the root.
+StepInFlight published(FileSystem& files, int64_t saved) {
+  StepInFlight step{.root = "/root", .step = saved};
+  for (const FoundStep& of : find_steps(files, "/root").found) {
+    (of.step == saved ? step.uuid : step.committed[of.step]) = of.record.uuid;
+  }
+  return step;
+}
+
+std::optional<std::string> retain(FileSystem& files, size_t keep, int64_t saved) {
+  return keep_newest(files, published(files, saved), keep);
 }
 
 void expect_intact(FileSystem& files, const FoundStep& found) {
@@ -167,10 +181,10 @@ TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
   MemoryFileSystem files;
   for (const int64_t step : {1, 2, 3, 4}) save_step(files, step);
   files.remove("/root/step-4/config.json");
-  EXPECT_EQ(keep_newest(files, "/root", 2, 3), std::nullopt);
+  EXPECT_EQ(retain(files, 2, 3), std::nullopt);
   EXPECT_EQ(files.list("/root"),
             (std::vector<std::string>{"latest", "step-2", "step-3", "step-4"}));
-  EXPECT_EQ(keep_newest(files, "/root", 0, 3), std::nullopt);
+  EXPECT_EQ(retain(files, 0, 3), std::nullopt);
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-3", "step-4"}));
 }
 
@@ -178,9 +192,9 @@ TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
 TEST(Steps, RetentionKeepsTheStepJustSaved) {
   MemoryFileSystem files;
   for (const int64_t step : {100, 200, 300, 150}) save_step(files, step);
-  EXPECT_EQ(keep_newest(files, "/root", 2, 150), std::nullopt);
+  EXPECT_EQ(retain(files, 2, 150), std::nullopt);
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-150", "step-300"}));
-  EXPECT_EQ(keep_newest(files, "/root", 1, 150), std::nullopt);
+  EXPECT_EQ(retain(files, 1, 150), std::nullopt);
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-150"}));
 }
 
@@ -189,15 +203,93 @@ TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
     MemoryFileSystem under;
     for (const int64_t step : {1, 2}) save_step(under, step);
     RecordingFileSystem files(under, fail_at);
-    const auto warning = keep_newest(files, "/root", 1, 2);
+    const auto warning = keep_newest(files, published(under, 2), 1);
     if (files.calls().size() < static_cast<size_t>(fail_at)) break;
     EXPECT_EQ(open_step(under, "/root/step-2").step, 2);
-    if (files.calls().back().what != "rename") continue;
-    EXPECT_NE(warning.value_or("").find("old steps could not be removed: IO"), std::string::npos);
+    if (files.calls()[static_cast<size_t>(fail_at) - 1].what != "rename") continue;
+    EXPECT_NE(warning.value_or("").find("old steps could not be removed: step-1: IO"),
+              std::string::npos);
     EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
     return;
   }
   FAIL() << "no step was renamed";
+}
+
+// ---- two saves at the same time
+
+// Saves step 5 (a) and step 6 (b), with keep 1, in every order of their begins, publications and
+// retentions. Catches: a save that removes the step of another, so that none is left.
+TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
+  std::string order = "aaabbb";
+  do {
+    MemoryFileSystem files;
+    save_step(files, 1);
+    std::array<std::optional<StepInFlight>, 2> steps;
+    std::array<int, 2> done{};
+    int64_t last = 1;  // the step that was published last
+    for (const char c : order) {
+      const size_t i = c == 'a' ? 0 : 1;
+      const int64_t number = i == 0 ? 5 : 6;
+      const int part = done[i]++;
+      if (part == 0) steps[i] = begin_step(files, "/root", number, kOwner);
+      if (part == 1) {
+        write_files(files, *steps[i]);
+        publish_step(files, *steps[i], record_of_step(*steps[i]));
+        last = number;
+      }
+      if (part == 2) keep_newest(files, *steps[i], 1);
+      EXPECT_TRUE(files.exists(fmt::format("/root/step-{}/COMMIT", last))) << order;
+    }
+    const bool at_once = !steps[0]->committed.contains(6) && !steps[1]->committed.contains(5);
+    EXPECT_EQ(find_steps(files, "/root").found.size(), at_once ? 2U : 1U) << order;
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+// A whole save of step 6 at each call of a save of step 5. Step 5 removes step 6 only if it was
+// there before step 5 began.
+TEST(Steps, ASaveAtAnyCallOfAnotherKeepsItsStep) {
+  const auto save = [](FileSystem& files, int64_t number) {
+    const StepInFlight step = begin_step(files, "/root", number, kOwner);
+    write_files(files, step);
+    publish_step(files, step, record_of_step(step));
+    keep_newest(files, step, 1);
+    return step;
+  };
+  for (int64_t at = 1;; ++at) {
+    MemoryFileSystem under;
+    save_step(under, 1);
+    RecordingFileSystem files(under);
+    bool is_hit = false;
+    files.before_call(at, [&] {
+      is_hit = true;
+      save(under, 6);
+    });
+    const StepInFlight step = save(files, 5);
+    if (!is_hit) break;
+    const bool is_first = step.committed.contains(6);
+    EXPECT_EQ(under.exists("/root/step-6/COMMIT"), !is_first) << at;
+    EXPECT_TRUE(!is_first || under.exists("/root/step-5/COMMIT")) << at;
+    EXPECT_EQ(find_steps(under, "/root").skipped.size(), 0U) << at;
+  }
+}
+
+// Catches: a save that removes old steps although somebody has removed or replaced its own.
+TEST(Steps, RetentionNeedsTheStepJustSaved) {
+  MemoryFileSystem files;
+  for (const int64_t step : {1, 2}) save_step(files, step);
+  StepInFlight step{.root = "/root", .step = 3, .uuid = "0"};
+  step.committed = {{1, open_step(files, "/root/step-1").record.uuid}};
+  const std::string warning =
+      "old steps could not be removed: step-3 is no longer the one of this save";
+  EXPECT_EQ(keep_newest(files, step, 1), warning);
+  save_step(files, 3);
+  EXPECT_EQ(keep_newest(files, step, 1), warning);
+  EXPECT_EQ(find_steps(files, "/root").found.size(), 3U);
+  // Step 1 has been saved again since the save began.
+  step.uuid = open_step(files, "/root/step-3").record.uuid;
+  step.committed = {{1, "0"}};
+  EXPECT_EQ(keep_newest(files, step, 1), std::nullopt);
+  EXPECT_EQ(find_steps(files, "/root").found.size(), 3U);
 }
 
 // Catches: another program's manifest.json that makes a checkpoint look like a step.
@@ -233,8 +325,9 @@ TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
     return owner.pid == kOwner.pid && owner.host == "host" && owner.started == kOwner.started;
   };
   EXPECT_EQ(base_name(live.directory), ".partial-2-host-8-11-" + live.uuid);
-  const std::vector<std::string> left = remove_leftovers(files, "/root", is_dead);
-  EXPECT_EQ(left, (std::vector<std::string>{base_name(live.directory), ".partial-3-cut"}));
+  const std::string left = " of another save is left over or in flight";
+  EXPECT_EQ(remove_leftovers(files, {.root = "/root"}, is_dead),
+            (std::vector<std::string>{base_name(live.directory) + left, ".partial-3-cut" + left}));
   EXPECT_EQ(files.list("/root"),
             (std::vector<std::string>{".latest-2-host-8-11-0", base_name(live.directory),
                                       ".partial-3-cut", "latest", "step-1"}));

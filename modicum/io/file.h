@@ -50,16 +50,23 @@ class File {
   // closes without an error.
   virtual void close() = 0;
 
-  // The functions below are about the page cache and never fail.
+  // The functions below are about the page cache; those that are noexcept never fail.
 
   // How many bytes of the range are cached; nullopt if the kernel can't tell. The result equals the
   // length of the range only if every page of the range is cached.
   virtual std::optional<uint64_t> cached_bytes(uint64_t begin, uint64_t end) noexcept = 0;
   virtual void drop_cached(uint64_t begin, uint64_t end) noexcept = 0;
   // start_writeback begins to write the dirty pages of the range to the disk; finish_writeback
-  // waits until they are written. `sync` reports the errors of both.
-  virtual void start_writeback(uint64_t begin, uint64_t end) noexcept = 0;
-  virtual void finish_writeback(uint64_t begin, uint64_t end) noexcept = 0;
+  // waits until they are written. Both do nothing where the kernel can't. On failure (NOSPACE, IO)
+  // the file must be discarded: the kernel reports such an error once, so `sync` may not.
+  virtual void start_writeback(uint64_t begin, uint64_t end) = 0;
+  virtual void finish_writeback(uint64_t begin, uint64_t end) = 0;
+};
+
+// What a path itself names: a symbolic link is not followed.
+struct Entry {
+  bool is_link = false;
+  uint64_t owner = 0;  // user id
 };
 
 class FileSystem {
@@ -85,13 +92,25 @@ class FileSystem {
   virtual bool is_directory(const std::string& path) = 0;
   // The path that a symbolic link holds; empty for other files.
   virtual std::string link_target(const std::string& path) = 0;
+  virtual std::optional<Entry> entry(const std::string& path) = 0;  // empty if there is none
   virtual std::vector<std::string> list(const std::string& directory) = 0;  // base names, sorted
   // The parent must exist. Throws CONFLICT if the path exists.
   virtual void make_directory(const std::string& path) = 0;
   // Replaces a file or an empty directory at `to`. Throws CONFLICT if `to` is a non-empty
   // directory.
   virtual void rename(const std::string& from, const std::string& to) = 0;
-  virtual void remove(const std::string& path) = 0;          // a file or an empty directory
+  // As rename, but throws CONFLICT if there is anything at `to`. Where the file system can't do
+  // this in one step, an empty directory or a file that another process makes at `to` may be
+  // replaced.
+  virtual void rename_new(const std::string& from, const std::string& to) = 0;
+  virtual void remove(const std::string& path) = 0;  // a file, a link or an empty directory
+  // Removes a file, or a directory with everything in it. Never follows a symbolic link: the link
+  // is removed, also one by which another process has just replaced a directory. Does not enter a
+  // mounted file system. After a failure removes the rest, then throws the first error. What is
+  // removed already, or by another process meanwhile, is no error.
+  virtual void remove_tree(const std::string& path) = 0;
+  // As remove_tree, but keeps the directory itself. Throws IO if `path` is not a directory.
+  virtual void empty_directory(const std::string& path) = 0;
   virtual void sync_directory(const std::string& path) = 0;  // makes its entries durable
 };
 
@@ -104,10 +123,14 @@ class PosixFileSystem final : public FileSystem {
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::string link_target(const std::string& path) override;
+  std::optional<Entry> entry(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;
+  void rename_new(const std::string& from, const std::string& to) override;
   void remove(const std::string& path) override;
+  void remove_tree(const std::string& path) override;
+  void empty_directory(const std::string& path) override;
   void sync_directory(const std::string& path) override;
 };
 

@@ -24,10 +24,14 @@ class MemoryFileSystem final : public FileSystem {
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::string link_target(const std::string& path) override;
+  std::optional<Entry> entry(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;
+  void rename_new(const std::string& from, const std::string& to) override;
   void remove(const std::string& path) override;
+  void remove_tree(const std::string& path) override;
+  void empty_directory(const std::string& path) override;
   void sync_directory(const std::string& path) override;
 
   void lose_unsynced();
@@ -51,10 +55,9 @@ struct IoCall {
 };
 
 // Records calls and passes them on to `under`. The `fail_at`-th recorded call, counted from 1, is
-// not passed on but throws IO (EIO); with 0 no call fails. File::name and the functions about the
-// page cache (read_around, and those that File declares after `close`) are not among the recorded
-// calls; successful read_arounds, drops and write-backs have separate lists. Several threads may
-// use it.
+// not passed on but throws IO (EIO); with 0 no call fails. File::name, read_around, cached_bytes
+// and drop_cached, which never fail, are not among the recorded calls; successful read_arounds and
+// drops have separate lists, and so have write-backs. Several threads may use it.
 class RecordingFileSystem final : public FileSystem {
  public:
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
@@ -65,10 +68,14 @@ class RecordingFileSystem final : public FileSystem {
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::string link_target(const std::string& path) override;
+  std::optional<Entry> entry(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;
+  void rename_new(const std::string& from, const std::string& to) override;
   void remove(const std::string& path) override;
+  void remove_tree(const std::string& path) override;
+  void empty_directory(const std::string& path) override;
   void sync_directory(const std::string& path) override;
 
   std::vector<IoCall> calls() const;

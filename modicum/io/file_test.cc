@@ -193,6 +193,28 @@ TEST_P(FileSystemTest, RenamesFilesAndWholeDirectories) {
   EXPECT_FAILS(Category::conflict, files().rename(at("empty"), at("two")));
 }
 
+TEST_P(FileSystemTest, RenamesToNewNamesOnly) {
+  for (const char* name : {"one", "empty"}) files().make_directory(at(name));
+  write_file(files(), at("one/a"), "text");
+  EXPECT_FAILS(Category::conflict, files().rename_new(at("one"), at("empty")));
+  EXPECT_FAILS(Category::io, files().rename_new(at("nothing"), at("two")));
+  files().rename_new(at("one"), at("two"));
+  EXPECT_EQ(files().list(directory()), (std::vector<std::string>{"empty", "two"}));
+}
+
+TEST_P(FileSystemTest, RemovesTrees) {
+  for (const char* name : {"one", "one/sub"}) files().make_directory(at(name));
+  for (const char* name : {"one/a", "one/sub/b", "c"}) write_file(files(), at(name), "text");
+  EXPECT_FALSE(files().entry(at("one"))->is_link);
+  EXPECT_FAILS(Category::io, files().empty_directory(at("c")));
+  EXPECT_FAILS(Category::io, files().empty_directory(at("nothing")));
+  files().empty_directory(at("one"));
+  EXPECT_TRUE(files().list(at("one")).empty());
+  for (const char* name : {"one", "c", "nothing"}) files().remove_tree(at(name));
+  EXPECT_TRUE(files().list(directory()).empty());
+  EXPECT_FALSE(files().entry(at("one")));
+}
+
 TEST_P(FileSystemTest, RemovesFilesAndEmptyDirectories) {
   files().make_directory(at("sub"));
   write_file(files(), at("sub/a"), "text");

@@ -212,8 +212,8 @@ class MemoryFile final : public File {
     return end - begin;
   }
   void drop_cached(uint64_t, uint64_t) noexcept override {}
-  void start_writeback(uint64_t, uint64_t) noexcept override {}
-  void finish_writeback(uint64_t, uint64_t) noexcept override {}
+  void start_writeback(uint64_t, uint64_t) override {}
+  void finish_writeback(uint64_t, uint64_t) override {}
 
  private:
   Inode& inode() {
@@ -259,6 +259,10 @@ bool MemoryFileSystem::exists(const std::string& path) {
 
 std::string MemoryFileSystem::link_target(const std::string&) { return {}; }
 
+std::optional<Entry> MemoryFileSystem::entry(const std::string& path) {
+  return exists(path) ? std::optional(Entry{}) : std::nullopt;
+}
+
 bool MemoryFileSystem::is_directory(const std::string& path) {
   const std::lock_guard lock(state_->mutex);
   const std::optional<size_t> number = state_->find_if_any(path);
@@ -301,6 +305,11 @@ void MemoryFileSystem::rename(const std::string& from, const std::string& to) {
   state_->inodes[target.directory].now.entries[target.name] = *source.number;
 }
 
+void MemoryFileSystem::rename_new(const std::string& from, const std::string& to) {
+  if (exists(to)) fail(Category::conflict, "the name is taken already", about(to));
+  rename(from, to);
+}
+
 void MemoryFileSystem::remove(const std::string& path) {
   const std::lock_guard lock(state_->mutex);
   const State::Place place = state_->find(path, "cannot remove");
@@ -309,6 +318,20 @@ void MemoryFileSystem::remove(const std::string& path) {
     fail_errno(ENOTEMPTY, "cannot remove", about(path));
   }
   state_->inodes[place.directory].now.entries.erase(place.name);
+}
+
+// Removes only the name, and with it everything below; all names are durable until they are synced.
+void MemoryFileSystem::remove_tree(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  const State::Place place = state_->find(path, "cannot remove");
+  if (place.number) state_->inodes[place.directory].now.entries.erase(place.name);
+}
+
+void MemoryFileSystem::empty_directory(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  Inode& inode = state_->inodes[state_->find_existing(path, "cannot open the directory")];
+  if (!inode.is_directory) fail_errno(ENOTDIR, "cannot open the directory", about(path));
+  inode.now.entries.clear();
 }
 
 void MemoryFileSystem::sync_directory(const std::string& path) {

@@ -1,4 +1,3 @@
-#include <dirent.h>
 #include <limits.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
@@ -167,11 +166,11 @@ class PosixFile final : public File {
                                       static_cast<off_t>(end - begin), POSIX_FADV_DONTNEED));
   }
 
-  void start_writeback(uint64_t begin, uint64_t end) noexcept override {
+  void start_writeback(uint64_t begin, uint64_t end) override {
     sync_range(begin, end, SYNC_FILE_RANGE_WRITE);
   }
 
-  void finish_writeback(uint64_t begin, uint64_t end) noexcept override {
+  void finish_writeback(uint64_t begin, uint64_t end) override {
     sync_range(begin, end,
                SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
   }
@@ -196,11 +195,18 @@ class PosixFile final : public File {
     direct_.emplace(Descriptor::open(path.data(), O_RDONLY | O_DIRECT));
   }
 
-  void sync_range(uint64_t begin, uint64_t end, unsigned int flags) noexcept {
+  // Linux reports a failed write-back once for each descriptor: if sync_file_range has reported it,
+  // fsync succeeds.
+  void sync_range(uint64_t begin, uint64_t end, unsigned int flags) {
     // For the kernel a length of 0 means up to the end of the file.
     if (begin >= end) return;
-    static_cast<void>(::sync_file_range(descriptor_.get(), static_cast<off_t>(begin),
-                                        static_cast<off_t>(end - begin), flags));
+    const int result = uninterrupted([&] {
+      return ::sync_file_range(fd(), static_cast<off_t>(begin), static_cast<off_t>(end - begin),
+                               flags);
+    });
+    const bool is_unsupported = errno == ENOSYS || errno == ESPIPE || errno == EINVAL;
+    if (result == 0 || is_unsupported) return;
+    fail_errno(errno, "write-back failed", {.file = name_, .offset = begin});
   }
 
   Descriptor descriptor_;
@@ -290,23 +296,11 @@ std::string PosixFileSystem::link_target(const std::string& path) {
   fail_errno(errno, "cannot read the link", about(path));
 }
 
-std::vector<std::string> PosixFileSystem::list(const std::string& directory) {
-  struct Close {
-    void operator()(DIR* open) const noexcept { ::closedir(open); }
-  };
-  const std::unique_ptr<DIR, Close> stream(::opendir(directory.c_str()));
-  if (!stream) fail_errno(errno, "cannot list the directory", about(directory));
-  std::vector<std::string> names;
-  while (true) {
-    errno = 0;
-    const dirent* const entry = ::readdir(stream.get());
-    if (entry == nullptr) break;
-    std::string name = entry->d_name;
-    if (name != "." && name != "..") names.push_back(std::move(name));
-  }
-  if (errno != 0) fail_errno(errno, "cannot list the directory", about(directory));
-  std::sort(names.begin(), names.end());
-  return names;
+std::optional<Entry> PosixFileSystem::entry(const std::string& path) {
+  struct stat status {};
+  if (::lstat(path.c_str(), &status) == 0) return Entry{S_ISLNK(status.st_mode), status.st_uid};
+  if (errno != ENOENT && errno != ENOTDIR) fail_errno(errno, "cannot stat", about(path));
+  return std::nullopt;
 }
 
 void PosixFileSystem::make_directory(const std::string& path) {
@@ -321,6 +315,17 @@ void PosixFileSystem::rename(const std::string& from, const std::string& to) {
     fail(Category::conflict, "the directory to be replaced is not empty", about(to));
   }
   fail_errno(errno, "cannot rename", about(from));
+}
+
+void PosixFileSystem::rename_new(const std::string& from, const std::string& to) {
+  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return;
+  const int error = errno;
+  const bool is_unsupported = error == ENOSYS || error == EINVAL;  // as on NFS
+  if (error == EEXIST || (is_unsupported && entry(to))) {
+    fail(Category::conflict, "the name is taken already", about(to));
+  }
+  if (!is_unsupported) fail_errno(error, "cannot rename", about(from));
+  rename(from, to);
 }
 
 void PosixFileSystem::remove(const std::string& path) {

@@ -97,11 +97,13 @@ class RecordingFile final : public File {
     note_hint(state_.drops, "drop", begin, end);
     under_->drop_cached(begin, end);
   }
-  void start_writeback(uint64_t begin, uint64_t end) noexcept override {
+  void start_writeback(uint64_t begin, uint64_t end) override {
+    note("start_writeback", begin, end);
     note_hint(state_.writebacks, "start", begin, end);
     under_->start_writeback(begin, end);
   }
-  void finish_writeback(uint64_t begin, uint64_t end) noexcept override {
+  void finish_writeback(uint64_t begin, uint64_t end) override {
+    note("finish_writeback", begin, end);
     note_hint(state_.writebacks, "finish", begin, end);
     under_->finish_writeback(begin, end);
   }
@@ -156,6 +158,11 @@ std::string RecordingFileSystem::link_target(const std::string& path) {
   return under_.link_target(path);
 }
 
+std::optional<Entry> RecordingFileSystem::entry(const std::string& path) {
+  state_->note("entry", base_name(path));
+  return under_.entry(path);
+}
+
 bool RecordingFileSystem::exists(const std::string& path) {
   state_->note("exists", base_name(path));
   return under_.exists(path);
@@ -181,9 +188,24 @@ void RecordingFileSystem::rename(const std::string& from, const std::string& to)
   under_.rename(from, to);
 }
 
+void RecordingFileSystem::rename_new(const std::string& from, const std::string& to) {
+  state_->note("rename_new", base_name(from));
+  under_.rename_new(from, to);
+}
+
 void RecordingFileSystem::remove(const std::string& path) {
   state_->note("remove", base_name(path));
   under_.remove(path);
+}
+
+void RecordingFileSystem::remove_tree(const std::string& path) {
+  state_->note("remove_tree", base_name(path));
+  under_.remove_tree(path);
+}
+
+void RecordingFileSystem::empty_directory(const std::string& path) {
+  state_->note("empty_directory", base_name(path));
+  under_.empty_directory(path);
 }
 
 void RecordingFileSystem::sync_directory(const std::string& path) {

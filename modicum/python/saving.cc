@@ -236,9 +236,7 @@ nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
   const SavedStep saved = without_the_lock([&] {
     SavedStep published =
         step.open().publish(made.loaded->checkpoint(), made.plan, saved_state, files);
-    if (!keep) return published;
-    const auto warning = keep_newest(*step.files, step.root, *keep, published.step);
-    if (warning) published.warnings.push_back(*warning);
+    if (keep) step.open().keep_newest(*keep, published);
     return published;
   });
   return dict_of("step"_a = saved.step, "path"_a = saved.path,

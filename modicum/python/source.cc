@@ -67,8 +67,8 @@ class CallerFile final : public File {
     return end - begin;
   }
   void drop_cached(uint64_t, uint64_t) noexcept override {}
-  void start_writeback(uint64_t, uint64_t) noexcept override {}
-  void finish_writeback(uint64_t, uint64_t) noexcept override {}
+  void start_writeback(uint64_t, uint64_t) override {}
+  void finish_writeback(uint64_t, uint64_t) override {}
 
  private:
   void read_tensors(std::span<std::byte> into, uint64_t offset) {
@@ -103,13 +103,19 @@ class CallerFiles final : public FileSystem {
   }
   bool exists(const std::string& path) override { return base_name(path) == kName; }
   std::string link_target(const std::string&) override { return {}; }
+  std::optional<Entry> entry(const std::string& path) override {
+    return exists(path) ? std::optional(Entry{}) : std::nullopt;
+  }
   bool is_directory(const std::string&) override { return false; }
   std::vector<std::string> list(const std::string&) override { return {kName}; }
   std::unique_ptr<File> create(const std::string&) override { refuse_change(); }
   std::unique_ptr<File> open_to_write(const std::string&) override { refuse_change(); }
   void make_directory(const std::string&) override { refuse_change(); }
   void rename(const std::string&, const std::string&) override { refuse_change(); }
+  void rename_new(const std::string&, const std::string&) override { refuse_change(); }
   void remove(const std::string&) override { refuse_change(); }
+  void remove_tree(const std::string&) override { refuse_change(); }
+  void empty_directory(const std::string&) override { refuse_change(); }
   void sync_directory(const std::string&) override { refuse_change(); }
 
  private:

@@ -345,6 +345,35 @@ TEST(SaveFault, AFailingCallEndsAllRanks) {
   }
 }
 
+// Each call of a writer of 3 windows fails in turn. The kernel reports a failed write-back once, so
+// that a later sync would succeed. Catches: an error of a write-back that is swallowed.
+TEST(SaveFault, AFailedWritebackEndsTheSave) {
+  size_t writebacks = 0;
+  for (int64_t fail_at = 1;; ++fail_at) {
+    MemoryFileSystem under;
+    under.make_directory("/out");
+    under.create("/out/a")->allocate(3 * DataWriter::kWindowBytes);
+    RecordingFileSystem files(under, fail_at);
+    const std::string out = "/out";
+    const std::vector<std::byte> bytes(DataWriter::kWindowBytes);
+    bool is_failed = false;
+    try {
+      DataWriter writer(files, out);
+      for (uint64_t window = 0; window < 3; ++window) {
+        writer.write("a", window * bytes.size(), bytes);
+      }
+      writer.finish();
+    } catch (const Error& error) {
+      is_failed = error.category() == Category::io;
+    }
+    const std::vector<IoCall> calls = files.calls();
+    if (calls.size() < static_cast<size_t>(fail_at)) break;
+    EXPECT_TRUE(is_failed) << calls.back().what;
+    if (calls.back().what.ends_with("_writeback")) ++writebacks;
+  }
+  EXPECT_EQ(writebacks, 5U);  // 3 begin, and 2 are waited for
+}
+
 // The highest end of the ranges recorded as `what`.
 uint64_t end_of(const std::vector<IoCall>& ranges, const std::string& what) {
   uint64_t end = 0;

@@ -273,10 +273,7 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   SavedStep saved = publish(step, task, trained);
   const int64_t durable_ns = world.clock.now_ns();
   const bool is_preempted = stop.received().has_value();
-  if (task.keep) {
-    const auto warning = keep_newest(*task.load.run.files, task.root, *task.keep, saved.step);
-    if (warning) saved.warnings.push_back(*warning);
-  }
+  if (task.keep) step.keep_newest(*task.keep, saved);
   SaveReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,

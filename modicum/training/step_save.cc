@@ -19,10 +19,9 @@ StepOwner this_process() {
   return {of.host, of.pid, of.started};
 }
 
-// Removes what dead processes have left in `root`. Returns the names that remain of other saves.
-std::vector<std::string> collect(FileSystem& files, const std::string& root) {
-  if (!files.is_directory(root)) return {};
-  return remove_leftovers(files, root, [](const StepOwner& owner) {
+// Removes what dead processes have left next to the step. Returns warnings of what remains.
+std::vector<std::string> collect(FileSystem& files, const StepInFlight& step) {
+  return remove_leftovers(files, step, [](const StepOwner& owner) {
     return is_dead({owner.host, owner.pid, owner.started});
   });
 }
@@ -55,18 +54,17 @@ void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to) {
 
 StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state)
     : files_(files),
-      left_(collect(files, root)),
-      step_(begin_step(files, root, step, this_process())) {
+      step_(begin_step(files, root, step, this_process())),
+      warnings_(collect(files, step_)) {
   if (has_state) files_.make_directory(state_directory());
 }
 
 // Begins the step before it removes leftovers: a directory without COMMIT and without a step in
 // flight would look like the directory of another program.
 StepSave::StepSave(FileSystem& files, const Inside& inside, int64_t step)
-    : files_(files), step_(begin_step_in(files, inside.directory, step, this_process())) {
-  left_ = collect(files, inside.directory);
-  std::erase(left_, base_name(step_.directory));
-}
+    : files_(files),
+      step_(begin_step_in(files, inside.directory, step, this_process())),
+      warnings_(collect(files, step_)) {}
 
 StepSave::~StepSave() {
   if (!is_published_) discard_step(files_, step_);
@@ -175,10 +173,13 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
   is_published_ = true;
   saved.path = step_.root;
   if (!step_.is_inside) saved.path = join_path(step_.root, fmt::format("step-{}", step_.step));
-  for (const std::string& name : left_) {
-    saved.warnings.push_back(fmt::format("{} of another save is left over or in flight", name));
-  }
+  saved.warnings.insert(saved.warnings.end(), warnings_.begin(), warnings_.end());
   return saved;
+}
+
+void StepSave::keep_newest(size_t keep, SavedStep& saved) {
+  const std::optional<std::string> warning = modicum::keep_newest(files_, step_, keep);
+  if (warning) saved.warnings.push_back(*warning);
 }
 
 }  // namespace modicum

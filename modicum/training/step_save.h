@@ -66,6 +66,8 @@ class StepSave {
   SavedStep publish(const Checkpoint& source, const SavePlan& plan,
                     const std::optional<SavedState>& state = {},
                     const std::vector<NewFile>& more = {});
+  // After `publish`: removes old steps of the root; see modicum::keep_newest. Adds its warning.
+  void keep_newest(size_t keep, SavedStep& saved);
 
  private:
   void add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
@@ -78,8 +80,8 @@ class StepSave {
   void add_written(SavedStep& saved, const NewFile& file);
 
   FileSystem& files_;
-  std::vector<std::string> left_;  // names in the root that remain of other saves
   const StepInFlight step_;
+  const std::vector<std::string> warnings_;  // of what remains of other saves
   bool is_published_ = false;
 };
 

@@ -106,6 +106,23 @@ def test_a_failing_call_never_damages_a_step(
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step-1", "step-10000"]
 
 
+def test_a_failed_write_back_is_not_swallowed(modicum: Path, tmp_path: Path) -> None:
+    """Linux reports a failed write-back once: a later fsync succeeds. strace makes the first call
+    fail that waits for one, which is early in a file of 40 MB."""
+    if shutil.which("strace") is None:
+        pytest.skip("strace is not installed")
+    source, root, trace = tmp_path / "source", tmp_path / "root", tmp_path / "trace"
+    run_json(modicum, "synth", source, "--arch", "qwen3-0.6b", "--layers", 1, "--sparse")
+    wait = "sync_file_range:error=ENOSPC:when=3"
+    strace = ("strace", "-f", "-o", trace, "-e", "trace=sync_file_range", "-e", f"inject={wait}")
+    for words in (("save", source, root, "--step", 1), ("convert", source, root / "OUT")):
+        done = run(Path("strace"), *strace[1:], modicum, *words, "--json")
+        assert "INJECTED" in trace.read_text(), done.stderr
+        assert (done.code, done.error["category"]) == (14, "NOSPACE"), done.stderr
+        assert done.error["file"] == "model.safetensors"
+        assert not list(root.glob("step-*")) and not (root / "OUT").exists()
+
+
 # ---- kills
 
 

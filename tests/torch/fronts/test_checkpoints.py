@@ -617,6 +617,17 @@ def test_rotation_keeps_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [four, five]
 
 
+def test_rotation_removes_a_link_and_not_what_it_names(tmp_path: Path) -> None:
+    (tmp_path / "moved").mkdir()
+    (one,) = put(tmp_path / "moved", 1)
+    two, three = put(tmp_path, 2, 3)
+    link = tmp_path / one.name
+    link.symlink_to(one)
+    rotate([link, two, three], 1, None, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [three.name, "moved"]
+    assert (one / "a").is_dir()
+
+
 def test_rotation_keeps_the_best(tmp_path: Path) -> None:
     one, two, three = put(tmp_path, 1, 2, 3)
     # An earlier rotation that was killed has left this directory, and the next one removes it.

@@ -253,4 +253,7 @@ def _warning() -> Iterator[None]:
 
 def _empty(trash: Path) -> None:
     for path in trash.glob(f"{_TRASH}*"):
-        shutil.rmtree(path, ignore_errors=True)
+        if path.is_symlink():  # a checkpoint that somebody has moved; rmtree enters no link
+            path.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)

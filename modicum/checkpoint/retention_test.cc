@@ -1,0 +1,126 @@
+// Removal on the real file system, where names may be symbolic links to other people's files.
+// Catches: a link that is followed; a foreign file that fails a save, or is removed.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/conversion.h"
+#include "modicum/checkpoint/step.h"
+#include "modicum/io/temp_dir_double.h"
+
+namespace modicum {
+namespace {
+
+const StepOwner kOwner{"host", 7, 11};
+
+bool is_dead(const StepOwner&) { return true; }
+
+class RemovalBelow : public testing::Test {
+ protected:
+  RemovalBelow() {
+    std::filesystem::create_directory(outside);
+    std::ofstream(outside + "/thesis") << "x";
+    files.make_directory(root);
+  }
+  ~RemovalBelow() override { EXPECT_TRUE(files.exists(outside + "/thesis")); }
+
+  StepInFlight save(int64_t number) {
+    StepInFlight step = begin_step(files, root, number, kOwner);
+    publish_step(files, step, {.step = number, .uuid = step.uuid, .tool = "modicum"});
+    return step;
+  }
+  void link(const std::string& name) { std::filesystem::create_directory_symlink(outside, name); }
+  void give_away(const std::string& name) { ASSERT_EQ(::lchown(name.c_str(), 12345, 12345), 0); }
+  std::vector<std::string> names() { return files.list(root); }
+  Category conversion_to(const std::string& out, const std::string& inputs) {
+    Hasher hasher;
+    hasher.add(inputs);
+    try {
+      ConversionJournal(files, out, {hasher.digest(), kOwner, is_dead});
+    } catch (const Error& error) {
+      return error.category();
+    }
+    return Category::count;
+  }
+
+  const TempDir temp;
+  const std::string root = temp / "root", outside = temp / "outside";
+  PosixFileSystem files;
+};
+
+using Names = std::vector<std::string>;
+
+TEST_F(RemovalBelow, ALinkInAStepIsNotEntered) {
+  save(1);
+  link(root + "/step-1/logs");
+  EXPECT_EQ(keep_newest(files, save(2), 1), std::nullopt);
+  EXPECT_EQ(names(), (Names{"latest", "step-2"}));
+}
+
+TEST_F(RemovalBelow, OfAStepThatIsALinkTheLinkIsRemoved) {
+  save(1);
+  files.rename(root + "/step-1", outside + "/step-1");
+  std::filesystem::create_directory_symlink(outside + "/step-1", root + "/step-1");
+  EXPECT_EQ(keep_newest(files, save(2), 1), std::nullopt);
+  EXPECT_EQ(names(), (Names{"latest", "step-2"}));
+  EXPECT_EQ(open_step(files, outside + "/step-1").step, 1);
+}
+
+TEST_F(RemovalBelow, LeftoversThatAreLinksStayWithAWarning) {
+  const Names links{".latest-2-host-8-11-0", ".partial-2-host-7-11-0", ".trash-x"};
+  for (const std::string& name : links) link(root + "/" + name);
+  const Names warnings = remove_leftovers(files, save(1), is_dead);
+  ASSERT_EQ(warnings.size(), 3U);
+  for (size_t i = 0; i < links.size(); ++i) {
+    EXPECT_EQ(warnings[i].find(links[i] + " was not removed: CONFLICT: a symbolic link"), 0U)
+        << warnings[i];
+  }
+  EXPECT_EQ(names().size(), 5U);
+}
+
+TEST_F(RemovalBelow, WhatAnotherUserOwnsStaysWithAWarning) {
+  if (::geteuid() != 0) GTEST_SKIP() << "only root can give files away";
+  for (const int64_t step : {1, 2}) save(step);
+  give_away(root + "/step-2");
+  files.make_directory(root + "/.trash-x");
+  give_away(root + "/.trash-x");
+  const StepInFlight step = save(3);
+  EXPECT_EQ(remove_leftovers(files, step, is_dead),
+            (Names{".trash-x was not removed: user 12345 owns it"}));
+  EXPECT_EQ(keep_newest(files, step, 1),
+            "old steps could not be removed: step-2: user 12345 owns it");
+  EXPECT_EQ(names(), (Names{".trash-x", "latest", "step-2", "step-3"}));  // step-1 was removed
+}
+
+TEST_F(RemovalBelow, ADirectoryOfAStepThatIsALinkIsRefused) {
+  link(root + "/optimizer");
+  EXPECT_THROW(begin_step_in(files, root, 1, kOwner), Error);
+  files.remove(root + "/optimizer");
+  const StepInFlight step = begin_step_in(files, root, 1, kOwner);
+  link(root + "/extra");
+  EXPECT_THROW(publish_step(files, step, {.step = 1, .uuid = step.uuid}), Error);
+}
+
+TEST_F(RemovalBelow, AConversionRefusesLinksInPlaceOfItsFiles) {
+  for (const std::string name : {".out.partial", ".out.journal"}) {
+    link(root + "/" + name);
+    EXPECT_EQ(conversion_to(root + "/out", "a"), Category::conflict) << name;
+    files.remove(root + "/" + name);
+  }
+}
+
+TEST_F(RemovalBelow, AConversionRemovesLinksAmongItsFiles) {
+  for (const std::string inputs : {"a", "b"}) {  // the same inputs as the journal's, and others
+    EXPECT_EQ(conversion_to(root + "/out", "a"), Category::count);
+    link(root + "/.out.partial/optimizer");
+    EXPECT_EQ(conversion_to(root + "/out", inputs), Category::count);
+    EXPECT_EQ(files.list(root + "/.out.partial"), Names{});
+  }
+}
+
+}  // namespace
+}  // namespace modicum
