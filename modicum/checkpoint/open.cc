@@ -233,7 +233,7 @@ void add_config(Checkpoint& checkpoint) {
 }  // namespace
 
 bool is_link(FileSystem& files, const std::string& path) {
-  const std::optional<Entry> entry = files.entry(path);
+  const std::optional<DirectoryEntry> entry = files.entry(path);
   return entry && entry->is_link;
 }
 

@@ -19,10 +19,10 @@ namespace {
 // Removes a name of the step's root if the save's user owns it. Returns why it stays; empty if it
 // is removed, be it by another process.
 std::string remove_owned(FileSystem& files, const StepInFlight& step, const std::string& name,
-                         FunctionRef<void(const Entry&)> removal) {
+                         FunctionRef<void(const DirectoryEntry&)> removal) {
   const std::string path = join_path(step.root, name);
   try {
-    const std::optional<Entry> entry = files.entry(path);
+    const std::optional<DirectoryEntry> entry = files.entry(path);
     if (!entry) return {};
     if (entry->owner != step.user) return fmt::format("user {} owns it", entry->owner);
     removal(*entry);
@@ -34,7 +34,7 @@ std::string remove_owned(FileSystem& files, const StepInFlight& step, const std:
 }
 
 std::string remove_step(FileSystem& files, const StepInFlight& step, const std::string& name) {
-  return remove_owned(files, step, name, [&](const Entry& entry) {
+  return remove_owned(files, step, name, [&](const DirectoryEntry& entry) {
     // A link to a step elsewhere: removing it is one step, and what it names stays.
     if (entry.is_link) return files.remove(join_path(step.root, name));
     remove_by_trash(files, step.root, name);
@@ -42,7 +42,7 @@ std::string remove_step(FileSystem& files, const StepInFlight& step, const std::
 }
 
 std::string remove_leftover(FileSystem& files, const StepInFlight& step, const std::string& name) {
-  return remove_owned(files, step, name, [&](const Entry& entry) {
+  return remove_owned(files, step, name, [&](const DirectoryEntry& entry) {
     // No save makes one: somebody else did.
     if (entry.is_link) fail(Category::conflict, "a symbolic link", {.file = name});
     if (name.starts_with(kPartialPrefix)) return remove_by_trash(files, step.root, name);

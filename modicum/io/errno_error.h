@@ -1,9 +1,11 @@
 // Turns an errno into an Error.
 #pragma once
 
+#include <string>
 #include <string_view>
 
 #include "modicum/base/base.h"
+#include "modicum/io/file.h"
 
 namespace modicum {
 
@@ -11,5 +13,8 @@ namespace modicum {
 // "cannot open: ENOENT (No such file or directory)". Callers that need another category, such as
 // CONFLICT for EEXIST, check errno first.
 [[noreturn]] void fail_errno(int error, std::string_view what_failed, Facts facts = {});
+
+// The facts of an error about this path.
+inline Facts about(const std::string& path) { return {.file = base_name(path)}; }
 
 }  // namespace modicum

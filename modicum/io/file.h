@@ -64,7 +64,7 @@ class File {
 };
 
 // What a path itself names: a symbolic link is not followed.
-struct Entry {
+struct DirectoryEntry {
   bool is_link = false;
   uint64_t owner = 0;  // user id
 };
@@ -92,7 +92,8 @@ class FileSystem {
   virtual bool is_directory(const std::string& path) = 0;
   // The path that a symbolic link holds; empty for other files.
   virtual std::string link_target(const std::string& path) = 0;
-  virtual std::optional<Entry> entry(const std::string& path) = 0;  // empty if there is none
+  virtual std::optional<DirectoryEntry> entry(
+      const std::string& path) = 0;  // empty if there is none
   virtual std::vector<std::string> list(const std::string& directory) = 0;  // base names, sorted
   // The parent must exist. Throws CONFLICT if the path exists.
   virtual void make_directory(const std::string& path) = 0;
@@ -123,7 +124,7 @@ class PosixFileSystem final : public FileSystem {
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::string link_target(const std::string& path) override;
-  std::optional<Entry> entry(const std::string& path) override;
+  std::optional<DirectoryEntry> entry(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;

@@ -24,7 +24,7 @@ class MemoryFileSystem final : public FileSystem {
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::string link_target(const std::string& path) override;
-  std::optional<Entry> entry(const std::string& path) override;
+  std::optional<DirectoryEntry> entry(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;
@@ -68,7 +68,7 @@ class RecordingFileSystem final : public FileSystem {
   bool exists(const std::string& path) override;
   bool is_directory(const std::string& path) override;
   std::string link_target(const std::string& path) override;
-  std::optional<Entry> entry(const std::string& path) override;
+  std::optional<DirectoryEntry> entry(const std::string& path) override;
   std::vector<std::string> list(const std::string& directory) override;
   void make_directory(const std::string& path) override;
   void rename(const std::string& from, const std::string& to) override;

@@ -38,8 +38,6 @@ std::vector<std::string> split(const std::string& path) {
   return parts;
 }
 
-Facts about(const std::string& path) { return {.file = base_name(path)}; }
-
 }  // namespace
 
 // Inodes are never freed: a file that is removed while it is open stays readable, as in POSIX.
@@ -259,8 +257,8 @@ bool MemoryFileSystem::exists(const std::string& path) {
 
 std::string MemoryFileSystem::link_target(const std::string&) { return {}; }
 
-std::optional<Entry> MemoryFileSystem::entry(const std::string& path) {
-  return exists(path) ? std::optional(Entry{}) : std::nullopt;
+std::optional<DirectoryEntry> MemoryFileSystem::entry(const std::string& path) {
+  return exists(path) ? std::optional(DirectoryEntry{}) : std::nullopt;
 }
 
 bool MemoryFileSystem::is_directory(const std::string& path) {

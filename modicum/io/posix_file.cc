@@ -23,8 +23,6 @@ namespace {
 // Linux transfers at most 2 GiB minus a page per call; calls of 1 GiB keep the offsets aligned.
 constexpr size_t kMostPerCall = kGiB;
 
-Facts about(const std::string& path) { return {.file = base_name(path)}; }
-
 int64_t ns_of(const struct timespec& time) noexcept {
   return int64_t{time.tv_sec} * kNsPerSecond + time.tv_nsec;
 }
@@ -296,9 +294,10 @@ std::string PosixFileSystem::link_target(const std::string& path) {
   fail_errno(errno, "cannot read the link", about(path));
 }
 
-std::optional<Entry> PosixFileSystem::entry(const std::string& path) {
+std::optional<DirectoryEntry> PosixFileSystem::entry(const std::string& path) {
   struct stat status {};
-  if (::lstat(path.c_str(), &status) == 0) return Entry{S_ISLNK(status.st_mode), status.st_uid};
+  if (::lstat(path.c_str(), &status) == 0)
+    return DirectoryEntry{S_ISLNK(status.st_mode), status.st_uid};
   if (errno != ENOENT && errno != ENOTDIR) fail_errno(errno, "cannot stat", about(path));
   return std::nullopt;
 }

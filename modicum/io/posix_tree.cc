@@ -15,8 +15,6 @@
 namespace modicum {
 namespace {
 
-Facts about(const std::string& path) { return {.file = base_name(path)}; }
-
 struct CloseStream {
   void operator()(DIR* open) const noexcept { ::closedir(open); }
 };

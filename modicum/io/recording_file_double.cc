@@ -158,7 +158,7 @@ std::string RecordingFileSystem::link_target(const std::string& path) {
   return under_.link_target(path);
 }
 
-std::optional<Entry> RecordingFileSystem::entry(const std::string& path) {
+std::optional<DirectoryEntry> RecordingFileSystem::entry(const std::string& path) {
   state_->note("entry", base_name(path));
   return under_.entry(path);
 }

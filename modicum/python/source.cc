@@ -103,8 +103,8 @@ class CallerFiles final : public FileSystem {
   }
   bool exists(const std::string& path) override { return base_name(path) == kName; }
   std::string link_target(const std::string&) override { return {}; }
-  std::optional<Entry> entry(const std::string& path) override {
-    return exists(path) ? std::optional(Entry{}) : std::nullopt;
+  std::optional<DirectoryEntry> entry(const std::string& path) override {
+    return exists(path) ? std::optional(DirectoryEntry{}) : std::nullopt;
   }
   bool is_directory(const std::string&) override { return false; }
   std::vector<std::string> list(const std::string&) override { return {kName}; }
