@@ -37,7 +37,7 @@ struct ConvertedFile {
   uint64_t digest = 0;  // the file's part of the output's digest
   // If the output is a step: StepTensor::chunks of each tensor of this file, one after another.
   std::vector<uint64_t> chunks;
-  // Tensors that have lost something. Journals of versions before 0.2 have no such list.
+  // Tensors that have lost something; empty in a journal of a version that did not count losses.
   std::optional<std::vector<TensorLoss>> losses;
 
   bool operator==(const ConvertedFile&) const = default;

@@ -25,7 +25,7 @@ Digest inputs_of(const ConvertTask& task) {
 }
 
 // Whether a cast can take values out of the range of their new dtype.
-bool can_lose_range(const Run& run) {
+bool casts_can_lose(const Run& run) {
   const Recipe& recipe = run.recipe;
   return std::any_of(recipe.targets.begin(), recipe.targets.end(), [&](const Target& target) {
     const std::vector<uint32_t> from = stored_under(recipe, target.root);
@@ -157,7 +157,7 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
   const Run& run = task.load.run;
   ConversionJournal conversion(
       *run.files, task.out,
-      {inputs_of(task), owner_of_conversion(), is_owner_dead, can_lose_range(run)});
+      {inputs_of(task), owner_of_conversion(), is_owner_dead, casts_can_lose(run)});
   std::vector<ConvertPart> parts;
   parts.push_back(
       {run.checkpoint, run.recipe, task.form, "", task.keeps_holes, {}, {}, task.allow_overflow});
