@@ -149,7 +149,6 @@ Footprint ConvertedForm::footprint(const Plan& plan) const {
   Footprint held;
   held[Purpose::header] = manifest_.held_bytes();
   held[Purpose::plan] = plan.held_bytes() + 2 * heap_block_bytes(places_.size() * sizeof(uint32_t));
-  held[Purpose::plan] += heap_block_bytes(places_.size() * sizeof(RangeLoss));
   return held;
 }
 

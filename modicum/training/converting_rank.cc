@@ -31,12 +31,11 @@ ConvertedFile finished_file(const ConvertPart& part, uint32_t file, const ChunkS
 // The tensors of `plan` that have lost something.
 std::vector<TensorLoss> losses_of(const RangeLosses& losses, const Plan& plan) {
   std::vector<TensorLoss> lost;
-  for (uint32_t t = 0; t < plan.recipe->targets.size(); ++t) {
-    const RangeLoss& loss = losses.of(t);
-    if (loss.empty()) continue;
-    TensorLoss& of = lost.emplace_back(plan.recipe->targets[t].spec.fqn, "", loss);
+  for (const auto& [t, loss] : losses.all()) {
+    lost.push_back({.tensor = plan.recipe->targets[t].spec.fqn, .loss = loss});
     if (loss.first_stored >= plan.manifest->tensors.size()) continue;
-    of.file = plan.manifest->files[plan.manifest->tensors[loss.first_stored].at.file].name;
+    const uint32_t file = plan.manifest->tensors[loss.first_stored].at.file;
+    lost.back().file = plan.manifest->files[file].name;
   }
   return lost;
 }
@@ -148,7 +147,7 @@ ConvertRank::Loaded ConvertRank::load_targets(const ConvertPart& part, uint32_t 
 
   FileSink sink(plan, part.form.manifest(), places, to,
                 {.keeps_holes = part.keeps_holes, .sums = sums});
-  RangeLosses losses(targets.size());
+  RangeLosses losses;
   const LoadOutcome loaded = modicum::load(part.source, plan, at_, sink,
                                            {.threads = world_.task.threads, .losses = &losses});
   std::vector<TensorLoss> lost = losses_of(losses, plan);
