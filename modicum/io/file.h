@@ -92,8 +92,8 @@ class FileSystem {
   virtual bool is_directory(const std::string& path) = 0;
   // The path that a symbolic link holds; empty for other files.
   virtual std::string link_target(const std::string& path) = 0;
-  virtual std::optional<DirectoryEntry> entry(
-      const std::string& path) = 0;  // empty if there is none
+  // Empty if there is none.
+  virtual std::optional<DirectoryEntry> entry(const std::string& path) = 0;
   virtual std::vector<std::string> list(const std::string& directory) = 0;  // base names, sorted
   // The parent must exist. Throws CONFLICT if the path exists.
   virtual void make_directory(const std::string& path) = 0;

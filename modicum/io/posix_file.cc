@@ -296,8 +296,9 @@ std::string PosixFileSystem::link_target(const std::string& path) {
 
 std::optional<DirectoryEntry> PosixFileSystem::entry(const std::string& path) {
   struct stat status {};
-  if (::lstat(path.c_str(), &status) == 0)
+  if (::lstat(path.c_str(), &status) == 0) {
     return DirectoryEntry{S_ISLNK(status.st_mode), status.st_uid};
+  }
   if (errno != ENOENT && errno != ENOTDIR) fail_errno(errno, "cannot stat", about(path));
   return std::nullopt;
 }

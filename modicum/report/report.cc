@@ -209,8 +209,7 @@ std::string baseline_clause(const PlanReport& report) {
                                 static_cast<uint32_t>(node));
   return fmt::format(
       "a rank process counts {} (no --baseline); with torch it holds {} to {} GiB: {:.1f} to "
-      "{:.1f} "
-      "GiB more per node",
+      "{:.1f} GiB more per node",
       format_size(report.baseline.bytes), kTorchLeastGib, kTorchMostGib,
       kTorchLeastGib * static_cast<double>(ranks), kTorchMostGib * static_cast<double>(ranks));
 }

@@ -8,21 +8,12 @@
 
 #include "modicum/io/file_doubles.h"
 #include "modicum/kernels/kernels.h"
+#include "modicum/ranks/board_double.h"
 #include "modicum/stream/fake_device_double.h"
 #include "modicum/stream/stream.h"
 
 namespace modicum {
 namespace {
-
-// A board on which no rank ever fails.
-class AloneBoard final : public Board {
- public:
-  void beat(int, uint64_t) noexcept override {}
-  bool report(const ErrorRecord&) noexcept override { return true; }
-  std::optional<ErrorRecord> failure() const override { return std::nullopt; }
-  void barrier(int) override {}
-  void agree(int, const Digest&) override {}
-};
 
 constexpr int64_t kRows = 200, kColumns = 300, kBlock = 128, kScaleColumns = 3;
 constexpr const char* kConfig = R"({"quantization_config":{"weight_block_size":[128,128]}})";
@@ -118,7 +109,7 @@ TEST(RangeLosses, EqualThoseOfANaiveReference) {
                                   {.strategy = &strategy_named("own-shard"),
                                    .destination = destination,
                                    .staging_bytes = kMinStagingBytes});
-      AloneBoard board;
+      ScriptedBoard board(1);
       Ledger ledger(plan.promise.ledger_limit_bytes(0));
       std::unique_ptr<Sink> sink;
       if (destination == Destination::cpu) {
