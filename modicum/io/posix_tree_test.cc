@@ -130,21 +130,29 @@ TEST_F(TreeTest, TheRestIsRemovedAfterAFailure) {
   ::ioctl(kept.get(), FS_IOC_SETFLAGS, &flags);
 }
 
-// Another thread exchanges a directory of the tree with a link to the outside, all the time.
+// Another thread exchanges a directory of the tree with a link to the outside, all the time. It and
+// the test name directories by descriptors, so that they themselves follow no link.
 TEST_F(TreeTest, ADirectoryThatBecomesALinkIsNotFollowed) {
   std::atomic<bool> stop{false};
   fs::create_directory_symlink(temp / "outside/a", temp / "link");
+  const Descriptor top = Descriptor::open(temp.path().c_str(), O_RDONLY | O_DIRECTORY);
+  const Descriptor root = Descriptor::open(tree.c_str(), O_RDONLY | O_DIRECTORY);
+  const auto open_below = [](const Descriptor& parent, const char* name) {
+    return Descriptor(::openat(parent.get(), name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW));
+  };
   std::thread swapper([&] {
     while (!stop) {
-      for (const char* at : {"/a", "/a/b"}) {
-        ::renameat2(AT_FDCWD, (temp / "link").c_str(), AT_FDCWD, (tree + at).c_str(),
-                    RENAME_EXCHANGE);
-      }
+      ::renameat2(top.get(), "link", root.get(), "a", RENAME_EXCHANGE);
+      const Descriptor a = open_below(root, "a");
+      if (a.is_valid()) ::renameat2(top.get(), "link", a.get(), "b", RENAME_EXCHANGE);
     }
   });
   for (int i = 0; i < 100; ++i) {
-    std::error_code ignored;  // of directories that are links at this moment
-    for (const char* sub : {"/a", "/a/b", "/a/b/c"}) fs::create_directory(tree + sub, ignored);
+    ::mkdirat(root.get(), "a", 0700);
+    const Descriptor a = open_below(root, "a");
+    if (a.is_valid()) ::mkdirat(a.get(), "b", 0700);
+    const Descriptor b = a.is_valid() ? open_below(a, "b") : Descriptor(-1);
+    if (b.is_valid()) ::mkdirat(b.get(), "c", 0700);
     try {
       files.empty_directory(tree);
     } catch (const Error&) {
