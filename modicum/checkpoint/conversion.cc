@@ -17,13 +17,6 @@ namespace {
 
 constexpr int64_t kVersion = 1;  // of journals; those without a version have this one
 
-std::string parent_of(std::string path) {
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
-  const size_t slash = path.rfind('/');
-  if (slash == std::string::npos) return ".";
-  return slash == 0 ? "/" : path.substr(0, slash);
-}
-
 // The content of a journal.
 struct Journal {
   StepOwner owner;
@@ -116,7 +109,7 @@ std::optional<Journal> parse_journal(const std::string& text, const std::string&
 ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
                                      const Inputs& inputs)
     : files_(files),
-      parent_(parent_of(out)),
+      parent_(parent_path(out)),
       name_(base_name(out)),
       partial_(join_path(parent_, fmt::format(".{}.partial", name_))),
       owner_(inputs.owner),
@@ -128,7 +121,10 @@ ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
   read_journal(inputs);
   if (!files_.is_directory(partial_)) {  // then no recorded file exists either
     finished_.clear();
-    if (!files_.is_directory(parent_)) files_.make_directory(parent_);
+    if (!files_.is_directory(parent_)) {
+      files_.make_directory(parent_);
+      is_durable_ = files_.sync_directory(parent_path(parent_));
+    }
     files_.make_directory(partial_);
   }
   write_journal();
@@ -222,11 +218,18 @@ void ConversionJournal::write_journal() {
       journal_json({owner_, inputs_.hex(), finished_}));
 }
 
-void ConversionJournal::publish() {
-  files_.sync_directory(partial_);
-  files_.rename_new(partial_, join_path(parent_, name_));
-  files_.sync_directory(parent_);
-  files_.remove(join_path(parent_, fmt::format(".{}.journal", name_)));
+Published ConversionJournal::publish(bool are_names_durable) {
+  const bool is_durable = files_.sync_directory(partial_) && is_durable_;
+  Published published = publish_directory(files_, partial_, join_path(parent_, name_));
+  published.depend_on(is_durable && are_names_durable);
+  const std::string journal = fmt::format(".{}.journal", name_);
+  try {
+    files_.remove(join_path(parent_, journal));
+  } catch (const Error& error) {
+    published.warnings.push_back(fmt::format("the output is complete, but {} could not be removed: {}",
+                                             journal, error.what()));
+  }
+  return published;
 }
 
 }  // namespace modicum

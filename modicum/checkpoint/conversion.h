@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "modicum/checkpoint/durable.h"
 #include "modicum/checkpoint/range_loss.h"
 #include "modicum/checkpoint/step.h"
 #include "modicum/io/io.h"
@@ -68,9 +69,11 @@ class ConversionJournal {
   std::vector<ConvertedFile> recorded() const;
   // Records a finished file, which must already be durable. Throws IO or NOSPACE.
   void add(ConvertedFile file);
-  // Makes the output visible and durable. Throws CONFLICT if the output's name has been taken
-  // meanwhile; IO; NOSPACE.
-  void publish();
+  // Makes the output visible and durable. Warns if only removing the journal failed. On failure the
+  // output is not visible, and the same conversion resumes. Throws CONFLICT if the output's name has
+  // been taken meanwhile; IO; NOSPACE. `are_names_durable`: whether the names that the caller has
+  // synced in the output are.
+  Published publish(bool are_names_durable = true);
 
  private:
   void refuse_links();
@@ -81,6 +84,7 @@ class ConversionJournal {
 
   FileSystem& files_;
   const std::string parent_, name_, partial_;
+  bool is_durable_ = true;  // whether the name of `parent_` is, if this conversion has made it
   StepOwner owner_;
   Digest inputs_;
   std::vector<ConvertedFile> finished_;

@@ -1,11 +1,68 @@
 #include "modicum/checkpoint/durable.h"
 
+#include <fmt/format.h>
+
 #include <memory>
 #include <span>
 
 #include "modicum/base/base.h"
 
 namespace modicum {
+
+void Published::depend_on(bool is_name_durable) {
+  if (is_name_durable || !is_durable) return;
+  is_durable = false;
+  warnings.push_back(
+      "a directory can't be synced here, so the result may not survive a power cut");
+}
+
+void Published::take_in(Published other) {
+  is_durable &= other.is_durable;
+  for (std::string& warning : other.warnings) warnings.push_back(std::move(warning));
+}
+
+Published make_durable_or_take_back(FunctionRef<bool()> make_durable,
+                                    FunctionRef<void()> take_back) {
+  try {
+    Published published;
+    published.depend_on(make_durable());
+    return published;
+  } catch (const Error& error) {
+    try {
+      take_back();
+    } catch (const Error&) {
+      return {false, {fmt::format("the result is visible, but it may not survive a power cut: {}",
+                                  error.what())}};
+    }
+    throw;
+  }
+}
+
+namespace {
+
+// Whether `path` is the directory that was `before`; false if that can't be told.
+bool is_at(FileSystem& files, const std::string& path, const DirectoryEntry& before) {
+  try {
+    const std::optional<DirectoryEntry> entry = files.entry(path);
+    return entry && entry->device == before.device && entry->inode == before.inode;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+}  // namespace
+
+Published publish_directory(FileSystem& files, const std::string& from, const std::string& to) {
+  const std::optional<DirectoryEntry> before = files.entry(from);
+  try {
+    files.rename_new(from, to);
+  } catch (const Error&) {
+    // A server can report an error for a rename that it has made.
+    if (!before || !is_at(files, to, *before)) throw;
+  }
+  return make_durable_or_take_back([&] { return files.sync_directory(parent_path(to)); },
+                                   [&] { files.rename_new(to, from); });
+}
 
 void write_durably(FileSystem& files, const std::string& path, const std::string& text) {
   const std::unique_ptr<File> file = files.create(path);
@@ -46,7 +103,7 @@ std::optional<CopiedFile> copy_durably(File& from, FileSystem& files, const std:
   return std::nullopt;
 }
 
-void replace_durably(FileSystem& files, const Replacement& file, const std::string& text) {
+void replace(FileSystem& files, const Replacement& file, const std::string& text) {
   const std::string temporary = join_path(file.directory, file.temporary);
   if (files.exists(temporary)) files.remove(temporary);
   try {
@@ -56,7 +113,11 @@ void replace_durably(FileSystem& files, const Replacement& file, const std::stri
     if (files.exists(temporary)) files.remove(temporary);
     throw;
   }
-  files.sync_directory(file.directory);
+}
+
+bool replace_durably(FileSystem& files, const Replacement& file, const std::string& text) {
+  replace(files, file, text);
+  return files.sync_directory(file.directory);
 }
 
 }  // namespace modicum

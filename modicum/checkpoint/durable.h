@@ -4,11 +4,34 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "modicum/base/base.h"
 #include "modicum/io/io.h"
 #include "modicum/spec/spec.h"
 
 namespace modicum {
+
+// A step or the output of a conversion that is visible to readers.
+struct Published {
+  // Whether it survives a power cut. False where the file system can't sync a directory, or where
+  // that failed and the name could not be taken back.
+  bool is_durable = true;
+  std::vector<std::string> warnings;
+
+  // Takes in a result of sync_directory, of a name that this depends on. The first false adds a
+  // warning.
+  void depend_on(bool is_name_durable);
+  void take_in(Published other);
+};
+// Calls `make_durable`, after a name has become visible. If that fails, calls `take_back`, which
+// removes the name, and rethrows the error. If the name can't be taken back, it stays visible, and
+// the result says so.
+Published make_durable_or_take_back(FunctionRef<bool()> make_durable,
+                                    FunctionRef<void()> take_back);
+// Renames a complete directory to the path `to`, durably. On failure `to` is not visible. Throws
+// CONFLICT if there is anything at `to`; IO; NOSPACE.
+Published publish_directory(FileSystem& files, const std::string& from, const std::string& to);
 
 // Creates a file with this text and syncs the file, but not its directory. Throws CONFLICT if the
 // file exists; IO; NOSPACE.
@@ -25,7 +48,10 @@ struct Replacement {
   std::string directory, name, temporary;
 };
 // Replaces the file atomically: writes and syncs the temporary file, then renames it. After a power
-// cut the directory has either the old file or the new one. Throws IO or NOSPACE.
-void replace_durably(FileSystem& files, const Replacement& file, const std::string& text);
+// cut the directory has either the old file or the new one. Returns sync_directory's result. Throws
+// IO or NOSPACE.
+bool replace_durably(FileSystem& files, const Replacement& file, const std::string& text);
+// As replace_durably, but does not sync the directory.
+void replace(FileSystem& files, const Replacement& file, const std::string& text);
 
 }  // namespace modicum

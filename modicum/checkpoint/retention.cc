@@ -10,7 +10,7 @@ namespace modicum {
 void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name) {
   const std::string trash = join_path(root, std::string(kTrashPrefix) + make_uuid());
   files.rename(join_path(root, name), trash);
-  files.sync_directory(root);
+  files.sync_directory(root);  // else the name could return after a power cut, without its files
   files.remove_tree(trash);
 }
 

@@ -87,11 +87,14 @@ void refuse_links(FileSystem& files, const std::string& directory) {
   }
 }
 
-void sync_directories(FileSystem& files, const std::string& step) {
+// Returns whether all of them are durable.
+bool sync_directories(FileSystem& files, const std::string& step) {
+  bool is_durable = true;
   for (const char* const name : kDirectories) {
     const std::string directory = join_path(step, name);
-    if (files.is_directory(directory)) files.sync_directory(directory);
+    if (files.is_directory(directory)) is_durable &= files.sync_directory(directory);
   }
+  return is_durable;
 }
 
 // The model's weights in a directory, by whatever program.
@@ -139,9 +142,8 @@ std::optional<std::string> remove_directories(FileSystem& files, const StepInFli
 
 // Renames the files of a step into the directory that becomes the step. Then removes the files
 // that no new file has replaced: those of the previous step, and other weights of a whole model,
-// which readers would take for the step's. Returns the warning of remove_directories.
-std::optional<std::string> place_files(FileSystem& files, const StepInFlight& step,
-                                       const StepRecord& record) {
+// which readers would take for the step's.
+Published place_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
   refuse_links(files, step.root);
   std::vector<std::string> stale = tensor_files_of(files, step.root);
   // Next to adapters, weights of another program may be the base model.
@@ -163,23 +165,32 @@ std::optional<std::string> place_files(FileSystem& files, const StepInFlight& st
   for (const std::string& name : stale) {
     if (files.exists(join_path(step.root, name))) files.remove(join_path(step.root, name));
   }
-  std::optional<std::string> warning = remove_directories(files, step, stale);
-  sync_directories(files, step.root);
-  files.sync_directory(step.root);
-  return warning;
+  Published placed;
+  if (const auto warning = remove_directories(files, step, stale)) {
+    placed.warnings.push_back(*warning);
+  }
+  placed.depend_on(sync_directories(files, step.root));
+  placed.depend_on(files.sync_directory(step.root));
+  return placed;
 }
 
-std::optional<std::string> publish_inside(FileSystem& files, const StepInFlight& step,
-                                          const StepRecord& record, const std::string& manifest) {
-  const std::optional<std::string> warning = place_files(files, step, record);
-  replace_durably(files, {step.root, kCommit, ".COMMIT"}, commit_json(record, manifest));
+Published commit_inside(FileSystem& files, const StepInFlight& step, const std::string& text) {
+  replace(files, {step.root, kCommit, ".COMMIT"}, text);
+  return make_durable_or_take_back([&] { return files.sync_directory(step.root); },
+                                   [&] { files.remove(join_path(step.root, kCommit)); });
+}
+
+Published publish_inside(FileSystem& files, const StepInFlight& step, const StepRecord& record,
+                         const std::string& manifest) {
+  Published published = place_files(files, step, record);
+  published.take_in(commit_inside(files, step, commit_json(record, manifest)));
   try {
     files.remove_tree(step.directory);
   } catch (const Error& error) {
-    return fmt::format("{}the step is saved, but {} could not be removed: {}",
-                       warning ? *warning + "; " : "", base_name(step.directory), error.what());
+    published.warnings.push_back(fmt::format("the step is saved, but {} could not be removed: {}",
+                                             base_name(step.directory), error.what()));
   }
-  return warning;
+  return published;
 }
 
 }  // namespace
@@ -263,11 +274,16 @@ std::map<int64_t, std::string> committed_steps(FileSystem& files, const std::str
 
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
                         const StepOwner& owner) {
-  if (!files.is_directory(root)) files.make_directory(root);
+  bool is_durable = true;
+  if (!files.is_directory(root)) {
+    files.make_directory(root);
+    is_durable = files.sync_directory(parent_path(root));
+  }
   if (is_listed(files, root, step_name(step))) {
     fail(Category::conflict, "the step has been saved already", {.file = step_name(step)});
   }
   StepInFlight made{root, step, make_uuid(), ""};
+  made.is_durable = is_durable;
   made.committed = committed_steps(files, root);
   make_in_flight(files, owner, made);
   return made;
@@ -278,52 +294,59 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int6
   if (!files.is_directory(directory)) files.make_directory(directory);
   refuse_links(files, directory);
   StepInFlight made{directory, step, make_uuid(), "", true};
+  // Other programs make this directory just before the save.
+  made.is_durable = files.sync_directory(parent_path(directory));
   make_in_flight(files, owner, made);
-  files.sync_directory(directory);
+  made.is_durable &= files.sync_directory(directory);
   const std::string commit = join_path(directory, kCommit);
   if (files.exists(commit)) {
     files.remove(commit);
-    files.sync_directory(directory);
+    made.is_durable &= files.sync_directory(directory);
   }
   return made;
 }
 
 namespace {
 
-// Writes manifest.json, and syncs the subdirectories. Returns the text of manifest.json.
+// Writes manifest.json. Returns its text.
 std::string write_manifest(FileSystem& files, const std::string& directory,
                            const StepRecord& record) {
   std::string manifest = record_json(record);
   write_durably(files, join_path(directory, kManifest), manifest);
-  sync_directories(files, directory);
   return manifest;
 }
 
 }  // namespace
 
-void commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record) {
+bool commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record) {
   const std::string manifest = write_manifest(files, directory, record);
+  bool is_durable = sync_directories(files, directory);
   // Also syncs the directory, and with it the names of all files, before the step is visible.
-  replace_durably(files, {directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
+  is_durable &=
+      replace_durably(files, {directory, kCommit, ".COMMIT"}, commit_json(record, manifest));
+  return is_durable;
 }
 
-std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
-                                        const StepRecord& record) {
+Published publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
   if (step.is_inside) {
-    return publish_inside(files, step, record, write_manifest(files, step.directory, record));
+    Published published =
+        publish_inside(files, step, record, write_manifest(files, step.directory, record));
+    published.depend_on(step.is_durable);
+    return published;
   }
-  commit_in_place(files, step.directory, record);
+  const bool is_durable = commit_in_place(files, step.directory, record);
   const std::string name = step_name(step.step);
-  files.rename_new(step.directory, join_path(step.root, name));
-  files.sync_directory(step.root);
+  Published published = publish_directory(files, step.directory, join_path(step.root, name));
+  published.depend_on(is_durable && step.is_durable);
   const std::string in_flight = base_name(step.directory).substr(kPartialPrefix.size());
   try {
     replace_durably(files, {step.root, "latest", fmt::format("{}{}", kLatestPrefix, in_flight)},
                     name + "\n");
   } catch (const Error& error) {
-    return fmt::format("{} is saved, but `latest` could not be written: {}", name, error.what());
+    published.warnings.push_back(
+        fmt::format("{} is saved, but `latest` could not be written: {}", name, error.what()));
   }
-  return std::nullopt;
+  return published;
 }
 
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept {

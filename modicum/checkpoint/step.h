@@ -37,6 +37,7 @@
 #include <string>
 #include <vector>
 
+#include "modicum/checkpoint/durable.h"
 #include "modicum/io/io.h"
 #include "modicum/spec/spec.h"
 
@@ -113,6 +114,7 @@ struct StepInFlight {
   bool is_inside = false;  // made by begin_step_in: `root` becomes the step
   uint64_t user = 0;       // owns what the save creates; on a network file system it can be
                            // another user than the process has
+  bool is_durable = true;  // whether the names of the directories made so far are
   // The committed steps of the root when this one began: their uuids, by number.
   std::map<int64_t, std::string> committed;
 };
@@ -150,20 +152,19 @@ StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step
 // parent exists. Removes the COMMIT of a step that `directory` held before. Throws IO or NOSPACE.
 StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
                            const StepOwner& owner);
-// Makes the step durable and visible. Its files must be complete and synced. On success the step
-// survives a power cut. On failure no step is visible, unless the failure came after the rename; a
-// visible step is always complete. For a step of begin_step_in, also removes from the directory the
+// Makes the step durable and visible. Its files must be complete and synced. On failure no step is
+// visible; a visible step is always complete. For a step of begin_step_in, also removes from the directory the
 // tensor files and the files in subdirectories that only the previous step had and, if the step has
-// a whole model, all other files of is_weights_name. Returns a warning if the previous step had a
-// subdirectory that this one lacks, or if only writing `latest`, or removing the directory in
-// flight, failed. Throws CONFLICT if another process has published the same step, which is not
-// replaced; IO; NOSPACE.
-std::optional<std::string> publish_step(FileSystem& files, const StepInFlight& step,
-                                        const StepRecord& record);
+// a whole model, all other files of is_weights_name. Warns if the previous step had a subdirectory
+// that this one lacks, or if only writing `latest`, or removing the directory in flight, failed.
+// Throws CONFLICT if another process has published the same step, which is not replaced; IO;
+// NOSPACE.
+Published publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record);
 // Completes a step in `directory`, which keeps its name: writes manifest.json and COMMIT, and makes
 // the names of all files durable. The step's files must be synced. The caller makes the directory
-// visible. Throws CONFLICT if there is a manifest.json already; IO; NOSPACE.
-void commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record);
+// visible. Returns whether all names are durable; see sync_directory. Throws CONFLICT if there is a
+// manifest.json already; IO; NOSPACE.
+bool commit_in_place(FileSystem& files, const std::string& directory, const StepRecord& record);
 // Removes the files of a failed save. Never throws; a later save removes what could not be removed.
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept;
 

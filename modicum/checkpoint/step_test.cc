@@ -15,6 +15,7 @@ namespace modicum {
 namespace {
 
 const StepOwner kOwner{"host", 7, 11};
+using Warnings = std::vector<std::string>;
 
 StepRecord record_of_step(const StepInFlight& step) {
   StepRecord record{.step = step.step, .uuid = step.uuid, .world_size = 2, .tool = "modicum"};
@@ -43,10 +44,27 @@ void write_files(FileSystem& files, const StepInFlight& step) {
   write_files(files, step, record_of_step(step));
 }
 
-std::optional<std::string> save_step(FileSystem& files, int64_t number) {
+Published save_step(FileSystem& files, int64_t number) {
   const StepInFlight step = begin_step(files, "/root", number, kOwner);
   write_files(files, step);
   return publish_step(files, step, record_of_step(step));
+}
+
+const char* const kInside = "/root/checkpoint-1";
+
+// Publishes a step that also has a file in a subdirectory.
+Published finish_inside(FileSystem& files, const StepInFlight& step) {
+  StepRecord record = record_of_step(step);
+  const std::string name = fmt::format("{}/{}", kStateDirectory, kStateFile);
+  const std::string text = fmt::format("{} of step {}", name, step.step);
+  record.files.push_back({name, text.size(), text.size(), digest_of(text)});
+  files.make_directory(join_path(step.directory, kStateDirectory));
+  write_files(files, step, record);
+  return publish_step(files, step, record);
+}
+
+Published save_inside(FileSystem& files, int64_t number) {
+  return finish_inside(files, begin_step_in(files, kInside, number, kOwner));
 }
 
 // Step `saved`, as if it had begun after all others of the root.
@@ -111,7 +129,7 @@ TEST(StepRecord, InvalidRecordsAreRefused) {
 
 TEST(Steps, TheNewestIntactStepIsChosen) {
   MemoryFileSystem files;
-  for (const int64_t step : {9, 10, 2}) EXPECT_EQ(save_step(files, step), std::nullopt);
+  for (const int64_t step : {9, 10, 2}) EXPECT_EQ(save_step(files, step).warnings, Warnings());
   files.make_directory("/root/step-11");
   files.put("/root/step-010/COMMIT", "{}");  // begin_step makes no such name
   std::vector<SkippedStep> skipped;
@@ -333,35 +351,103 @@ TEST(Steps, LeftoversOfDeadOwnersAreRemoved) {
                                       ".partial-3-cut", "latest", "step-1"}));
 }
 
-// Each call fails in turn. The new step is then absent or intact, and the old one is intact.
-// Catches: a step that is durable only if `latest` is written.
+// Each call fails in turn, with each error. The new step is then absent, or intact if the save
+// returned, and the old one is intact. Catches: a step that is durable only if `latest` is written;
+// an error although the step is visible.
 TEST(Steps, AFaultAtAnyCallLosesNothing) {
-  for (int64_t fail_at = 1;; ++fail_at) {
-    MemoryFileSystem under;
-    under.make_directory("/root");
-    under.sync_directory("/");
-    save_step(under, 1);
-    RecordingFileSystem files(under, fail_at);
-    bool is_saved = false;
-    std::optional<StepInFlight> step;
-    try {
-      step = begin_step(files, "/root", 2, kOwner);
-      write_files(files, *step);
-      publish_step(files, *step, record_of_step(*step));
-      is_saved = true;
-    } catch (const Error&) {
-      if (step) discard_step(under, *step);
+  for (const int error : {EIO, ENOSPC, EDQUOT, EINTR, ESTALE}) {
+    for (int64_t fail_at = 1;; ++fail_at) {
+      MemoryFileSystem under;
+      under.make_directory("/root");
+      under.sync_directory("/");
+      save_step(under, 1);
+      RecordingFileSystem files(under, fail_at);
+      files.fail_with(error);
+      bool is_saved = false;
+      std::optional<StepInFlight> step;
+      try {
+        step = begin_step(files, "/root", 2, kOwner);
+        write_files(files, *step);
+        is_saved = publish_step(files, *step, record_of_step(*step)).is_durable;
+        EXPECT_TRUE(is_saved) << fail_at;
+      } catch (const Error&) {
+        EXPECT_FALSE(under.exists("/root/step-2")) << fail_at;
+        if (step) discard_step(under, *step);
+      }
+      if (is_saved) under.lose_unsynced();  // a step that was reported as saved must survive
+      const Steps steps = find_steps(under, "/root");
+      ASSERT_EQ(steps.skipped.size(), 0U) << fail_at;
+      for (const FoundStep& found : steps.found) expect_intact(under, found);
+      EXPECT_EQ(steps.found.back().step, 1) << fail_at;
+      EXPECT_EQ(steps.found.size(), is_saved ? 2U : 1U) << fail_at;
+      if (static_cast<int64_t>(files.calls().size()) < fail_at) break;
     }
-    if (is_saved) under.lose_unsynced();  // a step that was reported as saved must survive
-    const Steps steps = find_steps(under, "/root");
-    ASSERT_EQ(steps.skipped.size(), 0U) << fail_at;
-    for (const FoundStep& found : steps.found) expect_intact(under, found);
-    EXPECT_EQ(steps.found.back().step, 1) << fail_at;
-    if (is_saved) {
-      EXPECT_EQ(steps.found.front().step, 2) << fail_at;
-    }
-    if (static_cast<int64_t>(files.calls().size()) < fail_at) break;
   }
+}
+
+// Catches: an error, after which the caller saves the step again, for a name that stays.
+TEST(Steps, AStepWhoseNameCannotBeTakenBackIsSaved) {
+  for (const bool is_inside : {false, true}) {
+    int warned = 0;
+    for (int64_t cut_at = 1;; ++cut_at) {
+      MemoryFileSystem under;
+      under.make_directory("/root");
+      const StepInFlight step = is_inside ? begin_step_in(under, "/root/checkpoint-1", 2, kOwner)
+                                          : begin_step(under, "/root", 2, kOwner);
+      write_files(under, step);
+      const std::string path = is_inside ? step.root : "/root/step-2";
+      RecordingFileSystem files(under);
+      files.cut_power_at(cut_at);  // all later calls fail, too
+      try {
+        const Published published = publish_step(files, step, record_of_step(step));
+        EXPECT_EQ(open_step(under, path).step, 2) << cut_at;
+        if (!published.is_durable) {
+          EXPECT_NE(published.warnings.front().find("may not survive a power cut"),
+                    std::string::npos);
+          ++warned;
+        }
+      } catch (const Error&) {
+        EXPECT_EQ(category_of([&] { open_step(under, path); }), Category::uncommitted) << cut_at;
+      }
+      if (static_cast<int64_t>(files.calls().size()) < cut_at) break;
+    }
+    EXPECT_EQ(warned, 1);  // the sync after the name
+  }
+}
+
+// As a server's reply that is lost: the rename is made, and the call fails.
+TEST(Steps, ARenameThatWasMadeDespiteItsErrorIsASavedStep) {
+  MemoryFileSystem under;
+  int64_t renames_at = 0;
+  for (const bool is_lost : {false, true}) {
+    const StepInFlight step = begin_step(under, "/root", is_lost ? 2 : 1, kOwner);
+    write_files(under, step);
+    RecordingFileSystem files(under, is_lost ? renames_at : 0);
+    const std::string to = fmt::format("/root/step-{}", step.step);
+    if (is_lost) files.before_call(renames_at, [&] { under.rename_new(step.directory, to); });
+    EXPECT_EQ(publish_step(files, step, record_of_step(step)).warnings, Warnings());
+    EXPECT_EQ(open_step(under, to).record.uuid, step.uuid);
+    const std::vector<IoCall> calls = files.calls();
+    const auto rename = std::find_if(calls.begin(), calls.end(), [](const IoCall& call) {
+      return call.what == "rename_new";
+    });
+    renames_at = rename - calls.begin() + 1;
+  }
+}
+
+// As on some FUSE file systems.
+TEST(Steps, WithoutSyncsOfDirectoriesAStepIsSavedWithAWarning) {
+  MemoryFileSystem under;
+  RecordingFileSystem files(under);
+  files.refuse_directory_syncs();
+  for (const bool is_inside : {false, true}) {
+    const Published published = is_inside ? save_inside(files, 1) : save_step(files, 1);
+    EXPECT_FALSE(published.is_durable);
+    EXPECT_EQ(published.warnings,
+              Warnings{"a directory can't be synced here, so the result may not survive a power cut"});
+  }
+  EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
+  EXPECT_EQ(open_step(under, kInside).step, 1);
 }
 
 struct PowerCut {};
@@ -404,23 +490,6 @@ TEST(Steps, APowerCutAtAnyCallLosesNothing) {
 
 // ---- inside a directory
 
-const char* const kInside = "/root/checkpoint-1";
-
-// Publishes a step that also has a file in a subdirectory.
-std::optional<std::string> finish_inside(FileSystem& files, const StepInFlight& step) {
-  StepRecord record = record_of_step(step);
-  const std::string name = fmt::format("{}/{}", kStateDirectory, kStateFile);
-  const std::string text = fmt::format("{} of step {}", name, step.step);
-  record.files.push_back({name, text.size(), text.size(), digest_of(text)});
-  files.make_directory(join_path(step.directory, kStateDirectory));
-  write_files(files, step, record);
-  return publish_step(files, step, record);
-}
-
-std::optional<std::string> save_inside(FileSystem& files, int64_t number) {
-  return finish_inside(files, begin_step_in(files, kInside, number, kOwner));
-}
-
 // Makes a directory with the step `number` and another program's file.
 void put_directory(MemoryFileSystem& files, int64_t number) {
   files.make_directory("/root");
@@ -459,7 +528,7 @@ TEST(StepInside, LeavesOtherFilesAndReplacesTheTensorsOfTheLastStep) {
   // The new step has no model.safetensors, so that of the last step must be removed.
   files.rename(join_path(step.directory, "model.safetensors"), join_path(step.directory, "a.b"));
   record.files.front().name = "a.b";
-  EXPECT_NE(publish_step(files, step, record), std::nullopt);  // of the lost state
+  EXPECT_EQ(publish_step(files, step, record).warnings.size(), 1U);  // of the lost state
   EXPECT_EQ(files.list(kInside), (std::vector<std::string>{"COMMIT", "a.b", "config.json",
                                                            "manifest.json", "trainer_state.json"}));
   EXPECT_EQ(open_step(files, kInside).record, record);
@@ -481,7 +550,7 @@ std::vector<std::string> weights_after(const std::vector<std::string>& saved,
     record.files.push_back({name, text.size(), text.size(), digest_of(text)});
   }
   write_files(files, step, record);
-  EXPECT_EQ(publish_step(files, step, record), std::nullopt);
+  EXPECT_EQ(publish_step(files, step, record).warnings, Warnings());
   expect_intact(files, open_step(files, kInside));
   std::vector<std::string> names = files.list(kInside);
   std::erase(names, "COMMIT");
@@ -512,11 +581,11 @@ TEST(StepInside, AModelWithoutStateReplacesOneWithState) {
   put_directory(files, 1);
   const StepInFlight step = begin_step_in(files, kInside, 2, kOwner);
   write_files(files, step);
-  EXPECT_EQ(publish_step(files, step, record_of_step(step)),
-            "the previous save's files in optimizer/ were removed; this save has none");
+  EXPECT_EQ(publish_step(files, step, record_of_step(step)).warnings,
+            Warnings{"the previous save's files in optimizer/ were removed; this save has none"});
   EXPECT_FALSE(files.exists(join_path(kInside, kStateDirectory)));
-  EXPECT_EQ(save_inside(files, 3), std::nullopt);
-  EXPECT_EQ(save_inside(files, 4), std::nullopt);
+  EXPECT_EQ(save_inside(files, 3).warnings, Warnings());
+  EXPECT_EQ(save_inside(files, 4).warnings, Warnings());
 }
 
 // Catches: a reshard that loses Trainer's scheduler.pt, or that copies weights which are not the
@@ -551,8 +620,8 @@ TEST(StepInside, AFaultAtAnyCallLeavesAWholeStepOrNone) {
     std::optional<StepInFlight> step;
     try {
       step = begin_step_in(files, kInside, 2, kOwner);
-      finish_inside(files, *step);
-      is_saved = true;
+      is_saved = finish_inside(files, *step).is_durable;
+      EXPECT_TRUE(is_saved) << fail_at;
     } catch (const Error&) {
       if (step) discard_step(under, *step);
     }

@@ -67,6 +67,7 @@ class File {
 struct DirectoryEntry {
   bool is_link = false;
   uint64_t owner = 0;  // user id
+  uint64_t device = 0, inode = 0;
 };
 
 class FileSystem {
@@ -112,7 +113,10 @@ class FileSystem {
   virtual void remove_tree(const std::string& path) = 0;
   // As remove_tree, but keeps the directory itself. Throws IO if `path` is not a directory.
   virtual void empty_directory(const std::string& path) = 0;
-  virtual void sync_directory(const std::string& path) = 0;  // makes its entries durable
+  // Makes the directory's entries durable. Returns false if that is not possible: the file system
+  // can't (EINVAL, ENOTSUP, ENOSYS), or this process may not read the directory. Throws on any
+  // other failure, after which the entries may be lost although a second call succeeds.
+  virtual bool sync_directory(const std::string& path) = 0;
 };
 
 // The files of the operating system. Stateless.
@@ -132,10 +136,11 @@ class PosixFileSystem final : public FileSystem {
   void remove(const std::string& path) override;
   void remove_tree(const std::string& path) override;
   void empty_directory(const std::string& path) override;
-  void sync_directory(const std::string& path) override;
+  bool sync_directory(const std::string& path) override;
 };
 
 std::string base_name(const std::string& path);  // "c" of "a/b/c" and of "a/b/c/"
+std::string parent_path(std::string path);       // "a/b" of "a/b/c" and of "a/b/c/"; "." of "c"
 std::string join_path(const std::string& directory, const std::string& name);
 
 }  // namespace modicum

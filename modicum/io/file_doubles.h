@@ -32,7 +32,7 @@ class MemoryFileSystem final : public FileSystem {
   void remove(const std::string& path) override;
   void remove_tree(const std::string& path) override;
   void empty_directory(const std::string& path) override;
-  void sync_directory(const std::string& path) override;
+  bool sync_directory(const std::string& path) override;
 
   void lose_unsynced();
   // Sets the content of a file, durably, and makes its missing directories. An existing file keeps
@@ -76,7 +76,7 @@ class RecordingFileSystem final : public FileSystem {
   void remove(const std::string& path) override;
   void remove_tree(const std::string& path) override;
   void empty_directory(const std::string& path) override;
-  void sync_directory(const std::string& path) override;
+  bool sync_directory(const std::string& path) override;
 
   std::vector<IoCall> calls() const;
   uint64_t bytes_read() const;               // sum over all "read" calls
@@ -91,6 +91,8 @@ class RecordingFileSystem final : public FileSystem {
   void before_call(int64_t number, std::function<void()> action);
   // The `fail_at`-th call fails with this errno instead of EIO.
   void fail_with(int error);
+  // From now on sync_directory returns false, as on a file system that has no such call.
+  void refuse_directory_syncs();
   // The `number`-th call and all later ones fail and are not passed on, as after a power cut.
   void cut_power_at(int64_t number);
 

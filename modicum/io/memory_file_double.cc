@@ -258,7 +258,10 @@ bool MemoryFileSystem::exists(const std::string& path) {
 std::string MemoryFileSystem::link_target(const std::string&) { return {}; }
 
 std::optional<DirectoryEntry> MemoryFileSystem::entry(const std::string& path) {
-  return exists(path) ? std::optional(DirectoryEntry{}) : std::nullopt;
+  const std::lock_guard lock(state_->mutex);
+  const std::optional<size_t> number = state_->find_if_any(path);
+  if (!number) return std::nullopt;
+  return DirectoryEntry{.device = 1, .inode = *number};
 }
 
 bool MemoryFileSystem::is_directory(const std::string& path) {
@@ -332,11 +335,12 @@ void MemoryFileSystem::empty_directory(const std::string& path) {
   inode.now.entries.clear();
 }
 
-void MemoryFileSystem::sync_directory(const std::string& path) {
+bool MemoryFileSystem::sync_directory(const std::string& path) {
   const std::lock_guard lock(state_->mutex);
   Inode& inode = state_->inodes[state_->find_existing(path, "cannot open the directory")];
   if (!inode.is_directory) fail_errno(ENOTDIR, "cannot open the directory", about(path));
   inode.durable.entries = inode.now.entries;
+  return true;
 }
 
 void MemoryFileSystem::lose_unsynced() {

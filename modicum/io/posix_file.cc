@@ -297,7 +297,7 @@ std::string PosixFileSystem::link_target(const std::string& path) {
 std::optional<DirectoryEntry> PosixFileSystem::entry(const std::string& path) {
   struct stat status {};
   if (::lstat(path.c_str(), &status) == 0) {
-    return DirectoryEntry{S_ISLNK(status.st_mode), status.st_uid};
+    return DirectoryEntry{S_ISLNK(status.st_mode), status.st_uid, status.st_dev, status.st_ino};
   }
   if (errno != ENOENT && errno != ENOTDIR) fail_errno(errno, "cannot stat", about(path));
   return std::nullopt;
@@ -332,10 +332,16 @@ void PosixFileSystem::remove(const std::string& path) {
   if (std::remove(path.c_str()) != 0) fail_errno(errno, "cannot remove", about(path));
 }
 
-void PosixFileSystem::sync_directory(const std::string& path) {
+bool PosixFileSystem::sync_directory(const std::string& path) {
   const Descriptor directory = Descriptor::open(path.c_str(), O_RDONLY | O_DIRECTORY);
-  if (!directory.is_valid()) fail_errno(errno, "cannot open the directory", about(path));
-  if (::fsync(directory.get()) != 0) fail_errno(errno, "sync failed", about(path));
+  if (!directory.is_valid()) {
+    if (errno == EACCES) return false;
+    fail_errno(errno, "cannot open the directory", about(path));
+  }
+  if (::fsync(directory.get()) == 0) return true;
+  // As on some FUSE file systems.
+  if (errno == EINVAL || errno == ENOTSUP || errno == ENOSYS) return false;
+  fail_errno(errno, "sync failed", about(path));
 }
 
 std::string base_name(const std::string& path) {
@@ -344,6 +350,13 @@ std::string base_name(const std::string& path) {
   const size_t slash = path.find_last_of('/', end);
   const size_t begin = slash == std::string::npos ? 0 : slash + 1;
   return path.substr(begin, end + 1 - begin);
+}
+
+std::string parent_path(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  const size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
 }
 
 std::string join_path(const std::string& directory, const std::string& name) {

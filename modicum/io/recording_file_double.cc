@@ -29,6 +29,7 @@ struct RecordingFileSystem::State {
   int64_t fail_at = 0;
   int error = EIO;  // errno of the `fail_at`-th call
   int64_t cut_at = 0;
+  bool syncs_directories = true;
   int64_t action_at = 0;
   std::function<void()> action;
   mutable std::mutex mutex;  // guards everything below
@@ -136,6 +137,8 @@ void RecordingFileSystem::before_call(int64_t number, std::function<void()> acti
 
 void RecordingFileSystem::fail_with(int error) { state_->error = error; }
 
+void RecordingFileSystem::refuse_directory_syncs() { state_->syncs_directories = false; }
+
 void RecordingFileSystem::cut_power_at(int64_t number) { state_->cut_at = number; }
 
 std::unique_ptr<File> RecordingFileSystem::open(const std::string& path) {
@@ -208,9 +211,9 @@ void RecordingFileSystem::empty_directory(const std::string& path) {
   under_.empty_directory(path);
 }
 
-void RecordingFileSystem::sync_directory(const std::string& path) {
+bool RecordingFileSystem::sync_directory(const std::string& path) {
   state_->note("sync_directory", base_name(path));
-  under_.sync_directory(path);
+  return state_->syncs_directories && under_.sync_directory(path);
 }
 
 std::vector<IoCall> RecordingFileSystem::calls() const {

@@ -240,7 +240,8 @@ nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
     return published;
   });
   return dict_of("step"_a = saved.step, "path"_a = saved.path,
-                 "written_bytes"_a = saved.written_bytes, "warnings"_a = nb::cast(saved.warnings));
+                 "written_bytes"_a = saved.written_bytes, "durable"_a = saved.is_durable,
+                 "warnings"_a = nb::cast(saved.warnings));
 }
 
 nb::dict described(const FoundStep& found) {

@@ -116,7 +116,7 @@ class CallerFiles final : public FileSystem {
   void remove(const std::string&) override { refuse_change(); }
   void remove_tree(const std::string&) override { refuse_change(); }
   void empty_directory(const std::string&) override { refuse_change(); }
-  void sync_directory(const std::string&) override { refuse_change(); }
+  bool sync_directory(const std::string&) override { refuse_change(); }
 
  private:
   const CallersTensors of_;

@@ -265,6 +265,7 @@ struct SaveReport {
   int64_t step = 0;                           // the number of the saved step
   bool is_preempted = false;  // a stop signal came; the save was finished nevertheless
   std::string path;
+  bool is_durable = true;  // whether the step survives a power cut, as far as the kernel tells
   uint64_t written_bytes = 0;
   uint64_t read_bytes = 0;               // while saving, to copy tensors
   uint64_t gathered_bytes = 0;           // part of `written_bytes` that ranks of a node gathered
@@ -307,6 +308,7 @@ struct ConvertReport {
   std::vector<RankOutcome> ranks;  // one rank
   uint64_t launcher_bytes = 0;     // measured memory of the launcher
   std::string path;
+  bool is_durable = true;  // as in SaveReport
   uint64_t written_bytes = 0;
   uint64_t kept_files = 0;  // written by an earlier, interrupted call, and kept
   double elapsed_s = 0;     // until the output was durable

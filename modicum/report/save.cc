@@ -62,6 +62,7 @@ std::string save_json(const SaveReport& report) {
   out.member("path", report.path).member("written_bytes", report.written_bytes);
   out.member("read_bytes", report.read_bytes).member("gathered_bytes", report.gathered_bytes);
   out.member("elapsed_s", report.elapsed_s).member("durable_s", report.durable_s);
+  out.member("durable", report.is_durable);
   out.member("coverage", "proven").member("digest", digest_text(report.digest));
   state_digest_member(out, report.state_digest);
   files_member(out, report.files);
@@ -94,6 +95,7 @@ std::string convert_json(const ConvertReport& report) {
   if (report.step) out.member("step", *report.step);
   out.member("path", report.path).member("written_bytes", report.written_bytes);
   out.member("kept_files", report.kept_files).member("elapsed_s", report.elapsed_s);
+  out.member("durable", report.is_durable);
   out.member("coverage", "proven").member("digest", digest_text(report.digest));
   files_member(out, report.files);
   names_member(out, "left_out", report.left_out);

@@ -173,7 +173,7 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
                        .digest = of.load.digest};
   add_losses(conversion, report);
   add_companions(task, conversion, report);
-  conversion.publish();
+  add_published(report, conversion.publish());
   report.elapsed_s = world.seconds_until(world.clock.now_ns());
   for (const DataFile& file : task.form.manifest().files) {
     report.files.push_back({file.name, file.identity.size_bytes});

@@ -65,6 +65,12 @@ void require_range(const ConvertPart& part, const std::vector<TensorLoss>& losse
 
 }  // namespace
 
+void add_published(ConvertReport& report, const Published& published) {
+  report.is_durable = published.is_durable;
+  report.checkpoint.warnings.insert(report.checkpoint.warnings.end(), published.warnings.begin(),
+                                    published.warnings.end());
+}
+
 StepOwner owner_of_conversion() {
   const ProcessIdentity process = identify_process(getpid());
   return {process.host, process.pid, process.started};

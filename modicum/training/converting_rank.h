@@ -15,6 +15,8 @@ namespace modicum {
 // This process, as the owner of a journal.
 StepOwner owner_of_conversion();
 bool is_owner_dead(const StepOwner& owner);
+// Takes the outcome of a publication into the report.
+void add_published(ConvertReport& report, const Published& published);
 
 // A file of which some tensors have no target, and are yet to be written. They are planes of an
 // optimizer's state in a new format: master weights, exp_avg or exp_avg_sq.

@@ -120,7 +120,7 @@ class Publication {
     for (const ConvertedFile& file : conversion.recorded()) digests_[file.name] = file.chunks;
   }
 
-  StepRecord publish() {
+  Published publish() {
     add_part("", task_.load.run.checkpoint.manifest, task_.form.weights(), record_.tensors);
     if (const ConvertedForm* const state = task_.form.state()) {
       add_part(kStatePrefix, task_.form.state_run().checkpoint.manifest, *state, record_.state);
@@ -129,10 +129,9 @@ class Publication {
       if (!written_.contains(file.name)) copy(file);
     }
     copy_unrecorded();
-    commit_in_place(files_, conversion_.directory(), record_);
-    conversion_.publish();
-    return record_;
+    return conversion_.publish(commit_in_place(files_, conversion_.directory(), record_));
   }
+  const StepRecord& record() const noexcept { return record_; }
   uint64_t written_bytes() const noexcept { return written_bytes_; }
   const std::vector<std::string>& warnings() const noexcept { return warnings_; }
 
@@ -321,7 +320,8 @@ ConvertReport reshard_in_rank(const ReshardTask& task, ShowBytes show) {
   const std::vector<Converted> outcomes = outcomes_of<ConvertRank>(world, show);
   const Converted& of = outcomes.front();
   Publication publication(task, conversion, inputs);
-  const StepRecord record = publication.publish();
+  const Published published = publication.publish();
+  const StepRecord& record = publication.record();
   ConvertReport report{.checkpoint = facts_of(run.checkpoint),
                        .promise = task.load.plan.promise,
                        .ranks = {of.load},
@@ -331,6 +331,7 @@ ConvertReport reshard_in_rank(const ReshardTask& task, ShowBytes show) {
                        .kept_files = of.kept_files,
                        .digest = digest_of(record.tensors),
                        .step = record.step};
+  add_published(report, published);
   report.elapsed_s = world.seconds_until(world.clock.now_ns());
   report.checkpoint.warnings.insert(report.checkpoint.warnings.end(),
                                     publication.warnings().begin(), publication.warnings().end());

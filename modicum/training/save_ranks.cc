@@ -282,6 +282,7 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
                     .step = saved.step,
                     .is_preempted = is_preempted,
                     .path = saved.path,
+                    .is_durable = saved.is_durable,
                     .written_bytes = saved.written_bytes};
   for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
   for (const uint32_t stored : task.plan.form().left_out) {

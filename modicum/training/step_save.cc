@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <utility>
 
@@ -167,9 +168,10 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
   }
   if (!source.directory.empty()) add_companions(source, plan, saved);
   for (const NewFile& file : more) add_written(saved, file);
-  if (const auto warning = publish_step(files_, step_, saved.record)) {
-    saved.warnings.push_back(*warning);
-  }
+  Published published = publish_step(files_, step_, saved.record);
+  saved.is_durable = published.is_durable;
+  std::move(published.warnings.begin(), published.warnings.end(),
+            std::back_inserter(saved.warnings));
   is_published_ = true;
   saved.path = step_.root;
   if (!step_.is_inside) saved.path = join_path(step_.root, fmt::format("step-{}", step_.step));

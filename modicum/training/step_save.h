@@ -23,6 +23,7 @@ struct SavedStep {
   std::string path;
   StepRecord record;
   uint64_t written_bytes = 0;  // all files but the data files
+  bool is_durable = true;      // Published::is_durable
   std::vector<std::string> warnings;
 };
 

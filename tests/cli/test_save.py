@@ -29,7 +29,7 @@ from program import failure, run, run_json
 MIB = 1 << 20
 KEYS = {
     "checkpoint", "step", "path", "written_bytes", "read_bytes", "gathered_bytes", "elapsed_s",
-    "durable_s", "digest", "state_digest", "files", "nodes", "ranks", "copied", "left_out",
+    "durable_s", "durable", "digest", "state_digest", "files", "nodes", "ranks", "copied", "left_out",
     "warnings",
 }  # fmt: skip
 KILLS = 12
@@ -81,7 +81,7 @@ def test_keys_and_sizes_of_the_files(modicum: Path, moe: Path, tmp_path: Path) -
     assert saved["written_bytes"] == on_disk
     for file in saved["files"]:
         assert (tmp_path / "root/step-5" / file["name"]).stat().st_size == file["bytes"]
-    assert 0 < saved["elapsed_s"] <= saved["durable_s"]
+    assert 0 < saved["elapsed_s"] <= saved["durable_s"] and saved["durable"] is True
     assert [rank["rank"] for rank in saved["ranks"]] == [0, 1]
 
 

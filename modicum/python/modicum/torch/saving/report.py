@@ -27,6 +27,9 @@ class Saved:
     """From the agreement of all ranks until all data are written and synced."""
     durable_s: float
     """From the agreement until the step is visible."""
+    durable: bool
+    """Whether the step survives a power cut, as far as the kernel tells. False, with a warning,
+    where the file system can't sync a directory."""
     promised_bytes: int
     """The promised peak of host memory of a rank's process; the largest of all ranks."""
     held_bytes: int

@@ -139,6 +139,7 @@ class Begun:
             gathered_bytes=sum(of["gathered_bytes"] for of in outcomes),
             elapsed_s=max(of["written_s"] for of in outcomes),
             durable_s=published["durable_s"],
+            durable=published["durable"],
             promised_bytes=max(promised for promised, _ in self.planned.promised),
             held_bytes=max(of["held_bytes"] for of in (*outcomes, published)),
             blocked_s=max(of.get("blocked_s", published["durable_s"]) for of in outcomes),
