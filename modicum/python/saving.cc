@@ -299,10 +299,11 @@ Args:
 Raises:
     IoError: the kernel refuses.)")
       .def(nb::init<int, uint64_t>(), "ranks"_a, "part_bytes"_a)
-      .def_static("open", &SharedGather::open, "path"_a, "ranks"_a, "part_bytes"_a,
-                  "Maps the memory that another rank has made. None if it can't be mapped.")
-      .def_prop_ro("path", &SharedGather::path,
-                   "The path for `open`, valid while the maker keeps the object alive.");
+      .def_static("open", &SharedGather::open, "address"_a, "ranks"_a, "part_bytes"_a,
+                  "Maps the memory that another rank has made. None if it can't be mapped, or if "
+                  "the address leads to other memory.")
+      .def_prop_ro("address", &SharedGather::address,
+                   "For `open`; valid while the maker keeps the object alive.");
   nb::class_<Gather>(module, "Gather", R"(One rank's endpoint of a SharedGather, for one save.
 
 Args:

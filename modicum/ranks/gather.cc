@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <random>
 #include <utility>
 
 #include "modicum/ranks/counters.h"
@@ -22,6 +23,7 @@ struct alignas(64) SharedGather::Head {
   // differences are compared.
   std::atomic<uint32_t> arrived{0};
   std::array<std::atomic<uint64_t>, 2> next{0, 0};  // by half: the round that this rank wants next
+  Digest token;  // random; only used in part 0
 };
 
 // `count` runs of `length` bytes, whose begins are `stride` apart. A row of `count` 0 ends a list.
@@ -31,7 +33,11 @@ struct SharedGather::Row {
 
 SharedGather::SharedGather(int ranks, uint64_t part_bytes)
     : SharedGather(ranks, part_bytes,
-                   SharedPages::make(saturating_mul(part_bytes, static_cast<uint64_t>(ranks)))) {}
+                   SharedPages::make(saturating_mul(part_bytes, static_cast<uint64_t>(ranks)))) {
+  std::random_device device;
+  std::uniform_int_distribution<uint64_t> bits;
+  head(0).token = {bits(device), bits(device)};
+}
 
 SharedGather::SharedGather(int ranks, uint64_t part_bytes, SharedPages pages)
     : ranks_(ranks), part_bytes_(part_bytes), pages_(std::move(pages)) {
@@ -43,12 +49,19 @@ SharedGather::SharedGather(int ranks, uint64_t part_bytes, SharedPages pages)
   slot_bytes_ = (half - rows_ * row) / kPageBytes * kPageBytes;
 }
 
-std::optional<SharedGather> SharedGather::open(const std::string& path, int ranks,
+std::optional<SharedGather> SharedGather::open(const std::string& address, int ranks,
                                                uint64_t part_bytes) {
-  auto pages = SharedPages::open(path, saturating_mul(part_bytes, static_cast<uint64_t>(ranks)));
+  const size_t end = address.rfind('#');
+  if (end == std::string::npos) return std::nullopt;
+  auto pages = SharedPages::open(address.substr(0, end),
+                                 saturating_mul(part_bytes, static_cast<uint64_t>(ranks)));
   if (!pages) return std::nullopt;
-  return SharedGather(ranks, part_bytes, std::move(*pages));
+  SharedGather opened(ranks, part_bytes, std::move(*pages));
+  if (opened.head(0).token.hex() != address.substr(end + 1)) return std::nullopt;
+  return opened;
 }
+
+std::string SharedGather::address() const { return pages_.path() + "#" + head(0).token.hex(); }
 
 SharedGather::Head& SharedGather::head(int place) const noexcept {
   return *reinterpret_cast<Head*>(pages_.bytes().data() +

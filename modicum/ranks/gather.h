@@ -26,12 +26,14 @@ class SharedGather {
  public:
   // `part_bytes` is memory per rank, a multiple of the page size. Throws IO if the kernel refuses.
   SharedGather(int ranks, uint64_t part_bytes);
-  // Maps the memory that another process has made. nullopt if it can't be mapped.
-  static std::optional<SharedGather> open(const std::string& path, int ranks, uint64_t part_bytes);
+  // Maps the memory that another process has made. nullopt if it can't be mapped, or if the address
+  // leads to other memory, as it can in another container with the same process ids.
+  static std::optional<SharedGather> open(const std::string& address, int ranks,
+                                          uint64_t part_bytes);
 
-  // The path for `open`. Only the process that made the memory may call this function. The path is
-  // valid while this object lives.
-  std::string path() const { return pages_.path(); }
+  // For `open`: the memory's path, '#', and a random number that the memory holds. Only the process
+  // that made the memory may call this function. The address is valid while this object lives.
+  std::string address() const;
   uint64_t slot_bytes() const noexcept { return slot_bytes_; }
 
  private:

@@ -157,19 +157,24 @@ TEST(Gather, RanksThatGoBackTogetherWriteTogether) {
   EXPECT_EQ(gathered(sorted, 100 * 4 * 512), 100U) << "expected one write per row";
 }
 
-TEST(Gather, ProcessesMapTheMemoryByItsPath) {
+TEST(Gather, ProcessesMapTheMemoryByItsAddress) {
   SteadyClock clock;
   const Puts puts = rows_of(3, 3 * 70, 300);
   SharedBoard board(3, clock);
   const SharedGather shared(3, kPartBytes);
   const Written written(3 * 70 * 300);
-  EXPECT_FALSE(SharedGather::open(shared.path(), 2, kPartBytes).has_value())
+  EXPECT_FALSE(SharedGather::open(shared.address(), 2, kPartBytes).has_value())
       << "its size is that of 3 ranks";
+  const std::string path = shared.address().substr(0, shared.address().rfind('#'));
+  const SharedGather other(3, kPartBytes);
+  const std::string token = other.address().substr(other.address().rfind('#'));
+  EXPECT_FALSE(SharedGather::open(path + token, 3, kPartBytes).has_value()) << "other memory";
+  EXPECT_FALSE(SharedGather::open(path, 3, kPartBytes).has_value());
   std::vector<pid_t> children;
   for (int rank = 0; rank < 3; ++rank) {
     const pid_t child = fork();
     if (child == 0) {
-      auto opened = SharedGather::open(shared.path(), 3, kPartBytes);
+      auto opened = SharedGather::open(shared.address(), 3, kPartBytes);
       if (!opened) _exit(1);
       Ledger ledger;
       Gather gather(*opened, board, rank, rank);

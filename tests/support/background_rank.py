@@ -148,13 +148,17 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
 
 def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
     """Saves the same step in the foreground and in the background. Meanwhile makes the call `what`,
-    which must wait for the save. Returns the save's report, and the seconds that the call took."""
+    which must wait for the save. Returns the save's report, and the seconds that the call took.
+    The root is relative, and the process goes to another directory during the save."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     how: dict[str, Any] = {"step": 2, "optimizer": stepping, "staging": "1MiB"}
     modicum.torch.save(model, f"{root}/fore", **how)
     other = stepping.state_dict()
     with slow(4000):
-        saving = modicum.torch.save(model, f"{root}/back", background=True, **how)
+        before = os.getcwd()
+        os.chdir(root)
+        saving = modicum.torch.save(model, "back", background=True, **how)
+        os.chdir(before)
         begin = time.monotonic()
         if what == "save":
             modicum.torch.save(model, f"{root}/back", step=3, optimizer=stepping)

@@ -605,14 +605,14 @@ class SharedGather:
     def __init__(self, ranks: int, part_bytes: int) -> None: ...
 
     @staticmethod
-    def open(path: str, ranks: int, part_bytes: int) -> SharedGather | None:
+    def open(address: str, ranks: int, part_bytes: int) -> SharedGather | None:
         """
-        Maps the memory that another rank has made. None if it can't be mapped.
+        Maps the memory that another rank has made. None if it can't be mapped, or if the address leads to other memory.
         """
 
     @property
-    def path(self) -> str:
-        """The path for `open`, valid while the maker keeps the object alive."""
+    def address(self) -> str:
+        """For `open`; valid while the maker keeps the object alive."""
 
 class Gather:
     """

@@ -105,7 +105,7 @@ class Writer(StorageWriter, AsyncStager):
             "ledger": ledger or _modicum.Ledger(),
             "budget": budget,
         }
-        self._at = (Path(root), step)
+        self._at = (Path(root).absolute(), step)
         self._flight = Flight()
         self._kept: tuple[Planned, int] | None = None
         self.path: str | None = None

@@ -51,7 +51,7 @@ class Inside(Flight):
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
-        self.directory = directory
+        self.directory = directory.absolute()
         self._place: tuple[Path, int] | None = None
 
     @property

@@ -157,7 +157,7 @@ def _peak_bytes() -> int:
 
 def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | None, list[str]]:
     """Memory shared by the ranks of this rank's node: the node's first rank makes it, and the
-    others map it by path. Collective. Returns the memory, and warnings, which are the same on every
+    others map it by address. Collective. Returns the memory, and warnings, which are the same on every
     rank. The memory is None if the save needs none; or, with a warning, if a rank of the node can't
     map it."""
     if part_bytes == 0:
@@ -168,7 +168,7 @@ def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | No
     if ranks.rank == first:
         with suppress(IoError):
             made = _modicum.SharedGather(count, part_bytes)
-    told = ranks.gather([ranks.rank, made.path if made else ""])
+    told = ranks.gather([ranks.rank, made.address if made else ""])
     if [rank for rank, _ in told] != [*range(ranks.world_size)]:  # torch's fake process group
         return None, []
     shared = made or _modicum.SharedGather.open(told[first][1], count, part_bytes)

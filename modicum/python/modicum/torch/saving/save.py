@@ -124,7 +124,7 @@ def save(
 
     def ask(sigterm: Sigterm) -> Ask:
         return Ask(
-            root=Path(root), step=step, keep=keep,
+            root=Path(root).absolute(), step=step, keep=keep,
             form=Form(dtype, unused, shard_size, staging, adapters, background),
             ledger=account, budget=limit, extra=extra, per_rank=extra_per_rank, sigterm=sigterm,
         )  # fmt: skip
