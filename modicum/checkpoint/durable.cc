@@ -8,15 +8,23 @@
 #include "modicum/base/base.h"
 
 namespace modicum {
+namespace {
+
+const char* const kNotDurable =
+    "a directory can't be synced here, so the result may not survive a power cut";
+
+}  // namespace
 
 void Published::depend_on(bool is_name_durable) {
   if (is_name_durable || !is_durable) return;
   is_durable = false;
-  warnings.push_back(
-      "a directory can't be synced here, so the result may not survive a power cut");
+  warnings.push_back(kNotDurable);
 }
 
 void Published::take_in(Published other) {
+  if (!other.is_durable && !is_durable) {  // both warn of it
+    std::erase(other.warnings, kNotDurable);
+  }
   is_durable &= other.is_durable;
   for (std::string& warning : other.warnings) warnings.push_back(std::move(warning));
 }
