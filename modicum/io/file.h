@@ -69,6 +69,31 @@ struct DirectoryEntry {
   uint64_t owner = 0;  // user id
 };
 
+// A file that this process has locked; see FileSystem::lock. The destructor ends the lock.
+class LockedFile {
+ public:
+  virtual ~LockedFile() = default;
+
+  // False where the file system has no locks: then other processes can have the file, too.
+  virtual bool is_exclusive() const noexcept = 0;
+  virtual bool is_new() const noexcept = 0;  // was made by FileSystem::lock
+  // Replaces the content, which is durable then. Throws NOSPACE or IO.
+  virtual void write(const std::string& text) = 0;
+};
+
+enum class LockState {
+  free,
+  held,     // by this process or another one
+  unknown,  // the file can't be opened, or the file system has no locks
+};
+
+// A small file that processes lock.
+struct SeenFile {
+  std::string text;                 // the first 4 KiB; empty if the file can't be read
+  std::optional<int64_t> mtime_ns;  // on a network file system by the server's clock
+  LockState lock = LockState::unknown;
+};
+
 class FileSystem {
  public:
   virtual ~FileSystem() = default;
@@ -113,6 +138,19 @@ class FileSystem {
   // As remove_tree, but keeps the directory itself. Throws IO if `path` is not a directory.
   virtual void empty_directory(const std::string& path) = 0;
   virtual void sync_directory(const std::string& path) = 0;  // makes its entries durable
+
+  // The functions below are about files that show whether the process that has made them lives.
+
+  // Locks a regular file, which is made if there is none, with a POSIX record lock: the kernel ends
+  // it with the process, and a forked child does not have it. Returns null if another process, or
+  // another LockedFile of this process, has the lock. Follows no symbolic link. The kernel ends the
+  // lock, too, if this process closes any descriptor of the file: only `look_at` may open it.
+  virtual std::unique_ptr<LockedFile> lock(const std::string& path) = 0;
+  // Reads a file that processes lock. Does not end a lock. Empty if there is none.
+  virtual std::optional<SeenFile> look_at(const std::string& path) = 0;
+  // Whether at most one kernel at a time can have the path's file system mounted: a local disk, not
+  // a network. False if that is not known.
+  virtual bool is_of_one_kernel(const std::string& path) noexcept = 0;
 };
 
 // The files of the operating system. Stateless.
@@ -133,6 +171,9 @@ class PosixFileSystem final : public FileSystem {
   void remove_tree(const std::string& path) override;
   void empty_directory(const std::string& path) override;
   void sync_directory(const std::string& path) override;
+  std::unique_ptr<LockedFile> lock(const std::string& path) override;
+  std::optional<SeenFile> look_at(const std::string& path) override;
+  bool is_of_one_kernel(const std::string& path) noexcept override;
 };
 
 std::string base_name(const std::string& path);  // "c" of "a/b/c" and of "a/b/c/"

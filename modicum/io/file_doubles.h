@@ -33,12 +33,24 @@ class MemoryFileSystem final : public FileSystem {
   void remove_tree(const std::string& path) override;
   void empty_directory(const std::string& path) override;
   void sync_directory(const std::string& path) override;
+  std::unique_ptr<LockedFile> lock(const std::string& path) override;
+  std::optional<SeenFile> look_at(const std::string& path) override;
+  bool is_of_one_kernel(const std::string& path) noexcept override;
 
   void lose_unsynced();
   // Sets the content of a file, durably, and makes its missing directories. An existing file keeps
   // its inode, so readers that have it open see the change.
   void put(const std::string& path, std::string bytes);
   std::string get(const std::string& path) const;  // the current content, synced or not
+
+  // Of a lock it is not known who has it: a test that destroys a LockedFile kills its process.
+
+  // From now on, a file system that several kernels can mount.
+  void be_on_a_network();
+  // From now on there are no locks.
+  void have_no_locks();
+  // Advances the clock of the files' times, which otherwise counts changes.
+  void advance_ns(int64_t duration_ns);
 
   struct State;  // public for the File class in the .cc
 
@@ -77,6 +89,9 @@ class RecordingFileSystem final : public FileSystem {
   void remove_tree(const std::string& path) override;
   void empty_directory(const std::string& path) override;
   void sync_directory(const std::string& path) override;
+  std::unique_ptr<LockedFile> lock(const std::string& path) override;
+  std::optional<SeenFile> look_at(const std::string& path) override;
+  bool is_of_one_kernel(const std::string& path) noexcept override;
 
   std::vector<IoCall> calls() const;
   uint64_t bytes_read() const;               // sum over all "read" calls

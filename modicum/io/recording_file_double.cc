@@ -213,6 +213,19 @@ void RecordingFileSystem::sync_directory(const std::string& path) {
   under_.sync_directory(path);
 }
 
+std::unique_ptr<LockedFile> RecordingFileSystem::lock(const std::string& path) {
+  state_->note("lock", base_name(path));
+  return under_.lock(path);
+}
+
+std::optional<SeenFile> RecordingFileSystem::look_at(const std::string& path) {
+  return under_.look_at(path);
+}
+
+bool RecordingFileSystem::is_of_one_kernel(const std::string& path) noexcept {
+  return under_.is_of_one_kernel(path);
+}
+
 std::vector<IoCall> RecordingFileSystem::calls() const {
   const std::lock_guard lock(state_->mutex);
   return state_->calls;
