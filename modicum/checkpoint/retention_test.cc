@@ -106,7 +106,7 @@ TEST_F(RemovalBelow, ADirectoryOfAStepThatIsALinkIsRefused) {
 }
 
 TEST_F(RemovalBelow, AConversionRefusesLinksInPlaceOfItsFiles) {
-  for (const std::string name : {".out.partial", ".out.journal"}) {
+  for (const std::string name : {".out.partial", ".out.journal", ".out.owner"}) {
     link(root + "/" + name);
     EXPECT_EQ(conversion_to(root + "/out", "a"), Category::conflict) << name;
     files.remove(root + "/" + name);

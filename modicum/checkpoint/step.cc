@@ -74,6 +74,7 @@ std::string name_in_flight(int64_t step, const StepOwner& owner, std::string_vie
 }
 
 void make_in_flight(FileSystem& files, const StepOwner& owner, StepInFlight& step) {
+  step.owner = owner;
   step.directory = join_path(step.root, name_in_flight(step.step, owner, step.uuid));
   files.make_directory(step.directory);
   if (const auto entry = files.entry(step.directory)) step.user = entry->owner;

@@ -6,7 +6,9 @@
 //     manifest.json                the length and digest of each file, the digests of each tensor
 //     COMMIT                       the digest of manifest.json
 //   ROOT/.partial-13-OWNER-UUID/   in flight, or left over by a process that died; OWNER is the
-//                                  host, pid and start time of the leader
+//                                  host, pid and start time of the leader. While files are written
+//                                  it has an owner file, .owner (owner.h)
+//   ROOT/.lock                     while a step is published and old ones are removed (owner.h)
 //   ROOT/.trash-UUID/              being removed
 //   ROOT/.latest-13-OWNER-UUID     the new `latest`, until it is renamed
 //   ROOT/latest                    "step-12", the step saved last: for people; Modicum itself
@@ -27,7 +29,7 @@
 // its name, or inside a directory its COMMIT, only after all of its files are durable. So after a
 // kill or a power cut at any time, whatever counts as a step is complete. A save inside a directory
 // removes the previous COMMIT when it begins, so a save that fails loses the previous step. Nothing
-// depends on the wall clock, on locks or on the order of a directory's names.
+// that is committed depends on the wall clock, on locks or on the order of a directory's names.
 #pragma once
 
 #include <cstdint>
@@ -96,10 +98,9 @@ Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
 // IO.
 Digest digest_of(File& file, uint64_t bytes);
 
-// The process that saves a step. It distinguishes the leftovers of a dead process from a save in
-// flight.
+// The process that saves or converts; see owner.h.
 struct StepOwner {
-  std::string host;  // without '-' and '/'; see ProcessIdentity
+  std::string host;  // NAME.BOOT_ID.START, without '-' and '/'; see ProcessIdentity
   int64_t pid = 0;
   uint64_t started = 0;  // the kernel's start time of the process: pids are reused
 };
@@ -113,6 +114,7 @@ struct StepInFlight {
   bool is_inside = false;  // made by begin_step_in: `root` becomes the step
   uint64_t user = 0;       // owns what the save creates; on a network file system it can be
                            // another user than the process has
+  StepOwner owner;
   // The committed steps of the root when this one began: their uuids, by number.
   std::map<int64_t, std::string> committed;
 };
@@ -211,9 +213,10 @@ FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<Sk
 // Returns a warning that names the steps that could not be removed, or that belong to another user.
 std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& step, size_t keep);
 // Removes trash, and directories and new `latest` files that dead processes have left in flight,
-// from the root of `step`. A directory or file in flight stays if its name has no owner, or if
-// `is_dead` returns false for the owner. What is a symbolic link, what belongs to another user and
-// what can't be removed stays, too. Returns a warning for each name that stays.
+// from the root of `step`. A directory or file in flight stays if its owner is not known to be dead
+// (OwnerCheck); `is_dead` is asked about owners that have only a name. What is a symbolic link,
+// what belongs to another user and what can't be removed stays, too. Returns a warning for each
+// name that stays.
 std::vector<std::string> remove_leftovers(FileSystem& files, const StepInFlight& step,
                                           const std::function<bool(const StepOwner&)>& is_dead);
 
