@@ -225,20 +225,17 @@ using WrittenFiles = std::vector<std::pair<std::string, OptionalText>>;
 
 nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
                  const MadeSave* other_state, const std::string& facts, const WrittenFiles& more,
-                 const std::optional<size_t>& keep) {
+                 const std::optional<size_t>& keep, double lock_limit_s) {
   std::optional<StepSave::SavedState> saved_state;
   if (state != nullptr) saved_state.emplace(StepSave::SavedState{state->files.manifest(), facts});
   if (other_state != nullptr) {
     saved_state.emplace(StepSave::SavedState{other_state->plan.manifest(), facts});
   }
-  std::vector<NewFile> files;
-  for (const auto& [name, text] : more) files.push_back({name, text});
-  const SavedStep saved = without_the_lock([&] {
-    SavedStep published =
-        step.open().publish(made.loaded->checkpoint(), made.plan, saved_state, files);
-    if (keep) step.open().keep_newest(*keep, published);
-    return published;
-  });
+  Publishing how{.keep = keep};
+  how.lock_limit_ns = static_cast<int64_t>(lock_limit_s * kNsPerSecond);
+  for (const auto& [name, text] : more) how.more.push_back({name, text});
+  const SavedStep saved = without_the_lock(
+      [&] { return step.open().publish(made.loaded->checkpoint(), made.plan, saved_state, how); });
   return dict_of("step"_a = saved.step, "path"_a = saved.path,
                  "written_bytes"_a = saved.written_bytes, "warnings"_a = nb::cast(saved.warnings));
 }
@@ -427,11 +424,13 @@ Raises:
           "a part of each rank's `place`.")
       .def("publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
            "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
-           "keep"_a = nb::none(),
+           "keep"_a = nb::none(), "lock_limit_s"_a = kRootLockNs / kNsPerSecond,
            "Makes the step durable and visible. All ranks must have written. `state`: the files of "
            "AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; "
            "`more`: (name, text) of further files, text None if a rank has written the file; "
-           "`keep`: the number of intact steps to keep, including this one.")
+           "`keep`: the number of intact steps to keep, including this one; `lock_limit_s`: how "
+           "long "
+           "it waits for another save that publishes in the same root.")
       .def(
           "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
           "Removes the files, unless the step was published.");

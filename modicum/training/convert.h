@@ -52,6 +52,7 @@ struct ConvertTask {
   std::string out;
   bool keeps_holes = false;     // see FileSink::Options
   bool allow_overflow = false;  // else a finite value that becomes infinite is an error
+  bool adopts = false;          // see ConversionJournal::Inputs
 };
 // Converts in a rank process, one file after the other. After a failure `out` does not exist, but a
 // later call with the same inputs continues after the finished files; its report has the losses of

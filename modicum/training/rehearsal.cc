@@ -132,7 +132,7 @@ RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
     if (outcome.taken.norm.finite) report.grad_norm = outcome.taken.norm.norm();
   }
   if (!step) return report;
-  SavedStep saved = publish(*step, *task.save, trained);
+  SavedStep saved = publish(*step, *task.save, trained, [&] { stop.check(); });
   report.saved = {saved.step, saved.path, saved.written_bytes + written_bytes};
   for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
   return report;

@@ -311,7 +311,7 @@ ConvertReport reshard_in_rank(const ReshardTask& task, ShowBytes show) {
   const Run& run = task.load.run;
   const Digest inputs = inputs_of(task);
   ConversionJournal conversion(*run.files, task.out,
-                               {inputs, owner_of_conversion(), is_owner_dead});
+                               {inputs, owner_of_conversion(), is_owner_dead, false, task.adopts});
   check_source(task);
   if (task.form.state() != nullptr) {
     const std::string folder = join_path(conversion.directory(), kStateDirectory);

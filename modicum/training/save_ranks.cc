@@ -270,10 +270,8 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   check_stop(stop, world.grace);
   TrainedSteps trained{.skipped = outcomes.front().taken.skipped};
   for (const Saved& of : outcomes) trained.digest += of.state_digest;
-  SavedStep saved = publish(step, task, trained);
-  const int64_t durable_ns = world.clock.now_ns();
+  const SavedStep saved = publish(step, task, trained, [&] { check_stop(stop, world.grace); });
   const bool is_preempted = stop.received().has_value();
-  if (task.keep) step.keep_newest(*task.keep, saved);
   SaveReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,
@@ -303,7 +301,7 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   }
   if (task.state != nullptr) report.state_digest = trained.digest;
   report.elapsed_s = static_cast<double>(end_ns - begin_ns) / kNsPerSecond;
-  report.durable_s = static_cast<double>(durable_ns - begin_ns) / kNsPerSecond;
+  report.durable_s = static_cast<double>(saved.durable_ns - begin_ns) / kNsPerSecond;
   return report;
 }
 

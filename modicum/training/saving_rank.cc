@@ -1,7 +1,9 @@
 #include "modicum/training/saving_rank.h"
 
+#include <algorithm>
 #include <optional>
 #include <set>
+#include <utility>
 
 namespace modicum {
 namespace {
@@ -58,7 +60,8 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
   return outcome;
 }
 
-SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained) {
+SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained,
+                  std::function<void()> waits) {
   std::optional<StepSave::SavedState> state;
   if (task.state != nullptr) {
     state.emplace(StepSave::SavedState{task.state->manifest(),
@@ -68,7 +71,9 @@ SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trai
                                                    .without_state = without_state(task.load.run),
                                                    .digest = trained.digest})});
   }
-  return step.publish(task.load.run.checkpoint, task.plan, state);
+  Publishing how{.keep = task.keep, .waits = std::move(waits)};
+  if (task.grace_ns > 0) how.lock_limit_ns = std::min(how.lock_limit_ns, task.grace_ns / 2);
+  return step.publish(task.load.run.checkpoint, task.plan, state, how);
 }
 
 }  // namespace modicum

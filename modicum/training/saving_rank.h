@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "modicum/training/optimizer.h"
@@ -33,7 +34,8 @@ struct TrainedSteps {
   int skipped = 0;      // number of training steps that were skipped
   uint64_t digest = 0;  // digest of the saved state
 };
-// Publishes what all ranks have saved.
-SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained);
+// Publishes what all ranks have saved. `waits`: see Publishing.
+SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained,
+                  std::function<void()> waits);
 
 }  // namespace modicum

@@ -26,6 +26,15 @@ std::vector<std::string> collect(FileSystem& files, const StepInFlight& step) {
   });
 }
 
+std::unique_ptr<OwnerFile> owner_of(FileSystem& files, const StepInFlight& step) {
+  try {
+    return own_step(files, step);
+  } catch (const Error&) {
+    discard_step(files, step);
+    throw;
+  }
+}
+
 }  // namespace
 
 std::optional<std::string> state_recipe_text(const Plan& plan) {
@@ -55,6 +64,8 @@ void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to) {
 StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state)
     : files_(files),
       step_(begin_step(files, root, step, this_process())),
+      pid_(getpid()),
+      owner_(owner_of(files, step_)),
       warnings_(collect(files, step_)) {
   if (has_state) files_.make_directory(state_directory());
 }
@@ -64,10 +75,12 @@ StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, boo
 StepSave::StepSave(FileSystem& files, const Inside& inside, int64_t step)
     : files_(files),
       step_(begin_step_in(files, inside.directory, step, this_process())),
+      pid_(getpid()),
+      owner_(owner_of(files, step_)),
       warnings_(collect(files, step_)) {}
 
 StepSave::~StepSave() {
-  if (!is_published_) discard_step(files_, step_);
+  if (!is_published_ && pid_ == getpid()) discard_step(files_, step_);
 }
 
 uint64_t StepSave::point() const { return 2 + digest_of(step_.uuid).low % (Powers::kPrime - 2); }
@@ -149,8 +162,7 @@ void StepSave::add_written(SavedStep& saved, const NewFile& file) {
 }
 
 SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
-                            const std::optional<SavedState>& state,
-                            const std::vector<NewFile>& more) {
+                            const std::optional<SavedState>& state, const Publishing& how) {
   SavedStep saved{.step = step_.step};
   saved.record = {.step = step_.step,
                   .uuid = step_.uuid,
@@ -166,20 +178,39 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
     }
   }
   if (!source.directory.empty()) add_companions(source, plan, saved);
-  for (const NewFile& file : more) add_written(saved, file);
-  if (const auto warning = publish_step(files_, step_, saved.record)) {
-    saved.warnings.push_back(*warning);
-  }
-  is_published_ = true;
+  for (const NewFile& file : how.more) add_written(saved, file);
+  commit(how, saved);
   saved.path = step_.root;
   if (!step_.is_inside) saved.path = join_path(step_.root, fmt::format("step-{}", step_.step));
   saved.warnings.insert(saved.warnings.end(), warnings_.begin(), warnings_.end());
   return saved;
 }
 
-void StepSave::keep_newest(size_t keep, SavedStep& saved) {
-  const std::optional<std::string> warning = modicum::keep_newest(files_, step_, keep);
-  if (warning) saved.warnings.push_back(*warning);
+// Without the lock, too: what is committed does not depend on it.
+void StepSave::commit(const Publishing& how, SavedStep& saved) {
+  if (pid_ != getpid()) {
+    fail(Category::conflict, "a forked child does not publish the step of its parent",
+         {.file = base_name(step_.directory)});
+  }
+  SteadyClock clock;
+  const RootLock lock(files_, step_.root, how.lock_limit_ns, clock, how.waits);
+  owner_->require_ours();
+  owner_->remove();  // it is no file of the step
+  if (const auto warning = publish_step(files_, step_, saved.record)) {
+    saved.warnings.push_back(*warning);
+  }
+  is_published_ = true;
+  saved.durable_ns = clock.now_ns();
+  if (how.keep) {
+    const std::optional<std::string> warning = keep_newest(files_, step_, *how.keep);
+    if (warning) saved.warnings.push_back(*warning);
+  }
+  if (lock.is_refused()) {
+    saved.warnings.push_back(
+        fmt::format("another save has published or removed steps here for {} s; this one did not "
+                    "wait for its end",
+                    how.lock_limit_ns / kNsPerSecond));
+  }
 }
 
 }  // namespace modicum

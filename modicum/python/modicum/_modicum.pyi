@@ -807,9 +807,9 @@ class StepSave:
         The random number with which the ranks prove that each element was written once; a part of each rank's `place`.
         """
 
-    def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None) -> dict:
+    def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None, lock_limit_s: float = 60) -> dict:
         """
-        Makes the step durable and visible. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep, including this one.
+        Makes the step durable and visible. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep, including this one; `lock_limit_s`: how long it waits for another save that publishes in the same root.
         """
 
     def discard(self) -> None:

@@ -19,6 +19,9 @@ from modicum.torch.saving.report import Saved
 from modicum.torch.saving.weights import threads_of
 from modicum.torch.saving.writing import Flight, Where, write_tensors
 
+_LOCK_LIMIT_S = 60.0
+"""How long a save waits for another one that publishes in the same root."""
+
 
 def run(planned: Planned, ranks: Ranks, flight: Flight) -> Saved:
     """Saves in the foreground. Collective. Returns the same report on every rank."""
@@ -189,5 +192,7 @@ def publish(planned: Planned, world_size: int, flight: Flight) -> dict[str, Any]
     more: list[tuple[str, str | None]] = [*planned.texts]
     if planned.own is not None:
         more += [(extra.file_of(rank), None) for rank in range(world_size)]
-    state = planned.state.published if planned.state else {}
-    return flight.step.publish(planned.model.plan, more=more, keep=planned.ask.keep, **state)
+    how = planned.state.published if planned.state else {}
+    if planned.ask.sigterm.grace_s is not None:
+        how = how | {"lock_limit_s": min(_LOCK_LIMIT_S, planned.ask.sigterm.grace_s / 2)}
+    return flight.step.publish(planned.model.plan, more=more, keep=planned.ask.keep, **how)
