@@ -67,6 +67,9 @@ class File {
 struct DirectoryEntry {
   bool is_link = false;
   uint64_t owner = 0;  // user id
+  bool is_directory = false;
+  bool is_regular = false;
+  uint64_t size_bytes = 0;
 };
 
 class FileSystem {

@@ -258,7 +258,13 @@ bool MemoryFileSystem::exists(const std::string& path) {
 std::string MemoryFileSystem::link_target(const std::string&) { return {}; }
 
 std::optional<DirectoryEntry> MemoryFileSystem::entry(const std::string& path) {
-  return exists(path) ? std::optional(DirectoryEntry{}) : std::nullopt;
+  const std::lock_guard lock(state_->mutex);
+  const std::optional<size_t> number = state_->find_if_any(path);
+  if (!number) return std::nullopt;
+  const Inode& inode = state_->inodes[*number];
+  return DirectoryEntry{.is_directory = inode.is_directory,
+                        .is_regular = !inode.is_directory,
+                        .size_bytes = inode.now.bytes.size()};
 }
 
 bool MemoryFileSystem::is_directory(const std::string& path) {

@@ -297,7 +297,11 @@ std::string PosixFileSystem::link_target(const std::string& path) {
 std::optional<DirectoryEntry> PosixFileSystem::entry(const std::string& path) {
   struct stat status {};
   if (::lstat(path.c_str(), &status) == 0) {
-    return DirectoryEntry{S_ISLNK(status.st_mode), status.st_uid};
+    return DirectoryEntry{.is_link = S_ISLNK(status.st_mode),
+                          .owner = status.st_uid,
+                          .is_directory = S_ISDIR(status.st_mode),
+                          .is_regular = S_ISREG(status.st_mode),
+                          .size_bytes = static_cast<uint64_t>(status.st_size)};
   }
   if (errno != ENOENT && errno != ENOTDIR) fail_errno(errno, "cannot stat", about(path));
   return std::nullopt;

@@ -104,7 +104,7 @@ class CallerFiles final : public FileSystem {
   bool exists(const std::string& path) override { return base_name(path) == kName; }
   std::string link_target(const std::string&) override { return {}; }
   std::optional<DirectoryEntry> entry(const std::string& path) override {
-    return exists(path) ? std::optional(DirectoryEntry{}) : std::nullopt;
+    return exists(path) ? std::optional(DirectoryEntry{.is_regular = true}) : std::nullopt;
   }
   bool is_directory(const std::string&) override { return false; }
   std::vector<std::string> list(const std::string&) override { return {kName}; }
