@@ -43,13 +43,14 @@ bool is_listed(FileSystem& files, const std::string& directory, const std::strin
 constexpr std::string_view kPartialPrefix = ".partial-";
 constexpr std::string_view kTrashPrefix = ".trash-";
 constexpr std::string_view kLatestPrefix = ".latest-";
+constexpr std::string_view kDamagedPrefix = ".damaged-";
 std::string step_name(int64_t step);
 std::string make_uuid();  // 128 random bits, as 32 hex digits
 // The owner in a name that consists of `prefix` and STEP-HOST-PID-STARTED-UUID; empty for any other
 // name.
 std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix);
-// The uuid in the COMMIT of the step at `path`; empty if it has no valid one.
-std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path);
+// The numbers of the names step-N in a root, the highest first.
+std::vector<int64_t> step_numbers(FileSystem& files, const std::string& root);
 // Removes the directory `name` of `root`. Renames it first, so that a partly removed step is never
 // visible.
 void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);

@@ -33,8 +33,12 @@ std::string remove_owned(FileSystem& files, const StepInFlight& step, const std:
   return {};
 }
 
-std::string remove_step(FileSystem& files, const StepInFlight& step, const std::string& name) {
+// Removes a step that was committed with this uuid when `step` began. If it has been replaced
+// since, its own save decides.
+std::string remove_step(FileSystem& files, const StepInFlight& step, const std::string& name,
+                        const std::string& uuid) {
   return remove_owned(files, step, name, [&](const DirectoryEntry& entry) {
+    if (committed_uuid(files, join_path(step.root, name)) != uuid) return;
     // A link to a step elsewhere: removing it is one step, and what it names stays.
     if (entry.is_link) return files.remove(join_path(step.root, name));
     remove_by_trash(files, step.root, name);
@@ -56,17 +60,22 @@ std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& st
   std::string left;
   try {
     size_t kept = 1;
-    for (const FoundStep& of : find_steps(files, step.root).found) {
-      if (of.step == step.step || ++kept <= keep) continue;
+    for (const int64_t number : step_numbers(files, step.root)) {
+      if (number == step.step) continue;
+      if (kept < keep) {
+        const auto examined = examine_step(files, step.root, number);
+        if (examined && std::holds_alternative<FoundStep>(*examined)) ++kept;
+        continue;
+      }
       // A step of a save that ran at the same time: its own retention, or a later one, decides.
-      const auto before = step.committed.find(of.step);
-      if (before == step.committed.end() || before->second != of.record.uuid) continue;
+      const auto before = step.committed.find(number);
+      if (before == step.committed.end()) continue;
       if (committed_uuid(files, join_path(step.root, step_name(step.step))) != step.uuid) {
         left += fmt::format("; {} is no longer the one of this save", step_name(step.step));
         break;
       }
-      const std::string why = remove_step(files, step, step_name(of.step));
-      if (!why.empty()) left += fmt::format("; {}: {}", step_name(of.step), why);
+      const std::string why = remove_step(files, step, step_name(number), before->second);
+      if (!why.empty()) left += fmt::format("; {}: {}", step_name(number), why);
     }
   } catch (const Error& error) {
     left += fmt::format("; {}", error.what());

@@ -29,7 +29,7 @@ class RemovalBelow : public testing::Test {
   ~RemovalBelow() override { EXPECT_TRUE(files.exists(outside + "/thesis")); }
 
   StepInFlight save(int64_t number) {
-    StepInFlight step = begin_step(files, root, number, kOwner);
+    StepInFlight step = begin_step(files, root, number, kOwner, true);
     publish_step(files, step, {.step = number, .uuid = step.uuid, .tool = "modicum"});
     return step;
   }

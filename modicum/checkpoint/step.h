@@ -8,6 +8,8 @@
 //   ROOT/.partial-13-OWNER-UUID/   in flight, or left over by a process that died; OWNER is the
 //                                  host, pid and start time of the leader
 //   ROOT/.trash-UUID/              being removed
+//   ROOT/.damaged-12-UUID/         was ROOT/step-12 until a save of step 12 found it damaged; never
+//                                  removed
 //   ROOT/.latest-13-OWNER-UUID     the new `latest`, until it is renamed
 //   ROOT/latest                    "step-12", the step saved last: for people; Modicum itself
 //                                  does not read it
@@ -35,6 +37,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "modicum/io/io.h"
@@ -113,7 +116,8 @@ struct StepInFlight {
   bool is_inside = false;  // made by begin_step_in: `root` becomes the step
   uint64_t user = 0;       // owns what the save creates; on a network file system it can be
                            // another user than the process has
-  // The committed steps of the root when this one began: their uuids, by number.
+  // The committed steps of the root when this one began: their uuids, by number. Empty if the save
+  // removes no step.
   std::map<int64_t, std::string> committed;
 };
 
@@ -143,11 +147,13 @@ std::string state_json(const StateFacts& facts);
 StateFacts parse_state(const std::string& text);
 
 // Makes the directory of a step in flight. Makes the root, too, if it is missing and its parent
-// exists. Throws CONFLICT if the step exists already; IO; NOSPACE.
+// exists. `retains`: whether keep_newest will be called; it needs StepInFlight::committed. Throws
+// CONFLICT if the step exists already, damaged or not (see set_aside); IO; NOSPACE.
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
-                        const StepOwner& owner);
+                        const StepOwner& owner, bool retains = false);
 // As begin_step, but `directory` itself becomes the step. It is made if it is missing and its
-// parent exists. Removes the COMMIT of a step that `directory` held before. Throws IO or NOSPACE.
+// parent exists. Removes the COMMIT of a step that `directory` held before. Throws UNSUPPORTED if a
+// later version has saved that step; IO; NOSPACE.
 StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
                            const StepOwner& owner);
 // Makes the step durable and visible. Its files must be complete and synced. On success the step
@@ -167,8 +173,9 @@ void commit_in_place(FileSystem& files, const std::string& directory, const Step
 // Removes the files of a failed save. Never throws; a later save removes what could not be removed.
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept;
 
-// An intact step: it is committed, its record is valid, and its files have the recorded lengths.
-// The files' data was not read.
+// An intact step: it is committed, its record is valid, and its files have the recorded lengths
+// and, except in the result of open_step, the recorded digests. The values of tensors were not
+// read.
 struct FoundStep {
   int64_t step = 0;
   std::string path;
@@ -178,37 +185,71 @@ struct SkippedStep {
   int64_t step = 0;
   std::string reason;
 };
-// The intact steps of a root, and the damaged or uncommitted ones with their faults. Both lists
-// begin with the newest step.
-struct Steps {
-  std::vector<FoundStep> found;
-  std::vector<SkippedStep> skipped;
-};
-// Examines steps from the newest on, and stops after `most` intact ones. With `before`, only steps
-// with a smaller number count. Throws IO if the root can't be listed.
-Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX,
-                 std::optional<int64_t> before = {});
-// Returns the step at `path` if it is intact. Otherwise throws UNCOMMITTED, INTEGRITY, UNSUPPORTED
-// (a later version) or IO, with the name of the file.
+// Returns the step at `path` if it is committed, its record is valid, and its files have the
+// recorded lengths. Otherwise throws UNCOMMITTED or INTEGRITY, with the name of the file, or an
+// error that is no damage: UNSUPPORTED (a later version), IO.
 FoundStep open_step(FileSystem& files, const std::string& path);
+// As open_step, but also compares the digests of all files. This covers everything but the values
+// of tensors.
+FoundStep check_step(FileSystem& files, const std::string& path);
 // The names of the files, and links to files, in a step's directory that other programs have
 // written there. Leaves out names that begin with a dot, and those of is_weights_name.
 std::vector<std::string> unrecorded_files(FileSystem& files, const FoundStep& step);
 // Checks the digest of a file of the step at `path`. Throws INTEGRITY with the file's name; IO.
 void check_digest(FileSystem& files, const std::string& path, const StepFile& file);
-// Returns the newest intact step in which every file also has the recorded digest. This covers
-// everything but the values of tensors. Throws UNCOMMITTED, with the fault of the newest damaged
-// step, if there is none. `skipped` gets the newer steps that are not intact. With `before`, only
-// steps with a smaller number count.
-FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
-                      std::optional<int64_t> before = {});
 
-// Removes intact steps until `keep` are left: the published step `step`, which always stays, and
-// those with the highest numbers of the others. Damaged steps are neither counted nor removed.
-// Removes only steps that were committed when `step` began, and only while `step` is in its place.
-// So of saves that run at the same time none removes the step of another, and the step that was
-// published last is never removed. Of a step that is a symbolic link only the link is removed.
-// Returns a warning that names the steps that could not be removed, or that belong to another user.
+// What check_step finds at a step of a root: the step, or its damage. A step with the record of
+// another number is damaged. Empty if there is none, or if another process has removed it
+// meanwhile. Throws errors that are no damage (is_damage).
+std::optional<std::variant<FoundStep, SkippedStep>> examine_step(FileSystem& files,
+                                                                 const std::string& root,
+                                                                 int64_t step);
+// The intact steps of a root, and the damaged ones with their faults. Both lists begin with the
+// newest step. Neither has a step that another process removed while it was read.
+struct Steps {
+  std::vector<FoundStep> found;
+  std::vector<SkippedStep> skipped;
+  bool was_one_removed = false;
+};
+// Examines the steps from the newest on, and stops after `most` intact ones. With `before`, only
+// steps with a smaller number count. Throws the errors of examine_step, so that no step is skipped
+// for an IO error that may pass.
+Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX,
+                 std::optional<int64_t> before = {});
+// Returns the newest intact step that is older than the steps in `skipped`, to which it adds the
+// damaged ones that it has skipped. If another process removes a step meanwhile, chooses again,
+// once. Throws UNCOMMITTED, with the first reason in `skipped`, if there is no intact step; the
+// errors of find_steps.
+FoundStep newest_step(FileSystem& files, const std::string& root,
+                      std::vector<SkippedStep>& skipped);
+
+// A damaged step that was renamed to `path`, .damaged-N-UUID in its root.
+struct DamagedStep {
+  int64_t step = 0;
+  std::string path;
+  std::string reason;
+  uint64_t bytes = 0;  // of all files
+};
+// The number in a name such as ".damaged-12-UUID"; empty for other names.
+std::optional<int64_t> damaged_step_of(std::string_view name);
+// The size of all files in a directory; does not follow links.
+uint64_t bytes_below(FileSystem& files, const std::string& directory);
+// The uuid in the COMMIT of the step at `path`; empty if there is no valid one.
+std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path);
+// Renames the damaged step `step`, so that a new one can have its number. `uuid`: committed_uuid
+// before the step was read. Throws CONFLICT, and renames nothing, if another process has replaced
+// the step since; IO.
+DamagedStep set_aside(FileSystem& files, const std::string& root, SkippedStep damaged,
+                      const std::optional<std::string>& uuid);
+
+// Removes old steps, so that `keep` intact ones are left: the published step `step`, which always
+// stays, and those with the highest numbers of the others. Reads the others by check_step, newest
+// first, until enough are intact; damaged ones of these neither count nor go. Of the rest reads
+// only COMMIT. Removes only steps that were committed when `step` began, and only while `step` is
+// in its place. So of saves that run at the same time none removes the step of another, and the
+// step that was published last is never removed. Of a step that is a symbolic link only the link is
+// removed. Returns a warning that names the steps that could not be removed, or that belong to
+// another user; or an error that is no damage, such as IO, after which nothing more was removed.
 std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& step, size_t keep);
 // Removes trash, and directories and new `latest` files that dead processes have left in flight,
 // from the root of `step`. A directory or file in flight stays if its name has no owner, or if

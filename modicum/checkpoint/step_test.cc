@@ -231,7 +231,7 @@ TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
       const size_t i = c == 'a' ? 0 : 1;
       const int64_t number = i == 0 ? 5 : 6;
       const int part = done[i]++;
-      if (part == 0) steps[i] = begin_step(files, "/root", number, kOwner);
+      if (part == 0) steps[i] = begin_step(files, "/root", number, kOwner, true);
       if (part == 1) {
         write_files(files, *steps[i]);
         publish_step(files, *steps[i], record_of_step(*steps[i]));
@@ -249,7 +249,7 @@ TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
 // there before step 5 began.
 TEST(Steps, ASaveAtAnyCallOfAnotherKeepsItsStep) {
   const auto save = [](FileSystem& files, int64_t number) {
-    const StepInFlight step = begin_step(files, "/root", number, kOwner);
+    const StepInFlight step = begin_step(files, "/root", number, kOwner, true);
     write_files(files, step);
     publish_step(files, step, record_of_step(step));
     keep_newest(files, step, 1);

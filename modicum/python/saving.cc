@@ -202,15 +202,18 @@ struct StepInSave {
   const std::string root;
   std::optional<StepSave> save;
 
-  StepInSave(const std::string& of, int64_t step, bool has_state, bool has_extra, bool inside)
+  StepInSave(const std::string& of, int64_t step, const std::vector<std::string>& directories,
+             bool inside, std::optional<size_t> keep)
       : root(of) {
     without_the_lock([&] {
       if (inside) {
         save.emplace(*files, StepSave::Inside{root}, step);
-        return;
+      } else {
+        save.emplace(*files, root, step, false, keep);
       }
-      save.emplace(*files, root, step, has_state);
-      if (has_extra) files->make_directory(join_path(save->directory(), kExtraDirectory));
+      for (const std::string& name : directories) {
+        files->make_directory(join_path(save->directory(), name));
+      }
     });
   }
 
@@ -224,8 +227,7 @@ struct StepInSave {
 using WrittenFiles = std::vector<std::pair<std::string, OptionalText>>;
 
 nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
-                 const MadeSave* other_state, const std::string& facts, const WrittenFiles& more,
-                 const std::optional<size_t>& keep) {
+                 const MadeSave* other_state, const std::string& facts, const WrittenFiles& more) {
   std::optional<StepSave::SavedState> saved_state;
   if (state != nullptr) saved_state.emplace(StepSave::SavedState{state->files.manifest(), facts});
   if (other_state != nullptr) {
@@ -236,51 +238,11 @@ nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
   const SavedStep saved = without_the_lock([&] {
     SavedStep published =
         step.open().publish(made.loaded->checkpoint(), made.plan, saved_state, files);
-    if (keep) step.open().keep_newest(*keep, published);
+    step.open().keep_newest(published);
     return published;
   });
   return dict_of("step"_a = saved.step, "path"_a = saved.path,
                  "written_bytes"_a = saved.written_bytes, "warnings"_a = nb::cast(saved.warnings));
-}
-
-nb::dict described(const FoundStep& found) {
-  return dict_of("step"_a = found.step, "path"_a = found.path, "uuid"_a = found.record.uuid,
-                 "world_size"_a = found.record.world_size,
-                 "has_state"_a = !found.record.state.empty());
-}
-
-nb::dict newest(const std::string& root, std::optional<int64_t> before) {
-  PosixFileSystem files;
-  std::vector<SkippedStep> skipped;
-  const FoundStep found =
-      without_the_lock([&] { return newest_step(files, root, skipped, before); });
-  nb::list reasons;
-  for (const SkippedStep& of : skipped) {
-    reasons.append(dict_of("step"_a = of.step, "reason"_a = of.reason));
-  }
-  nb::dict step = described(found);
-  step["skipped"] = reasons;
-  return step;
-}
-
-// The first fault in one rank's part of a step; "" if there is none.
-std::string fault_of(const std::string& path, int rank, int ranks, CallerBoard& board) {
-  PosixFileSystem files;
-  board.set_thread();
-  return without_the_lock([&]() -> std::string {
-    const VerifyPart part{static_cast<uint64_t>(rank), static_cast<uint64_t>(ranks)};
-    const auto poll = [&board] {
-      if (board.failure()) fail(Category::cancelled, "another rank failed");
-    };
-    const Verified verified = verify_step(files, path, poll, part);
-    const Error* const fault = verified.first_fault();
-    return fault == nullptr ? "" : fault->what();
-  });
-}
-
-nb::dict opened(const std::string& path) {
-  PosixFileSystem files;
-  return described(without_the_lock([&] { return open_step(files, path); }));
 }
 
 void define_gather(nb::module_& module) {
@@ -408,16 +370,17 @@ Only the rank that leads the save has one.
 Args:
     root: the directory of all steps.
     step: the step's number.
-    has_state, has_extra: whether the step has a directory for the optimizer's state, for extra
-        files.
+    directories: subdirectories to make: "optimizer", "extra".
     inside: whether `root`, a directory to which others write as well, becomes the step itself. It
-        is not committed until `publish`. The caller makes the directories for state and extra
-        files.
+        is not committed until `publish`.
+    keep: the number of intact steps to keep, including this one; None: all.
 
 Raises:
     IoError: CONFLICT if the step exists.)")
-      .def(nb::init<const std::string&, int64_t, bool, bool, bool>(), "root"_a, "step"_a,
-           "has_state"_a = false, "has_extra"_a = false, "inside"_a = false)
+      .def(nb::init<const std::string&, int64_t, const std::vector<std::string>&, bool,
+                    std::optional<size_t>>(),
+           "root"_a, "step"_a, "directories"_a = std::vector<std::string>(), "inside"_a = false,
+           "keep"_a = nb::none())
       .def_prop_ro(
           "directory", [](StepInSave& step) { return step.open().directory(); },
           "The directory to which the ranks write.")
@@ -427,24 +390,13 @@ Raises:
           "a part of each rank's `place`.")
       .def("publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
            "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
-           "keep"_a = nb::none(),
-           "Makes the step durable and visible. All ranks must have written. `state`: the files of "
-           "AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; "
-           "`more`: (name, text) of further files, text None if a rank has written the file; "
-           "`keep`: the number of intact steps to keep, including this one.")
+           "Makes the step durable and visible, then removes old ones. All ranks must have "
+           "written. `state`: the files of AdamW's state; `other_state`: those of another "
+           "optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text "
+           "None if a rank has written the file.")
       .def(
           "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
           "Removes the files, unless the step was published.");
-  module.def(
-      "newest_step", newest, "root"_a, "before"_a.none() = nb::none(),
-      "The newest intact step (older than `before`): a dict of step, path, uuid, world_size and "
-      "has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError "
-      "(UNCOMMITTED) if there is none.");
-  module.def("step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
-             "Compares one rank's part of a step with the recorded digests; all ranks together "
-             "compare every byte. Returns the text of the first fault, or an empty text.");
-  module.def("open_step", opened, "path"_a,
-             "The dict of newest_step, without `skipped`, for one step. The step must be intact.");
 }
 
 }  // namespace
@@ -455,6 +407,7 @@ void define_save(nb::module_& module) {
   define_state_files(module);
   define_snapshot(module);
   define_steps(module);
+  define_found_steps(module);
 }
 
 }  // namespace modicum::python

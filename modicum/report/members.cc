@@ -50,6 +50,15 @@ void warnings_member(JsonWriter& out, std::span<const std::string> warnings) {
   out.end_array();
 }
 
+void damaged_member(JsonWriter& out, std::span<const DamagedStep> damaged) {
+  out.key("damaged").begin_array();
+  for (const DamagedStep& of : damaged) {
+    out.begin_object().member("step", of.step).member("path", of.path);
+    out.member("reason", of.reason).member("bytes", of.bytes).end_object();
+  }
+  out.end_array();
+}
+
 std::string warnings_text(std::span<const std::string> warnings) {
   std::string text;
   for (const std::string& warning : warnings) {

@@ -18,6 +18,7 @@ void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);
 void error_member(JsonWriter& out, const Error& error);
 void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
+void damaged_member(JsonWriter& out, std::span<const DamagedStep> damaged);
 void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest);
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
 std::string budget_text(const std::optional<Budget>& budget);  // an empty line, then one line

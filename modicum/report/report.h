@@ -273,6 +273,7 @@ struct SaveReport {
   uint64_t digest = 0;                   // of the model, as `load --digest`
   std::optional<uint64_t> state_digest;  // of an optimizer's parameters and moments
   std::vector<File> files;
+  std::vector<DamagedStep> damaged;   // a step of this number that the save has renamed
   std::vector<std::string> copied;    // stored tensors that no target reads, copied from the source
   std::vector<std::string> left_out;  // stored tensors that are neither restored nor copied
   std::optional<Budget> budget;
@@ -331,8 +332,9 @@ struct VerifyReport {
   };
   std::vector<File> files;
   uint64_t tensors_checked = 0;
+  std::vector<DamagedStep> damaged;  // renamed by saves; an empty reason: it is intact
   std::vector<std::string> warnings;
-  std::optional<Error> fault;  // the first one
+  std::optional<Error> fault;  // the first one in `files`
 };
 std::string verify_json(const VerifyReport& report);
 std::string verify_text(const VerifyReport& report);

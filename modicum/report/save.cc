@@ -65,6 +65,7 @@ std::string save_json(const SaveReport& report) {
   out.member("coverage", "proven").member("digest", digest_text(report.digest));
   state_digest_member(out, report.state_digest);
   files_member(out, report.files);
+  damaged_member(out, report.damaged);
   names_member(out, "copied", report.copied);
   names_member(out, "left_out", report.left_out);
   budget_member(out, report.budget);

@@ -142,4 +142,19 @@ Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<voi
   return Verify(files, path, poll, part).run();
 }
 
+std::optional<Error> damage_of_step(FileSystem& files, const std::string& path,
+                                    FunctionRef<void()> poll, const VerifyPart& part) {
+  try {
+    const Verified verified = verify_step(files, path, poll, part);
+    for (const VerifiedFile& file : verified.files) {
+      if (file.fault && is_damage(file.fault->category())) return file.fault;
+    }
+    if (const Error* const fault = verified.first_fault()) throw *fault;
+    return std::nullopt;
+  } catch (const Error& error) {
+    if (!is_damage(error.category())) throw;
+    return error;
+  }
+}
+
 }  // namespace modicum

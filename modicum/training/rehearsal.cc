@@ -106,8 +106,11 @@ std::vector<PhaseReport> phases_of(const RehearsalTask& task,
 RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
   const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
   std::optional<StepSave> step;
+  std::optional<DamagedStep> damaged;
   if (task.save != nullptr) {
-    step.emplace(*task.load.run.files, task.save->root, task.save->step, true);
+    FileSystem& files = *task.load.run.files;
+    damaged = set_damaged_aside(files, task.save->root, task.save->step, [&stop] { stop.check(); });
+    step.emplace(files, task.save->root, task.save->step, true);
   }
   RehearsalWorld world(task, step ? &*step : nullptr);
   const std::vector<Rehearsed> outcomes = outcomes_of<RehearsalRank>(world, show);
@@ -135,6 +138,7 @@ RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
   SavedStep saved = publish(*step, *task.save, trained);
   report.saved = {saved.step, saved.path, saved.written_bytes + written_bytes};
   for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
+  if (damaged) report.checkpoint.warnings.push_back(warning_of(*damaged));
   return report;
 }
 

@@ -264,7 +264,9 @@ Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFil
 
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
-  StepSave step(*task.load.run.files, task.root, task.step, task.state != nullptr);
+  FileSystem& files = *task.load.run.files;
+  const auto damaged = set_damaged_aside(files, task.root, task.step, [&stop] { stop.check(); });
+  StepSave step(files, task.root, task.step, task.state != nullptr, task.keep);
   SaveWorld world(task, step);
   const std::vector<Saved> outcomes = outcomes_of<SaveRank>(world, show);
   check_stop(stop, world.grace);
@@ -273,7 +275,7 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   SavedStep saved = publish(step, task, trained);
   const int64_t durable_ns = world.clock.now_ns();
   const bool is_preempted = stop.received().has_value();
-  if (task.keep) step.keep_newest(*task.keep, saved);
+  step.keep_newest(saved);
   SaveReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,
@@ -284,6 +286,10 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
                     .path = saved.path,
                     .written_bytes = saved.written_bytes};
   for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
+  if (damaged) {
+    report.checkpoint.warnings.push_back(warning_of(*damaged));
+    report.damaged.push_back(*damaged);
+  }
   for (const uint32_t stored : task.plan.form().left_out) {
     report.left_out.push_back(task.load.run.checkpoint.manifest.tensors[stored].spec.fqn);
   }

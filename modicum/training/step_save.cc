@@ -7,6 +7,7 @@
 #include <map>
 #include <utility>
 
+#include "modicum/base/base.h"
 #include "modicum/probe/probe.h"
 
 namespace modicum {
@@ -26,7 +27,46 @@ std::vector<std::string> collect(FileSystem& files, const StepInFlight& step) {
   });
 }
 
+// The first damage in a step, which several threads read.
+std::optional<std::string> damage_of(FileSystem& files, const std::string& path,
+                                     FunctionRef<void()> poll) {
+  constexpr int kMostReaders = 4;  // each holds 4 MiB and the step's record
+  const int readers = std::min(usable_cpus(), kMostReaders);
+  std::vector<std::optional<Error>> damages(static_cast<size_t>(readers));
+  run_workers(readers, [&](int reader) {
+    damages[static_cast<size_t>(reader)] = damage_of_step(
+        files, path, poll, {static_cast<uint64_t>(reader), static_cast<uint64_t>(readers)});
+  });
+  for (const std::optional<Error>& damage : damages) {
+    if (damage) return damage->what();
+  }
+  return std::nullopt;
+}
+
 }  // namespace
+
+std::optional<DamagedStep> set_damaged_aside(FileSystem& files, const std::string& root,
+                                             int64_t step, FunctionRef<void()> poll) {
+  const std::string path = join_path(root, fmt::format("step-{}", step));
+  const std::optional<DirectoryEntry> entry = files.entry(path);
+  if (!entry || !entry->is_directory) return std::nullopt;
+  const std::optional<std::string> uuid = committed_uuid(files, path);
+  auto examined = examine_step(files, root, step);
+  if (!examined) return std::nullopt;
+  if (auto* const damaged = std::get_if<SkippedStep>(&*examined)) {
+    return set_aside(files, root, std::move(*damaged), uuid);
+  }
+  examined.reset();  // the record is read again by each reader
+  const std::optional<std::string> reason = damage_of(files, path, poll);
+  if (!reason) return std::nullopt;
+  return set_aside(files, root, {step, *reason}, uuid);
+}
+
+std::string warning_of(const DamagedStep& damaged) {
+  return fmt::format("step {} was damaged and is now {} ({}), which Modicum never removes: {}",
+                     damaged.step, base_name(damaged.path), format_size(damaged.bytes),
+                     damaged.reason);
+}
 
 std::optional<std::string> state_recipe_text(const Plan& plan) {
   const Recipe& recipe = *plan.recipe;
@@ -52,9 +92,11 @@ void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to) {
   file->close();
 }
 
-StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state)
+StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state,
+                   std::optional<size_t> keep)
     : files_(files),
-      step_(begin_step(files, root, step, this_process())),
+      keep_(keep),
+      step_(begin_step(files, root, step, this_process(), keep.has_value())),
       warnings_(collect(files, step_)) {
   if (has_state) files_.make_directory(state_directory());
 }
@@ -177,8 +219,9 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
   return saved;
 }
 
-void StepSave::keep_newest(size_t keep, SavedStep& saved) {
-  const std::optional<std::string> warning = modicum::keep_newest(files_, step_, keep);
+void StepSave::keep_newest(SavedStep& saved) {
+  if (!keep_) return;
+  const std::optional<std::string> warning = modicum::keep_newest(files_, step_, *keep_);
   if (warning) saved.warnings.push_back(*warning);
 }
 

@@ -33,14 +33,24 @@ struct NewFile {
   std::optional<std::string> text;
 };
 
+// Call it before a save of `step`. If the root has a step of this number, reads all of it, on
+// several threads, and renames it if it is damaged; see set_aside. An intact one stays, and so does
+// a link or a file of this name: begin_step refuses them. Calls `poll` before each read, on any
+// thread; see verify_step. Throws errors of the reads that are no damage (is_damage).
+std::optional<DamagedStep> set_damaged_aside(FileSystem& files, const std::string& root,
+                                             int64_t step, FunctionRef<void()> poll);
+std::string warning_of(const DamagedStep& damaged);
+
 // Construct it before the ranks save. Each rank writes into `directory()`, with ChunkSums at
 // `point()`, and then calls hand_over_sums. After all ranks the leader calls `publish`. The
 // destructor removes the written files unless the step was published. Not thread-safe.
 class StepSave {
  public:
   // Also removes files that dead processes of this host have left in the root. `has_state`: makes
-  // the directory of an optimizer's state. Throws the errors of begin_step.
-  StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false);
+  // the directory of an optimizer's state. `keep`: the number of intact steps to keep; empty: all.
+  // Throws the errors of begin_step.
+  StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false,
+           std::optional<size_t> keep = {});
   // The step becomes `inside.directory` itself; see begin_step_in. The source's files that are not
   // tensors, such as its tokenizer, are copied only if the directory has no file of that name, and
   // are not in the record: others may replace them.
@@ -66,8 +76,9 @@ class StepSave {
   SavedStep publish(const Checkpoint& source, const SavePlan& plan,
                     const std::optional<SavedState>& state = {},
                     const std::vector<NewFile>& more = {});
-  // After `publish`: removes old steps of the root; see modicum::keep_newest. Adds its warning.
-  void keep_newest(size_t keep, SavedStep& saved);
+  // After `publish`: if `keep` was given, removes old steps of the root; see modicum::keep_newest.
+  // Adds its warning.
+  void keep_newest(SavedStep& saved);
 
  private:
   void add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
@@ -80,6 +91,7 @@ class StepSave {
   void add_written(SavedStep& saved, const NewFile& file);
 
   FileSystem& files_;
+  const std::optional<size_t> keep_;
   const StepInFlight step_;
   const std::vector<std::string> warnings_;  // of what remains of other saves
   bool is_published_ = false;

@@ -79,12 +79,12 @@ def test_stale_values_are_not_resumed(modicum: Path, moe: Path, tmp_path: Path, 
             continue
         assert fresh != stale and len(fresh) == len(stale)
         (step / file).write_bytes(stale)
-        error = failure(modicum, 12, "resume", root, *LAYOUTS[number % len(LAYOUTS)])
+        error = failure(modicum, 12, "resume", step, *LAYOUTS[number % len(LAYOUTS)])
         assert error["category"] == "INTEGRITY" and error["tensor"]
         assert error["file"] == file.name
         if file.parent == Path("."):  # the state's digest covers the weights, too
             without = ("--optimizer", "none", "--recipe", recipe)
-            failure(modicum, 12, "resume", root, *without, *LAYOUTS[number % len(LAYOUTS)])
+            failure(modicum, 12, "resume", step, *without, *LAYOUTS[number % len(LAYOUTS)])
         (step / file).write_bytes(fresh)
 
 
@@ -97,7 +97,7 @@ def test_a_changed_value_is_found_in_flat_groups(modicum: Path, moe: Path, tmp_p
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     for layout in ("zero2", "zero3", "none"):
-        words = ("resume", tmp_path / "root", "--ranks", 3, "--layout", layout)
+        words = ("resume", step, "--ranks", 3, "--layout", layout)
         assert failure(modicum, 12, *words)["file"] == file.name
 
 

@@ -785,17 +785,16 @@ class StepSave:
     Args:
         root: the directory of all steps.
         step: the step's number.
-        has_state, has_extra: whether the step has a directory for the optimizer's state, for extra
-            files.
+        directories: subdirectories to make: "optimizer", "extra".
         inside: whether `root`, a directory to which others write as well, becomes the step itself. It
-            is not committed until `publish`. The caller makes the directories for state and extra
-            files.
+            is not committed until `publish`.
+        keep: the number of intact steps to keep, including this one; None: all.
 
     Raises:
         IoError: CONFLICT if the step exists.
     """
 
-    def __init__(self, root: str, step: int, has_state: bool = False, has_extra: bool = False, inside: bool = False) -> None: ...
+    def __init__(self, root: str, step: int, directories: Sequence[str] = [], inside: bool = False, keep: int | None = None) -> None: ...
 
     @property
     def directory(self) -> str:
@@ -807,27 +806,42 @@ class StepSave:
         The random number with which the ranks prove that each element was written once; a part of each rank's `place`.
         """
 
-    def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None) -> dict:
+    def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = []) -> dict:
         """
-        Makes the step durable and visible. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep, including this one.
+        Makes the step durable and visible, then removes old ones. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file.
         """
 
     def discard(self) -> None:
         """Removes the files, unless the step was published."""
 
-def newest_step(root: str, before: int | None = None) -> dict:
+def newest_step(root: str, skipped: Sequence[tuple[int, str]] = []) -> dict:
     """
-    The newest intact step (older than `before`): a dict of step, path, uuid, world_size and has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError (UNCOMMITTED) if there is none.
+    The newest step whose headers and other files have the recorded digests, older than those in `skipped`, (step, reason) each: a dict of step, path, uuid, world_size and has_state, with `skipped`, the damaged steps that were found now. Raises IntegrityError (UNCOMMITTED) if there is none.
     """
 
 def step_fault(path: str, rank: int, ranks: int, board: Board) -> str:
     """
-    Compares one rank's part of a step with the recorded digests; all ranks together compare every byte. Returns the text of the first fault, or an empty text.
+    Compares one rank's part of a step with the recorded digests; all ranks together compare every byte. Returns the text of the first damage, or an empty text. Raises IoError if a file can't be read.
     """
 
 def open_step(path: str) -> dict:
     """
-    The dict of newest_step, without `skipped`, for one step. The step must be intact.
+    The dict of newest_step, without `skipped`, for one step. Raises an error unless COMMIT, manifest.json and the lengths of its files are right.
+    """
+
+def check_step(path: str) -> dict:
+    """
+    As open_step, but also compares the digests of headers and other files.
+    """
+
+def examine_step(root: str, step: int) -> dict | None:
+    """
+    As check_step, for the step of a root. A dict of path, uuid (None without a valid COMMIT) and reason, the damage or an empty text; None if the root has no such directory.
+    """
+
+def set_aside(root: str, step: int, reason: str, uuid: str | None) -> dict:
+    """
+    Renames a damaged step, so that a new one can have its number. Returns a dict of step, path, reason, bytes and the text of a warning. `uuid`: from examine_step.
     """
 
 def process_memory(pid: int = 0) -> dict:

@@ -87,6 +87,13 @@ _CLASSES: dict[str, type[Error]] = {
 }
 
 
+def is_damage(error: BaseException) -> bool:
+    """Whether the files of a checkpoint are damaged or incomplete: FORMAT, INDEX, INTEGRITY or
+    UNCOMMITTED. Only such an error lets another checkpoint take its place. Any other one, such as
+    IO or UNSUPPORTED, says nothing about the files."""
+    return isinstance(error, FormatError | IntegrityError)
+
+
 def from_json(document: str) -> Error:
     """The error that `document` describes: `{"error": {...}}`, as the command line prints it."""
     facts = json.loads(document)["error"]

@@ -371,7 +371,7 @@ class Reader(_PathReader):
             return
         root = Path(checkpoint_id)
         whole = (root / "COMMIT").exists()
-        found = _modicum.open_step(str(root)) if whole else _modicum.newest_step(str(root), None)
+        found = _modicum.check_step(str(root)) if whole else _modicum.newest_step(str(root))
         self.checkpoint_id = step = Path(found["path"])
         facts = _facts_of(step)
         at = facts["model"]

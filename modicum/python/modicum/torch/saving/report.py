@@ -37,6 +37,9 @@ class Saved:
     kept_bytes: int
     """In the background: bytes copied before an optimizer step overwrote them, on the rank with the
     most."""
+    damaged: list[dict[str, Any]] = field(default_factory=list)
+    """A damaged step of this number, which the save has renamed: a dict with `step`, `path`,
+    `reason` and `bytes`."""
     copied: list[str] = field(default_factory=list)
     """Names of stored tensors that the model does not use, copied from the source."""
     left_out: list[str] = field(default_factory=list)

@@ -14,7 +14,7 @@ from torch import nn
 
 from modicum import _modicum
 from modicum._modicum import exit_codes
-from modicum.errors import from_json, refusal
+from modicum.errors import failure, from_json, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
@@ -29,8 +29,9 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
+from modicum.torch.saving.examining import damage_of
 from modicum.torch.saving.report import Resumed
-from modicum.torch.saving.shared import require_seen
+from modicum.torch.saving.shared import require_same, require_seen
 from modicum.torch.saving.tensor_state import (
     SavedState,
     load_tensors,
@@ -66,7 +67,7 @@ def resume(
             groups get the saved options. None: only the model is loaded.
         verify: first compares every byte of the step with its digests, a part on each rank, and
             skips a damaged step (raises, if `root` is one step); this reads the step twice. False:
-            does not read the values of tensors.
+            compares everything but the values of tensors.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
         buffers, fork, recipe, key_mapping: as for `load`. The promised peak includes the
             optimizer's state.
@@ -157,13 +158,15 @@ def _saved_state(found: Found) -> SavedState:
 
 
 def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
-    """The newest step without a fault, as the dict of `_modicum.newest_step`. Collective."""
+    """The newest step without damage, as the dict of `_modicum.newest_step`. Collective. If another
+    process removes the step while it is read, chooses once more."""
     skipped: list[dict[str, Any]] = []
+    is_again = False
 
     def find() -> dict[str, Any]:
         if (root / "COMMIT").exists():
-            return _modicum.open_step(str(root))
-        return _modicum.newest_step(str(root), skipped[-1]["step"] if skipped else None)
+            return _modicum.check_step(str(root))
+        return _modicum.newest_step(str(root), [(one["step"], one["reason"]) for one in skipped])
 
     def skip(one: dict[str, Any]) -> None:
         skipped.append(one)
@@ -175,19 +178,20 @@ def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
         require_seen(Path(facts["path"]), ranks)
         for one in facts.get("skipped", []):
             skip(one)
-        faults = [""]
-        if verify:
-            board = _modicum.Board(ranks)
-            with ranks.watching(board):
-                own = _modicum.step_fault(facts["path"], ranks.rank, ranks.world_size, board)
-            faults = ranks.gather(own)
-        fault = next(filter(None, faults), None)
-        if fault is None:
+        damage = damage_of(Path(facts["path"]), ranks) if verify else ""
+        if damage == "":
             return facts | {"skipped": skipped}
-        if "skipped" not in facts:  # from open_step: `root` is the step itself
-            told = {"category": "INTEGRITY", "code": exit_codes()["INTEGRITY"], "message": fault}
+        if damage is None:
+            if is_again or "skipped" not in facts:
+                what = "the step was removed while it was read"
+                raise failure("IO", what, file=Path(facts["path"]).name)
+            is_again = True
+            skipped.clear()
+        elif "skipped" not in facts:  # from check_step: `root` is the step itself
+            told = {"category": "INTEGRITY", "code": exit_codes()["INTEGRITY"], "message": damage}
             raise from_json(json.dumps({"error": told}))
-        skip({"step": facts["step"], "reason": fault})
+        else:
+            skip({"step": facts["step"], "reason": damage})
 
 
 def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:
@@ -198,10 +202,7 @@ def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -
         ranks.agree_on({"argument root": str(root.absolute()), "argument verify": str(verify)})
         facts = _whole_step(root, ranks, verify=verify)
         path = Path(facts["path"])
-        seen = _modicum.open_step(str(path))
-        if seen["uuid"] != facts["uuid"]:
-            what = f"rank {ranks.rank} sees another step than rank 0"
-            raise refusal("UNSUPPORTED", what, expected=facts["uuid"], got=seen["uuid"])
+        require_same(path, facts["uuid"], ranks)
         state = None
         if optimizer is not None:
             if not facts["has_state"]:

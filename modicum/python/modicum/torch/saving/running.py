@@ -42,18 +42,21 @@ class Begun:
         snapshot = planned.snapshot
         if snapshot is not None:
             snapshot.charge(ask.ledger)
+        has_state = planned.state is not None or ask.groups is not None
+        has_extra = ask.extra is not None or ask.per_rank is not None
         directory, point = flight.begin(
             ranks,
             root=str(ask.root),
             step=ask.step,
-            has_state=planned.state is not None or ask.groups is not None,
-            has_extra=ask.extra is not None or ask.per_rank is not None,
+            directories=["optimizer"] * has_state + ["extra"] * has_extra,
+            keep=ask.keep,
         )
         # In the background ranks do not meet while they write: the board is this process's own.
         self.board = _modicum.Board(ranks if snapshot is None else None)
         threads = threads_of(ranks, background=snapshot is not None)
         self._where = Where(ranks, self.board, ask.ledger, directory, point, threads, snapshot)
         self._shared, self._warnings = shared_of(planned.gather_bytes, ranks)
+        self._warnings += [one["warning"] for one in flight.damaged]
         self._created = 0
         if snapshot is not None:
             self._created = self._create_files()
@@ -145,6 +148,10 @@ class Begun:
             kept_bytes=max(of.get("kept_bytes", 0) for of in outcomes),
             copied=self.planned.model.plan.copied,
             left_out=self.planned.model.plan.left_out,
+            damaged=[
+                {key: value for key, value in one.items() if key != "warning"}
+                for one in self._flight.damaged
+            ],
             warnings=published["warnings"] + self._warnings,
         )
 
@@ -190,4 +197,4 @@ def publish(planned: Planned, world_size: int, flight: Flight) -> dict[str, Any]
     if planned.own is not None:
         more += [(extra.file_of(rank), None) for rank in range(world_size)]
     state = planned.state.published if planned.state else {}
-    return flight.step.publish(planned.model.plan, more=more, keep=planned.ask.keep, **state)
+    return flight.step.publish(planned.model.plan, more=more, **state)
