@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "modicum/io/file_doubles.h"
+#include "modicum/kernels/kernels.h"
 #include "modicum/stream/stream.h"
 
 namespace modicum {
