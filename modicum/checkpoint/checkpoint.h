@@ -50,6 +50,9 @@ struct Checkpoint {
   std::vector<std::string> warnings;            // one line per defect that does not prevent loading
 };
 
+// Whether open_checkpoint compares a step (a saved checkpoint directory) with its record.
+enum class Record : uint8_t { compared, ignored };
+
 // `path` is one of:
 //   - a directory with an index and its shards, with a single `*.safetensors` file, or with
 //     model.safetensors among other files;
@@ -57,7 +60,12 @@ struct Checkpoint {
 //   - the name of a model in the local Hugging Face cache (`org/name`; the network is not used).
 // On failure throws FORMAT.*, INDEX.*, CONFLICT or IO, with the file and, if a tensor is at fault,
 // the tensor.
-Checkpoint open_checkpoint(FileSystem& files, const std::string& path);
+//
+// If the files are those of a step, or of the optimizer's state of a step, compares all headers and
+// texts of the step (without kExtraDirectory) with its record, and puts the digests of values into
+// Manifest::recorded. Then also throws the errors of open_step, and INTEGRITY.
+Checkpoint open_checkpoint(FileSystem& files, const std::string& path,
+                           Record record = Record::compared);
 
 // Opens data file `file` of the manifest. Throws CONFLICT if it has changed since its header was
 // validated (device, inode, size, mtime or ctime differ). The reader must call `require_unchanged`

@@ -93,12 +93,6 @@ Source look_into(FileSystem& files, const std::string& directory) {
       *pickle);
 }
 
-std::string directory_of(const std::string& path) {
-  const size_t slash = path.find_last_of('/');
-  if (slash == std::string::npos) return ".";
-  return path.substr(0, std::max<size_t>(slash, 1));
-}
-
 // Whether `name` can be an organisation, a model or a revision in the cache, and thus one component
 // of a path there.
 bool is_component(std::string_view name) {
@@ -232,6 +226,12 @@ void add_config(Checkpoint& checkpoint) {
 
 }  // namespace
 
+std::string directory_of(const std::string& path) {
+  const size_t slash = path.find_last_of('/');
+  if (slash == std::string::npos) return ".";
+  return path.substr(0, std::max<size_t>(slash, 1));
+}
+
 bool is_link(FileSystem& files, const std::string& path) {
   const std::optional<DirectoryEntry> entry = files.entry(path);
   return entry && entry->is_link;
@@ -279,7 +279,9 @@ void require_countable(const Manifest& manifest) {
         .got = fmt::format("{} bytes", bytes)});
 }
 
-Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
+Checkpoint open_checkpoint(FileSystem& files, const std::string& path, Record record) {
+  std::optional<RecordOfStep> step;
+  if (record == Record::compared) step.emplace(files, path);
   const Source source = find_source(files, path);
   Checkpoint checkpoint;
   checkpoint.files = &files;
@@ -290,6 +292,7 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
     add_file(checkpoint, source.file);
   }
   require_countable(checkpoint.manifest);
+  if (step) step->add_to(checkpoint.manifest);
   warn_of_unread_files(source.names, checkpoint.manifest, checkpoint.warnings);
   add_config(checkpoint);
   pair_scales(checkpoint.manifest, checkpoint.config, checkpoint.warnings);

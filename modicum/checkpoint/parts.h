@@ -55,6 +55,26 @@ std::optional<std::string> committed_uuid(FileSystem& files, const std::string& 
 void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);
 
 bool is_link(FileSystem& files, const std::string& path);  // a symbolic one
+std::string directory_of(const std::string& path);         // of a file; "." without a slash
+
+// The record of a step (a saved checkpoint directory) for a checkpoint in it: the model, or the
+// optimizer's state.
+class RecordOfStep {
+ public:
+  // Compares the headers and texts of the step, extra files excluded, with its record. `path` is as
+  // for open_checkpoint; nothing is compared if it is not in a step. Throws INTEGRITY and the
+  // errors of open_step.
+  RecordOfStep(FileSystem& files, const std::string& path);
+  // Sets Manifest::recorded, unless none of the files is in the record. Throws INTEGRITY if a
+  // tensor is not in the record, or with another dtype or shape.
+  void add_to(Manifest& manifest) const;
+
+ private:
+  bool lists(const std::string& name) const;
+
+  StepRecord record_;
+  std::string prefix_;  // of the checkpoint's files in the step: "" or "optimizer/"
+};
 
 // Checks rule R8. Throws FORMAT.NAME.
 void prove_name(std::string_view name, const std::string& file);

@@ -44,6 +44,7 @@ namespace modicum {
 
 // The subdirectory of a step that holds the optimizer's state, as a separate checkpoint.
 constexpr const char* kStateDirectory = "optimizer";
+constexpr const char* kStateFolder = "optimizer/";  // begins the names of its files in a record
 // The subdirectory of a step with the files that the saving program has added.
 constexpr const char* kExtraDirectory = "extra";
 
@@ -177,6 +178,11 @@ struct FoundStep {
 struct SkippedStep {
   int64_t step = 0;
   std::string reason;
+};
+// The stored values that a reader of a step has compared with the record.
+struct ComparedValues {
+  uint64_t bytes = 0;
+  std::vector<std::string> not_compared;  // names of tensors that were not read, or only in part
 };
 // The intact steps of a root, and the damaged or uncommitted ones with their faults. Both lists
 // begin with the newest step.
