@@ -50,11 +50,12 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep foun
          {.expected = "--optimizer adamw:FORMAT", .got = "--optimizer none"});
   }
   PosixFileSystem files;
-  const RecordedStep recorded(std::move(found));
-  const FoundStep& step = recorded.found;
+  const bool has_state = !found.record.state.empty();
+  found.record.tensors = found.record.state = {};  // opened again with the files
+  const FoundStep& step = found;
   flags.directory = step.path;
   std::optional<ResumeState> state;
-  if (recorded.has_state && flags.optimizer != "none") {
+  if (has_state && flags.optimizer != "none") {
     state.emplace(files, step);
     flags.optimizer = optimizer_of(state->facts, flags.optimizer);
     flags.without_state = state->facts.without_state;
@@ -69,12 +70,12 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep foun
       common, flags,
       [&](const LoadTask& task, ShowBytes show) {
         const ResumeState* const from = state ? &*state : nullptr;
-        return resume_in_ranks({task, recorded, from, then.steps, then.max_norm}, show);
+        return resume_in_ranks({task, from, then.steps, then.max_norm}, show);
       },
       [&](Run& opened) {
         if (!state) return;
         state->files.require_of(opened);
-        opened.options.resume = resume_footprint_of(opened.checkpoint.manifest, state->files);
+        opened.options.resume = resume_footprint_of(state->checkpoint.manifest, state->files);
       });
 }
 

@@ -56,7 +56,7 @@ void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
 // checks the SHA-256 of each data file whose blob is named by its SHA-256.
 void add_checkpoint(VerifyReport& report, FileSystem& files, const std::string& path) {
   try {
-    const Checkpoint checkpoint = open_checkpoint(files, path);
+    const Checkpoint checkpoint = open_checkpoint(files, path, Record::ignored);
     for (const DataFile& file : checkpoint.manifest.files) {
       try {
         const std::string data = join_path(checkpoint.directory, file.name);

@@ -212,6 +212,7 @@ struct LoadReport {
   std::optional<ResumedStep> resumed;
   std::optional<uint64_t> state_digest;  // of a resumed optimizer state
   std::vector<PhaseReport> phases;       // of a resumed state: `resume`, `step_resumed`
+  ComparedValues compared;               // of a step
   std::optional<Budget> budget;
 };
 std::string digest_text(uint64_t digest);  // 16 hex digits
@@ -275,6 +276,7 @@ struct SaveReport {
   std::vector<File> files;
   std::vector<std::string> copied;    // stored tensors that no target reads, copied from the source
   std::vector<std::string> left_out;  // stored tensors that are neither restored nor copied
+  ComparedValues compared;            // if the source is a step
   std::optional<Budget> budget;
 };
 std::string save_json(const SaveReport& report);
@@ -293,8 +295,9 @@ struct DiffReport {
     std::string_view dtype_a, dtype_b;  // set for "dtype"
     std::string_view rounded_to;        // set for "dtype" if the values were compared
   };
-  uint64_t tensors = 0;  // compared
-  uint64_t bytes = 0;    // compared, of A
+  uint64_t tensors = 0;        // compared
+  uint64_t bytes = 0;          // compared, of A
+  ComparedValues with_record;  // of the steps among A and B
   std::vector<Difference> differences;
 };
 std::string diff_json(const DiffReport& report);
@@ -313,6 +316,7 @@ struct ConvertReport {
   uint64_t digest = 0;      // of the output, as `load --digest`
   std::vector<SaveReport::File> files;
   std::vector<std::string> left_out;  // stored tensors that the recipe leaves unused
+  ComparedValues compared;            // if the source is a step
   // Tensors with values that are infinite or zero in their new dtype; empty if a step was
   // converted, which casts nothing.
   std::optional<std::vector<TensorLoss>> losses;

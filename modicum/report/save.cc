@@ -67,6 +67,7 @@ std::string save_json(const SaveReport& report) {
   files_member(out, report.files);
   names_member(out, "copied", report.copied);
   names_member(out, "left_out", report.left_out);
+  compared_members(out, report.compared);
   budget_member(out, report.budget);
   outcome_members(out,
                   {report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
@@ -82,7 +83,8 @@ std::string save_text(const SaveReport& report) {
   text += names_text("left out", report.left_out) + "\n";
   text +=
       outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
-  text += budget_text(report.budget) + "digest " + digest_text(report.digest) + "\n";
+  text += budget_text(report.budget) + compared_text(report.compared) + "digest " +
+          digest_text(report.digest) + "\n";
   if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);
 }
@@ -97,6 +99,7 @@ std::string convert_json(const ConvertReport& report) {
   out.member("coverage", "proven").member("digest", digest_text(report.digest));
   files_member(out, report.files);
   names_member(out, "left_out", report.left_out);
+  if (!report.step) compared_members(out, report.compared);
   if (report.losses) losses_members(out, *report.losses);
   budget_member(out, report.budget);
   outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
@@ -111,7 +114,8 @@ std::string convert_text(const ConvertReport& report) {
   text += '\n';
   text += names_text("left out", report.left_out) + "\n";
   text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
-  text += budget_text(report.budget) + "digest " + digest_text(report.digest) + "\n";
+  text += budget_text(report.budget) + compared_text(report.compared) + "digest " +
+          digest_text(report.digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);
 }
 

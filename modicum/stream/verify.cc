@@ -61,7 +61,7 @@ class Verify {
                      const std::vector<StepTensor>& tensors) {
     std::map<std::string_view, const StepTensor*> recorded;
     for (const StepTensor& tensor : tensors) recorded[tensor.spec.fqn] = &tensor;
-    const Checkpoint checkpoint = open_checkpoint(files_, directory);
+    const Checkpoint checkpoint = open_checkpoint(files_, directory, Record::ignored);
     for (const Stored& stored : checkpoint.manifest.tensors) {
       const std::string name = prefix + checkpoint.manifest.files[stored.at.file].name;
       const auto file = std::find_if(out_.files.begin(), out_.files.end(),

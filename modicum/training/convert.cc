@@ -170,7 +170,8 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
                        .path = task.out,
                        .written_bytes = of.written_bytes,
                        .kept_files = of.kept_files,
-                       .digest = of.load.digest};
+                       .digest = of.load.digest,
+                       .compared = world.compared.merged()};
   add_losses(conversion, report);
   add_companions(task, conversion, report);
   conversion.publish();

@@ -44,6 +44,7 @@ class RehearsalRank {
 
   Rehearsed live() {
     loading_.load.load();
+    world_.compared.give(rank_, loading_.load.compared());
     outcome_.phases[0] = loading_.phase_of(loading_.load.outcome(), world_.board);
     loading_.load.book_what_stays();
     take_steps();
@@ -74,7 +75,7 @@ class RehearsalRank {
   void save(const RankOptimizer& optimizer) {
     outcome_.save = save_rank(*task_.save, *world_.place,
                               {rank_, &world_.board, nullptr, &loading_.ledger, gather_.get()},
-                              loading_.load.shards(), &optimizer);
+                              loading_.load, &optimizer);
     outcome_.phases[3] = loading_.later_phase(world_.board);
     outcome_.saved_digest = optimizer.digest().state;
   }
@@ -111,6 +112,7 @@ RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
   }
   RehearsalWorld world(task, step ? &*step : nullptr);
   const std::vector<Rehearsed> outcomes = outcomes_of<RehearsalRank>(world, show);
+  world.compared.merged();  // an error ends the rehearsal before the save is published
   RehearseReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                         .strategy = task.load.plan.strategy().name,
                         .format = *task.load.run.optimizer,

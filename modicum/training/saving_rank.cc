@@ -38,7 +38,7 @@ std::vector<std::string> without_state(const Run& run) {
 }  // namespace
 
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
-                      HostSink& shards, const RankOptimizer* optimizer) {
+                      RankLoad& loaded, const RankOptimizer* optimizer) {
   const ReportedPhase phase(at.ledger->reporter(), "save");
   if (at.gather != nullptr) at.gather->commit(*at.ledger);
   // The manifest and the sums of the state's files, until the end of the save.
@@ -47,8 +47,14 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
   const Charge plan = at.ledger->adopt(Purpose::plan, state[Purpose::plan]);
   const SaveFiles to{*task.load.run.files, place.directory};
   ChunkSums sums(task.plan.manifest(), place.point);
-  SaveOutcome outcome =
-      save({task.load.run.checkpoint, task.plan, at, shards, task.load.threads}, to, sums);
+  SaveOutcome outcome = save({.source = task.load.run.checkpoint,
+                              .plan = task.plan,
+                              .at = at,
+                              .from = loaded.shards(),
+                              .threads = task.load.threads,
+                              .compared = &loaded.compared()},
+                             to, sums);
+  loaded.compared().compare();
   hand_over_sums(sums, at.rank, to);
   if (task.state == nullptr) return outcome;
   MODICUM_ASSERT(optimizer != nullptr);

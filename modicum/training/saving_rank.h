@@ -6,6 +6,7 @@
 #include <string>
 
 #include "modicum/training/optimizer.h"
+#include "modicum/training/rank_load.h"
 #include "modicum/training/save_ranks.h"
 
 namespace modicum {
@@ -24,9 +25,10 @@ struct SavePlace {
 };
 
 // Saves the buffers of rank `at.rank` and, if `task.state` is set, the optimizer's state. All ranks
-// call it at the same time. Throws the errors of save.
+// call it at the same time. Throws the errors of save; INTEGRITY if a copied value of a step is not
+// the saved one.
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
-                      HostSink& shards, const RankOptimizer* optimizer);
+                      RankLoad& loaded, const RankOptimizer* optimizer);
 
 // The optimizer's part of a save, over all ranks.
 struct TrainedSteps {

@@ -30,7 +30,7 @@ MIB = 1 << 20
 KEYS = {
     "checkpoint", "step", "path", "written_bytes", "read_bytes", "gathered_bytes", "elapsed_s",
     "durable_s", "digest", "state_digest", "files", "nodes", "ranks", "copied", "left_out",
-    "warnings",
+    "compared_bytes", "not_compared", "warnings",
 }  # fmt: skip
 KILLS = 12
 # From a process as small as this: what a fork held before its exec counts as a peak, too.
