@@ -153,21 +153,28 @@ nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& boa
   }));
 }
 
-uint64_t load_state(const OpenCheckpoint& from, const std::vector<WrittenState>& parameters,
+nb::dict load_state(const OpenCheckpoint& from, const std::vector<WrittenState>& parameters,
                     int rank, CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
                     const std::vector<WrittenHeld>& held) {
   const Held shards(held, numels_of(parameters));
   const StateFiles files(from.checkpoint.manifest);
   files.require_of(states_of(parameters));
   board.set_thread();
-  return without_the_lock([&] {
+  const Manifest& manifest = from.checkpoint.manifest;
+  Compared compared(manifest, kStateFolder);
+  const uint64_t read = without_the_lock([&] {
     const ReportedPhase phase(ledger->reporter(), "resume");
-    const Charge header = ledger->adopt(Purpose::header, files.footprint()[Purpose::header]);
+    const Charge header =
+        ledger->adopt(Purpose::header, files.footprint()[Purpose::header] + manifest.held_bytes());
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
       files.for_each_span(shards, fn);
     };
-    return load_spans(from.checkpoint, spans, {rank, &board, nullptr, ledger.get()});
+    const uint64_t bytes =
+        load_spans(from.checkpoint, spans, {rank, &board, nullptr, ledger.get()}, compared);
+    compared.compare();
+    return bytes;
   });
+  return dict_of("storage_read_bytes"_a = read, "compared"_a = text_of_compared(compared));
 }
 
 std::string state_text(const std::string& format, const nb::int_& seed,
@@ -391,8 +398,9 @@ Args:
              "shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.");
   module.def("load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a,
              "ledger"_a, "held"_a,
-             "Reads one rank's shards of a saved state; returns the bytes read. Raises "
-             "UsageError, which names a tensor, unless the saved state is that of these "
+             "Reads one rank's shards of a saved state; returns a dict with storage_read_bytes and "
+             "compared (see compared_values). Raises UsageError, which names a tensor, unless the "
+             "saved state is that of these "
              "parameters.");
   module.def("state_text", state_text, "state_format"_a, "seed"_a, "steps"_a, "without_state"_a,
              "The text of AdamW's state.json. `steps`: (fqn, number of steps) each.");

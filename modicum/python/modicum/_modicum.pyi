@@ -155,6 +155,10 @@ class Plan:
         """The recipe of the plan."""
 
     @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint of the plan."""
+
+    @property
     def digest(self) -> str:
         """
         Digest of all inputs, in hex: ranks with equal digests have equal plans.
@@ -444,7 +448,12 @@ def load(plan: Plan, rank: int, board: Board, ledger: Ledger, *, given: dict = {
     Executes one rank's part of a plan. `given`: host memory by target, for destination `given`. `copy(target, at, view)` receives elements for destination `copy`, of which the first is element `at`. `caller(ordinal)` returns a tensor that the model makes. `broadcast(root, view, begin, end)` sends `view` from the rank number `root` of the exchange group to the others, which need its bytes [begin, end). modicum.load documents the other arguments.
     """
 
-def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '') -> tuple:
+def compared_values(checkpoint: Checkpoint, of_ranks: Sequence[str], folder: str = '') -> dict:
+    """
+    The values of a step that all ranks together have compared with its record: a dict with compared_bytes and not_compared. `of_ranks`: the outcome's `compared` of each rank. Raises IntegrityError if a value differs. `folder`: for an error, the place of the checkpoint's files in the step.
+    """
+
+def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '', compared: dict | None = None) -> tuple:
     """The document of `modicum load --json` and the text of `modicum load`."""
 
 def parse_size(size: int | str) -> int:
@@ -706,9 +715,9 @@ def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: L
     Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
-def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> int:
+def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> dict:
     """
-    Reads one rank's shards of a saved state; returns the bytes read. Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
+    Reads one rank's shards of a saved state; returns a dict with storage_read_bytes and compared (see compared_values). Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
     """
 
 def state_text(state_format: str, seed: int, steps: Sequence[tuple[str, int]], without_state: Sequence[str]) -> str:

@@ -109,6 +109,11 @@ class Ranks:
         """The values of all ranks, by rank. Collective. They must be JSON values."""
         return self._settle(value, list)
 
+    def judged(self, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
+        """Returns `judge(values)`, called on rank 0 with the values of all ranks, on every rank.
+        Collective. Values and result must be JSON values."""
+        return self._settle(value, judge)
+
     def once(self, make: Callable[[], Any], local: Callable[[], Any]) -> tuple[Any, list[Any]]:
         """Calls `make` on rank 0, and `local` on every rank, on rank 0 after `make`. Returns the
         result of `make`, and the results of `local` by rank. Collective. The results must be JSON

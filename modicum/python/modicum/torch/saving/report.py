@@ -78,6 +78,10 @@ class Resumed:
     extra_per_rank: Any
     """This rank's value if the step was saved by as many ranks, else the list of all ranks' values;
     None if none was saved."""
+    compared_bytes: int = 0
+    """Bytes of weights and state that were compared with the step's record while they were read."""
+    not_compared: list[str] = field(default_factory=list)
+    """Names of the step's tensors that were not read, or not compared as a whole."""
 
     def __str__(self) -> str:
         skipped = "".join(f"skipped step {one['step']}: {one['reason']}\n" for one in self.skipped)

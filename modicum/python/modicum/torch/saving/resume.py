@@ -19,6 +19,7 @@ from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
 from modicum.torch.loading.around import taken
+from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
 from modicum.torch.loading.origin import keeping_origin
@@ -66,7 +67,7 @@ def resume(
             groups get the saved options. None: only the model is loaded.
         verify: first compares every byte of the step with its digests, a part on each rank, and
             skips a damaged step (raises, if `root` is one step); this reads the step twice. False:
-            does not read the values of tensors.
+            values are compared only while they are loaded, and a wrong one raises.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
         buffers, fork, recipe, key_mapping: as for `load`. The promised peak includes the
             optimizer's state.
@@ -96,15 +97,20 @@ def resume(
     with _reading(model, found.path, how) as files:
         report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
+    compared, not_compared = report.compared_bytes, [*report.not_compared]
     with Ranks.of_world().together() as ranks:
         if optimizer is not None:
-            read += sum(ranks.gather(load_state(model, optimizer, found, ledger, ranks)))
+            state = load_state(model, optimizer, found, ledger, ranks)
+            read += sum(ranks.gather(state.read_bytes))
+            compared += state.compared["compared_bytes"]
+            not_compared += state.compared["not_compared"]
         saved_by, rank = found.facts["world_size"], ranks.rank
         common, own = extra.read_all(found.path, saved_by, rank, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
     return Resumed(
         step=found.facts["step"], path=str(found.path), skipped=found.facts.get("skipped", []),
         load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=own,
+        compared_bytes=compared, not_compared=not_compared,
     )  # fmt: skip
 
 
@@ -225,6 +231,16 @@ def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
     return None
 
 
+@dataclass(frozen=True)
+class LoadedState:
+    """The outcome of loading an optimizer's state."""
+
+    read_bytes: int
+    """Bytes read by this rank."""
+    compared: dict[str, Any]
+    """The dict of `_modicum.compared_values`; the same on every rank."""
+
+
 @torch.no_grad()
 def load_state(
     model: nn.Module,
@@ -232,9 +248,9 @@ def load_state(
     found: Found,
     ledger: _modicum.Ledger,
     ranks: Ranks,
-) -> int:
-    """Reads this rank's part of the state in `found`, which was found for `optimizer`; returns the
-    bytes read. Collective."""
+) -> LoadedState:
+    """Reads this rank's part of the state in `found`, which was found for `optimizer`, and compares
+    the state with the step's record. Collective."""
     whole = Model.of(model)
     names = whole.names
     options = (
@@ -248,7 +264,7 @@ def load_state(
             groups.restore(optimizer, options, names)
         board = _modicum.Board(ranks)
         with ranks.watching(board):
-            read: int = _modicum.load_state(
+            outcome = _modicum.load_state(
                 saved.tensors,
                 state.parameters,
                 ranks.rank,
@@ -257,10 +273,12 @@ def load_state(
                 state.held(to_save=False),
             )
         state.set_steps(_modicum.state_facts(saved.facts))
-        return read
-    if options is not None:
-        groups.restore(optimizer, options, names)
-    return load_tensors(optimizer, names, saved, ledger, ranks)
+    else:
+        if options is not None:
+            groups.restore(optimizer, options, names)
+        outcome = load_tensors(optimizer, names, saved, ledger, ranks)
+    compared = compared_by_all(saved.tensors, outcome["compared"], ranks, "optimizer/")
+    return LoadedState(outcome["storage_read_bytes"], compared)
 
 
 def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, str]) -> None:
