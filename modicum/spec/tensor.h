@@ -8,7 +8,7 @@
 #include <string_view>
 #include <vector>
 
-#include "modicum/base/sizes.h"
+#include "modicum/base/base.h"
 #include "modicum/spec/digest.h"
 #include "modicum/spec/dtype.h"
 

@@ -147,7 +147,7 @@ def test_every_damaged_file_is_found(modicum: Path, saved: Saved) -> None:
         if has_other_values_only(saved, changed):
             error = failure(modicum, 12, "resume", saved.root, "--ranks", 3)
             assert error["category"] == "INTEGRITY" and error["tensor"], case
-            assert error["file"] in {Path(one).name for one in changed}, case
+            assert error["file"] in changed, case
             continue
         resumed = run_json(modicum, "resume", saved.root, "--ranks", 3)
         assert resumed["resumed"]["step"] == 1, case

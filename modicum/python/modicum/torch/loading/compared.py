@@ -12,7 +12,7 @@ def compared_by_all(
     """Compares the values that were divided among ranks: the dict of `_modicum.compared_values`.
     `own`: the outcome's `compared` of this rank. Raises `IntegrityError` on every rank, naming file
     and tensor, if a value differs. Collective, and a barrier."""
-    found: dict[str, Any] = ranks.judged(
+    found: dict[str, Any] = ranks.gather(
         own, lambda of_ranks: _modicum.compared_values(checkpoint, of_ranks, folder)
     )
     return found

@@ -105,13 +105,8 @@ class Ranks:
 
     # ---- collectives
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank. Collective. They must be JSON values."""
-        return self._settle(value, list)
-
-    def judged(self, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
-        """Returns `judge(values)`, called on rank 0 with the values of all ranks, on every rank.
-        Collective. Values and result must be JSON values."""
+    def gather(self, value: Any, judge: Callable[[list[Any]], Any] = list) -> Any:
+        """The values of all ranks, in JSON, after `judge`, called on rank 0. Collective."""
         return self._settle(value, judge)
 
     def once(self, make: Callable[[], Any], local: Callable[[], Any]) -> tuple[Any, list[Any]]:

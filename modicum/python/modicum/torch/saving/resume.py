@@ -97,20 +97,19 @@ def resume(
     with _reading(model, found.path, how) as files:
         report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
-    compared, not_compared = report.compared_bytes, [*report.not_compared]
     with Ranks.of_world().together() as ranks:
+        state = LoadedState(0, 0, [])
         if optimizer is not None:
             state = load_state(model, optimizer, found, ledger, ranks)
             read += sum(ranks.gather(state.read_bytes))
-            compared += state.compared["compared_bytes"]
-            not_compared += state.compared["not_compared"]
         saved_by, rank = found.facts["world_size"], ranks.rank
         common, own = extra.read_all(found.path, saved_by, rank, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
     return Resumed(
         step=found.facts["step"], path=str(found.path), skipped=found.facts.get("skipped", []),
         load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=own,
-        compared_bytes=compared, not_compared=not_compared,
+        compared_bytes=report.compared_bytes + state.compared_bytes,
+        not_compared=[*report.not_compared, *state.not_compared],
     )  # fmt: skip
 
 
@@ -237,8 +236,9 @@ class LoadedState:
 
     read_bytes: int
     """Bytes read by this rank."""
-    compared: dict[str, Any]
-    """The dict of `_modicum.compared_values`; the same on every rank."""
+    compared_bytes: int
+    not_compared: list[str]
+    """Of all ranks, as in `Resumed`."""
 
 
 @torch.no_grad()
@@ -278,7 +278,7 @@ def load_state(
             groups.restore(optimizer, options, names)
         outcome = load_tensors(optimizer, names, saved, ledger, ranks)
     compared = compared_by_all(saved.tensors, outcome["compared"], ranks, "optimizer/")
-    return LoadedState(outcome["storage_read_bytes"], compared)
+    return LoadedState(outcome["storage_read_bytes"], **compared)
 
 
 def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, str]) -> None:
