@@ -147,7 +147,8 @@ Companions copy_companions(const Checkpoint& source, const std::vector<std::stri
       all.warnings.push_back(fmt::format("{} was not copied: {}", printable(name), why));
     };
     if (name == kConfigFile) {
-      std::string text = read_text(*source.files->open(from));
+      std::string text =
+          read_text(*source.files->open(from), kLongestConfig, Category::format_limit);
       if (form) text = config_of(text, *form);
       write_durably(files, join_path(directory, name), text);
       all.copied.push_back({name, text.size(), text.size(), digest_of(text)});

@@ -58,6 +58,11 @@ std::string journal_json(const Journal& journal) {
   return out.end_array().end_object().text();
 }
 
+// Without names the memory of all entries would be many times their text.
+void require_name(const std::string& name) {
+  if (name.empty()) fail(Category::integrity, "an entry of the journal has no name");
+}
+
 TensorLoss read_loss(JsonValue& value) {
   TensorLoss of;
   value.object([&](std::string_view key, JsonValue& member) {
@@ -69,6 +74,7 @@ TensorLoss read_loss(JsonValue& value) {
     if (key == "first_value") of.loss.first_value = member.number();
     if (key == "largest") of.loss.largest = member.number();
   });
+  require_name(of.tensor);
   return of;
 }
 
@@ -85,6 +91,7 @@ ConvertedFile read_file(JsonValue& value) {
     file.losses.emplace();
     member.array([&](JsonValue& loss) { file.losses->push_back(read_loss(loss)); });
   });
+  require_name(file.name);
   return file;
 }
 
@@ -109,6 +116,13 @@ std::optional<Journal> parse_journal(const std::string& text, const std::string&
     return std::nullopt;
   }
   return journal;
+}
+
+// Empty as parse_journal, and for a text that is too long.
+std::optional<Journal> journal_at(FileSystem& files, const std::string& path) {
+  const std::unique_ptr<File> file = files.open(path);
+  if (file->identity().size_bytes > kLongestText) return std::nullopt;
+  return parse_journal(read_text(*file, kLongestText, Category::integrity), base_name(path));
 }
 
 }  // namespace
@@ -148,7 +162,7 @@ void ConversionJournal::refuse_links() {
 void ConversionJournal::read_journal(const Inputs& inputs) {
   const std::string path = join_path(parent_, fmt::format(".{}.journal", name_));
   std::optional<Journal> journal;
-  if (files_.exists(path)) journal = parse_journal(read_text(*files_.open(path)), base_name(path));
+  if (files_.exists(path)) journal = journal_at(files_, path);
   if (journal && !inputs.is_dead(journal->owner)) {
     fail(
         Category::conflict,
@@ -197,17 +211,23 @@ void ConversionJournal::remove_unfinished(const std::string& folder) {
 
 std::vector<ConvertedFile> ConversionJournal::recorded() const {
   const std::string path = join_path(parent_, fmt::format(".{}.journal", name_));
-  std::optional<Journal> journal = parse_journal(read_text(*files_.open(path)), base_name(path));
+  std::optional<Journal> journal = journal_at(files_, path);
   if (!journal) fail(Category::io, "the journal can't be read", {.file = base_name(path)});
   return std::move(journal->files);
 }
 
-const ConvertedFile* ConversionJournal::finished(const std::string& name,
-                                                 uint64_t bytes) const noexcept {
+const ConvertedFile* ConversionJournal::finished(const std::string& name, uint64_t bytes,
+                                                 uint64_t chunks) const noexcept {
   for (const ConvertedFile& file : finished_) {
-    if (file.name == name && file.bytes == bytes) return &file;
+    if (file.name == name && file.bytes == bytes && file.chunks.size() == chunks) return &file;
   }
   return nullptr;
+}
+
+void ConversionJournal::forget(const std::string& name) {
+  const auto removed =
+      std::erase_if(finished_, [&](const auto& file) { return file.name == name; });
+  if (removed > 0) files_.remove_tree(join_path(partial_, name));
 }
 
 void ConversionJournal::add(ConvertedFile file) {
@@ -217,9 +237,10 @@ void ConversionJournal::add(ConvertedFile file) {
 }
 
 void ConversionJournal::write_journal() {
-  replace_durably(
-      files_, {parent_, fmt::format(".{}.journal", name_), fmt::format(".{}.journal.new", name_)},
-      journal_json({owner_, inputs_.hex(), finished_}));
+  const std::string name = fmt::format(".{}.journal", name_);
+  const std::string text = journal_json({owner_, inputs_.hex(), finished_});
+  require_readable(text.size(), name);
+  replace_durably(files_, {parent_, name, name + ".new"}, text);
 }
 
 void ConversionJournal::publish() {

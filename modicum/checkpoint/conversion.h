@@ -61,12 +61,17 @@ class ConversionJournal {
 
   // The directory into which the files are written.
   const std::string& directory() const noexcept { return partial_; }
-  // The finished file of this name and size; null if there is none.
-  const ConvertedFile* finished(const std::string& name, uint64_t bytes) const noexcept;
+  // The finished file of this name and size, with digests of `chunks` chunks; null if there is
+  // none.
+  const ConvertedFile* finished(const std::string& name, uint64_t bytes,
+                                uint64_t chunks) const noexcept;
+  // Removes a file, and its entry, that the journal lists but `finished` does not return.
+  void forget(const std::string& name);
   // The finished files in the journal on disk, including those that a forked process has added.
-  // Throws IO.
+  // Another process may have changed it. Throws IO.
   std::vector<ConvertedFile> recorded() const;
-  // Records a finished file, which must already be durable. Throws IO or NOSPACE.
+  // Records a finished file, which must already be durable. Throws IO or NOSPACE; UNSUPPORTED if
+  // the journal would be too long to be read again.
   void add(ConvertedFile file);
   // Makes the output visible and durable. Throws CONFLICT if the output's name has been taken
   // meanwhile; IO; NOSPACE.

@@ -14,7 +14,6 @@ namespace {
 constexpr std::string_view kShardEnding = ".safetensors";
 constexpr std::string_view kIndexEnding = ".safetensors.index.json";
 constexpr const char* kUsualFile = "model.safetensors";
-constexpr uint64_t kLargestConfig = 16 * kMiB;
 
 // The file that defines the checkpoint: an index, or the only data file.
 struct Source {
@@ -135,8 +134,7 @@ std::string cached_snapshot(FileSystem& files, const std::string& path) {
     fail(Category::io, "refs/main of the cached model is not the name of a snapshot",
          {.file = reference});
   };
-  if (file->identity().size_bytes > kPageBytes) refuse_revision();
-  std::string revision = read_text(*file);
+  std::string revision = read_text(*file, kPageBytes, Category::io);
   while (!revision.empty() && revision.back() == '\n') revision.pop_back();
   if (!is_component(revision)) refuse_revision();
   return join_path(join_path(model, "snapshots"), revision);
@@ -205,26 +203,15 @@ void add_shards(Checkpoint& checkpoint, const Source& source, bool is_named) {
   checkpoint.manifest.tensors.shrink_to_fit();
 }
 
-std::string config_text(FileSystem& files, const std::string& path) {
-  const std::unique_ptr<File> file = files.open(path);
-  const uint64_t size_bytes = file->identity().size_bytes;
-  if (size_bytes > kLargestConfig) {
-    fail(Category::format_limit, "the file is too large",
-         {.file = kConfigFile,
-          .expected = fmt::format("at most {} bytes", kLargestConfig),
-          .got = fmt::format("{} bytes", size_bytes)});
-  }
-  return read_text(*file);
-}
-
 // Without a config.json the defaults apply. If it exists but can't be read, its members are
 // unknown, and unread_config records the fault.
 void add_config(Checkpoint& checkpoint) {
   FileSystem& files = *checkpoint.files;
   try {
     if (!is_listed(files, checkpoint.directory, kConfigFile)) return;
-    checkpoint.config = parse_config(
-        config_text(files, join_path(checkpoint.directory, kConfigFile)), checkpoint.warnings);
+    const auto file = files.open(join_path(checkpoint.directory, kConfigFile));
+    checkpoint.config =
+        parse_config(read_text(*file, kLongestConfig, Category::format_limit), checkpoint.warnings);
   } catch (const Error& error) {
     checkpoint.config = unread_config(error, checkpoint.warnings);
   }

@@ -19,6 +19,7 @@ namespace modicum {
 
 constexpr uint64_t kLargestHeader = 100'000'000;  // not 100 MiB: safetensors' limit
 constexpr uint64_t kLengthPrefix = 8;
+constexpr uint64_t kLongestConfig = 16 * kMiB;
 constexpr std::string_view kMetadataKey = "__metadata__";
 
 // The validated header of one safetensors file (R1 to R20). data_offsets in the JSON count from the

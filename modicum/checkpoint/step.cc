@@ -20,6 +20,7 @@ namespace {
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kCommit = "COMMIT";
 constexpr std::string_view kStepPrefix = "step-";
+constexpr uint64_t kLongestCommit = 64 * kKiB;  // those of Modicum have less than 1 KiB
 
 struct Commit {
   int64_t step = -1;
@@ -63,8 +64,9 @@ bool parse_digits(std::string_view digits, Number& number) {
   return error == std::errc() && end == digits.data() + digits.size();
 }
 
-std::string text_of(FileSystem& files, const std::string& directory, const std::string& name) {
-  return read_text(*files.open(join_path(directory, name)));
+std::string text_of(FileSystem& files, const std::string& directory, std::string_view name) {
+  const uint64_t most = name == kCommit ? kLongestCommit : kLongestText;
+  return read_text(*files.open(join_path(directory, std::string(name))), most, Category::integrity);
 }
 
 // The name holds the owner, so that a directory in flight has an owner from the start.
@@ -218,11 +220,22 @@ std::optional<int64_t> step_of(std::string_view name) {
   return step >= 0 && step_name(step) == name ? std::optional(step) : std::nullopt;
 }
 
-bool is_step(FileSystem& files, const std::string& path) {
+namespace {
+
+// No record is too long for a reader, so a manifest.json that is belongs to another program.
+bool has_record(FileSystem& files, const std::string& path) {
   const std::string manifest = join_path(path, kManifest);
+  if (!files.exists(manifest)) return false;
+  const std::unique_ptr<File> file = files.open(manifest);
+  return file->identity().size_bytes <= kLongestText &&
+         is_record(read_text(*file, kLongestText, Category::integrity));
+}
+
+}  // namespace
+
+bool is_step(FileSystem& files, const std::string& path) {
   return step_of(base_name(path)) || base_name(path).starts_with(kPartialPrefix) ||
-         files.exists(join_path(path, kCommit)) ||
-         (files.exists(manifest) && is_record(read_text(*files.open(manifest))));
+         files.exists(join_path(path, kCommit)) || has_record(files, path);
 }
 
 Digest digest_of(std::string_view bytes) {
@@ -294,6 +307,7 @@ namespace {
 std::string write_manifest(FileSystem& files, const std::string& directory,
                            const StepRecord& record) {
   std::string manifest = record_json(record);
+  require_readable(manifest.size(), kManifest);
   write_durably(files, join_path(directory, kManifest), manifest);
   sync_directories(files, directory);
   return manifest;

@@ -34,6 +34,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -58,6 +59,8 @@ struct StepFile {
 
   bool operator==(const StepFile&) const = default;
 };
+// The bytes of a tensor that one digest covers.
+constexpr uint64_t kDigestedChunk = 4 * kMiB;
 // A tensor of a step, with the digest of each 4 MiB of its elements. The tensor's digest is the sum
 // of these digests modulo 2^64. No digest depends on how the saving ranks had sharded the tensor.
 struct StepTensor {
@@ -79,6 +82,18 @@ struct StepRecord {
   bool operator==(const StepRecord&) const = default;
 };
 std::string record_json(const StepRecord& record);
+// At least the length of record_json for a step that has the tensor files of `parts` (weights, and
+// the state in kStateDirectory), `others`, and further files whose entries take less than 1 MiB,
+// such as those that are copied from the source.
+uint64_t most_record_bytes(std::span<const Manifest* const> parts,
+                           std::span<const std::string> others);
+// Throws UNSUPPORTED if most_record_bytes is too long to be read again. Call it before the step is
+// begun.
+void require_recordable(std::span<const Manifest* const> parts,
+                        std::span<const std::string> others);
+// Throws UNSUPPORTED for a text that is about to be written, but which readers would refuse, since
+// it is longer than kLongestText. `file`: its name.
+void require_readable(uint64_t bytes, const std::string& file);
 // Throws INTEGRITY for a text that is not a valid record, UNSUPPORTED for a record that a later
 // version of Modicum has written.
 StepRecord parse_record(const std::string& text);

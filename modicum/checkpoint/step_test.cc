@@ -64,7 +64,8 @@ std::optional<std::string> retain(FileSystem& files, size_t keep, int64_t saved)
 
 void expect_intact(FileSystem& files, const FoundStep& found) {
   for (const StepFile& file : found.record.files) {
-    const std::string text = read_text(*files.open(join_path(found.path, file.name)));
+    const std::string text =
+        read_text(*files.open(join_path(found.path, file.name)), kLongestText, Category::io);
     EXPECT_EQ(digest_of(text), file.digest);
     EXPECT_EQ(text, fmt::format("{} of step {}", file.name, found.step));
   }
@@ -104,6 +105,12 @@ TEST(StepRecord, InvalidRecordsAreRefused) {
                                                         {"0123456789abcdef", "0123456789abcde"},
                                                         {"\"BF16\"", "\"BF17\""},
                                                         {"[3,0]", "[3,-1]"},
+                                                        {"[3,0]", "[3,1]"},
+                                                        {"[4]", "[4194305]"},
+                                                        {"[4]", "[0]"},
+                                                        {"[4]", "[4611686018427387904,4]"},
+                                                        {"\"name\":\"w\",", ""},
+                                                        {"\"dtype\":\"U8\",\"shape\":[4],", ""},
                                                         {"[]}", "[]"}}) {
     EXPECT_EQ(with(from, to), Category::integrity) << from << " -> " << to;
   }

@@ -236,6 +236,7 @@ NB_MODULE(_modicum, module) {
   module.def("report_page", front::page_of, "title"_a, "runs"_a, "sentence"_a = "",
              "The text of an HTML page about runs. `runs`: (label, text of a JSON document with "
              "`timeline` and `peak`) each. `sentence` is shown above the charts.");
+  front::define_files(module);
   front::define_source(module);
   front::define_values(module);
   front::define_recipe_builder(module);

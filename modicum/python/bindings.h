@@ -102,6 +102,7 @@ struct MadePlan {
 // The caller must hold the GIL.
 const Reporter& reporter_here();
 
+void define_files(nb::module_& module);
 void define_source(nb::module_& module);
 void define_values(nb::module_& module);
 void define_recipe_builder(nb::module_& module);

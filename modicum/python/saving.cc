@@ -243,6 +243,21 @@ nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
                  "written_bytes"_a = saved.written_bytes, "warnings"_a = nb::cast(saved.warnings));
 }
 
+// Throws UNSUPPORTED if a reader would refuse manifest.json or a text as too long.
+void require_recordable(const MadeSave& made,
+                        const std::vector<std::pair<std::string, std::string>>& texts,
+                        std::vector<std::string> others, const MadeState* state,
+                        const MadeSave* other_state, const std::string& facts) {
+  require_readable(facts.size(), kStateFile);
+  for (const auto& [name, text] : texts) {
+    require_readable(text.size(), name);
+    others.push_back(name);
+  }
+  const Manifest* of_state = state != nullptr ? &state->files.manifest() : nullptr;
+  if (other_state != nullptr) of_state = &other_state->plan.manifest();
+  modicum::require_recordable(made.plan, of_state, others);
+}
+
 nb::dict described(const FoundStep& found) {
   return dict_of("step"_a = found.step, "path"_a = found.path, "uuid"_a = found.record.uuid,
                  "world_size"_a = found.record.world_size,
@@ -435,6 +450,12 @@ Raises:
       .def(
           "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
           "Removes the files, unless the step was published.");
+  module.def("require_recordable", require_recordable, "plan"_a, "texts"_a, "others"_a,
+             nb::kw_only(), "state"_a.none() = nb::none(), "other_state"_a.none() = nb::none(),
+             "facts"_a = "",
+             "Raises UsageError (UNSUPPORTED) if a file of the step would be too long to be read "
+             "again. `texts`: (name, text) of further files; `others`: names of the files that "
+             "ranks write; for the rest see StepSave.publish.");
   module.def(
       "newest_step", newest, "root"_a, "before"_a.none() = nb::none(),
       "The newest intact step (older than `before`): a dict of step, path, uuid, world_size and "

@@ -25,10 +25,6 @@ uint64_t unit_bytes(const TensorSpec& spec) noexcept {
   return static_cast<uint64_t>(std::max(8, bits_per_element(spec.dtype))) / 8;
 }
 
-uint64_t chunks_of(const Stored& stored) noexcept {
-  return (stored.at.bytes() + ChunkSums::kChunkBytes - 1) / ChunkSums::kChunkBytes;
-}
-
 }  // namespace
 
 uint64_t digest_seed(const TensorSpec& spec) {
@@ -38,6 +34,18 @@ uint64_t digest_seed(const TensorSpec& spec) {
 
 uint64_t digest_of_empty(const TensorSpec& spec) {
   return name_hash(fmt::format("{:016x}", digest_seed(spec)));
+}
+
+uint64_t ChunkSums::chunks_of(const Stored& stored) noexcept {
+  return (stored.at.bytes() + kChunkBytes - 1) / kChunkBytes;
+}
+
+uint64_t ChunkSums::chunks_of_file(const Manifest& manifest, uint32_t file) noexcept {
+  uint64_t chunks = 0;
+  for (const Stored& stored : manifest.tensors) {
+    if (stored.at.file == file) chunks += chunks_of(stored);
+  }
+  return chunks;
 }
 
 ChunkSums::ChunkSums(const Manifest& manifest, uint64_t point)
@@ -105,6 +113,8 @@ std::vector<std::byte> ChunkSums::bytes() const {
   }
   return out;
 }
+
+uint64_t ChunkSums::most_bytes() const noexcept { return chunks_.size() * sizeof(Entry); }
 
 void ChunkSums::merge(std::span<const std::byte> sums) {
   const auto refuse = [] {

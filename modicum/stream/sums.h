@@ -6,6 +6,7 @@
 #include <span>
 #include <vector>
 
+#include "modicum/checkpoint/checkpoint.h"
 #include "modicum/spec/spec.h"
 
 namespace modicum {
@@ -33,12 +34,14 @@ struct ChunkSum {
 //   merged             proven            proven            proven
 class ChunkSums {
  public:
-  static constexpr uint64_t kChunkBytes = 4 * kMiB;
+  static constexpr uint64_t kChunkBytes = kDigestedChunk;
 
   // `point`: above 1 and below Powers::kPrime, the same on all ranks of a save, independent of the
   // plan.
   ChunkSums(const Manifest& manifest, uint64_t point);
   ChunkSums(const Manifest&&, uint64_t) = delete;
+  static uint64_t chunks_of(const Stored& stored) noexcept;
+  static uint64_t chunks_of_file(const Manifest& manifest, uint32_t file) noexcept;
   // The memory of a ChunkSums for this manifest.
   static uint64_t held_bytes(const Manifest& manifest) noexcept;
 
@@ -48,9 +51,11 @@ class ChunkSums {
   // Adds a write to an extent of a file, which may contain several tensors.
   void add(const Extent& at, std::span<const std::byte> bytes);
 
-  // bytes() serialises the sums of the chunks that were written to. `merge` adds the sums that
-  // another rank has serialised; throws INTEGRITY if they can't belong to this manifest.
+  // bytes() serialises the sums of the chunks that were written to, in most_bytes() or less.
+  // `merge` adds the sums that another rank has serialised; throws INTEGRITY if they can't belong
+  // to this manifest.
   std::vector<std::byte> bytes() const;
+  uint64_t most_bytes() const noexcept;
   void merge(std::span<const std::byte> sums);
 
   // Throws INTEGRITY, naming the first tensor with an element that was not written exactly once.

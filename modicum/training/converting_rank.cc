@@ -103,12 +103,14 @@ void ConvertRank::convert(const ConvertPart& part) {
   for (uint32_t f = 0; f < saved.files.size(); ++f) {
     const DataFile& file = saved.files[f];
     const ConvertedFile* const done =
-        world_.conversion.finished(part.folder + file.name, file.identity.size_bytes);
+        world_.conversion.finished(part.folder + file.name, file.identity.size_bytes,
+                                   part.checks ? ChunkSums::chunks_of_file(saved, f) : 0);
     if (done != nullptr) {
       if (done->losses) require_range(part, *done->losses);
       outcome_.load.digest += done->digest;
       ++outcome_.kept_files;
     } else {
+      world_.conversion.forget(part.folder + file.name);
       outcome_.load.digest += convert(part, f, sums ? &*sums : nullptr);
     }
   }

@@ -104,6 +104,7 @@ std::vector<PhaseReport> phases_of(const RehearsalTask& task,
 }  // namespace
 
 RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
+  if (task.save != nullptr) require_recordable(*task.save);
   const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
   std::optional<StepSave> step;
   if (task.save != nullptr) {

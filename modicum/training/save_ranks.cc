@@ -263,6 +263,7 @@ Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFil
 }
 
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
+  require_recordable(task);
   const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
   StepSave step(*task.load.run.files, task.root, task.step, task.state != nullptr);
   SaveWorld world(task, step);
@@ -320,7 +321,8 @@ Footprint resume_footprint_of(const Manifest& weights, const StateFiles& state) 
 ResumeState::ResumeState(FileSystem& opened, const FoundStep& step)
     : checkpoint(open_checkpoint(opened, join_path(step.path, kStateDirectory))),
       files(checkpoint.manifest),
-      facts(parse_state(read_text(*opened.open(join_path(checkpoint.directory, kStateFile))))) {}
+      facts(parse_state(read_text(*opened.open(join_path(checkpoint.directory, kStateFile)),
+                                  kLongestText, Category::integrity))) {}
 
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
   ResumeWorld world(task);

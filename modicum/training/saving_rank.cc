@@ -37,6 +37,10 @@ std::vector<std::string> without_state(const Run& run) {
 
 }  // namespace
 
+void require_recordable(const SaveTask& task) {
+  require_recordable(task.plan, task.state != nullptr ? &task.state->manifest() : nullptr);
+}
+
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
                       HostSink& shards, const RankOptimizer* optimizer) {
   const ReportedPhase phase(at.ledger->reporter(), "save");

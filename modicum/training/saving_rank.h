@@ -23,6 +23,8 @@ struct SavePlace {
   Gathers gathers;  // the launcher keeps their pages as long as it runs
 };
 
+// As require_recordable of a SavePlan.
+void require_recordable(const SaveTask& task);
 // Saves the buffers of rank `at.rank` and, if `task.state` is set, the optimizer's state. All ranks
 // call it at the same time. Throws the errors of save.
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,

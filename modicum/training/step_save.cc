@@ -28,6 +28,13 @@ std::vector<std::string> collect(FileSystem& files, const StepInFlight& step) {
 
 }  // namespace
 
+void require_recordable(const SavePlan& plan, const Manifest* state,
+                        std::span<const std::string> others) {
+  std::vector<const Manifest*> parts = {&plan.manifest()};
+  if (state != nullptr) parts.push_back(state);
+  require_recordable(parts, others);
+}
+
 std::optional<std::string> state_recipe_text(const Plan& plan) {
   const Recipe& recipe = *plan.recipe;
   const Manifest& manifest = *plan.manifest;
@@ -75,7 +82,7 @@ uint64_t StepSave::point() const { return 2 + digest_of(step_.uuid).low % (Power
 void StepSave::merge_sums(ChunkSums& sums, const std::string& prefix, int ranks) {
   for (int rank = 0; rank < ranks; ++rank) {
     const std::string path = join_path(step_.directory, prefix + sums_name(rank));
-    const std::string bytes = read_text(*files_.open(path));
+    const std::string bytes = read_text(*files_.open(path), sums.most_bytes(), Category::integrity);
     sums.merge(std::as_bytes(std::span(bytes)));
     files_.remove(path);
   }
@@ -104,6 +111,7 @@ void StepSave::add_part(SavedStep& saved, const std::string& prefix, const Manif
 }
 
 void StepSave::add_file(SavedStep& saved, const std::string& name, const std::string& text) {
+  require_readable(text.size(), name);
   write_durably(files_, join_path(step_.directory, name), text);
   add_record(saved, {name, text.size(), text.size(), digest_of(text)});
 }

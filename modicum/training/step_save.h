@@ -3,6 +3,7 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,10 @@
 #include "modicum/training/state_files.h"
 
 namespace modicum {
+
+// As require_recordable of a record, for a save. `state`: null without an optimizer.
+void require_recordable(const SavePlan& plan, const Manifest* state,
+                        std::span<const std::string> others = {});
 
 // The text of kStateRecipeFile; `plan` would load the saved step. Empty if every target is loaded
 // as stored, under its own name. Leaves out caller-provided targets, since a step does not have

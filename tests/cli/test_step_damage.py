@@ -9,6 +9,7 @@ alone.
 """
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -211,3 +212,20 @@ def test_every_flipped_bit_is_found(saved: Saved, count: int) -> None:
         "a data file lacks a flip in its header or in its values"
     )
     assert not fault_of(saved.step)
+
+
+def test_a_commit_of_a_tebibyte_is_damage(modicum: Path, saved: Saved, tmp_path: Path) -> None:
+    """It is not read: `resume` skips its step, `verify` names it, and a save with retention does
+    not count it."""
+    root = tmp_path / "root"
+    shutil.copytree(saved.root, root)
+    (root / "step-9").mkdir()
+    (root / "step-9/COMMIT").touch()
+    os.truncate(root / "step-9/COMMIT", 1 << 40)
+    resumed = run_json(modicum, "resume", root, "--steps", 0)
+    assert resumed["resumed"]["step"] == 2
+    assert [one["step"] for one in resumed["skipped"]] == [9]
+    error = failure(modicum, 12, "verify", root / "step-9")
+    assert (error["category"], error["file"]) == ("INTEGRITY", "COMMIT")
+    run_json(modicum, "save", root / "step-2", root, "--step", 3, "--keep", 2)
+    assert sorted(one.name for one in root.glob("step-*")) == ["step-2", "step-3", "step-9"]

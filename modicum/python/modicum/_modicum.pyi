@@ -80,6 +80,19 @@ def report_page(title: str, runs: Sequence[tuple[str, str]], sentence: str = '')
     The text of an HTML page about runs. `runs`: (label, text of a JSON document with `timeline` and `peak`) each. `sentence` is shown above the charts.
     """
 
+def read_file(path: str | os.PathLike, *, too_long: str = 'INTEGRITY', most_bytes: int = 100000000) -> bytes:
+    """
+    The bytes of a regular file. Raises IoError, also for a FIFO, without waiting for its other end; an error of category `too_long` for a file of more than `most_bytes`, of which nothing is read.
+    """
+
+def rename(from_path: str | os.PathLike, to_path: str | os.PathLike) -> None:
+    """Renames a file, a link or a directory. Raises IoError."""
+
+def remove_tree(path: str | os.PathLike) -> None:
+    """
+    Removes a file, or a directory with everything in it. Removes links, and follows none. After a failure removes the rest, then raises IoError.
+    """
+
 def open_tensors(tensors: Sequence[tuple[str, str, Sequence[int]]], read: object | None) -> Checkpoint:
     """
     A checkpoint of tensors in rank 0's memory. Only rank 0 can read their bytes.
@@ -814,6 +827,11 @@ class StepSave:
 
     def discard(self) -> None:
         """Removes the files, unless the step was published."""
+
+def require_recordable(plan: SavePlan, texts: Sequence[tuple[str, str]], others: Sequence[str], *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '') -> None:
+    """
+    Raises UsageError (UNSUPPORTED) if a file of the step would be too long to be read again. `texts`: (name, text) of further files; `others`: names of the files that ranks write; for the rest see StepSave.publish.
+    """
 
 def newest_step(root: str, before: int | None = None) -> dict:
     """

@@ -37,6 +37,7 @@ from modicum.torch.saving.tensor_state import (
     needed_by_tensors,
     require_kind,
 )
+from modicum.torch.saving.texts import read_json, read_text
 from modicum.upstream.wrappers import unwrapped
 
 
@@ -207,7 +208,7 @@ def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -
             if not facts["has_state"]:
                 what = "the step holds no optimizer state to go on from"
                 raise refusal("MISMATCH", what, file=path.name)
-            state = (path / "optimizer" / "state.json").read_text("utf-8")
+            state = read_text(path / "optimizer" / "state.json")
             _require_same(optimizer, state)
     return Found(path, facts, state)
 
@@ -237,9 +238,7 @@ def load_state(
     bytes read. Collective."""
     whole = Model.of(model)
     names = whole.names
-    options = (
-        json.loads((found.path / groups.FILE).read_text("utf-8")) if _has_groups(found) else None
-    )
+    options = read_json(found.path / groups.FILE) if _has_groups(found) else None
     saved = _saved_state(found)
     if isinstance(optimizer, AdamW):
         state = AdamWState(optimizer, names)
