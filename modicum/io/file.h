@@ -79,6 +79,12 @@ class FileSystem {
   // Opens a regular file for reading; follows symbolic links. Throws IO for any other kind of file
   // (directory, FIFO, device), and for files that are absent or not readable.
   virtual std::unique_ptr<File> open(const std::string& path) = 0;
+  // As `open`, but of a link opens only a file below one of the directories `own`, which are real
+  // paths; returns null for other links. Another process may change the links meanwhile. (A
+  // FileSystem without links need not override this and real_path.)
+  virtual std::unique_ptr<File> open_own(const std::string& path, std::span<const std::string> own);
+  // The absolute path of the same file or directory, without links.
+  virtual std::string real_path(const std::string& path) { return path; }
   // Creates a file for writing. Throws CONFLICT if the path exists.
   virtual std::unique_ptr<File> create(const std::string& path) = 0;
 
@@ -119,6 +125,9 @@ class FileSystem {
 class PosixFileSystem final : public FileSystem {
  public:
   std::unique_ptr<File> open(const std::string& path) override;
+  std::unique_ptr<File> open_own(const std::string& path,
+                                 std::span<const std::string> own) override;
+  std::string real_path(const std::string& path) override;
   std::unique_ptr<File> create(const std::string& path) override;
   std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;

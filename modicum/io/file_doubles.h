@@ -63,6 +63,9 @@ class RecordingFileSystem final : public FileSystem {
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
   ~RecordingFileSystem() override;
   std::unique_ptr<File> open(const std::string& path) override;
+  std::unique_ptr<File> open_own(const std::string& path,
+                                 std::span<const std::string> own) override;
+  std::string real_path(const std::string& path) override;
   std::unique_ptr<File> create(const std::string& path) override;
   std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;

@@ -143,6 +143,18 @@ std::unique_ptr<File> RecordingFileSystem::open(const std::string& path) {
   return std::make_unique<RecordingFile>(under_.open(path), *state_);
 }
 
+std::unique_ptr<File> RecordingFileSystem::open_own(const std::string& path,
+                                                    std::span<const std::string> own) {
+  state_->note("open", base_name(path));
+  std::unique_ptr<File> file = under_.open_own(path, own);
+  return file ? std::make_unique<RecordingFile>(std::move(file), *state_) : nullptr;
+}
+
+std::string RecordingFileSystem::real_path(const std::string& path) {
+  state_->note("real_path", base_name(path));
+  return under_.real_path(path);
+}
+
 std::unique_ptr<File> RecordingFileSystem::create(const std::string& path) {
   state_->note("create", base_name(path));
   return std::make_unique<RecordingFile>(under_.create(path), *state_);
