@@ -14,7 +14,6 @@ not Modicum's, and is left alone.
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +36,7 @@ from modicum.torch.saving.planning import LAST, Ask
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.saving.resume import find, load_state, resume
 from modicum.torch.saving.save import Given, save_together
+from modicum.torch.saving.texts import read_json
 from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import Flight
 from modicum.upstream.torch_fsdp import reshard
@@ -173,7 +173,7 @@ def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, director
     if not saved.exists():
         what = "the checkpoint holds no optimizer state to go on from"
         raise refusal("MISMATCH", what, file=directory.name)
-    groups.restore(optimizer, json.loads(saved.read_text("utf-8")), Model.of(model).names)
+    groups.restore(optimizer, read_json(saved), Model.of(model).names)
     optimizer.state.clear()
 
 
@@ -227,7 +227,7 @@ def rotate(directories: Sequence[Path], limit: int, best: Path | None, trash: Pa
         _empty(trash)
         for one in _superfluous(directories, limit, best):
             with _warning():
-                os.rename(one, trash / f"{_TRASH}{one.name}")
+                _modicum.rename(one, trash / f"{_TRASH}{one.name}")
         _empty(trash)
 
 
@@ -253,7 +253,5 @@ def _warning() -> Iterator[None]:
 
 def _empty(trash: Path) -> None:
     for path in trash.glob(f"{_TRASH}*"):
-        if path.is_symlink():  # a checkpoint that somebody has moved; rmtree enters no link
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        with _warning():
+            _modicum.remove_tree(path)
