@@ -29,7 +29,7 @@ TEST(ChunkSums, AnyDamageIsAnError) {
   for (int i = 0; i < 10'000; ++i) {
     std::vector<std::byte> sums = good;
     if (i % 3 == 0) {
-      sums.resize(random() % (good.size() + 64));
+      sums.resize(random() % good.size());
     } else {
       const size_t entry = random() % (good.size() / 32) * 32;
       const size_t at = entry + random() % 24;  // not in the digest, the last 8 bytes
@@ -37,7 +37,6 @@ TEST(ChunkSums, AnyDamageIsAnError) {
       sums[at] = static_cast<std::byte>(random());
       if (sums[at] == was) continue;
     }
-    if (sums == good) continue;
     try {
       ChunkSums merged(manifest, kPoint);
       merged.merge(sums);
