@@ -35,6 +35,21 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 # or, on the left, a name that ends in _bytes, _numel or _count.
 SIZE = r"\b(?:numel_of|bytes_of|numel|bytes|total|[a-z_]*_bytes)\([^()]*\)"
 SIZE_PRODUCT = re.compile(rf"(?:{SIZE}|\w(?:_bytes|_numel|_count)\b)\s\*\s|\s\*\s[\w.>-]*{SIZE}")
+# What removes, renames or copies files may follow a link out of the checkpoint's directory. Only
+# the functions in these files take care of that; all other code calls them.
+CHANGES_FILES = re.compile(r"modicum/io/posix_\w+\.cc")
+CXX_CHANGE = re.compile(
+    r"(?<![\w>.:])(?:::)?(?:unlink|unlinkat|rmdir|renameat2?)\(|(?<!\w)::(?:remove|rename)\("
+    r"|\bstd::(?:remove|rename)\(|\b(?:fs|filesystem)::(?:remove|remove_all|rename|copy\w*)\("
+)
+PYTHON_CHANGES = {
+    "os": {"remove", "removedirs", "rename", "renames", "replace", "rmdir", "unlink"},
+    "shutil": {"copy", "copy2", "copyfile", "copymode", "copystat", "copytree", "move", "rmtree"},
+}
+PATH_CHANGES = {"unlink", "rmdir"}
+PATH_CHANGES_OF_ONE = {"rename", "replace"}  # with one argument; str.replace has two
+# Methods of these names that change no file.
+NO_CHANGES = {"names.rename", "self._checkpoints.replace"}
 OPEN_TASK = re.compile(r"\bTO" + r"DO\b(?!\(#\d+\))")
 
 
@@ -224,6 +239,40 @@ def check_products(path: str, lines: list[str]) -> Iterator[str]:
             yield f"{path}:{number}: an unchecked product of a size: use checked_mul (base/sizes.h)"
 
 
+def python_changes(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of each call that removes, renames or copies files."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in PYTHON_CHANGES:
+            for one in node.names:
+                if one.name in PYTHON_CHANGES[node.module]:
+                    yield node.lineno, f"{node.module}.{one.name}"
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner, name = ast.unparse(node.func.value), node.func.attr
+            has_one = len(node.args) == 1 and not isinstance(node.args[0], ast.Starred)
+            is_change = name in PATH_CHANGES or (
+                name in PATH_CHANGES_OF_ONE and has_one and not node.keywords
+            )
+            if owner in PYTHON_CHANGES:
+                is_change = name in PYTHON_CHANGES[owner]
+            if is_change and f"{owner}.{name}" not in NO_CHANGES:
+                yield node.lineno, f"{owner}.{name}"
+
+
+def check_changes(path: str, lines: list[str]) -> Iterator[str]:
+    """The program and the package change files only through FileSystem."""
+    if not path.startswith("modicum/") or is_test(path) or CHANGES_FILES.fullmatch(path):
+        return
+    found: list[tuple[int, str]] = []
+    if path.endswith(".py"):
+        found += python_changes(ast.parse("\n".join(lines)))
+    elif Path(path).suffix in CXX:
+        for number, line in enumerate(lines, start=1):
+            match = CXX_CHANGE.search(line.split("//")[0])
+            found += [(number, match.group().rstrip("("))] if match else []
+    for number, name in found:
+        yield f"{path}:{number}: {name} may follow a link: use FileSystem, in Python _modicum"
+
+
 def check_length(path: str, lines: list[str]) -> Iterator[str]:
     long_one = is_test(path) or room_of(path) == "kernels"
     limit = LONG_FILE_LINES if long_one else FILE_LINES
@@ -388,6 +437,7 @@ def findings(root: Path) -> list[str]:
             found += check_products(path, lines)
         found += check_place(path, architecture.rooms)
         found += check_lines(path, lines)
+        found += check_changes(path, lines)
         found += check_length(path, lines)
     trees: Trees = {
         path: ast.parse((root / path).read_text()) for path in paths if path.endswith(".py")

@@ -165,6 +165,45 @@ class Includes(Check):
         self.source("modicum/stream/load.cc", "#include <hwy/highway.h>\n", "only in kernels")
 
 
+class Changes(Check):
+    def test_cxx_that_changes_files(self) -> None:
+        text = """\
+void f() {
+  ::unlink(path);
+  unlinkat(at, name, 0);
+  rmdir(path);
+  ::rename(from, to);
+  renameat2(a, b, c, d, 0);
+  std::remove(path);
+  std::filesystem::remove_all(path);
+  fs::copy_file(from, to);
+  files.rename(a, b);  // rmdir(path)
+  files_.remove(a);
+}
+"""
+        found = self.findings({"modicum/io/output.cc": text})
+        self.assertEqual([int(line.split(":")[1]) for line in found], [*range(2, 10)])
+        self.assertIn("::unlink may follow a link", found[0])
+        self.accepts({"modicum/io/posix_file.cc": text, "modicum/io/output_test.cc": text})
+
+    def test_python_that_changes_files(self) -> None:
+        text = """\
+class Error(Exception): ...
+os.remove(path)
+os.replace(a, b)
+shutil.rmtree(path)
+from shutil import copytree
+path.unlink(missing_ok=True)
+path.rename(to)
+path.replace(to)
+name.replace("a", "b"), name.replace(*both), dataclasses.replace(ask, step=1)
+_modicum.rename(a, b), os.path.join(a, b)
+"""
+        found = self.findings({"modicum/python/modicum/errors.py": text})
+        self.assertEqual(sorted(int(line.split(":")[1]) for line in found), [*range(2, 9)])
+        self.accepts({"tests/test_ranks.py": GOOD["tests/test_ranks.py"] + text})
+
+
 class Table(Check):
     def test_no_table(self) -> None:
         self.page("| room |", "| chamber |", "no table of rooms")

@@ -81,6 +81,9 @@ std::string one_line(Category category, const std::string& what_happened, const 
 
 std::string_view category_name(Category category) noexcept { return row(category).name; }
 int exit_code(Category category) noexcept { return row(category).exit_code; }
+bool is_damage(Category category) noexcept {  // the enum begins with FORMAT.*, INDEX.*, INTEGRITY
+  return category <= Category::integrity || category == Category::uncommitted;
+}
 
 Error::Error(Category category, std::string what_happened, Facts facts)
     : category_(category),

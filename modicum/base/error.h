@@ -62,6 +62,10 @@ enum class Category : uint8_t {
 
 std::string_view category_name(Category category) noexcept;  // "FORMAT.TRUNC", "BUDGET", ...
 int exit_code(Category category) noexcept;                   // 10 for FORMAT.*, 15 for BUDGET, ...
+// Whether the files of a checkpoint are damaged or incomplete: FORMAT.*, INDEX.*, INTEGRITY and
+// UNCOMMITTED. Only such an error lets another checkpoint take its place. Any other one, such as IO
+// or UNSUPPORTED, says nothing about the files, and ends the operation.
+bool is_damage(Category category) noexcept;
 
 // Memory held for one purpose. BUDGET and NOMEM errors have a list of owners.
 struct Owner {

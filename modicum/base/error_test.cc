@@ -54,6 +54,15 @@ TEST(Error, TheTableIsInTheOrderOfTheEnum) {
   }
 }
 
+TEST(Error, OnlyFilesThatAreWrongAreDamaged) {
+  for (int i = 0; i < static_cast<int>(Category::count); ++i) {
+    const std::string_view name = category_name(static_cast<Category>(i));
+    const bool is_damaged = name.starts_with("FORMAT.") || name.starts_with("INDEX.") ||
+                            name == "INTEGRITY" || name == "UNCOMMITTED";
+    EXPECT_EQ(is_damage(static_cast<Category>(i)), is_damaged) << name;
+  }
+}
+
 TEST(Error, TheMessageListsTheFacts) {
   const Error error(Category::format_size, "the tensor does not fit",
                     {.file = "a.safetensors",

@@ -46,6 +46,18 @@ std::optional<std::string> blob_sha256(FileSystem& files, const std::string& pat
   return is_hex && name.size() == 2 * SHA256_DIGEST_SIZE ? std::optional(name) : std::nullopt;
 }
 
+std::vector<std::string> own_directories(FileSystem& files, const std::string& directory) {
+  std::vector<std::string> own = {files.real_path(directory)};
+  const size_t model = own[0].rfind("/snapshots/");
+  if (model == std::string::npos) return own;
+  const std::string cached = own[0].substr(0, model);
+  const std::string blobs = join_path(cached, "blobs");
+  if (base_name(cached).starts_with("models--") && files.is_directory(blobs)) {
+    own.push_back(files.real_path(blobs));
+  }
+  return own;
+}
+
 void check_sha256(FileSystem& files, const std::string& path, const std::string& expected,
                   FunctionRef<void()> poll) {
   const std::string got = sha256_of(*files.open(path), poll);

@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "modicum/base/base.h"
 #include "modicum/io/io.h"
@@ -19,5 +20,8 @@ std::optional<std::string> blob_sha256(FileSystem& files, const std::string& pat
 // Uses a buffer of 1 MiB. Calls `poll` before each read; exceptions of `poll` reach the caller.
 void check_sha256(FileSystem& files, const std::string& path, const std::string& expected,
                   FunctionRef<void()> poll);
+
+// The real paths of a checkpoint's directory and, if that is in the cache, of its blobs.
+std::vector<std::string> own_directories(FileSystem& files, const std::string& directory);
 
 }  // namespace modicum

@@ -50,6 +50,9 @@ struct Checkpoint {
   std::vector<std::string> warnings;            // one line per defect that does not prevent loading
 };
 
+// Whether open_checkpoint compares a step (a saved checkpoint directory) with its record.
+enum class Record : uint8_t { compared, ignored };
+
 // `path` is one of:
 //   - a directory with an index and its shards, with a single `*.safetensors` file, or with
 //     model.safetensors among other files;
@@ -57,7 +60,12 @@ struct Checkpoint {
 //   - the name of a model in the local Hugging Face cache (`org/name`; the network is not used).
 // On failure throws FORMAT.*, INDEX.*, CONFLICT or IO, with the file and, if a tensor is at fault,
 // the tensor.
-Checkpoint open_checkpoint(FileSystem& files, const std::string& path);
+//
+// If the files are those of a step, or of the optimizer's state of a step, compares all headers and
+// texts of the step (without kExtraDirectory) with its record, and puts the digests of values into
+// Manifest::recorded. Then also throws the errors of open_step, and INTEGRITY.
+Checkpoint open_checkpoint(FileSystem& files, const std::string& path,
+                           Record record = Record::compared);
 
 // Opens data file `file` of the manifest. Throws CONFLICT if it has changed since its header was
 // validated (device, inode, size, mtime or ctime differ). The reader must call `require_unchanged`
@@ -95,7 +103,8 @@ bool is_weights_name(std::string_view name);
 // The manifest of a checkpoint that is yet to be written. It equals the manifest of the written
 // files, except that of each file's identity only the size is set, and that FP8 codes have no
 // scales. Throws USAGE if there is no tensor, FORMAT.* if open_checkpoint would refuse a file, and
-// UNSUPPORTED for an adapter in several files, which PEFT does not read.
+// UNSUPPORTED for an adapter in several files, which PEFT does not read, and for an index that
+// would be too long to be read again.
 Manifest output_manifest(const FileSpecs& files, std::string_view stem = kModelStem);
 // The bytes of file `file` before its tensors.
 std::string output_header(const Manifest& manifest, uint32_t file);
@@ -133,8 +142,9 @@ struct Companions {
 };
 // Copies the files of these names from the source into `directory`, durably and in blocks. With a
 // new form, config_of updates config.json. Leaves out a file whose name is not UTF-8, which no
-// record can hold, a dangling link, and a file that changes meanwhile; for config.json the last two
-// are errors. Throws IO for any other file that can't be read, NOSPACE and CONFLICT.
+// record can hold, a dangling link, a link to a file that is not in own_directories, and a file
+// that changes meanwhile; for config.json the last three are errors. Throws IO for any other file
+// that can't be read, NOSPACE and CONFLICT.
 Companions copy_companions(const Checkpoint& source, const std::vector<std::string>& names,
                            const std::optional<NewForm>& form, FileSystem& files,
                            const std::string& directory);
@@ -160,7 +170,8 @@ class SafetensorsWriter {
   std::vector<uint64_t> begins_;  // offset of each tensor in the data, and the data's size
 };
 
-// The text of `model.safetensors.index.json` for (tensor, file name) pairs.
+// The text of `model.safetensors.index.json` for (tensor, file name) pairs. Throws UNSUPPORTED if
+// it would be too long to be read again.
 std::string index_json(std::span<const std::pair<std::string, std::string>> file_of_tensor,
                        uint64_t total_bytes);
 

@@ -1,9 +1,11 @@
 // Parses a checkpoint's files and the records of a step (a saved checkpoint directory). The first
 // byte of the input says which:
 //
-//   f  a safetensors file          c  config.json, next to a valid file
-//   h  a header of such a file     m  manifest.json of a step
-//   i  an index of two files       s  state.json of a step
+//   f  a safetensors file          m  manifest.json of a step
+//   h  a header of such a file     s  state.json of a step
+//   i  an index of two files       k  COMMIT of a step
+//   c  config.json, next to a      j  the journal of a conversion
+//      valid file
 //
 // Every text must be accepted or refused with an Error other than INTERNAL. An accepted checkpoint
 // must have consistent sizes. An accepted record must stay the same when it is written and read.
@@ -30,6 +32,26 @@ void open(MemoryFileSystem& files) {
   }
 }
 
+void open_committed(const std::string& commit) {
+  MemoryFileSystem files;
+  files.put("dir/manifest.json", record_json({.step = 1, .uuid = "a", .tool = "modicum"}));
+  files.put("dir/COMMIT", commit);
+  MODICUM_ASSERT(open_step(files, "dir").record.uuid == "a");
+}
+
+void continue_conversion(const std::string& journal) {
+  MemoryFileSystem files;
+  files.put("/.out.journal", journal);
+  files.put("/.out.partial/a", "four");
+  Hasher hasher;
+  hasher.add("inputs");
+  ConversionJournal made(files, "/out",
+                         {hasher.digest(), {}, [](const StepOwner&) { return true; }});
+  const ConvertedFile* const file = made.finished("a", 4, 2);
+  MODICUM_ASSERT(file == nullptr || file->chunks.size() == 2);
+  made.recorded();
+}
+
 void parse(char kind, const std::string& text) {
   MemoryFileSystem files;
   if (kind == 'f') files.put("dir/model.safetensors", text);
@@ -49,6 +71,10 @@ void parse(char kind, const std::string& text) {
   } else if (kind == 's') {
     const std::string again = state_json(parse_state(text));
     MODICUM_ASSERT(state_json(parse_state(again)) == again);
+  } else if (kind == 'k') {
+    open_committed(text);
+  } else if (kind == 'j') {
+    continue_conversion(text);
   } else {
     open(files);
   }

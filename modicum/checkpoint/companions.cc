@@ -137,17 +137,32 @@ std::optional<NewForm> FormTally::new_form() const {
   return NewForm{most_bytes->first, has_codes_};
 }
 
+namespace {
+
+constexpr const char* kCopyItself = "copy the file itself into the directory";
+
+// config.json, which a save or a conversion must not leave out.
+std::string config_text(File* file) {
+  if (file != nullptr) return read_text(*file, kLongestConfig, Category::format_limit);
+  fail(Category::io, fmt::format("a link out of the checkpoint's directory; {}", kCopyItself),
+       {.file = kConfigFile});
+}
+
+}  // namespace
+
 Companions copy_companions(const Checkpoint& source, const std::vector<std::string>& names,
                            const std::optional<NewForm>& form, FileSystem& files,
                            const std::string& directory) {
   Companions all;
+  if (names.empty()) return all;
+  const std::vector<std::string> own = own_directories(*source.files, source.directory);
   for (const std::string& name : names) {
     const std::string from = join_path(source.directory, name);
-    const auto leave_out = [&](const char* why) {
+    const auto leave_out = [&](std::string_view why) {
       all.warnings.push_back(fmt::format("{} was not copied: {}", printable(name), why));
     };
     if (name == kConfigFile) {
-      std::string text = read_text(*source.files->open(from));
+      std::string text = config_text(source.files->open_own(from, own).get());
       if (form) text = config_of(text, *form);
       write_durably(files, join_path(directory, name), text);
       all.copied.push_back({name, text.size(), text.size(), digest_of(text)});
@@ -155,8 +170,10 @@ Companions copy_companions(const Checkpoint& source, const std::vector<std::stri
       leave_out("its name is not UTF-8");
     } else if (!source.files->exists(from)) {
       leave_out("it is a link to a file that does not exist");
-    } else if (const auto copied =
-                   copy_durably(*source.files->open(from), files, join_path(directory, name))) {
+    } else if (const auto file = source.files->open_own(from, own); file == nullptr) {
+      leave_out(fmt::format("it is a link to {}, out of the checkpoint's directory; {}",
+                            printable(source.files->link_target(from)), kCopyItself));
+    } else if (const auto copied = copy_durably(*file, files, join_path(directory, name))) {
       all.copied.push_back({name, copied->bytes, copied->bytes, copied->digest});
     } else {
       leave_out("it was being written");

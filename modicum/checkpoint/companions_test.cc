@@ -1,6 +1,14 @@
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <stdio.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <thread>
 
 #include "modicum/checkpoint/test_files_doubles.h"
+#include "modicum/io/temp_dir_double.h"
 
 namespace modicum {
 namespace {
@@ -95,20 +103,153 @@ TEST(CopyCompanions, LeavesOutAFileThatChanges) {
       Checkpoint recorded = source;
       recorded.files = &files;
       const bool is_config = name == std::string("config.json");
-      files.before_call(is_config ? 5 : 7, [&] { under.put(std::string("/in/") + name, later); });
+      files.before_call(is_config ? 6 : 8, [&] { under.put(std::string("/in/") + name, later); });
       if (is_config) {
         EXPECT_THROW(copied(recorded, under), Error);
         continue;
       }
       const Companions all = copied(recorded, under);
-      EXPECT_EQ(files.calls()[6].what, "read");
-      EXPECT_GT(files.calls()[6].begin, 0);
+      EXPECT_EQ(files.calls()[7].what, "read");
+      EXPECT_GT(files.calls()[7].begin, 0);
       EXPECT_TRUE(all.copied.empty());
       EXPECT_EQ(all.warnings,
                 std::vector<std::string>{"log.txt was not copied: it was being written"});
       EXPECT_EQ(under.list("/out"), std::vector<std::string>());
     }
   }
+}
+
+// A checkpoint in a directory of the disk, next to which there is a file of somebody else.
+class LinkedCompanions : public testing::Test {
+ protected:
+  explicit LinkedCompanions(const std::string& directory = "hub") : in(temp / directory) {
+    std::filesystem::create_directories(in);
+    std::filesystem::create_directory(temp / "out");
+    put(in + "/model.safetensors", file_with({{"w", 8}}));
+    put(temp / "secret.txt", "a private key");
+  }
+
+  static void put(const std::string& path, const std::string& text) { std::ofstream(path) << text; }
+  void link(const std::string& to, const std::string& name) const {
+    std::filesystem::create_symlink(to, in + "/" + name);
+  }
+  Companions copy(const std::string& from) {
+    const Checkpoint source = open_checkpoint(files, from);
+    return copy_companions(source, companion_files(source), std::nullopt, files, temp / "out");
+  }
+  std::string copied_text(const std::string& name) {
+    return read_text(*files.open(temp / ("out/" + name)), kLongestText, Category::io);
+  }
+
+  TempDir temp;
+  PosixFileSystem files;
+  const std::string in;
+};
+
+// Catches: a link out of the directory that is copied, and published with the output; a warning
+// that does not say what to do.
+TEST_F(LinkedCompanions, FilesElsewhereAreLeftOut) {
+  link("../secret.txt", "direct.txt");
+  link("direct.txt", "twice.txt");
+  link(temp / "secret.txt", "absolute.txt");
+  link("..", "up");
+  link("up/secret.txt", "through.txt");
+  link("/dev/zero", "endless.txt");
+  const Companions all = copy(in);
+  EXPECT_TRUE(all.copied.empty());
+  EXPECT_TRUE(std::filesystem::is_empty(temp / "out"));
+  ASSERT_EQ(all.warnings.size(), 5);
+  EXPECT_EQ(all.warnings[1],
+            "direct.txt was not copied: it is a link to ../secret.txt, out of the checkpoint's "
+            "directory; copy the file itself into the directory");
+}
+
+TEST_F(LinkedCompanions, AConfigElsewhereIsAnError) {
+  put(temp / "secret.txt", "{}");
+  link("../secret.txt", "config.json");
+  try {
+    copy(in);
+    FAIL() << "config.json was copied";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::io);
+    EXPECT_EQ(error.facts().file, "config.json");
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(temp / "out"));
+}
+
+// Also as Kubernetes mounts a ConfigMap, and if the directory itself is reached through a link.
+TEST_F(LinkedCompanions, FilesInTheDirectoryAreCopied) {
+  std::filesystem::create_directory(in + "/..2026");
+  put(in + "/..2026/tokenizer.json", "tokens");
+  link("..2026", "..data");
+  link("..data/tokenizer.json", "tokenizer.json");
+  link(in + "/..2026/tokenizer.json", "absolute.json");
+  std::filesystem::create_directory_symlink(in, temp / "link");
+  const Companions all = copy(temp / "link");
+  EXPECT_EQ(all.warnings, std::vector<std::string>());
+  ASSERT_EQ(all.copied.size(), 2);
+  EXPECT_EQ(copied_text("tokenizer.json"), "tokens");
+  EXPECT_EQ(copied_text("absolute.json"), "tokens");
+}
+
+class CachedCompanions : public LinkedCompanions {
+ protected:
+  CachedCompanions() : LinkedCompanions("models--o--n/snapshots/rev") {
+    std::filesystem::create_directory(temp / "models--o--n/blobs");
+    std::filesystem::create_directory(temp / "models--o--other");
+    put(temp / "models--o--n/blobs/12ab", "tokens");
+    put(temp / "models--o--other/12ab", "of another model");
+  }
+};
+
+TEST_F(CachedCompanions, BlobsAreCopied) {
+  link("../../blobs/12ab", "tokenizer.json");
+  link("../../../models--o--other/12ab", "other.json");
+  const Companions all = copy(in);
+  ASSERT_EQ(all.copied.size(), 1);
+  EXPECT_EQ(copied_text("tokenizer.json"), "tokens");
+  EXPECT_EQ(all.warnings.size(), 1);
+}
+
+// Catches: `blobs` next to any directory named snapshots.
+TEST_F(LinkedCompanions, OnlyTheCacheHasBlobs) {
+  std::filesystem::create_directories(temp / "blobs");
+  std::filesystem::create_directories(temp / "snapshots/rev");
+  std::filesystem::rename(in + "/model.safetensors", temp / "snapshots/rev/model.safetensors");
+  put(temp / "blobs/key", "a private key");
+  std::filesystem::create_symlink("../../blobs/key", temp / "snapshots/rev/key.txt");
+  EXPECT_TRUE(copy(temp / "snapshots/rev").copied.empty());
+}
+
+// Another process exchanges the link, and the directory through which it leads, while files are
+// copied. Catches: a check of one file and a copy of another.
+TEST_F(LinkedCompanions, NoExchangeOfLinksGetsAFileOut) {
+  std::filesystem::create_directory(in + "/sub");
+  put(in + "/sub/secret.txt", "harmless");
+  std::filesystem::create_directory_symlink(temp.path(), in + "/outside");
+  link("sub/secret.txt", "notes.txt");
+  std::atomic<bool> is_done = false;
+  std::thread other([&] {
+    while (!is_done) {
+      renameat2(AT_FDCWD, (in + "/sub").c_str(), AT_FDCWD, (in + "/outside").c_str(),
+                RENAME_EXCHANGE);
+    }
+  });
+  int copied = 0;
+  for (int i = 0; i < 200; ++i) {
+    std::filesystem::remove(temp / "out/notes.txt");
+    try {
+      if (copy(in).copied.empty()) continue;
+    } catch (const Error&) {
+      continue;
+    }
+    EXPECT_EQ(copied_text("notes.txt"), "harmless");
+    ++copied;
+  }
+  is_done = true;
+  other.join();
+  EXPECT_GT(copied, 0);
+  EXPECT_LT(copied, 200);
 }
 
 // Catches: a file that can't be read and that is left out without an error.

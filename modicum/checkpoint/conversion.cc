@@ -20,6 +20,7 @@ constexpr int64_t kVersion = 1;  // of journals; those without a version have th
 // The content of a journal.
 struct Journal {
   StepOwner owner;
+  std::string uuid;  // OwnerRecord::uuid; modicum 0.1 wrote none
   std::string inputs;
   std::vector<ConvertedFile> files;
 };
@@ -39,6 +40,7 @@ std::string journal_json(const Journal& journal) {
   JsonWriter out;
   out.begin_object();
   owner_members(out, journal.owner);
+  out.member("uuid", journal.uuid);
   out.member("inputs", journal.inputs).key("files").begin_array();
   for (const ConvertedFile& file : journal.files) {
     out.begin_object().member("name", file.name).member("bytes", file.bytes);
@@ -49,6 +51,11 @@ std::string journal_json(const Journal& journal) {
     out.end_object();
   }
   return out.end_array().end_object().text();
+}
+
+// Without names the memory of all entries would be many times their text.
+void require_name(const std::string& name) {
+  if (name.empty()) fail(Category::integrity, "an entry of the journal has no name");
 }
 
 TensorLoss read_loss(JsonValue& value) {
@@ -62,6 +69,7 @@ TensorLoss read_loss(JsonValue& value) {
     if (key == "first_value") of.loss.first_value = member.number();
     if (key == "largest") of.loss.largest = member.number();
   });
+  require_name(of.tensor);
   return of;
 }
 
@@ -78,6 +86,7 @@ ConvertedFile read_file(JsonValue& value) {
     file.losses.emplace();
     member.array([&](JsonValue& loss) { file.losses->push_back(read_loss(loss)); });
   });
+  require_name(file.name);
   return file;
 }
 
@@ -90,6 +99,7 @@ std::optional<Journal> parse_journal(const std::string& text, const std::string&
       root.object([&](std::string_view key, JsonValue& member) {
         if (key == "version") require_version(member.integer(), kVersion, name);
         read_owner_member(key, member, journal.owner);
+        if (key == "uuid") journal.uuid = member.string();
         if (key == "inputs") journal.inputs = member.string();
         if (key != "files") return;
         member.array([&](JsonValue& file) { journal.files.push_back(read_file(file)); });
@@ -104,6 +114,27 @@ std::optional<Journal> parse_journal(const std::string& text, const std::string&
   return journal;
 }
 
+// Throws CONFLICT unless the owner is dead, or silent and adopted. `name`: the output's.
+void require_no_owner(Life life, const StepOwner& owner, bool is_adopted, const std::string& name) {
+  if (life == Life::dead || (life == Life::silent && is_adopted)) return;
+  const std::string why =
+      life == Life::lives
+          ? "; --adopt takes over only from a process that can't be asked"
+          : ", or has ended on another host within the last 10 minutes; --adopt takes over what it "
+            "has finished";
+  fail(Category::conflict,
+       fmt::format("another process converts to the same output (.{}.journal){}", printable(name),
+                   why),
+       {.file = name, .got = fmt::format("pid {} of {}", owner.pid, printable(owner.host))});
+}
+
+// Empty as parse_journal, and for a text that is too long.
+std::optional<Journal> journal_at(FileSystem& files, const std::string& path) {
+  const std::unique_ptr<File> file = files.open(path);
+  if (file->identity().size_bytes > kLongestText) return std::nullopt;
+  return parse_journal(read_text(*file, kLongestText, Category::integrity), base_name(path));
+}
+
 }  // namespace
 
 ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
@@ -112,28 +143,81 @@ ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
       parent_(parent_path(out)),
       name_(base_name(out)),
       partial_(join_path(parent_, fmt::format(".{}.partial", name_))),
-      owner_(inputs.owner),
+      record_{inputs.owner, make_uuid()},
       inputs_(inputs.digest) {
-  if (is_listed(files_, parent_, name_)) {
-    fail(Category::conflict, "the output exists already", {.file = name_});
-  }
+  refuse_existing();
   refuse_links();
-  read_journal(inputs);
-  if (!files_.is_directory(partial_)) {  // then no recorded file exists either
-    finished_.clear();
-    if (!files_.is_directory(parent_)) {
-      files_.make_directory(parent_);
-      is_durable_ = files_.sync_directory(parent_path(parent_));
-    }
-    files_.make_directory(partial_);
+  if (!files_.is_directory(parent_)) {
+    files_.make_directory(parent_);
+    is_durable_ = files_.sync_directory(parent_path(parent_));
   }
-  write_journal();
-  keep_finished();
+  become_owner(inputs);
+  try {
+    refuse_existing();  // since the first check another process may have published it
+    read_journal(inputs);
+    if (!files_.is_directory(partial_)) {  // then no recorded file exists either
+      finished_.clear();
+      files_.make_directory(partial_);
+    }
+    write_journal();
+    keep_finished();
+  } catch (const Error&) {
+    owner_->remove();
+    throw;
+  }
+}
+
+ConversionJournal::~ConversionJournal() {
+  try {
+    owner_->remove();
+  } catch (const Error&) {
+    // The lock ends all the same, so the next conversion can take the file.
+  }
+}
+
+void ConversionJournal::refuse_existing() {
+  if (!is_listed(files_, parent_, name_)) return;
+  fail(Category::conflict, "the output exists already", {.file = name_});
+}
+
+// Before anything is removed or made: of two processes that begin at once, one gets the lock.
+void ConversionJournal::become_owner(const Inputs& inputs) {
+  const std::string path = join_path(parent_, fmt::format(".{}.owner", name_));
+  std::unique_ptr<LockedFile> file = files_.lock(path);
+  while (!file || !file->is_new()) {
+    if (const std::optional<SeenFile> seen = files_.look_at(path)) {
+      file = take_over(std::move(file), *seen, inputs);
+      break;
+    }
+    file = files_.lock(path);  // its owner has just ended
+  }
+  owner_ = std::make_unique<OwnerFile>(files_, path, std::move(file), record_);
+}
+
+// `file`: the owner file of another process, if it could be locked. Returns the file for this one.
+// Throws CONFLICT if that process may be alive.
+std::unique_ptr<LockedFile> ConversionJournal::take_over(std::unique_ptr<LockedFile> file,
+                                                         SeenFile seen, const Inputs& inputs) {
+  OwnerCheck owners(files_, parent_, inputs.owner, inputs.is_dead);
+  const OwnerRecord record = parse_owner(seen.text).value_or(OwnerRecord{});
+  const bool is_locked = file && file->is_exclusive();
+  if (is_locked) seen.lock = LockState::free;  // but for this process
+  const bool is_dead = is_locked && !owners.may_be_elsewhere(seen) && record.is_locked;
+  require_no_owner(is_dead ? Life::dead : owners.of_file(seen), record.process, inputs.adopts,
+                   name_);
+  if (file) return file;
+  // Its owner, on another kernel, is dead or adopted, but the file server still has its lock.
+  const std::string replacement = join_path(parent_, fmt::format(".{}.{}", name_, record_.uuid));
+  file = files_.lock(replacement);
+  if (!file) fail(Category::conflict, "another process has the new file", {.file = name_});
+  file->write(owner_json(record_));
+  files_.rename(replacement, join_path(parent_, fmt::format(".{}.owner", name_)));
+  return file;
 }
 
 // No conversion makes them. What they name may be anybody's files.
 void ConversionJournal::refuse_links() {
-  for (const char* const suffix : {"partial", "journal"}) {
+  for (const char* const suffix : {"partial", "journal", "owner"}) {
     const std::string name = fmt::format(".{}.{}", name_, suffix);
     if (!is_link(files_, join_path(parent_, name))) continue;
     fail(Category::conflict, "a symbolic link is where the conversion keeps its own files",
@@ -144,15 +228,10 @@ void ConversionJournal::refuse_links() {
 void ConversionJournal::read_journal(const Inputs& inputs) {
   const std::string path = join_path(parent_, fmt::format(".{}.journal", name_));
   std::optional<Journal> journal;
-  if (files_.exists(path)) journal = parse_journal(read_text(*files_.open(path)), base_name(path));
-  if (journal && !inputs.is_dead(journal->owner)) {
-    fail(
-        Category::conflict,
-        fmt::format("another process converts to the same output; if it has ended on another host, "
-                    "remove .{}.journal",
-                    printable(name_)),
-        {.file = name_,
-         .got = fmt::format("pid {} of {}", journal->owner.pid, printable(journal->owner.host))});
+  if (files_.exists(path)) journal = journal_at(files_, path);
+  if (journal && journal->uuid.empty()) {
+    OwnerCheck owners(files_, parent_, inputs.owner, inputs.is_dead);
+    require_no_owner(owners.of_name(journal->owner), journal->owner, inputs.adopts, name_);
   }
   if (journal && journal->inputs == inputs.digest.hex()) {
     finished_ = std::move(journal->files);
@@ -193,32 +272,41 @@ void ConversionJournal::remove_unfinished(const std::string& folder) {
 
 std::vector<ConvertedFile> ConversionJournal::recorded() const {
   const std::string path = join_path(parent_, fmt::format(".{}.journal", name_));
-  std::optional<Journal> journal = parse_journal(read_text(*files_.open(path)), base_name(path));
+  std::optional<Journal> journal = journal_at(files_, path);
   if (!journal) fail(Category::io, "the journal can't be read", {.file = base_name(path)});
   return std::move(journal->files);
 }
 
-const ConvertedFile* ConversionJournal::finished(const std::string& name,
-                                                 uint64_t bytes) const noexcept {
+const ConvertedFile* ConversionJournal::finished(const std::string& name, uint64_t bytes,
+                                                 uint64_t chunks) const noexcept {
   for (const ConvertedFile& file : finished_) {
-    if (file.name == name && file.bytes == bytes) return &file;
+    if (file.name == name && file.bytes == bytes && file.chunks.size() == chunks) return &file;
   }
   return nullptr;
 }
 
+void ConversionJournal::forget(const std::string& name) {
+  const auto removed =
+      std::erase_if(finished_, [&](const auto& file) { return file.name == name; });
+  if (removed > 0) files_.remove_tree(join_path(partial_, name));
+}
+
 void ConversionJournal::add(ConvertedFile file) {
+  owner_->require_ours();
   files_.sync_directory(partial_);
   finished_.push_back(std::move(file));
   write_journal();
 }
 
 void ConversionJournal::write_journal() {
-  replace_durably(
-      files_, {parent_, fmt::format(".{}.journal", name_), fmt::format(".{}.journal.new", name_)},
-      journal_json({owner_, inputs_.hex(), finished_}));
+  const std::string name = fmt::format(".{}.journal", name_);
+  const std::string text = journal_json({record_.process, record_.uuid, inputs_.hex(), finished_});
+  require_readable(text.size(), name);
+  replace_durably(files_, {parent_, name, name + ".new"}, text);
 }
 
 Published ConversionJournal::publish(bool are_names_durable) {
+  owner_->require_ours();
   const bool is_durable = files_.sync_directory(partial_) && is_durable_;
   Published published = publish_directory(files_, partial_, join_path(parent_, name_));
   published.depend_on(is_durable && are_names_durable);
@@ -226,8 +314,8 @@ Published ConversionJournal::publish(bool are_names_durable) {
   try {
     files_.remove(join_path(parent_, journal));
   } catch (const Error& error) {
-    published.warnings.push_back(fmt::format("the output is complete, but {} could not be removed: {}",
-                                             journal, error.what()));
+    published.warnings.push_back(fmt::format(
+        "the output is complete, but {} could not be removed: {}", journal, error.what()));
   }
   return published;
 }

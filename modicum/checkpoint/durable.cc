@@ -4,13 +4,14 @@
 
 #include <memory>
 #include <span>
+#include <string_view>
 
 #include "modicum/base/base.h"
 
 namespace modicum {
 namespace {
 
-const char* const kNotDurable =
+constexpr std::string_view kNotDurable =
     "a directory can't be synced here, so the result may not survive a power cut";
 
 }  // namespace
@@ -18,7 +19,7 @@ const char* const kNotDurable =
 void Published::depend_on(bool is_name_durable) {
   if (is_name_durable || !is_durable) return;
   is_durable = false;
-  warnings.push_back(kNotDurable);
+  warnings.emplace_back(kNotDurable);
 }
 
 void Published::take_in(Published other) {
@@ -39,8 +40,9 @@ Published make_durable_or_take_back(FunctionRef<bool()> make_durable,
     try {
       take_back();
     } catch (const Error&) {
-      return {false, {fmt::format("the result is visible, but it may not survive a power cut: {}",
-                                  error.what())}};
+      return {false,
+              {fmt::format("the result is visible, but it may not survive a power cut: {}",
+                           error.what())}};
     }
     throw;
   }

@@ -26,7 +26,7 @@ struct Published {
 };
 // Calls `make_durable`, after a name has become visible. If that fails, calls `take_back`, which
 // removes the name, and rethrows the error. If the name can't be taken back, it stays visible, and
-// the result says so.
+// the result warns of it.
 Published make_durable_or_take_back(FunctionRef<bool()> make_durable,
                                     FunctionRef<void()> take_back);
 // Renames a complete directory to the path `to`, durably. On failure `to` is not visible. Throws

@@ -9,7 +9,6 @@
 namespace modicum {
 namespace {
 
-constexpr uint64_t kLargestIndex = 100'000'000;
 constexpr size_t kLongestFileName = 255;
 
 [[noreturn]] void refuse(Category category, const std::string& what, const std::string& file,
@@ -169,10 +168,7 @@ void warn_of_unmapped(const Manifest& manifest, const std::vector<bool>& is_mapp
 Index read_index(File& file) {
   Index index;
   index.name = file.name();
-  if (file.identity().size_bytes > kLargestIndex) {
-    refuse(Category::index_json, "the index is over 100,000,000 bytes", index.name);
-  }
-  IndexParser(index).parse(read_text(file));
+  IndexParser(index).parse(read_text(file, kLongestText, Category::index_json));
   return index;
 }
 

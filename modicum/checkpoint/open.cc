@@ -14,7 +14,6 @@ namespace {
 constexpr std::string_view kShardEnding = ".safetensors";
 constexpr std::string_view kIndexEnding = ".safetensors.index.json";
 constexpr const char* kUsualFile = "model.safetensors";
-constexpr uint64_t kLargestConfig = 16 * kMiB;
 
 // The file that defines the checkpoint: an index, or the only data file.
 struct Source {
@@ -93,12 +92,6 @@ Source look_into(FileSystem& files, const std::string& directory) {
       *pickle);
 }
 
-std::string directory_of(const std::string& path) {
-  const size_t slash = path.find_last_of('/');
-  if (slash == std::string::npos) return ".";
-  return path.substr(0, std::max<size_t>(slash, 1));
-}
-
 // Whether `name` can be an organisation, a model or a revision in the cache, and thus one component
 // of a path there.
 bool is_component(std::string_view name) {
@@ -135,8 +128,7 @@ std::string cached_snapshot(FileSystem& files, const std::string& path) {
     fail(Category::io, "refs/main of the cached model is not the name of a snapshot",
          {.file = reference});
   };
-  if (file->identity().size_bytes > kPageBytes) refuse_revision();
-  std::string revision = read_text(*file);
+  std::string revision = read_text(*file, kPageBytes, Category::io);
   while (!revision.empty() && revision.back() == '\n') revision.pop_back();
   if (!is_component(revision)) refuse_revision();
   return join_path(join_path(model, "snapshots"), revision);
@@ -205,32 +197,27 @@ void add_shards(Checkpoint& checkpoint, const Source& source, bool is_named) {
   checkpoint.manifest.tensors.shrink_to_fit();
 }
 
-std::string config_text(FileSystem& files, const std::string& path) {
-  const std::unique_ptr<File> file = files.open(path);
-  const uint64_t size_bytes = file->identity().size_bytes;
-  if (size_bytes > kLargestConfig) {
-    fail(Category::format_limit, "the file is too large",
-         {.file = kConfigFile,
-          .expected = fmt::format("at most {} bytes", kLargestConfig),
-          .got = fmt::format("{} bytes", size_bytes)});
-  }
-  return read_text(*file);
-}
-
 // Without a config.json the defaults apply. If it exists but can't be read, its members are
 // unknown, and unread_config records the fault.
 void add_config(Checkpoint& checkpoint) {
   FileSystem& files = *checkpoint.files;
   try {
     if (!is_listed(files, checkpoint.directory, kConfigFile)) return;
-    checkpoint.config = parse_config(
-        config_text(files, join_path(checkpoint.directory, kConfigFile)), checkpoint.warnings);
+    const auto file = files.open(join_path(checkpoint.directory, kConfigFile));
+    checkpoint.config =
+        parse_config(read_text(*file, kLongestConfig, Category::format_limit), checkpoint.warnings);
   } catch (const Error& error) {
     checkpoint.config = unread_config(error, checkpoint.warnings);
   }
 }
 
 }  // namespace
+
+std::string directory_of(const std::string& path) {
+  const size_t slash = path.find_last_of('/');
+  if (slash == std::string::npos) return ".";
+  return path.substr(0, std::max<size_t>(slash, 1));
+}
 
 bool is_link(FileSystem& files, const std::string& path) {
   const std::optional<DirectoryEntry> entry = files.entry(path);
@@ -279,7 +266,9 @@ void require_countable(const Manifest& manifest) {
         .got = fmt::format("{} bytes", bytes)});
 }
 
-Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
+Checkpoint open_checkpoint(FileSystem& files, const std::string& path, Record record) {
+  std::optional<RecordOfStep> step;
+  if (record == Record::compared) step.emplace(files, path);
   const Source source = find_source(files, path);
   Checkpoint checkpoint;
   checkpoint.files = &files;
@@ -290,6 +279,7 @@ Checkpoint open_checkpoint(FileSystem& files, const std::string& path) {
     add_file(checkpoint, source.file);
   }
   require_countable(checkpoint.manifest);
+  if (step) step->add_to(checkpoint.manifest);
   warn_of_unread_files(source.names, checkpoint.manifest, checkpoint.warnings);
   add_config(checkpoint);
   pair_scales(checkpoint.manifest, checkpoint.config, checkpoint.warnings);

@@ -19,6 +19,7 @@ namespace modicum {
 
 constexpr uint64_t kLargestHeader = 100'000'000;  // not 100 MiB: safetensors' limit
 constexpr uint64_t kLengthPrefix = 8;
+constexpr uint64_t kLongestConfig = 16 * kMiB;
 constexpr std::string_view kMetadataKey = "__metadata__";
 
 // The validated header of one safetensors file (R1 to R20). data_offsets in the JSON count from the
@@ -43,18 +44,39 @@ bool is_listed(FileSystem& files, const std::string& directory, const std::strin
 constexpr std::string_view kPartialPrefix = ".partial-";
 constexpr std::string_view kTrashPrefix = ".trash-";
 constexpr std::string_view kLatestPrefix = ".latest-";
+constexpr std::string_view kDamagedPrefix = ".damaged-";
 std::string step_name(int64_t step);
 std::string make_uuid();  // 128 random bits, as 32 hex digits
 // The owner in a name that consists of `prefix` and STEP-HOST-PID-STARTED-UUID; empty for any other
 // name.
 std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix);
-// The uuid in the COMMIT of the step at `path`; empty if it has no valid one.
-std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path);
+// The numbers of the names step-N in a root, the highest first.
+std::vector<int64_t> step_numbers(FileSystem& files, const std::string& root);
 // Removes the directory `name` of `root`. Renames it first, so that a partly removed step is never
 // visible.
 void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);
 
 bool is_link(FileSystem& files, const std::string& path);  // a symbolic one
+std::string directory_of(const std::string& path);         // of a file; "." without a slash
+
+// The record of a step (a saved checkpoint directory) for a checkpoint in it: the model, or the
+// optimizer's state.
+class RecordOfStep {
+ public:
+  // Compares the headers and texts of the step, extra files excluded, with its record. `path` is as
+  // for open_checkpoint; nothing is compared if it is not in a step. Throws INTEGRITY and the
+  // errors of open_step.
+  RecordOfStep(FileSystem& files, const std::string& path);
+  // Sets Manifest::recorded, unless none of the files is in the record. Throws INTEGRITY if a
+  // tensor is not in the record, or with another dtype or shape.
+  void add_to(Manifest& manifest) const;
+
+ private:
+  bool lists(const std::string& name) const;
+
+  StepRecord record_;
+  std::string prefix_;  // of the checkpoint's files in the step: "" or "optimizer/"
+};
 
 // Checks rule R8. Throws FORMAT.NAME.
 void prove_name(std::string_view name, const std::string& file);

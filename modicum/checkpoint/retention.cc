@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include "modicum/base/base.h"
+#include "modicum/checkpoint/owner.h"
 #include "modicum/checkpoint/parts.h"
 #include "modicum/checkpoint/step.h"
 
@@ -33,8 +34,12 @@ std::string remove_owned(FileSystem& files, const StepInFlight& step, const std:
   return {};
 }
 
-std::string remove_step(FileSystem& files, const StepInFlight& step, const std::string& name) {
+// Removes a step that was committed with this uuid when `step` began. If it has been replaced
+// since, its own save decides.
+std::string remove_step(FileSystem& files, const StepInFlight& step, const std::string& name,
+                        const std::string& uuid) {
   return remove_owned(files, step, name, [&](const DirectoryEntry& entry) {
+    if (committed_uuid(files, join_path(step.root, name)) != uuid) return;
     // A link to a step elsewhere: removing it is one step, and what it names stays.
     if (entry.is_link) return files.remove(join_path(step.root, name));
     remove_by_trash(files, step.root, name);
@@ -56,17 +61,22 @@ std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& st
   std::string left;
   try {
     size_t kept = 1;
-    for (const FoundStep& of : find_steps(files, step.root).found) {
-      if (of.step == step.step || ++kept <= keep) continue;
+    for (const int64_t number : step_numbers(files, step.root)) {
+      if (number == step.step) continue;
+      if (kept < keep) {
+        const auto examined = examine_step(files, step.root, number);
+        if (examined && std::holds_alternative<FoundStep>(*examined)) ++kept;
+        continue;
+      }
       // A step of a save that ran at the same time: its own retention, or a later one, decides.
-      const auto before = step.committed.find(of.step);
-      if (before == step.committed.end() || before->second != of.record.uuid) continue;
+      const auto before = step.committed.find(number);
+      if (before == step.committed.end()) continue;
       if (committed_uuid(files, join_path(step.root, step_name(step.step))) != step.uuid) {
         left += fmt::format("; {} is no longer the one of this save", step_name(step.step));
         break;
       }
-      const std::string why = remove_step(files, step, step_name(of.step));
-      if (!why.empty()) left += fmt::format("; {}: {}", step_name(of.step), why);
+      const std::string why = remove_step(files, step, step_name(number), before->second);
+      if (!why.empty()) left += fmt::format("; {}: {}", step_name(number), why);
     }
   } catch (const Error& error) {
     left += fmt::format("; {}", error.what());
@@ -75,22 +85,57 @@ std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& st
   return fmt::format("old steps could not be removed: {}", left.substr(2));
 }
 
+namespace {
+
+// Whether a name in flight is a dead process's.
+class LeftOver {
+ public:
+  LeftOver(FileSystem& files, const StepInFlight& step,
+           const std::function<bool(const StepOwner&)>& is_dead)
+      : files_(files), root_(step.root), owners_(files, step.root, step.owner, is_dead) {}
+
+  bool is_directory_dead(const std::string& name) {
+    const auto seen = files_.look_at(join_path(join_path(root_, name), kOwnerFile));
+    if (seen && owners_.of_file(*seen) == Life::dead) return true;
+    // A save that was killed before it wrote the record, or after it removed the file.
+    const bool has_only_name = !seen || (seen->lock == LockState::free && !parse_owner(seen->text));
+    return has_only_name && is_name_dead(name, kPartialPrefix);
+  }
+
+  // A new `latest` is written within milliseconds. If its process lives, it only loses this file.
+  bool is_latest_dead(const std::string& name) {
+    if (!owner_in(name, kLatestPrefix)) return false;
+    if (is_name_dead(name, kLatestPrefix)) return true;
+    const auto seen = files_.look_at(join_path(root_, name));
+    return seen && owners_.is_old(*seen);
+  }
+
+ private:
+  bool is_name_dead(const std::string& name, std::string_view prefix) {
+    const std::optional<StepOwner> owner = owner_in(name, prefix);
+    return owner && owners_.of_name(*owner) == Life::dead;
+  }
+
+  FileSystem& files_;
+  const std::string root_;
+  OwnerCheck owners_;
+};
+
+}  // namespace
+
 std::vector<std::string> remove_leftovers(FileSystem& files, const StepInFlight& step,
                                           const std::function<bool(const StepOwner&)>& is_dead) {
-  const auto stays = [&](std::string_view name, std::string_view prefix) {
-    const std::optional<StepOwner> owner = owner_in(name, prefix);
-    return !owner || !is_dead(*owner);
-  };
   std::vector<std::string> warnings;
   try {
+    LeftOver left(files, step, is_dead);
     for (const std::string& name : files.list(step.root)) {
       if (name == base_name(step.directory)) continue;
       const bool is_in_flight = name.starts_with(kPartialPrefix);
       const bool is_new_latest = name.starts_with(kLatestPrefix);
       if (!is_in_flight && !is_new_latest && !name.starts_with(kTrashPrefix)) continue;
-      if (is_in_flight && stays(name, kPartialPrefix)) {
+      if (is_in_flight && !left.is_directory_dead(name)) {
         warnings.push_back(fmt::format("{} of another save is left over or in flight", name));
-      } else if (!is_new_latest || !stays(name, kLatestPrefix)) {
+      } else if (!is_new_latest || left.is_latest_dead(name)) {
         const std::string why = remove_leftover(files, step, name);
         if (!why.empty()) warnings.push_back(fmt::format("{} was not removed: {}", name, why));
       }

@@ -29,7 +29,7 @@ class RemovalBelow : public testing::Test {
   ~RemovalBelow() override { EXPECT_TRUE(files.exists(outside + "/thesis")); }
 
   StepInFlight save(int64_t number) {
-    StepInFlight step = begin_step(files, root, number, kOwner);
+    StepInFlight step = begin_step(files, root, number, kOwner, true);
     publish_step(files, step, {.step = number, .uuid = step.uuid, .tool = "modicum"});
     return step;
   }
@@ -106,7 +106,7 @@ TEST_F(RemovalBelow, ADirectoryOfAStepThatIsALinkIsRefused) {
 }
 
 TEST_F(RemovalBelow, AConversionRefusesLinksInPlaceOfItsFiles) {
-  for (const std::string name : {".out.partial", ".out.journal"}) {
+  for (const std::string name : {".out.partial", ".out.journal", ".out.owner"}) {
     link(root + "/" + name);
     EXPECT_EQ(conversion_to(root + "/out", "a"), Category::conflict) << name;
     files.remove(root + "/" + name);

@@ -26,6 +26,24 @@ const std::map<std::string, std::string>& metadata() {
   return kMetadata;
 }
 
+uint64_t json_bytes(const std::string& text) {
+  JsonWriter out;
+  return out.value(text).text().size();
+}
+
+// Checks the length of output_index, which is written after the data.
+void require_index(const Manifest& manifest) {
+  if (manifest.files.size() == 1) return;
+  constexpr uint64_t kMostAround = 128;  // bytes without the members of weight_map
+  uint64_t bytes = kMostAround;
+  std::vector<uint64_t> of_file;
+  for (const DataFile& file : manifest.files) of_file.push_back(json_bytes(file.name));
+  for (const Stored& stored : manifest.tensors) {
+    bytes += json_bytes(stored.spec.fqn) + of_file[stored.at.file] + std::string_view(":,").size();
+  }
+  require_readable(bytes, kIndexFile);
+}
+
 }  // namespace
 
 FileSpecs split_into_files(std::vector<TensorSpec> tensors, uint64_t limit_bytes) {
@@ -112,6 +130,7 @@ Manifest output_manifest(const FileSpecs& files, std::string_view stem) {
   });
   manifest.tensors.shrink_to_fit();
   require_countable(manifest);
+  require_index(manifest);
   manifest.identity = identity_of(manifest);
   return manifest;
 }

@@ -21,6 +21,13 @@ uint64_t seed_of(const std::string& text) {
   fail(Category::integrity, "the seed is not a number", {.file = kStateFile});
 }
 
+// Without empty names the memory of all names is in proportion to the text.
+std::string name_of(JsonValue& value) {
+  std::string name = value.string();
+  if (name.empty()) fail(Category::integrity, "a tensor has no name", {.file = kStateFile});
+  return name;
+}
+
 StateFormat format_of(const std::string& name) {
   try {
     return state_format_named(name).format;
@@ -68,7 +75,7 @@ StateFacts parse_state(const std::string& text) {
         if (key == "steps") facts.steps = member.integer();
         if (key == "digest") facts.digest = hex_value(member, kStateFile);
         if (key == "without_state") {
-          member.array([&](JsonValue& name) { facts.without_state.push_back(name.string()); });
+          member.array([&](JsonValue& name) { facts.without_state.push_back(name_of(name)); });
         }
         if (key == "steps_of") {
           member.object([&](std::string_view fqn, JsonValue& steps) {

@@ -20,6 +20,7 @@ namespace {
 constexpr const char* kManifest = "manifest.json";
 constexpr const char* kCommit = "COMMIT";
 constexpr std::string_view kStepPrefix = "step-";
+constexpr uint64_t kLongestCommit = 64 * kKiB;  // those of Modicum have less than 1 KiB
 
 struct Commit {
   int64_t step = -1;
@@ -63,8 +64,23 @@ bool parse_digits(std::string_view digits, Number& number) {
   return error == std::errc() && end == digits.data() + digits.size();
 }
 
+// Opens a file of a step. A file that is absent, or of another kind, damages the step.
+std::unique_ptr<File> open_file(FileSystem& files, const std::string& directory,
+                                const std::string& name) {
+  const std::string path = join_path(directory, name);
+  const std::optional<DirectoryEntry> entry = files.entry(path);
+  if (!entry || (entry->is_link && !files.exists(path))) {
+    fail(Category::integrity, "a file of the step is missing", {.file = name});
+  }
+  if (!entry->is_link && !entry->is_regular) {
+    fail(Category::integrity, "a file of the step is not a regular file", {.file = name});
+  }
+  return files.open(path);
+}
+
 std::string text_of(FileSystem& files, const std::string& directory, const std::string& name) {
-  return read_text(*files.open(join_path(directory, name)));
+  const uint64_t most = name == kCommit ? kLongestCommit : kLongestText;
+  return read_text(*open_file(files, directory, name), most, Category::integrity);
 }
 
 // The name holds the owner, so that a directory in flight has an owner from the start.
@@ -74,6 +90,7 @@ std::string name_in_flight(int64_t step, const StepOwner& owner, std::string_vie
 }
 
 void make_in_flight(FileSystem& files, const StepOwner& owner, StepInFlight& step) {
+  step.owner = owner;
   step.directory = join_path(step.root, name_in_flight(step.step, owner, step.uuid));
   files.make_directory(step.directory);
   if (const auto entry = files.entry(step.directory)) step.user = entry->owner;
@@ -112,11 +129,14 @@ std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& d
   std::vector<std::string> names;
   try {
     if (!files.exists(join_path(directory, kManifest))) return names;
-    for (const StepFile& file : parse_record(text_of(files, directory, kManifest)).files) {
+    const std::string manifest = text_of(files, directory, kManifest);
+    if (!is_record(manifest)) return names;
+    for (const StepFile& file : parse_record(manifest).files) {
       const bool has_tensors = file.name.ends_with(".safetensors") || file.name == kIndexFile;
       if (has_tensors || file.name.find('/') != std::string::npos) names.push_back(file.name);
     }
-  } catch (const Error&) {
+  } catch (const Error& error) {
+    if (!is_damage(error.category())) throw;
     // Another program's manifest.json: it is replaced.
   }
   return names;
@@ -229,11 +249,22 @@ std::optional<int64_t> step_of(std::string_view name) {
   return step >= 0 && step_name(step) == name ? std::optional(step) : std::nullopt;
 }
 
-bool is_step(FileSystem& files, const std::string& path) {
+namespace {
+
+// No record is too long for a reader, so a manifest.json that is belongs to another program.
+bool has_record(FileSystem& files, const std::string& path) {
   const std::string manifest = join_path(path, kManifest);
+  if (!files.exists(manifest)) return false;
+  const std::unique_ptr<File> file = files.open(manifest);
+  return file->identity().size_bytes <= kLongestText &&
+         is_record(read_text(*file, kLongestText, Category::integrity));
+}
+
+}  // namespace
+
+bool is_step(FileSystem& files, const std::string& path) {
   return step_of(base_name(path)) || base_name(path).starts_with(kPartialPrefix) ||
-         files.exists(join_path(path, kCommit)) ||
-         (files.exists(manifest) && is_record(read_text(*files.open(manifest))));
+         files.exists(join_path(path, kCommit)) || has_record(files, path);
 }
 
 Digest digest_of(std::string_view bytes) {
@@ -253,8 +284,9 @@ Digest digest_of(File& file, uint64_t bytes) {
 std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path) {
   try {
     return parse_commit(text_of(files, path, kCommit)).uuid;
-  } catch (const Error&) {
-    return std::nullopt;
+  } catch (const Error& error) {
+    if (is_damage(error.category()) || !files.entry(path)) return std::nullopt;
+    throw;
   }
 }
 
@@ -273,7 +305,7 @@ std::map<int64_t, std::string> committed_steps(FileSystem& files, const std::str
 }  // namespace
 
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
-                        const StepOwner& owner) {
+                        const StepOwner& owner, bool retains) {
   bool is_durable = true;
   if (!files.is_directory(root)) {
     files.make_directory(root);
@@ -284,7 +316,7 @@ StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step
   }
   StepInFlight made{root, step, make_uuid(), ""};
   made.is_durable = is_durable;
-  made.committed = committed_steps(files, root);
+  if (retains) made.committed = committed_steps(files, root);
   make_in_flight(files, owner, made);
   return made;
 }
@@ -293,6 +325,7 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int6
                            const StepOwner& owner) {
   if (!files.is_directory(directory)) files.make_directory(directory);
   refuse_links(files, directory);
+  tensor_files_of(files, directory);  // refuses a step of a later version
   StepInFlight made{directory, step, make_uuid(), "", true};
   // Other programs make this directory just before the save.
   made.is_durable = files.sync_directory(parent_path(directory));
@@ -312,6 +345,7 @@ namespace {
 std::string write_manifest(FileSystem& files, const std::string& directory,
                            const StepRecord& record) {
   std::string manifest = record_json(record);
+  require_readable(manifest.size(), kManifest);
   write_durably(files, join_path(directory, kManifest), manifest);
   return manifest;
 }
@@ -369,7 +403,10 @@ std::vector<std::string> unrecorded_files(FileSystem& files, const FoundStep& st
   return names;
 }
 
-FoundStep open_step(FileSystem& files, const std::string& path) {
+namespace {
+
+// Reads and compares COMMIT and manifest.json.
+FoundStep read_record(FileSystem& files, const std::string& path) {
   if (!files.exists(join_path(path, kCommit))) {
     fail(Category::uncommitted, "the step was not committed", {.file = kCommit});
   }
@@ -390,86 +427,46 @@ FoundStep open_step(FileSystem& files, const std::string& path) {
           .expected = fmt::format("step {}, uuid {}", commit.step, printable(commit.uuid)),
           .got = fmt::format("step {}, uuid {}", found.record.step, printable(found.record.uuid))});
   }
-  for (const StepFile& file : found.record.files) {
-    if (!files.exists(join_path(path, file.name))) {
-      fail(Category::integrity, "a file of the step is missing", {.file = file.name});
-    }
-    const uint64_t bytes = files.open(join_path(path, file.name))->identity().size_bytes;
-    if (bytes == file.bytes) continue;
-    fail(Category::integrity, "a file of the step has another length",
-         {.file = file.name,
-          .expected = fmt::format("{} bytes", file.bytes),
-          .got = fmt::format("{} bytes", bytes)});
-  }
   return found;
 }
 
-Steps find_steps(FileSystem& files, const std::string& root, size_t most,
-                 std::optional<int64_t> before) {
-  std::vector<int64_t> numbers;
-  for (const std::string& name : files.list(root)) {
-    const auto step = step_of(name);
-    if (step && (!before || *step < *before)) numbers.push_back(*step);
-  }
-  std::sort(numbers.rbegin(), numbers.rend());
-  Steps steps;
-  for (const int64_t number : numbers) {
-    if (steps.found.size() == most) break;
-    try {
-      FoundStep found = open_step(files, join_path(root, step_name(number)));
-      if (found.step != number) {
-        steps.skipped.push_back(
-            {number, fmt::format("the directory has the record of step {}", found.step)});
-        continue;
-      }
-      steps.found.push_back(std::move(found));
-    } catch (const Error& error) {
-      steps.skipped.push_back({number, error.what()});
-    }
-  }
-  return steps;
+// Opens a file of the step at `path`, which must have the recorded length.
+std::unique_ptr<File> open_recorded(FileSystem& files, const std::string& path,
+                                    const StepFile& file) {
+  std::unique_ptr<File> opened = open_file(files, path, file.name);
+  const uint64_t bytes = opened->identity().size_bytes;
+  if (bytes == file.bytes) return opened;
+  fail(Category::integrity, "a file of the step has another length",
+       {.file = file.name,
+        .expected = fmt::format("{} bytes", file.bytes),
+        .got = fmt::format("{} bytes", bytes)});
 }
 
-void check_digest(FileSystem& files, const std::string& path, const StepFile& file) {
-  const Digest digest = digest_of(*files.open(join_path(path, file.name)), file.digested_bytes);
+void compare_digest(File& opened, const StepFile& file) {
+  const Digest digest = digest_of(opened, file.digested_bytes);
   if (digest == file.digest) return;
   fail(Category::integrity, "the file is not the one that was saved",
        {.file = file.name, .expected = file.digest.hex(), .got = digest.hex()});
 }
 
-namespace {
-
-std::optional<Error> digest_fault(FileSystem& files, const FoundStep& step) {
-  try {
-    for (const StepFile& file : step.record.files) check_digest(files, step.path, file);
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
-}
-
 }  // namespace
 
-FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
-                      std::optional<int64_t> before) {
-  skipped.clear();
-  while (true) {
-    Steps steps = find_steps(files, root, 1, before);
-    std::move(steps.skipped.begin(), steps.skipped.end(), std::back_inserter(skipped));
-    if (steps.found.empty()) break;
-    FoundStep& found = steps.found.front();
-    const auto fault = digest_fault(files, found);
-    if (!fault) return std::move(found);
-    skipped.push_back({found.step, fault->what()});
-    before = found.step;
+FoundStep open_step(FileSystem& files, const std::string& path) {
+  FoundStep found = read_record(files, path);
+  for (const StepFile& file : found.record.files) open_recorded(files, path, file);
+  return found;
+}
+
+FoundStep check_step(FileSystem& files, const std::string& path) {
+  FoundStep found = read_record(files, path);
+  for (const StepFile& file : found.record.files) {
+    compare_digest(*open_recorded(files, path, file), file);
   }
-  if (skipped.empty()) {
-    fail(Category::uncommitted, "no step has been saved here", {.file = base_name(root)});
-  }
-  fail(Category::uncommitted,
-       fmt::format("none of {} step(s) is intact; {}: {}", skipped.size(),
-                   step_name(skipped.front().step), skipped.front().reason),
-       {.file = base_name(root)});
+  return found;
+}
+
+void check_digest(FileSystem& files, const std::string& path, const StepFile& file) {
+  compare_digest(*open_file(files, path, file.name), file);
 }
 
 }  // namespace modicum

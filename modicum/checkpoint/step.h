@@ -6,8 +6,12 @@
 //     manifest.json                the length and digest of each file, the digests of each tensor
 //     COMMIT                       the digest of manifest.json
 //   ROOT/.partial-13-OWNER-UUID/   in flight, or left over by a process that died; OWNER is the
-//                                  host, pid and start time of the leader
+//                                  host, pid and start time of the leader. While files are written
+//                                  it has an owner file, .owner (owner.h)
+//   ROOT/.lock                     while a step is published and old ones are removed (owner.h)
 //   ROOT/.trash-UUID/              being removed
+//   ROOT/.damaged-12-UUID/         was ROOT/step-12 until a save of step 12 found it damaged; never
+//                                  removed
 //   ROOT/.latest-13-OWNER-UUID     the new `latest`, until it is renamed
 //   ROOT/latest                    "step-12", the step saved last: for people; Modicum itself
 //                                  does not read it
@@ -27,14 +31,16 @@
 // its name, or inside a directory its COMMIT, only after all of its files are durable. So after a
 // kill or a power cut at any time, whatever counts as a step is complete. A save inside a directory
 // removes the previous COMMIT when it begins, so a save that fails loses the previous step. Nothing
-// depends on the wall clock, on locks or on the order of a directory's names.
+// that is committed depends on the wall clock, on locks or on the order of a directory's names.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <optional>
+#include <span>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "modicum/checkpoint/durable.h"
@@ -45,6 +51,7 @@ namespace modicum {
 
 // The subdirectory of a step that holds the optimizer's state, as a separate checkpoint.
 constexpr const char* kStateDirectory = "optimizer";
+constexpr const char* kStateFolder = "optimizer/";  // begins the names of its files in a record
 // The subdirectory of a step with the files that the saving program has added.
 constexpr const char* kExtraDirectory = "extra";
 
@@ -80,6 +87,18 @@ struct StepRecord {
   bool operator==(const StepRecord&) const = default;
 };
 std::string record_json(const StepRecord& record);
+// At least the length of record_json for a step that has the tensor files of `parts` (weights, and
+// the state in kStateDirectory), `others`, and further files whose entries take less than 1 MiB,
+// such as those that are copied from the source.
+uint64_t most_record_bytes(std::span<const Manifest* const> parts,
+                           std::span<const std::string> others);
+// Throws UNSUPPORTED if most_record_bytes is too long to be read again. Call it before the step is
+// begun.
+void require_recordable(std::span<const Manifest* const> parts,
+                        std::span<const std::string> others);
+// Throws UNSUPPORTED for a text that is about to be written, but which readers would refuse, since
+// it is longer than kLongestText. `file`: its name.
+void require_readable(uint64_t bytes, const std::string& file);
 // Throws INTEGRITY for a text that is not a valid record, UNSUPPORTED for a record that a later
 // version of Modicum has written.
 StepRecord parse_record(const std::string& text);
@@ -97,10 +116,9 @@ Digest digest_of(std::string_view bytes);  // XXH3, 128 bits
 // IO.
 Digest digest_of(File& file, uint64_t bytes);
 
-// The process that saves a step. It distinguishes the leftovers of a dead process from a save in
-// flight.
+// The process that saves or converts; see owner.h.
 struct StepOwner {
-  std::string host;  // without '-' and '/'; see ProcessIdentity
+  std::string host;  // NAME.BOOT_ID.START, without '-' and '/'; see ProcessIdentity
   int64_t pid = 0;
   uint64_t started = 0;  // the kernel's start time of the process: pids are reused
 };
@@ -115,7 +133,9 @@ struct StepInFlight {
   uint64_t user = 0;       // owns what the save creates; on a network file system it can be
                            // another user than the process has
   bool is_durable = true;  // whether the names of the directories made so far are
-  // The committed steps of the root when this one began: their uuids, by number.
+  StepOwner owner;
+  // The committed steps of the root when this one began: their uuids, by number. Empty if the save
+  // removes no step.
   std::map<int64_t, std::string> committed;
 };
 
@@ -145,20 +165,22 @@ std::string state_json(const StateFacts& facts);
 StateFacts parse_state(const std::string& text);
 
 // Makes the directory of a step in flight. Makes the root, too, if it is missing and its parent
-// exists. Throws CONFLICT if the step exists already; IO; NOSPACE.
+// exists. `retains`: whether keep_newest will be called; it needs StepInFlight::committed. Throws
+// CONFLICT if the step exists already, damaged or not (see set_aside); IO; NOSPACE.
 StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
-                        const StepOwner& owner);
+                        const StepOwner& owner, bool retains = false);
 // As begin_step, but `directory` itself becomes the step. It is made if it is missing and its
-// parent exists. Removes the COMMIT of a step that `directory` held before. Throws IO or NOSPACE.
+// parent exists. Removes the COMMIT of a step that `directory` held before. Throws UNSUPPORTED if a
+// later version has saved that step; IO; NOSPACE.
 StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
                            const StepOwner& owner);
 // Makes the step durable and visible. Its files must be complete and synced. On failure no step is
-// visible; a visible step is always complete. For a step of begin_step_in, also removes from the directory the
-// tensor files and the files in subdirectories that only the previous step had and, if the step has
-// a whole model, all other files of is_weights_name. Warns if the previous step had a subdirectory
-// that this one lacks, or if only writing `latest`, or removing the directory in flight, failed.
-// Throws CONFLICT if another process has published the same step, which is not replaced; IO;
-// NOSPACE.
+// visible; a visible step is always complete. For a step of begin_step_in, also removes from the
+// directory the tensor files and the files in subdirectories that only the previous step had and,
+// if the step has a whole model, all other files of is_weights_name. Warns if the previous step had
+// a subdirectory that this one lacks, or if only writing `latest`, or removing the directory in
+// flight, failed. Throws CONFLICT if another process has published the same step, which is not
+// replaced; IO; NOSPACE.
 Published publish_step(FileSystem& files, const StepInFlight& step, const StepRecord& record);
 // Completes a step in `directory`, which keeps its name: writes manifest.json and COMMIT, and makes
 // the names of all files durable. The step's files must be synced. The caller makes the directory
@@ -168,8 +190,9 @@ bool commit_in_place(FileSystem& files, const std::string& directory, const Step
 // Removes the files of a failed save. Never throws; a later save removes what could not be removed.
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept;
 
-// An intact step: it is committed, its record is valid, and its files have the recorded lengths.
-// The files' data was not read.
+// An intact step: it is committed, its record is valid, and its files have the recorded lengths
+// and, except in the result of open_step, the recorded digests. The values of tensors were not
+// read.
 struct FoundStep {
   int64_t step = 0;
   std::string path;
@@ -179,42 +202,82 @@ struct SkippedStep {
   int64_t step = 0;
   std::string reason;
 };
-// The intact steps of a root, and the damaged or uncommitted ones with their faults. Both lists
-// begin with the newest step.
-struct Steps {
-  std::vector<FoundStep> found;
-  std::vector<SkippedStep> skipped;
+// The stored values that a reader of a step has compared with the record.
+struct ComparedValues {
+  uint64_t bytes = 0;
+  std::vector<std::string> not_compared;  // names of tensors that were not read, or only in part
 };
-// Examines steps from the newest on, and stops after `most` intact ones. With `before`, only steps
-// with a smaller number count. Throws IO if the root can't be listed.
-Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX,
-                 std::optional<int64_t> before = {});
-// Returns the step at `path` if it is intact. Otherwise throws UNCOMMITTED, INTEGRITY, UNSUPPORTED
-// (a later version) or IO, with the name of the file.
+// Returns the step at `path` if it is committed, its record is valid, and its files have the
+// recorded lengths. Otherwise throws UNCOMMITTED or INTEGRITY, with the name of the file, or an
+// error that is no damage: UNSUPPORTED (a later version), IO.
 FoundStep open_step(FileSystem& files, const std::string& path);
+// As open_step, but also compares the digests of all files. This covers everything but the values
+// of tensors.
+FoundStep check_step(FileSystem& files, const std::string& path);
 // The names of the files, and links to files, in a step's directory that other programs have
 // written there. Leaves out names that begin with a dot, and those of is_weights_name.
 std::vector<std::string> unrecorded_files(FileSystem& files, const FoundStep& step);
 // Checks the digest of a file of the step at `path`. Throws INTEGRITY with the file's name; IO.
 void check_digest(FileSystem& files, const std::string& path, const StepFile& file);
-// Returns the newest intact step in which every file also has the recorded digest. This covers
-// everything but the values of tensors. Throws UNCOMMITTED, with the fault of the newest damaged
-// step, if there is none. `skipped` gets the newer steps that are not intact. With `before`, only
-// steps with a smaller number count.
-FoundStep newest_step(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped,
-                      std::optional<int64_t> before = {});
 
-// Removes intact steps until `keep` are left: the published step `step`, which always stays, and
-// those with the highest numbers of the others. Damaged steps are neither counted nor removed.
-// Removes only steps that were committed when `step` began, and only while `step` is in its place.
-// So of saves that run at the same time none removes the step of another, and the step that was
-// published last is never removed. Of a step that is a symbolic link only the link is removed.
-// Returns a warning that names the steps that could not be removed, or that belong to another user.
+// What check_step finds at a step of a root: the step, or its damage. A step with the record of
+// another number is damaged. Empty if there is none, or if another process has removed it
+// meanwhile. Throws errors that are no damage (is_damage).
+std::optional<std::variant<FoundStep, SkippedStep>> examine_step(FileSystem& files,
+                                                                 const std::string& root,
+                                                                 int64_t step);
+// The intact steps of a root, and the damaged ones with their faults. Both lists begin with the
+// newest step. Neither has a step that another process removed while it was read.
+struct Steps {
+  std::vector<FoundStep> found;
+  std::vector<SkippedStep> skipped;
+  bool was_one_removed = false;
+};
+// Examines the steps from the newest on, and stops after `most` intact ones. With `before`, only
+// steps with a smaller number count. Throws the errors of examine_step, so that no step is skipped
+// for an IO error that may pass.
+Steps find_steps(FileSystem& files, const std::string& root, size_t most = SIZE_MAX,
+                 std::optional<int64_t> before = {});
+// Returns the newest intact step that is older than the steps in `skipped`, to which it adds the
+// damaged ones that it has skipped. If another process removes a step meanwhile, chooses again,
+// once. Throws UNCOMMITTED, with the first reason in `skipped`, if there is no intact step; the
+// errors of find_steps.
+FoundStep newest_step(FileSystem& files, const std::string& root,
+                      std::vector<SkippedStep>& skipped);
+
+// A damaged step that was renamed to `path`, .damaged-N-UUID in its root.
+struct DamagedStep {
+  int64_t step = 0;
+  std::string path;
+  std::string reason;
+  uint64_t bytes = 0;  // of all files
+};
+// The number in a name such as ".damaged-12-UUID"; empty for other names.
+std::optional<int64_t> damaged_step_of(std::string_view name);
+// The size of all files in a directory; does not follow links.
+uint64_t bytes_below(FileSystem& files, const std::string& directory);
+// The uuid in the COMMIT of the step at `path`; empty if there is no valid one.
+std::optional<std::string> committed_uuid(FileSystem& files, const std::string& path);
+// Renames the damaged step `step`, so that a new one can have its number. `uuid`: committed_uuid
+// before the step was read. Throws CONFLICT, and renames nothing, if another process has replaced
+// the step since; IO.
+DamagedStep set_aside(FileSystem& files, const std::string& root, SkippedStep damaged,
+                      const std::optional<std::string>& uuid);
+
+// Removes old steps, so that `keep` intact ones are left: the published step `step`, which always
+// stays, and those with the highest numbers of the others. Reads the others by check_step, newest
+// first, until enough are intact; damaged ones of these neither count nor go. Of the rest reads
+// only COMMIT. Removes only steps that were committed when `step` began, and only while `step` is
+// in its place. So of saves that run at the same time none removes the step of another, and the
+// step that was published last is never removed. Of a step that is a symbolic link only the link is
+// removed. Returns a warning that names the steps that could not be removed, or that belong to
+// another user; or an error that is no damage, such as IO, after which nothing more was removed.
 std::optional<std::string> keep_newest(FileSystem& files, const StepInFlight& step, size_t keep);
 // Removes trash, and directories and new `latest` files that dead processes have left in flight,
-// from the root of `step`. A directory or file in flight stays if its name has no owner, or if
-// `is_dead` returns false for the owner. What is a symbolic link, what belongs to another user and
-// what can't be removed stays, too. Returns a warning for each name that stays.
+// from the root of `step`. A directory or file in flight stays if its owner is not known to be dead
+// (OwnerCheck); `is_dead` is asked about owners that have only a name. What is a symbolic link,
+// what belongs to another user and what can't be removed stays, too. Returns a warning for each
+// name that stays.
 std::vector<std::string> remove_leftovers(FileSystem& files, const StepInFlight& step,
                                           const std::function<bool(const StepOwner&)>& is_dead);
 

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
@@ -56,14 +57,34 @@ StepFile read_file(JsonValue& value) {
   return file;
 }
 
+uint64_t chunks_of(uint64_t bytes) noexcept {
+  return bytes / kDigestChunkBytes + (bytes % kDigestChunkBytes != 0 ? 1 : 0);
+}
+
+// Readers use the digests as those of the tensor's chunks, one after another. A tensor without a
+// name is refused so that the memory of all tensors is in proportion to the text.
+void prove_tensor(const StepTensor& tensor) {
+  const std::optional<uint64_t> bytes = checked_bytes(tensor.spec.dtype, tensor.spec.shape);
+  if (tensor.spec.fqn.empty()) refuse("a tensor has no name");
+  if (!bytes) refuse("a tensor's size does not fit 64 bits");
+  if (tensor.chunks.size() == chunks_of(*bytes)) return;
+  fail(Category::integrity, "a tensor has another number of digests than chunks",
+       {.file = kManifest,
+        .tensor = tensor.spec.fqn,
+        .expected = std::to_string(chunks_of(*bytes)),
+        .got = std::to_string(tensor.chunks.size())});
+}
+
 StepTensor read_tensor(JsonValue& value) {
   StepTensor tensor;
+  bool has_dtype = false;
   value.object([&](std::string_view key, JsonValue& member) {
     if (key == "name") tensor.spec.fqn = member.string();
     if (key == "dtype") {
       const auto dtype = dtype_from_stored_name(member.string());
       if (!dtype) refuse("a tensor has an unknown dtype");
       tensor.spec.dtype = *dtype;
+      has_dtype = true;
     }
     if (key == "shape") {
       member.array([&](JsonValue& dim) { tensor.spec.shape.push_back(dim.integer()); });
@@ -72,22 +93,47 @@ StepTensor read_tensor(JsonValue& value) {
       member.array([&](JsonValue& chunk) { tensor.chunks.push_back(hex_value(chunk, kManifest)); });
     }
   });
+  if (!has_dtype) refuse("a tensor has no dtype");
+  prove_tensor(tensor);
   return tensor;
+}
+
+void file_object(JsonWriter& out, const StepFile& file) {
+  out.begin_object()
+      .member("name", file.name)
+      .member("bytes", file.bytes)
+      .member("digested_bytes", file.digested_bytes)
+      .member("digest", file.digest.hex())
+      .end_object();
+}
+
+void tensor_object(JsonWriter& out, const TensorSpec& spec, std::span<const uint64_t> chunks) {
+  out.begin_object().member("name", spec.fqn).member("dtype", stored_name(spec.dtype));
+  out.key("shape").begin_array();
+  for (const int64_t dim : spec.shape) out.value(dim);
+  out.end_array().key("chunks").begin_array();
+  for (const uint64_t chunk : chunks) out.value(hex(chunk));
+  out.end_array().end_object();
 }
 
 void tensors_member(JsonWriter& out, std::string_view key, const std::vector<StepTensor>& tensors) {
   out.key(key).begin_array();
-  for (const StepTensor& tensor : tensors) {
-    out.begin_object()
-        .member("name", tensor.spec.fqn)
-        .member("dtype", stored_name(tensor.spec.dtype));
-    out.key("shape").begin_array();
-    for (const int64_t dim : tensor.spec.shape) out.value(dim);
-    out.end_array().key("chunks").begin_array();
-    for (const uint64_t chunk : tensor.chunks) out.value(hex(chunk));
-    out.end_array().end_object();
-  }
+  for (const StepTensor& tensor : tensors) tensor_object(out, tensor.spec, tensor.chunks);
   out.end_array();
+}
+
+// The length of the longest entry of a file in `files`, with a comma.
+uint64_t most_file_bytes(const std::string& name) {
+  JsonWriter out;
+  file_object(out, {name, UINT64_MAX, UINT64_MAX, {}});
+  return out.text().size() + 1;
+}
+
+uint64_t tensor_bytes(const TensorSpec& spec, uint64_t chunks) {
+  constexpr uint64_t kChunkText = 19;  // 16 digits, quotes, a comma
+  JsonWriter out;
+  tensor_object(out, spec, {});
+  return out.text().size() + 1 + kChunkText * chunks;
 }
 
 }  // namespace
@@ -101,19 +147,38 @@ std::string record_json(const StepRecord& record) {
       .member("world_size", record.world_size)
       .member("tool", record.tool);
   out.key("files").begin_array();
-  for (const StepFile& file : record.files) {
-    out.begin_object()
-        .member("name", file.name)
-        .member("bytes", file.bytes)
-        .member("digested_bytes", file.digested_bytes)
-        .member("digest", file.digest.hex())
-        .end_object();
-  }
+  for (const StepFile& file : record.files) file_object(out, file);
   out.end_array();
   tensors_member(out, "tensors", record.tensors);
   tensors_member(out, "state", record.state);
   out.end_object();
   return out.text();
+}
+
+uint64_t most_record_bytes(std::span<const Manifest* const> parts,
+                           std::span<const std::string> others) {
+  const std::string folder = fmt::format("{}/", kStateDirectory);
+  uint64_t bytes = kMiB;
+  for (const std::string& name : others) bytes += most_file_bytes(name);
+  for (const Manifest* const part : parts) {
+    bytes += most_file_bytes(folder + kIndexFile);
+    for (const DataFile& file : part->files) bytes += most_file_bytes(folder + file.name);
+    for (const Stored& of : part->tensors) bytes += tensor_bytes(of.spec, chunks_of(of.at.bytes()));
+  }
+  return bytes;
+}
+
+void require_readable(uint64_t bytes, const std::string& file) {
+  if (bytes <= kLongestText) return;
+  fail(Category::unsupported, "the file would be too long to be read again",
+       {.file = file,
+        .expected = fmt::format("at most {} bytes", kLongestText),
+        .got = fmt::format("{} bytes", bytes)});
+}
+
+void require_recordable(std::span<const Manifest* const> parts,
+                        std::span<const std::string> others) {
+  require_readable(most_record_bytes(parts, others), kManifest);
 }
 
 bool is_record(const std::string& text) {

@@ -82,7 +82,8 @@ std::optional<std::string> retain(FileSystem& files, size_t keep, int64_t saved)
 
 void expect_intact(FileSystem& files, const FoundStep& found) {
   for (const StepFile& file : found.record.files) {
-    const std::string text = read_text(*files.open(join_path(found.path, file.name)));
+    const std::string text =
+        read_text(*files.open(join_path(found.path, file.name)), kLongestText, Category::io);
     EXPECT_EQ(digest_of(text), file.digest);
     EXPECT_EQ(text, fmt::format("{} of step {}", file.name, found.step));
   }
@@ -122,6 +123,12 @@ TEST(StepRecord, InvalidRecordsAreRefused) {
                                                         {"0123456789abcdef", "0123456789abcde"},
                                                         {"\"BF16\"", "\"BF17\""},
                                                         {"[3,0]", "[3,-1]"},
+                                                        {"[3,0]", "[3,1]"},
+                                                        {"[4]", "[4194305]"},
+                                                        {"[4]", "[0]"},
+                                                        {"[4]", "[4611686018427387904,4]"},
+                                                        {"\"name\":\"w\",", ""},
+                                                        {"\"dtype\":\"U8\",\"shape\":[4],", ""},
                                                         {"[]}", "[]"}}) {
     EXPECT_EQ(with(from, to), Category::integrity) << from << " -> " << to;
   }
@@ -249,7 +256,7 @@ TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
       const size_t i = c == 'a' ? 0 : 1;
       const int64_t number = i == 0 ? 5 : 6;
       const int part = done[i]++;
-      if (part == 0) steps[i] = begin_step(files, "/root", number, kOwner);
+      if (part == 0) steps[i] = begin_step(files, "/root", number, kOwner, true);
       if (part == 1) {
         write_files(files, *steps[i]);
         publish_step(files, *steps[i], record_of_step(*steps[i]));
@@ -267,7 +274,7 @@ TEST(Steps, RetentionSparesTheStepsOfSavesAtTheSameTime) {
 // there before step 5 began.
 TEST(Steps, ASaveAtAnyCallOfAnotherKeepsItsStep) {
   const auto save = [](FileSystem& files, int64_t number) {
-    const StepInFlight step = begin_step(files, "/root", number, kOwner);
+    const StepInFlight step = begin_step(files, "/root", number, kOwner, true);
     write_files(files, step);
     publish_step(files, step, record_of_step(step));
     keep_newest(files, step, 1);
@@ -428,9 +435,8 @@ TEST(Steps, ARenameThatWasMadeDespiteItsErrorIsASavedStep) {
     EXPECT_EQ(publish_step(files, step, record_of_step(step)).warnings, Warnings());
     EXPECT_EQ(open_step(under, to).record.uuid, step.uuid);
     const std::vector<IoCall> calls = files.calls();
-    const auto rename = std::find_if(calls.begin(), calls.end(), [](const IoCall& call) {
-      return call.what == "rename_new";
-    });
+    const auto rename = std::find_if(calls.begin(), calls.end(),
+                                     [](const IoCall& call) { return call.what == "rename_new"; });
     renames_at = rename - calls.begin() + 1;
   }
 }
@@ -443,8 +449,9 @@ TEST(Steps, WithoutSyncsOfDirectoriesAStepIsSavedWithAWarning) {
   for (const bool is_inside : {false, true}) {
     const Published published = is_inside ? save_inside(files, 1) : save_step(files, 1);
     EXPECT_FALSE(published.is_durable);
-    EXPECT_EQ(published.warnings,
-              Warnings{"a directory can't be synced here, so the result may not survive a power cut"});
+    EXPECT_EQ(
+        published.warnings,
+        Warnings{"a directory can't be synced here, so the result may not survive a power cut"});
   }
   EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
   EXPECT_EQ(open_step(under, kInside).step, 1);

@@ -99,7 +99,9 @@ std::string index_json(std::span<const std::pair<std::string, std::string>> file
   json.member("total_size", total_bytes).end_object();
   json.key("weight_map").begin_object();
   for (const auto& [tensor, file] : file_of_tensor) json.member(tensor, file);
-  return json.end_object().end_object().text();
+  json.end_object().end_object();
+  require_readable(json.text().size(), kIndexFile);
+  return json.take();
 }
 
 }  // namespace modicum

@@ -17,6 +17,7 @@ struct ConvertFlags {
   std::string shard_size;
   bool sparse = false;
   bool allow_overflow = false;
+  bool adopt = false;
 };
 
 void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
@@ -42,6 +43,7 @@ void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
   app.add_flag("--allow-overflow", flags.allow_overflow,
                "write infinity for finite values that are too large for their new dtype; default: "
                "they are an error");
+  add_adopt_flag(app, flags.adopt);
 }
 
 }  // namespace
@@ -63,7 +65,8 @@ int run_convert(const Args& args) {
   const ConvertReport report = within_budget(
       flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
-        return convert_in_rank({task, *form, flags.out, flags.sparse, flags.allow_overflow}, show);
+        return convert_in_rank(
+            {task, *form, flags.out, flags.sparse, flags.allow_overflow, flags.adopt}, show);
       },
       prepare);
   print_result(

@@ -52,7 +52,8 @@ int run_diff(const Args& args) {
     const std::lock_guard lock(mutex);
     progress.show(done += more);
   });
-  DiffReport report{.tensors = found.tensors, .bytes = found.bytes};
+  DiffReport report{
+      .tensors = found.tensors, .bytes = found.bytes, .with_record = found.with_record};
   for (const Difference& one : found.found) {
     report.differences.push_back(reported(one));
   }

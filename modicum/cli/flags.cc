@@ -67,6 +67,12 @@ void add_common_flags(CLI::App& app, CommonFlags& flags) {
       ->check(CLI::IsMember({"auto", "plain", "none"}));
 }
 
+void add_adopt_flag(CLI::App& app, bool& adopts) {
+  app.add_flag("--adopt", adopts,
+               "keep the finished files of a conversion to OUT by another host that can't be asked "
+               "whether it goes on; default: refuse until 10 minutes after its last sign of life");
+}
+
 void add_run_flags(CLI::App& app, RunFlags& flags) {
   app.add_option("DIR", flags.directory,
                  "a directory, a file, or ORG/NAME in the local Hugging Face cache")

@@ -16,7 +16,7 @@ int run_inspect(const Args& args) {
       ->required();
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
-  const Checkpoint checkpoint = open_checkpoint(files, directory);
+  const Checkpoint checkpoint = open_checkpoint(files, directory, Record::ignored);
   require_budget(flags, Purpose::header, checkpoint.manifest.held_bytes());
   print_result(
       flags, [&] { return inspect_json(checkpoint); },

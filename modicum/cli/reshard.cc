@@ -15,6 +15,7 @@ struct ReshardFlags {
   std::string out;
   std::string format;
   std::string shard_size;
+  bool adopt = false;
 };
 
 void add_reshard_flags(CLI::App& app, ReshardFlags& flags) {
@@ -27,6 +28,7 @@ void add_reshard_flags(CLI::App& app, ReshardFlags& flags) {
                  "largest size of a file; default: tensors are divided into files as in STEP");
   app.add_option("--staging", flags.run.staging,
                  "size of the staging buffer; default 8 MiB, or less if the budget requires it");
+  add_adopt_flag(app, flags.adopt);
 }
 
 }  // namespace
@@ -50,7 +52,7 @@ int run_reshard(const Args& args) {
   const ConvertReport report = within_budget(
       flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
-        return reshard_in_rank({task, step, *form, flags.out}, show);
+        return reshard_in_rank({task, step, *form, flags.out, flags.adopt}, show);
       },
       prepare);
   print_result(

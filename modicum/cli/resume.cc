@@ -32,13 +32,41 @@ std::string recipe_of_state(const FoundStep& step) {
   return "";
 }
 
-// The step at `root` if `root` is a step's directory, with its files' digests checked; otherwise
-// the newest intact step in `root`.
-FoundStep step_at(FileSystem& files, const std::string& root, std::vector<SkippedStep>& skipped) {
-  if (!files.exists(join_path(root, "COMMIT"))) return newest_step(files, root, skipped);
-  FoundStep step = open_step(files, root);
-  for (const StepFile& file : step.record.files) check_digest(files, root, file);
-  return step;
+// Resumes from a step and describes it in the report.
+LoadReport resume_from(const CommonFlags& common, const RunFlags& flags, FoundStep step,
+                       const ResumeSteps& then) {
+  ResumedStep resumed{step.step, step.path, {}};
+  LoadReport report = resume_step(common, flags, std::move(step), then);
+  report.resumed = std::move(resumed);
+  return report;
+}
+
+// Resumes from the newest step of `flags.directory` that proves intact; values are compared only
+// while they are loaded. Each step is planned against the same budget. If another process removes
+// the step meanwhile, chooses once more.
+LoadReport resume_newest(const CommonFlags& common, const RunFlags& flags,
+                         const ResumeSteps& then) {
+  PosixFileSystem files;
+  std::vector<SkippedStep> skipped;
+  for (bool is_again = false;;) {
+    FoundStep step = newest_step(files, flags.directory, skipped);
+    const int64_t number = step.step;
+    const std::string path = step.path;
+    try {
+      LoadReport report = resume_from(common, flags, std::move(step), then);
+      for (const SkippedStep& of : skipped) report.resumed->skipped.push_back({of.step, of.reason});
+      return report;
+    } catch (const Error& error) {
+      const bool is_bad = is_damage(error.category());
+      if (!is_again && (is_bad || error.category() == Category::io) && !files.entry(path)) {
+        is_again = true;
+        skipped.clear();
+        continue;
+      }
+      if (!is_bad) throw;
+      skipped.push_back({number, error.what()});
+    }
+  }
 }
 
 }  // namespace
@@ -50,11 +78,12 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep foun
          {.expected = "--optimizer adamw:FORMAT", .got = "--optimizer none"});
   }
   PosixFileSystem files;
-  const RecordedStep recorded(std::move(found));
-  const FoundStep& step = recorded.found;
+  const bool has_state = !found.record.state.empty();
+  found.record.tensors = found.record.state = {};  // opened again with the files
+  const FoundStep& step = found;
   flags.directory = step.path;
   std::optional<ResumeState> state;
-  if (recorded.has_state && flags.optimizer != "none") {
+  if (has_state && flags.optimizer != "none") {
     state.emplace(files, step);
     flags.optimizer = optimizer_of(state->facts, flags.optimizer);
     flags.without_state = state->facts.without_state;
@@ -69,12 +98,12 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep foun
       common, flags,
       [&](const LoadTask& task, ShowBytes show) {
         const ResumeState* const from = state ? &*state : nullptr;
-        return resume_in_ranks({task, recorded, from, then.steps, then.max_norm}, show);
+        return resume_in_ranks({task, from, then.steps, then.max_norm}, show);
       },
       [&](Run& opened) {
         if (!state) return;
         state->files.require_of(opened);
-        opened.options.resume = resume_footprint_of(opened.checkpoint.manifest, state->files);
+        opened.options.resume = resume_footprint_of(state->checkpoint.manifest, state->files);
       });
 }
 
@@ -90,20 +119,18 @@ int run_resume(const Args& args) {
   add_common_flags(app, common);
   add_run_flags(app, run);
   app.get_option("DIR")->description(
-      "a step, or the ROOT of several steps, of which the newest intact one is loaded");
+      "a step, or the ROOT of several steps, of which the newest intact one is loaded; damaged "
+      "ones are skipped");
   add_oversubscribe_flag(app, common);
   app.add_option("--steps", steps, "optimizer steps after the load; default 0")
       ->check(CLI::Range(0, 1000000000));
   if (const auto done = parse(app, args)) return *done;
   PosixFileSystem files;
-  std::vector<SkippedStep> skipped;
-  FoundStep step = step_at(files, run.directory, skipped);
-  ResumedStep resumed{step.step, step.path, {}};
-  LoadReport report = resume_step(common, run, std::move(step), {.steps = steps});
-  report.resumed = std::move(resumed);
-  for (const SkippedStep& damaged : skipped) {
-    report.resumed->skipped.push_back({damaged.step, damaged.reason});
-  }
+  const bool is_step = files.exists(join_path(run.directory, "COMMIT"));
+  const ResumeSteps then{.steps = steps};
+  const LoadReport report = is_step
+                                ? resume_from(common, run, check_step(files, run.directory), then)
+                                : resume_newest(common, run, then);
   print_result(
       common, [&] { return load_json(report); }, [&] { return load_text(report); });
   return 0;

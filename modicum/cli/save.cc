@@ -56,8 +56,8 @@ int run_save(const Args& args) {
                  "largest size of a file; default: tensors are divided into files as in DIR");
   app.add_option(
          "--keep", flags.keep,
-         "number of steps to keep, including this one: after the save, remove all other intact "
-         "steps but those with the highest numbers; default: keep all")
+         "number of intact steps to keep, including this one: after the save, remove all others "
+         "but those with the highest numbers; default: keep all")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));
   app.add_option("--unused", flags.unused,
                  "copy (default) or drop the stored tensors that the recipe leaves unused")

@@ -51,6 +51,7 @@ struct CommonFlags {
   bool oversubscribe = false;  // only for verbs with --ranks
 };
 void add_common_flags(CLI::App& app, CommonFlags& flags);
+void add_adopt_flag(CLI::App& app, bool& adopts);  // of convert and reshard
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
 std::string format_names();  // the names of all state formats, for help texts

@@ -23,6 +23,7 @@ std::vector<std::string> directories_in(FileSystem& files, const std::string& pa
 
 bool is_step_name(const std::string& name) { return step_of(name).has_value(); }
 bool is_in_flight(const std::string& name) { return name.starts_with(".partial-"); }
+bool is_set_aside(const std::string& name) { return damaged_step_of(name).has_value(); }
 
 // `file`: the path from the directory that is verified.
 void add_fault(VerifyReport& report, const std::string& file, uint64_t bytes, const Error& error) {
@@ -52,11 +53,25 @@ void add_step(VerifyReport& report, FileSystem& files, const std::string& path,
   }
 }
 
+// Adds a step that a save has set aside, with its first fault.
+void add_damaged(VerifyReport& report, FileSystem& files, const std::string& root,
+                 const std::string& name) {
+  DamagedStep damaged{.step = *damaged_step_of(name), .path = join_path(root, name)};
+  try {
+    damaged.bytes = bytes_below(files, damaged.path);
+    const Verified verified = verify_step(files, damaged.path, [] {});
+    if (const Error* const fault = verified.first_fault()) damaged.reason = fault->what();
+  } catch (const Error& error) {
+    damaged.reason = error.what();
+  }
+  report.damaged.push_back(std::move(damaged));
+}
+
 // Opens the checkpoint, which checks the structure of all its files. In the Hugging Face cache also
 // checks the SHA-256 of each data file whose blob is named by its SHA-256.
 void add_checkpoint(VerifyReport& report, FileSystem& files, const std::string& path) {
   try {
-    const Checkpoint checkpoint = open_checkpoint(files, path);
+    const Checkpoint checkpoint = open_checkpoint(files, path, Record::ignored);
     for (const DataFile& file : checkpoint.manifest.files) {
       try {
         const std::string data = join_path(checkpoint.directory, file.name);
@@ -84,6 +99,9 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
   } else if (const auto steps = directories_in(files, path, is_step_name); !steps.empty()) {
     for (const std::string& name : steps) {
       add_step(report, files, join_path(path, name), name + "/");
+    }
+    for (const std::string& name : directories_in(files, path, is_set_aside)) {
+      add_damaged(report, files, path, name);
     }
   } else if (!directories_in(files, path, is_in_flight).empty()) {
     add_step(report, files, path, "");  // a save into `path` has not finished: UNCOMMITTED

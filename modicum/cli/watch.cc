@@ -47,7 +47,7 @@ int compare(const WatchFlags& flags) {
   std::array<WatchedRun, 2> parsed;
   const bool is_name_enough = base_name(flags.compare[0]) != base_name(flags.compare[1]);
   for (size_t i = 0; i < texts.size(); ++i) {
-    texts[i] = read_text(*files.open(flags.compare[i]));
+    texts[i] = read_text(*files.open(flags.compare[i]), kLongestText, Category::format_limit);
     parsed[i] =
         parse_run(texts[i], is_name_enough ? base_name(flags.compare[i]) : flags.compare[i]);
   }

@@ -68,6 +68,34 @@ struct DirectoryEntry {
   bool is_link = false;
   uint64_t owner = 0;  // user id
   uint64_t device = 0, inode = 0;
+  bool is_directory = false;
+  bool is_regular = false;
+  uint64_t size_bytes = 0;
+};
+
+// A file that this process has locked; see FileSystem::lock. The destructor ends the lock.
+class LockedFile {
+ public:
+  virtual ~LockedFile() = default;
+
+  // False where the file system has no locks: then other processes can have the file, too.
+  virtual bool is_exclusive() const noexcept = 0;
+  virtual bool is_new() const noexcept = 0;  // was made by FileSystem::lock
+  // Replaces the content, which is durable then. Throws NOSPACE or IO.
+  virtual void write(const std::string& text) = 0;
+};
+
+enum class LockState {
+  free,
+  held,     // by this process or another one
+  unknown,  // the file can't be opened, or the file system has no locks
+};
+
+// A small file that processes lock.
+struct SeenFile {
+  std::string text;                 // the first 4 KiB; empty if the file can't be read
+  std::optional<int64_t> mtime_ns;  // on a network file system by the server's clock
+  LockState lock = LockState::unknown;
 };
 
 class FileSystem {
@@ -80,6 +108,12 @@ class FileSystem {
   // Opens a regular file for reading; follows symbolic links. Throws IO for any other kind of file
   // (directory, FIFO, device), and for files that are absent or not readable.
   virtual std::unique_ptr<File> open(const std::string& path) = 0;
+  // As `open`, but of a link opens only a file below one of the directories `own`, which are real
+  // paths; returns null for other links. Another process may change the links meanwhile. (A
+  // FileSystem without links need not override this and real_path.)
+  virtual std::unique_ptr<File> open_own(const std::string& path, std::span<const std::string> own);
+  // The absolute path of the same file or directory, without links.
+  virtual std::string real_path(const std::string& path) { return path; }
   // Creates a file for writing. Throws CONFLICT if the path exists.
   virtual std::unique_ptr<File> create(const std::string& path) = 0;
 
@@ -117,12 +151,28 @@ class FileSystem {
   // can't (EINVAL, ENOTSUP, ENOSYS), or this process may not read the directory. Throws on any
   // other failure, after which the entries may be lost although a second call succeeds.
   virtual bool sync_directory(const std::string& path) = 0;
+
+  // The functions below are about files that show whether the process that has made them lives.
+
+  // Locks a regular file, which is made if there is none, with a POSIX record lock: the kernel ends
+  // it with the process, and a forked child does not have it. Returns null if another process, or
+  // another LockedFile of this process, has the lock. Follows no symbolic link. The kernel ends the
+  // lock, too, if this process closes any descriptor of the file: only `look_at` may open it.
+  virtual std::unique_ptr<LockedFile> lock(const std::string& path) = 0;
+  // Reads a file that processes lock. Does not end a lock. Empty if there is none.
+  virtual std::optional<SeenFile> look_at(const std::string& path) = 0;
+  // Whether at most one kernel at a time can have the path's file system mounted: a local disk, not
+  // a network. False if that is not known.
+  virtual bool is_of_one_kernel(const std::string& path) noexcept = 0;
 };
 
 // The files of the operating system. Stateless.
 class PosixFileSystem final : public FileSystem {
  public:
   std::unique_ptr<File> open(const std::string& path) override;
+  std::unique_ptr<File> open_own(const std::string& path,
+                                 std::span<const std::string> own) override;
+  std::string real_path(const std::string& path) override;
   std::unique_ptr<File> create(const std::string& path) override;
   std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;
@@ -137,6 +187,9 @@ class PosixFileSystem final : public FileSystem {
   void remove_tree(const std::string& path) override;
   void empty_directory(const std::string& path) override;
   bool sync_directory(const std::string& path) override;
+  std::unique_ptr<LockedFile> lock(const std::string& path) override;
+  std::optional<SeenFile> look_at(const std::string& path) override;
+  bool is_of_one_kernel(const std::string& path) noexcept override;
 };
 
 std::string base_name(const std::string& path);  // "c" of "a/b/c" and of "a/b/c/"

@@ -33,12 +33,24 @@ class MemoryFileSystem final : public FileSystem {
   void remove_tree(const std::string& path) override;
   void empty_directory(const std::string& path) override;
   bool sync_directory(const std::string& path) override;
+  std::unique_ptr<LockedFile> lock(const std::string& path) override;
+  std::optional<SeenFile> look_at(const std::string& path) override;
+  bool is_of_one_kernel(const std::string& path) noexcept override;
 
   void lose_unsynced();
   // Sets the content of a file, durably, and makes its missing directories. An existing file keeps
   // its inode, so readers that have it open see the change.
   void put(const std::string& path, std::string bytes);
   std::string get(const std::string& path) const;  // the current content, synced or not
+
+  // No lock has a known holder: a test that destroys a LockedFile kills its process.
+
+  // From now on, a file system that several kernels can mount.
+  void be_on_a_network();
+  // From now on there are no locks.
+  void have_no_locks();
+  // Advances the clock of the files' times, which otherwise counts changes.
+  void advance_ns(int64_t duration_ns);
 
   struct State;  // public for the File class in the .cc
 
@@ -63,6 +75,9 @@ class RecordingFileSystem final : public FileSystem {
   explicit RecordingFileSystem(FileSystem& under, int64_t fail_at = 0);
   ~RecordingFileSystem() override;
   std::unique_ptr<File> open(const std::string& path) override;
+  std::unique_ptr<File> open_own(const std::string& path,
+                                 std::span<const std::string> own) override;
+  std::string real_path(const std::string& path) override;
   std::unique_ptr<File> create(const std::string& path) override;
   std::unique_ptr<File> open_to_write(const std::string& path) override;
   bool exists(const std::string& path) override;
@@ -77,6 +92,9 @@ class RecordingFileSystem final : public FileSystem {
   void remove_tree(const std::string& path) override;
   void empty_directory(const std::string& path) override;
   bool sync_directory(const std::string& path) override;
+  std::unique_ptr<LockedFile> lock(const std::string& path) override;
+  std::optional<SeenFile> look_at(const std::string& path) override;
+  bool is_of_one_kernel(const std::string& path) noexcept override;
 
   std::vector<IoCall> calls() const;
   uint64_t bytes_read() const;               // sum over all "read" calls

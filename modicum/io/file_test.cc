@@ -324,6 +324,17 @@ TEST(PosixFile, AFailedWriteReportsItsOffset) {
   EXPECT_STREQ(met->what(), "IO: write failed: EFBIG (File too large) (file a, offset 100)");
 }
 
+// Catches: a text that is read before its length is known.
+TEST(ReadText, ALongFileIsRefusedUnread) {
+  MemoryFileSystem under;
+  under.put("/a", "12345");
+  RecordingFileSystem files(under);
+  EXPECT_EQ(read_text(*files.open("/a"), 5, Category::integrity), "12345");
+  const size_t before = files.calls().size();
+  EXPECT_FAILS(Category::index_json, read_text(*files.open("/a"), 4, Category::index_json));
+  for (size_t i = before; i < files.calls().size(); ++i) EXPECT_NE(files.calls()[i].what, "read");
+}
+
 // Catches: File::allocate reserves no space, fills the disk before it fails, or needs free space
 // for what the file holds already.
 TEST(PosixFile, AllocatedSpaceIsReserved) {

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "modicum/io/errno_error.h"
@@ -124,6 +125,8 @@ struct MemoryFileSystem::State {
   std::mutex mutex;
   std::deque<Inode> inodes;  // a deque keeps references valid when an inode is added
   int64_t ticks = 0;         // clock of mtime_ns, advanced by each change
+  std::set<size_t> locked;
+  bool is_of_one_kernel = true, has_locks = true;
 };
 
 namespace {
@@ -229,6 +232,32 @@ class MemoryFile final : public File {
   bool is_open_ = true;
 };
 
+class MemoryLockedFile final : public LockedFile {
+ public:
+  MemoryLockedFile(MemoryFileSystem::State& state, size_t number, bool is_new)
+      : state_(state), number_(number), is_exclusive_(state.has_locks), is_new_(is_new) {
+    if (is_exclusive_) state_.locked.insert(number_);
+  }
+  ~MemoryLockedFile() override {
+    const std::lock_guard lock(state_.mutex);
+    if (is_exclusive_) state_.locked.erase(number_);
+  }
+
+  bool is_exclusive() const noexcept override { return is_exclusive_; }
+  bool is_new() const noexcept override { return is_new_; }
+  void write(const std::string& text) override {
+    const std::lock_guard lock(state_.mutex);
+    Inode& file = state_.inodes[number_];
+    file.now.bytes = file.durable.bytes = text;
+    state_.touch(file);
+  }
+
+ private:
+  MemoryFileSystem::State& state_;
+  const size_t number_;
+  const bool is_exclusive_, is_new_;
+};
+
 }  // namespace
 
 MemoryFileSystem::MemoryFileSystem() : state_(std::make_unique<State>()) {}
@@ -261,7 +290,12 @@ std::optional<DirectoryEntry> MemoryFileSystem::entry(const std::string& path) {
   const std::lock_guard lock(state_->mutex);
   const std::optional<size_t> number = state_->find_if_any(path);
   if (!number) return std::nullopt;
-  return DirectoryEntry{.device = 1, .inode = *number};
+  const Inode& inode = state_->inodes[*number];
+  return DirectoryEntry{.device = 1,
+                        .inode = *number,
+                        .is_directory = inode.is_directory,
+                        .is_regular = !inode.is_directory,
+                        .size_bytes = inode.now.bytes.size()};
 }
 
 bool MemoryFileSystem::is_directory(const std::string& path) {
@@ -341,6 +375,39 @@ bool MemoryFileSystem::sync_directory(const std::string& path) {
   if (!inode.is_directory) fail_errno(ENOTDIR, "cannot open the directory", about(path));
   inode.durable.entries = inode.now.entries;
   return true;
+}
+
+std::unique_ptr<LockedFile> MemoryFileSystem::lock(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  const State::Place place = state_->find(path, "cannot lock");
+  const size_t number = place.number ? *place.number : state_->add_entry(place, false);
+  if (state_->locked.contains(number)) return nullptr;
+  return std::make_unique<MemoryLockedFile>(*state_, number, !place.number);
+}
+
+std::optional<SeenFile> MemoryFileSystem::look_at(const std::string& path) {
+  const std::lock_guard lock(state_->mutex);
+  const std::optional<size_t> number = state_->find_if_any(path);
+  if (!number) return std::nullopt;
+  const Inode& file = state_->inodes[*number];
+  SeenFile seen{.text = file.now.bytes, .mtime_ns = file.mtime_ns};
+  if (state_->has_locks) {
+    seen.lock = state_->locked.contains(*number) ? LockState::held : LockState::free;
+  }
+  return seen;
+}
+
+bool MemoryFileSystem::is_of_one_kernel(const std::string&) noexcept {
+  return state_->is_of_one_kernel;
+}
+
+void MemoryFileSystem::be_on_a_network() { state_->is_of_one_kernel = false; }
+
+void MemoryFileSystem::have_no_locks() { state_->has_locks = false; }
+
+void MemoryFileSystem::advance_ns(int64_t duration_ns) {
+  const std::lock_guard lock(state_->mutex);
+  state_->ticks += duration_ns;
 }
 
 void MemoryFileSystem::lose_unsynced() {

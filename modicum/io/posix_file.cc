@@ -245,9 +245,13 @@ bool get_status(const std::string& path, struct stat& status) {
   return false;
 }
 
-std::unique_ptr<File> open_regular(const std::string& path, int flags) {
+std::string path_of(int fd) { return fmt::format("/proc/self/fd/{}", fd); }
+
+// `from`: where the file is opened, if that is not `path`.
+std::unique_ptr<File> open_regular(const std::string& path, int flags, const char* from = nullptr) {
   // Without O_NONBLOCK, opening a FIFO would block until its other end is opened.
-  Descriptor descriptor = Descriptor::open(path.c_str(), flags | O_NONBLOCK);
+  Descriptor descriptor =
+      Descriptor::open(from != nullptr ? from : path.c_str(), flags | O_NONBLOCK);
   if (!descriptor.is_valid()) fail_errno(errno, "cannot open", about(path));
   struct stat status {};
   if (::fstat(descriptor.get(), &status) != 0) {
@@ -261,6 +265,27 @@ std::unique_ptr<File> open_regular(const std::string& path, int flags) {
 
 std::unique_ptr<File> PosixFileSystem::open(const std::string& path) {
   return open_regular(path, O_RDONLY);
+}
+
+// What the link leads to is opened as a mere place first, of which the kernel knows the real path:
+// no file elsewhere is opened, not even a device, and the path is that of the file which is read.
+std::unique_ptr<File> PosixFileSystem::open_own(const std::string& path,
+                                                std::span<const std::string> own) {
+  if (link_target(path).empty()) return open_regular(path, O_RDONLY | O_NOFOLLOW);
+  const Descriptor place = Descriptor::open(path.c_str(), O_PATH);
+  if (!place.is_valid()) fail_errno(errno, "cannot open", about(path));
+  const std::string opened = path_of(place.get());
+  const std::string real = link_target(opened);
+  const bool is_own = std::any_of(own.begin(), own.end(), [&](const std::string& directory) {
+    return real.starts_with(join_path(directory, ""));
+  });
+  return is_own ? open_regular(path, O_RDONLY, opened.c_str()) : nullptr;
+}
+
+std::string PosixFileSystem::real_path(const std::string& path) {
+  const Descriptor place = Descriptor::open(path.c_str(), O_PATH);
+  if (!place.is_valid()) fail_errno(errno, "cannot open", about(path));
+  return link_target(path_of(place.get()));
 }
 
 std::unique_ptr<File> PosixFileSystem::open_to_write(const std::string& path) {
@@ -297,7 +322,13 @@ std::string PosixFileSystem::link_target(const std::string& path) {
 std::optional<DirectoryEntry> PosixFileSystem::entry(const std::string& path) {
   struct stat status {};
   if (::lstat(path.c_str(), &status) == 0) {
-    return DirectoryEntry{S_ISLNK(status.st_mode), status.st_uid, status.st_dev, status.st_ino};
+    return DirectoryEntry{.is_link = S_ISLNK(status.st_mode),
+                          .owner = status.st_uid,
+                          .device = status.st_dev,
+                          .inode = status.st_ino,
+                          .is_directory = S_ISDIR(status.st_mode),
+                          .is_regular = S_ISREG(status.st_mode),
+                          .size_bytes = static_cast<uint64_t>(status.st_size)};
   }
   if (errno != ENOENT && errno != ENOTDIR) fail_errno(errno, "cannot stat", about(path));
   return std::nullopt;
@@ -342,6 +373,10 @@ bool PosixFileSystem::sync_directory(const std::string& path) {
   // As on some FUSE file systems.
   if (errno == EINVAL || errno == ENOTSUP || errno == ENOSYS) return false;
   fail_errno(errno, "sync failed", about(path));
+}
+
+std::unique_ptr<File> FileSystem::open_own(const std::string& path, std::span<const std::string>) {
+  return open(path);
 }
 
 std::string base_name(const std::string& path) {

@@ -83,8 +83,14 @@ std::string identity_text(const FileIdentity& of) {
 
 }  // namespace
 
-std::string read_text(File& file) {
+std::string read_text(File& file, uint64_t most_bytes, Category too_long) {
   const FileIdentity before = file.identity();
+  if (before.size_bytes > most_bytes) {
+    fail(too_long, "the file is too long",
+         {.file = file.name(),
+          .expected = fmt::format("at most {} bytes", most_bytes),
+          .got = fmt::format("{} bytes", before.size_bytes)});
+  }
   std::string text(before.size_bytes, '\0');
   file.read(std::as_writable_bytes(std::span(text)), 0);
   require_unchanged(file, before);

@@ -33,9 +33,12 @@ struct FileSystemSpace {
 };
 std::optional<FileSystemSpace> space_of(const std::string& path);
 
-// The content of a small file. Throws CONFLICT if it changed during the read, and the errors of
-// File::read.
-std::string read_text(File& file);
+// The longest text of a checkpoint that is read, be it an index, a record or a journal: rule R21 of
+// docs/reference/formats.md.
+constexpr uint64_t kLongestText = 100'000'000;
+// The content of a file of at most `most_bytes`. Throws `too_long` for a longer one, of which
+// nothing is read; CONFLICT if the file changed during the read; and the errors of File::read.
+std::string read_text(File& file, uint64_t most_bytes, Category too_long);
 // Reads the first `bytes` bytes of a file of any size, and calls `fn` with one block of 16 KiB
 // after the other, which is on the stack, and with its offset. Throws the errors of File::read.
 void read_in_blocks(File& file, uint64_t bytes,

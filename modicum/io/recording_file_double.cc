@@ -146,6 +146,18 @@ std::unique_ptr<File> RecordingFileSystem::open(const std::string& path) {
   return std::make_unique<RecordingFile>(under_.open(path), *state_);
 }
 
+std::unique_ptr<File> RecordingFileSystem::open_own(const std::string& path,
+                                                    std::span<const std::string> own) {
+  state_->note("open", base_name(path));
+  std::unique_ptr<File> file = under_.open_own(path, own);
+  return file ? std::make_unique<RecordingFile>(std::move(file), *state_) : nullptr;
+}
+
+std::string RecordingFileSystem::real_path(const std::string& path) {
+  state_->note("real_path", base_name(path));
+  return under_.real_path(path);
+}
+
 std::unique_ptr<File> RecordingFileSystem::create(const std::string& path) {
   state_->note("create", base_name(path));
   return std::make_unique<RecordingFile>(under_.create(path), *state_);
@@ -214,6 +226,19 @@ void RecordingFileSystem::empty_directory(const std::string& path) {
 bool RecordingFileSystem::sync_directory(const std::string& path) {
   state_->note("sync_directory", base_name(path));
   return state_->syncs_directories && under_.sync_directory(path);
+}
+
+std::unique_ptr<LockedFile> RecordingFileSystem::lock(const std::string& path) {
+  state_->note("lock", base_name(path));
+  return under_.lock(path);
+}
+
+std::optional<SeenFile> RecordingFileSystem::look_at(const std::string& path) {
+  return under_.look_at(path);
+}
+
+bool RecordingFileSystem::is_of_one_kernel(const std::string& path) noexcept {
+  return under_.is_of_one_kernel(path);
 }
 
 std::vector<IoCall> RecordingFileSystem::calls() const {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -51,9 +52,13 @@ struct ProcessIdentity {
   uint64_t started = 0;
 };
 ProcessIdentity identify_process(int64_t pid, const std::string& root = "");
-// Whether the process has ended. False if it is of another host or container, since that can't be
-// determined from here.
-bool is_dead(const ProcessIdentity& process, const std::string& root = "");
+// Whether there is a process with this pid, be it hidden in /proc or another user's.
+bool process_exists(int64_t pid);
+// Whether the process has ended. False if that can't be determined from here: it is of another host
+// or container, or its `started` was not known. `exists` is asked if /proc does not show the
+// process, as under hidepid.
+bool is_dead(const ProcessIdentity& process, const std::string& root = "",
+             const std::function<bool(int64_t pid)>& exists = process_exists);
 
 // Bytes and facts from /proc/PID/status. Reading this one file takes about 20 us. The kernel walks
 // no pages for it, so the process is not slowed down; shared pages count in full.

@@ -244,7 +244,8 @@ TEST(ProcessMemory, AMissingOrEndedProcessIsAnIoError) {
   }
 }
 
-// Must fail if a dead process counts as living, or a process of another host as dead.
+// Must fail if a dead process counts as living, or a process of another host, or one that /proc
+// hides, as dead.
 TEST(ProcessIdentity, DistinguishesProcessesWithTheSamePid) {
   Machine machine;
   machine.put("/proc/sys/kernel/hostname", "h-1/é\n");
@@ -267,7 +268,16 @@ TEST(ProcessIdentity, DistinguishesProcessesWithTheSamePid) {
   put("1", 'S', 6);  // another container
   EXPECT_FALSE(is_dead(process, machine.root()));
   put("1", 'S', 5);
-  EXPECT_TRUE(is_dead({process.host, 43, 700}, machine.root())) << "there is no process 43";
+  const auto none = [](int64_t) { return false; };
+  EXPECT_TRUE(is_dead({process.host, 43, 700}, machine.root(), none)) << "there is no process 43";
+  const auto is_hidden = [](int64_t pid) { return pid == 43; };
+  EXPECT_FALSE(is_dead({process.host, 43, 700}, machine.root(), is_hidden));
+  EXPECT_FALSE(is_dead({process.host, 42, 0}, machine.root())) << "its start was not known";
+}
+
+TEST(ProcessIdentity, AProcessOfAnotherUserExists) {
+  EXPECT_TRUE(process_exists(1));  // for anybody but root: EPERM
+  EXPECT_FALSE(process_exists(INT32_MAX));
 }
 
 TEST(KernelText, NumbersAreFoundByTheirWholeLabel) {

@@ -9,6 +9,7 @@
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/pair.h>
 
+#include <charconv>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -31,6 +32,24 @@ std::string text_of(const Size& size) {
 }
 
 uint64_t bytes_of(const Size& size) { return parse_size(text_of(size)); }
+
+std::string text_of_compared(const Compared& compared) {
+  if (!compared.has_record()) return "";
+  std::string text;
+  for (const std::byte byte : compared.bytes()) text += fmt::format("{:02x}", byte);
+  return text;
+}
+
+void merge_compared(const std::string& text, Compared& all) {
+  if (text.empty()) return;
+  std::vector<std::byte> bytes;
+  for (size_t i = 0; i + 1 < text.size(); i += 2) {
+    uint8_t byte = 0;
+    std::from_chars(&text[i], &text[i] + 2, byte, 16);
+    bytes.push_back(std::byte{byte});
+  }
+  all.merge(bytes);
+}
 
 nb::dict as_dict(const std::string& document) {
   return nb::cast<nb::dict>(nb::module_::import_("json").attr("loads")(document));
@@ -65,7 +84,7 @@ std::string text_of(std::string_view name, const std::optional<Size>& given) {
 nb::dict inspect(const Path& path) {
   return as_dict(without_the_lock([&] {
     PosixFileSystem files;
-    return inspect_json(open_checkpoint(files, path.string()));
+    return inspect_json(open_checkpoint(files, path.string(), Record::ignored));
   }));
 }
 
@@ -236,6 +255,7 @@ NB_MODULE(_modicum, module) {
   module.def("report_page", front::page_of, "title"_a, "runs"_a, "sentence"_a = "",
              "The text of an HTML page about runs. `runs`: (label, text of a JSON document with "
              "`timeline` and `peak`) each. `sentence` is shown above the charts.");
+  front::define_files(module);
   front::define_source(module);
   front::define_values(module);
   front::define_recipe_builder(module);

@@ -41,6 +41,7 @@
 #include "modicum/memory/memory.h"
 #include "modicum/plan/plan.h"
 #include "modicum/recipe/recipe.h"
+#include "modicum/stream/stream.h"
 
 namespace modicum::python {
 
@@ -101,6 +102,12 @@ struct MadePlan {
 // The report of this process to the `modicum watch` that runs it. A forked child has another one.
 // The caller must hold the GIL.
 const Reporter& reporter_here();
+
+void define_files(nb::module_& module);
+// What a rank has compared of a step, as text; "" without a record.
+std::string text_of_compared(const Compared& compared);
+// Adds the text of another rank. Throws INTEGRITY if it is not such a text.
+void merge_compared(const std::string& text, Compared& all);
 
 void define_source(nb::module_& module);
 void define_values(nb::module_& module);

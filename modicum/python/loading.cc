@@ -73,6 +73,7 @@ struct Loaded {
   std::shared_ptr<Arena> arena;
   std::vector<uint64_t> begins;  // offset of each target in the arena, then the end
   RankOutcome outcome;
+  std::string compared;  // see text_of_compared
   double elapsed_s = 0;
 
   // Must be called at most once per target: the Part takes over the charge.
@@ -152,6 +153,7 @@ std::unique_ptr<Loaded> loaded_by(const std::shared_ptr<MadePlan>& made, const R
   auto loaded = std::make_unique<Loaded>();
   loaded->plan = made;
   loaded->outcome = load.outcome();
+  loaded->compared = text_of_compared(load.compared());
   loaded->elapsed_s = static_cast<double>(loaded->outcome.loaded_ns - begin) / kNsPerSecond;
   loaded->begins = arena_begins(task.plan, task.at.rank);
   // Memory shared with forked children is freed in one piece: children may still read it.
@@ -184,6 +186,14 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
   return without_the_lock([&] { return loaded_by(made, task, ledger, functions); });
 }
 
+// The comparison of all ranks, from their text_of_compared.
+ComparedValues merged(const Manifest& manifest, const std::vector<std::string>& of_ranks,
+                      const std::string& folder) {
+  Compared all(manifest, folder);
+  for (const std::string& text : of_ranks) merge_compared(text, all);
+  return all.finish();
+}
+
 // The fields of a rank's outcome and their keys in the dicts that ranks exchange in Python.
 struct OutcomeField {
   const char* name;
@@ -203,16 +213,35 @@ nb::dict outcome_of(const Loaded& loaded) {
   nb::dict outcome = dict_of("rank"_a = loaded.outcome.rank, "pid"_a = loaded.outcome.pid);
   for (const auto& [name, field] : kOutcomeFields) outcome[name] = loaded.outcome.*field;
   outcome["elapsed_s"] = loaded.elapsed_s;
+  outcome["compared"] = loaded.compared;
   outcome["check_s"] = static_cast<double>(loaded.outcome.check_ns) / kNsPerSecond;
   return outcome;
 }
 
+nb::dict compared_values(const OpenCheckpoint& of, const std::vector<std::string>& of_ranks,
+                         const std::string& folder) {
+  const ComparedValues values =
+      without_the_lock([&] { return merged(of.checkpoint.manifest, of_ranks, folder); });
+  return dict_of("compared_bytes"_a = values.bytes,
+                 "not_compared"_a = nb::cast(values.not_compared));
+}
+
+// `compared`: the result of compared_values; without it the outcomes must have `compared`.
 nb::tuple report_of(const MadePlan& made, const std::vector<nb::dict>& outcomes, bool checked,
-                    const std::optional<uint64_t>& budget, const std::string& budget_source) {
+                    const std::optional<uint64_t>& budget, const std::string& budget_source,
+                    const std::optional<nb::dict>& compared) {
   LoadReport report{.checkpoint = facts_of(made.checkpoint()),
                     .strategy = made.plan.strategy().name,
                     .promise = made.plan.promise,
                     .checked = checked};
+  if (compared) {
+    report.compared = {nb::cast<uint64_t>((*compared)["compared_bytes"]),
+                       nb::cast<std::vector<std::string>>((*compared)["not_compared"])};
+  } else {
+    std::vector<std::string> of_ranks;
+    for (const nb::dict& one : outcomes) of_ranks.push_back(nb::cast<std::string>(one["compared"]));
+    report.compared = merged(made.checkpoint().manifest, of_ranks, "");
+  }
   report.promise.launcher_bytes = 0;  // the launcher (torchrun, for example) is not counted
   if (budget) report.budget = Budget{*budget, budget_source};
   for (const nb::dict& one : outcomes) {
@@ -352,8 +381,13 @@ Args:
              "that the model makes. `broadcast(root, view, begin, end)` sends `view` from the "
              "rank number `root` of the exchange group to the others, which need its bytes "
              "[begin, end). modicum.load documents the other arguments.");
+  module.def("compared_values", compared_values, "checkpoint"_a, "of_ranks"_a, "folder"_a = "",
+             "The values of a step that all ranks together have compared with its record: a dict "
+             "with compared_bytes and not_compared. `of_ranks`: the outcome's `compared` of each "
+             "rank. Raises IntegrityError if a value differs. `folder`: for an error, the place of "
+             "the checkpoint's files in the step.");
   module.def("load_report", report_of, "plan"_a, "outcomes"_a, "checked"_a, "budget"_a = nb::none(),
-             "budget_source"_a = "",
+             "budget_source"_a = "", "compared"_a = nb::none(),
              "The document of `modicum load --json` and the text of `modicum load`.");
   module.def("parse_size", bytes_of, "size"_a,
              "The bytes of a size in the syntax of the command line.");

@@ -153,21 +153,28 @@ nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& boa
   }));
 }
 
-uint64_t load_state(const OpenCheckpoint& from, const std::vector<WrittenState>& parameters,
+nb::dict load_state(const OpenCheckpoint& from, const std::vector<WrittenState>& parameters,
                     int rank, CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
                     const std::vector<WrittenHeld>& held) {
   const Held shards(held, numels_of(parameters));
   const StateFiles files(from.checkpoint.manifest);
   files.require_of(states_of(parameters));
   board.set_thread();
-  return without_the_lock([&] {
+  const Manifest& manifest = from.checkpoint.manifest;
+  Compared compared(manifest, kStateFolder);
+  const uint64_t read = without_the_lock([&] {
     const ReportedPhase phase(ledger->reporter(), "resume");
-    const Charge header = ledger->adopt(Purpose::header, files.footprint()[Purpose::header]);
+    const Charge header =
+        ledger->adopt(Purpose::header, files.footprint()[Purpose::header] + manifest.held_bytes());
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
       files.for_each_span(shards, fn);
     };
-    return load_spans(from.checkpoint, spans, {rank, &board, nullptr, ledger.get()});
+    const uint64_t bytes =
+        load_spans(from.checkpoint, spans, {rank, &board, nullptr, ledger.get()}, compared);
+    compared.compare();
+    return bytes;
   });
+  return dict_of("storage_read_bytes"_a = read, "compared"_a = text_of_compared(compared));
 }
 
 std::string state_text(const std::string& format, const nb::int_& seed,
@@ -202,15 +209,18 @@ struct StepInSave {
   const std::string root;
   std::optional<StepSave> save;
 
-  StepInSave(const std::string& of, int64_t step, bool has_state, bool has_extra, bool inside)
+  StepInSave(const std::string& of, int64_t step, const std::vector<std::string>& directories,
+             bool inside, std::optional<size_t> keep)
       : root(of) {
     without_the_lock([&] {
       if (inside) {
         save.emplace(*files, StepSave::Inside{root}, step);
-        return;
+      } else {
+        save.emplace(*files, root, step, false, keep);
       }
-      save.emplace(*files, root, step, has_state);
-      if (has_extra) files->make_directory(join_path(save->directory(), kExtraDirectory));
+      for (const std::string& name : directories) {
+        files->make_directory(join_path(save->directory(), name));
+      }
     });
   }
 
@@ -225,63 +235,35 @@ using WrittenFiles = std::vector<std::pair<std::string, OptionalText>>;
 
 nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
                  const MadeSave* other_state, const std::string& facts, const WrittenFiles& more,
-                 const std::optional<size_t>& keep) {
+                 double lock_limit_s) {
   std::optional<StepSave::SavedState> saved_state;
   if (state != nullptr) saved_state.emplace(StepSave::SavedState{state->files.manifest(), facts});
   if (other_state != nullptr) {
     saved_state.emplace(StepSave::SavedState{other_state->plan.manifest(), facts});
   }
-  std::vector<NewFile> files;
-  for (const auto& [name, text] : more) files.push_back({name, text});
-  const SavedStep saved = without_the_lock([&] {
-    SavedStep published =
-        step.open().publish(made.loaded->checkpoint(), made.plan, saved_state, files);
-    if (keep) step.open().keep_newest(*keep, published);
-    return published;
-  });
+  Publishing how;
+  how.lock_limit_ns = static_cast<int64_t>(lock_limit_s * kNsPerSecond);
+  for (const auto& [name, text] : more) how.more.push_back({name, text});
+  const SavedStep saved = without_the_lock(
+      [&] { return step.open().publish(made.loaded->checkpoint(), made.plan, saved_state, how); });
   return dict_of("step"_a = saved.step, "path"_a = saved.path,
                  "written_bytes"_a = saved.written_bytes, "durable"_a = saved.is_durable,
                  "warnings"_a = nb::cast(saved.warnings));
 }
 
-nb::dict described(const FoundStep& found) {
-  return dict_of("step"_a = found.step, "path"_a = found.path, "uuid"_a = found.record.uuid,
-                 "world_size"_a = found.record.world_size,
-                 "has_state"_a = !found.record.state.empty());
-}
-
-nb::dict newest(const std::string& root, std::optional<int64_t> before) {
-  PosixFileSystem files;
-  std::vector<SkippedStep> skipped;
-  const FoundStep found =
-      without_the_lock([&] { return newest_step(files, root, skipped, before); });
-  nb::list reasons;
-  for (const SkippedStep& of : skipped) {
-    reasons.append(dict_of("step"_a = of.step, "reason"_a = of.reason));
+// Throws UNSUPPORTED if a reader would refuse manifest.json or a text as too long.
+void require_recordable(const MadeSave& made,
+                        const std::vector<std::pair<std::string, std::string>>& texts,
+                        std::vector<std::string> others, const MadeState* state,
+                        const MadeSave* other_state, const std::string& facts) {
+  require_readable(facts.size(), kStateFile);
+  for (const auto& [name, text] : texts) {
+    require_readable(text.size(), name);
+    others.push_back(name);
   }
-  nb::dict step = described(found);
-  step["skipped"] = reasons;
-  return step;
-}
-
-// The first fault in one rank's part of a step; "" if there is none.
-std::string fault_of(const std::string& path, int rank, int ranks, CallerBoard& board) {
-  PosixFileSystem files;
-  board.set_thread();
-  return without_the_lock([&]() -> std::string {
-    const VerifyPart part{static_cast<uint64_t>(rank), static_cast<uint64_t>(ranks)};
-    const auto poll = [&board] {
-      if (board.failure()) fail(Category::cancelled, "another rank failed");
-    };
-    const Verified verified = verify_step(files, path, poll, part);
-    const Error* const fault = verified.first_fault();
-    return fault == nullptr ? "" : fault->what();
-  });
-}
-
-nb::dict opened(const std::string& path) {
-  PosixFileSystem files;
-  return described(without_the_lock([&] { return open_step(files, path); }));
+  const Manifest* of_state = state != nullptr ? &state->files.manifest() : nullptr;
+  if (other_state != nullptr) of_state = &other_state->plan.manifest();
+  modicum::require_recordable(made.plan, of_state, others);
 }
 
 void define_gather(nb::module_& module) {
@@ -393,8 +375,9 @@ Args:
              "shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.");
   module.def("load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a,
              "ledger"_a, "held"_a,
-             "Reads one rank's shards of a saved state; returns the bytes read. Raises "
-             "UsageError, which names a tensor, unless the saved state is that of these "
+             "Reads one rank's shards of a saved state; returns a dict with storage_read_bytes and "
+             "compared (see compared_values). Raises UsageError, which names a tensor, unless the "
+             "saved state is that of these "
              "parameters.");
   module.def("state_text", state_text, "state_format"_a, "seed"_a, "steps"_a, "without_state"_a,
              "The text of AdamW's state.json. `steps`: (fqn, number of steps) each.");
@@ -410,16 +393,17 @@ Only the rank that leads the save has one.
 Args:
     root: the directory of all steps.
     step: the step's number.
-    has_state, has_extra: whether the step has a directory for the optimizer's state, for extra
-        files.
+    directories: subdirectories to make: "optimizer", "extra".
     inside: whether `root`, a directory to which others write as well, becomes the step itself. It
-        is not committed until `publish`. The caller makes the directories for state and extra
-        files.
+        is not committed until `publish`.
+    keep: the number of intact steps to keep, including this one; None: all.
 
 Raises:
     IoError: CONFLICT if the step exists.)")
-      .def(nb::init<const std::string&, int64_t, bool, bool, bool>(), "root"_a, "step"_a,
-           "has_state"_a = false, "has_extra"_a = false, "inside"_a = false)
+      .def(nb::init<const std::string&, int64_t, const std::vector<std::string>&, bool,
+                    std::optional<size_t>>(),
+           "root"_a, "step"_a, "directories"_a = std::vector<std::string>(), "inside"_a = false,
+           "keep"_a = nb::none())
       .def_prop_ro(
           "directory", [](StepInSave& step) { return step.open().directory(); },
           "The directory to which the ranks write.")
@@ -427,26 +411,24 @@ Raises:
           "point", [](StepInSave& step) { return step.open().point(); },
           "The random number with which the ranks prove that each element was written once; "
           "a part of each rank's `place`.")
-      .def("publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
-           "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
-           "keep"_a = nb::none(),
-           "Makes the step durable and visible. All ranks must have written. `state`: the files of "
-           "AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; "
-           "`more`: (name, text) of further files, text None if a rank has written the file; "
-           "`keep`: the number of intact steps to keep, including this one.")
+      .def(
+          "publish", publish, "plan"_a, nb::kw_only(), "state"_a.none() = nb::none(),
+          "other_state"_a.none() = nb::none(), "facts"_a = "", "more"_a = WrittenFiles(),
+          "lock_limit_s"_a = kRootLockNs / kNsPerSecond,
+          "Makes the step durable and visible, then removes old ones. All ranks must have "
+          "written. `state`: the files of AdamW's state; `other_state`: those of another "
+          "optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text "
+          "None if a rank has written the file; `lock_limit_s`: how long it waits for another save "
+          "that publishes in the same root.")
       .def(
           "discard", [](StepInSave& step) { without_the_lock([&] { step.save.reset(); }); },
           "Removes the files, unless the step was published.");
-  module.def(
-      "newest_step", newest, "root"_a, "before"_a.none() = nb::none(),
-      "The newest intact step (older than `before`): a dict of step, path, uuid, world_size and "
-      "has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError "
-      "(UNCOMMITTED) if there is none.");
-  module.def("step_fault", fault_of, "path"_a, "rank"_a, "ranks"_a, "board"_a,
-             "Compares one rank's part of a step with the recorded digests; all ranks together "
-             "compare every byte. Returns the text of the first fault, or an empty text.");
-  module.def("open_step", opened, "path"_a,
-             "The dict of newest_step, without `skipped`, for one step. The step must be intact.");
+  module.def("require_recordable", require_recordable, "plan"_a, "texts"_a, "others"_a,
+             nb::kw_only(), "state"_a.none() = nb::none(), "other_state"_a.none() = nb::none(),
+             "facts"_a = "",
+             "Raises UsageError (UNSUPPORTED) if a file of the step would be too long to be read "
+             "again. `texts`: (name, text) of further files; `others`: names of the files that "
+             "ranks write; for the rest see StepSave.publish.");
 }
 
 }  // namespace
@@ -457,6 +439,7 @@ void define_save(nb::module_& module) {
   define_state_files(module);
   define_snapshot(module);
   define_steps(module);
+  define_found_steps(module);
 }
 
 }  // namespace modicum::python

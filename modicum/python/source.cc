@@ -104,7 +104,7 @@ class CallerFiles final : public FileSystem {
   bool exists(const std::string& path) override { return base_name(path) == kName; }
   std::string link_target(const std::string&) override { return {}; }
   std::optional<DirectoryEntry> entry(const std::string& path) override {
-    return exists(path) ? std::optional(DirectoryEntry{}) : std::nullopt;
+    return exists(path) ? std::optional(DirectoryEntry{.is_regular = true}) : std::nullopt;
   }
   bool is_directory(const std::string&) override { return false; }
   std::vector<std::string> list(const std::string&) override { return {kName}; }
@@ -117,6 +117,9 @@ class CallerFiles final : public FileSystem {
   void remove_tree(const std::string&) override { refuse_change(); }
   void empty_directory(const std::string&) override { refuse_change(); }
   bool sync_directory(const std::string&) override { refuse_change(); }
+  std::unique_ptr<LockedFile> lock(const std::string&) override { refuse_change(); }
+  std::optional<SeenFile> look_at(const std::string&) override { return std::nullopt; }
+  bool is_of_one_kernel(const std::string&) noexcept override { return false; }
 
  private:
   const CallersTensors of_;

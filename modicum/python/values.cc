@@ -308,6 +308,12 @@ void define_plan_class(nb::module_& module) {
           "The strategy's name.")
       .def_prop_ro(
           "recipe", [](const MadePlan& made) { return made.recipe; }, "The recipe of the plan.")
+      .def_prop_ro(
+          "checkpoint",
+          [](const MadePlan& made) {
+            return std::const_pointer_cast<OpenCheckpoint>(made.recipe->of);
+          },
+          "The checkpoint of the plan.")
       .def_prop_ro("digest", digest_text,
                    "Digest of all inputs, in hex: ranks with equal digests have equal plans.")
       .def_prop_ro("document", document,

@@ -23,7 +23,7 @@ struct alignas(64) SharedGather::Head {
   // differences are compared.
   std::atomic<uint32_t> arrived{0};
   std::array<std::atomic<uint64_t>, 2> next{0, 0};  // by half: the round that this rank wants next
-  Digest token;  // random; only used in part 0
+  Digest token;                                     // random; only used in part 0
 };
 
 // `count` runs of `length` bytes, whose begins are `stride` apart. A row of `count` 0 ends a list.

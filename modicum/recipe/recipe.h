@@ -238,9 +238,6 @@ struct SavedOptions {
 // MISMATCH if two saved tensors would have the same name.
 SavedForm saved_form(const Recipe& recipe, const Manifest& manifest,
                      const SavedOptions& options = {});
-// For each stored tensor, whether the targets hold each of its elements exactly once, in the stored
-// dtype.
-std::vector<bool> held_whole(const Recipe& recipe, const Manifest& manifest);
 // The recipe that assembles the same targets, in the same order and dtypes, from the saved tensors.
 // `saved` is a manifest of the form's tensors, in any order; `manifest` is the one of `recipe`.
 Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedForm& form,

@@ -46,14 +46,6 @@ class Form {
     return std::move(form_);
   }
 
-  std::vector<bool> whole() {
-    take_all();
-    for (uint32_t s = 0; s < taken_.size(); ++s) {
-      kept_[s] = kept_[s] && *taken_[s].dtype == manifest_.tensors[s].spec.dtype;
-    }
-    return std::move(kept_);
-  }
-
  private:
   struct Use {
     uint32_t target;
@@ -277,11 +269,6 @@ class Rebuilt {
 
 SavedForm saved_form(const Recipe& recipe, const Manifest& manifest, const SavedOptions& options) {
   return Form(recipe, manifest, options).run();
-}
-
-std::vector<bool> held_whole(const Recipe& recipe, const Manifest& manifest) {
-  const SavedOptions as_loaded;
-  return Form(recipe, manifest, as_loaded).whole();
 }
 
 Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedForm& form,

@@ -29,6 +29,7 @@ std::string diff_json(const DiffReport& report) {
   JsonWriter out;
   out.begin_object().member("equal", report.differences.empty());
   out.member("tensors_compared", report.tensors).member("bytes_compared", report.bytes);
+  compared_members(out, report.with_record);
   out.key("differences").begin_array();
   for (const DiffReport::Difference& of : report.differences) {
     out.begin_object().member("tensor", of.tensor).member("kind", of.kind);
@@ -63,8 +64,9 @@ std::string diff_text(const DiffReport& report) {
     }
     text += '\n';
   }
-  return text + fmt::format("{} tensor(s), {} compared: {} difference(s)\n", report.tensors,
-                            format_size(report.bytes), report.differences.size());
+  return text + compared_text(report.with_record) +
+         fmt::format("{} tensor(s), {} compared: {} difference(s)\n", report.tensors,
+                     format_size(report.bytes), report.differences.size());
 }
 
 }  // namespace modicum

@@ -50,6 +50,15 @@ void warnings_member(JsonWriter& out, std::span<const std::string> warnings) {
   out.end_array();
 }
 
+void damaged_member(JsonWriter& out, std::span<const DamagedStep> damaged) {
+  out.key("damaged").begin_array();
+  for (const DamagedStep& of : damaged) {
+    out.begin_object().member("step", of.step).member("path", of.path);
+    out.member("reason", of.reason).member("bytes", of.bytes).end_object();
+  }
+  out.end_array();
+}
+
 std::string warnings_text(std::span<const std::string> warnings) {
   std::string text;
   for (const std::string& warning : warnings) {
@@ -62,6 +71,22 @@ void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest)
   std::optional<std::string> text;
   if (digest) text = digest_text(*digest);
   out.member("state_digest", text);
+}
+
+void compared_members(JsonWriter& out, const ComparedValues& of) {
+  out.member("compared_bytes", of.bytes).key("not_compared").begin_array();
+  for (const std::string& name : of.not_compared) out.value(name);
+  out.end_array();
+}
+
+std::string compared_text(const ComparedValues& of) {
+  if (of.bytes == 0 && of.not_compared.empty()) return "";
+  std::string text = fmt::format("{} equal the record of the step", format_size(of.bytes));
+  if (!of.not_compared.empty()) {
+    text += fmt::format("; not or partly compared: {} tensor(s), the first is {}",
+                        of.not_compared.size(), printable(of.not_compared.front()));
+  }
+  return text + "\n";
 }
 
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget) {

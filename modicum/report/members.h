@@ -18,7 +18,11 @@ void checkpoint_members(JsonWriter& out, const CheckpointFacts& checkpoint);
 void error_member(JsonWriter& out, const Error& error);
 void warnings_member(JsonWriter& out, std::span<const std::string> warnings);
 std::string warnings_text(std::span<const std::string> warnings);  // a line for each
+void damaged_member(JsonWriter& out, std::span<const DamagedStep> damaged);
 void state_digest_member(JsonWriter& out, const std::optional<uint64_t>& digest);
+// `compared_bytes` and `not_compared`: the values of a step that were compared with its record.
+void compared_members(JsonWriter& out, const ComparedValues& of);
+std::string compared_text(const ComparedValues& of);  // a line; empty without a record
 void budget_member(JsonWriter& out, const std::optional<Budget>& budget);
 std::string budget_text(const std::optional<Budget>& budget);  // an empty line, then one line
 

@@ -317,6 +317,7 @@ std::string load_json(const LoadReport& report) {
     resumed_members(out, *report.resumed);
     state_digest_member(out, report.state_digest);
   }
+  compared_members(out, report.compared);
   if (!report.phases.empty()) phases_member(out, report.phases, report.launcher_bytes);
   budget_member(out, report.budget);
   outcome_members(out,
@@ -336,7 +337,7 @@ std::string load_text(const LoadReport& report) {
       report.checked ? fmt::format("values ok ({:.2f} s)\n", report.check_s) : "");
   text +=
       outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
-  text += budget_text(report.budget);
+  text += budget_text(report.budget) + compared_text(report.compared);
   if (report.digest) text += "digest " + digest_text(*report.digest) + "\n";
   if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);

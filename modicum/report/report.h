@@ -212,6 +212,7 @@ struct LoadReport {
   std::optional<ResumedStep> resumed;
   std::optional<uint64_t> state_digest;  // of a resumed optimizer state
   std::vector<PhaseReport> phases;       // of a resumed state: `resume`, `step_resumed`
+  ComparedValues compared;               // of a step
   std::optional<Budget> budget;
 };
 std::string digest_text(uint64_t digest);  // 16 hex digits
@@ -274,8 +275,10 @@ struct SaveReport {
   uint64_t digest = 0;                   // of the model, as `load --digest`
   std::optional<uint64_t> state_digest;  // of an optimizer's parameters and moments
   std::vector<File> files;
+  std::vector<DamagedStep> damaged;   // a step of this number that the save has renamed
   std::vector<std::string> copied;    // stored tensors that no target reads, copied from the source
   std::vector<std::string> left_out;  // stored tensors that are neither restored nor copied
+  ComparedValues compared;            // if the source is a step
   std::optional<Budget> budget;
 };
 std::string save_json(const SaveReport& report);
@@ -294,8 +297,9 @@ struct DiffReport {
     std::string_view dtype_a, dtype_b;  // set for "dtype"
     std::string_view rounded_to;        // set for "dtype" if the values were compared
   };
-  uint64_t tensors = 0;  // compared
-  uint64_t bytes = 0;    // compared, of A
+  uint64_t tensors = 0;        // compared
+  uint64_t bytes = 0;          // compared, of A
+  ComparedValues with_record;  // of the steps among A and B
   std::vector<Difference> differences;
 };
 std::string diff_json(const DiffReport& report);
@@ -315,6 +319,7 @@ struct ConvertReport {
   uint64_t digest = 0;      // of the output, as `load --digest`
   std::vector<SaveReport::File> files;
   std::vector<std::string> left_out;  // stored tensors that the recipe leaves unused
+  ComparedValues compared;            // if the source is a step
   // Tensors with values that are infinite or zero in their new dtype; empty if a step was
   // converted, which casts nothing.
   std::optional<std::vector<TensorLoss>> losses;
@@ -333,8 +338,9 @@ struct VerifyReport {
   };
   std::vector<File> files;
   uint64_t tensors_checked = 0;
+  std::vector<DamagedStep> damaged;  // renamed by saves; an empty reason: it is intact
   std::vector<std::string> warnings;
-  std::optional<Error> fault;  // the first one
+  std::optional<Error> fault;  // the first one in `files`
 };
 std::string verify_json(const VerifyReport& report);
 std::string verify_text(const VerifyReport& report);

@@ -229,7 +229,8 @@ TEST(LoadReport, JsonHasPromiseLedgerAndKernelOfEveryRank) {
             R"("warnings":[],"strategy":"own-shard",)"
             R"("elapsed_s":1.25,"check_s":0.5,"bytes_loaded":314572800,)"
             R"("storage_read_bytes":314572800,"exchanged_bytes":9,"coverage":"proven",)"
-            R"("check":"off","digest":null,"budget":null,"nodes":[{"node":0,)"
+            R"("check":"off","digest":null,"compared_bytes":0,"not_compared":[],)"
+            R"("budget":null,"nodes":[{"node":0,)"
             R"("promised_bytes":125829121,"peak_bytes":125829121,"kernel_peak_bytes":123731968,)"
             R"("launcher_bytes":5242880},{"node":1,"promised_bytes":123731968,)"
             R"("peak_bytes":123731968,"kernel_peak_bytes":120586240,"launcher_bytes":5242880}],)"
@@ -259,6 +260,7 @@ TEST(LoadReport, JsonHasTheCheckAndTheDigest) {
             R"("warnings":[],"strategy":"own-shard",)"
             R"("elapsed_s":1.25,"check_s":0.5,"bytes_loaded":0,"storage_read_bytes":0,)"
             R"("exchanged_bytes":0,"coverage":"proven","check":"ok","digest":"00000000000000ab",)"
+            R"("compared_bytes":0,"not_compared":[],)"
             R"("budget":{"bytes":5,"source":"flag"},"nodes":[],"ranks":[]})");
 }
 

@@ -66,8 +66,10 @@ std::string save_json(const SaveReport& report) {
   out.member("coverage", "proven").member("digest", digest_text(report.digest));
   state_digest_member(out, report.state_digest);
   files_member(out, report.files);
+  damaged_member(out, report.damaged);
   names_member(out, "copied", report.copied);
   names_member(out, "left_out", report.left_out);
+  compared_members(out, report.compared);
   budget_member(out, report.budget);
   outcome_members(out,
                   {report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
@@ -83,7 +85,8 @@ std::string save_text(const SaveReport& report) {
   text += names_text("left out", report.left_out) + "\n";
   text +=
       outcome_text({report.promise, report.ranks, report.launcher_bytes, report.cgroup_peak_bytes});
-  text += budget_text(report.budget) + "digest " + digest_text(report.digest) + "\n";
+  text += budget_text(report.budget) + compared_text(report.compared) + "digest " +
+          digest_text(report.digest) + "\n";
   if (report.state_digest) text += "state digest " + digest_text(*report.state_digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);
 }
@@ -99,6 +102,7 @@ std::string convert_json(const ConvertReport& report) {
   out.member("coverage", "proven").member("digest", digest_text(report.digest));
   files_member(out, report.files);
   names_member(out, "left_out", report.left_out);
+  if (!report.step) compared_members(out, report.compared);
   if (report.losses) losses_members(out, *report.losses);
   budget_member(out, report.budget);
   outcome_members(out, {report.promise, report.ranks, report.launcher_bytes});
@@ -113,7 +117,8 @@ std::string convert_text(const ConvertReport& report) {
   text += '\n';
   text += names_text("left out", report.left_out) + "\n";
   text += outcome_text({report.promise, report.ranks, report.launcher_bytes});
-  text += budget_text(report.budget) + "digest " + digest_text(report.digest) + "\n";
+  text += budget_text(report.budget) + compared_text(report.compared) + "digest " +
+          digest_text(report.digest) + "\n";
   return text + warnings_text(report.checkpoint.warnings);
 }
 

@@ -13,6 +13,7 @@ std::string verify_json(const VerifyReport& report) {
     out.member("result", file.result).end_object();
   }
   out.end_array().member("tensors_checked", report.tensors_checked);
+  damaged_member(out, report.damaged);
   warnings_member(out, report.warnings);
   if (report.fault) error_member(out, *report.fault);
   return out.end_object().text();
@@ -26,6 +27,10 @@ std::string verify_text(const VerifyReport& report) {
   }
   text += fmt::format("{} file(s), {} tensor(s) checked: {}\n", report.files.size(),
                       report.tensors_checked, report.fault ? "FAILED" : "ok");
+  for (const DamagedStep& of : report.damaged) {
+    text += fmt::format("{:>12}  {}: a save has set it aside; {}\n", format_size(of.bytes),
+                        printable(of.path), of.reason.empty() ? "it is intact" : of.reason);
+  }
   return text + warnings_text(report.warnings);
 }
 

@@ -42,8 +42,8 @@ std::optional<DType> dtype_flag(const std::string& name) {
 
 namespace {
 
-std::string text_of(FileSystem& files, const std::string& path) {
-  return read_text(*files.open(path));
+std::string text_of(FileSystem& files, const std::string& path, Category too_long) {
+  return read_text(*files.open(path), kLongestText, too_long);
 }
 
 // Throws `fault`, an error of config.json, as the reason why `what` of `tensor` can't be
@@ -242,7 +242,7 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
   const ParsedFlags parsed(flags);
   Checkpoint checkpoint = open_checkpoint(files, flags.directory);
   std::optional<std::string> recipe;
-  if (!flags.recipe.empty()) recipe = text_of(files, flags.recipe);
+  if (!flags.recipe.empty()) recipe = text_of(files, flags.recipe, Category::mismatch);
   return run_of(files, flags, parsed, std::move(checkpoint), std::move(recipe));
 }
 
@@ -301,7 +301,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
   require_sense(deepspeed);
   std::optional<PastRun> past;
   if (!of_plan.from.empty()) {
-    past = read_past_run(text_of(files, of_plan.from), base_name(of_plan.from));
+    past = read_past_run(text_of(files, of_plan.from, Category::usage), base_name(of_plan.from));
   }
   const Run run = open_run(files, flags);
   PlanReport report{.checkpoint = facts_of(run.checkpoint),
@@ -313,7 +313,7 @@ PlanReport plan_report(FileSystem& files, const RunFlags& flags, const PlanFlags
   if (!deepspeed.config.empty()) {
     const int ranks_of_node = std::min(flags.ranks, flags.ranks_per_node.value_or(flags.ranks));
     const DeepSpeedConfig config = naming_file(base_name(deepspeed.config), [&] {
-      return read_deepspeed(text_of(files, deepspeed.config), flags.ranks);
+      return read_deepspeed(text_of(files, deepspeed.config, Category::usage), flags.ranks);
     });
     report.deepspeed = deepspeed_forecast(
         config, trained_sizes(run.recipe),

@@ -56,11 +56,29 @@ uint64_t Manifest::data_bytes() const noexcept {
   return bytes;
 }
 
+uint64_t digest_chunks_of(const Stored& stored) noexcept {
+  return (stored.at.bytes() + kDigestChunkBytes - 1) / kDigestChunkBytes;
+}
+
+uint64_t Manifest::digest_chunks() const noexcept {
+  uint64_t chunks = 0;
+  for (const Stored& stored : tensors) chunks += digest_chunks_of(stored);
+  return chunks;
+}
+
 uint64_t Manifest::held_bytes() const noexcept {
   uint64_t bytes = files.size() * sizeof(DataFile) + tensors.size() * sizeof(Stored);
   for (const DataFile& file : files) bytes += heap_bytes(file.name);
   for (const Stored& stored : tensors) bytes += heap_bytes(stored.spec);
-  return bytes;
+  if (recorded.empty()) return bytes;
+  // By chunk: its digest, three sums, a mark, and what a rank hands to the launcher. By tensor: two
+  // numbers.
+  const uint64_t chunks = recorded.size();
+  return bytes + heap_block_bytes(chunks * 8) + heap_block_bytes(chunks * 24) +
+         heap_block_bytes(chunks / 8 + 8) + round_up(handed_over_bytes(), kPageBytes) +
+         2 * heap_block_bytes((tensors.size() + 1) * 8);
 }
+
+uint64_t Manifest::handed_over_bytes() const noexcept { return 40 * (recorded.size() + 1); }
 
 }  // namespace modicum

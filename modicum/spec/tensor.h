@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "modicum/base/base.h"
 #include "modicum/spec/digest.h"
 #include "modicum/spec/dtype.h"
 
@@ -96,6 +97,11 @@ struct DataFile {
   bool operator==(const DataFile&) const = default;
 };
 
+// The record of a saved checkpoint directory has a digest for each chunk of a tensor: 4 MiB, the
+// last one may be shorter.
+constexpr uint64_t kDigestChunkBytes = 4 * kMiB;
+uint64_t digest_chunks_of(const Stored& stored) noexcept;
+
 // A validated checkpoint: the tensors of a file tile its data without gap or overlap. Tensors are
 // sorted by (file, begin), so the order of indices is the order of a sequential read.
 struct Manifest {
@@ -106,8 +112,15 @@ struct Manifest {
   Digest identity;
   bool only_rank_0 = false;  // the files are in rank 0's memory, unreadable for other ranks
 
-  uint64_t data_bytes() const noexcept;  // sum over the tensors
-  uint64_t held_bytes() const noexcept;  // host memory of this value; equal for equal values
+  // The recorded digests of all chunks, in the order of `tensors`; empty without a record.
+  std::vector<uint64_t> recorded;
+
+  uint64_t data_bytes() const noexcept;     // sum over the tensors
+  uint64_t digest_chunks() const noexcept;  // sum over the tensors
+  // Host memory of this value, and of a rank that compares values with `recorded` (Compared); equal
+  // for equal values.
+  uint64_t held_bytes() const noexcept;
+  uint64_t handed_over_bytes() const noexcept;  // the most that Compared::bytes returns
 };
 
 }  // namespace modicum

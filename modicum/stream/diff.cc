@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "modicum/kernels/kernels.h"
+#include "modicum/stream/compared.h"
 #include "modicum/stream/reader.h"
 
 namespace modicum {
@@ -22,10 +23,34 @@ double distance(double a, double b) noexcept {
   return std::isfinite(difference) ? difference : std::numeric_limits<double>::infinity();
 }
 
+// One of the two checkpoints.
+struct DiffSource {
+  explicit DiffSource(const Checkpoint& of) : checkpoint(of), compared(of.manifest) {}
+
+  const Checkpoint& checkpoint;
+  Compared compared;
+};
+
+// Reads a source, and compares what it reads with the source's record.
+class DiffReader {
+ public:
+  explicit DiffReader(DiffSource& of) : of_(of), reader_(of.checkpoint) {}
+  void read(const Stored& stored, uint64_t at, std::span<std::byte> into) {
+    reader_.read(stored.at.file, stored.at.begin + at, into);
+    const auto index = &stored - of_.checkpoint.manifest.tensors.data();
+    of_.compared.add(static_cast<uint32_t>(index), at, into);
+  }
+  void finish() { reader_.finish(); }
+
+ private:
+  DiffSource& of_;
+  DataReader reader_;
+};
+
 // Compares the values of two tensors of equal shape.
 class Comparison {
  public:
-  Comparison(const Checkpoint& a, const Checkpoint& b, FunctionRef<void(uint64_t)> poll)
+  Comparison(DiffSource& a, DiffSource& b, FunctionRef<void(uint64_t)> poll)
       : a_(a), b_(b), poll_(poll), buffer_(kDiffBytes) {}
 
   // The difference of the values of two tensors of equal dtype, if any.
@@ -35,8 +60,8 @@ class Comparison {
     const auto from_b = std::span(buffer_).subspan(from_a.size());
     for (uint64_t done = 0; done < of_a.at.bytes(); done += from_a.size()) {
       const uint64_t n = std::min<uint64_t>(from_a.size(), of_a.at.bytes() - done);
-      a_.read(of_a.at.file, of_a.at.begin + done, from_a.first(n));
-      b_.read(of_b.at.file, of_b.at.begin + done, from_b.first(n));
+      a_.read(of_a, done, from_a.first(n));
+      b_.read(of_b, done, from_b.first(n));
       poll_(n);
       if (std::memcmp(from_a.data(), from_b.data(), n) == 0) continue;
       const Side a{from_a.data(), of_a.spec.dtype}, b{from_b.data(), of_b.spec.dtype};
@@ -59,9 +84,8 @@ class Comparison {
     const int64_t numel = numel_of(of_a.spec.shape);
     for (int64_t done = 0; done < numel; done += most) {
       const int64_t n = std::min(most, numel - done);
-      const auto read = [&](DataReader& reader, const Stored& of, std::span<std::byte> into) {
-        reader.read(of.at.file, of.at.begin + bytes_of(of.spec.dtype, done),
-                    into.first(bytes_of(of.spec.dtype, n)));
+      const auto read = [&](DiffReader& reader, const Stored& of, std::span<std::byte> into) {
+        reader.read(of, bytes_of(of.spec.dtype, done), into.first(bytes_of(of.spec.dtype, n)));
         return Side{into.data(), of.spec.dtype};
       };
       const Side a = read(a_, of_a, from_a), b = read(b_, of_b, from_b);
@@ -132,7 +156,7 @@ class Comparison {
     }
   }
 
-  DataReader a_, b_;
+  DiffReader a_, b_;
   const FunctionRef<void(uint64_t)> poll_;
   std::vector<std::byte> buffer_;
 };
@@ -182,8 +206,9 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
       difference_of[t]->count = numel_of(spec.shape);
     }
   }
+  DiffSource from_a(a), from_b(b);
   run_workers(threads, [&](int worker) {
-    Comparison comparison(a, b, poll);
+    Comparison comparison(from_a, from_b, poll);
     for (size_t t = static_cast<size_t>(worker); t < tensors.size();
          t += static_cast<size_t>(threads)) {
       const Stored* const other = to_compare[t];
@@ -194,6 +219,11 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
     }
     comparison.finish();
   });
+  all.with_record = from_a.compared.finish();
+  const ComparedValues of_b = from_b.compared.finish();
+  all.with_record.bytes += of_b.bytes;
+  std::vector<std::string>& names = all.with_record.not_compared;
+  names.insert(names.end(), of_b.not_compared.begin(), of_b.not_compared.end());
   for (std::optional<Difference>& difference : difference_of) {
     if (difference) all.found.push_back(std::move(*difference));
   }

@@ -96,7 +96,8 @@ class Load {
           slot(share.subspan(share.empty() ? 0 : load.plan_.staging.table_bytes)),
           codes(load.checkpoint_, load.reading(index_of)),
           scales(load.checkpoint_),
-          writer(load.plan_, load.sink_, {load.coverage_, load.ties_}, load.options_, slot) {}
+          writer(load.plan_, load.sink_, {load.coverage_, load.ties_, load.options_.compared},
+                 load.options_, slot) {}
 
     bool is_my_turn() noexcept { return next++ % count == index; }
     bool is_last() const noexcept { return index == count - 1; }

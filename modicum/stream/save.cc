@@ -264,6 +264,7 @@ class Save {
       for (uint64_t done = 0; done < source.bytes(); done += worker.tile.size()) {
         const uint64_t n = std::min<uint64_t>(worker.tile.size(), source.bytes() - done);
         worker.source.read(source.file, source.begin + done, worker.tile.first(n));
+        if (run_.compared != nullptr) run_.compared->add(from, done, worker.tile.first(n));
         put(worker, {saved.file, saved.begin + done, saved.begin + done + n}, worker.tile.first(n));
       }
     }

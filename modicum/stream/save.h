@@ -15,6 +15,7 @@
 
 namespace modicum {
 
+class Compared;
 struct RankContext;
 
 struct SaveForm {
@@ -84,6 +85,7 @@ struct SaveRun {
   Sink& from;       // the buffers that were loaded
   int threads = 1;  // upper limit
   Snapshot* snapshot = nullptr;
+  Compared* compared = nullptr;  // if set, receives the copies from the source
 };
 // Saves one rank's part of the plan. All ranks call it at the same time; `sums` receives the sums
 // of this rank's writes. Charges its memory, which is that of footprint() and the staging, to the

@@ -68,7 +68,8 @@ SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, 
   return outcome;
 }
 
-uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext& at) {
+uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext& at,
+                    Compared& compared) {
   uint64_t read = 0;
   run_rank_workers(*at.board, at.rank, 1, [&](int) {
     DataReader reader(checkpoint);
@@ -77,6 +78,7 @@ uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext
         at.board->check();
         const Extent& stored = checkpoint.manifest.tensors[part.stored].at;
         reader.read(stored.file, stored.begin + part.at, part.bytes);
+        compared.add(part.stored, part.at, part.bytes);
         at.board->beat(at.rank, part.bytes.size());
       });
     });

@@ -14,6 +14,7 @@ namespace modicum {
 struct RankContext;
 struct SaveFiles;
 struct SaveOutcome;
+class Compared;
 class Snapshot;
 
 // Host memory for bytes [at, at + bytes.size()) of stored tensor `stored`. Both ends must be at
@@ -37,8 +38,9 @@ constexpr uint64_t kSnapshotStagingBytes = 1 * kMiB;
 // together must cover each byte of each tensor once. A background save (with a snapshot) charges
 // kSnapshotStagingBytes; otherwise no staging is needed. In all other respects like `save`.
 SaveOutcome save_spans(const SpansSave& what, Spans spans, const SaveFiles& to, ChunkSums& sums);
-// Reads into this rank's spans. Returns the bytes read. Throws FORMAT.TRUNC, IO; CONFLICT if a file
-// changed; PEER if another rank failed.
-uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext& at);
+// Reads into this rank's spans, and adds what it has read to `compared`. Returns the bytes read.
+// Throws FORMAT.TRUNC, IO; CONFLICT if a file changed; PEER if another rank failed.
+uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext& at,
+                    Compared& compared);
 
 }  // namespace modicum

@@ -9,6 +9,7 @@
 #include "modicum/memory/memory.h"
 #include "modicum/plan/plan.h"
 #include "modicum/ranks/ranks.h"
+#include "modicum/stream/compared.h"      // IWYU pragma: export
 #include "modicum/stream/diff.h"          // IWYU pragma: export
 #include "modicum/stream/file_sink.h"     // IWYU pragma: export
 #include "modicum/stream/range_losses.h"  // IWYU pragma: export
@@ -38,6 +39,7 @@ struct LoadOptions {
   std::function<std::span<const std::byte>(uint32_t ordinal)> caller;
   // If set, receives the losses of all casts, with indices in the rank's local buffers.
   RangeLosses* losses = nullptr;
+  Compared* compared = nullptr;  // if set, receives all stored elements that are loaded
   uint64_t init_seed = 0;  // values of `init` rules depend only on this seed, the FQN and the index
 };
 
@@ -76,15 +78,8 @@ void check_values(const Plan& plan, int rank, Sink& sink, ExpectedElements expec
                   const LoadOptions& options = {});
 
 // The rank's part of the model's digest (DigestSum), from the sink's host memory. This and the next
-// two functions call `poll` before each tensor or flat group; an exception from it ends the call.
+// function call `poll` before each tensor or flat group; an exception from it ends the call.
 uint64_t digest_of_rank(const Plan& plan, int rank, Sink& sink, Poll poll = kNoPoll);
-
-// The rank's part of the digest of stored tensors, computed from the elements that the load has put
-// into the sink's host memory. Over all ranks it adds up to the sum of these tensors' chunk digests
-// in the record of the step (a saved checkpoint directory). included[s]: whether stored tensor s is
-// included; only tensors for which held_whole is true may be.
-uint64_t stored_digest_of_rank(const Plan& plan, int rank, Sink& sink,
-                               const std::vector<bool>& included, Poll poll = kNoPoll);
 
 struct DumpFile {
   FileSystem& files;

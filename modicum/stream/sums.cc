@@ -25,10 +25,6 @@ uint64_t unit_bytes(const TensorSpec& spec) noexcept {
   return static_cast<uint64_t>(std::max(8, bits_per_element(spec.dtype))) / 8;
 }
 
-uint64_t chunks_of(const Stored& stored) noexcept {
-  return (stored.at.bytes() + ChunkSums::kChunkBytes - 1) / ChunkSums::kChunkBytes;
-}
-
 }  // namespace
 
 uint64_t digest_seed(const TensorSpec& spec) {
@@ -40,22 +36,32 @@ uint64_t digest_of_empty(const TensorSpec& spec) {
   return name_hash(fmt::format("{:016x}", digest_seed(spec)));
 }
 
+uint64_t ChunkSums::chunks_of(const Stored& stored) noexcept {
+  return (stored.at.bytes() + kChunkBytes - 1) / kChunkBytes;
+}
+
+uint64_t ChunkSums::chunks_of_file(const Manifest& manifest, uint32_t file) noexcept {
+  uint64_t chunks = 0;
+  for (const Stored& stored : manifest.tensors) {
+    if (stored.at.file == file) chunks += chunks_of(stored);
+  }
+  return chunks;
+}
+
 ChunkSums::ChunkSums(const Manifest& manifest, uint64_t point)
     : manifest_(manifest), powers_(point) {
   uint64_t chunks = 0;
   for (const Stored& stored : manifest.tensors) {
     begins_.push_back(chunks);
     seeds_.push_back(digest_seed(stored.spec));
-    chunks += chunks_of(stored);
+    chunks += digest_chunks_of(stored);
   }
   begins_.push_back(chunks);
   chunks_.resize(chunks);
 }
 
 uint64_t ChunkSums::held_bytes(const Manifest& manifest) noexcept {
-  uint64_t chunks = 0;
-  for (const Stored& stored : manifest.tensors) chunks += chunks_of(stored);
-  return heap_block_bytes(chunks * sizeof(ChunkSum)) +
+  return heap_block_bytes(manifest.digest_chunks() * sizeof(ChunkSum)) +
          2 * heap_block_bytes((manifest.tensors.size() + 1) * sizeof(uint64_t));
 }
 
@@ -68,13 +74,7 @@ void ChunkSums::add(uint32_t stored, uint64_t at, std::span<const std::byte> byt
     const uint64_t digest = digest_run(seeds_[stored], bytes.data(), static_cast<int>(unit),
                                        static_cast<int64_t>(first), static_cast<int64_t>(count));
     const uint64_t fingerprint = powers_.sum(first, 1, count);
-    {
-      const std::lock_guard lock(mutex_);
-      ChunkSum& sum = chunks_[begins_[stored] + chunk];
-      sum.count += count;
-      sum.fingerprint = Powers::add(sum.fingerprint, fingerprint);
-      sum.digest += digest;
-    }
+    add_sum(begins_[stored] + chunk, {count, fingerprint, digest});
     at += n;
     bytes = bytes.subspan(n);
   }
@@ -95,6 +95,53 @@ void ChunkSums::add(const Extent& at, std::span<const std::byte> bytes) {
   }
 }
 
+// The runs that end in the chunk of the first one are added together: a sum over short runs would
+// otherwise take longer than their digest.
+void ChunkSums::add(uint32_t stored, const Runs& runs, const std::byte* from) {
+  const TensorSpec& spec = manifest_.tensors[stored].spec;
+  const auto bits = static_cast<uint64_t>(bits_per_element(spec.dtype));
+  const auto bytes = [bits](int64_t elements) {
+    return static_cast<uint64_t>(elements) * bits / 8;
+  };
+  const uint64_t run_bytes = bytes(runs.length), stride = bytes(runs.stride);
+  if (run_bytes == 0 || runs.count == 0) return;
+  if (runs.count == 1 || stride == run_bytes) {
+    return add(stored, bytes(runs.first), {from, static_cast<uint64_t>(runs.count) * run_bytes});
+  }
+  MODICUM_ASSERT(runs.stride > 0);
+  const uint64_t unit = unit_bytes(spec);
+  const auto count = static_cast<uint64_t>(runs.count);
+  for (uint64_t k = 0; k < count;) {
+    const uint64_t at = bytes(runs.first) + k * stride;
+    const std::byte* const first = from + k * stride;
+    const uint64_t chunk = at / kChunkBytes, end = (chunk + 1) * kChunkBytes;
+    if (at + run_bytes > end) {
+      add(stored, at, {first, run_bytes});
+      ++k;
+      continue;
+    }
+    const uint64_t n = std::min(count - k, (end - at - run_bytes) / stride + 1);
+    const auto length = static_cast<int64_t>(run_bytes / unit);
+    uint64_t digest = 0;
+    for (uint64_t i = 0; i < n; ++i) {
+      digest += digest_run(seeds_[stored], first + i * stride, static_cast<int>(unit),
+                           static_cast<int64_t>((at + i * stride) / unit), length);
+    }
+    const uint64_t fingerprint =
+        powers_.sum(at / unit, {1, run_bytes / unit}, {static_cast<int64_t>(stride / unit), n});
+    add_sum(begins_[stored] + chunk, {n * (run_bytes / unit), fingerprint, digest});
+    k += n;
+  }
+}
+
+void ChunkSums::add_sum(uint64_t chunk, const ChunkSum& more) {
+  const std::lock_guard lock(mutex_);
+  ChunkSum& sum = chunks_[chunk];
+  sum.count += more.count;
+  sum.fingerprint = Powers::add(sum.fingerprint, more.fingerprint);
+  sum.digest += more.digest;
+}
+
 std::vector<std::byte> ChunkSums::bytes() const {
   std::vector<std::byte> out;
   for (uint64_t c = 0; c < chunks_.size(); ++c) {
@@ -106,6 +153,8 @@ std::vector<std::byte> ChunkSums::bytes() const {
   return out;
 }
 
+uint64_t ChunkSums::most_bytes() const noexcept { return chunks_.size() * sizeof(Entry); }
+
 void ChunkSums::merge(std::span<const std::byte> sums) {
   const auto refuse = [] {
     fail(Category::integrity, "the sums of a rank belong to other files than the saved ones");
@@ -115,16 +164,32 @@ void ChunkSums::merge(std::span<const std::byte> sums) {
     Entry entry;
     std::memcpy(&entry, sums.data(), sizeof entry);
     if (entry.chunk >= chunks_.size() || entry.sum.fingerprint >= Powers::kPrime) refuse();
-    ChunkSum& sum = chunks_[entry.chunk];
-    sum.count += entry.sum.count;
-    sum.fingerprint = Powers::add(sum.fingerprint, entry.sum.fingerprint);
-    sum.digest += entry.sum.digest;
+    add_sum(entry.chunk, entry.sum);
   }
 }
 
 uint64_t ChunkSums::chunk_numel(uint32_t stored, uint64_t chunk) const noexcept {
   const Stored& tensor = manifest_.tensors[stored];
   return std::min(kChunkBytes, tensor.at.bytes() - chunk * kChunkBytes) / unit_bytes(tensor.spec);
+}
+
+std::optional<uint64_t> ChunkSums::times(uint32_t stored, uint64_t chunk) const noexcept {
+  const ChunkSum& sum = chunks_[begins_[stored] + chunk];
+  const uint64_t numel = chunk_numel(stored, chunk);
+  if (sum.count % numel != 0) return std::nullopt;
+  const uint64_t times = sum.count / numel;
+  const uint64_t first = chunk * (kChunkBytes / unit_bytes(manifest_.tensors[stored].spec));
+  // The fingerprint of adding all elements `times` times, by doubling.
+  uint64_t expected = 0, doubled = powers_.sum(first, 1, numel);
+  for (uint64_t left = times; left > 0; left /= 2) {
+    if (left % 2 == 1) expected = Powers::add(expected, doubled);
+    doubled = Powers::add(doubled, doubled);
+  }
+  return sum.fingerprint == expected ? std::optional(times) : std::nullopt;
+}
+
+void ChunkSums::reset(uint32_t stored, uint64_t chunk) noexcept {
+  chunks_[begins_[stored] + chunk] = {};
 }
 
 void ChunkSums::prove() const {

@@ -3,9 +3,11 @@
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <vector>
 
+#include "modicum/checkpoint/checkpoint.h"
 #include "modicum/spec/spec.h"
 
 namespace modicum {
@@ -33,12 +35,14 @@ struct ChunkSum {
 //   merged             proven            proven            proven
 class ChunkSums {
  public:
-  static constexpr uint64_t kChunkBytes = 4 * kMiB;
+  static constexpr uint64_t kChunkBytes = kDigestChunkBytes;
 
   // `point`: above 1 and below Powers::kPrime, the same on all ranks of a save, independent of the
   // plan.
   ChunkSums(const Manifest& manifest, uint64_t point);
   ChunkSums(const Manifest&&, uint64_t) = delete;
+  static uint64_t chunks_of(const Stored& stored) noexcept;
+  static uint64_t chunks_of_file(const Manifest& manifest, uint32_t file) noexcept;
   // The memory of a ChunkSums for this manifest.
   static uint64_t held_bytes(const Manifest& manifest) noexcept;
 
@@ -47,19 +51,28 @@ class ChunkSums {
   void add(uint32_t stored, uint64_t at, std::span<const std::byte> bytes);
   // Adds a write to an extent of a file, which may contain several tensors.
   void add(const Extent& at, std::span<const std::byte> bytes);
+  // Adds runs of a stored tensor's elements. `from` points to the first element; the others follow
+  // at the distances that they have in the tensor.
+  void add(uint32_t stored, const Runs& runs, const std::byte* from);
 
-  // bytes() serialises the sums of the chunks that were written to. `merge` adds the sums that
-  // another rank has serialised; throws INTEGRITY if they can't belong to this manifest.
+  // bytes() serialises the sums of the chunks that were written to, in most_bytes() or less.
+  // `merge` adds the sums that another rank has serialised; throws INTEGRITY if they can't belong
+  // to this manifest.
   std::vector<std::byte> bytes() const;
+  uint64_t most_bytes() const noexcept;
   void merge(std::span<const std::byte> sums);
 
   // Throws INTEGRITY, naming the first tensor with an element that was not written exactly once.
   void prove() const;
+  // How often each element of a chunk was added; nullopt unless equally often.
+  std::optional<uint64_t> times(uint32_t stored, uint64_t chunk) const noexcept;
+  void reset(uint32_t stored, uint64_t chunk) noexcept;  // forgets the additions
   // By chunk of the tensor.
   std::span<const ChunkSum> of_tensor(uint32_t stored) const noexcept;
   uint64_t digest_of_tensor(uint32_t stored) const noexcept;
 
  private:
+  void add_sum(uint64_t chunk, const ChunkSum& more);
   uint64_t chunk_numel(uint32_t stored, uint64_t chunk) const noexcept;
 
   const Manifest& manifest_;

@@ -61,7 +61,7 @@ class Verify {
                      const std::vector<StepTensor>& tensors) {
     std::map<std::string_view, const StepTensor*> recorded;
     for (const StepTensor& tensor : tensors) recorded[tensor.spec.fqn] = &tensor;
-    const Checkpoint checkpoint = open_checkpoint(files_, directory);
+    const Checkpoint checkpoint = open_checkpoint(files_, directory, Record::ignored);
     for (const Stored& stored : checkpoint.manifest.tensors) {
       const std::string name = prefix + checkpoint.manifest.files[stored.at.file].name;
       const auto file = std::find_if(out_.files.begin(), out_.files.end(),
@@ -140,6 +140,21 @@ const Error* Verified::first_fault() const noexcept {
 Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
                      const VerifyPart& part) {
   return Verify(files, path, poll, part).run();
+}
+
+std::optional<Error> damage_of_step(FileSystem& files, const std::string& path,
+                                    FunctionRef<void()> poll, const VerifyPart& part) {
+  try {
+    const Verified verified = verify_step(files, path, poll, part);
+    for (const VerifiedFile& file : verified.files) {
+      if (file.fault && is_damage(file.fault->category())) return file.fault;
+    }
+    if (const Error* const fault = verified.first_fault()) throw *fault;
+    return std::nullopt;
+  } catch (const Error& error) {
+    if (!is_damage(error.category())) throw;
+    return error;
+  }
 }
 
 }  // namespace modicum

@@ -35,5 +35,9 @@ struct VerifyPart {
 // not list.
 Verified verify_step(FileSystem& files, const std::string& path, FunctionRef<void()> poll,
                      const VerifyPart& part = {});
+// The first error of verify_step that is damage (is_damage), recorded or thrown. If there is none,
+// throws the first other error: a file that could not be read is not known to be damaged.
+std::optional<Error> damage_of_step(FileSystem& files, const std::string& path,
+                                    FunctionRef<void()> poll, const VerifyPart& part = {});
 
 }  // namespace modicum

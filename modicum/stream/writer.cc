@@ -25,6 +25,7 @@ Writer::Writer(const Plan& plan, Sink& sink, const Proofs& proofs, const LoadOpt
       sink_(sink),
       coverage_(proofs.coverage),
       ties_(proofs.ties),
+      compared_(proofs.compared),
       options_(options),
       cast_room_(slot.subspan(std::min<size_t>(slot.size(), plan.staging.tile_bytes))) {}
 
@@ -41,13 +42,17 @@ std::span<std::byte> Writer::place_of(const Transfer& transfer) noexcept {
                bytes_of(transfer.to_dtype, transfer.runs.length));
 }
 
-void Writer::placed(const Transfer& transfer) noexcept {
+void Writer::placed(const Transfer& transfer) {
+  if (compared_ != nullptr) compared_->add(transfer, place_of(transfer).data());
   ties_.add(transfer, sink_.host(transfer.buffer));
   done(transfer);
 }
 
 void Writer::put(const Transfer& transfer, const std::byte* from, const ScalesAtHand& scales) {
   MODICUM_ASSERT(!transfer.dequantises() || scales.bytes != nullptr);
+  if (compared_ != nullptr && transfer.source == Transfer::Source::stored) {
+    compared_->add(transfer, from);
+  }
   const Conversion how(plan_, transfer, scales);
   if (transfer.compared) {
     std::array<std::byte, kCompareRoomBytes> room;

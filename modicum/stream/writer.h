@@ -5,6 +5,7 @@
 #include <span>
 
 #include "modicum/plan/plan.h"
+#include "modicum/stream/compared.h"
 #include "modicum/stream/coverage.h"
 #include "modicum/stream/scales.h"
 #include "modicum/stream/sink.h"
@@ -20,6 +21,7 @@ class Writer {
   struct Proofs {
     Coverage& coverage;
     Ties& ties;
+    Compared* compared = nullptr;
   };
   Writer(const Plan& plan, Sink& sink, const Proofs& proofs, const LoadOptions& options,
          std::span<std::byte> slot) noexcept;
@@ -30,7 +32,7 @@ class Writer {
   // Carries out a transfer that reads no file: zero, init or caller.
   void make(const Transfer& transfer);
   // Counts a transfer whose bytes were read straight into the sink's host memory.
-  void placed(const Transfer& transfer) noexcept;
+  void placed(const Transfer& transfer);
   // The host memory into which a direct read of `transfer` puts its bytes.
   std::span<std::byte> place_of(const Transfer& transfer) noexcept;
 
@@ -61,6 +63,7 @@ class Writer {
   Sink& sink_;
   Coverage& coverage_;
   Ties& ties_;
+  Compared* const compared_;
   const LoadOptions& options_;
   const std::span<std::byte> cast_room_;
   uint64_t bytes_loaded_ = 0;

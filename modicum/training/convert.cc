@@ -156,7 +156,7 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
   const Run& run = task.load.run;
   ConversionJournal conversion(
       *run.files, task.out,
-      {inputs_of(task), owner_of_conversion(), is_owner_dead, casts_can_lose(run)});
+      {inputs_of(task), owner_of_conversion(), is_owner_dead, casts_can_lose(run), task.adopts});
   std::vector<ConvertPart> parts;
   parts.push_back(
       {run.checkpoint, run.recipe, task.form, "", task.keeps_holes, {}, {}, task.allow_overflow});
@@ -170,7 +170,8 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
                        .path = task.out,
                        .written_bytes = of.written_bytes,
                        .kept_files = of.kept_files,
-                       .digest = of.load.digest};
+                       .digest = of.load.digest,
+                       .compared = world.compared.merged()};
   add_losses(conversion, report);
   add_companions(task, conversion, report);
   add_published(report, conversion.publish());

@@ -14,6 +14,7 @@ namespace {
 
 // Any valid point for ChunkSums, whose proof is not used here: the load proves its coverage.
 constexpr uint64_t kPoint = 2;
+constexpr uint64_t kRestRoomBytes = 256 * kKiB;  // fits into the staging, which is free then
 
 ConvertedFile finished_file(const ConvertPart& part, uint32_t file, const ChunkSums* sums) {
   const Manifest& manifest = part.form.manifest();
@@ -104,37 +105,57 @@ Converted ConvertRank::live() {
 
 void ConvertRank::convert(const ConvertPart& part) {
   const Manifest& saved = part.form.manifest();
-  std::optional<ChunkSums> sums;
-  if (part.checks) sums.emplace(saved, kPoint);
+  std::optional<ChunkSums> written;
+  std::optional<Compared> read;  // not if `checks` compares the same values
+  if (part.checks) {
+    written.emplace(saved, kPoint);
+  } else {
+    read.emplace(part.source.manifest);
+  }
+  const Sums sums{written ? &*written : nullptr, read ? &*read : nullptr};
   for (uint32_t f = 0; f < saved.files.size(); ++f) {
     const DataFile& file = saved.files[f];
     const ConvertedFile* const done =
-        world_.conversion.finished(part.folder + file.name, file.identity.size_bytes);
+        world_.conversion.finished(part.folder + file.name, file.identity.size_bytes,
+                                   part.checks ? ChunkSums::chunks_of_file(saved, f) : 0);
     if (done != nullptr) {
       if (done->losses) require_range(part, *done->losses);
       outcome_.load.digest += done->digest;
       ++outcome_.kept_files;
     } else {
-      outcome_.load.digest += convert(part, f, sums ? &*sums : nullptr);
+      world_.conversion.forget(part.folder + file.name);
+      outcome_.load.digest += convert(part, f, sums);
     }
   }
+  if (read) world_.compared.give(at_.rank, *read);
 }
 
-uint64_t ConvertRank::convert(const ConvertPart& part, uint32_t file, ChunkSums* sums) {
+// A chunk is read only in part if a recipe divides a stored tensor among targets. Its whole is
+// compared before the file counts as finished: a later call keeps the file without reading again.
+void ConvertRank::compare(const ConvertPart& part, Compared& read) {
+  read.compare();
+  if (!read.has_rest()) return;
+  const Buffer room = ledger_.charge(Purpose::staging, kRestRoomBytes);
+  outcome_.load.storage_read_bytes += read.compare_rest(part.source, room.bytes());
+}
+
+uint64_t ConvertRank::convert(const ConvertPart& part, uint32_t file, const Sums& sums) {
   const std::string directory = join_path(world_.conversion.directory(), part.folder);
   const SaveFiles to{*world_.task.run.files, directory};
   outcome_.written_bytes += create_file(part.form.manifest(), file, to,
                                         part.keeps_holes ? Space::sparse : Space::reserved);
   Loaded loaded;
   if (!part.form.targets_of(file).empty()) loaded = load_targets(part, file, to, sums);
+  if (sums.read != nullptr) compare(part, *sums.read);
   if (part.completes) {
     const auto beat = [this](uint64_t bytes) { world_.board.beat(at_.rank, bytes); };
-    const FileOutcome rest = part.completes({part.form.manifest(), file, to, *sums, ledger_, beat});
+    const FileOutcome rest =
+        part.completes({part.form.manifest(), file, to, *sums.written, ledger_, beat});
     outcome_.written_bytes += rest.written_bytes;
     outcome_.load.bytes_loaded += rest.written_bytes;
     outcome_.load.storage_read_bytes += rest.read_bytes;
   }
-  ConvertedFile finished = finished_file(part, file, sums);
+  ConvertedFile finished = finished_file(part, file, sums.written);
   finished.digest = loaded.digest;
   finished.losses = std::move(loaded.losses);
   world_.conversion.add(std::move(finished));
@@ -142,7 +163,7 @@ uint64_t ConvertRank::convert(const ConvertPart& part, uint32_t file, ChunkSums*
 }
 
 ConvertRank::Loaded ConvertRank::load_targets(const ConvertPart& part, uint32_t file,
-                                              const SaveFiles& to, ChunkSums* sums) {
+                                              const SaveFiles& to, const Sums& sums) {
   const std::span<const uint32_t> targets = part.form.targets_of(file);
   const Recipe recipe = part_of(part.recipe, targets, part.source.manifest.tensors.size());
   PlanOptions options = world_.task.plan.options;
@@ -152,10 +173,11 @@ ConvertRank::Loaded ConvertRank::load_targets(const ConvertPart& part, uint32_t 
   for (const uint32_t t : targets) places.push_back(part.form.places()[t]);
 
   FileSink sink(plan, part.form.manifest(), places, to,
-                {.keeps_holes = part.keeps_holes, .sums = sums});
+                {.keeps_holes = part.keeps_holes, .sums = sums.written});
   RangeLosses losses;
-  const LoadOutcome loaded = modicum::load(part.source, plan, at_, sink,
-                                           {.threads = world_.task.threads, .losses = &losses});
+  const LoadOutcome loaded =
+      modicum::load(part.source, plan, at_, sink,
+                    {.threads = world_.task.threads, .losses = &losses, .compared = sums.read});
   std::vector<TensorLoss> lost = losses_of(losses, plan);
   require_range(part, lost);
   sink.finish();

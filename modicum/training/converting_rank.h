@@ -82,9 +82,16 @@ class ConvertRank {
     uint64_t digest = 0;
     std::vector<TensorLoss> losses;
   };
+  // The sums of the written and of the read elements, if needed.
+  struct Sums {
+    ChunkSums* written = nullptr;
+    Compared* read = nullptr;
+  };
   // Returns the digest of the file's targets.
-  uint64_t convert(const ConvertPart& part, uint32_t file, ChunkSums* sums);
-  Loaded load_targets(const ConvertPart& part, uint32_t file, const SaveFiles& to, ChunkSums* sums);
+  uint64_t convert(const ConvertPart& part, uint32_t file, const Sums& sums);
+  Loaded load_targets(const ConvertPart& part, uint32_t file, const SaveFiles& to,
+                      const Sums& sums);
+  void compare(const ConvertPart& part, Compared& read);
 
   ConvertWorld& world_;
   const RankContext at_;

@@ -24,6 +24,12 @@ void require_node_flags(const RunFlags& flags, const NodeFlags& node) {
        {.expected = divisors, .got = fmt::format("{}", node.engine_tp)});
 }
 
+// A manifest as it will be opened from the saved step; the digests are not known yet.
+Manifest with_record(Manifest manifest) {
+  manifest.recorded.resize(manifest.digest_chunks());
+  return manifest;
+}
+
 void add_timelines(const Run& run, const NodeFlags& node, PlanReport& report) {
   const uint64_t engine_bytes = run.checkpoint.manifest.data_bytes();
   for (StrategyReport& of : report.strategies) {
@@ -58,10 +64,10 @@ void add_jobs(const RunFlags& flags, Run run, PlanReport& report) {
 Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
                  const StateFiles& state) {
   Checkpoint planned = saving.checkpoint;
-  planned.manifest = plan.manifest();
+  planned.manifest = with_record(plan.manifest());
   Run run = run_of(*saving.files, flags, std::move(planned), state_recipe_text(plan.plan()));
   state.require_of(run);
-  run.options.resume = resume_footprint_of(run.checkpoint.manifest, state);
+  run.options.resume = resume_footprint_of(with_record(state.manifest()), state);
   return run;
 }
 

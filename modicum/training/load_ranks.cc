@@ -71,7 +71,8 @@ class Dropped {
 class LoadRank {
  public:
   LoadRank(LoadWorld& world, int rank)
-      : task_(world.task),
+      : world_(world),
+        task_(world.task),
         board_(world.board),
         rank_(rank),
         loading_(world, rank,
@@ -83,6 +84,7 @@ class LoadRank {
     RankLoad& load = loading_.load;
     if (task_.run.options.destination == Destination::copy) dropped_.emplace(task_, rank_, load);
     load.load();
+    world_.compared.give(rank_, load.compared());
     if (task_.run.optimizer) {
       load.book_what_stays();
       naming_phase("step", [&] {
@@ -116,6 +118,7 @@ class LoadRank {
               heartbeat);
   }
 
+  const LoadWorld& world_;
   const LoadTask& task_;
   SharedBoard& board_;
   const int rank_;
@@ -136,6 +139,7 @@ LoadReport load_in_ranks(const LoadTask& task, ShowBytes show) {
                     .promise = task.plan.promise,
                     .ranks = outcomes_of<LoadRank>(world, show),
                     .checked = task.check};
+  report.compared = world.compared.merged();
   dump.finish();
   report.launcher_bytes = read_process_memory().held();
   report.cgroup_peak_bytes = world.cgroup_peak.bytes();

@@ -23,7 +23,8 @@ struct LoadTask {
   uint64_t budget_bytes = 0;  // per node, for `modicum watch`; 0: none
 };
 // If the run has an optimizer, also allocates its state, but makes no step. On failure removes the
-// directory `dump` that it has created. Throws the errors of run_ranks.
+// directory `dump` that it has created. Throws the errors of run_ranks; INTEGRITY if a value of a
+// step is not the saved one.
 LoadReport load_in_ranks(const LoadTask& task, ShowBytes show);
 
 }  // namespace modicum

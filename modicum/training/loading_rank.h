@@ -5,13 +5,18 @@
 #include <utility>
 
 #include "modicum/probe/probe.h"
+#include "modicum/training/compared_pages.h"
 #include "modicum/training/load_ranks.h"
 #include "modicum/training/rank_load.h"
 
 namespace modicum {
 
 struct LoadWorld : World {
-  explicit LoadWorld(const LoadTask& of) : World(of.plan.ranks()), task(of), rings(of.plan) {
+  explicit LoadWorld(const LoadTask& of)
+      : World(of.plan.ranks()),
+        task(of),
+        rings(of.plan),
+        compared(of.run.checkpoint.manifest, of.plan.ranks()) {
     budget_bytes = of.budget_bytes;
     const Promise& promise = of.plan.promise;
     const int node = worst_node(promise);
@@ -21,6 +26,7 @@ struct LoadWorld : World {
 
   const LoadTask& task;
   Rings rings;
+  const ComparedPages compared;
 };
 
 // A rank's ledger, its exchange and its load.

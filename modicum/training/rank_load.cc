@@ -19,6 +19,11 @@ const Plan& agreed(const RankLoadTask& task) {
   return task.plan;
 }
 
+// The state of torch's optimizers is loaded like a model.
+std::string folder_in_step(const Checkpoint& checkpoint) {
+  return base_name(checkpoint.directory) == kStateDirectory ? kStateFolder : "";
+}
+
 ReportedPhase begun(const RankLoadTask& task) {
   const Reporter& reporter = task.at.ledger->reporter();
   reporter.promise(task.plan.promise, task.at.rank);
@@ -32,13 +37,17 @@ RankLoad::RankLoad(const RankLoadTask& task, HostSink::Given given, HostSink::Co
       phase_(begun(task)),
       outcome_{.rank = task.at.rank, .pid = static_cast<int32_t>(getpid())},
       held_before_(task.at.ledger->held().total()),
-      shards_(agreed(task), task.at.rank, *task.at.ledger, std::move(given), std::move(copy)) {}
+      shards_(agreed(task), task.at.rank, *task.at.ledger, std::move(given), std::move(copy)),
+      compared_(*task.plan.manifest, folder_in_step(task.checkpoint)) {}
 
 void RankLoad::load() {
   if (task_.check) shards_.poison([this] { task_.at.board->check(); });
-  static_cast<LoadOutcome&>(outcome_) = naming_phase("load", [this] {
-    return modicum::load(task_.checkpoint, task_.plan, task_.at, shards_, task_.options);
+  LoadOptions options = task_.options;
+  if (compared_.has_record()) options.compared = &compared_;
+  static_cast<LoadOutcome&>(outcome_) = naming_phase("load", [&] {
+    return modicum::load(task_.checkpoint, task_.plan, task_.at, shards_, options);
   });
+  compared_.compare();
   outcome_.loaded_ns = task_.clock.now_ns();
   outcome_.ledger_peak_bytes = task_.at.ledger->peak_since_mark() - held_before_;
   phase_.end();

@@ -44,6 +44,7 @@ class RehearsalRank {
 
   Rehearsed live() {
     loading_.load.load();
+    world_.compared.give(rank_, loading_.load.compared());
     outcome_.phases[0] = loading_.phase_of(loading_.load.outcome(), world_.board);
     loading_.load.book_what_stays();
     take_steps();
@@ -74,7 +75,7 @@ class RehearsalRank {
   void save(const RankOptimizer& optimizer) {
     outcome_.save = save_rank(*task_.save, *world_.place,
                               {rank_, &world_.board, nullptr, &loading_.ledger, gather_.get()},
-                              loading_.load.shards(), &optimizer);
+                              loading_.load, &optimizer);
     outcome_.phases[3] = loading_.later_phase(world_.board);
     outcome_.saved_digest = optimizer.digest().state;
   }
@@ -104,13 +105,18 @@ std::vector<PhaseReport> phases_of(const RehearsalTask& task,
 }  // namespace
 
 RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
+  if (task.save != nullptr) require_recordable(*task.save);
   const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
   std::optional<StepSave> step;
+  std::optional<DamagedStep> damaged;
   if (task.save != nullptr) {
-    step.emplace(*task.load.run.files, task.save->root, task.save->step, true);
+    FileSystem& files = *task.load.run.files;
+    damaged = set_damaged_aside(files, task.save->root, task.save->step, [&stop] { stop.check(); });
+    step.emplace(files, task.save->root, task.save->step, true);
   }
   RehearsalWorld world(task, step ? &*step : nullptr);
   const std::vector<Rehearsed> outcomes = outcomes_of<RehearsalRank>(world, show);
+  world.compared.merged();  // an error ends the rehearsal before the save is published
   RehearseReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                         .strategy = task.load.plan.strategy().name,
                         .format = *task.load.run.optimizer,
@@ -132,9 +138,10 @@ RehearseReport rehearse_in_ranks(const RehearsalTask& task, ShowBytes show) {
     if (outcome.taken.norm.finite) report.grad_norm = outcome.taken.norm.norm();
   }
   if (!step) return report;
-  SavedStep saved = publish(*step, *task.save, trained);
+  SavedStep saved = publish(*step, *task.save, trained, [&] { stop.check(); });
   report.saved = {saved.step, saved.path, saved.written_bytes + written_bytes};
   for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
+  if (damaged) report.checkpoint.warnings.push_back(warning_of(*damaged));
   return report;
 }
 

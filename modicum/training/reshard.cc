@@ -117,7 +117,7 @@ class Publication {
                .uuid = inputs.hex(),
                .world_size = task.step.found.record.world_size,
                .tool = task.step.found.record.tool};
-    for (const ConvertedFile& file : conversion.recorded()) digests_[file.name] = file.chunks;
+    for (ConvertedFile& file : conversion.recorded()) digests_[file.name] = std::move(file.chunks);
   }
 
   Published publish() {
@@ -141,24 +141,35 @@ class Publication {
     for (const DataFile& file : source.files) written_.insert(prefix + file.name);
     written_.insert(prefix + kIndexFile);
     const Manifest& manifest = form.manifest();
-    std::vector<const uint64_t*> next;  // by file: the first chunk of its next tensor
+    std::vector<std::span<const uint64_t>> left;  // by file: the digests of its further tensors
     for (uint32_t f = 0; f < manifest.files.size(); ++f) {
       const DataFile& file = manifest.files[f];
       const std::string header = output_header(manifest, f);
       record_.files.push_back(
           {prefix + file.name, file.identity.size_bytes, header.size(), digest_of(header)});
-      next.push_back(digests_.at(prefix + file.name).data());
+      left.push_back(digests_of(prefix + file.name, ChunkSums::chunks_of_file(manifest, f)));
     }
     for (const Stored& stored : manifest.tensors) {
-      const uint64_t chunks =
-          (stored.at.bytes() + ChunkSums::kChunkBytes - 1) / ChunkSums::kChunkBytes;
-      const uint64_t*& from = next[stored.at.file];
-      tensors.push_back({stored.spec, {from, from + chunks}});
-      from += chunks;
+      std::span<const uint64_t>& from = left[stored.at.file];
+      const uint64_t chunks = ChunkSums::chunks_of(stored);
+      const auto of_tensor = from.first(chunks);
+      tensors.push_back({stored.spec, {of_tensor.begin(), of_tensor.end()}});
+      from = from.subspan(chunks);
     }
     if (const std::string index = output_index(manifest); !index.empty()) {
       add(prefix + kIndexFile, index);
     }
+  }
+
+  // The digests of a file's tensors in the journal, which is read again from the disk.
+  std::span<const uint64_t> digests_of(const std::string& name, uint64_t chunks) const {
+    const auto found = digests_.find(name);
+    const uint64_t recorded = found == digests_.end() ? 0 : found->second.size();
+    if (found != digests_.end() && recorded == chunks) return found->second;
+    fail(Category::integrity, "the conversion's journal has been changed",
+         {.file = name,
+          .expected = fmt::format("{} digests of chunks", chunks),
+          .got = std::to_string(recorded)});
   }
 
   void copy(const StepFile& file) {
@@ -170,6 +181,10 @@ class Publication {
     const auto copied = copy_durably(*from, files_, place_of(file.name));
     if (!copied) {
       fail(Category::conflict, "the file changed while it was copied", {.file = file.name});
+    }
+    if (copied->digest != file.digest && file.digested_bytes == file.bytes) {
+      fail(Category::integrity, "the file is not the one that was saved",
+           {.file = file.name, .expected = file.digest.hex(), .got = copied->digest.hex()});
     }
     add_record({file.name, copied->bytes, copied->bytes, copied->digest});
   }
@@ -223,6 +238,14 @@ uint64_t digest_of(const std::vector<StepTensor>& tensors) {
   return digest;
 }
 
+void require_recordable(const ReshardTask& task) {
+  std::vector<const Manifest*> parts = {&task.form.weights().manifest()};
+  if (task.form.state() != nullptr) parts.push_back(&task.form.state()->manifest());
+  std::vector<std::string> others;
+  for (const StepFile& file : task.step.found.record.files) others.push_back(file.name);
+  modicum::require_recordable(parts, others);
+}
+
 // Checks the parts of the source that the rank process does not check: headers and files without
 // tensors. If the state's format changes, also checks all values, since the converted values have
 // no recorded digest to compare with.
@@ -268,7 +291,8 @@ void ReshardForm::restate_in(const FoundStep& step, const Run& weights,
     fail(Category::mismatch, "the step has no optimizer state", {.file = base_name(step.path)});
   }
   const std::string path = join_path(state_run_->checkpoint.directory, kStateFile);
-  facts_ = std::make_unique<StateFacts>(parse_state(read_text(*files.open(path))));
+  facts_ = std::make_unique<StateFacts>(
+      parse_state(read_text(*files.open(path), kLongestText, Category::integrity)));
   if (facts_->format == format) return;
   const std::vector<StateOf> from = parameters_of(step, *facts_, facts_->format, files);
   const std::vector<StateOf> to = parameters_of(step, *facts_, format, files);
@@ -308,9 +332,10 @@ Footprint ReshardForm::footprint(const Plan& plan) const {
 
 ConvertReport reshard_in_rank(const ReshardTask& task, ShowBytes show) {
   const Run& run = task.load.run;
+  require_recordable(task);
   const Digest inputs = inputs_of(task);
   ConversionJournal conversion(*run.files, task.out,
-                               {inputs, owner_of_conversion(), is_owner_dead});
+                               {inputs, owner_of_conversion(), is_owner_dead, false, task.adopts});
   check_source(task);
   if (task.form.state() != nullptr) {
     const std::string folder = join_path(conversion.directory(), kStateDirectory);

@@ -58,6 +58,7 @@ struct ReshardTask {
   const RecordedStep& step;
   const ReshardForm& form;
   std::string out;
+  bool adopts = false;  // see ConversionJournal::Inputs
 };
 // Writes the step to `out`, file by file, in a rank process. `out` exists only once it is a
 // complete and durable step. After a kill, a later call with the same inputs continues after the

@@ -61,7 +61,8 @@ class SaveRank {
     world_.grace.begin(rank_);
     outcome_.save = save_rank(task_, world_.place,
                               {rank_, &world_.board, nullptr, &loading_.ledger, gather_.get()},
-                              load.shards(), trained_ ? &trained_->optimizer() : nullptr);
+                              load, trained_ ? &trained_->optimizer() : nullptr);
+    world_.compared.give(rank_, load.compared());
     outcome_.end_ns = world_.clock.now_ns();
     world_.board.barrier(rank_);
     load.note_peaks();
@@ -95,52 +96,20 @@ class SaveRank {
 struct Resumed {
   // `resume` has the peaks until the state was read, `step` the later peaks.
   RankOutcome resume, step;
-  // This rank's parts of the digests of the compared tensors and of the state, as loaded.
-  uint64_t loaded_tensors = 0, loaded_state = 0;
   // This rank's parts of the digests of the model and of the state, after the steps.
   uint64_t model = 0, state = 0;
 };
 
-// The stored tensors of a step whose digests are compared with its record: each must be loaded
-// completely, once, and in its stored dtype.
-class Compared {
- public:
-  Compared(const Run& run, const RecordedDigests& recorded)
-      : is_compared_(held_whole(run.recipe, run.checkpoint.manifest)) {
-    const std::vector<uint32_t>& unused = run.recipe.unused;
-    for (uint32_t s = 0; s < is_compared_.size(); ++s) {
-      const TensorSpec& spec = run.checkpoint.manifest.tensors[s].spec;
-      const auto chunks = recorded.chunks_of(spec);
-      is_compared_[s] = is_compared_[s] && chunks;
-      if (is_compared_[s]) {
-        for (const uint64_t chunk : *chunks) digest_ += chunk;
-      } else if (!std::binary_search(unused.begin(), unused.end(), s)) {
-        left_out_.push_back(spec.fqn);
-      }
-    }
-  }
-
-  const std::vector<bool>& by_stored() const noexcept { return is_compared_; }
-  uint64_t digest() const noexcept { return digest_; }  // sum of their recorded digests
-  // Names of tensors that are loaded in part, more than once, or in another dtype.
-  const std::vector<std::string>& left_out() const noexcept { return left_out_; }
-
- private:
-  std::vector<bool> is_compared_;
-  uint64_t digest_ = 0;
-  std::vector<std::string> left_out_;
-};
-
 struct ResumeWorld : LoadWorld {
   explicit ResumeWorld(const ResumeTask& of)
-      : LoadWorld(of.load),
-        resume(of),
-        page(of.load.plan.ranks()),
-        compared(of.load.run, of.step.tensors) {}
+      : LoadWorld(of.load), resume(of), page(of.load.plan.ranks()) {
+    if (of.state == nullptr) return;
+    of_state.emplace(of.state->checkpoint.manifest, of.load.plan.ranks(), kStateFolder);
+  }
 
   const ResumeTask& resume;
   const NormPage page;
-  const Compared compared;
+  std::optional<ComparedPages> of_state;
 };
 
 class ResumeRank {
@@ -155,18 +124,15 @@ class ResumeRank {
   Resumed live() {
     RankLoad& load = loading_.load;
     load.load();
+    world_.compared.give(rank_, load.compared());
     load.book_what_stays();
     if (task_.state != nullptr) read_state(*task_.state);
     outcome_.resume = loading_.phase_of(load.outcome(), world_.board);
-    outcome_.loaded_tensors =
-        stored_digest_of_rank(world_.task.plan, rank_, load.shards(), world_.compared.by_stored(),
-                              [&load] { load.beat(); });
-    outcome_.loaded_state = state_digest();
     for (int i = 1; i <= task_.steps; ++i) trained_->steps().step(task_.state->facts.steps + i);
     outcome_.step = loading_.later_phase(world_.board);
     outcome_.model =
         digest_of_rank(world_.task.plan, rank_, load.shards(), [&load] { load.beat(); });
-    outcome_.state = task_.steps > 0 ? state_digest() : outcome_.loaded_state;
+    if (trained_) outcome_.state = trained_->optimizer().digest().state;
     return outcome_;
   }
 
@@ -179,16 +145,17 @@ class ResumeRank {
     const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
       from.files.for_each_span(optimizer, false, fn);
     };
-    loading_.load.outcome().storage_read_bytes +=
-        load_spans(from.checkpoint, spans, {rank_, &world_.board, nullptr, &loading_.ledger});
+    Compared compared(from.checkpoint.manifest, kStateFolder);
+    loading_.load.outcome().storage_read_bytes += load_spans(
+        from.checkpoint, spans, {rank_, &world_.board, nullptr, &loading_.ledger}, compared);
+    compared.compare();
+    world_.of_state->give(rank_, compared);
     optimizer.for_each_state([&](AdamW& state) {
       for (size_t shard = 0; shard < state.shards(); ++shard) {
         state.set_steps(shard, from.facts.steps_made_by(state.shard(shard).fqn));
       }
     });
   }
-
-  uint64_t state_digest() { return trained_ ? trained_->optimizer().digest().state : 0; }
 
   ResumeWorld& world_;
   const ResumeTask& task_;
@@ -217,33 +184,9 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
   return phases;
 }
 
-// Reads the step again to find the tensor that has changed: the sums of the ranks' digests show
-// only that some tensor has changed.
-[[noreturn]] void fail_values(const ResumeTask& task) {
-  const Verified verified = verify_step(*task.load.run.files, task.step.found.path, [] {});
-  if (const Error* const fault = verified.first_fault()) throw *fault;
-  fail(Category::integrity, "the loaded values are not those that were saved",
-       {.file = base_name(task.step.found.path)});
-}
-
-void check_values(const ResumeWorld& world, const std::vector<Resumed>& outcomes,
-                  std::vector<std::string>& warnings) {
-  const ResumeTask& task = world.resume;
-  uint64_t tensors = 0, state = 0;
-  for (const Resumed& of : outcomes) {
-    tensors += of.loaded_tensors;
-    state += of.loaded_state;
-  }
-  if (const auto& left_out = world.compared.left_out(); !left_out.empty()) {
-    warnings.push_back(fmt::format(
-        "the values of {} stored tensor(s) were not compared with the record of the step, since "
-        "they are loaded in another form: `modicum verify` compares them; the first is {}",
-        left_out.size(), printable(left_out.front())));
-  }
-  const bool is_model = tensors == world.compared.digest();
-  const bool is_state =
-      task.state == nullptr || !task.state->facts.digest || *task.state->facts.digest == state;
-  if (!is_model || !is_state) fail_values(task);
+void add_compared(const ComparedValues& more, ComparedValues& to) {
+  to.bytes += more.bytes;
+  to.not_compared.insert(to.not_compared.end(), more.not_compared.begin(), more.not_compared.end());
 }
 
 // The launcher may have received a signal since the ranks finished.
@@ -263,17 +206,19 @@ Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFil
 }
 
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
+  require_recordable(task);
   const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
-  StepSave step(*task.load.run.files, task.root, task.step, task.state != nullptr);
+  FileSystem& files = *task.load.run.files;
+  const auto damaged = set_damaged_aside(files, task.root, task.step, [&stop] { stop.check(); });
+  StepSave step(files, task.root, task.step, task.state != nullptr, task.keep);
   SaveWorld world(task, step);
   const std::vector<Saved> outcomes = outcomes_of<SaveRank>(world, show);
   check_stop(stop, world.grace);
+  ComparedValues compared = world.compared.merged();
   TrainedSteps trained{.skipped = outcomes.front().taken.skipped};
   for (const Saved& of : outcomes) trained.digest += of.state_digest;
-  SavedStep saved = publish(step, task, trained);
-  const int64_t durable_ns = world.clock.now_ns();
+  const SavedStep saved = publish(step, task, trained, [&] { check_stop(stop, world.grace); });
   const bool is_preempted = stop.received().has_value();
-  if (task.keep) step.keep_newest(*task.keep, saved);
   SaveReport report{.checkpoint = facts_of(task.load.run.checkpoint),
                     .strategy = task.load.plan.strategy().name,
                     .promise = task.load.plan.promise,
@@ -283,8 +228,13 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
                     .is_preempted = is_preempted,
                     .path = saved.path,
                     .is_durable = saved.is_durable,
-                    .written_bytes = saved.written_bytes};
+                    .written_bytes = saved.written_bytes,
+                    .compared = std::move(compared)};
   for (const std::string& warning : saved.warnings) report.checkpoint.warnings.push_back(warning);
+  if (damaged) {
+    report.checkpoint.warnings.push_back(warning_of(*damaged));
+    report.damaged.push_back(*damaged);
+  }
   for (const uint32_t stored : task.plan.form().left_out) {
     report.left_out.push_back(task.load.run.checkpoint.manifest.tensors[stored].spec.fqn);
   }
@@ -304,24 +254,21 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   }
   if (task.state != nullptr) report.state_digest = trained.digest;
   report.elapsed_s = static_cast<double>(end_ns - begin_ns) / kNsPerSecond;
-  report.durable_s = static_cast<double>(durable_ns - begin_ns) / kNsPerSecond;
+  report.durable_s = static_cast<double>(saved.durable_ns - begin_ns) / kNsPerSecond;
   return report;
 }
 
-Footprint resume_footprint_of(const Manifest& weights, const StateFiles& state) {
+Footprint resume_footprint_of(const Manifest& saved, const StateFiles& state) {
   Footprint held;
-  held[Purpose::header] = state.footprint()[Purpose::header];
-  held[Purpose::header] += state.manifest().held_bytes();  // ResumeState::checkpoint
-  for (const Manifest* const of : {&weights, &state.manifest()}) {
-    held[Purpose::header] += RecordedDigests::held_bytes(*of);
-  }
+  held[Purpose::header] = state.footprint()[Purpose::header] + saved.held_bytes();
   return held;
 }
 
 ResumeState::ResumeState(FileSystem& opened, const FoundStep& step)
     : checkpoint(open_checkpoint(opened, join_path(step.path, kStateDirectory))),
       files(checkpoint.manifest),
-      facts(parse_state(read_text(*opened.open(join_path(checkpoint.directory, kStateFile))))) {}
+      facts(parse_state(read_text(*opened.open(join_path(checkpoint.directory, kStateFile)),
+                                  kLongestText, Category::integrity))) {}
 
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
   ResumeWorld world(task);
@@ -332,7 +279,8 @@ LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
                     .launcher_bytes = read_process_memory().held(),
                     .cgroup_peak_bytes = world.cgroup_peak.bytes(),
                     .digest = 0};
-  check_values(world, outcomes, report.checkpoint.warnings);
+  report.compared = world.compared.merged();
+  if (world.of_state) add_compared(world.of_state->merged(), report.compared);
   for (const Resumed& of : outcomes) {
     report.ranks.push_back(of_both(of));
     report.elapsed_s = std::max(report.elapsed_s, world.seconds_until(of.resume.loaded_ns));

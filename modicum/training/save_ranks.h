@@ -6,7 +6,6 @@
 #include <string>
 
 #include "modicum/training/load_ranks.h"
-#include "modicum/training/recorded_step.h"
 #include "modicum/training/step_save.h"
 
 namespace modicum {
@@ -43,22 +42,18 @@ struct ResumeState {
   const StateFacts facts;
 };
 struct ResumeTask {
-  LoadTask load;             // its plan must have phase `resume` if there is a state
-  const RecordedStep& step;  // the step to load
+  LoadTask load;  // of a step; its plan must have phase `resume` if there is a state
   // Must fit the run (StateFiles::require_of); null: no state is read.
   const ResumeState* state = nullptr;
   int steps = 0;  // number of training steps after the load
   std::optional<double> max_norm;
 };
 // Loads, reads the state, and makes `steps` training steps with the gradients that an uninterrupted
-// run would have. Throws the errors of load_in_ranks; INTEGRITY if a value differs from the saved
-// one. The error names the file and the tensor if a second reading finds the fault, else the step.
-// Stored tensors that are loaded in part, more than once, or in another dtype are not compared; the
-// report then has a warning.
+// run would have. Throws the errors of load_in_ranks.
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show);
-// The memory that reading the state of a step adds to a promise (PlanOptions::resume). `weights`:
-// the manifest of the step's model.
-Footprint resume_footprint_of(const Manifest& weights, const StateFiles& state);
+// The memory that reading the state of a step adds to a promise (PlanOptions::resume). `saved`: the
+// manifest of the state, with its recorded digests.
+Footprint resume_footprint_of(const Manifest& saved, const StateFiles& state);
 
 struct RehearsalTask {
   LoadTask load;  // its run must have an optimizer

@@ -1,7 +1,9 @@
 #include "modicum/training/saving_rank.h"
 
+#include <algorithm>
 #include <optional>
 #include <set>
+#include <utility>
 
 namespace modicum {
 namespace {
@@ -37,8 +39,12 @@ std::vector<std::string> without_state(const Run& run) {
 
 }  // namespace
 
+void require_recordable(const SaveTask& task) {
+  require_recordable(task.plan, task.state != nullptr ? &task.state->manifest() : nullptr);
+}
+
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
-                      HostSink& shards, const RankOptimizer* optimizer) {
+                      RankLoad& loaded, const RankOptimizer* optimizer) {
   const ReportedPhase phase(at.ledger->reporter(), "save");
   if (at.gather != nullptr) at.gather->commit(*at.ledger);
   // The manifest and the sums of the state's files, until the end of the save.
@@ -47,8 +53,14 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
   const Charge plan = at.ledger->adopt(Purpose::plan, state[Purpose::plan]);
   const SaveFiles to{*task.load.run.files, place.directory};
   ChunkSums sums(task.plan.manifest(), place.point);
-  SaveOutcome outcome =
-      save({task.load.run.checkpoint, task.plan, at, shards, task.load.threads}, to, sums);
+  SaveOutcome outcome = save({.source = task.load.run.checkpoint,
+                              .plan = task.plan,
+                              .at = at,
+                              .from = loaded.shards(),
+                              .threads = task.load.threads,
+                              .compared = &loaded.compared()},
+                             to, sums);
+  loaded.compared().compare();
   hand_over_sums(sums, at.rank, to);
   if (task.state == nullptr) return outcome;
   MODICUM_ASSERT(optimizer != nullptr);
@@ -58,7 +70,8 @@ SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankCo
   return outcome;
 }
 
-SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained) {
+SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained,
+                  std::function<void()> waits) {
   std::optional<StepSave::SavedState> state;
   if (task.state != nullptr) {
     state.emplace(StepSave::SavedState{task.state->manifest(),
@@ -68,7 +81,9 @@ SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trai
                                                    .without_state = without_state(task.load.run),
                                                    .digest = trained.digest})});
   }
-  return step.publish(task.load.run.checkpoint, task.plan, state);
+  Publishing how{.waits = std::move(waits)};
+  if (task.grace_ns > 0) how.lock_limit_ns = std::min(how.lock_limit_ns, task.grace_ns / 2);
+  return step.publish(task.load.run.checkpoint, task.plan, state, how);
 }
 
 }  // namespace modicum

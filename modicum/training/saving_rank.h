@@ -3,9 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "modicum/training/optimizer.h"
+#include "modicum/training/rank_load.h"
 #include "modicum/training/save_ranks.h"
 
 namespace modicum {
@@ -23,17 +25,21 @@ struct SavePlace {
   Gathers gathers;  // the launcher keeps their pages as long as it runs
 };
 
+// As require_recordable of a SavePlan.
+void require_recordable(const SaveTask& task);
 // Saves the buffers of rank `at.rank` and, if `task.state` is set, the optimizer's state. All ranks
-// call it at the same time. Throws the errors of save.
+// call it at the same time. Throws the errors of save; INTEGRITY if a copied value of a step is not
+// the saved one.
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
-                      HostSink& shards, const RankOptimizer* optimizer);
+                      RankLoad& loaded, const RankOptimizer* optimizer);
 
 // The optimizer's part of a save, over all ranks.
 struct TrainedSteps {
   int skipped = 0;      // number of training steps that were skipped
   uint64_t digest = 0;  // digest of the saved state
 };
-// Publishes what all ranks have saved.
-SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained);
+// Publishes what all ranks have saved. `waits`: see Publishing.
+SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trained,
+                  std::function<void()> waits);
 
 }  // namespace modicum

@@ -160,7 +160,10 @@ void StateFiles::require_of(std::span<const StateOf> parameters) const {
        {.tensor = name_of(by_name_[static_cast<size_t>(left - is_left.begin())])});
 }
 
-StateFiles::StateFiles(Manifest saved) : manifest_(std::move(saved)) { sort_names(); }
+StateFiles::StateFiles(Manifest saved) : manifest_(std::move(saved)) {
+  manifest_.recorded = {};  // only the opened checkpoint needs it
+  sort_names();
+}
 
 void StateFiles::sort_names() {
   by_name_.resize(manifest_.tensors.size());

@@ -8,6 +8,7 @@
 #include <map>
 #include <utility>
 
+#include "modicum/base/base.h"
 #include "modicum/probe/probe.h"
 
 namespace modicum {
@@ -27,7 +28,62 @@ std::vector<std::string> collect(FileSystem& files, const StepInFlight& step) {
   });
 }
 
+std::unique_ptr<OwnerFile> owner_of(FileSystem& files, const StepInFlight& step) {
+  try {
+    return own_step(files, step);
+  } catch (const Error&) {
+    discard_step(files, step);
+    throw;
+  }
+}
+
+// The first damage in a step, which several threads read.
+std::optional<std::string> damage_of(FileSystem& files, const std::string& path,
+                                     FunctionRef<void()> poll) {
+  constexpr int kMostReaders = 4;  // each holds 4 MiB and the step's record
+  const int readers = std::min(usable_cpus(), kMostReaders);
+  std::vector<std::optional<Error>> damages(static_cast<size_t>(readers));
+  run_workers(readers, [&](int reader) {
+    damages[static_cast<size_t>(reader)] = damage_of_step(
+        files, path, poll, {static_cast<uint64_t>(reader), static_cast<uint64_t>(readers)});
+  });
+  for (const std::optional<Error>& damage : damages) {
+    if (damage) return damage->what();
+  }
+  return std::nullopt;
+}
+
 }  // namespace
+
+void require_recordable(const SavePlan& plan, const Manifest* state,
+                        std::span<const std::string> others) {
+  std::vector<const Manifest*> parts = {&plan.manifest()};
+  if (state != nullptr) parts.push_back(state);
+  require_recordable(parts, others);
+}
+
+std::optional<DamagedStep> set_damaged_aside(FileSystem& files, const std::string& root,
+                                             int64_t step, FunctionRef<void()> poll) {
+  const std::string path = join_path(root, fmt::format("step-{}", step));
+  const std::optional<DirectoryEntry> entry = files.entry(path);
+  if (!entry || !entry->is_directory) return std::nullopt;
+  const std::optional<std::string> uuid = committed_uuid(files, path);
+  auto examined = examine_step(files, root, step);
+  if (!examined) return std::nullopt;
+  if (auto* const damaged = std::get_if<SkippedStep>(&*examined)) {
+    return set_aside(files, root, std::move(*damaged), uuid);
+  }
+  examined.reset();  // the record is read again by each reader
+  const std::optional<std::string> reason = damage_of(files, path, poll);
+  if (!reason) return std::nullopt;
+  return set_aside(files, root, {step, *reason}, uuid);
+}
+
+std::string warning_of(const DamagedStep& damaged) {
+  return fmt::format("step {} was damaged and is now {} ({}), which Modicum never removes: {}",
+                     damaged.step, base_name(damaged.path), format_size(damaged.bytes),
+                     damaged.reason);
+}
 
 std::optional<std::string> state_recipe_text(const Plan& plan) {
   const Recipe& recipe = *plan.recipe;
@@ -53,9 +109,13 @@ void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to) {
   file->close();
 }
 
-StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state)
+StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state,
+                   std::optional<size_t> keep)
     : files_(files),
-      step_(begin_step(files, root, step, this_process())),
+      keep_(keep),
+      step_(begin_step(files, root, step, this_process(), keep.has_value())),
+      pid_(getpid()),
+      owner_(owner_of(files, step_)),
       warnings_(collect(files, step_)) {
   if (has_state) files_.make_directory(state_directory());
 }
@@ -65,10 +125,12 @@ StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, boo
 StepSave::StepSave(FileSystem& files, const Inside& inside, int64_t step)
     : files_(files),
       step_(begin_step_in(files, inside.directory, step, this_process())),
+      pid_(getpid()),
+      owner_(owner_of(files, step_)),
       warnings_(collect(files, step_)) {}
 
 StepSave::~StepSave() {
-  if (!is_published_) discard_step(files_, step_);
+  if (!is_published_ && pid_ == getpid()) discard_step(files_, step_);
 }
 
 uint64_t StepSave::point() const { return 2 + digest_of(step_.uuid).low % (Powers::kPrime - 2); }
@@ -76,7 +138,7 @@ uint64_t StepSave::point() const { return 2 + digest_of(step_.uuid).low % (Power
 void StepSave::merge_sums(ChunkSums& sums, const std::string& prefix, int ranks) {
   for (int rank = 0; rank < ranks; ++rank) {
     const std::string path = join_path(step_.directory, prefix + sums_name(rank));
-    const std::string bytes = read_text(*files_.open(path));
+    const std::string bytes = read_text(*files_.open(path), sums.most_bytes(), Category::integrity);
     sums.merge(std::as_bytes(std::span(bytes)));
     files_.remove(path);
   }
@@ -105,6 +167,7 @@ void StepSave::add_part(SavedStep& saved, const std::string& prefix, const Manif
 }
 
 void StepSave::add_file(SavedStep& saved, const std::string& name, const std::string& text) {
+  require_readable(text.size(), name);
   write_durably(files_, join_path(step_.directory, name), text);
   add_record(saved, {name, text.size(), text.size(), digest_of(text)});
 }
@@ -150,8 +213,7 @@ void StepSave::add_written(SavedStep& saved, const NewFile& file) {
 }
 
 SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
-                            const std::optional<SavedState>& state,
-                            const std::vector<NewFile>& more) {
+                            const std::optional<SavedState>& state, const Publishing& how) {
   SavedStep saved{.step = step_.step};
   saved.record = {.step = step_.step,
                   .uuid = step_.uuid,
@@ -167,21 +229,40 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
     }
   }
   if (!source.directory.empty()) add_companions(source, plan, saved);
-  for (const NewFile& file : more) add_written(saved, file);
-  Published published = publish_step(files_, step_, saved.record);
-  saved.is_durable = published.is_durable;
-  std::move(published.warnings.begin(), published.warnings.end(),
-            std::back_inserter(saved.warnings));
-  is_published_ = true;
+  for (const NewFile& file : how.more) add_written(saved, file);
+  commit(how, saved);
   saved.path = step_.root;
   if (!step_.is_inside) saved.path = join_path(step_.root, fmt::format("step-{}", step_.step));
   saved.warnings.insert(saved.warnings.end(), warnings_.begin(), warnings_.end());
   return saved;
 }
 
-void StepSave::keep_newest(size_t keep, SavedStep& saved) {
-  const std::optional<std::string> warning = modicum::keep_newest(files_, step_, keep);
-  if (warning) saved.warnings.push_back(*warning);
+// Commits without the lock, too: no committed work depends on it.
+void StepSave::commit(const Publishing& how, SavedStep& saved) {
+  if (pid_ != getpid()) {
+    fail(Category::conflict, "a forked child does not publish the step of its parent",
+         {.file = base_name(step_.directory)});
+  }
+  SteadyClock clock;
+  const RootLock lock(files_, step_.root, how.lock_limit_ns, clock, how.waits);
+  owner_->require_ours();
+  owner_->remove();  // it is no file of the step
+  Published published = publish_step(files_, step_, saved.record);
+  is_published_ = true;
+  saved.is_durable = published.is_durable;
+  std::move(published.warnings.begin(), published.warnings.end(),
+            std::back_inserter(saved.warnings));
+  saved.durable_ns = clock.now_ns();
+  if (keep_) {
+    const std::optional<std::string> warning = keep_newest(files_, step_, *keep_);
+    if (warning) saved.warnings.push_back(*warning);
+  }
+  if (lock.is_refused()) {
+    saved.warnings.push_back(
+        fmt::format("another save has published or removed steps here for {} s; this one did not "
+                    "wait for its end",
+                    how.lock_limit_ns / kNsPerSecond));
+  }
 }
 
 }  // namespace modicum

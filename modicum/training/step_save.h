@@ -2,7 +2,10 @@
 // the record and commits. Part of the public header of `training`.
 #pragma once
 
+#include <functional>
+#include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,6 +14,10 @@
 #include "modicum/training/state_files.h"
 
 namespace modicum {
+
+// As require_recordable of a record, for a save. `state`: null without an optimizer.
+void require_recordable(const SavePlan& plan, const Manifest* state,
+                        std::span<const std::string> others = {});
 
 // The text of kStateRecipeFile; `plan` would load the saved step. Empty if every target is loaded
 // as stored, under its own name. Leaves out caller-provided targets, since a step does not have
@@ -24,6 +31,7 @@ struct SavedStep {
   StepRecord record;
   uint64_t written_bytes = 0;  // all files but the data files
   bool is_durable = true;      // Published::is_durable
+  int64_t durable_ns = 0;      // by SteadyClock
   std::vector<std::string> warnings;
 };
 
@@ -34,14 +42,34 @@ struct NewFile {
   std::optional<std::string> text;
 };
 
+// What StepSave::publish does besides.
+struct Publishing {
+  std::vector<NewFile> more;  // files of the caller
+  // How long it waits for a save that publishes in the same root; then it goes on, with a
+  // warning.
+  int64_t lock_limit_ns = kRootLockNs;
+  std::function<void()> waits = [] {};  // called meanwhile; may throw
+};
+
+// Call it before a save of `step`. If the root has a step of this number, reads all of it, on
+// several threads, and renames it if it is damaged; see set_aside. An intact one stays, and so does
+// a link or a file of this name: begin_step refuses them. Calls `poll` before each read, on any
+// thread; see verify_step. Throws errors of the reads that are no damage (is_damage).
+std::optional<DamagedStep> set_damaged_aside(FileSystem& files, const std::string& root,
+                                             int64_t step, FunctionRef<void()> poll);
+std::string warning_of(const DamagedStep& damaged);
+
 // Construct it before the ranks save. Each rank writes into `directory()`, with ChunkSums at
 // `point()`, and then calls hand_over_sums. After all ranks the leader calls `publish`. The
-// destructor removes the written files unless the step was published. Not thread-safe.
+// destructor removes the written files unless the step was published. Not thread-safe. The process
+// that constructs it owns the step (owner.h); in a forked child the destructor does nothing.
 class StepSave {
  public:
-  // Also removes files that dead processes of this host have left in the root. `has_state`: makes
-  // the directory of an optimizer's state. Throws the errors of begin_step.
-  StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false);
+  // Also removes files that dead processes have left in the root. `has_state`: makes
+  // the directory of an optimizer's state. `keep`: the number of intact steps to keep; empty: all.
+  // Throws the errors of begin_step.
+  StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state = false,
+           std::optional<size_t> keep = {});
   // The step becomes `inside.directory` itself; see begin_step_in. The source's files that are not
   // tensors, such as its tokenizer, are copied only if the directory has no file of that name, and
   // are not in the record: others may replace them.
@@ -61,14 +89,12 @@ class StepSave {
     const Manifest& manifest;
     std::string facts;  // the text of kStateFile
   };
-  // Proves the sums, writes the other files and the record, and commits. `more`: files of the
-  // caller. Throws INTEGRITY, naming the tensor, if an element was not written exactly once;
-  // CONFLICT if another process has published the step; and the errors of publish_step.
+  // Proves the sums, writes the other files and the record, and commits. Then removes old steps of
+  // the root, if `keep` was given; see keep_newest. Throws INTEGRITY, naming
+  // the tensor, if an element was not written exactly once; CONFLICT if another process has
+  // published the step, or has taken this one for left over; and the errors of publish_step.
   SavedStep publish(const Checkpoint& source, const SavePlan& plan,
-                    const std::optional<SavedState>& state = {},
-                    const std::vector<NewFile>& more = {});
-  // After `publish`: removes old steps of the root; see modicum::keep_newest. Adds its warning.
-  void keep_newest(size_t keep, SavedStep& saved);
+                    const std::optional<SavedState>& state = {}, const Publishing& how = {});
 
  private:
   void add_part(SavedStep& saved, const std::string& prefix, const Manifest& manifest,
@@ -79,9 +105,13 @@ class StepSave {
   void add_file(SavedStep& saved, const std::string& name, const std::string& text);
   void add_record(SavedStep& saved, StepFile file);
   void add_written(SavedStep& saved, const NewFile& file);
+  void commit(const Publishing& how, SavedStep& saved);
 
   FileSystem& files_;
+  const std::optional<size_t> keep_;
   const StepInFlight step_;
+  const int pid_;
+  const std::unique_ptr<OwnerFile> owner_;
   const std::vector<std::string> warnings_;  // of what remains of other saves
   bool is_published_ = false;
 };

@@ -370,6 +370,7 @@ def test_keys_of_load(modicum: Path, moe: Path) -> None:
     loaded = run_json(modicum, "load", moe, "--ranks", 4, "--ranks-per-node", 2)
     assert_keys(loaded, strategy=str, elapsed_s=NUMBER, check_s=NUMBER, bytes_loaded=int)
     assert_keys(loaded, storage_read_bytes=int, coverage=str, check=str, nodes=list, ranks=list)
+    assert_keys(loaded, compared_bytes=int, not_compared=list)
     assert loaded["coverage"] == "proven" and loaded["check"] == "off"
     assert loaded["digest"] is None
     assert [node["node"] for node in loaded["nodes"]] == [0, 1]

@@ -30,8 +30,8 @@ from program import failure, header_of, run, run_json, write_index
 
 KEYS = {
     "path", "written_bytes", "kept_files", "elapsed_s", "durable", "digest", "files", "left_out",
-    "nodes", "ranks", "warnings", "checkpoint", "overflowed", "underflowed", "overflowed_tensors",
-    "underflowed_tensors",
+    "nodes", "compared_bytes", "not_compared", "ranks", "warnings", "checkpoint", "overflowed",
+    "underflowed", "overflowed_tensors", "underflowed_tensors",
 }  # fmt: skip
 MIB, GIB, GB = 1 << 20, 1 << 30, 10**9
 KILLS = 20

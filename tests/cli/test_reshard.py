@@ -364,6 +364,36 @@ def test_killed_reshards_are_resumed(saved: Saved, tmp_path: Path, flags: tuple[
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("left", [0, 1], ids=["no digest", "one digest"])
+def test_digests_that_a_journal_lacks_are_made_again(
+    saved: Saved, tmp_path: Path, left: int
+) -> None:
+    """The digests of a finished file are read from the journal; a file with fewer of them than it
+    has chunks counts as unfinished."""
+    step, whole = saved.step("fp32"), tmp_path / "whole"
+    run_json(saved.modicum, "reshard", step, whole, "--shard-size", "40KB")
+    for number in range(50):  # the process may end before it is killed
+        out, journal = tmp_path / f"out-{number}", tmp_path / f".out-{number}.journal"
+        words = [str(w) for w in (saved.modicum, "reshard", step, out, "--shard-size", "40KB")]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not finished(journal):
+            time.sleep(0.0005)
+        process.send_signal(signal.SIGKILL)
+        if process.wait(timeout=60) != 0 and finished(journal):
+            break
+    time.sleep(0.3)  # until the rank of the killed launcher has ended, too
+    document = json.loads(journal.read_text())
+    damaged = [file for file in document["files"] if len(file["chunks"]) > left]
+    assert damaged
+    for file in damaged:
+        file["chunks"] = file["chunks"][:left]
+    journal.write_text(json.dumps(document))
+    made = run_json(saved.modicum, *words[1:])
+    assert made["kept_files"] == len(document["files"]) - len(damaged)
+    assert (out / "manifest.json").read_bytes() == (whole / "manifest.json").read_bytes()
+    assert_complete(saved.modicum, out)
+
+
 def finished(journal: Path) -> list[str]:
     """The names of the finished files in a journal; none before there is a journal."""
     try:

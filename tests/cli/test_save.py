@@ -29,8 +29,8 @@ from program import failure, run, run_json
 MIB = 1 << 20
 KEYS = {
     "checkpoint", "step", "path", "written_bytes", "read_bytes", "gathered_bytes", "elapsed_s",
-    "durable_s", "durable", "digest", "state_digest", "files", "nodes", "ranks", "copied", "left_out",
-    "warnings",
+    "durable_s", "durable", "digest", "state_digest", "files", "nodes", "ranks", "copied",
+    "left_out", "compared_bytes", "not_compared", "warnings",
 }  # fmt: skip
 KILLS = 12
 # From a process as small as this: what a fork held before its exec counts as a peak, too.

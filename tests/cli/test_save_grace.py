@@ -106,8 +106,9 @@ def test_a_save_that_does_not_fit_is_given_up(saving: Saving, writes: int) -> No
 
 
 def test_a_save_without_a_known_rate_is_given_up(saving: Saving) -> None:
-    """At the first write, of a header, no rate of writing is known."""
-    process = saving.hold(1, "--grace", AMPLE_S)
+    """At the ranks' first write, of a header, no rate of writing is known. The launcher has written
+    the owner's file before."""
+    process = saving.hold(2, "--grace", AMPLE_S)
     os.killpg(process.pid, signal.SIGTERM)
     saving.assert_given_up(saving.end(process))
 

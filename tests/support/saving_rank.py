@@ -138,6 +138,16 @@ def resumes(
     return {"before": before, "end": whole(model, stepping), "extra": extra, "report": told_of}
 
 
+def compares(directory: str, root: str, cut: Cut, *, optimizer: str = "fp32") -> dict[str, Any]:
+    """What a resume reports of its comparison with the step's record, or its error."""
+    model, stepping = made(directory, cut, optimizer, "float32")
+    try:
+        report = modicum.torch.resume(model, root, optimizer=stepping, verify=False, progress=False)
+    except modicum.Error as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {"compared_bytes": report.compared_bytes, "not_compared": report.not_compared}
+
+
 def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
     """Saves a step, and then one more that must fail. Returns the error's facts."""
     model, stepping = made(directory, cut, "fp32", "float32")
@@ -336,6 +346,7 @@ def promised(directory: str, root: str, cut: Cut, optimizer: str) -> dict[str, A
 ACTS: dict[str, Callable[..., Any]] = {
     "saves": saves,
     "resumes": resumes,
+    "compares": compares,
     "save_fails": fails,
     "resume_into": into,
     "save_slowly": slowly,

@@ -80,6 +80,19 @@ def report_page(title: str, runs: Sequence[tuple[str, str]], sentence: str = '')
     The text of an HTML page about runs. `runs`: (label, text of a JSON document with `timeline` and `peak`) each. `sentence` is shown above the charts.
     """
 
+def read_file(path: str | os.PathLike, *, too_long: str = 'INTEGRITY', most_bytes: int = 100000000) -> bytes:
+    """
+    The bytes of a regular file. Raises IoError, also for a FIFO, without waiting for its other end; an error of category `too_long` for a file of more than `most_bytes`, of which nothing is read.
+    """
+
+def rename(from_path: str | os.PathLike, to_path: str | os.PathLike) -> None:
+    """Renames a file, a link or a directory. Raises IoError."""
+
+def remove_tree(path: str | os.PathLike) -> None:
+    """
+    Removes a file, or a directory with everything in it. Removes links, and follows none. After a failure removes the rest, then raises IoError.
+    """
+
 def open_tensors(tensors: Sequence[tuple[str, str, Sequence[int]]], read: object | None) -> Checkpoint:
     """
     A checkpoint of tensors in rank 0's memory. Only rank 0 can read their bytes.
@@ -153,6 +166,10 @@ class Plan:
     @property
     def recipe(self) -> Recipe:
         """The recipe of the plan."""
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The checkpoint of the plan."""
 
     @property
     def digest(self) -> str:
@@ -444,7 +461,12 @@ def load(plan: Plan, rank: int, board: Board, ledger: Ledger, *, given: dict = {
     Executes one rank's part of a plan. `given`: host memory by target, for destination `given`. `copy(target, at, view)` receives elements for destination `copy`, of which the first is element `at`. `caller(ordinal)` returns a tensor that the model makes. `broadcast(root, view, begin, end)` sends `view` from the rank number `root` of the exchange group to the others, which need its bytes [begin, end). modicum.load documents the other arguments.
     """
 
-def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '') -> tuple:
+def compared_values(checkpoint: Checkpoint, of_ranks: Sequence[str], folder: str = '') -> dict:
+    """
+    The values of a step that all ranks together have compared with its record: a dict with compared_bytes and not_compared. `of_ranks`: the outcome's `compared` of each rank. Raises IntegrityError if a value differs. `folder`: for an error, the place of the checkpoint's files in the step.
+    """
+
+def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int | None = None, budget_source: str = '', compared: dict | None = None) -> tuple:
     """The document of `modicum load --json` and the text of `modicum load`."""
 
 def parse_size(size: int | str) -> int:
@@ -706,9 +728,9 @@ def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: L
     Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
-def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> int:
+def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> dict:
     """
-    Reads one rank's shards of a saved state; returns the bytes read. Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
+    Reads one rank's shards of a saved state; returns a dict with storage_read_bytes and compared (see compared_values). Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
     """
 
 def state_text(state_format: str, seed: int, steps: Sequence[tuple[str, int]], without_state: Sequence[str]) -> str:
@@ -785,17 +807,16 @@ class StepSave:
     Args:
         root: the directory of all steps.
         step: the step's number.
-        has_state, has_extra: whether the step has a directory for the optimizer's state, for extra
-            files.
+        directories: subdirectories to make: "optimizer", "extra".
         inside: whether `root`, a directory to which others write as well, becomes the step itself. It
-            is not committed until `publish`. The caller makes the directories for state and extra
-            files.
+            is not committed until `publish`.
+        keep: the number of intact steps to keep, including this one; None: all.
 
     Raises:
         IoError: CONFLICT if the step exists.
     """
 
-    def __init__(self, root: str, step: int, has_state: bool = False, has_extra: bool = False, inside: bool = False) -> None: ...
+    def __init__(self, root: str, step: int, directories: Sequence[str] = [], inside: bool = False, keep: int | None = None) -> None: ...
 
     @property
     def directory(self) -> str:
@@ -807,27 +828,47 @@ class StepSave:
         The random number with which the ranks prove that each element was written once; a part of each rank's `place`.
         """
 
-    def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], keep: int | None = None) -> dict:
+    def publish(self, plan: SavePlan, *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '', more: Sequence[tuple[str, str | None]] = [], lock_limit_s: float = 60) -> dict:
         """
-        Makes the step durable and visible. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `keep`: the number of intact steps to keep, including this one.
+        Makes the step durable and visible, then removes old ones. All ranks must have written. `state`: the files of AdamW's state; `other_state`: those of another optimizer's state; `facts`: state.json; `more`: (name, text) of further files, text None if a rank has written the file; `lock_limit_s`: how long it waits for another save that publishes in the same root.
         """
 
     def discard(self) -> None:
         """Removes the files, unless the step was published."""
 
-def newest_step(root: str, before: int | None = None) -> dict:
+def require_recordable(plan: SavePlan, texts: Sequence[tuple[str, str]], others: Sequence[str], *, state: StateFiles | None = None, other_state: SavePlan | None = None, facts: str = '') -> None:
     """
-    The newest intact step (older than `before`): a dict of step, path, uuid, world_size and has_state, with `skipped`, the newer steps that are not intact. Raises IntegrityError (UNCOMMITTED) if there is none.
+    Raises UsageError (UNSUPPORTED) if a file of the step would be too long to be read again. `texts`: (name, text) of further files; `others`: names of the files that ranks write; for the rest see StepSave.publish.
+    """
+
+def newest_step(root: str, skipped: Sequence[tuple[int, str]] = []) -> dict:
+    """
+    The newest step whose headers and other files have the recorded digests, older than those in `skipped`, (step, reason) each: a dict of step, path, uuid, world_size and has_state, with `skipped`, the damaged steps that were found now. Raises IntegrityError (UNCOMMITTED) if there is none.
     """
 
 def step_fault(path: str, rank: int, ranks: int, board: Board) -> str:
     """
-    Compares one rank's part of a step with the recorded digests; all ranks together compare every byte. Returns the text of the first fault, or an empty text.
+    Compares one rank's part of a step with the recorded digests; all ranks together compare every byte. Returns the text of the first damage, or an empty text. Raises IoError if a file can't be read.
     """
 
 def open_step(path: str) -> dict:
     """
-    The dict of newest_step, without `skipped`, for one step. The step must be intact.
+    The dict of newest_step, without `skipped`, for one step. Raises an error unless COMMIT, manifest.json and the lengths of its files are right.
+    """
+
+def check_step(path: str) -> dict:
+    """
+    As open_step, but also compares the digests of headers and other files.
+    """
+
+def examine_step(root: str, step: int) -> dict | None:
+    """
+    As check_step, for the step of a root. A dict of path, uuid (None without a valid COMMIT) and reason, the damage or an empty text; None if the root has no such directory.
+    """
+
+def set_aside(root: str, step: int, reason: str, uuid: str | None) -> dict:
+    """
+    Renames a damaged step, so that a new one can have its number. Returns a dict of step, path, reason, bytes and the text of a warning. `uuid`: from examine_step.
     """
 
 def process_memory(pid: int = 0) -> dict:

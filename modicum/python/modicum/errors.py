@@ -15,7 +15,7 @@ class Error(Exception):
     code: int = 70
     """The exit code of the command line for this category."""
     file: str | None = None
-    """Base name of the file."""
+    """Base name of the file; of a text of a step (saved checkpoint), its name in the step."""
     tensor: str | None = None
     """Name of the stored tensor or of the parameter."""
     offset: int | None = None
@@ -85,6 +85,13 @@ _CLASSES: dict[str, type[Error]] = {
     "INTERNAL": Error,
     "CANCELLED": Error,
 }
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether the files of a checkpoint are damaged or incomplete: FORMAT, INDEX, INTEGRITY or
+    UNCOMMITTED. Only such an error lets another checkpoint take its place. Any other one, such as
+    IO or UNSUPPORTED, says nothing about the files."""
+    return isinstance(error, FormatError | IntegrityError)
 
 
 def from_json(document: str) -> Error:

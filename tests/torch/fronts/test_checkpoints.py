@@ -19,7 +19,6 @@ fails; a Trainer, PEFT or TRL that is imported within the context and not replac
 
 import errno
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -38,6 +37,7 @@ import torch_front  # noqa: E402  (after torch is known to be there)
 from ranks import Failed, Ranks, ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from modicum import _modicum  # noqa: E402
 from modicum.torch.checkpoints import _rotate_accelerates  # noqa: E402
 from modicum.torch.ranks.group import Ranks as World  # noqa: E402
 from modicum.torch.saving.inside import Inside, fault_of, rotate, save_inside  # noqa: E402
@@ -643,14 +643,14 @@ def test_rotation_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     project.mkdir()
     (project / "checkpoints").symlink_to(folder)
     _, two = put(folder, 1, 2)
-    rename = os.rename
+    rename = _modicum.rename
 
     def within_a_disk(old: Path, new: Path) -> None:
         if Path(new).resolve().is_relative_to(project):
             raise OSError(errno.EXDEV, "Invalid cross-device link")
         rename(old, new)
 
-    monkeypatch.setattr(os, "rename", within_a_disk)
+    monkeypatch.setattr(_modicum, "rename", within_a_disk)
     _rotate_accelerates(project / "checkpoints", 1)
     assert [*folder.iterdir()] == [two] and [*folder.parent.iterdir()] == [folder]
 
@@ -660,14 +660,14 @@ def test_a_rotation_that_fails_is_a_warning(
 ) -> None:
     """The new checkpoint is committed, and other ranks go on."""
     one, two, three = put(tmp_path, 1, 2, 3)
-    rename = os.rename
+    rename = _modicum.rename
 
     def busy(old: Path, new: Path) -> None:
         if old == one:
             raise OSError(errno.EBUSY, "Device or resource busy")
         rename(old, new)
 
-    monkeypatch.setattr(os, "rename", busy)
+    monkeypatch.setattr(_modicum, "rename", busy)
     with pytest.warns(UserWarning, match="an old checkpoint could not be removed: .*busy"):
         rotate([one, two, three], 1, None, tmp_path)
     assert sorted(tmp_path.iterdir()) == [one, three]

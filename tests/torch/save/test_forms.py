@@ -381,7 +381,9 @@ def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:
     assert all("INTEGRITY" in skipped["reason"] for skipped in report.skipped)
     with pytest.raises(IntegrityError, match="the values are not"):
         front.resume(torch_front.empty("llama"), root / "step-3", progress=False)
-    assert front.resume(torch_front.empty("llama"), root, verify=False, progress=False).step == 3
+    # The value is in a buffer that the model computes: a resume alone does not read it.
+    report = front.resume(torch_front.empty("llama"), root, verify=False, progress=False)
+    assert report.step == 3 and report.not_compared[-1].endswith("inv_freq")
 
 
 def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum: Path) -> None:

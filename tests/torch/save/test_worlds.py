@@ -212,6 +212,24 @@ def test_resumes_from_the_step_before_a_damaged_one(
     assert [skipped["step"] for skipped in answer["report"]["skipped"]] == [9]
 
 
+def test_a_save_sets_a_damaged_step_of_its_number_aside(
+    worlds: dict[int, Ranks], model: str, tmp_path: Path
+) -> None:
+    """The ranks share the reading of the step. Its last byte belongs to one rank's part."""
+    root = tmp_path / "steps"
+    how: dict[str, Any] = {"directory": model, "root": str(root), "cut": THREE}
+    worlds[3].ask("saves", **how)
+    file = max((root / "step-2").glob("*.safetensors"))
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    reports = [answer["report"] for answer in worlds[3].ask("saves", **how)]
+    ((damaged,), *others) = (report["damaged"] for report in reports)
+    assert others == [[damaged]] * 2
+    assert Path(damaged["path"]).is_dir() and file.name in damaged["reason"]
+    resumed = worlds[3].ask("resumes", **how)[0]["report"]
+    assert (resumed["step"], resumed["skipped"]) == (2, [])
+
+
 # ---- failures
 
 

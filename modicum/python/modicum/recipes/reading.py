@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modicum.errors import failure, refusal
+from modicum import _modicum
+from modicum.errors import refusal
 from modicum.recipes.recipe import Recipe
 
 # Arguments of a load that determine how tensors are made, as a recipe does; with their defaults.
@@ -42,11 +43,10 @@ def read_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Reads a recipe.json. Raises `UsageError` for other files, and `IoError` if the file can't be
     read. Ops are checked by the load."""
     path, what = Path(path), "invalid recipe.json"
+    text = _modicum.read_file(path, too_long="MISMATCH")
     try:
-        document = json.loads(path.read_text("utf-8"))
+        document = json.loads(text.decode())
         made = Recipe(dict(document["targets"]), list(document.get("unused", [])))
-    except OSError as error:
-        raise failure("IO", "can't read the recipe", file=path.name, got=error.strerror) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise refusal("MISMATCH", what, file=path.name, got=repr(error)) from error
     for name, node in made.targets.items():

@@ -8,7 +8,6 @@ steps (saved checkpoint directories), and a reader of steps that the writer has 
 """
 
 import io
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -45,6 +44,7 @@ from modicum.torch.loading.origin import remember_read
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.state_dicts import KEY, flat_key, made_value
+from modicum.torch.saving.texts import read_json
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
@@ -371,7 +371,7 @@ class Reader(_PathReader):
             return
         root = Path(checkpoint_id)
         whole = (root / "COMMIT").exists()
-        found = _modicum.open_step(str(root)) if whole else _modicum.newest_step(str(root), None)
+        found = _modicum.check_step(str(root)) if whole else _modicum.newest_step(str(root))
         self.checkpoint_id = step = Path(found["path"])
         facts = _facts_of(step)
         at = facts["model"]
@@ -390,7 +390,7 @@ class Reader(_PathReader):
         named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
         part.parameters = {canonical(name): parameter for name, parameter in named}
         self._parts.append(part)
-        numbers = json.loads((step / "optimizer/state.json").read_text("utf-8"))["numbers"]
+        numbers = read_json(step / "optimizer/state.json")["numbers"]
         for fqn, own in numbers.items():
             self._values |= {key_of(f"{fqn}.{key}"): _number(value) for key, value in own.items()}
         for index, group in enumerate(made_value(facts["param_groups"])):
@@ -442,7 +442,7 @@ class Reader(_PathReader):
 def _facts_of(step: Path) -> Any:
     """The facts about the state dict that `Writer` has saved (`Split.facts`)."""
     path = step / "extra/extra.json"
-    extra = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    extra = read_json(path) if path.exists() else {}
     if KEY not in extra:
         what = "the step was not written by modicum.torch.dcp.Writer: read its model by "
         what += "HuggingFaceReader, or resume it by modicum.torch.resume"

@@ -5,7 +5,6 @@ import functools
 import inspect
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from modicum import _modicum
 from modicum.upstream.known import Known
 from modicum.upstream.patching import replace, replace_everywhere
 
@@ -172,12 +172,18 @@ def _written_aside(directory: Path) -> Iterator[Path]:
     `save_pretrained` removes the weights of an earlier save, which may be the model's source."""
     with TemporaryDirectory(prefix=".config-", dir=directory) as made:
         yield Path(made)
-        (Path(made) / _DUMMY).unlink(missing_ok=True)
         for path in Path(made).iterdir():
-            if path.is_dir():
-                shutil.copytree(path, directory / path.name, dirs_exist_ok=True)
-            else:
-                path.replace(directory / path.name)
+            if path.name != _DUMMY:
+                _move(path, directory / path.name)
+
+
+def _move(path: Path, to: Path) -> None:
+    """Moves a file or a directory; if there is a directory at `to`, moves its entries into it."""
+    if path.is_dir() and to.is_dir() and not to.is_symlink():
+        for one in path.iterdir():
+            _move(one, to / one.name)
+    else:
+        _modicum.rename(path, to)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+from modicum import _modicum
 from modicum.errors import counted, refusal
 from modicum.upstream.known import Known
 from modicum.upstream.patching import replace
@@ -251,7 +252,9 @@ def source_of(files: Sequence[str] | None) -> Path:
     folder, names = paths[0].parent, {path.name for path in paths}
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        stored = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        stored = set(
+            json.loads(_modicum.read_file(index, too_long="INDEX.JSON"))["weight_map"].values()
+        )
     else:
         stored = {"model.safetensors"}
     if names == stored and all(path.parent == folder for path in paths):

@@ -42,6 +42,17 @@ class Report:
         return self.document["check"]
 
     @property
+    def compared_bytes(self) -> int:
+        """If the source is a step (a saved checkpoint directory): bytes of its values that were
+        compared with its record while they were read; the load raises if a value differs."""
+        return self.document["compared_bytes"]
+
+    @property
+    def not_compared(self) -> list[str]:
+        """Names of the step's tensors that were not read, or not compared as a whole."""
+        return self.document["not_compared"]
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds from the commit of memory to the last byte in place, on the slowest rank."""
         return self.document["elapsed_s"]

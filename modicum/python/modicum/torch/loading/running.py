@@ -3,12 +3,14 @@ load overwrites in place, may be partly overwritten."""
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
 from modicum import _modicum
+from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.planning import Place, Planned, kept_bytes
 from modicum.torch.optim.binding import on_meta
@@ -65,14 +67,15 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
                 check=options.check is not None,
                 seed=options.seed,
             )
-            ranks.barrier()  # all ranks have loaded: tensors on meta may get memory
+            # Now all ranks have loaded: tensors on meta may get memory.
+            compared = compared_by_all(plan.checkpoint, loaded.outcome["compared"], ranks)
     finally:
         ledger.limit_bytes = outside
     _hand_over(planned, model, loaded, storages)
     for one in options.optimizers:
         if not on_meta(one.param_groups, one._trains):
             one.allocate()
-    return _report(planned, ranks, loaded)
+    return _report(planned, ranks, loaded, compared)
 
 
 def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
@@ -132,7 +135,9 @@ def _hand_over(planned: Planned, model: Model, loaded: _modicum.Loaded, storages
             place.of.put(model.tensors[target["alias_of"]].tensor)
 
 
-def _report(planned: Planned, ranks: Ranks, loaded: _modicum.Loaded) -> Report:
+def _report(
+    planned: Planned, ranks: Ranks, loaded: _modicum.Loaded, compared: dict[str, Any]
+) -> Report:
     outcome = loaded.outcome | {
         "baseline_bytes": planned.goal.memories[ranks.rank][0],
         "kernel_peak_bytes": _modicum.process_memory()["peak_bytes"],
@@ -142,10 +147,13 @@ def _report(planned: Planned, ranks: Ranks, loaded: _modicum.Loaded) -> Report:
         held = kept_bytes(planned, ranks.rank) + states
         # The state is allocated after the load, whose outcome lacks it.
         outcome["ledger_peak_bytes"] = max(outcome["ledger_peak_bytes"], held)
+    del outcome["compared"]  # merged already
     outcomes = ranks.gather(outcome)
     is_checked, budget = planned.options.check is not None, planned.budget
     source = planned.budget_source
-    document, text = _modicum.load_report(planned.plan, outcomes, is_checked, budget, source)
+    document, text = _modicum.load_report(
+        planned.plan, outcomes, is_checked, budget, source, compared
+    )
     if planned.warning:
         document["warnings"].append(planned.warning)
         text += f"warning: {planned.warning}\n"

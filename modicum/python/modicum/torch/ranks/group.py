@@ -105,24 +105,21 @@ class Ranks:
 
     # ---- collectives
 
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, by rank. Collective. They must be JSON values."""
-        return self._settle(value, list)
+    def gather(self, value: Any, judge: Callable[[list[Any]], Any] = list) -> Any:
+        """The values of all ranks, in JSON, after `judge`, called on rank 0. Collective."""
+        return self._settle(value, judge)
 
     def once(self, make: Callable[[], Any], local: Callable[[], Any]) -> tuple[Any, list[Any]]:
-        """Calls `make` on rank 0, and `local` on every rank, on rank 0 after `make`. Returns the
-        result of `make`, and the results of `local` by rank. Collective. The results must be JSON
-        values. A rank without a store calls `make` itself."""
+        """Calls `make` on rank 0, then `local` on every rank. Returns the result of `make`, and the
+        results of `local` by rank. Collective. A rank without a store calls `make` itself."""
         made = make() if self.rank == 0 or self._store is None else None
         made, brought = self._settle(local(), lambda brought: [made, brought])
         return made, brought
 
     def agree(self, digest: str, facts: Sequence[Any] = ()) -> None:
-        """Raises CONFLICT if the digests of ranks differ, and names the first rank that differs
-        from rank 0. `facts`: the digested values as (name, value); if given, the error also names
-        the first difference. Collective."""
-        verdict = self._settle(digest, _first_other)
-        if verdict is None:
+        """Raises CONFLICT, naming the first rank whose digest differs from rank 0's, and, with the
+        digested (name, value) pairs `facts`, the first difference. Collective."""
+        if (verdict := self._settle(digest, _first_other)) is None:
             return
         other, more, expected, got = verdict
         who = f"rank {other} (and {more} more)" if more else f"rank {other}"
@@ -291,10 +288,9 @@ class Ranks:
         self, value: Any, judge: Callable[[list[Any]], Any], limit_s: float | None = None
     ) -> Any:
         """Gathers `value` of every rank on rank 0. Returns `judge(values)` on all ranks."""
-        if self._store is None:
+        if (store := self._store) is None:
             return judge([value] * self.world_size)
         key = f"gather/{self._next_meeting()}"
-        store = self._store
         store.put(f"{key}/{self.rank}", json.dumps(value))
         store.count(key, 1)
         if self.rank == 0:

@@ -10,7 +10,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from modicum.torch.saving.pickles import Global, Made, Stored, malformed, read_pickle, reading
+from modicum.torch.saving.pickles import (
+    Global,
+    Made,
+    Stored,
+    malformed,
+    open_regular,
+    read_pickle,
+    reading,
+)
 from modicum.upstream.torch_checkpoint import PICKLED, REBUILD_TENSOR, REBUILD_TYPED, STORAGES
 
 ITEM_BYTES = {
@@ -68,7 +76,7 @@ class Line:
         """Fills `into` with elements, the first of which has the index `first`. Raises
         `FormatError` if the file ends before them, `IoError` if it can't be read."""
         with reading(self.path):
-            file = os.open(self.path, os.O_RDONLY)
+            file = open_regular(self.path)
             try:
                 begin, done = self.begin + first * self.item_bytes, 0
                 while done < len(into):
@@ -108,7 +116,7 @@ class Archive:
         """Reads the zip directory and the pickle. The archive is at the bytes [begin, begin +
         length) of the file; without `length` it ends with the file. Raises `FormatError`, or
         `IoError` if the file can't be read."""
-        with reading(path), path.open("rb") as file:
+        with reading(path), os.fdopen(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size - begin if length is None else length
             try:
                 return cls(path, *_opened(_Part(file, begin, size), begin, size))

@@ -16,6 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from modicum import _modicum
+from modicum.errors import IoError
 from modicum.torch.saving.archives import (
     ITEM_BYTES,
     Archive,
@@ -24,7 +26,15 @@ from modicum.torch.saving.archives import (
     is_shape,
     is_size,
 )
-from modicum.torch.saving.pickles import DTYPES, Global, Made, Pairs, malformed, read_pickle
+from modicum.torch.saving.pickles import (
+    DTYPES,
+    MOST_BYTES,
+    Global,
+    Made,
+    Pairs,
+    malformed,
+    read_pickle,
+)
 from modicum.upstream.torch_checkpoint import METADATA, STORAGE_INFO
 
 FILE = ".metadata"
@@ -76,13 +86,13 @@ class Directory:
         """Reads .metadata. Raises `FormatError` if torch did not write that file, `IoError` if it
         can't be read."""
         try:
-            data = (path / FILE).read_bytes()
-        except OSError as error:
+            data = _modicum.read_file(path / FILE, too_long="FORMAT.LIMIT", most_bytes=MOST_BYTES)
+        except IoError as error:
             others = ", ".join(sorted(one.parent.name for one in path.glob(f"*/{FILE}")))
             malformed(
                 f"{path} has no {FILE} that can be read", path.name, "IO",
                 expected="a directory that torch.distributed.checkpoint has written",
-                got=f"{FILE} in {others}" if others else str(error.strerror),
+                got=f"{FILE} in {others}" if others else str(error),
             )  # fmt: skip
         return directory_of(data, path)
 

@@ -14,6 +14,7 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.torch.saving.texts import read_json
 from modicum.torch.shards.tensors import as_bytes
 
 FOLDER = "extra"
@@ -147,7 +148,7 @@ def read_all(step: Path, saved_by: int, rank: int, ranks: int) -> tuple[Any, Any
             `extra_per_rank` is read, otherwise a list of all ranks' is.
     """
     common = step / COMMON
-    extra = json.loads(common.read_text("utf-8")) if common.exists() else None
+    extra = read_json(common) if common.exists() else None
     if not (step / file_of(0)).exists():
         return extra, None
     if ranks == saved_by:

@@ -14,8 +14,7 @@ not Modicum's, and is left alone.
 import json
 import os
 import re
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import Error, refusal
+from modicum.errors import Error, is_damage, refusal
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.origin import keeping_origin, origin_of
 from modicum.torch.optim.adamw import AdamW
@@ -37,6 +36,7 @@ from modicum.torch.saving.planning import LAST, Ask
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.saving.resume import find, load_state, resume
 from modicum.torch.saving.save import Given, save_together
+from modicum.torch.saving.texts import read_json
 from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import Flight
 from modicum.upstream.torch_fsdp import reshard
@@ -72,14 +72,14 @@ class Inside(Flight):
         self._place = super().begin(ranks, **how)
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
-        """Makes the subdirectory of an optimizer, and syncs the other programs' files, which are
-        all written by now. Collective. Returns the same as `Flight.begin`."""
+        """Makes the subdirectories, and syncs the other programs' files, which are all written by
+        now. Collective. Returns the same as `Flight.begin`."""
         assert self._place is not None
         place = self._place
 
         def make() -> None:
-            if how["has_state"]:
-                (place[0] / "optimizer").mkdir()
+            for name in how["directories"]:
+                (place[0] / name).mkdir()
             _sync(self.directory)
 
         ranks.once(make, lambda: None)
@@ -173,7 +173,7 @@ def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, director
     if not saved.exists():
         what = "the checkpoint holds no optimizer state to go on from"
         raise refusal("MISMATCH", what, file=directory.name)
-    groups.restore(optimizer, json.loads(saved.read_text("utf-8")), Model.of(model).names)
+    groups.restore(optimizer, read_json(saved), Model.of(model).names)
     optimizer.state.clear()
 
 
@@ -181,33 +181,30 @@ def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, director
 
 
 def is_step(directory: Path) -> bool:
-    """Whether the directory holds a step of Modicum, committed or not."""
-    return (directory / _COMMIT).is_file() or _is_in_flight(directory)
+    """Whether the directory holds a step of Modicum, committed or not. Raises `OSError` if it can't
+    be read."""
+    if not directory.is_dir():
+        return False
+    return any(name == _COMMIT or name.startswith(_IN_FLIGHT) for name in os.listdir(directory))
 
 
-def _is_in_flight(directory: Path) -> bool:
-    return directory.is_dir() and any(one.name.startswith(_IN_FLIGHT) for one in _names(directory))
-
-
-def _names(directory: Path) -> list[os.DirEntry[str]]:
-    with os.scandir(directory) as found:
-        return list(found)
-
-
-def require_whole(directory: Path) -> None:
+def require_whole(directory: Path, check: Callable[[str], Any] = _modicum.open_step) -> None:
     """Raises UNCOMMITTED or INTEGRITY if the directory holds an incomplete step."""
     if is_step(directory):
-        _modicum.open_step(str(directory))
+        check(str(directory))
 
 
 def fault_of(directory: Path) -> str:
     """Why a run can't resume from a directory; empty if it can, or if the directory is another
-    program's."""
-    if not _names(directory):
+    program's. Compares headers and files without tensors, not the values of tensors. Raises an
+    error that is no damage, such as IO."""
+    if not os.listdir(directory):
         return "it is empty"
     try:
-        require_whole(directory)
+        require_whole(directory, _modicum.check_step)
     except Error as error:
+        if not is_damage(error):
+            raise
         return str(error)
     return ""
 
@@ -215,8 +212,8 @@ def fault_of(directory: Path) -> str:
 def rotate(directories: Sequence[Path], limit: int, best: Path | None, trash: Path) -> None:
     """Removes checkpoints until `limit` are left: first incomplete ones, then the oldest. Keeps the
     newest complete checkpoint, `best`, and all checkpoints newer than the newest complete one; the
-    newer ones do not count. If none is complete, removes none. An OSError is only a warning: one
-    rank removes, and the others go on.
+    newer ones do not count. If none is complete, removes none. "Complete" is as in `fault_of`. An
+    OSError or another error is only a warning: one rank removes, and the others go on.
 
     Args:
         directories: oldest first.
@@ -227,7 +224,7 @@ def rotate(directories: Sequence[Path], limit: int, best: Path | None, trash: Pa
         _empty(trash)
         for one in _superfluous(directories, limit, best):
             with _warning():
-                os.rename(one, trash / f"{_TRASH}{one.name}")
+                _modicum.rename(one, trash / f"{_TRASH}{one.name}")
         _empty(trash)
 
 
@@ -244,16 +241,14 @@ def _superfluous(directories: Sequence[Path], limit: int, best: Path | None) -> 
 
 @contextmanager
 def _warning() -> Iterator[None]:
-    """A context whose OSError becomes a warning."""
+    """A context whose errors become a warning."""
     try:
         yield
-    except OSError as error:
+    except (OSError, Error) as error:
         warn_script(f"modicum: an old checkpoint could not be removed: {error}")
 
 
 def _empty(trash: Path) -> None:
     for path in trash.glob(f"{_TRASH}*"):
-        if path.is_symlink():  # a checkpoint that somebody has moved; rmtree enters no link
-            path.unlink(missing_ok=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        with _warning():
+            _modicum.remove_tree(path)

@@ -6,7 +6,10 @@ the arguments. A dict becomes a list of pairs (`Pairs`), so that no key is hashe
 """
 
 import codecs
+import errno
+import os
 import pickletools
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +20,7 @@ from modicum.errors import failure
 from modicum.upstream.torch_checkpoint import GETATTR, ORDERED_DICT, PICKLED, STORAGES
 
 DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
-_MOST_BYTES = 1 << 31
+MOST_BYTES = 1 << 31
 for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape"):
     codecs.lookup(_name)  # imports pickletools' codecs now: nothing is imported while it reads
 
@@ -70,6 +73,16 @@ def malformed(what: str, file: str, category: str = "FORMAT.PICKLE", **facts: st
     raise failure(category, what, file=file, **facts)
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file. Raises OSError for any other kind; opening a FIFO would wait
+    for its other end."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.EINVAL, "not a regular file")
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """A context in which an OSError becomes an `IoError` that names `path`."""
@@ -86,7 +99,7 @@ class _Refused(Exception):
 def read_pickle(data: bytes, file: str, names: frozenset[str] = PICKLED) -> Any:
     """The value of the pickle `data`. Raises `FormatError`, naming `file`, if `data` is no pickle,
     or has names other than `names`, torch's dtypes and storages, and getattr of an enum."""
-    if len(data) > _MOST_BYTES:
+    if len(data) > MOST_BYTES:
         malformed("the file is larger than any that torch writes", file, got=f"{len(data)} bytes")
     try:
         return _Stack(names).value_of(data)

@@ -17,7 +17,7 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import groups
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import CONFIG, config_text, writing_of_adapters
-from modicum.torch.saving.extra import COMMON, bytes_of, text_of
+from modicum.torch.saving.extra import COMMON, bytes_of, file_of, text_of
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.tensor_state import writing_of_state
 from modicum.torch.saving.weights import Form, Writing, writing_of_model
@@ -149,6 +149,8 @@ def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
     facts = {"the plan": writing.plan.digest, "the state": state.told if state else "none"}
     ranks.agree_on(facts | dict(texts))
     own = ask.own
+    files = [] if own is None else [file_of(rank) for rank in range(ranks.world_size)]
+    _modicum.require_recordable(writing.plan, texts, files, **(state.published if state else {}))
     held = _together(writing.bytes_held, state.held if state else {}, len(own or b""))
     gather_bytes = max(writing.plan.gather_bytes, state.gather_bytes if state else 0)
     held["staging"] += gather_bytes

@@ -40,6 +40,9 @@ class Saved:
     kept_bytes: int
     """In the background: bytes copied before an optimizer step overwrote them, on the rank with the
     most."""
+    damaged: list[dict[str, Any]] = field(default_factory=list)
+    """A damaged step of this number, which the save has renamed: a dict with `step`, `path`,
+    `reason` and `bytes`."""
     copied: list[str] = field(default_factory=list)
     """Names of stored tensors that the model does not use, copied from the source."""
     left_out: list[str] = field(default_factory=list)
@@ -81,6 +84,10 @@ class Resumed:
     extra_per_rank: Any
     """This rank's value if the step was saved by as many ranks, else the list of all ranks' values;
     None if none was saved."""
+    compared_bytes: int = 0
+    """Bytes of weights and state that were compared with the step's record while they were read."""
+    not_compared: list[str] = field(default_factory=list)
+    """Names of the step's tensors that were not read, or not compared as a whole."""
 
     def __str__(self) -> str:
         skipped = "".join(f"skipped step {one['step']}: {one['reason']}\n" for one in self.skipped)

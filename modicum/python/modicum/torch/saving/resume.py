@@ -14,11 +14,12 @@ from torch import nn
 
 from modicum import _modicum
 from modicum._modicum import exit_codes
-from modicum.errors import from_json, refusal
+from modicum.errors import failure, from_json, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
 from modicum.torch.loading.around import taken
+from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
 from modicum.torch.loading.origin import keeping_origin
@@ -29,14 +30,16 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
+from modicum.torch.saving.examining import damage_of
 from modicum.torch.saving.report import Resumed
-from modicum.torch.saving.shared import require_seen
+from modicum.torch.saving.shared import require_same, require_seen
 from modicum.torch.saving.tensor_state import (
     SavedState,
     load_tensors,
     needed_by_tensors,
     require_kind,
 )
+from modicum.torch.saving.texts import read_json, read_text
 from modicum.upstream.wrappers import unwrapped
 
 
@@ -66,14 +69,13 @@ def resume(
             groups get the saved options. None: only the model is loaded.
         verify: first compares every byte of the step with its digests, a part on each rank, and
             skips a damaged step (raises, if `root` is one step); this reads the step twice. False:
-            does not read the values of tensors.
+            values are compared while they are loaded, and a wrong one raises.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
         buffers, fork, recipe, key_mapping: as for `load`. The promised peak includes the
             optimizer's state.
 
     Returns:
-        The same report on every rank, except `extra_per_rank`. For each skipped step rank 0 issues
-        a UserWarning with the reason.
+        The same report on every rank, except `extra_per_rank`. Rank 0 warns of each skipped step.
 
     Raises:
         IntegrityError: there is no complete step (`UNCOMMITTED`), or a file is damaged.
@@ -97,14 +99,18 @@ def resume(
         report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with Ranks.of_world().together() as ranks:
+        state = LoadedState(0, 0, [])
         if optimizer is not None:
-            read += sum(ranks.gather(load_state(model, optimizer, found, ledger, ranks)))
+            state = load_state(model, optimizer, found, ledger, ranks)
+            read += sum(ranks.gather(state.read_bytes))
         saved_by, rank = found.facts["world_size"], ranks.rank
         common, own = extra.read_all(found.path, saved_by, rank, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
     return Resumed(
         step=found.facts["step"], path=str(found.path), skipped=found.facts.get("skipped", []),
         load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=own,
+        compared_bytes=report.compared_bytes + state.compared_bytes,
+        not_compared=[*report.not_compared, *state.not_compared],
     )  # fmt: skip
 
 
@@ -157,13 +163,15 @@ def _saved_state(found: Found) -> SavedState:
 
 
 def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
-    """The newest step without a fault, as the dict of `_modicum.newest_step`. Collective."""
+    """The newest step without damage, as the dict of `_modicum.newest_step`. Collective. If another
+    process removes the step while it is read, chooses once more."""
     skipped: list[dict[str, Any]] = []
+    is_again = False
 
     def find() -> dict[str, Any]:
         if (root / "COMMIT").exists():
-            return _modicum.open_step(str(root))
-        return _modicum.newest_step(str(root), skipped[-1]["step"] if skipped else None)
+            return _modicum.check_step(str(root))
+        return _modicum.newest_step(str(root), [(one["step"], one["reason"]) for one in skipped])
 
     def skip(one: dict[str, Any]) -> None:
         skipped.append(one)
@@ -175,19 +183,20 @@ def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
         require_seen(Path(facts["path"]), ranks)
         for one in facts.get("skipped", []):
             skip(one)
-        faults = [""]
-        if verify:
-            board = _modicum.Board(ranks)
-            with ranks.watching(board):
-                own = _modicum.step_fault(facts["path"], ranks.rank, ranks.world_size, board)
-            faults = ranks.gather(own)
-        fault = next(filter(None, faults), None)
-        if fault is None:
+        damage = damage_of(Path(facts["path"]), ranks) if verify else ""
+        if damage == "":
             return facts | {"skipped": skipped}
-        if "skipped" not in facts:  # from open_step: `root` is the step itself
-            told = {"category": "INTEGRITY", "code": exit_codes()["INTEGRITY"], "message": fault}
+        if damage is None:
+            if is_again or "skipped" not in facts:
+                what = "the step was removed while it was read"
+                raise failure("IO", what, file=Path(facts["path"]).name)
+            is_again = True
+            skipped.clear()
+        elif "skipped" not in facts:  # from check_step: `root` is the step itself
+            told = {"category": "INTEGRITY", "code": exit_codes()["INTEGRITY"], "message": damage}
             raise from_json(json.dumps({"error": told}))
-        skip({"step": facts["step"], "reason": fault})
+        else:
+            skip({"step": facts["step"], "reason": damage})
 
 
 def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:
@@ -198,16 +207,13 @@ def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -
         ranks.agree_on({"argument root": str(root.absolute()), "argument verify": str(verify)})
         facts = _whole_step(root, ranks, verify=verify)
         path = Path(facts["path"])
-        seen = _modicum.open_step(str(path))
-        if seen["uuid"] != facts["uuid"]:
-            what = f"rank {ranks.rank} sees another step than rank 0"
-            raise refusal("UNSUPPORTED", what, expected=facts["uuid"], got=seen["uuid"])
+        require_same(path, facts["uuid"], ranks)
         state = None
         if optimizer is not None:
             if not facts["has_state"]:
                 what = "the step holds no optimizer state to go on from"
                 raise refusal("MISMATCH", what, file=path.name)
-            state = (path / "optimizer" / "state.json").read_text("utf-8")
+            state = read_text(path / "optimizer" / "state.json")
             _require_same(optimizer, state)
     return Found(path, facts, state)
 
@@ -225,6 +231,17 @@ def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
     return None
 
 
+@dataclass(frozen=True)
+class LoadedState:
+    """The outcome of loading an optimizer's state."""
+
+    read_bytes: int
+    """Bytes read by this rank."""
+    compared_bytes: int
+    not_compared: list[str]
+    """Of all ranks, as in `Resumed`."""
+
+
 @torch.no_grad()
 def load_state(
     model: nn.Module,
@@ -232,14 +249,12 @@ def load_state(
     found: Found,
     ledger: _modicum.Ledger,
     ranks: Ranks,
-) -> int:
-    """Reads this rank's part of the state in `found`, which was found for `optimizer`; returns the
-    bytes read. Collective."""
+) -> LoadedState:
+    """Reads this rank's part of the state in `found`, which was found for `optimizer`, and compares
+    the state with the step's record. Collective."""
     whole = Model.of(model)
     names = whole.names
-    options = (
-        json.loads((found.path / groups.FILE).read_text("utf-8")) if _has_groups(found) else None
-    )
+    options = read_json(found.path / groups.FILE) if _has_groups(found) else None
     saved = _saved_state(found)
     if isinstance(optimizer, AdamW):
         state = AdamWState(optimizer, names)
@@ -248,7 +263,7 @@ def load_state(
             groups.restore(optimizer, options, names)
         board = _modicum.Board(ranks)
         with ranks.watching(board):
-            read: int = _modicum.load_state(
+            outcome = _modicum.load_state(
                 saved.tensors,
                 state.parameters,
                 ranks.rank,
@@ -257,10 +272,12 @@ def load_state(
                 state.held(to_save=False),
             )
         state.set_steps(_modicum.state_facts(saved.facts))
-        return read
-    if options is not None:
-        groups.restore(optimizer, options, names)
-    return load_tensors(optimizer, names, saved, ledger, ranks)
+    else:
+        if options is not None:
+            groups.restore(optimizer, options, names)
+        outcome = load_tensors(optimizer, names, saved, ledger, ranks)
+    compared = compared_by_all(saved.tensors, outcome["compared"], ranks, "optimizer/")
+    return LoadedState(outcome["storage_read_bytes"], **compared)
 
 
 def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, str]) -> None:

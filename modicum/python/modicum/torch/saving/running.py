@@ -19,6 +19,9 @@ from modicum.torch.saving.report import Saved
 from modicum.torch.saving.weights import threads_of
 from modicum.torch.saving.writing import Flight, Where, write_tensors
 
+_LOCK_LIMIT_S = 60.0
+"""How long a save waits for another one that publishes in the same root."""
+
 
 def run(planned: Planned, ranks: Ranks, flight: Flight) -> Saved:
     """Saves in the foreground. Collective. Returns the same report on every rank."""
@@ -42,18 +45,21 @@ class Begun:
         snapshot = planned.snapshot
         if snapshot is not None:
             snapshot.charge(ask.ledger)
+        has_state = planned.state is not None or ask.groups is not None
+        has_extra = ask.extra is not None or ask.per_rank is not None
         directory, point = flight.begin(
             ranks,
             root=str(ask.root),
             step=ask.step,
-            has_state=planned.state is not None or ask.groups is not None,
-            has_extra=ask.extra is not None or ask.per_rank is not None,
+            directories=["optimizer"] * has_state + ["extra"] * has_extra,
+            keep=ask.keep,
         )
         # In the background ranks do not meet while they write: the board is this process's own.
         self.board = _modicum.Board(ranks if snapshot is None else None)
         threads = threads_of(ranks, background=snapshot is not None)
         self._where = Where(ranks, self.board, ask.ledger, directory, point, threads, snapshot)
         self._shared, self._warnings = shared_of(planned.gather_bytes, ranks)
+        self._warnings += [one["warning"] for one in flight.damaged]
         self._created = 0
         if snapshot is not None:
             self._created = self._create_files()
@@ -146,6 +152,10 @@ class Begun:
             kept_bytes=max(of.get("kept_bytes", 0) for of in outcomes),
             copied=self.planned.model.plan.copied,
             left_out=self.planned.model.plan.left_out,
+            damaged=[
+                {key: value for key, value in one.items() if key != "warning"}
+                for one in self._flight.damaged
+            ],
             warnings=published["warnings"] + self._warnings,
         )
 
@@ -157,9 +167,9 @@ def _peak_bytes() -> int:
 
 def shared_of(part_bytes: int, ranks: Ranks) -> tuple[_modicum.SharedGather | None, list[str]]:
     """Memory shared by the ranks of this rank's node: the node's first rank makes it, and the
-    others map it by address. Collective. Returns the memory, and warnings, which are the same on every
-    rank. The memory is None if the save needs none; or, with a warning, if a rank of the node can't
-    map it."""
+    others map it by its address. Collective. Returns the memory, and warnings, which are the same
+    on every rank. The memory is None if the save needs none; or, with a warning, if a rank of the
+    node can't map it."""
     if part_bytes == 0:
         return None, []
     per_node = ranks.ranks_per_node or 1
@@ -190,5 +200,7 @@ def publish(planned: Planned, world_size: int, flight: Flight) -> dict[str, Any]
     more: list[tuple[str, str | None]] = [*planned.texts]
     if planned.own is not None:
         more += [(extra.file_of(rank), None) for rank in range(world_size)]
-    state = planned.state.published if planned.state else {}
-    return flight.step.publish(planned.model.plan, more=more, keep=planned.ask.keep, **state)
+    how = planned.state.published if planned.state else {}
+    if planned.ask.sigterm.grace_s is not None:
+        how = how | {"lock_limit_s": min(_LOCK_LIMIT_S, planned.ask.sigterm.grace_s / 2)}
+    return flight.step.publish(planned.model.plan, more=more, **how)

@@ -4,8 +4,9 @@ import json
 import time
 from pathlib import Path
 
+from modicum import _modicum
 from modicum._modicum import exit_codes
-from modicum.errors import Error, from_json
+from modicum.errors import Error, from_json, refusal
 from modicum.torch.ranks.group import Ranks
 
 SEEN_S = 10.0
@@ -22,6 +23,15 @@ def require_seen(directory: Path, ranks: Ranks) -> None:
         if time.monotonic() > deadline:
             raise _not_shared(directory, ranks.rank)
         time.sleep(_POLL_S)
+
+
+def require_same(step: Path, uuid: str, ranks: Ranks) -> None:
+    """Raises `UsageError` unless this rank sees the step that rank 0 sees, with this uuid. Raises
+    the error of a step that this rank can't open."""
+    seen = _modicum.open_step(str(step))["uuid"]
+    if seen != uuid:
+        what = f"rank {ranks.rank} sees another step than rank 0"
+        raise refusal("UNSUPPORTED", what, expected=uuid, got=seen)
 
 
 def _not_shared(directory: Path, rank: int) -> Error:

@@ -229,10 +229,10 @@ def load_tensors(
     saved: SavedState,
     ledger: _modicum.Ledger,
     ranks: Ranks,
-) -> int:
+) -> dict[str, Any]:
     """Reads a saved state into the tensors of `optimizer.state`, or into new tensors where there is
     none or it does not fit, and sets the numbers. The optimizer's groups have their saved options
-    already. Returns the bytes that this rank has read. Collective."""
+    already. Returns the outcome of this rank's load. Collective."""
     parameters = _parameters_of(optimizer, names, saved)
     numbers: Numbers = json.loads(saved.facts)["numbers"]
     shardings = Shardings()
@@ -259,11 +259,11 @@ def load_tensors(
         _require_row_major(local, name)
         held.append(Held(local, shardings.of(parameter, fqn).unpadded(), value))
         state[fqn][key] = value
-    read = _filled(_recipe_of(saved), held, ledger, ranks, saved.staging)
+    outcome = _filled(_recipe_of(saved), held, ledger, ranks, saved.staging)
     optimizer.state.clear()
     for fqn, entry in state.items():
         optimizer.state[parameters[fqn]] = entry
-    return read
+    return outcome
 
 
 def devices_of_numbers(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, torch.device]:
@@ -298,8 +298,8 @@ def _filled(
     ledger: _modicum.Ledger,
     ranks: Ranks,
     staging: Size | None,
-) -> int:
-    """Reads this rank's part of the recipe's targets into `held`; returns the bytes read."""
+) -> dict[str, Any]:
+    """Reads this rank's part of the recipe's targets into `held`; returns the load's outcome."""
     to = [(of.sharding, destination_of(of.local)) for of in held]
     plan = _plan_of(recipe, to, ranks, staging)
     given, lines = memory_of(recipe, held)
@@ -310,5 +310,5 @@ def _filled(
             plan, ranks.rank, board, ledger, given=given,
             copy=copying_into(into) if into else None, threads=cpus_of_rank(ranks.ranks_per_node),
         )  # fmt: skip
-    read: int = loaded.outcome["storage_read_bytes"]
-    return read
+    outcome: dict[str, Any] = loaded.outcome
+    return outcome

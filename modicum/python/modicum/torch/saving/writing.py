@@ -11,6 +11,7 @@ from modicum import _modicum
 from modicum.torch.optim import in_flight
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adamw_state import AdamWState, HeldShards
+from modicum.torch.saving.examining import set_damaged_aside
 from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing
 
@@ -204,11 +205,17 @@ class Flight:
 
     def __init__(self) -> None:
         self.step: _modicum.StepSave | None = None
+        self.damaged: list[dict[str, Any]] = []
+        """A damaged step of the same number, as `_modicum.set_aside` describes it; on every
+        rank."""
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
-        """Waits for a save in the background, then makes the step's directory. Collective. Returns
-        the directory and `Where.point`. Raises `IoError` if a rank does not see the directory."""
+        """Waits for a save in the background, then makes the step's directory, and first renames a
+        damaged step of its name. Collective. Returns the directory and `Where.point`. Raises
+        `IoError` if an intact step has the name, or if a rank does not see the directory."""
         in_flight.wait()
+        if not how.get("inside"):
+            self.damaged = set_damaged_aside(Path(how["root"]), how["step"], ranks)
 
         def make() -> list[Any]:
             self.step = _modicum.StepSave(**how)

@@ -23,6 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from modicum import _modicum
 from modicum.torch.saving.archives import Archive, Line, Shape
 from modicum.torch.saving.pickles import malformed, reading
 from modicum.torch.saving.zero_files import (
@@ -41,6 +42,8 @@ from modicum.upstream.deepspeed_checkpoint import (
     MODEL_KEYS,
     OPTIMIZER_FILE,
 )
+
+_LONGEST_LATEST = 4096
 
 
 @dataclass(frozen=True)
@@ -134,8 +137,7 @@ def _step_of(path: Path) -> Path:
     latest = path / LATEST
     if not latest.is_file():
         return path
-    with reading(latest):
-        text = latest.read_bytes()
+    text = _modicum.read_file(latest, too_long="FORMAT.LIMIT", most_bytes=_LONGEST_LATEST)
     try:
         tag = text.decode().strip()
     except UnicodeDecodeError:

@@ -1,0 +1,93 @@
+// The journal of a conversion that was killed, and that may be damaged.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/io/file_doubles.h"
+
+namespace modicum {
+namespace {
+
+class DamagedJournal : public testing::Test {
+ protected:
+  static constexpr const char* kJournal = "/.out.journal";
+
+  DamagedJournal() {
+    ConversionJournal journal = begun();
+    for (const char* name : {"a", "b"}) {
+      write_durably(files, join_path(journal.directory(), name), "four");
+      journal.add({name, 4, 7, {1, 2, 3}, {}});
+    }
+  }
+
+  ConversionJournal begun() {
+    Hasher hasher;
+    hasher.add("inputs");
+    return {files, "/out", {hasher.digest(), StepOwner{"host", 7, 11}, [](const StepOwner&) {
+                              return true;
+                            }}};
+  }
+  void replace(const std::string& from, const std::string& to) {
+    std::string text = files.get(kJournal);
+    const size_t at = text.find(from);
+    ASSERT_NE(at, std::string::npos) << text;
+    files.put(kJournal, text.replace(at, from.size(), to));
+  }
+
+  MemoryFileSystem files;
+};
+
+// Catches: digests of chunks that a reader indexes although the journal lacks them.
+TEST_F(DamagedJournal, AFileWithoutItsDigestsIsMadeAgain) {
+  replace(R"("chunks":["0000000000000001","0000000000000002","0000000000000003"])",
+          R"("chunks":[])");
+  ConversionJournal journal = begun();
+  EXPECT_EQ(journal.finished("a", 4, 3), nullptr);
+  ASSERT_NE(journal.finished("b", 4, 3), nullptr);
+  EXPECT_EQ(journal.finished("b", 4, 2), nullptr);
+  EXPECT_EQ(journal.finished("b", 5, 3), nullptr);
+  journal.forget("a");
+  EXPECT_EQ(files.list(journal.directory()), std::vector<std::string>{"b"});
+  journal.add({"c", 1, 1, {}, {}});
+  const std::vector<ConvertedFile> recorded = journal.recorded();
+  ASSERT_EQ(recorded.size(), 2);
+  EXPECT_EQ(recorded[0].name, "b");
+}
+
+// Catches: a journal without names, of which every entry takes many times its text in memory.
+TEST_F(DamagedJournal, OneWithoutNamesStartsOver) {
+  for (const auto& [from, to] :
+       {std::pair(R"("name":"a",)", ""), std::pair("\"files\":[", "\"files\":[{},")}) {
+    const std::string before = files.get(kJournal);
+    for (const char* name : {"a", "b"}) files.put(std::string("/.out.partial/") + name, "four");
+    replace(from, to);
+    ConversionJournal journal = begun();
+    EXPECT_EQ(journal.finished("b", 4, 3), nullptr);
+    EXPECT_EQ(files.list(journal.directory()), std::vector<std::string>());
+    files.put(kJournal, before);
+  }
+}
+
+TEST_F(DamagedJournal, OneThatIsTooLongStartsOver) {
+  files.put(kJournal, files.get(kJournal) + std::string(kLongestText, ' '));
+  ConversionJournal journal = begun();
+  EXPECT_EQ(journal.finished("a", 4, 3), nullptr);
+  EXPECT_EQ(files.list(journal.directory()), std::vector<std::string>());
+}
+
+TEST_F(DamagedJournal, OneThatWouldBeTooLongIsNotWritten) {
+  ConversionJournal journal = begun();
+  const std::string before = files.get(kJournal);
+  try {
+    journal.add({"c", 1, 1, std::vector<uint64_t>(5'300'000), {}});
+    FAIL() << "it was written";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.category(), Category::unsupported);
+    EXPECT_EQ(error.facts().file, ".out.journal");
+  }
+  EXPECT_EQ(files.get(kJournal), before);
+}
+
+}  // namespace
+}  // namespace modicum

@@ -1,0 +1,120 @@
+// Finds the steps of a root, and sets damaged ones aside.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/parts.h"
+#include "modicum/checkpoint/step.h"
+
+namespace modicum {
+
+std::vector<int64_t> step_numbers(FileSystem& files, const std::string& root) {
+  std::vector<int64_t> numbers;
+  for (const std::string& name : files.list(root)) {
+    if (const auto step = step_of(name)) numbers.push_back(*step);
+  }
+  std::sort(numbers.rbegin(), numbers.rend());
+  return numbers;
+}
+
+std::optional<std::variant<FoundStep, SkippedStep>> examine_step(FileSystem& files,
+                                                                 const std::string& root,
+                                                                 int64_t step) {
+  const std::string path = join_path(root, step_name(step));
+  try {
+    FoundStep found = check_step(files, path);
+    if (found.step == step) return found;
+    fail(Category::integrity, "the directory has the record of another step",
+         {.expected = step_name(step), .got = step_name(found.step)});
+  } catch (const Error& error) {
+    if (!files.entry(path)) return std::nullopt;
+    if (!is_damage(error.category())) throw;
+    return SkippedStep{step, error.what()};
+  }
+}
+
+Steps find_steps(FileSystem& files, const std::string& root, size_t most,
+                 std::optional<int64_t> before) {
+  Steps steps;
+  for (const int64_t number : step_numbers(files, root)) {
+    if (steps.found.size() == most) break;
+    if (before && number >= *before) continue;
+    auto examined = examine_step(files, root, number);
+    if (!examined) {
+      steps.was_one_removed = true;
+    } else if (auto* const found = std::get_if<FoundStep>(&*examined)) {
+      steps.found.push_back(std::move(*found));
+    } else {
+      steps.skipped.push_back(std::get<SkippedStep>(std::move(*examined)));
+    }
+  }
+  return steps;
+}
+
+FoundStep newest_step(FileSystem& files, const std::string& root,
+                      std::vector<SkippedStep>& skipped) {
+  std::optional<int64_t> before;
+  if (!skipped.empty()) before = skipped.back().step;
+  Steps steps = find_steps(files, root, 1, before);
+  // The process that has removed one may have saved a newer one before.
+  if (steps.was_one_removed) steps = find_steps(files, root, 1, before);
+  if (steps.was_one_removed) {
+    fail(Category::io, "steps are removed while they are read", {.file = base_name(root)});
+  }
+  std::move(steps.skipped.begin(), steps.skipped.end(), std::back_inserter(skipped));
+  if (!steps.found.empty()) return std::move(steps.found.front());
+  if (skipped.empty()) {
+    fail(Category::uncommitted, "no step has been saved here", {.file = base_name(root)});
+  }
+  fail(Category::uncommitted,
+       fmt::format("none of {} step(s) is intact; {}: {}", skipped.size(),
+                   step_name(skipped.front().step), skipped.front().reason),
+       {.file = base_name(root)});
+}
+
+std::optional<int64_t> damaged_step_of(std::string_view name) {
+  if (!name.starts_with(kDamagedPrefix)) return std::nullopt;
+  name.remove_prefix(kDamagedPrefix.size());
+  return step_of(fmt::format("step-{}", name.substr(0, name.find('-'))));
+}
+
+uint64_t bytes_below(FileSystem& files, const std::string& directory) {
+  uint64_t bytes = 0;
+  std::vector<std::string> directories = {directory};
+  while (!directories.empty()) {
+    const std::string at = std::move(directories.back());
+    directories.pop_back();
+    for (const std::string& name : files.list(at)) {
+      const std::string path = join_path(at, name);
+      const std::optional<DirectoryEntry> entry = files.entry(path);
+      if (!entry) continue;
+      if (entry->is_directory) directories.push_back(path);
+      if (entry->is_regular) bytes += entry->size_bytes;
+    }
+  }
+  return bytes;
+}
+
+DamagedStep set_aside(FileSystem& files, const std::string& root, SkippedStep damaged,
+                      const std::optional<std::string>& uuid) {
+  const std::string path = join_path(root, step_name(damaged.step));
+  DamagedStep aside{.step = damaged.step, .reason = std::move(damaged.reason)};
+  aside.path = join_path(root, fmt::format("{}{}-{}", kDamagedPrefix, damaged.step, make_uuid()));
+  aside.bytes = bytes_below(files, path);
+  files.rename_new(path, aside.path);
+  try {
+    if (committed_uuid(files, aside.path) != uuid) {
+      fail(Category::conflict, "another process has replaced the damaged step",
+           {.file = step_name(damaged.step)});
+    }
+  } catch (const Error&) {
+    files.rename_new(aside.path, path);
+    throw;
+  }
+  return aside;
+}
+
+}  // namespace modicum

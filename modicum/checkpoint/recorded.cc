@@ -1,0 +1,96 @@
+// The record of a step (a saved checkpoint directory) that is opened as a checkpoint.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <map>
+#include <string_view>
+
+#include "modicum/checkpoint/parts.h"
+
+namespace modicum {
+namespace {
+
+bool is_committed(FileSystem& files, const std::string& directory) {
+  return !directory.empty() && files.exists(join_path(directory, "COMMIT"));
+}
+
+std::string without_end_slashes(std::string path) {
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
+
+// Whether the file is data of the saving program. It may be large, one for each rank, and no
+// checkpoint includes it: those who read it compare it.
+bool is_extra(std::string_view name) {
+  return name.starts_with(fmt::format("{}/", kExtraDirectory));
+}
+
+// Adds the recorded digests of a stored tensor.
+void add_recorded(const Stored& stored, const StepTensor* recorded, const std::string& file,
+                  std::vector<uint64_t>& digests) {
+  const TensorSpec& spec = stored.spec;
+  if (recorded == nullptr) {
+    fail(Category::integrity, "the step's record does not list this tensor",
+         {.file = file, .tensor = spec.fqn});
+  }
+  if (recorded->spec != spec) {
+    fail(Category::integrity, "the step's record lists another dtype or shape",
+         {.file = file,
+          .tensor = spec.fqn,
+          .expected = tensor_text(recorded->spec.dtype, recorded->spec.shape),
+          .got = tensor_text(spec.dtype, spec.shape)});
+  }
+  if (recorded->chunks.size() != digest_chunks_of(stored)) {
+    fail(Category::integrity, "the step's record has another number of digests for this tensor",
+         {.file = file,
+          .tensor = spec.fqn,
+          .expected = fmt::format("{} digests", digest_chunks_of(stored)),
+          .got = fmt::format("{} digests", recorded->chunks.size())});
+  }
+  digests.insert(digests.end(), recorded->chunks.begin(), recorded->chunks.end());
+}
+
+}  // namespace
+
+RecordOfStep::RecordOfStep(FileSystem& files, const std::string& path) {
+  std::string directory = without_end_slashes(path);
+  if (!files.is_directory(directory)) {
+    if (!files.exists(directory)) return;
+    directory = directory_of(directory);
+  }
+  std::string step = directory;
+  if (!is_committed(files, step)) {
+    if (base_name(directory) != kStateDirectory) return;
+    step = directory_of(directory);
+    if (!is_committed(files, step)) return;
+    prefix_ = kStateFolder;
+  }
+  record_ = open_step(files, step).record;
+  for (const StepFile& file : record_.files) {
+    if (!is_extra(file.name)) check_digest(files, step, file);
+  }
+}
+
+bool RecordOfStep::lists(const std::string& name) const {
+  return std::any_of(record_.files.begin(), record_.files.end(),
+                     [&](const StepFile& file) { return file.name == name; });
+}
+
+void RecordOfStep::add_to(Manifest& manifest) const {
+  const auto name_of = [&](const DataFile& file) { return prefix_ + file.name; };
+  const bool is_listed = std::any_of(manifest.files.begin(), manifest.files.end(),
+                                     [&](const DataFile& file) { return lists(name_of(file)); });
+  if (!is_listed) return;  // no step, or a file that another program has added
+  std::map<std::string_view, const StepTensor*> recorded;
+  for (const StepTensor& tensor : prefix_.empty() ? record_.tensors : record_.state) {
+    recorded[tensor.spec.fqn] = &tensor;
+  }
+  manifest.recorded.reserve(manifest.digest_chunks());
+  for (const Stored& stored : manifest.tensors) {
+    const auto found = recorded.find(stored.spec.fqn);
+    add_recorded(stored, found == recorded.end() ? nullptr : found->second,
+                 name_of(manifest.files[stored.at.file]), manifest.recorded);
+  }
+}
+
+}  // namespace modicum

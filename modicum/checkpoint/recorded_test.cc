@@ -1,0 +1,143 @@
+// Opening a step as a checkpoint: its headers and texts are compared with its record.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "modicum/checkpoint/checkpoint.h"
+#include "modicum/io/file_doubles.h"
+
+namespace modicum {
+namespace {
+
+constexpr const char* kStep = "/root/step-3";
+
+void put(FileSystem& files, const std::string& path, std::string_view text) {
+  const auto file = files.create(path);
+  file->write(std::as_bytes(std::span(text)), 0);
+  file->close();
+}
+
+std::string text_of_file(FileSystem& files, const std::string& path) {
+  return read_text(*files.open(path), kLongestText, Category::integrity);
+}
+
+// A step with a model, a config and an optimizer's state. The values are zeros; the digests are
+// numbers from 100 on, since opening does not read values.
+void put_step(FileSystem& files) {
+  files.make_directory("/root");
+  const StepInFlight step = begin_step(files, "/root", 3, {"host", 1, 2});
+  files.make_directory(join_path(step.directory, kStateDirectory));
+  StepRecord record{.step = 3, .uuid = step.uuid, .world_size = 1, .tool = "modicum"};
+  uint64_t digest = 100;
+  const auto add = [&](const std::string& folder, const std::vector<TensorSpec>& specs,
+                       std::vector<StepTensor>& tensors) {
+    const Manifest manifest = output_manifest({specs});
+    const std::string name = folder + manifest.files[0].name;
+    SafetensorsWriter(files, join_path(step.directory, name), specs, {{"format", "pt"}}).finish();
+    const std::string header = output_header(manifest, 0);
+    record.files.push_back(
+        {name, manifest.files[0].identity.size_bytes, header.size(), digest_of(header)});
+    for (const Stored& stored : manifest.tensors) {
+      StepTensor& tensor = tensors.emplace_back(StepTensor{stored.spec, {}});
+      while (tensor.chunks.size() < digest_chunks_of(stored)) tensor.chunks.push_back(digest++);
+    }
+  };
+  add("", {{"w", Role::param, DType::bf16, {3 << 20}}, {"b", Role::param, DType::bf16, {2}}},
+      record.tensors);
+  add(kStateFolder, {{"w.exp_avg", Role::param, DType::f32, {4}}}, record.state);
+  put(files, join_path(step.directory, "config.json"), "{}");
+  record.files.push_back({"config.json", 2, 2, digest_of("{}")});
+  publish_step(files, step, record);
+}
+
+std::optional<Error> opening(FileSystem& files, const std::string& path) {
+  try {
+    open_checkpoint(files, path);
+  } catch (const Error& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+TEST(RecordOfStep, GivesTheDigestsOfModelAndState) {
+  MemoryFileSystem files;
+  put_step(files);
+  const Manifest model = open_checkpoint(files, kStep).manifest;
+  std::vector<uint64_t> expected;
+  for (const Stored& stored : model.tensors) {
+    if (stored.spec.fqn == "w") expected.insert(expected.end(), {100, 101});
+    if (stored.spec.fqn == "b") expected.push_back(102);
+  }
+  std::vector<uint64_t> sorted = model.recorded;
+  std::sort(sorted.begin(), sorted.end());
+  EXPECT_EQ(sorted, (std::vector<uint64_t>{100, 101, 102}));
+  EXPECT_EQ(open_checkpoint(files, std::string(kStep) + "/model.safetensors").manifest.recorded,
+            model.recorded);
+  for (const char* path : {"/root/step-3/optimizer", "/root/step-3/optimizer/"}) {
+    EXPECT_EQ(open_checkpoint(files, path).manifest.recorded, std::vector<uint64_t>{103}) << path;
+  }
+  EXPECT_TRUE(open_checkpoint(files, kStep, Record::ignored).manifest.recorded.empty());
+}
+
+// Must fail for this mutant: a text that is not read is not compared.
+TEST(RecordOfStep, ChangedHeadersAndTextsAreFoundByModelAndState) {
+  for (const std::string name :
+       {"config.json", "model.safetensors", "manifest.json", "optimizer/model.safetensors"}) {
+    MemoryFileSystem files;
+    put_step(files);
+    const std::string path = join_path(kStep, name);
+    std::string text = text_of_file(files, path);
+    const size_t at = name.ends_with("json") ? 0 : text.find("dtype");
+    text[at] ^= 1;
+    files.remove(path);
+    put(files, path, text);
+    for (const char* opened :
+         {"/root/step-3", "/root/step-3/optimizer", "/root/step-3/model.safetensors"}) {
+      const auto error = opening(files, opened);
+      ASSERT_TRUE(error) << name << " " << opened;
+      EXPECT_EQ(error->category(), Category::integrity) << name << " " << opened;
+      EXPECT_EQ(error->facts().file, name) << opened;
+    }
+  }
+}
+
+TEST(RecordOfStep, AMissingFileIsNamed) {
+  MemoryFileSystem files;
+  put_step(files);
+  files.remove(join_path(kStep, "model.safetensors"));
+  const auto error = opening(files, kStep);
+  ASSERT_TRUE(error);
+  EXPECT_EQ(error->category(), Category::integrity);
+  EXPECT_EQ(error->facts().file, "model.safetensors");
+}
+
+TEST(RecordOfStep, AFileOfAnotherProgramHasNoDigests) {
+  MemoryFileSystem files;
+  put_step(files);
+  const std::string other = join_path(kStep, "other.safetensors");
+  SafetensorsWriter(files, other, std::vector<TensorSpec>{{"w", Role::param, DType::f32, {2}}})
+      .finish();
+  EXPECT_TRUE(open_checkpoint(files, other).manifest.recorded.empty());
+}
+
+TEST(RecordOfStep, ARecordOfOtherTensorsIsRefused) {
+  for (const char* what : {"dtype", "digests", "name"}) {
+    MemoryFileSystem files;
+    put_step(files);
+    StepRecord record = open_step(files, kStep).record;
+    StepTensor& tensor = record.tensors.front();
+    if (what == std::string("dtype")) tensor.spec.dtype = DType::f16;
+    if (what == std::string("digests")) tensor.chunks.push_back(1);
+    if (what == std::string("name")) tensor.spec.fqn = "other";
+    for (const char* name : {"COMMIT", "manifest.json"}) files.remove(join_path(kStep, name));
+    commit_in_place(files, kStep, record);
+    const auto error = opening(files, kStep);
+    ASSERT_TRUE(error) << what;
+    EXPECT_EQ(error->category(), Category::integrity) << what;
+    EXPECT_FALSE(error->facts().tensor.empty()) << what;
+  }
+}
+
+}  // namespace
+}  // namespace modicum

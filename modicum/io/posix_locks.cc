@@ -1,0 +1,214 @@
+// Files that show, by a POSIX record lock, whether the process that has made them lives.
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "modicum/io/descriptor.h"
+#include "modicum/io/errno_error.h"
+#include "modicum/io/file.h"
+
+namespace modicum {
+namespace {
+
+constexpr size_t kMostText = 4096;
+
+using FileKey = std::pair<dev_t, ino_t>;
+
+FileKey key_of(const struct stat& status) noexcept { return {status.st_dev, status.st_ino}; }
+
+// The files that this process has locked, with further descriptors of them. They stay open as long
+// as the lock, which the kernel ends if the process closes any of them.
+class LocksOfProcess {
+ public:
+  // A forked child has none. It makes a table of its own, since at the fork another thread may have
+  // had the mutex.
+  static LocksOfProcess& get() {
+    static std::atomic<LocksOfProcess*> current{nullptr};
+    LocksOfProcess* found = current.load();
+    if (found != nullptr && found->pid_ == ::getpid()) return *found;
+    auto made = std::make_unique<LocksOfProcess>(found);
+    if (current.compare_exchange_strong(found, made.get())) found = made.release();
+    return *found;
+  }
+  explicit LocksOfProcess(const LocksOfProcess* of_parent) : of_parent_(of_parent) {}
+
+  std::mutex mutex;  // guards `files`; held while a file is opened and locked
+  std::map<FileKey, std::vector<Descriptor>> files;
+
+ private:
+  const pid_t pid_ = ::getpid();
+  const LocksOfProcess* const of_parent_;  // never freed
+};
+
+// The lock covers the file.
+struct flock write_lock() noexcept {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  return lock;
+}
+
+class PosixLockedFile final : public LockedFile {
+ public:
+  PosixLockedFile(Descriptor descriptor, FileKey key, std::string name, bool is_exclusive,
+                  bool is_new)
+      : descriptor_(std::move(descriptor)),
+        key_(key),
+        name_(std::move(name)),
+        is_exclusive_(is_exclusive),
+        is_new_(is_new) {}
+
+  ~PosixLockedFile() override {
+    if (pid_ != ::getpid()) return;  // a forked child: the parent's lock stays
+    LocksOfProcess& locks = LocksOfProcess::get();
+    const std::lock_guard guard(locks.mutex);
+    locks.files.erase(key_);
+    const Descriptor closed = std::move(descriptor_);
+  }
+
+  bool is_exclusive() const noexcept override { return is_exclusive_; }
+  bool is_new() const noexcept override { return is_new_; }
+
+  void write(const std::string& text) override {
+    size_t done = 0;
+    while (done < text.size()) {
+      const ssize_t written = uninterrupted([&] {
+        return ::pwrite(descriptor_.get(), text.data() + done, text.size() - done,
+                        static_cast<off_t>(done));
+      });
+      if (written == 0) errno = EIO;
+      if (written <= 0) fail_errno(errno, "write failed", {.file = name_});
+      done += static_cast<size_t>(written);
+    }
+    const auto size = static_cast<off_t>(text.size());
+    if (uninterrupted([&] { return ::ftruncate(descriptor_.get(), size); }) != 0) {
+      fail_errno(errno, "truncate failed", {.file = name_});
+    }
+    if (::fsync(descriptor_.get()) != 0) fail_errno(errno, "sync failed", {.file = name_});
+  }
+
+ private:
+  Descriptor descriptor_;
+  const FileKey key_;
+  const std::string name_;
+  const bool is_exclusive_, is_new_;
+  const pid_t pid_ = ::getpid();
+};
+
+struct Opened {
+  Descriptor descriptor;
+  bool is_new = false;
+};
+
+Opened open_or_create(const std::string& path) {
+  constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK;
+  while (true) {
+    Descriptor made = Descriptor::open(path.c_str(), kFlags | O_CREAT | O_EXCL, 0666);
+    if (made.is_valid()) return {std::move(made), true};
+    if (errno != EEXIST) fail_errno(errno, "cannot create", about(path));
+    Descriptor found = Descriptor::open(path.c_str(), kFlags);
+    if (found.is_valid()) return {std::move(found), false};
+    if (errno != ENOENT) fail_errno(errno, "cannot open", about(path));
+  }
+}
+
+// Whether the path still names the file.
+bool still_names(const std::string& path, const FileKey& key) noexcept {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0 && key_of(status) == key;
+}
+
+LockState state_of(int fd) noexcept {
+  struct flock lock = write_lock();
+  if (uninterrupted([&] { return ::fcntl(fd, F_GETLK, &lock); }) != 0) return LockState::unknown;
+  return lock.l_type == F_UNLCK ? LockState::free : LockState::held;
+}
+
+std::string beginning_of(int fd) {
+  std::string text(kMostText, '\0');
+  const ssize_t got = uninterrupted([&] { return ::pread(fd, text.data(), text.size(), 0); });
+  text.resize(got > 0 ? static_cast<size_t>(got) : 0);
+  return text;
+}
+
+int64_t mtime_of(const struct stat& status) noexcept {
+  return int64_t{status.st_mtim.tv_sec} * kNsPerSecond + status.st_mtim.tv_nsec;
+}
+
+}  // namespace
+
+std::unique_ptr<LockedFile> PosixFileSystem::lock(const std::string& path) {
+  LocksOfProcess& locks = LocksOfProcess::get();
+  const std::lock_guard guard(locks.mutex);
+  while (true) {
+    struct stat status {};
+    if (::lstat(path.c_str(), &status) == 0 && locks.files.contains(key_of(status))) return nullptr;
+    Opened opened = open_or_create(path);
+    if (::fstat(opened.descriptor.get(), &status) != 0) {
+      fail_errno(errno, "cannot stat the file", about(path));
+    }
+    if (!S_ISREG(status.st_mode)) fail(Category::io, "not a regular file", about(path));
+    const FileKey key = key_of(status);
+    if (const auto held = locks.files.find(key); held != locks.files.end()) {
+      held->second.push_back(std::move(opened.descriptor));
+      return nullptr;
+    }
+    struct flock lock = write_lock();
+    const int fd = opened.descriptor.get();
+    const int result = uninterrupted([&] { return ::fcntl(fd, F_SETLK, &lock); });
+    if (result != 0 && (errno == EAGAIN || errno == EACCES)) return nullptr;
+    // Who had the lock may have removed the file.
+    if (!still_names(path, key)) continue;
+    locks.files.try_emplace(key);
+    return std::make_unique<PosixLockedFile>(std::move(opened.descriptor), key, base_name(path),
+                                             result == 0, opened.is_new);
+  }
+}
+
+std::optional<SeenFile> PosixFileSystem::look_at(const std::string& path) {
+  LocksOfProcess& locks = LocksOfProcess::get();
+  const std::lock_guard guard(locks.mutex);
+  Descriptor file = Descriptor::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
+  if (!file.is_valid() && (errno == ENOENT || errno == ENOTDIR)) return std::nullopt;
+  SeenFile seen;
+  struct stat status {};
+  if (!file.is_valid() || ::fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode)) {
+    return seen;
+  }
+  seen.mtime_ns = mtime_of(status);
+  seen.text = beginning_of(file.get());
+  const auto held = locks.files.find(key_of(status));
+  if (held == locks.files.end()) {
+    seen.lock = state_of(file.get());
+  } else {
+    seen.lock = LockState::held;
+    held->second.push_back(std::move(file));
+  }
+  return seen;
+}
+
+bool PosixFileSystem::is_of_one_kernel(const std::string& path) noexcept {
+  // By number, since <linux/magic.h> of older kernels lacks some of them.
+  constexpr std::array<uint32_t, 7> kLocal = {
+      0xef53,      // ext2, ext3, ext4
+      0x58465342,  // xfs
+      0x9123683e,  // btrfs
+      0xf2f52010,  // f2fs
+      0x2fc12fc1,  // zfs
+      0x01021994,  // tmpfs
+      0x794c7630,  // overlayfs
+  };
+  struct statfs status {};
+  if (::statfs(path.c_str(), &status) != 0) return false;
+  const auto type = static_cast<uint32_t>(status.f_type);
+  return std::find(kLocal.begin(), kLocal.end(), type) != kLocal.end();
+}
+
+}  // namespace modicum

@@ -1,0 +1,46 @@
+"""Compares all of a step (a saved checkpoint directory) with its digests, divided among ranks."""
+
+from pathlib import Path
+from typing import Any
+
+from modicum import _modicum
+from modicum.errors import Error, failure
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.shared import require_same, require_seen
+
+
+def damage_of(path: Path, ranks: Ranks) -> str | None:
+    """The first damage in a step, of which each rank compares a part; an empty text if there is
+    none; None if another process has removed the step meanwhile. Collective; the result is the same
+    on every rank."""
+    board = _modicum.Board(ranks)
+    own: str | None = None
+    try:
+        with ranks.watching(board):
+            own = _modicum.step_fault(str(path), ranks.rank, ranks.world_size, board)
+    except Error:
+        if path.exists():
+            raise
+    damages = ranks.gather(own if own == "" or path.exists() else None)
+    return None if None in damages else next(filter(None, damages), "")
+
+
+def set_damaged_aside(root: Path, step: int, ranks: Ranks) -> list[dict[str, Any]]:
+    """Before a save: if the root has a step of this number, reads all of it, and renames it if it
+    is damaged. Returns what `_modicum.set_aside` returns, the same on every rank; an empty list if
+    there is none. Collective. Raises CONFLICT if the step is intact."""
+    found, _ = ranks.once(lambda: _modicum.examine_step(str(root), step), lambda: None)
+    if found is None:  # StepSave refuses a link or a file of this name
+        return []
+    path, damage = Path(found["path"]), found["reason"]
+    if not damage:
+        require_seen(path, ranks)
+        require_same(path, found["uuid"], ranks)
+        damage = damage_of(path, ranks)
+        if damage is None:
+            return []
+    if not damage:
+        raise failure("CONFLICT", "the step has been saved already", file=path.name)
+    how = (str(root), step, damage, found["uuid"])
+    aside, _ = ranks.once(lambda: _modicum.set_aside(*how), lambda: None)
+    return [aside]

@@ -1,0 +1,143 @@
+"""Damaged steps (saved checkpoint directories) in Python: which errors are damage, what `save`,
+`resume` and the checkpoints of accelerate and Trainer do with a damaged step, and with one that
+can't be read.
+
+Must fail for these mutants: an error of the disk counts as damage; `verify=False` trusts texts; a
+damaged step ends the save of its number; a checkpoint with a changed text is resumed, or rotated as
+a whole one.
+"""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch_front  # noqa: E402
+
+import modicum.torch as front  # noqa: E402
+from modicum import _modicum, errors  # noqa: E402
+from modicum.errors import IntegrityError, IoError, UsageError  # noqa: E402
+from modicum.torch.saving import inside  # noqa: E402
+
+
+def flip(path: Path, at: int = -1) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def model() -> Any:
+    made = torch_front.empty("llama")
+    front.load(made, torch_front.checkpoint_of("llama"), progress=False)
+    return made
+
+
+def test_damage_is_what_the_library_calls_damage() -> None:
+    for category, code in _modicum.exit_codes().items():
+        found = errors.is_damage(errors.failure(category, "x"))
+        assert found == (code in (10, 11, 12, 19)), category
+    assert not errors.is_damage(OSError())
+
+
+@pytest.mark.filterwarnings("ignore:modicum")
+@pytest.mark.parametrize("pattern", ["model*.safetensors", "config.json"])
+def test_a_damaged_step_is_set_aside(tmp_path: Path, model: Any, pattern: str) -> None:
+    for step in (1, 2):
+        assert front.save(model, tmp_path, step=step).damaged == []
+    with pytest.raises(IoError, match="CONFLICT: the step has been saved already"):
+        front.save(model, tmp_path, step=2)
+    file = max((tmp_path / "step-2").glob(pattern)).name
+    flip(tmp_path / "step-2" / file)
+    resumed = front.resume(model, tmp_path, progress=False)
+    assert resumed.step == 1 and [one["step"] for one in resumed.skipped] == [2]
+    saved = front.save(model, tmp_path, step=2)
+    (damaged,) = saved.damaged
+    path = Path(damaged["path"])
+    assert path.name.startswith(".damaged-2-") and (path / "COMMIT").exists()
+    assert damaged.keys() == {"step", "path", "reason", "bytes"} and file in damaged["reason"]
+    assert any(path.name in warning for warning in saved.warnings)
+    assert front.resume(model, tmp_path, progress=False).step == 2
+
+
+def test_a_step_that_cannot_be_read_stays(tmp_path: Path, model: Any) -> None:
+    for step in (1, 2):
+        front.save(model, tmp_path, step=step)
+    fault = errors.failure("IO", "read failed: EIO")
+    with patch.object(_modicum, "step_fault", side_effect=fault):
+        for call in (
+            lambda: front.save(model, tmp_path, step=2),
+            lambda: front.resume(model, tmp_path, progress=False),
+        ):
+            with pytest.raises(IoError, match="read failed"):
+                call()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-2"]
+
+
+def test_a_step_that_is_removed_meanwhile_is_chosen_again(tmp_path: Path, model: Any) -> None:
+    for step in (1, 2):
+        front.save(model, tmp_path, step=step)
+    original = _modicum.step_fault
+
+    def removes(path: str, *rest: Any) -> str:
+        if path.endswith("step-2"):
+            Path(path).rename(tmp_path / ".trash-x")
+        found: str = original(path, *rest)
+        return found
+
+    with patch.object(_modicum, "step_fault", removes):
+        resumed = front.resume(model, tmp_path, progress=False)
+    assert (resumed.step, resumed.skipped) == (1, [])
+
+
+def test_without_verify_texts_and_headers_are_compared(tmp_path: Path, model: Any) -> None:
+    front.save(model, tmp_path, step=1)
+    step = tmp_path / "step-1"
+    weights = max(step.glob("model*.safetensors")).name
+    for file, at in (("config.json", -2), (weights, 9)):
+        whole = (step / file).read_bytes()
+        flip(step / file, at)
+        with pytest.raises(IntegrityError, match=f"not the one that was saved .file {file}"):
+            front.resume(model, step, verify=False, progress=False)
+        (step / file).write_bytes(whole)
+    assert front.resume(model, step, verify=False, progress=False).step == 1
+
+
+# ---- checkpoints of accelerate and Trainer
+
+
+def test_a_changed_text_is_a_fault_of_a_checkpoint(tmp_path: Path, model: Any) -> None:
+    front.save(model, tmp_path, step=1)
+    step = tmp_path / "step-1"
+    assert inside.fault_of(step) == ""
+    flip(step / "config.json", -2)
+    assert "INTEGRITY: the file is not the one that was saved" in inside.fault_of(step)
+    for fault in (errors.failure("IO", "read failed"), errors.failure("UNSUPPORTED", "later")):
+        # A default argument holds the function itself.
+        with (
+            patch.object(inside, "require_whole", side_effect=fault),
+            pytest.raises((IoError, UsageError)),
+        ):
+            inside.fault_of(step)
+
+
+def test_rotation_keeps_an_intact_checkpoint(tmp_path: Path, model: Any) -> None:
+    """Of three checkpoints the second has a changed text: it goes, although the first is older. If
+    one can't be read, all stay."""
+    trash = tmp_path / "trash"
+    trash.mkdir()
+    steps = [Path(front.save(model, tmp_path, step=step).path) for step in (1, 2, 3)]
+    flip(steps[1] / "config.json", -2)
+    fault = errors.failure("IO", "read failed")
+    with (
+        patch.object(inside, "require_whole", side_effect=fault),
+        pytest.warns(UserWarning, match="read failed"),
+    ):
+        inside.rotate(steps, 1, None, trash)
+    assert all(step.is_dir() for step in steps)
+    inside.rotate(steps, 2, None, trash)
+    assert [step.name for step in steps if step.is_dir()] == ["step-1", "step-3"]
