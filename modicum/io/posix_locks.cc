@@ -44,7 +44,7 @@ class LocksOfProcess {
 
  private:
   const pid_t pid_ = ::getpid();
-  const LocksOfProcess* const of_parent_;  // never freed
+  [[maybe_unused]] const LocksOfProcess* const of_parent_;  // reachable, and never freed
 };
 
 // The lock covers the file.
