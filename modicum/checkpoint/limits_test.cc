@@ -9,6 +9,7 @@
 #include <filesystem>
 
 #include "modicum/base/base.h"
+#include "modicum/base/error_double.h"
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/io/temp_dir_double.h"
 
@@ -16,15 +17,6 @@ namespace modicum {
 namespace {
 
 const StepOwner kOwner{"host", 7, 11};
-
-std::optional<Error> error_of(FunctionRef<void()> call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
-}
 
 // Where a sparse file of 1 TiB takes no space.
 class LongRecords : public testing::Test {

@@ -139,7 +139,7 @@ Source find_source(FileSystem& files, const std::string& path) {
   if (files.exists(path)) {
     const std::string name = base_name(path);
     if (is_pickle(name)) refuse(Category::format_pickle, "pickle files are never read", path);
-    return {directory_of(path), name, name.ends_with(".index.json"), {}};
+    return {parent_path(path), name, name.ends_with(".index.json"), {}};
   }
   if (const std::string snapshot = cached_snapshot(files, path); !snapshot.empty()) {
     return look_into(files, snapshot);
@@ -212,12 +212,6 @@ void add_config(Checkpoint& checkpoint) {
 }
 
 }  // namespace
-
-std::string directory_of(const std::string& path) {
-  const size_t slash = path.find_last_of('/');
-  if (slash == std::string::npos) return ".";
-  return path.substr(0, std::max<size_t>(slash, 1));
-}
 
 bool is_link(FileSystem& files, const std::string& path) {
   const std::optional<DirectoryEntry> entry = files.entry(path);

@@ -57,7 +57,6 @@ std::vector<int64_t> step_numbers(FileSystem& files, const std::string& root);
 void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);
 
 bool is_link(FileSystem& files, const std::string& path);  // a symbolic one
-std::string directory_of(const std::string& path);         // of a file; "." without a slash
 
 // The record of a step (a saved checkpoint directory) for a checkpoint in it: the model, or the
 // optimizer's state.

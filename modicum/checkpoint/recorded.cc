@@ -14,11 +14,6 @@ bool is_committed(FileSystem& files, const std::string& directory) {
   return !directory.empty() && files.exists(join_path(directory, "COMMIT"));
 }
 
-std::string without_end_slashes(std::string path) {
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
-  return path;
-}
-
 // Whether the file is data of the saving program. It may be large, one for each rank, and no
 // checkpoint includes it: those who read it compare it.
 bool is_extra(std::string_view name) {
@@ -53,15 +48,15 @@ void add_recorded(const Stored& stored, const StepTensor* recorded, const std::s
 }  // namespace
 
 RecordOfStep::RecordOfStep(FileSystem& files, const std::string& path) {
-  std::string directory = without_end_slashes(path);
+  std::string directory = path;
   if (!files.is_directory(directory)) {
     if (!files.exists(directory)) return;
-    directory = directory_of(directory);
+    directory = parent_path(directory);
   }
   std::string step = directory;
   if (!is_committed(files, step)) {
     if (base_name(directory) != kStateDirectory) return;
-    step = directory_of(directory);
+    step = parent_path(directory);
     if (!is_committed(files, step)) return;
     prefix_ = kStateFolder;
   }

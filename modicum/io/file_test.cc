@@ -15,6 +15,7 @@
 #include <thread>
 
 #include "modicum/base/base.h"
+#include "modicum/base/error_double.h"
 #include "modicum/io/errno_error.h"
 #include "modicum/io/file_doubles.h"
 #include "modicum/io/io.h"
@@ -39,16 +40,6 @@ void write_file(FileSystem& files, const std::string& path, const std::string& t
   file->write(as_bytes(text), 0);
   file->sync();
   file->close();
-}
-
-// The error that `call` throws; empty if it throws none.
-std::optional<Error> error_of(FunctionRef<void()> call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
 }
 
 #define EXPECT_FAILS(wanted, ...)                                                \

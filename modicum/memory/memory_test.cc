@@ -1,4 +1,5 @@
 #include "modicum/memory/memory.h"
+#include "modicum/base/error_double.h"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -35,15 +36,6 @@ uint64_t status_bytes(const std::string& label) {
   }
   ADD_FAILURE() << "/proc/self/status has no " << label;
   return 0;
-}
-
-std::optional<Error> error_of(FunctionRef<void()> call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
 }
 
 bool is_all_zero(std::span<const std::byte> bytes) {

@@ -11,6 +11,7 @@
 #include <numeric>
 
 #include "modicum/base/base.h"
+#include "modicum/base/error_double.h"
 #include "modicum/io/file_doubles.h"
 
 namespace modicum {
@@ -54,15 +55,6 @@ ComparedValues merged(const Manifest& manifest, std::initializer_list<const Comp
   Compared all(manifest);
   for (const Compared* rank : ranks) all.merge(rank->bytes());
   return all.finish();
-}
-
-std::optional<Error> error_of(FunctionRef<void()> call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
 }
 
 TEST(Compared, AChunkReadWholeIsComparedAtOnce) {

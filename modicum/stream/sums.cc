@@ -36,14 +36,10 @@ uint64_t digest_of_empty(const TensorSpec& spec) {
   return name_hash(fmt::format("{:016x}", digest_seed(spec)));
 }
 
-uint64_t ChunkSums::chunks_of(const Stored& stored) noexcept {
-  return (stored.at.bytes() + kChunkBytes - 1) / kChunkBytes;
-}
-
 uint64_t ChunkSums::chunks_of_file(const Manifest& manifest, uint32_t file) noexcept {
   uint64_t chunks = 0;
   for (const Stored& stored : manifest.tensors) {
-    if (stored.at.file == file) chunks += chunks_of(stored);
+    if (stored.at.file == file) chunks += digest_chunks_of(stored);
   }
   return chunks;
 }

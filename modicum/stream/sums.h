@@ -41,7 +41,6 @@ class ChunkSums {
   // plan.
   ChunkSums(const Manifest& manifest, uint64_t point);
   ChunkSums(const Manifest&&, uint64_t) = delete;
-  static uint64_t chunks_of(const Stored& stored) noexcept;
   static uint64_t chunks_of_file(const Manifest& manifest, uint32_t file) noexcept;
   // The memory of a ChunkSums for this manifest.
   static uint64_t held_bytes(const Manifest& manifest) noexcept;

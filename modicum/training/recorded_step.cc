@@ -23,7 +23,7 @@ RecordedDigests::RecordedDigests(std::span<const StepTensor> tensors) {
 
 uint64_t RecordedDigests::held_bytes(const Manifest& saved) noexcept {
   uint64_t chunks = 0;
-  for (const Stored& stored : saved.tensors) chunks += ChunkSums::chunks_of(stored);
+  for (const Stored& stored : saved.tensors) chunks += digest_chunks_of(stored);
   return heap_block_bytes(saved.tensors.size() * sizeof(Tensor)) +
          heap_block_bytes(chunks * sizeof(uint64_t));
 }

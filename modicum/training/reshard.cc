@@ -151,7 +151,7 @@ class Publication {
     }
     for (const Stored& stored : manifest.tensors) {
       std::span<const uint64_t>& from = left[stored.at.file];
-      const uint64_t chunks = ChunkSums::chunks_of(stored);
+      const uint64_t chunks = digest_chunks_of(stored);
       const auto of_tensor = from.first(chunks);
       tensors.push_back({stored.spec, {of_tensor.begin(), of_tensor.end()}});
       from = from.subspan(chunks);
