@@ -44,9 +44,9 @@ std::string journal_json(const Journal& journal) {
   out.member("inputs", journal.inputs).key("files").begin_array();
   for (const ConvertedFile& file : journal.files) {
     out.begin_object().member("name", file.name).member("bytes", file.bytes);
-    out.member("digest", hex(file.digest)).key("chunks").begin_array();
-    for (const uint64_t chunk : file.chunks) out.value(hex(chunk));
-    out.end_array();
+    out.member("digest", hex(file.digest));
+    sums_member(out, "chunks", file.chunks);
+    if (!file.checksums.empty()) sums_member(out, "checksums", file.checksums);
     if (file.losses) losses_member(out, *file.losses);
     out.end_object();
   }
@@ -79,9 +79,8 @@ ConvertedFile read_file(JsonValue& value) {
     if (key == "name") file.name = member.string();
     if (key == "bytes") file.bytes = static_cast<uint64_t>(member.integer());
     if (key == "digest") file.digest = hex_value(member, "journal");
-    if (key == "chunks") {
-      member.array([&](JsonValue& chunk) { file.chunks.push_back(hex_value(chunk, "journal")); });
-    }
+    if (key == "chunks") file.chunks = sums_value(member, "journal");
+    if (key == "checksums") file.checksums = sums_value(member, "journal");
     if (key != "losses") return;
     file.losses.emplace();
     member.array([&](JsonValue& loss) { file.losses->push_back(read_loss(loss)); });
@@ -131,8 +130,8 @@ void require_no_owner(Life life, const StepOwner& owner, bool is_adopted, const 
 // Empty as parse_journal, and for a text that is too long.
 std::optional<Journal> journal_at(FileSystem& files, const std::string& path) {
   const std::unique_ptr<File> file = files.open(path);
-  if (file->identity().size_bytes > kLongestText) return std::nullopt;
-  return parse_journal(read_text(*file, kLongestText, Category::integrity), base_name(path));
+  if (file->identity().size_bytes > kLongestJournal) return std::nullopt;
+  return parse_journal(read_text(*file, kLongestJournal, Category::integrity), base_name(path));
 }
 
 }  // namespace
@@ -280,7 +279,9 @@ std::vector<ConvertedFile> ConversionJournal::recorded() const {
 const ConvertedFile* ConversionJournal::finished(const std::string& name, uint64_t bytes,
                                                  uint64_t chunks) const noexcept {
   for (const ConvertedFile& file : finished_) {
-    if (file.name == name && file.bytes == bytes && file.chunks.size() == chunks) return &file;
+    if (file.name != name || file.bytes != bytes) continue;
+    // The journal of modicum 0.1 has no checksums.
+    if (file.chunks.size() == chunks && file.checksums.size() == chunks) return &file;
   }
   return nullptr;
 }
@@ -301,7 +302,7 @@ void ConversionJournal::add(ConvertedFile file) {
 void ConversionJournal::write_journal() {
   const std::string name = fmt::format(".{}.journal", name_);
   const std::string text = journal_json({record_.process, record_.uuid, inputs_.hex(), finished_});
-  require_readable(text.size(), name);
+  require_readable(text.size(), name, kLongestJournal);
   replace_durably(files_, {parent_, name, name + ".new"}, text);
 }
 

@@ -36,12 +36,17 @@ struct TensorLoss {
   bool operator==(const TensorLoss&) const = default;
 };
 
+// The longest journal that is read: it may list the checksums of a step whose record is too long
+// for them.
+constexpr uint64_t kLongestJournal = 2 * kLongestText;
+
 struct ConvertedFile {
   std::string name;  // relative to the output; may be in kStateDirectory or kExtraDirectory
   uint64_t bytes = 0;
   uint64_t digest = 0;  // the file's part of the output's digest
-  // If the output is a step: StepTensor::chunks of each tensor of this file, one after another.
-  std::vector<uint64_t> chunks;
+  // If the output is a step: StepTensor::chunks and StepTensor::checksums of each tensor of this
+  // file, one after another.
+  std::vector<uint64_t> chunks, checksums;
   // Tensors that have lost something; empty in a journal of a version that did not count losses.
   std::optional<std::vector<TensorLoss>> losses;
 

@@ -275,7 +275,7 @@ class Conversions : public testing::Test {
   Names around() { return files.exists("/a") ? files.list("/a") : Names{}; }
   void finish_file(ConversionJournal& of, const std::string& name) {
     write_durably(files, join_path(of.directory(), name), name);
-    of.add({name, name.size(), 1, {}, std::vector<TensorLoss>{}});
+    of.add({name, name.size(), 1, {}, {}, std::vector<TensorLoss>{}});
   }
   // A conversion that is killed after its first file.
   void begin_and_kill(const StepOwner& process) {
@@ -342,7 +342,7 @@ TEST_F(Conversions, ThatWereTakenOverPublishNothing) {
   const Journal second = begin(kElsewhere, true);
   ASSERT_NE(second, nullptr);
   EXPECT_NE(second->finished("first", 5, 0), nullptr);
-  EXPECT_EQ(category_of([&] { first->add({"more", 4, 1, {}, {}}); }), Category::conflict);
+  EXPECT_EQ(category_of([&] { first->add({"more", 4, 1, {}, {}, {}}); }), Category::conflict);
   EXPECT_EQ(category_of([&] { first->publish(); }), Category::conflict);
   EXPECT_FALSE(files.exists("/a/out"));
   EXPECT_EQ(second->recorded().size(), 1U);
@@ -386,7 +386,7 @@ TEST_F(Conversions, ThatBeginTogetherHaveOneOwner) {
     });
   };
   const auto finish = [](Journal& journal) {
-    journal->add({"file", 1, 1, {}, {}});
+    journal->add({"file", 1, 1, {}, {}, {}});
     journal->publish();
     journal.reset();
   };

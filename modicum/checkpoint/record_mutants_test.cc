@@ -22,9 +22,9 @@ StepRecord record_of_a_step() {
   StepRecord record{.step = 3, .uuid = std::string(32, 'a'), .world_size = 2, .tool = "modicum"};
   record.files = {{"model.safetensors", 5, 3, digest_of("abc")},
                   {"optimizer/state.json", 4, 4, digest_of("abcd")}};
-  record.tensors = {{{"w", Role::param, DType::bf16, {1024, 4096}}, {1, 2}},
-                    {{"\u00e9\"", Role::param, DType::f32, {}}, {0x0123456789abcdef}}};
-  record.state = {{{"w.exp_avg", Role::param, DType::u8, {4}}, {5}}};
+  record.tensors = {{{"w", Role::param, DType::bf16, {1024, 4096}}, {1, 2}, {3, 4}},
+                    {{"\u00e9\"", Role::param, DType::f32, {}}, {0x0123456789abcdef}, {6}}};
+  record.state = {{{"w.exp_avg", Role::param, DType::u8, {4}}, {5}, {}}};
   return record;
 }
 
@@ -116,6 +116,7 @@ void read_journal(const std::string& text) {
                             {hasher.digest(), kSomebody, [](const StepOwner&) { return true; }});
   if (const ConvertedFile* const file = journal.finished("a", 4, 2)) {
     EXPECT_EQ(file->chunks.size(), 2);
+    EXPECT_EQ(file->checksums.size(), 2);
   }
   journal.recorded();
 }
@@ -127,7 +128,7 @@ std::string journal_text() {
   ConversionJournal journal(files, "/out",
                             {hasher.digest(), kSomebody, [](const StepOwner&) { return true; }});
   files.put("/.out.partial/a", "four");
-  journal.add({"a", 4, 7, {1, 2}, std::vector<TensorLoss>{{"w", "f", {3, 4, 5, -6.5, 7}}}});
+  journal.add({"a", 4, 7, {1, 2}, {3, 4}, std::vector<TensorLoss>{{"w", "f", {3, 4, 5, -6.5, 7}}}});
   return files.get("/.out.journal");
 }
 

@@ -20,6 +20,18 @@ uint64_t hex_value(JsonValue& value, std::string_view file) {
   fail(Category::integrity, "a digest is not 16 hex digits", {.file = std::string(file)});
 }
 
+void sums_member(JsonWriter& out, std::string_view key, std::span<const uint64_t> sums) {
+  out.key(key).begin_array();
+  for (const uint64_t sum : sums) out.value(hex(sum));
+  out.end_array();
+}
+
+std::vector<uint64_t> sums_value(JsonValue& value, std::string_view file) {
+  std::vector<uint64_t> sums;
+  value.array([&](JsonValue& sum) { sums.push_back(hex_value(sum, file)); });
+  return sums;
+}
+
 void require_version(int64_t version, int64_t known, const std::string& file) {
   if (version <= known) return;
   fail(Category::unsupported, "the file was written by a later Modicum",

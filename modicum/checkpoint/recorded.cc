@@ -20,9 +20,9 @@ bool is_extra(std::string_view name) {
   return name.starts_with(fmt::format("{}/", kExtraDirectory));
 }
 
-// Adds the recorded digests of a stored tensor.
+// Adds the recorded sums of a stored tensor.
 void add_recorded(const Stored& stored, const StepTensor* recorded, const std::string& file,
-                  std::vector<uint64_t>& digests) {
+                  Manifest& manifest) {
   const TensorSpec& spec = stored.spec;
   if (recorded == nullptr) {
     fail(Category::integrity, "the step's record does not list this tensor",
@@ -42,7 +42,9 @@ void add_recorded(const Stored& stored, const StepTensor* recorded, const std::s
           .expected = fmt::format("{} digests", digest_chunks_of(stored)),
           .got = fmt::format("{} digests", recorded->chunks.size())});
   }
-  digests.insert(digests.end(), recorded->chunks.begin(), recorded->chunks.end());
+  const bool is_digest = manifest.recorded_kind == ChunkSumKind::digest;
+  const std::vector<uint64_t>& sums = is_digest ? recorded->chunks : recorded->checksums;
+  manifest.recorded.insert(manifest.recorded.end(), sums.begin(), sums.end());
 }
 
 }  // namespace
@@ -79,12 +81,14 @@ void RecordOfStep::add_to(Manifest& manifest) const {
   std::map<std::string_view, const StepTensor*> recorded;
   for (const StepTensor& tensor : prefix_.empty() ? record_.tensors : record_.state) {
     recorded[tensor.spec.fqn] = &tensor;
+    if (tensor.checksums.size() == tensor.chunks.size()) continue;
+    manifest.recorded_kind = ChunkSumKind::digest;
   }
   manifest.recorded.reserve(manifest.digest_chunks());
   for (const Stored& stored : manifest.tensors) {
     const auto found = recorded.find(stored.spec.fqn);
     add_recorded(stored, found == recorded.end() ? nullptr : found->second,
-                 name_of(manifest.files[stored.at.file]), manifest.recorded);
+                 name_of(manifest.files[stored.at.file]), manifest);
   }
 }
 

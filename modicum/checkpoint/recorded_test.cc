@@ -24,7 +24,8 @@ std::string text_of_file(FileSystem& files, const std::string& path) {
 
 // A step with a model, a config and an optimizer's state. The values are zeros; the digests are
 // numbers from 100 on, since opening does not read values.
-void put_step(FileSystem& files) {
+// The checksums, if any, are numbers from 200 on.
+void put_step(FileSystem& files, bool has_checksums = false) {
   files.make_directory("/root");
   const StepInFlight step = begin_step(files, "/root", 3, {"host", 1, 2});
   files.make_directory(join_path(step.directory, kStateDirectory));
@@ -39,8 +40,11 @@ void put_step(FileSystem& files) {
     record.files.push_back(
         {name, manifest.files[0].identity.size_bytes, header.size(), digest_of(header)});
     for (const Stored& stored : manifest.tensors) {
-      StepTensor& tensor = tensors.emplace_back(StepTensor{stored.spec, {}});
-      while (tensor.chunks.size() < digest_chunks_of(stored)) tensor.chunks.push_back(digest++);
+      StepTensor& tensor = tensors.emplace_back(StepTensor{stored.spec, {}, {}});
+      while (tensor.chunks.size() < digest_chunks_of(stored)) {
+        if (has_checksums) tensor.checksums.push_back(digest + 100);
+        tensor.chunks.push_back(digest++);
+      }
     }
   };
   add("", {{"w", Role::param, DType::bf16, {3 << 20}}, {"b", Role::param, DType::bf16, {2}}},
@@ -81,6 +85,24 @@ TEST(RecordOfStep, GivesTheDigestsOfModelAndState) {
 }
 
 // Must fail for this mutant: a text that is not read is not compared.
+TEST(RecordOfStep, GivesChecksumsIfEveryTensorHasThem) {
+  MemoryFileSystem files;
+  put_step(files, true);
+  const auto sums_of = [&](const std::string& path) {
+    Manifest manifest = open_checkpoint(files, path).manifest;
+    std::sort(manifest.recorded.begin(), manifest.recorded.end());
+    return std::pair(manifest.recorded_kind, manifest.recorded);
+  };
+  using Sums = std::vector<uint64_t>;
+  EXPECT_EQ(sums_of(kStep), std::pair(ChunkSumKind::checksum, Sums{200, 201, 202}));
+  StepRecord record = open_step(files, kStep).record;
+  record.tensors.front().checksums.clear();
+  for (const char* name : {"COMMIT", "manifest.json"}) files.remove(join_path(kStep, name));
+  commit_in_place(files, kStep, record);
+  EXPECT_EQ(sums_of(kStep), std::pair(ChunkSumKind::digest, Sums{100, 101, 102}));
+  EXPECT_EQ(sums_of("/root/step-3/optimizer"), std::pair(ChunkSumKind::checksum, Sums{203}));
+}
+
 TEST(RecordOfStep, ChangedHeadersAndTextsAreFoundByModelAndState) {
   for (const std::string name :
        {"config.json", "model.safetensors", "manifest.json", "optimizer/model.safetensors"}) {
@@ -122,13 +144,14 @@ TEST(RecordOfStep, AFileOfAnotherProgramHasNoDigests) {
 }
 
 TEST(RecordOfStep, ARecordOfOtherTensorsIsRefused) {
-  for (const char* what : {"dtype", "digests", "name"}) {
+  for (const char* what : {"dtype", "digests", "checksums", "name"}) {
     MemoryFileSystem files;
     put_step(files);
     StepRecord record = open_step(files, kStep).record;
     StepTensor& tensor = record.tensors.front();
     if (what == std::string("dtype")) tensor.spec.dtype = DType::f16;
     if (what == std::string("digests")) tensor.chunks.push_back(1);
+    if (what == std::string("checksums")) tensor.checksums.assign(9, 1);
     if (what == std::string("name")) tensor.spec.fqn = "other";
     for (const char* name : {"COMMIT", "manifest.json"}) files.remove(join_path(kStep, name));
     commit_in_place(files, kStep, record);

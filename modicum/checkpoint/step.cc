@@ -341,10 +341,11 @@ StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int6
 
 namespace {
 
-// Writes manifest.json. Returns its text.
+// Writes manifest.json, without checksums if it would be too long with them. Returns its text.
 std::string write_manifest(FileSystem& files, const std::string& directory,
                            const StepRecord& record) {
   std::string manifest = record_json(record);
+  if (manifest.size() > kLongestText) manifest = record_json(record, false);
   require_readable(manifest.size(), kManifest);
   write_durably(files, join_path(directory, kManifest), manifest);
   return manifest;

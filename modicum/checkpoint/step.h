@@ -66,11 +66,13 @@ struct StepFile {
 
   bool operator==(const StepFile&) const = default;
 };
-// A tensor of a step, with the digest of each 4 MiB of its elements. The tensor's digest is the sum
-// of these digests modulo 2^64. No digest depends on how the saving ranks had sharded the tensor.
+// A tensor of a step, with the digest and the checksum of each 4 MiB of its elements. The tensor's
+// digest is the sum of these digests modulo 2^64. No sum depends on how the saving ranks had
+// sharded the tensor.
 struct StepTensor {
   TensorSpec spec;
   std::vector<uint64_t> chunks;
+  std::vector<uint64_t> checksums;  // empty in a record of modicum 0.1, and in one that is too long
 
   bool operator==(const StepTensor&) const = default;
 };
@@ -86,10 +88,10 @@ struct StepRecord {
 
   bool operator==(const StepRecord&) const = default;
 };
-std::string record_json(const StepRecord& record);
-// At least the length of record_json for a step that has the tensor files of `parts` (weights, and
-// the state in kStateDirectory), `others`, and further files whose entries take less than 1 MiB,
-// such as those that are copied from the source.
+std::string record_json(const StepRecord& record, bool with_checksums = true);
+// At least the length of record_json, without checksums, for a step that has the tensor files of
+// `parts` (weights, and the state in kStateDirectory), `others`, and further files whose entries
+// take less than 1 MiB, such as those that are copied from the source.
 uint64_t most_record_bytes(std::span<const Manifest* const> parts,
                            std::span<const std::string> others);
 // Throws UNSUPPORTED if most_record_bytes is too long to be read again. Call it before the step is
@@ -97,8 +99,8 @@ uint64_t most_record_bytes(std::span<const Manifest* const> parts,
 void require_recordable(std::span<const Manifest* const> parts,
                         std::span<const std::string> others);
 // Throws UNSUPPORTED for a text that is about to be written, but which readers would refuse, since
-// it is longer than kLongestText. `file`: its name.
-void require_readable(uint64_t bytes, const std::string& file);
+// it is longer than `most` bytes. `file`: its name.
+void require_readable(uint64_t bytes, const std::string& file, uint64_t most = kLongestText);
 // Throws INTEGRITY for a text that is not a valid record, UNSUPPORTED for a record that a later
 // version of Modicum has written.
 StepRecord parse_record(const std::string& text);

@@ -67,12 +67,15 @@ void prove_tensor(const StepTensor& tensor) {
   const std::optional<uint64_t> bytes = checked_bytes(tensor.spec.dtype, tensor.spec.shape);
   if (tensor.spec.fqn.empty()) refuse("a tensor has no name");
   if (!bytes) refuse("a tensor's size does not fit 64 bits");
-  if (tensor.chunks.size() == chunks_of(*bytes)) return;
-  fail(Category::integrity, "a tensor has another number of digests than chunks",
-       {.file = kManifest,
-        .tensor = tensor.spec.fqn,
-        .expected = std::to_string(chunks_of(*bytes)),
-        .got = std::to_string(tensor.chunks.size())});
+  for (const auto* const sums : {&tensor.chunks, &tensor.checksums}) {
+    if (sums->size() == chunks_of(*bytes)) continue;
+    if (sums == &tensor.checksums && sums->empty()) continue;
+    fail(Category::integrity, "a tensor has another number of digests than chunks",
+         {.file = kManifest,
+          .tensor = tensor.spec.fqn,
+          .expected = std::to_string(chunks_of(*bytes)),
+          .got = std::to_string(sums->size())});
+  }
 }
 
 StepTensor read_tensor(JsonValue& value) {
@@ -89,8 +92,8 @@ StepTensor read_tensor(JsonValue& value) {
     if (key == "shape") {
       member.array([&](JsonValue& dim) { tensor.spec.shape.push_back(dim.integer()); });
     }
-    if (key == "chunks") {
-      member.array([&](JsonValue& chunk) { tensor.chunks.push_back(hex_value(chunk, kManifest)); });
+    if (key == "chunks" || key == "checksums") {
+      (key == "chunks" ? tensor.chunks : tensor.checksums) = sums_value(member, kManifest);
     }
   });
   if (!has_dtype) refuse("a tensor has no dtype");
@@ -107,19 +110,15 @@ void file_object(JsonWriter& out, const StepFile& file) {
       .end_object();
 }
 
-void tensor_object(JsonWriter& out, const TensorSpec& spec, std::span<const uint64_t> chunks) {
+void tensor_object(JsonWriter& out, const StepTensor& tensor, bool with_checksums) {
+  const TensorSpec& spec = tensor.spec;
   out.begin_object().member("name", spec.fqn).member("dtype", stored_name(spec.dtype));
   out.key("shape").begin_array();
   for (const int64_t dim : spec.shape) out.value(dim);
-  out.end_array().key("chunks").begin_array();
-  for (const uint64_t chunk : chunks) out.value(hex(chunk));
-  out.end_array().end_object();
-}
-
-void tensors_member(JsonWriter& out, std::string_view key, const std::vector<StepTensor>& tensors) {
-  out.key(key).begin_array();
-  for (const StepTensor& tensor : tensors) tensor_object(out, tensor.spec, tensor.chunks);
   out.end_array();
+  sums_member(out, "chunks", tensor.chunks);
+  if (with_checksums && !tensor.checksums.empty()) sums_member(out, "checksums", tensor.checksums);
+  out.end_object();
 }
 
 // The length of the longest entry of a file in `files`, with a comma.
@@ -132,14 +131,19 @@ uint64_t most_file_bytes(const std::string& name) {
 uint64_t tensor_bytes(const TensorSpec& spec, uint64_t chunks) {
   constexpr uint64_t kChunkText = 19;  // 16 digits, quotes, a comma
   JsonWriter out;
-  tensor_object(out, spec, {});
+  tensor_object(out, {spec, {}, {}}, false);
   return out.text().size() + 1 + kChunkText * chunks;
 }
 
 }  // namespace
 
-std::string record_json(const StepRecord& record) {
+std::string record_json(const StepRecord& record, bool with_checksums) {
   JsonWriter out;
+  const auto tensors_member = [&](std::string_view key, const std::vector<StepTensor>& tensors) {
+    out.key(key).begin_array();
+    for (const StepTensor& tensor : tensors) tensor_object(out, tensor, with_checksums);
+    out.end_array();
+  };
   out.begin_object()
       .member("version", kVersion)
       .member("step", record.step)
@@ -149,8 +153,8 @@ std::string record_json(const StepRecord& record) {
   out.key("files").begin_array();
   for (const StepFile& file : record.files) file_object(out, file);
   out.end_array();
-  tensors_member(out, "tensors", record.tensors);
-  tensors_member(out, "state", record.state);
+  tensors_member("tensors", record.tensors);
+  tensors_member("state", record.state);
   out.end_object();
   return out.text();
 }
@@ -168,11 +172,11 @@ uint64_t most_record_bytes(std::span<const Manifest* const> parts,
   return bytes;
 }
 
-void require_readable(uint64_t bytes, const std::string& file) {
-  if (bytes <= kLongestText) return;
+void require_readable(uint64_t bytes, const std::string& file, uint64_t most) {
+  if (bytes <= most) return;
   fail(Category::unsupported, "the file would be too long to be read again",
        {.file = file,
-        .expected = fmt::format("at most {} bytes", kLongestText),
+        .expected = fmt::format("at most {} bytes", most),
         .got = fmt::format("{} bytes", bytes)});
 }
 

@@ -1,3 +1,5 @@
+#include <algorithm>
+#include <array>
 #include <cassert>
 #include <cstring>
 
@@ -50,6 +52,77 @@ uint64_t sum(uint64_t seed, const std::byte* elements, int64_t first, int64_t n)
 }
 
 }  // namespace
+
+namespace {
+
+// Words are weighted by the product of a factor for their place in a block, and one for the block.
+constexpr uint64_t kBlockWords = 2048;
+constexpr uint64_t kWordBytes = sizeof(uint32_t);
+
+constexpr std::array<uint32_t, kBlockWords> word_factors() noexcept {
+  std::array<uint32_t, kBlockWords> factors{};
+  uint64_t state = 0;
+  for (uint32_t& factor : factors) {
+    uint64_t x = state += kStep;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
+    factor = static_cast<uint32_t>(x >> 32) | 1U;
+  }
+  return factors;
+}
+constexpr std::array<uint32_t, kBlockWords> kFactors = word_factors();
+
+// Odd, so that no difference of a block becomes zero.
+uint64_t block_factor(uint64_t seed, uint64_t block) noexcept {
+  return mix(seed + block * kStep, 0) | 1U;
+}
+
+// Whole words of one block.
+struct WordSum {
+  const uint32_t* factors;
+  const std::byte* words;
+  uint64_t n;
+  uint64_t* total;
+
+  MODICUM_INLINE void operator()() const noexcept {
+    const uint32_t* const by = factors;
+    const std::byte* const from = words;
+    const uint64_t count = n;
+    uint64_t sum = 0;
+    for (uint64_t i = 0; i < count; ++i) {
+      uint32_t word;
+      std::memcpy(&word, from + i * kWordBytes, kWordBytes);
+      sum += uint64_t{word} * by[i];
+    }
+    *total = sum;
+  }
+};
+
+}  // namespace
+
+uint64_t checksum_run(uint64_t seed, uint64_t at, std::span<const std::byte> bytes) noexcept {
+  uint64_t sum = 0;
+  while (!bytes.empty()) {
+    const uint64_t word = at / kWordBytes, block = word / kBlockWords, skip = at % kWordBytes;
+    const uint32_t* const factors = &kFactors[word % kBlockWords];
+    uint64_t part = 0, n = 0;
+    if (skip == 0 && bytes.size() >= kWordBytes) {
+      const uint64_t left = (block + 1) * kBlockWords - word;
+      const uint64_t words = std::min(left, bytes.size() / kWordBytes);
+      run_widest(WordSum{factors, bytes.data(), words, &part});
+      n = words * kWordBytes;
+    } else {
+      uint32_t value = 0;
+      n = std::min<uint64_t>(kWordBytes - skip, bytes.size());
+      std::memcpy(reinterpret_cast<std::byte*>(&value) + skip, bytes.data(), n);
+      part = uint64_t{value} * *factors;
+    }
+    sum += block_factor(seed, block) * part;
+    at += n;
+    bytes = bytes.subspan(n);
+  }
+  return sum;
+}
 
 uint64_t name_hash(std::string_view name) noexcept { return XXH3_64bits(name.data(), name.size()); }
 

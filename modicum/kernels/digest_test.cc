@@ -1,6 +1,8 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "modicum/kernels/kernels.h"
@@ -106,6 +108,62 @@ TEST(DigestRunMixing, SpreadsOneBitOverTheSum) {
     }
   }
   EXPECT_NEAR(static_cast<double>(changed_bits) / static_cast<double>(trials), 32.0, 0.5);
+}
+
+// 2 1/2 blocks of words, and a part of a word.
+std::vector<std::byte> some_blocks() {
+  std::vector<std::byte> bytes(20 * 1024 + 3);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = std::byte((i * 29 + i / 251) % 256);
+  return bytes;
+}
+
+TEST(ChecksumRun, IsTheSameForEveryDivision) {
+  const auto bytes = some_blocks();
+  const std::span<const std::byte> all(bytes);
+  const uint64_t whole = checksum_run(5, 0, all);
+  for (size_t cut = 0; cut <= bytes.size(); ++cut) {
+    ASSERT_EQ(checksum_run(5, 0, all.first(cut)) + checksum_run(5, cut, all.subspan(cut)), whole);
+  }
+  uint64_t sum = 0;
+  for (size_t i = 0; i < bytes.size(); ++i) sum += checksum_run(5, i, all.subspan(i, 1));
+  EXPECT_EQ(sum, whole);
+}
+
+TEST(ChecksumRun, ChangesWithEveryBitOfAWord) {
+  for (const uint64_t at : {uint64_t{0}, uint64_t{8188}, uint64_t{8192}, uint64_t{1} << 40}) {
+    std::set<uint64_t> seen;
+    for (uint32_t bit = 0; bit < 32; ++bit) {
+      const uint32_t word = 1U << bit;
+      seen.insert(checksum_run(5, at, std::as_bytes(std::span(&word, 1))));
+    }
+    EXPECT_EQ(seen.size(), 32U);
+    EXPECT_FALSE(seen.contains(0));
+  }
+}
+
+TEST(ChecksumRun, ChangesWhenWordsAreExchanged) {
+  const auto bytes = some_blocks();
+  const uint64_t whole = checksum_run(5, 0, bytes);
+  for (const size_t other : {4U, 8U, 4096U, 8192U, 16384U}) {
+    auto changed = bytes;
+    std::swap_ranges(changed.begin(), changed.begin() + 4, changed.begin() + other);
+    ASSERT_NE(changed, bytes);
+    EXPECT_NE(checksum_run(5, 0, changed), whole) << other;
+  }
+}
+
+TEST(ChecksumRun, DependsOnSeedAndPlace) {
+  const auto bytes = some_bytes();
+  std::set<uint64_t> seen;
+  for (uint64_t seed = 0; seed < 100; ++seed) seen.insert(checksum_run(seed, 0, bytes));
+  for (uint64_t at = 1; at < 100; ++at) seen.insert(checksum_run(0, at, bytes));
+  EXPECT_EQ(seen.size(), 199U);
+}
+
+// Catches: other factors, with which every recorded step would count as damaged.
+TEST(ChecksumRun, HasTheRecordedFactors) {
+  EXPECT_EQ(checksum_run(5, 0, some_blocks()), 5307720348423158556U);
+  EXPECT_EQ(checksum_run(5, 0, std::vector<std::byte>(100)), 0U);
 }
 
 TEST(NameHash, IsXxh3) {

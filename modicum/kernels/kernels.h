@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "modicum/kernels/adamw.h"  // IWYU pragma: export
@@ -96,5 +97,13 @@ void init_fill(const InitFill& fill, int64_t first, int64_t n, std::byte* to) no
 // up to the same sum. Element i has the index first + i; `element_bytes` is 1, 2, 4 or 8.
 uint64_t digest_run(uint64_t seed, const std::byte* elements, int element_bytes, int64_t first,
                     int64_t n) noexcept;
+
+// The part that `bytes`, which begin at byte `at` of a tensor, have in the tensor's checksum: a sum
+// over the tensor's 32-bit words (little-endian, the last one filled up with zeros), modulo 2^64,
+// of each word times a factor that depends on its place and on `seed`. Linear in the bytes, so the
+// parts of any division add up, also where a word is divided. Several times as fast as digest_run.
+// A change within one word always changes the sum; other changes remain unseen with a probability
+// of about 2^-32. Records depend on the factors: they never change.
+uint64_t checksum_run(uint64_t seed, uint64_t at, std::span<const std::byte> bytes) noexcept;
 
 }  // namespace modicum

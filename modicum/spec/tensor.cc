@@ -71,14 +71,14 @@ uint64_t Manifest::held_bytes() const noexcept {
   for (const DataFile& file : files) bytes += heap_bytes(file.name);
   for (const Stored& stored : tensors) bytes += heap_bytes(stored.spec);
   if (recorded.empty()) return bytes;
-  // By chunk: its digest, three sums, a mark, and what a rank hands to the launcher. By tensor: two
-  // numbers.
+  // By chunk: its recorded sum, four sums, a mark, and what a rank hands to the launcher. By
+  // tensor: two numbers.
   const uint64_t chunks = recorded.size();
-  return bytes + heap_block_bytes(chunks * 8) + heap_block_bytes(chunks * 24) +
+  return bytes + heap_block_bytes(chunks * 8) + heap_block_bytes(chunks * 32) +
          heap_block_bytes(chunks / 8 + 8) + round_up(handed_over_bytes(), kPageBytes) +
          2 * heap_block_bytes((tensors.size() + 1) * 8);
 }
 
-uint64_t Manifest::handed_over_bytes() const noexcept { return 40 * (recorded.size() + 1); }
+uint64_t Manifest::handed_over_bytes() const noexcept { return 48 * (recorded.size() + 1); }
 
 }  // namespace modicum

@@ -97,8 +97,11 @@ struct DataFile {
   bool operator==(const DataFile&) const = default;
 };
 
-// The record of a saved checkpoint directory has a digest for each chunk of a tensor: 4 MiB, the
-// last one may be shorter.
+// The record of a saved checkpoint directory has sums for each chunk of a tensor: 4 MiB, the last
+// one may be shorter. The digest (digest_run) is a part of the model's digest; the checksum
+// (checksum_run) takes a fraction of its time. Records of modicum 0.1, and those that would become
+// too long, have digests only.
+enum class ChunkSumKind : uint8_t { digest, checksum };
 constexpr uint64_t kDigestChunkBytes = 4 * kMiB;
 uint64_t digest_chunks_of(const Stored& stored) noexcept;
 
@@ -112,8 +115,9 @@ struct Manifest {
   Digest identity;
   bool only_rank_0 = false;  // the files are in rank 0's memory, unreadable for other ranks
 
-  // The recorded digests of all chunks, in the order of `tensors`; empty without a record.
+  // The recorded sums of all chunks, in the order of `tensors`; empty without a record.
   std::vector<uint64_t> recorded;
+  ChunkSumKind recorded_kind = ChunkSumKind::checksum;
 
   uint64_t data_bytes() const noexcept;     // sum over the tensors
   uint64_t digest_chunks() const noexcept;  // sum over the tensors

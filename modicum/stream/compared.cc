@@ -47,7 +47,7 @@ Value take(std::span<const std::byte>& from) {
 Compared::Compared(const Manifest& manifest, std::string folder)
     : manifest_(manifest),
       folder_(std::move(folder)),
-      sums_(has_record() ? manifest : kNoTensors, point_of(manifest)),
+      sums_(has_record() ? manifest : kNoTensors, point_of(manifest), manifest.recorded_kind),
       is_compared_(manifest.recorded.size()) {}
 
 template <typename Fn>
@@ -82,7 +82,9 @@ void Compared::add(const Transfer& transfer, const std::byte* from) {
 
 void Compared::compare(const Chunk& chunk, uint64_t times) const {
   const uint64_t expected = times * manifest_.recorded[chunk.of_all];
-  const uint64_t got = sums_.of_tensor(chunk.stored)[chunk.of_tensor].digest;
+  const ChunkSum& sum = sums_.of_tensor(chunk.stored)[chunk.of_tensor];
+  const uint64_t got =
+      manifest_.recorded_kind == ChunkSumKind::checksum ? sum.checksum : sum.digest;
   if (got == expected) return;
   const Stored& of = manifest_.tensors[chunk.stored];
   fail(Category::integrity,

@@ -21,18 +21,21 @@ constexpr uint64_t kChunk = kDigestChunkBytes;
 
 // A step of three tensors in memory: `wide` has 2 1/4 chunks, `codes` has elements below 8 bits.
 struct SavedInMemory {
-  SavedInMemory() {
+  explicit SavedInMemory(ChunkSumKind kind = ChunkSumKind::checksum) {
     const std::vector<TensorSpec> specs = {
         {"wide", Role::param, DType::bf16, {9, static_cast<int64_t>(kChunk / 8)}},
         {"small", Role::param, DType::f32, {3, 5}},
         {"codes", Role::param, DType::f4, {6, 8}}};
     manifest = output_manifest({specs});
+    manifest.recorded_kind = kind;
     ChunkSums sums(manifest, 3);
     for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
       std::vector<std::byte>& bytes = values.emplace_back(manifest.tensors[s].at.bytes());
       for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = std::byte((i * 37 + s + i / 251) % 256);
       sums.add(s, 0, bytes);
-      for (const ChunkSum& chunk : sums.of_tensor(s)) manifest.recorded.push_back(chunk.digest);
+      for (const ChunkSum& chunk : sums.of_tensor(s)) {
+        manifest.recorded.push_back(kind == ChunkSumKind::digest ? chunk.digest : chunk.checksum);
+      }
       if (manifest.tensors[s].spec.fqn == "wide") wide = s;
     }
   }
@@ -57,8 +60,10 @@ ComparedValues merged(const Manifest& manifest, std::initializer_list<const Comp
   return all.finish();
 }
 
-TEST(Compared, AChunkReadWholeIsComparedAtOnce) {
-  SavedInMemory saved;
+class ComparedKind : public testing::TestWithParam<ChunkSumKind> {};
+
+TEST_P(ComparedKind, AChunkReadWholeIsComparedAtOnce) {
+  SavedInMemory saved(GetParam());
   Compared rank(saved.manifest, "optimizer/");
   saved.add(rank, saved.wide, 0, kChunk);
   rank.compare();
@@ -75,9 +80,9 @@ TEST(Compared, AChunkReadWholeIsComparedAtOnce) {
   EXPECT_EQ(error->facts().offset, saved.manifest.tensors[saved.wide].at.begin + kChunk);
 }
 
-TEST(Compared, ADividedChunkIsComparedOnceAllRanksAreMerged) {
+TEST_P(ComparedKind, ADividedChunkIsComparedOnceAllRanksAreMerged) {
   for (const bool is_damaged : {false, true}) {
-    SavedInMemory saved;
+    SavedInMemory saved(GetParam());
     const uint64_t all = saved.values[saved.wide].size();
     if (is_damaged) saved.values[saved.wide][3 * kChunk / 2] ^= std::byte{1};
     // Two replicas of two shards, which divide the second chunk.
@@ -102,6 +107,9 @@ TEST(Compared, ADividedChunkIsComparedOnceAllRanksAreMerged) {
     EXPECT_TRUE(values.not_compared.empty());
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Kinds, ComparedKind,
+                         testing::Values(ChunkSumKind::digest, ChunkSumKind::checksum));
 
 TEST(Compared, OtherMultiplicitiesAndPartsAreReportedNotRefused) {
   const SavedInMemory saved;

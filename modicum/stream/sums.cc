@@ -18,7 +18,7 @@ struct Entry {
   uint64_t chunk;  // index in ChunkSums::chunks_
   ChunkSum sum;
 };
-static_assert(sizeof(Entry) == 32);
+static_assert(sizeof(Entry) == 40);
 
 // Elements smaller than a byte are counted as bytes.
 uint64_t unit_bytes(const TensorSpec& spec) noexcept {
@@ -44,8 +44,8 @@ uint64_t ChunkSums::chunks_of_file(const Manifest& manifest, uint32_t file) noex
   return chunks;
 }
 
-ChunkSums::ChunkSums(const Manifest& manifest, uint64_t point)
-    : manifest_(manifest), powers_(point) {
+ChunkSums::ChunkSums(const Manifest& manifest, uint64_t point, std::optional<ChunkSumKind> only)
+    : manifest_(manifest), powers_(point), only_(only) {
   uint64_t chunks = 0;
   for (const Stored& stored : manifest.tensors) {
     begins_.push_back(chunks);
@@ -67,13 +67,23 @@ void ChunkSums::add(uint32_t stored, uint64_t at, std::span<const std::byte> byt
     const uint64_t chunk = at / kChunkBytes;
     const uint64_t n = std::min<uint64_t>(bytes.size(), (chunk + 1) * kChunkBytes - at);
     const uint64_t first = at / unit, count = n / unit;
-    const uint64_t digest = digest_run(seeds_[stored], bytes.data(), static_cast<int>(unit),
-                                       static_cast<int64_t>(first), static_cast<int64_t>(count));
-    const uint64_t fingerprint = powers_.sum(first, 1, count);
-    add_sum(begins_[stored] + chunk, {count, fingerprint, digest});
+    ChunkSum sum{.count = count, .fingerprint = powers_.sum(first, 1, count)};
+    add_values(stored, at, bytes.first(n), unit, sum);
+    add_sum(begins_[stored] + chunk, sum);
     at += n;
     bytes = bytes.subspan(n);
   }
+}
+
+void ChunkSums::add_values(uint32_t stored, uint64_t at, std::span<const std::byte> bytes,
+                           uint64_t unit, ChunkSum& sum) const noexcept {
+  const uint64_t seed = seeds_[stored];
+  if (only_ != ChunkSumKind::checksum) {
+    sum.digest +=
+        digest_run(seed, bytes.data(), static_cast<int>(unit), static_cast<int64_t>(at / unit),
+                   static_cast<int64_t>(bytes.size() / unit));
+  }
+  if (only_ != ChunkSumKind::digest) sum.checksum += checksum_run(seed, at, bytes);
 }
 
 void ChunkSums::add(const Extent& at, std::span<const std::byte> bytes) {
@@ -117,15 +127,13 @@ void ChunkSums::add(uint32_t stored, const Runs& runs, const std::byte* from) {
       continue;
     }
     const uint64_t n = std::min(count - k, (end - at - run_bytes) / stride + 1);
-    const auto length = static_cast<int64_t>(run_bytes / unit);
-    uint64_t digest = 0;
+    ChunkSum sum{.count = n * (run_bytes / unit),
+                 .fingerprint = powers_.sum(at / unit, {1, run_bytes / unit},
+                                            {static_cast<int64_t>(stride / unit), n})};
     for (uint64_t i = 0; i < n; ++i) {
-      digest += digest_run(seeds_[stored], first + i * stride, static_cast<int>(unit),
-                           static_cast<int64_t>((at + i * stride) / unit), length);
+      add_values(stored, at + i * stride, {first + i * stride, run_bytes}, unit, sum);
     }
-    const uint64_t fingerprint =
-        powers_.sum(at / unit, {1, run_bytes / unit}, {static_cast<int64_t>(stride / unit), n});
-    add_sum(begins_[stored] + chunk, {n * (run_bytes / unit), fingerprint, digest});
+    add_sum(begins_[stored] + chunk, sum);
     k += n;
   }
 }
@@ -136,6 +144,7 @@ void ChunkSums::add_sum(uint64_t chunk, const ChunkSum& more) {
   sum.count += more.count;
   sum.fingerprint = Powers::add(sum.fingerprint, more.fingerprint);
   sum.digest += more.digest;
+  sum.checksum += more.checksum;
 }
 
 std::vector<std::byte> ChunkSums::bytes() const {

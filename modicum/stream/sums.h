@@ -24,6 +24,7 @@ struct ChunkSum {
   uint64_t count = 0;        // number of elements written
   uint64_t fingerprint = 0;  // sum of point^i (Powers) over written elements i, as in Coverage
   uint64_t digest = 0;       // sum of the hashes of their values (digest_run), modulo 2^64
+  uint64_t checksum = 0;     // their checksum_run, modulo 2^64
 };
 
 // The sums of all chunks of a manifest's tensors. For dtypes below 8 bits a byte counts as one
@@ -38,9 +39,9 @@ class ChunkSums {
   static constexpr uint64_t kChunkBytes = kDigestChunkBytes;
 
   // `point`: above 1 and below Powers::kPrime, the same on all ranks of a save, independent of the
-  // plan.
-  ChunkSums(const Manifest& manifest, uint64_t point);
-  ChunkSums(const Manifest&&, uint64_t) = delete;
+  // plan. `only`: the kind of sum that is computed, by default both.
+  ChunkSums(const Manifest& manifest, uint64_t point, std::optional<ChunkSumKind> only = {});
+  ChunkSums(const Manifest&&, uint64_t, std::optional<ChunkSumKind> = {}) = delete;
   static uint64_t chunks_of_file(const Manifest& manifest, uint32_t file) noexcept;
   // The memory of a ChunkSums for this manifest.
   static uint64_t held_bytes(const Manifest& manifest) noexcept;
@@ -71,11 +72,15 @@ class ChunkSums {
   uint64_t digest_of_tensor(uint32_t stored) const noexcept;
 
  private:
+  // Adds the digest and checksum of contiguous elements to `sum`. `at` and `unit` are in bytes.
+  void add_values(uint32_t stored, uint64_t at, std::span<const std::byte> bytes, uint64_t unit,
+                  ChunkSum& sum) const noexcept;
   void add_sum(uint64_t chunk, const ChunkSum& more);
   uint64_t chunk_numel(uint32_t stored, uint64_t chunk) const noexcept;
 
   const Manifest& manifest_;
   const Powers powers_;
+  const std::optional<ChunkSumKind> only_;
   std::vector<uint64_t> begins_;  // by tensor: its first chunk; the last is the number of chunks
   std::vector<uint64_t> seeds_;   // by tensor
   std::mutex mutex_;

@@ -105,17 +105,20 @@ class Verify {
           std::span(buffer_).first(std::min<uint64_t>(buffer_.size(), stored.at.bytes() - at));
       file->read(bytes, stored.at.begin + at);
       file->drop_cached(stored.at.begin + at, stored.at.begin + at + bytes.size());
-      const uint64_t digest =
-          digest_run(seed, bytes.data(), static_cast<int>(unit), static_cast<int64_t>(at / unit),
-                     static_cast<int64_t>(bytes.size() / unit));
-      if (chunk < record.chunks.size() && digest == record.chunks[chunk]) continue;
-      fail(Category::integrity, "the values are not those that were saved",
-           {.file = file->name(),
-            .tensor = stored.spec.fqn,
-            .offset = stored.at.begin + at,
-            .expected = chunk < record.chunks.size() ? fmt::format("{:016x}", record.chunks[chunk])
-                                                     : "no more elements",
-            .got = fmt::format("{:016x}", digest)});
+      const auto require = [&](const std::vector<uint64_t>& recorded, uint64_t got) {
+        if (chunk < recorded.size() && got == recorded[chunk]) return;
+        fail(Category::integrity, "the values are not those that were saved",
+             {.file = file->name(),
+              .tensor = stored.spec.fqn,
+              .offset = stored.at.begin + at,
+              .expected = chunk < recorded.size() ? fmt::format("{:016x}", recorded[chunk])
+                                                  : "no more elements",
+              .got = fmt::format("{:016x}", got)});
+      };
+      require(record.chunks, digest_run(seed, bytes.data(), static_cast<int>(unit),
+                                        static_cast<int64_t>(at / unit),
+                                        static_cast<int64_t>(bytes.size() / unit)));
+      if (!record.checksums.empty()) require(record.checksums, checksum_run(seed, at, bytes));
     }
   }
 

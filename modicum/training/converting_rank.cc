@@ -19,12 +19,15 @@ constexpr uint64_t kRestRoomBytes = 256 * kKiB;  // fits into the staging, which
 ConvertedFile finished_file(const ConvertPart& part, uint32_t file, const ChunkSums* sums) {
   const Manifest& manifest = part.form.manifest();
   const DataFile& of = manifest.files[file];
-  ConvertedFile finished{part.folder + of.name, of.identity.size_bytes, 0, {}, {}};
+  ConvertedFile finished{part.folder + of.name, of.identity.size_bytes, 0, {}, {}, {}};
   if (sums == nullptr) return finished;
   for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
     if (manifest.tensors[s].at.file != file) continue;
     part.checks(*sums, s);
-    for (const ChunkSum& chunk : sums->of_tensor(s)) finished.chunks.push_back(chunk.digest);
+    for (const ChunkSum& chunk : sums->of_tensor(s)) {
+      finished.chunks.push_back(chunk.digest);
+      finished.checksums.push_back(chunk.checksum);
+    }
   }
   return finished;
 }

@@ -117,7 +117,7 @@ class Publication {
                .uuid = inputs.hex(),
                .world_size = task.step.found.record.world_size,
                .tool = task.step.found.record.tool};
-    for (ConvertedFile& file : conversion.recorded()) digests_[file.name] = std::move(file.chunks);
+    for (ConvertedFile& file : conversion.recorded()) converted_[file.name] = std::move(file);
   }
 
   Published publish() {
@@ -141,35 +141,46 @@ class Publication {
     for (const DataFile& file : source.files) written_.insert(prefix + file.name);
     written_.insert(prefix + kIndexFile);
     const Manifest& manifest = form.manifest();
-    std::vector<std::span<const uint64_t>> left;  // by file: the digests of its further tensors
+    std::vector<SumsOfFile> left;  // by file: the sums of its further tensors
     for (uint32_t f = 0; f < manifest.files.size(); ++f) {
       const DataFile& file = manifest.files[f];
       const std::string header = output_header(manifest, f);
       record_.files.push_back(
           {prefix + file.name, file.identity.size_bytes, header.size(), digest_of(header)});
-      left.push_back(digests_of(prefix + file.name, ChunkSums::chunks_of_file(manifest, f)));
+      left.push_back(sums_of(prefix + file.name, ChunkSums::chunks_of_file(manifest, f)));
     }
     for (const Stored& stored : manifest.tensors) {
-      std::span<const uint64_t>& from = left[stored.at.file];
+      SumsOfFile& from = left[stored.at.file];
       const uint64_t chunks = digest_chunks_of(stored);
-      const auto of_tensor = from.first(chunks);
-      tensors.push_back({stored.spec, {of_tensor.begin(), of_tensor.end()}});
-      from = from.subspan(chunks);
+      tensors.push_back({stored.spec, take(from.digests, chunks), take(from.checksums, chunks)});
     }
     if (const std::string index = output_index(manifest); !index.empty()) {
       add(prefix + kIndexFile, index);
     }
   }
 
-  // The digests of a file's tensors in the journal, which is read again from the disk.
-  std::span<const uint64_t> digests_of(const std::string& name, uint64_t chunks) const {
-    const auto found = digests_.find(name);
-    const uint64_t recorded = found == digests_.end() ? 0 : found->second.size();
-    if (found != digests_.end() && recorded == chunks) return found->second;
+  struct SumsOfFile {
+    std::span<const uint64_t> digests, checksums;  // of its tensors' chunks, one after another
+  };
+
+  // The sums of a file's tensors in the journal, which is read again from the disk.
+  SumsOfFile sums_of(const std::string& name, uint64_t chunks) const {
+    static const ConvertedFile kNone;
+    const auto found = converted_.find(name);
+    const ConvertedFile& file = found == converted_.end() ? kNone : found->second;
+    if (file.name == name && file.chunks.size() == chunks && file.checksums.size() == chunks) {
+      return {file.chunks, file.checksums};
+    }
     fail(Category::integrity, "the conversion's journal has been changed",
          {.file = name,
           .expected = fmt::format("{} digests of chunks", chunks),
-          .got = std::to_string(recorded)});
+          .got = std::to_string(std::min(file.chunks.size(), file.checksums.size()))});
+  }
+
+  static std::vector<uint64_t> take(std::span<const uint64_t>& from, uint64_t n) {
+    const auto first = from.first(n);
+    from = from.subspan(n);
+    return {first.begin(), first.end()};
   }
 
   void copy(const StepFile& file) {
@@ -222,7 +233,7 @@ class Publication {
   FileSystem& files_;
   ConversionJournal& conversion_;
   StepRecord record_;
-  std::map<std::string, std::vector<uint64_t>> digests_;  // by file: chunk digests in the journal
+  std::map<std::string, ConvertedFile> converted_;  // the journal's entries, by file
   std::vector<std::string> warnings_;
   // The source's data files and indexes, which are not copied, and the files that were copied.
   std::set<std::string> written_;

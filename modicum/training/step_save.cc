@@ -159,7 +159,10 @@ void StepSave::add_part(SavedStep& saved, const std::string& prefix, const Manif
   for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
     StepTensor& tensor = tensors.emplace_back();
     tensor.spec = manifest.tensors[s].spec;
-    for (const ChunkSum& chunk : sums.of_tensor(s)) tensor.chunks.push_back(chunk.digest);
+    for (const ChunkSum& chunk : sums.of_tensor(s)) {
+      tensor.chunks.push_back(chunk.digest);
+      tensor.checksums.push_back(chunk.checksum);
+    }
   }
   if (const std::string index = output_index(manifest); !index.empty()) {
     add_file(saved, prefix + kIndexFile, index);
