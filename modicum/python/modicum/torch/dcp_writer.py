@@ -3,6 +3,7 @@
 import os
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -189,6 +190,7 @@ class Writer(StorageWriter, AsyncStager):
 
     def _write(self, parts: Split, ranks: Ranks) -> None:
         root, step = self._at
+        self._flight.hold(_read(parts))
         ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
                   **self._how)  # fmt: skip
         ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | common_facts(parts))
@@ -210,6 +212,13 @@ class Writer(StorageWriter, AsyncStager):
         planned = planned_of(ask, goal, Parts(writing, state, texts), ranks)
         write(planned, ranks, self._flight)
         self._kept = planned, ranks.world_size
+
+
+def _read(parts: Split) -> Iterator[tuple[str, Any]]:
+    """(name, value) for the tensors that the save reads, among other values of the state."""
+    yield from parts.model.items()
+    for name, entry in (parts.optim or {"state": {}})["state"].items():
+        yield from ((f"{name}.{key}", value) for key, value in entry.items())
 
 
 def _state_of(planner: SavePlanner) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from modicum.torch.loading.goal import Model, Source
 from modicum.torch.loading.origin import Origin, origin_of, remember
 from modicum.torch.loading.planning import Size
 from modicum.torch.optim import in_flight
+from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import goal_of_adapters, only_adapters
 from modicum.torch.saving.background import Saving
@@ -165,6 +166,7 @@ def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight
 def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Begun:
     """Plans the save and makes its directory, before tensors are written. Collective."""
     whole = Model.of(model)
+    flight.hold(_read(whole, given.optimizer))
     told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
     ranks.agree_on(ask.facts() | told | whole.facts())
     only = only_adapters(whole, ask.form.adapters)
@@ -174,6 +176,17 @@ def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Fligh
     else:
         goal = goal_of(whole, ranks, given.source, origin_of(model))
     return Begun(plan_of(ask, whole, goal, given.optimizer, ranks), ranks, flight)
+
+
+def _read(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
+    """(name, value) for the tensors of torch that a save reads, among other values of the state.
+    `modicum.torch.AdamW` keeps the memory of its state itself."""
+    yield from ((name, of.tensor) for name, of in model.tensors.items())
+    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, AdamW):
+        names = model.names
+        for parameter, entry in optimizer.state.items():
+            name = names.get(id(parameter), "")
+            yield from ((f"{name}.{key}", value) for key, value in entry.items())
 
 
 def _finished(model: nn.Module, begun: Begun, outcome: dict[str, Any]) -> Saved:
