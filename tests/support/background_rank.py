@@ -199,6 +199,7 @@ def moves(directory: str, root: str, times: int, what: str) -> list[str]:
     cut, ends = Cut("none", (1,)), []
     for number in range(times):
         model, _ = loaded(directory, cut, "fp32", "float32")
+        Path(root, str(number)).mkdir()
         modicum.torch.save(model, f"{root}/{number}/fore", step=2)
         with slow(4000):
             saving = modicum.torch.save(model, f"{root}/{number}/back", step=2, background=True)
