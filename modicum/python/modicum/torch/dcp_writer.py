@@ -76,6 +76,7 @@ class Writer(StorageWriter, AsyncStager):
         ledger: _modicum.Ledger | None = None,
         budget: Size | None = None,
         staging: Size | None = None,
+        replicas: str = "equal",
     ) -> None:
         """Sets the arguments; opens no file.
 
@@ -90,7 +91,8 @@ class Writer(StorageWriter, AsyncStager):
                 refused: a state dict lacks its planes (the arrays in which it keeps its state).
             source: a checkpoint of the model, whose division into files, config and tokenizer the
                 step gets.
-            dtype, keep, shard_size, ledger, budget, staging: as for `modicum.torch.save`.
+            dtype, keep, shard_size, ledger, budget, staging, replicas: as for `modicum.torch.save`;
+                without `model` buffers count as parameters.
 
         Raises:
             UsageError: `optimizer` is a `modicum.torch.AdamW`; use `modicum.torch.save`.
@@ -100,7 +102,7 @@ class Writer(StorageWriter, AsyncStager):
             what = "a state dict lacks the planes of modicum.torch.AdamW"
             raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")
         self._model, self._optimizer, self._source = model, optimizer, source
-        self._form = Form(dtype, "copy", shard_size, staging, adapters=False)
+        self._form = Form(dtype, "copy", shard_size, staging, False, replicas=replicas)
         self._how: dict[str, Any] = {
             "keep": keep,
             "ledger": ledger or _modicum.Ledger(),

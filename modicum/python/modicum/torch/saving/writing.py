@@ -1,6 +1,6 @@
 """Writes one rank's part of a planned save into a step (a saved checkpoint directory)."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -80,6 +80,10 @@ class StateWriting(Protocol):
     def reads(self) -> Reads:
         """The memory that a save in the background reads."""
 
+    @property
+    def writings(self) -> Sequence[Writing]:
+        """The tensors whose writing replicas divide, as for the model's tensors."""
+
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) for all tensors that a program could write to in place."""
 
@@ -120,6 +124,10 @@ class AdamWWriting:
     @property
     def reads(self) -> Reads:
         return Reads([], [(self.files, self._held)])
+
+    @property
+    def writings(self) -> Sequence[Writing]:
+        return ()  # the first replica writes
 
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._state.moments()
@@ -170,6 +178,10 @@ class TensorsWriting:
     @property
     def reads(self) -> Reads:
         return reads_of(self._writing)
+
+    @property
+    def writings(self) -> Sequence[Writing]:
+        return (self._writing,)
 
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor) for name, tensor, _ in self._writing.tensors())
