@@ -236,7 +236,8 @@ Digest digest_inputs(const Plan& plan) {
   const PlanOptions& o = plan.options;
   hasher.add(o.strategy->name).add(o.ranks_per_node).add(o.destination);
   hasher.add(o.staging_bytes).add(o.baseline_bytes).add(o.init_bytes).add(o.caller_sends);
-  hasher.add(o.gathers);
+  hasher.add(o.gathers).add(o.from_first.size());
+  for (const bool is_from_first : o.from_first) hasher.add(is_from_first);
   hasher.add(o.fork);
   hasher.add(o.destination_of.size());
   for (const Destination to : o.destination_of) hasher.add(to);

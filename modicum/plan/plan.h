@@ -97,6 +97,9 @@ struct PlanOptions {
   uint64_t init_bytes = 0;                   // the most that caller-provided tensors hold at once
   bool caller_sends = false;   // the exchange uses the caller's transport: no ring in staging
   bool gathers = false;        // in a save, the ranks of a node write divided rows (Rows) together
+  // In a save, by target: whether the first replica writes all elements. If false, or if empty, the
+  // replicas divide them.
+  std::vector<bool> from_first;
   Fork fork = Fork::excluded;  // how forked children see the shards
   // Later phases of the promise: each rank's charges on top of phase `hold` and its part of the
   // ring. The promise adds page tables and the memory of threads to each phase.

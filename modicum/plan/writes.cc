@@ -31,6 +31,11 @@ ReplicaPlace place_among_replicas(const Plan& plan, uint32_t target, int rank) {
   return replica_place(plan.layout.sharding_of(holder), plan.recipe->targets[holder].spec, rank);
 }
 
+bool is_from_first(const Plan& plan, uint32_t target) {
+  const std::vector<bool>& from_first = plan.options.from_first;
+  return !from_first.empty() && from_first[holder_of(plan, target)];
+}
+
 // Calls `fn` with the part of a transfer that this replica writes.
 void share(const Transfer& t, const ReplicaPlace& place, FunctionRef<void(const Transfer&)> fn) {
   const Runs& runs = t.runs;
@@ -147,7 +152,11 @@ void for_each_write(const Plan& plan, int rank, Rows which, std::span<Transfer> 
     if (begin > 0 && i == targets - begin) flush();  // back to the first file
     const uint32_t target = plan.order[(begin + i) % targets];
     if (has_divided_rows(plan, rank, target) != are_divided) continue;
-    const ReplicaPlace place = place_among_replicas(plan, target, rank);
+    ReplicaPlace place = place_among_replicas(plan, target, rank);
+    if (is_from_first(plan, target)) {
+      if (place.index > 0) continue;
+      place.count = 1;
+    }
     for_each_transfer_of(plan, rank, target, [&](const Transfer& transfer) {
       share(transfer, place, [&](const Transfer& mine) {
         table[rows++] = mine;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "modicum/plan/plan.h"
 
@@ -53,6 +54,26 @@ TEST(Writes, StagingHasAGatherForDividedRowsOnANode) {
   EXPECT_EQ(part_of(1, 1, true), 0U);
   EXPECT_EQ(part_of(1, 0, false), 0U);
   EXPECT_EQ(part_of(0, 0, true), 0U);
+}
+
+// Two replicas write the tensors in turns. Catches: a replica that helps to write a tensor that
+// comes from the first one; one that no replica writes.
+TEST(Writes, TheFirstReplicaWritesATensorAlone) {
+  const Manifest manifest = manifest_of_matrices();
+  const Recipe recipe = make_recipe(manifest, {});
+  std::vector<bool> from_first(kTensors);
+  for (const bool is_from_first : {false, true}) {
+    from_first[1] = is_from_first;
+    const Plan plan =
+        make_plan(manifest, recipe, hsdp_layout(2, {2}),
+                  {.strategy = &strategy_named("own-shard"), .from_first = from_first});
+    for (int rank = 0; rank < 4; ++rank) {
+      const std::vector<uint32_t> walk = walk_of(plan, rank, Rows::whole);
+      const bool is_first_replica = rank < 2;
+      EXPECT_EQ(std::count(walk.begin(), walk.end(), 1U), is_first_replica == is_from_first);
+      EXPECT_EQ(std::count(walk.begin(), walk.end(), 2U), is_first_replica);
+    }
+  }
 }
 
 // With whole rows, ranks begin at different tensors. With divided rows, ranks write to the same

@@ -26,10 +26,17 @@ namespace {
 std::shared_ptr<MadeSave> save_plan(const std::shared_ptr<MadePlan>& plan,
                                     const OptionalText& dtype, bool copies_unused,
                                     const std::optional<Size>& shard_size, bool adapters,
-                                    bool gathers) {
+                                    bool gathers, const std::vector<uint32_t>& from_first) {
   SaveForm form = form_of(plan->checkpoint());
   form.copies_unused = copies_unused;
   form.gathers = gathers;
+  form.from_first.resize(plan->plan.recipe->targets.size());
+  for (const uint32_t target : from_first) {
+    if (target >= form.from_first.size()) {
+      fail(Category::usage, "from_first", {.got = fmt::format("target {}", target)});
+    }
+    form.from_first[target] = true;
+  }
   form.dtype = dtype_flag(dtype.value_or(""));
   form.stem = adapters ? kAdapterStem : kModelStem;
   if (adapters) {  // PEFT reads one file
@@ -333,7 +340,7 @@ void define_save_plan(nb::module_& module) {
           "A recipe.json that makes the same targets from the saved tensors.");
   module.def("make_save_plan", save_plan, "plan"_a, nb::kw_only(), "dtype"_a = nb::none(),
              "copies_unused"_a = true, "shard_size"_a = nb::none(), "adapters"_a = false,
-             "gathers"_a = false,
+             "gathers"_a = false, "from_first"_a = std::vector<uint32_t>(),
              R"(Inverts the plan of a load.
 
 Args:
@@ -343,6 +350,8 @@ Args:
     shard_size: largest size of a file; None: files as in the source.
     adapters: whether all tensors go into one file, PEFT's adapter_model.safetensors.
     gathers: whether the ranks of a node collect their short runs with a Gather.
+    from_first: targets of which the first replica writes all elements; of others the replicas
+        divide them.
 
 Raises:
     UsageError: two saved tensors would have the same name, or there is no tensor to save.)");

@@ -30,7 +30,7 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
 }
 
 // The save's plan allocates no buffer: each is in host memory or read with Sink::fetch.
-PlanOptions options_of(const Plan& loaded, bool gathers) {
+PlanOptions options_of(const Plan& loaded, const SaveForm& form) {
   const auto at_hand = [](Destination to) {
     return to == Destination::copy ? Destination::copy : Destination::given;
   };
@@ -38,7 +38,8 @@ PlanOptions options_of(const Plan& loaded, bool gathers) {
   options.strategy = &strategy_named("own-shard");
   options.destination = at_hand(options.destination);
   for (Destination& to : options.destination_of) to = at_hand(to);
-  options.gathers = gathers;
+  options.gathers = form.gathers;
+  options.from_first = form.from_first;
   options.fork = Fork::excluded;
   options.init_bytes = 0;
   options.after = {};
@@ -300,7 +301,7 @@ SavePlan::SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm&
                         .is_computed = form.is_computed})),
       manifest_(manifest_of(form_, source, form)),
       recipe_(saved_recipe(*loaded.recipe, source.manifest, form_, manifest_)),
-      plan_(make_plan(manifest_, recipe_, loaded.layout, options_of(loaded, form.gathers))),
+      plan_(make_plan(manifest_, recipe_, loaded.layout, options_of(loaded, form))),
       copied_(copied_of(form_, manifest_)) {}
 
 Footprint SavePlan::footprint() const {

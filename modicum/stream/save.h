@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "modicum/checkpoint/checkpoint.h"
 #include "modicum/memory/memory.h"
@@ -26,6 +27,7 @@ struct SaveForm {
   std::vector<bool> is_computed;         // see SavedOptions
   std::optional<std::string_view> stem;  // of the files' names; default: as in the source
   bool gathers = true;                   // see PlanOptions; must be false for a background save
+  std::vector<bool> from_first;          // see PlanOptions
 };
 
 // A save carries out, in reverse, the plan that would load the saved files. Not movable, as plan_

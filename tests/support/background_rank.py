@@ -171,8 +171,76 @@ def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
         if what == "state":
             stepping.state.clear()
             steps(model, stepping, cut, range(2, 3))
+        if what == "share":
+            for local in map(local_of, model.parameters()):
+                local.share_memory_()
+        if what == "queue":
+            queued([*map(local_of, model.parameters())])
         took_s = time.monotonic() - begin
     return {"report": vars(saving.wait()), "took_s": took_s}
+
+
+def queued(tensors: list[torch.Tensor]) -> None:
+    """Passes tensors through a queue, whose thread moves them to shared memory."""
+    queue = torch.multiprocessing.get_context("spawn").Queue()
+    queue.put([tensor.detach() for tensor in tensors])
+    queue.get()
+    queue.close()
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """A DTensor's local tensor, or the tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def moves(directory: str, root: str, times: int, what: str) -> list[str]:
+    """Saves a model in the foreground and in the background again and again, and meanwhile moves or
+    frees its memory by the call `what`. Returns how each save ended: "saved", or its error."""
+    cut, ends = Cut("none", (1,)), []
+    for number in range(times):
+        model, _ = loaded(directory, cut, "fp32", "float32")
+        Path(root, str(number)).mkdir()
+        modicum.torch.save(model, f"{root}/{number}/fore", step=2)
+        with slow(4000):
+            saving = modicum.torch.save(model, f"{root}/{number}/back", step=2, background=True)
+            move(model, what)
+            churn = [torch.full((1 << 18,), 7.0) for _ in range(64)]  # fills freed memory
+            try:
+                saving.wait()
+                ends.append("saved")
+            except modicum.Error as error:
+                ends.append(f"{error.category}: {error}")
+            del churn
+    return ends
+
+
+def move(model: Any, what: str) -> None:
+    own = [p.data for p in model.parameters()]
+    if what == "share":
+        model.share_memory()
+    if what == "queue":
+        queued(own)
+    if what == "resize":
+        for tensor in own:
+            tensor.untyped_storage().resize_(0)
+    if what == "tensor resize":
+        for tensor in own:
+            tensor.resize_(2 * tensor.numel())
+    if what == "set":
+        for tensor in own:
+            tensor.set_(torch.full((4,), 7.0))
+    if what == "swap":
+        for parameter in list(model.parameters()):
+            other = torch.nn.Parameter(torch.full_like(parameter, 7.0))
+            torch.utils.swap_tensors(parameter, other)
+    if what == "data":
+        for parameter in model.parameters():
+            parameter.data = torch.full_like(parameter, 7.0)
+    if what == "to_empty":
+        model.to_empty(device="cpu")
+    if what == "del":
+        for module in model.modules():
+            module._parameters.clear()
 
 
 def promised(directory: str, root: str, cut: Cut, size: int) -> dict[str, Any]:
@@ -250,6 +318,7 @@ ACTS: dict[str, Callable[..., Any]] = {
     "background_alone": alone,
     "background_fails": fails,
     "background_waits": waits,
+    "background_moves": moves,
     "background_promised": promised,
     "background_preempted": preempted,
 }

@@ -177,6 +177,32 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
     return {"error": ""}
 
 
+def diverges(directory: str, root: str, cut: Cut) -> list[dict[str, Any]]:
+    """Saves step 1 with buffers that differ by rank. Then the last rank changes its replica of a
+    large and of a small parameter, or of a moment: returns the errors of saves of step 2. Saves the
+    first rank's replicas as step 3, also in the background, as step 4."""
+    model, stepping = made(directory, cut, "adamw", "float32")
+    modicum.torch.load(model, directory, progress=False)
+    steps(model, stepping, cut, range(1))
+    for name in ("mean", "var"):
+        model.register_buffer(name, torch.full((3,), float(dist.get_rank())))
+    how: dict[str, Any] = {"optimizer": stepping}
+    modicum.torch.save(model, root, step=1, **how)
+    large = model.get_parameter("model.embed_tokens.weight")
+    small = model.get_parameter("model.layers.0.input_layernorm.weight")
+    errors = []
+    for tensor in (stepping.state[large]["exp_avg"], small, large):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            tensor.detach().to_local().add_(1)
+        try:
+            modicum.torch.save(model, root, step=2, **how)
+        except modicum.Error as error:
+            errors.append(vars(error) | {"message": str(error)})
+    modicum.torch.save(model, root, step=3, replicas="first", **how)
+    modicum.torch.save(model, root, step=4, replicas="first", background=True, **how).wait()
+    return errors
+
+
 def into(directory: str, root: str, cut: Cut, optimizer: str) -> str:
     """Makes a resume that must be refused. Returns the message."""
     model, stepping = made(directory, cut, optimizer, "float32")
@@ -349,6 +375,7 @@ ACTS: dict[str, Callable[..., Any]] = {
     "compares": compares,
     "save_fails": fails,
     "resume_into": into,
+    "save_diverged": diverges,
     "save_slowly": slowly,
     "resume_promised": promised,
     "saves_adapters": saves_adapters,

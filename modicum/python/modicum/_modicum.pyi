@@ -683,7 +683,7 @@ class SavePlan:
     def recipe_text(self) -> str:
         """A recipe.json that makes the same targets from the saved tensors."""
 
-def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool = True, shard_size: int | str | None = None, adapters: bool = False, gathers: bool = False) -> SavePlan:
+def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool = True, shard_size: int | str | None = None, adapters: bool = False, gathers: bool = False, from_first: Sequence[int] = []) -> SavePlan:
     """
     Inverts the plan of a load.
 
@@ -694,6 +694,8 @@ def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool 
         shard_size: largest size of a file; None: files as in the source.
         adapters: whether all tensors go into one file, PEFT's adapter_model.safetensors.
         gathers: whether the ranks of a node collect their short runs with a Gather.
+        from_first: targets of which the first replica writes all elements; of others the replicas
+            divide them.
 
     Raises:
         UsageError: two saved tensors would have the same name, or there is no tensor to save.

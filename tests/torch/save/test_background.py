@@ -162,7 +162,8 @@ def test_other_optimizers_wait(
 
 @pytest.mark.parametrize(
     ("what", "steps"),
-    [("save", 2), ("load", 1), ("resume", 1), ("load_state_dict", 1), ("state", 1)],
+    [("save", 2), ("load", 1), ("resume", 1), ("load_state_dict", 1), ("state", 1)]
+    + [("share", 1), ("queue", 1)],
 )
 def test_waits_for_the_save_in_flight(
     worlds: Worlds, model: str, root: Path, modicum: Path, what: str, steps: int
@@ -173,6 +174,29 @@ def test_waits_for_the_save_in_flight(
         assert answer["took_s"] > 0.05, "the call did not wait, or the save was already over"
     assert_same_step(root, modicum)
     assert len(list((root / "back").glob("step-*"))) == steps
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "what",
+    ("share", "queue", "resize", "tensor resize", "set", "swap", "data", "to_empty", "del"),
+)
+def test_memory_that_is_read_stays(
+    faulty: FaultyFiles, model: str, root: Path, modicum: Path, what: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """20 saves, during which a call moves or frees the model's memory: each writes the right bytes,
+    or is refused by name. malloc overwrites freed memory."""
+    monkeypatch.setenv("MALLOC_PERTURB_", "165")
+    with ranks(1, root.parent / f"{root.name}-ranks", fresh=True) as alone:
+        (ends,) = alone.ask(
+            "background_moves", directory=model, root=str(root), times=20, what=what
+        )
+    for number, end in enumerate(ends):
+        assert end == "saved" or end.startswith("USAGE"), end
+        if end == "saved":
+            assert_same_step(root / str(number), modicum)
+    assert len(ends) == 20
 
 
 @pytest.mark.parametrize(

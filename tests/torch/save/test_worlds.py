@@ -8,7 +8,7 @@ that each replica writes; step counts, of Modicum's AdamW or of torch's, that be
 resume; groups that have the options of the new program after a resume; ranks that write their parts
 of divided rows alone, without a warning; a state that a resume does not read; a rank that gets the
 extras of another rank; ranks that save different steps; a state of another format that is accepted;
-a state that is not in the promise.
+a state that is not in the promise; replicas that differ and are mixed.
 """
 
 import subprocess
@@ -22,7 +22,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch
 from ranks import Ranks, ranks
+from safetensors.torch import load_file
 from sharding import Cut
 
 MIB = 1 << 20
@@ -131,6 +133,30 @@ def test_ranks_that_cannot_share_memory_write_alone(
     assert len(found[0]) > 1
     assert warnings[0] == []
     assert [text[:18] for text in warnings[1]] == [f"rank {n} can't map m" for n in (1, 2, 3)]
+
+
+def test_replicas_that_differ_are_not_mixed(
+    worlds: dict[int, Ranks], model: str, tmp_path: Path
+) -> None:
+    """Buffers come from rank 0. Parameters and moments that differ are refused, or, if asked for,
+    come from the first rank that holds them."""
+    root = tmp_path / "steps"
+    answers = worlds[4].ask("save_diverged", directory=model, root=str(root), cut=HSDP)
+    names = ("model.embed_tokens.weight.exp_avg", "model.layers.0.input_layernorm.weight")
+    for errors in answers:
+        assert [error["category"] for error in errors] == ["CONFLICT"] * 3
+        assert "on rank 1" in errors[0]["message"] and "on rank 3" in errors[0]["message"]
+        assert [error["tensor"] for error in errors[:2]] == [*names]
+        assert errors[2]["tensor"] == "model.embed_tokens.weight"
+    assert not (root / "step-2").exists()
+    values = {n: load_file(root / f"step-{n}/optimizer/model.safetensors") for n in (1, 3, 4)}
+    for n in (1, 3, 4):
+        for path in (root / f"step-{n}").glob("model*.safetensors"):
+            values[n] |= load_file(path)
+        assert values[n]["mean"].tolist() == values[n]["var"].tolist() == [0.0] * 3
+        assert values[n].keys() == values[1].keys()
+        for name, value in values[1].items():
+            assert torch.equal(values[n][name], value), f"{name} of step {n}"
 
 
 @pytest.mark.parametrize("optimizer", ("adam", "adamw", "sgd"))

@@ -3,6 +3,7 @@
 import os
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -75,6 +76,7 @@ class Writer(StorageWriter, AsyncStager):
         ledger: _modicum.Ledger | None = None,
         budget: Size | None = None,
         staging: Size | None = None,
+        replicas: str = "equal",
     ) -> None:
         """Sets the arguments; opens no file.
 
@@ -89,7 +91,8 @@ class Writer(StorageWriter, AsyncStager):
                 refused: a state dict lacks its planes (the arrays in which it keeps its state).
             source: a checkpoint of the model, whose division into files, config and tokenizer the
                 step gets.
-            dtype, keep, shard_size, ledger, budget, staging: as for `modicum.torch.save`.
+            dtype, keep, shard_size, ledger, budget, staging, replicas: as for `modicum.torch.save`;
+                without `model` buffers count as parameters.
 
         Raises:
             UsageError: `optimizer` is a `modicum.torch.AdamW`; use `modicum.torch.save`.
@@ -99,7 +102,7 @@ class Writer(StorageWriter, AsyncStager):
             what = "a state dict lacks the planes of modicum.torch.AdamW"
             raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")
         self._model, self._optimizer, self._source = model, optimizer, source
-        self._form = Form(dtype, "copy", shard_size, staging, adapters=False)
+        self._form = Form(dtype, "copy", shard_size, staging, False, replicas=replicas)
         self._how: dict[str, Any] = {
             "keep": keep,
             "ledger": ledger or _modicum.Ledger(),
@@ -189,6 +192,7 @@ class Writer(StorageWriter, AsyncStager):
 
     def _write(self, parts: Split, ranks: Ranks) -> None:
         root, step = self._at
+        self._flight.hold(_read(parts))
         ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
                   **self._how)  # fmt: skip
         ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | common_facts(parts))
@@ -210,6 +214,13 @@ class Writer(StorageWriter, AsyncStager):
         planned = planned_of(ask, goal, Parts(writing, state, texts), ranks)
         write(planned, ranks, self._flight)
         self._kept = planned, ranks.world_size
+
+
+def _read(parts: Split) -> Iterator[tuple[str, Any]]:
+    """(name, value) for the tensors that the save reads, among other values of the state."""
+    yield from parts.model.items()
+    for name, entry in (parts.optim or {"state": {}})["state"].items():
+        yield from ((f"{name}.{key}", value) for key, value in entry.items())
 
 
 def _state_of(planner: SavePlanner) -> dict[str, Any]:

@@ -306,9 +306,10 @@ KNOWN = Known(
 
 @functools.cache
 def require_known() -> None:
-    """Raises `UsageError` if the installed torch contradicts `KNOWN` of this file or of
-    torch_dispatch. After a success later calls check nothing; the check takes milliseconds."""
-    from modicum.upstream import torch_dispatch
+    """Raises `UsageError` if the installed torch contradicts `KNOWN` of this file, torch_dispatch
+    or torch_storages. After a success later calls check nothing; the check takes milliseconds."""
+    from modicum.upstream import torch_dispatch, torch_storages
 
     KNOWN.require()
     torch_dispatch.KNOWN.require()
+    torch_storages.KNOWN.require()

@@ -173,7 +173,8 @@ def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> W
         of = model.tensors[own]
         if not of.local.is_contiguous():
             raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=own)
-        held.append(Held(of.local, shardings.of(of.tensor, own).unpadded(), of.tensor))
+        sharding = shardings.of(of.tensor, own).unpadded()
+        held.append(Held(of.local, sharding, of.tensor, comes_from_first=not of.is_parameter))
     return writing_of(goal.recipe, held, ranks, form)
 
 

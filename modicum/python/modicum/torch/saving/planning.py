@@ -18,6 +18,7 @@ from modicum.torch.saving import groups
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import CONFIG, config_text, writing_of_adapters
 from modicum.torch.saving.extra import COMMON, bytes_of, file_of, text_of
+from modicum.torch.saving.replicas import require_equal
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.tensor_state import writing_of_state
 from modicum.torch.saving.weights import Form, Writing, writing_of_model
@@ -144,7 +145,8 @@ class Parts:
 
 
 def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
-    """The plan to save `parts`. Collective. Raises `BudgetError` if it does not fit."""
+    """The plan to save `parts`. Collective. Raises `BudgetError` if it does not fit, CONFLICT
+    if replicas differ."""
     writing, state, texts = parts.model, parts.state, parts.texts
     facts = {"the plan": writing.plan.digest, "the state": state.told if state else "none"}
     ranks.agree_on(facts | dict(texts))
@@ -160,6 +162,7 @@ def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
         held["snapshot"] = snapshot.bytes
     own_bytes = writing.bytes_of(ranks) + (state.bytes_of(ranks) if state else 0)
     promised = _promised(ask, goal, held, ranks)
+    require_equal([writing, *(state.writings if state else ())], ranks)
     return Planned(ask, writing, state, texts, own, promised, snapshot, own_bytes, gather_bytes)
 
 

@@ -108,9 +108,11 @@ class Begun:
                 if planned.state is not None:
                     state = planned.state.write(replace(self._of_state, gather=where.gather))
                     outcome = {name: of + state[name] for name, of in outcome.items()}
+            self._flight.require_in_place()
         finally:
             if where.snapshot is None:
                 ledger.limit_bytes = outside
+            self._flight.leave()
         outcome["written_bytes"] += self._created
         if planned.own is not None:
             name = extra.file_of(where.ranks.rank)

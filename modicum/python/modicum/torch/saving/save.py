@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from modicum.torch.loading.goal import Model, Source
 from modicum.torch.loading.origin import Origin, origin_of, remember
 from modicum.torch.loading.planning import Size
 from modicum.torch.optim import in_flight
+from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import goal_of_adapters, only_adapters
 from modicum.torch.saving.background import Saving
@@ -45,7 +46,8 @@ def save(
     dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
     extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
     ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
-    grace: float | None = None, adapters: bool | None = None, background: Literal[False] = False,
+    grace: float | None = None, adapters: bool | None = None, replicas: str = "equal",
+    background: Literal[False] = False,
 ) -> Saved: ...  # fmt: skip
 
 
@@ -56,7 +58,8 @@ def save(
     dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
     extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
     ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
-    grace: float | None = None, adapters: bool | None = None, background: Literal[True],
+    grace: float | None = None, adapters: bool | None = None, replicas: str = "equal",
+    background: Literal[True],
 ) -> Saving: ...  # fmt: skip
 
 
@@ -66,10 +69,10 @@ def save(
     dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
     extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
     ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
-    grace: float | None = None, adapters: bool | None = None, background: bool = False,
+    grace: float | None = None, adapters: bool | None = None, replicas: str = "equal",
+    background: bool = False,
 ) -> Saved | Saving:  # fmt: skip
-    """Saves a step (a checkpoint directory): the model as a Hugging Face checkpoint, and next to it
-    the optimizer's state.
+    """Saves a step (a checkpoint directory): a Hugging Face checkpoint and the optimizer's state.
 
     Collective: every rank of torch's default process group calls it with the same arguments;
     without a process group there is one rank. Each rank writes its own elements at their final
@@ -78,8 +81,7 @@ def save(
     becomes visible as `root/step-N` once all of it is durable.
 
     Args:
-        model: loaded by `modicum.torch.load` or `HuggingFaceReader`, or `source` is given; sharded
-            or not; without tensors on meta.
+        model: loaded by `load` or `HuggingFaceReader`, or with `source`; no tensor is on meta.
         root: the directory of all steps, on a file system that all ranks share; created if its
             parent exists.
         step: the step's number, 0 or more.
@@ -97,6 +99,8 @@ def save(
         adapters: True: only PEFT's adapters and what PEFT saves with them, in the files that
             `PeftModel` reads. False: all tensors. None: True if the model is a `PeftModel` that
             trains nothing else, and otherwise False.
+        replicas: "equal": refuse parameters and state that differ between ranks, at the cost of a
+            pass over replicated tensors. "first": save the first rank's, as buffers always are.
         ledger, budget: as for `load`; the promised peak includes what the processes hold already.
         staging: host memory that a rank streams through; None: 8 MiB.
         grace: seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held back
@@ -104,9 +108,8 @@ def save(
             if a rank gets a second SIGTERM, if at its rate of writing it would need longer than its
             grace, or if it has waited for the others for half of its grace before it writes. The
             program must not have its own handler of SIGTERM. None: SIGTERM is not handled.
-        background: return while files are still written. They are written from the memory of model
-            and state: an optimizer step waits, or makes a copy, before it overwrites bytes that are
-            not written yet (docs/guide/save.md).
+        background: return while files are still written, from the memory of model and state: an
+            optimizer step waits, or copies, before it overwrites them (docs/guide/save.md).
 
     Returns:
         The same report on every rank; rank 0 also issues its warnings as UserWarnings. With
@@ -114,7 +117,7 @@ def save(
 
     Raises:
         BudgetError: the save does not fit; nothing has been written.
-        IoError: a file can't be written (`NOSPACE`, `IO`), or the step exists (`CONFLICT`).
+        IoError: a file can't be written (`NOSPACE`, `IO`), the step exists, replicas differ.
         UsageError: model, optimizer, source and arguments do not fit together.
         PreemptedError: after SIGTERM the rest of the save does not fit into `grace`.
         PeerError: another rank failed. Every error is raised on all ranks, and the step is not
@@ -125,7 +128,7 @@ def save(
     def ask(sigterm: Sigterm) -> Ask:
         return Ask(
             root=Path(root).absolute(), step=step, keep=keep,
-            form=Form(dtype, unused, shard_size, staging, adapters, background),
+            form=Form(dtype, unused, shard_size, staging, adapters, background, replicas),
             ledger=account, budget=limit, extra=extra, per_rank=extra_per_rank, sigterm=sigterm,
         )  # fmt: skip
 
@@ -165,6 +168,7 @@ def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight
 def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Begun:
     """Plans the save and makes its directory, before tensors are written. Collective."""
     whole = Model.of(model)
+    flight.hold(_read(whole, given.optimizer))
     told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
     ranks.agree_on(ask.facts() | told | whole.facts())
     only = only_adapters(whole, ask.form.adapters)
@@ -174,6 +178,17 @@ def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Fligh
     else:
         goal = goal_of(whole, ranks, given.source, origin_of(model))
     return Begun(plan_of(ask, whole, goal, given.optimizer, ranks), ranks, flight)
+
+
+def _read(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
+    """(name, value) for the tensors of torch that a save reads, among other values of the state.
+    `modicum.torch.AdamW` keeps the memory of its state itself."""
+    yield from ((name, of.tensor) for name, of in model.tensors.items())
+    if isinstance(optimizer, torch.optim.Optimizer) and not isinstance(optimizer, AdamW):
+        names = model.names
+        for parameter, entry in optimizer.state.items():
+            name = names.get(id(parameter), "")
+            yield from ((f"{name}.{key}", value) for key, value in entry.items())
 
 
 def _finished(model: nn.Module, begun: Begun, outcome: dict[str, Any]) -> Saved:

@@ -274,7 +274,9 @@ class Named:
         # FSDP2's sharding is looked up by the model's Parameter; a state dict has another object.
         own = self.parameter(name)
         alias = own if isinstance(own, nn.Parameter) else None
-        return Held(local, shardings.of(tensor, name, alias_of=alias).unpadded(), tensor)
+        sharding = shardings.of(tensor, name, alias_of=alias).unpadded()
+        is_buffer = own is not None and alias is None
+        return Held(local, sharding, tensor, comes_from_first=is_buffer)
 
     def entries(self, state: Mapping[str, Any]) -> list[Entry]:
         """The state of each parameter in an optimizer's state dict."""

@@ -86,7 +86,7 @@ def writing_of_entries(
     nothing = _modicum.open_checkpoint(None)
     recipe = _modicum.make_recipe(nothing, json.dumps({"targets": targets, "unused": []}))
     facts = {"optimizer": kind, "numbers": numbers}
-    plain = Form(staging=form.staging, background=form.background)
+    plain = Form(staging=form.staging, background=form.background, replicas=form.replicas)
     return writing_of(recipe, held, ranks, plain), json.dumps(facts)
 
 

@@ -4,7 +4,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -37,6 +37,9 @@ class Held:
     sharding: Sharding
     tensor: torch.Tensor
     """The tensor of the model or the optimizer's state to which `local` belongs."""
+    comes_from_first: bool = False
+    """Whether, of the ranks that hold the same elements, the first one writes all of them, as for
+    buffers, whose values may differ between ranks; otherwise these ranks divide the writing."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +87,11 @@ class Writing:
             return own
         for target, of in zip(self.recipe.targets, self.held, strict=True):
             if target["alias_of"] is None:
-                shard = _modicum.Shard(of.sharding, target["shape"], ranks.rank)
-                own += of.local.nbytes // len(shard.replicas)
+                replicas = _modicum.Shard(of.sharding, target["shape"], ranks.rank).replicas
+                if of.comes_from_first:
+                    own += of.local.nbytes if replicas[0] == ranks.rank else 0
+                else:
+                    own += of.local.nbytes // len(replicas)
         return own + self.plan.copied_bytes // ranks.world_size
 
 
@@ -101,10 +107,14 @@ class Form:
     """Whether only PEFT's adapters are saved, in PEFT's files; None: not decided yet."""
     background: bool = False
     """Whether host memory is read through a snapshot."""
+    replicas: str = "equal"
 
     def __post_init__(self) -> None:
         if self.unused not in ("copy", "drop"):
             raise refusal("USAGE", "unused", expected="'copy' or 'drop'", got=repr(self.unused))
+        if self.replicas not in ("equal", "first"):
+            expected, got = "'equal' or 'first'", repr(self.replicas)
+            raise refusal("USAGE", "replicas", expected=expected, got=got)
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             expected = "a torch.dtype, such as torch.bfloat16, or None"
             raise refusal("USAGE", "dtype", expected=expected, got=repr(self.dtype))
@@ -213,7 +223,10 @@ def _untied(alias: Node, of: ModelTensor) -> Node:
 
 def writing_of_model(model: Model, goal: Goal, ranks: Ranks, form: Form) -> Writing:
     """The `Writing` of the model's tensors into files like those of the goal's checkpoint."""
-    held = [Held(p.of.local, p.sharding, p.of.tensor) for p in places_of(model, goal)]
+    held = [
+        Held(p.of.local, p.sharding, p.of.tensor, comes_from_first=not p.of.is_parameter)
+        for p in places_of(model, goal)
+    ]
     return writing_of(goal.recipe, held, ranks, form)
 
 
@@ -226,6 +239,8 @@ def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form
             what += "give `source=`, a checkpoint with the model's shapes"
             shapes = {"expected": str(expected), "got": str(got)}
             raise refusal("MISMATCH", what, tensor=target["name"], **shapes)
+    if form.replicas == "first":
+        held = [replace(of, comes_from_first=True) for of in held]
     loaded = _modicum.make_plan(
         recipe,
         layout_of(recipe, [of.sharding for of in held], ranks.world_size),
@@ -234,7 +249,8 @@ def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form
         staging=form.staging,
     )
     gathers = not form.background and ranks.ranks_per_node is not None
-    plan = save_plan_of(loaded, form, gathers=gathers)
+    from_first = [t for t, of in enumerate(held) if of.comes_from_first]
+    plan = save_plan_of(loaded, form, gathers=gathers, from_first=from_first)
     threads = threads_of(ranks, background=form.background)
     is_on_device = any(destination_of(of.local) == "copy" for of in held)
     return Writing(
@@ -248,11 +264,14 @@ def threads_of(ranks: Ranks, *, background: bool) -> int:
     return 1 if background else cpus_of_rank(ranks.ranks_per_node)
 
 
-def save_plan_of(loaded: _modicum.Plan, form: Form, *, gathers: bool = False) -> _modicum.SavePlan:
+def save_plan_of(
+    loaded: _modicum.Plan, form: Form, *, gathers: bool = False, from_first: Sequence[int] = ()
+) -> _modicum.SavePlan:
     """The plan to save the tensors that `loaded` loads.
 
     Args:
         gathers: whether the ranks of a node may write together.
+        from_first: the targets that come from the first replica.
     """
     return _modicum.make_save_plan(
         loaded,
@@ -261,6 +280,7 @@ def save_plan_of(loaded: _modicum.Plan, form: Form, *, gathers: bool = False) ->
         shard_size=form.shard_size,
         adapters=bool(form.adapters),
         gathers=gathers,
+        from_first=from_first,
     )
 
 

@@ -1,6 +1,6 @@
 """Writes one rank's part of a planned save into a step (a saved checkpoint directory)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -8,12 +8,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from modicum import _modicum
+from modicum.errors import refusal
 from modicum.torch.optim import in_flight
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adamw_state import AdamWState, HeldShards
 from modicum.torch.saving.examining import set_damaged_aside
 from modicum.torch.saving.shared import require_seen
 from modicum.torch.saving.weights import Writing
+from modicum.upstream.torch_storages import InPlace
 
 Outcome = dict[str, int]
 """With the keys written_bytes, read_bytes and gathered_bytes."""
@@ -78,6 +80,10 @@ class StateWriting(Protocol):
     def reads(self) -> Reads:
         """The memory that a save in the background reads."""
 
+    @property
+    def writings(self) -> Sequence[Writing]:
+        """The tensors whose writing replicas divide, as for the model's tensors."""
+
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, tensor) for all tensors that a program could write to in place."""
 
@@ -118,6 +124,10 @@ class AdamWWriting:
     @property
     def reads(self) -> Reads:
         return Reads([], [(self.files, self._held)])
+
+    @property
+    def writings(self) -> Sequence[Writing]:
+        return ()  # the first replica writes
 
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._state.moments()
@@ -169,6 +179,10 @@ class TensorsWriting:
     def reads(self) -> Reads:
         return reads_of(self._writing)
 
+    @property
+    def writings(self) -> Sequence[Writing]:
+        return (self._writing,)
+
     def watched(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor) for name, tensor, _ in self._writing.tensors())
 
@@ -208,6 +222,25 @@ class Flight:
         self.damaged: list[dict[str, Any]] = []
         """A damaged step of the same number, as `_modicum.set_aside` describes it; on every
         rank."""
+        self._in_place: InPlace | None = None
+
+    def hold(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Until this rank's part is written, tensors that the save reads stay where they are. Call
+        before their addresses are taken. While a save in the background writes, calls of this
+        thread that would move them wait as those of an optimizer do."""
+        self._in_place = InPlace(tensors, in_flight.settle)
+
+    def leave(self) -> None:
+        """Ends `hold`. On any thread."""
+        if self._in_place is not None:
+            self._in_place.release()
+
+    def require_in_place(self) -> None:
+        """Raises `UsageError` if a call past torch's functions has moved memory that was read."""
+        if self._in_place is not None and (name := self._in_place.moved()) is not None:
+            what = "memory that the save was reading was moved or freed, past the functions of "
+            what += "torch that wait for it"
+            raise refusal("USAGE", what, tensor=name)
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
         """Waits for a save in the background, then makes the step's directory, and first renames a
@@ -227,5 +260,6 @@ class Flight:
 
     def end(self) -> None:
         """Removes the files unless the step was published. Called last, on every rank."""
+        self.leave()
         if self.step is not None:
             self.step.discard()
