@@ -133,7 +133,7 @@ def test_ranks_that_cannot_share_memory_write_alone(
     assert [text[:18] for text in warnings[1]] == [f"rank {n} can't map m" for n in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("optimizer", ("adam", "adamw", "sgd"))
+@pytest.mark.parametrize("optimizer", ("adam", "adamw", "sgd", "sgd-plain"))
 def test_optimizers_of_torch_resume_in_another_world(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, modicum: Path, optimizer: str
 ) -> None:
