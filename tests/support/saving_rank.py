@@ -29,6 +29,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "sgd": lambda params, **how: torch.optim.SGD(params, momentum=0.9, **how),
+    "sgd-plain": torch.optim.SGD,
 }
 
 
@@ -130,7 +131,9 @@ def resumes(
     if again:
         modicum.torch.resume(model, root, optimizer=stepping, progress=False)
         steps(model, stepping, cut, range(7, 9))
-    report = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
+    # In inference mode a resume makes ordinary tensors, too.
+    with torch.inference_mode(optimizer in ("adamw", "bf16-moments")):
+        report = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
     before = whole(model, stepping)
     steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
     extra = [report.extra, str(report.extra_per_rank)]

@@ -44,7 +44,7 @@ from modicum.errors import (  # noqa: E402
 )
 from modicum.torch.dcp import Writer  # noqa: E402
 from modicum.torch.saving import extra as extras  # noqa: E402
-from modicum.torch.saving import inside, running, tensor_state, weights  # noqa: E402
+from modicum.torch.saving import running, tensor_state, weights  # noqa: E402
 
 
 def loaded(name: str, source: Path | None = None, **how: Any) -> Any:
@@ -281,7 +281,6 @@ def test_accelerates_optimizer_is_the_one_inside(tmp_path: Path, state_format: s
     other = Around(optimizer.optimizer)
     # The vector's moments are tensors in every format.
     other.state = {model.matrix: other.state[model.matrix]}
-    assert inside._has_tensors(other)
     with pytest.raises(UsageError, match="UNSUPPORTED: an unknown wrapper .* got Around"):
         front.save(model, tmp_path / "steps", step=2, optimizer=other)
 
@@ -524,7 +523,7 @@ def test_wrong_saves_and_resumes_are_refused(tmp_path: Path) -> None:
             front.save(model, root, **{"step": 1, name: value})
     with pytest.raises(UsageError, match="unused"):
         front.save(model, root, step=1, unused="burn")
-    for extra in ([1], {1: 2}, {"a": {1}}):
+    for extra in ([1], {"a": {1}}):
         with pytest.raises(UsageError, match="extra"):
             front.save(model, root, step=1, extra=extra)
     with pytest.raises(UsageError, match="model lacks"):

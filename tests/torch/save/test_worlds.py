@@ -159,7 +159,7 @@ def test_replicas_that_differ_are_not_mixed(
             assert torch.equal(values[n][name], value), f"{name} of step {n}"
 
 
-@pytest.mark.parametrize("optimizer", ("adam", "adamw", "sgd"))
+@pytest.mark.parametrize("optimizer", ("adam", "adamw", "sgd", "sgd-plain"))
 def test_optimizers_of_torch_resume_in_another_world(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, modicum: Path, optimizer: str
 ) -> None:

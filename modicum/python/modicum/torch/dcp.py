@@ -43,8 +43,11 @@ from modicum.torch.dcp_writer import Writer as Writer
 from modicum.torch.loading.origin import remember_read
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.state_dicts import KEY, flat_key, made_value
-from modicum.torch.saving.texts import read_json
+from modicum.torch.saving.extra import COMMON, common_of
+from modicum.torch.saving.state_dicts import Facts, Place, facts_in, flat_key
+from modicum.torch.saving.tensor_state import FILE as STATE
+from modicum.torch.saving.tensor_state import numbers_of
+from modicum.torch.saving.texts import read_json, read_text
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
@@ -374,31 +377,33 @@ class Reader(_PathReader):
         found = _modicum.check_step(str(root)) if whole else _modicum.newest_step(str(root))
         self.checkpoint_id = step = Path(found["path"])
         facts = _facts_of(step)
-        at = facts["model"]
+        at = facts.model_at
         self._parts = [_Part(step, self._model, lambda name: flat_key((*at, name)), **self._how)]
-        self._values = {key: made_value(encoded) for key, encoded in facts["values"].items()}
-        if "optim" in facts:
-            self._open_state(step, facts)
+        self._values = facts.values
+        if facts.optim_at is not None:
+            self._open_state(step, facts.optim_at, facts, has_tensors=found["has_state"])
 
-    def _open_state(self, step: Path, facts: Mapping[str, Any]) -> None:
-        at = facts["optim"]
-
+    def _open_state(self, step: Path, at: Place, facts: Facts, *, has_tensors: bool) -> None:
         def key_of(name: str) -> str:
             return flat_key((*at, "state", name))
 
-        part = _State(step / "optimizer", None, key_of, **self._how)
-        named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
-        part.parameters = {canonical(name): parameter for name, parameter in named}
-        self._parts.append(part)
-        numbers = read_json(step / "optimizer/state.json")["numbers"]
+        if has_tensors:
+            self._parts.append(self._state_of(step, key_of))
+        numbers = numbers_of(read_text(step / STATE))
         for fqn, own in numbers.items():
-            self._values |= {key_of(f"{fqn}.{key}"): _number(value) for key, value in own.items()}
-        for index, group in enumerate(made_value(facts["param_groups"])):
+            self._values |= {key_of(f"{fqn}.{key}"): value for key, value in own.items()}
+        for index, group in enumerate(facts.param_groups):
             # A flattened state dict has the options by parameter name, others by group index.
-            names = group.pop("params") if facts.get("flat") else [index]
+            names = group.pop("params") if facts.is_flat else [index]
             for name in names:
                 for option, value in group.items():
                     self._values[flat_key((*at, "param_groups", name, option))] = value
+
+    def _state_of(self, step: Path, keys: Callable[[str], str]) -> _State:
+        part = _State(step / "optimizer", None, keys, **self._how)
+        named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
+        part.parameters = {canonical(name): parameter for name, parameter in named}
+        return part
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """One chunk per tensor: the whole tensor."""
@@ -439,24 +444,15 @@ class Reader(_PathReader):
         planner.commit_tensor(item, tensor)
 
 
-def _facts_of(step: Path) -> Any:
-    """The facts about the state dict that `Writer` has saved (`Split.facts`)."""
-    path = step / "extra/extra.json"
-    extra = read_json(path) if path.exists() else {}
-    if KEY not in extra:
+def _facts_of(step: Path) -> Facts:
+    """The facts about the state dict that `Writer` has saved."""
+    path = step / COMMON
+    facts = facts_in(common_of(read_json(path)) if path.exists() else {}, COMMON)
+    if facts is None:
         what = "the step was not written by modicum.torch.dcp.Writer: read its model by "
         what += "HuggingFaceReader, or resume it by modicum.torch.resume"
         raise refusal("UNSUPPORTED", what, file=step.name)
-    return extra[KEY]
-
-
-def _number(value: Any) -> Any:
-    """The value of a number in state.json, which has a tensor of one element as [dtype, number,
-    shape]."""
-    if isinstance(value, list):
-        dtype, number, shape = value
-        return torch.full(shape, number, dtype=getattr(torch, dtype), device="cpu")
-    return value
+    return facts
 
 
 def _described_tensor(tensor: torch.Tensor) -> TensorStorageMetadata:

@@ -1,6 +1,5 @@
 """`convert`: writes a directory of torch.distributed.checkpoint as a step (a saved checkpoint)."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,12 @@ from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.saving.archives import number_of
 from modicum.torch.saving.directories import Directory, Place
-from modicum.torch.saving.planning import Ask, Parts
+from modicum.torch.saving.planning import Ask, Parts, root_of, state_of
 from modicum.torch.saving.report import Saved
 from modicum.torch.saving.state_dicts import flat_key, not_under_one_key
 from modicum.torch.saving.streams import goal_of_tensors, save_streams, streamed
-from modicum.torch.saving.weights import Form
-from modicum.torch.saving.writing import StateWriting, TensorsWriting
+from modicum.torch.saving.tensor_state import text
+from modicum.torch.saving.weights import Form, Writing
 
 Size = int | str
 Source = str | os.PathLike[str]
@@ -59,7 +58,7 @@ def convert(
     opened = Directory.open(Path(directory))
     model, state = _parts_of(opened)
     form = Form(dtype, "drop", shard_size, staging, adapters=False)
-    ask = Ask(root=Path(root), step=step, keep=None, form=form, budget=budget, extra=None,
+    ask = Ask(root=root_of(root), step=step, keep=None, form=form, budget=budget, extra=None,
               ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip
     tensors = {n: (opened.tensors[k].dtype, opened.tensors[k].shape) for n, k in model.items()}
     goal = goal_of_tensors(tensors, {}, source)
@@ -68,8 +67,12 @@ def convert(
         opened.read(model[name], first, view)
 
     writing = streamed(goal.recipe, form, read)
-    parts = Parts(writing, _state_of(opened, model, state, optimizer, form), [])
-    return replace(save_streams(ask, goal, parts), left_out=sorted(opened.others))
+    texts: list[tuple[str, str]] = []
+    to_write = None
+    if state:
+        to_write = state_of(_state_of(opened, model, state, optimizer, form), texts)
+    report = save_streams(ask, goal, Parts(writing, to_write, texts))
+    return replace(report, left_out=sorted(opened.others))
 
 
 def _parts_of(opened: Directory) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
@@ -100,9 +103,7 @@ def _state_of(
     state: dict[tuple[str, str], str],
     optimizer: str | None,
     form: Form,
-) -> StateWriting | None:
-    if not state:
-        return None
+) -> tuple[Writing | None, str]:
     trained = {fqn: opened.tensors[model[fqn]].dtype for fqn, _ in state if fqn in model}
     form.require_exact(trained.items())
     keys: dict[str, str] = {}
@@ -114,15 +115,16 @@ def _state_of(
             keys[f"{fqn}.{name}"] = key
         else:
             own[name] = [of.dtype, _number(opened, key), []]
+    facts = text("torch" if optimizer is None else f"torch.{optimizer}", numbers)
+    if not keys:
+        return None, facts
     tensors = {n: (opened.tensors[k].dtype, opened.tensors[k].shape) for n, k in keys.items()}
     recipe = goal_of_tensors(tensors, {}, None).recipe
 
     def read(name: str, first: int, view: memoryview) -> None:
         opened.read(keys[name], first, view)
 
-    writing = streamed(recipe, Form(staging=form.staging), read)
-    kind = "torch" if optimizer is None else f"torch.{optimizer}"
-    return TensorsWriting(writing, json.dumps({"optimizer": kind, "numbers": numbers}))
+    return streamed(recipe, Form(staging=form.staging), read), facts
 
 
 def _number(opened: Directory, key: str) -> float | int:

@@ -22,7 +22,7 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.loading.origin import origin_of
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.planning import Ask, Parts, Planned, planned_of
+from modicum.torch.saving.planning import Ask, Parts, Planned, planned_of, root_of, state_of
 from modicum.torch.saving.running import publish, write
 from modicum.torch.saving.state_dicts import (
     Named,
@@ -37,7 +37,7 @@ from modicum.torch.saving.state_dicts import (
 )
 from modicum.torch.saving.tensor_state import writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
-from modicum.torch.saving.writing import Flight, StateWriting, TensorsWriting
+from modicum.torch.saving.writing import Flight, StateWriting
 from modicum.upstream.wrappers import canonical, unwrapped
 
 Size = int | str
@@ -54,8 +54,8 @@ class Writer(StorageWriter, AsyncStager):
 
     The state dict must have the tensors of one model, under one key or at the top level. It may
     have one optimizer's state dict, as `get_state_dict` or `get_optimizer_state_dict` returns it,
-    flattened or not. It may have JSON values, tuples and bytes; a rank may have keys for these that
-    other ranks lack.
+    flattened or not. It may have values as `extra` of `modicum.torch.save`; a rank may have keys
+    for these that other ranks lack.
 
     All ranks of the default process group take part, with rank 0 as the coordinator. A writer saves
     one step; `reset` with another `checkpoint_id` begins the next. `async_save` is refused, since
@@ -108,7 +108,7 @@ class Writer(StorageWriter, AsyncStager):
             "ledger": ledger or _modicum.Ledger(),
             "budget": budget,
         }
-        self._at = (Path(root).absolute(), step)
+        self._at = (root_of(root), step)
         self._flight = Flight()
         self._kept: tuple[Planned, int] | None = None
         self.path: str | None = None
@@ -126,7 +126,7 @@ class Writer(StorageWriter, AsyncStager):
         self._flight.end()
         self._flight, self._kept, self.path = Flight(), None, None
         if checkpoint_id is not None:
-            path = Path(checkpoint_id)
+            path = Path(checkpoint_id).absolute()
             number = path.name.removeprefix("step-")
             if number == path.name or not number.isdecimal():
                 got = str(checkpoint_id)
@@ -209,7 +209,7 @@ class Writer(StorageWriter, AsyncStager):
         if parts.optim is not None:
             kind = "torch" if self._optimizer is None else f"torch.{type(self._optimizer).__name__}"
             entries = named.entries(parts.optim["state"])
-            state = TensorsWriting(*writing_of_entries(entries, kind, ranks, self._form))
+            state = state_of(writing_of_entries(entries, kind, ranks, self._form), texts)
             texts.append(("optimizer/groups.json", groups_text(parts, kind)))
         planned = planned_of(ask, goal, Parts(writing, state, texts), ranks)
         write(planned, ranks, self._flight)

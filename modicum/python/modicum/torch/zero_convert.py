@@ -1,6 +1,5 @@
 """`convert`: writes a checkpoint directory of DeepSpeed's ZeRO as a step (a saved checkpoint)."""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,8 +10,8 @@ import torch
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.dtypes import FLOATS, dtype_name
-from modicum.torch.saving.groups import FILE as GROUPS
-from modicum.torch.saving.planning import Ask, Parts
+from modicum.torch.saving import groups
+from modicum.torch.saving.planning import Ask, Parts, root_of
 from modicum.torch.saving.report import Saved
 from modicum.torch.saving.streams import Read, goal_of_tensors, save_streams, streamed
 from modicum.torch.saving.weights import Form
@@ -88,7 +87,7 @@ def convert(
         what = "the saved state is not that of Adam"
         raise refusal("UNSUPPORTED", what, expected=expected, got=got)
     number = opened.global_steps if step is None else step
-    ask = Ask(root=Path(root), step=number, keep=None, form=form, budget=budget, extra=None,
+    ask = Ask(root=root_of(root), step=number, keep=None, form=form, budget=budget, extra=None,
               ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip
     dtypes = {name: _dtype_of(name, of, form) for name, of in opened.tensors.items()}
     shapes = {name: (dtypes[name], of.shape) for name, of in opened.tensors.items()}
@@ -102,7 +101,7 @@ def convert(
     parts = Parts(writing, None, [])
     if state_format is not None:
         state = _state_of(opened, dtypes, formats, state_format, form)
-        parts = Parts(writing, state, [(GROUPS, _groups_of(opened))])
+        parts = Parts(writing, state, [(groups.FILE, _groups_of(opened))])
     report = save_streams(ask, goal, parts)
     return replace(report, left_out=sorted({*report.left_out, *opened.others}))
 
@@ -232,5 +231,4 @@ def _state_of(
 
 def _groups_of(opened: ZeroDirectory) -> str:
     """The text of optimizer/groups.json."""
-    groups = [{"params": of.names, "options": of.options} for of in opened.groups]
-    return json.dumps({"optimizer": "AdamW", "groups": groups})
+    return groups.text("AdamW", ((of.names, of.options) for of in opened.groups))

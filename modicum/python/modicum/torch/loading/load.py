@@ -1,6 +1,7 @@
 """`load`: loads a checkpoint into a model whose parameters are on meta."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,23 @@ def load(
         "staging": staging, "buffers": buffers, "fork": fork, "optimizer": optimizer,
         "resized": resized, "recipe": recipe, "adapter": adapter, "key_mapping": key_mapping,
     }  # fmt: skip
-    return _load(model, source, given, *taken(ledger, budget))
+    with outside_inference(model):
+        return _load(model, source, given, *taken(ledger, budget))
+
+
+@contextmanager
+def outside_inference(model: nn.Module) -> Iterator[None]:
+    """Suspends inference mode, whose tensors can't be trained, unless the model was built in it:
+    then its tensors can only be written there."""
+    if not torch.is_inference_mode_enabled() or _is_inference(model):
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _is_inference(model: nn.Module) -> bool:
+    return any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def options_of(given: Mapping[str, Any], ledger: _modicum.Ledger, budget: Size | None) -> Options:

@@ -194,6 +194,9 @@ def part_of(
         what += "after modicum.torch.load(model, source, optimizer=...), or after "
         what += "Accelerator.prepare within loading()"
         raise refusal("USAGE", what, tensor=name)
+    if parameter.is_inference():
+        what = "a parameter was made in inference mode and can't be trained"
+        raise refusal("UNSUPPORTED", what, tensor=name)
     if local.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         expected = "float32, bfloat16 or float16"
         got = str(local.dtype)

@@ -1,11 +1,10 @@
-"""A program's own values in a step (a saved checkpoint directory): `extra` is JSON, the same on all
-ranks; `extra_per_rank` is JSON with small tensors in it. Each rank's `extra_per_rank` is one
-safetensors file: its metadata has the JSON, in which `{"__tensor__": NAME}` refers to a tensor.
+"""A program's own values in a step (a saved checkpoint directory), in the JSON form of values.py:
+`extra` is the same on all ranks; each rank's `extra_per_rank` is one safetensors file, whose
+metadata has the JSON, in which `{"__tensor__": NAME}` refers to a tensor of the file.
 """
 
 import json
 import os
-from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,15 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.torch.saving.texts import read_json
+from modicum.torch.saving.texts import as_damage, read_json
+from modicum.torch.saving.values import DTYPES, decode, encode
 from modicum.torch.shards.tensors import as_bytes
 
 FOLDER = "extra"
 COMMON = f"{FOLDER}/extra.json"
 LARGEST_HEADER = 100_000_000
 """Bytes of the longest header of a safetensors file that can be read."""
-_TENSOR = "__tensor__"
-# Complex dtypes and 8-bit floats are refused.
-_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16,
-    "I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F32": torch.float32, "F64": torch.float64,
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def file_of(rank: int) -> str:
@@ -37,49 +30,28 @@ def file_of(rank: int) -> str:
 
 
 def text_of(extra: Any) -> str:
-    """The JSON of `extra=`, a dict that a JSON round trip keeps; else raises `UsageError`."""
-    expected = "a dict that a JSON round trip keeps"
-    try:
-        text = json.dumps(extra, sort_keys=True, allow_nan=True)
-        again = json.loads(text)
-    except (TypeError, ValueError) as error:
-        raise refusal("USAGE", "extra: not JSON", expected=expected, got=str(error)) from None
-    if not isinstance(extra, Mapping) or again != extra:
-        raise refusal("USAGE", "extra", expected=expected, got=_changed(extra, again))
-    return text
+    """The text of extra.json. Raises `UsageError` unless `extra` is a dict of values that can be
+    stored."""
+    if not isinstance(extra, dict):
+        raise refusal("USAGE", "extra", expected="a dict", got=type(extra).__name__)
+    return json.dumps(encode(extra, "extra"), sort_keys=True)
 
 
-def _changed(extra: Any, again: Any) -> str:
-    """The type of `extra` if it is no dict; else its first item that a JSON round trip changes."""
-    if not isinstance(extra, Mapping):
-        return type(extra).__name__
-    key = next(key for key in extra if key not in again or again[key] != extra[key])
-    return f"{key!r}: {extra[key]!r}"[:200]
+def common_of(document: Any) -> Any:
+    """The value given to `text_of`. `document`: of an extra.json."""
+    return decode(document, COMMON)
 
 
 def bytes_of(own: Any) -> bytes:
     """The safetensors file of one rank's `extra_per_rank=`. Raises `UsageError` for values that
-    are neither JSON nor tensors, and for more JSON than `read` would take."""
+    can't be stored, and for more JSON than `read` would take."""
     tensors: list[torch.Tensor] = []
 
-    def told(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            tensors.append(_plain(value))
-            return {_TENSOR: str(len(tensors) - 1)}
-        if isinstance(value, Mapping):
-            if _TENSOR in value:
-                raise refusal("USAGE", f"extra_per_rank: the key {_TENSOR!r} is reserved")
-            if not all(isinstance(key, str) for key in value):
-                raise refusal("USAGE", "extra_per_rank", expected="str keys", got=repr([*value]))
-            return {key: told(of) for key, of in value.items()}
-        return [told(of) for of in value] if isinstance(value, (list, tuple)) else value
+    def keep(tensor: torch.Tensor) -> str:
+        tensors.append(tensor)
+        return str(len(tensors) - 1)
 
-    document = told(own)  # outside of `try`: a refusal is a ValueError, too
-    try:
-        text = json.dumps(document)
-    except (TypeError, ValueError) as error:
-        expected = "JSON values and tensors"
-        raise refusal("USAGE", "extra_per_rank", expected=expected, got=str(error)) from None
+    text = json.dumps(encode(own, "extra_per_rank", keep))
     header: dict[str, Any] = {"__metadata__": {"extra": text}}
     at = 0
     for name, tensor in enumerate(tensors):
@@ -96,14 +68,6 @@ def bytes_of(own: Any) -> bytes:
     return len(head).to_bytes(8, "little") + head + data
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor) is not torch.Tensor or tensor.dtype not in _NAMES:
-        got = f"{type(tensor).__name__} of {tensor.dtype}"
-        expected = f"a torch.Tensor, no subclass, of {', '.join(_DTYPES)}"
-        raise refusal("UNSUPPORTED", "extra_per_rank", expected=expected, got=got)
-    return tensor.detach().cpu().contiguous()
-
-
 def write(path: Path, data: bytes) -> None:
     """Writes and syncs a new file. Publishing the step syncs its directory entry."""
     with path.open("xb") as file:
@@ -113,27 +77,19 @@ def write(path: Path, data: bytes) -> None:
 
 
 def read(path: Path) -> Any:
-    """The value given to `bytes_of`, with lists in place of tuples. Raises the errors of
-    `open_checkpoint`."""
+    """The value given to `bytes_of`. Raises the errors of `open_checkpoint`, and `IntegrityError`
+    for other metadata than `bytes_of` writes."""
     _modicum.open_checkpoint(path)  # validates the header
     data = path.read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:begin])
-
-    def made(value: Any) -> Any:
-        if isinstance(value, dict):
-            name = value.get(_TENSOR)
-            return _tensor_of(header[name], data, begin) if name else _each(value)
-        return [made(of) for of in value] if isinstance(value, list) else value
-
-    def _each(value: dict[str, Any]) -> dict[str, Any]:
-        return {key: made(of) for key, of in value.items()}
-
-    return made(json.loads(header["__metadata__"]["extra"]))
+    with as_damage(path.name):
+        header = json.loads(data[8:begin])
+        document = json.loads(header["__metadata__"]["extra"])
+    return decode(document, path.name, lambda name: _tensor_of(header[name], data, begin))
 
 
 def _tensor_of(entry: dict[str, Any], data: bytes, begin: int) -> torch.Tensor:
-    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+    dtype, shape = DTYPES[entry["dtype"]], entry["shape"]
     if prod(shape) == 0:
         return torch.empty(shape, dtype=dtype)
     first, last = (begin + offset for offset in entry["data_offsets"])
@@ -148,7 +104,7 @@ def read_all(step: Path, saved_by: int, rank: int, ranks: int) -> tuple[Any, Any
             `extra_per_rank` is read, otherwise a list of all ranks' is.
     """
     common = step / COMMON
-    extra = read_json(common) if common.exists() else None
+    extra = common_of(read_json(common)) if common.exists() else None
     if not (step / file_of(0)).exists():
         return extra, None
     if ranks == saved_by:

@@ -2,50 +2,91 @@
 optimizer/groups.json."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from modicum.errors import refusal
+from modicum.torch.saving.texts import as_damage
+from modicum.torch.saving.values import decode, encode, is_scalar, plain
 
 FILE = "optimizer/groups.json"
-_NOT_OPTIONS = ("params", "param_names")
+NOT_OPTIONS = ("params", "param_names")
 
 Group = dict[str, Any]
+Options = Mapping[str, Any]
 
 
 def text_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> str:
-    """The text of groups.json: all options that are numbers (tensors without dims, too), strings,
-    bools, None, or lists of these. `names`: the parameters' names by id."""
-    groups = []
-    for group in optimizer.param_groups:
-        options = {
-            key: _plain(value)
-            for key, value in group.items()
-            if key not in _NOT_OPTIONS and _is_option(value)
-        }
-        groups.append({"params": _names(group, names), "options": options})
-    return json.dumps({"optimizer": type(optimizer).__name__, "groups": groups})
+    """The text of groups.json. Raises `UsageError` for an option that can't be stored. `names`: the
+    parameters' names by id."""
+    groups = ((_names(group, names), group) for group in optimizer.param_groups)
+    return text(type(optimizer).__name__, groups)
 
 
-def restore(
-    optimizer: torch.optim.Optimizer, document: dict[str, Any], names: Mapping[int, str]
-) -> None:
+def text(kind: str, groups: Iterable[tuple[list[str], Options]]) -> str:
+    """The text of groups.json. `kind`: the name of the optimizer's class; `groups`: the parameters
+    and the options of each group."""
+    documents = []
+    for index, (params, options) in enumerate(groups):
+        simple, exact = {}, {}
+        for key, value in options.items():
+            if key in NOT_OPTIONS:
+                continue
+            exact[key] = encode(value, f"optimizer.param_groups[{index}][{key!r}]")
+            if _is_simple(value):
+                simple[key] = _simple(value)
+                if encode(_option(simple[key]), "") == exact[key]:
+                    del exact[key]
+        documents.append({"params": params, "options": simple, "exact": exact})
+    return json.dumps({"optimizer": kind, "groups": documents})
+
+
+def restore(optimizer: torch.optim.Optimizer, document: Any, names: Mapping[int, str]) -> None:
     """Sets the options of each group to the saved ones of the group with the same parameters.
-    Raises `UsageError`, and changes nothing, if a group was not saved."""
-    saved = {frozenset(of["params"]): of["options"] for of in document["groups"]}
+    `document`: of a groups.json. Raises `UsageError` if a group was not saved, and changes nothing;
+    `IntegrityError` for another document."""
+    saved: dict[frozenset[str], list[Options]] = {}
+    for params, options in _saved(document):
+        saved.setdefault(frozenset(params), []).append(options)
     found = []
     for group in optimizer.param_groups:
-        own = _names(group, names)
-        options = saved.get(frozenset(own))
-        if options is None:
+        params = _names(group, names)
+        same = saved.get(frozenset(params))
+        if not same:
             what = "the step has no parameter group with the parameters of this group"
-            raise refusal("MISMATCH", what, tensor=own[0] if own else "")
-        found.append((group, options))
-    for group, options in found:
-        for key, value in options.items():
-            _set(group, key, value)
+            raise refusal("MISMATCH", what, tensor=params[0] if params else "")
+        found.append((group, same.pop(0)))  # several groups may have no parameters
+    with as_damage(FILE):  # a tensor may be unable to have the value
+        for group, options in found:
+            for key, value in options.items():
+                _set(group, key, value)
+
+
+def kind_in(document: Any) -> str:
+    """The name of the optimizer's class in the document of a groups.json."""
+    with as_damage(FILE):
+        kind = document["optimizer"]
+        if not isinstance(kind, str):
+            raise TypeError(f"the optimizer is a {type(kind).__name__}")
+        return kind
+
+
+def _saved(document: Any) -> list[tuple[list[str], Options]]:
+    """The parameters and the options of each group."""
+    saved: list[tuple[list[str], Options]] = []
+    with as_damage(FILE):
+        for group in document["groups"]:
+            params, simple, exact = group["params"], group["options"], group.get("exact", {})
+            options = {key: _option(value) for key, value in simple.items()}
+            options |= {key: decode(value, FILE) for key, value in exact.items()}
+            if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
+                raise TypeError("params are no list of names")
+            if not options.keys().isdisjoint(NOT_OPTIONS):
+                raise ValueError("an option has the name of a group's parameters")
+            saved.append((params, options))
+    return saved
 
 
 def _names(group: Group, names: Mapping[int, str]) -> list[str]:
@@ -62,24 +103,35 @@ def name_of(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
     return name
 
 
-def _is_option(value: Any) -> bool:
+# Modicum 0.1 knows "options" alone: there a list is read as a tuple, and a tensor without dims is a
+# number. "exact" has the JSON form (values.py) of each option that would be read as another value.
+
+
+def _is_simple(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(map(_is_option, value))
+        return all(map(_is_simple, value))
     if isinstance(value, torch.Tensor):
         return value.dim() == 0
-    return value is None or isinstance(value, (bool, int, float, str))
+    return is_scalar(plain(value))
 
 
-def _plain(value: Any) -> Any:
+def _simple(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_plain(of) for of in value]
-    return value.item() if isinstance(value, torch.Tensor) else value
+        return [_simple(item) for item in value]
+    return value.item() if isinstance(value, torch.Tensor) else plain(value)
+
+
+def _option(simple: Any) -> Any:
+    return tuple(simple) if isinstance(simple, list) else simple
 
 
 def _set(group: Group, key: str, value: Any) -> None:
-    own = group.get(key)
-    if isinstance(own, torch.Tensor):
-        own.fill_(value)
+    """Keeps a tensor that can have the value: a compiled step may refer to it."""
+    present = group.get(key)
+    if isinstance(present, torch.Tensor) and isinstance(value, (bool, int, float)):
+        present.fill_(value)
+    elif isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor):
+        same = (present.shape, present.dtype) == (value.shape, value.dtype)
+        group[key] = present.copy_(value) if same else value.to(present.device)
     else:
-        # torch's options, such as betas, are tuples.
-        group[key] = tuple(value) if isinstance(value, list) else value
+        group[key] = value

@@ -25,18 +25,15 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import Error, is_damage, refusal
 from modicum.torch.loading.goal import Model
+from modicum.torch.loading.load import outside_inference
 from modicum.torch.loading.origin import keeping_origin, origin_of
-from modicum.torch.optim.adamw import AdamW
-from modicum.torch.optim.bound import shows_adamw
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving import groups
 from modicum.torch.saving.adapters import FILE
 from modicum.torch.saving.planning import LAST, Ask
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.saving.resume import find, load_state, resume
 from modicum.torch.saving.save import Given, save_together
-from modicum.torch.saving.texts import read_json
 from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import Flight
 from modicum.upstream.torch_fsdp import reshard
@@ -107,26 +104,12 @@ def save_inside(
     """Saves into the directory of `flight`, which is open, and commits. Collective. `how`: ledger,
     budget, staging, shard_size and adapters, as for `save`."""
     reshard(model)
-    options = None
-    if optimizer is not None and not _has_tensors(optimizer):
-        options = groups.text_of(optimizer, Model.of(model).names)
-        optimizer = None
     form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=how["adapters"])
     ask = Ask(
         root=flight.directory, step=flight.number, keep=None, form=form,
         ledger=how["ledger"] or _modicum.Ledger(), budget=how["budget"], extra=None, per_rank=None,
-        groups=options,
     )  # fmt: skip
     return save_together(model, Given(optimizer, None), ask, ranks, flight)
-
-
-def _has_tensors(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's state has tensors to save. False for a torch optimizer before its
-    first step, and for one such as SGD without momentum. Then only its group options are saved:
-    Trainer reads the state of its scheduler only if the checkpoint has a directory "optimizer"."""
-    values = (value for entry in optimizer.state.values() for value in entry.values())
-    has_some = any(isinstance(value, torch.Tensor) and value.dim() > 0 for value in values)
-    return has_some or isinstance(optimizer, AdamW) or shows_adamw(optimizer.state)
 
 
 def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> Resumed:
@@ -159,22 +142,9 @@ def load_state_inside(
 ) -> None:
     """Loads the optimizer's state of a step whose model `load_inside` has loaded. Collective."""
     require_whole(directory)
-    if not _modicum.open_step(str(directory))["has_state"] and not isinstance(optimizer, AdamW):
-        return _restore_groups(model, optimizer, directory)
     found = find(directory, optimizer, verify=False)
-    with Ranks.of_world().together() as ranks:
+    with outside_inference(model), Ranks.of_world().together() as ranks:
         load_state(model, optimizer, found, ledger or _modicum.Ledger(), ranks)
-    return None
-
-
-def _restore_groups(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Restores an optimizer whose state had no tensors."""
-    saved = directory / groups.FILE
-    if not saved.exists():
-        what = "the checkpoint holds no optimizer state to go on from"
-        raise refusal("MISMATCH", what, file=directory.name)
-    groups.restore(optimizer, read_json(saved), Model.of(model).names)
-    optimizer.state.clear()
 
 
 # ---- directories

@@ -1,8 +1,11 @@
 """Plans the save of a step (a saved checkpoint directory) in a budget; the same on every rank."""
 
+import operator
+import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from modicum.torch.loading.goal import Goal, Model
 from modicum.torch.loading.planning import MIB, Options, Size, budget_of
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving import groups
+from modicum.torch.saving import groups, tensor_state
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import CONFIG, config_text, writing_of_adapters
 from modicum.torch.saving.extra import COMMON, bytes_of, file_of, text_of
@@ -32,6 +35,24 @@ LAST = (1 << 63) - 1
 """The largest number of a step."""
 
 
+def root_of(root: str | os.PathLike[str]) -> Path:
+    """The absolute path of an argument `root`. Raises `UsageError` if it is empty."""
+    if os.fspath(root) == "":
+        raise refusal("USAGE", "root", expected="a directory", got="''")
+    return Path(root).absolute()
+
+
+def _integer(name: str, value: Any, least: int) -> int:
+    try:
+        number = operator.index(value)  # also of numpy's integers
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not least <= number <= LAST:
+        expected = f"an integer from {least} to {LAST}"
+        raise refusal("USAGE", name, expected=expected, got=repr(value))
+    return number
+
+
 @dataclass(frozen=True)
 class Ask:
     """The arguments of a save; see `save`."""
@@ -44,16 +65,12 @@ class Ask:
     budget: Size | None
     extra: Any
     per_rank: Any
-    groups: str | None = None
-    """The text of groups.json for an optimizer whose state has no tensors."""
     sigterm: Sigterm = field(default_factory=Sigterm)
 
     def __post_init__(self) -> None:
-        kept = 1 if self.keep is None else self.keep
-        for name, value, least in (("step", self.step, 0), ("keep", kept, 1)):
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LAST:
-                expected = f"an integer from {least} to {LAST}"
-                raise refusal("USAGE", name, expected=expected, got=repr(value))
+        object.__setattr__(self, "step", _integer("step", self.step, 0))
+        if self.keep is not None:
+            object.__setattr__(self, "keep", _integer("keep", self.keep, 1))
 
     @property
     def options(self) -> Options:
@@ -73,7 +90,7 @@ class Ask:
         values["grace"] = self.sigterm.grace_s
         return facts | {f"argument {name}": repr(value) for name, value in values.items()}
 
-    @property
+    @cached_property
     def common(self) -> str | None:
         """The text of extra.json."""
         return None if self.extra is None else text_of(self.extra)
@@ -116,8 +133,6 @@ def plan_of(
     """
     names = model.names
     texts = [] if ask.common is None else [(COMMON, ask.common)]
-    if ask.groups is not None:
-        texts.append((groups.FILE, ask.groups))
     if ask.form.adapters:
         writing = writing_of_adapters(model, goal, ranks, ask.form)
         texts.append((CONFIG, config_text(model.module)))
@@ -131,8 +146,20 @@ def plan_of(
         ask.form.require_exact((name, dtype) for name, dtype, *_ in held.parameters)
         state = AdamWWriting(held, background=ask.form.background)
     elif optimizer is not None:
-        state = TensorsWriting(*writing_of_state(optimizer, names, ranks, ask.form))
+        state = state_of(writing_of_state(optimizer, names, ranks, ask.form), texts)
     return planned_of(ask, goal, Parts(writing, state, texts), ranks)
+
+
+def state_of(
+    found: tuple[Writing | None, str], texts: list[tuple[str, str]]
+) -> TensorsWriting | None:
+    """The state to write. `found`: as from `writing_of_state`. A state without tensors is its
+    state.json alone, which is added to `texts`."""
+    writing, facts = found
+    if writing is not None:
+        return TensorsWriting(writing, facts)
+    texts.append((tensor_state.FILE, facts))
+    return None
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,17 @@ from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
 from modicum.torch.loading.around import taken
 from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
-from modicum.torch.loading.load import load
+from modicum.torch.loading.load import load, outside_inference
 from modicum.torch.loading.origin import keeping_origin
 from modicum.torch.loading.planning import Later, Size
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving import extra, groups
+from modicum.torch.saving import extra, groups, tensor_state
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
 from modicum.torch.saving.examining import damage_of
+from modicum.torch.saving.planning import root_of
 from modicum.torch.saving.report import Resumed
 from modicum.torch.saving.shared import require_same, require_seen
 from modicum.torch.saving.tensor_state import (
@@ -86,7 +87,7 @@ def resume(
     """
     begin = time.monotonic()
     optimizer = unwrapped(optimizer)
-    found = replace(find(Path(root), optimizer, verify=verify), staging=staging)
+    found = replace(find(root_of(root), optimizer, verify=verify), staging=staging)
     ledger, budget = taken(ledger, budget)
     how: dict[str, Any] = {
         "ledger": ledger, "budget": budget, "strategy": strategy,
@@ -98,7 +99,7 @@ def resume(
     with _reading(model, found.path, how) as files:
         report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
-    with Ranks.of_world().together() as ranks:
+    with outside_inference(model), Ranks.of_world().together() as ranks:
         state = LoadedState(0, 0, [])
         if optimizer is not None:
             state = load_state(model, optimizer, found, ledger, ranks)
@@ -157,9 +158,8 @@ def _declared(
 
 def _saved_state(found: Found) -> SavedState:
     assert found.state is not None
-    return SavedState(
-        _modicum.open_checkpoint(found.path / "optimizer"), found.state, found.staging
-    )
+    folder = found.path / "optimizer" if found.facts["has_state"] else None
+    return SavedState(_modicum.open_checkpoint(folder), found.state, found.staging)
 
 
 def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
@@ -210,16 +210,29 @@ def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -
         require_same(path, facts["uuid"], ranks)
         state = None
         if optimizer is not None:
-            if not facts["has_state"]:
-                what = "the step holds no optimizer state to go on from"
-                raise refusal("MISMATCH", what, file=path.name)
-            state = read_text(path / "optimizer" / "state.json")
+            state = _state_text(path)
             _require_same(optimizer, state)
     return Found(path, facts, state)
 
 
+def _state_text(step: Path) -> str:
+    """The text of state.json. Trainer's checkpoints of modicum 0.1 have groups.json alone for an
+    optimizer whose state had no tensors."""
+    if (step / tensor_state.FILE).exists():
+        return read_text(step / tensor_state.FILE)
+    if (step / groups.FILE).exists():
+        kind = groups.kind_in(read_json(step / groups.FILE))
+        return tensor_state.text(f"torch.{kind}", {})
+    what = "the step holds no optimizer state to go on from"
+    raise refusal("MISMATCH", what, file=step.name)
+
+
 def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
-    """Raises `UsageError` if the optimizer differs in class, format or seed from the saved one."""
+    """Raises `UsageError` if the optimizer differs in class, format or seed from the saved one, or
+    has parameters that can't be trained."""
+    if any(one.is_inference() for group in optimizer.param_groups for one in group["params"]):
+        what = "the optimizer has a parameter that was made in inference mode and can't be trained"
+        raise refusal("UNSUPPORTED", what, expected="a model built outside torch.inference_mode()")
     if not isinstance(optimizer, AdamW):
         return require_kind(optimizer, state)
     facts = _modicum.state_facts(state)
@@ -256,6 +269,7 @@ def load_state(
     names = whole.names
     options = read_json(found.path / groups.FILE) if _has_groups(found) else None
     saved = _saved_state(found)
+    outcome: dict[str, Any] | None
     if isinstance(optimizer, AdamW):
         state = AdamWState(optimizer, names)
         _require_trained(state, saved, names)
@@ -276,6 +290,8 @@ def load_state(
         if options is not None:
             groups.restore(optimizer, options, names)
         outcome = load_tensors(optimizer, names, saved, ledger, ranks)
+    if outcome is None:
+        return LoadedState(0, 0, [])
     compared = compared_by_all(saved.tensors, outcome["compared"], ranks, "optimizer/")
     return LoadedState(outcome["storage_read_bytes"], **compared)
 

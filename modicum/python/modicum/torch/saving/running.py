@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ class Begun:
         snapshot = planned.snapshot
         if snapshot is not None:
             snapshot.charge(ask.ledger)
-        has_state = planned.state is not None or ask.groups is not None
+        folders = {Path(name).parent.name for name, _ in planned.texts}
+        has_state = planned.state is not None or "optimizer" in folders
         has_extra = ask.extra is not None or ask.per_rank is not None
         directory, point = flight.begin(
             ranks,

@@ -22,7 +22,7 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import goal_of_adapters, only_adapters
 from modicum.torch.saving.background import Saving
-from modicum.torch.saving.planning import Ask, Planned, plan_of
+from modicum.torch.saving.planning import Ask, Planned, plan_of, root_of
 from modicum.torch.saving.report import Saved
 from modicum.torch.saving.running import Begun
 from modicum.torch.saving.sigterm import Sigterm
@@ -92,9 +92,9 @@ def save(
         dtype: of all tensors that can be cast; rounds none of `optimizer`; None: as in the model.
         keep: the number of complete steps to keep, including this one; None: all.
         shard_size: the largest size of a file, bytes or text ("5GB"); None: the source's division.
-        extra: a dict of JSON values, the same on every rank.
-        extra_per_rank: this rank's own JSON values and small tensors, such as states of random
-            number generators; on all ranks or on none.
+        extra: a dict of values that come back with their types (docs/guide/save.md), such as a
+            scheduler's state; the same on every rank.
+        extra_per_rank: this rank's own such value, also with large tensors; on all ranks or none.
         unused: "copy" or "drop" tensors of the source that the model does not use.
         adapters: True: only PEFT's adapters and what PEFT saves with them, in the files that
             `PeftModel` reads. False: all tensors. None: True if the model is a `PeftModel` that
@@ -127,7 +127,7 @@ def save(
 
     def ask(sigterm: Sigterm) -> Ask:
         return Ask(
-            root=Path(root).absolute(), step=step, keep=keep,
+            root=root_of(root), step=step, keep=keep,
             form=Form(dtype, unused, shard_size, staging, adapters, background, replicas),
             ledger=account, budget=limit, extra=extra, per_rank=extra_per_rank, sigterm=sigterm,
         )  # fmt: skip

@@ -11,15 +11,11 @@ and other values.
 The model's tensors may also be at the top level, or under one deeper key. The optimizer's state
 dict may lie deeper, too, and may be flattened: `state.NAME.KEY` and `param_groups.NAME.OPTION`. A
 state dict without a model's tensors is refused.
-
-Names: a *told* value is the JSON form of a value (`told_value`), `made_value` decodes it.
 """
 
-import base64
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,7 +27,10 @@ from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, caller
 from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving import groups
 from modicum.torch.saving.tensor_state import Entry
+from modicum.torch.saving.texts import as_damage
+from modicum.torch.saving.values import decode, encode
 from modicum.torch.saving.weights import Form, Held, Writing, writing_of
 from modicum.torch.shards.placements import Shardings
 from modicum.upstream.torch_core import local_of
@@ -56,7 +55,7 @@ class Split:
     """A dict with the keys `state` and `param_groups`; never flattened."""
     optim_at: Place
     values: dict[str, Any]
-    """All other values: by `flat_key`, in the JSON form of `told_value`."""
+    """All other values: by `flat_key`."""
     is_flat: bool = False
     """Whether the optimizer's state dict was flattened."""
 
@@ -65,9 +64,35 @@ class Split:
         """The entry of `extra` from which `modicum.torch.dcp.Reader` restores the state dict."""
         facts: dict[str, Any] = {"model": [*self.model_at], "values": self.values}
         if self.optim is not None:
-            groups = told_value(self.optim["param_groups"])
-            facts |= {"optim": [*self.optim_at], "param_groups": groups, "flat": self.is_flat}
+            facts |= {"optim": [*self.optim_at], "flat": self.is_flat}
+            facts["param_groups"] = self.optim["param_groups"]
         return {KEY: facts}
+
+
+class Facts(NamedTuple):
+    """What `Split.facts` has saved."""
+
+    model_at: Place
+    values: dict[str, Any]
+    optim_at: Place | None
+    param_groups: list[dict[str, Any]]
+    is_flat: bool
+
+
+def facts_in(extra: Any, file: str) -> Facts | None:
+    """The facts in the `extra` of a step; None without facts. Raises `IntegrityError`, which names
+    `file`, for others than `Split.facts` gives."""
+    if not isinstance(extra, dict) or KEY not in extra:
+        return None
+    found = extra[KEY]
+    with as_damage(file):
+        at = found.get("optim")
+        saved = found.get("param_groups", [])
+        param_groups = [{**group, "params": [*group["params"]]} for group in saved]
+        return Facts(
+            (*found["model"],), {**found["values"]}, None if at is None else (*at,), param_groups,
+            found.get("flat") is True,
+        )  # fmt: skip
 
 
 def flat_key(place: Place) -> str:
@@ -97,18 +122,14 @@ def split(state: Mapping[str, Any]) -> Split:
         raise refusal("UNSUPPORTED", what, expected="the state dict of one optimizer", got=got)
     at = optims[0] if optims else None
     given = {} if at is None else _at(state, at)
-    is_flat = at is not None and {"state", "param_groups"} != given.keys()
+    is_flat = at is not None and "param_groups" not in given
     optim = None if at is None else _optimizer_of(_nested(given) if is_flat else given, at)
     rest = [of for of in found if at is None or of[0][: len(at)] != at]
     tensors = {place: value for place, value in rest if isinstance(value, torch.Tensor)}
     prefixes = {place[:-1] for place in tensors}
     if len(prefixes) != 1:
         raise not_under_one_key("model", map(flat_key, prefixes))
-    values = {
-        flat_key(place): _json(value, flat_key(place))
-        for place, value in rest
-        if place not in tensors
-    }
+    values = {flat_key(place): value for place, value in rest if place not in tensors}
     model = {str(place[-1]): value for place, value in tensors.items()}
     return Split(model, prefixes.pop(), optim, at or (), values, is_flat)
 
@@ -124,15 +145,16 @@ def with_values_of_all(split_: Split, ranks: Ranks) -> Split:
     """`split_` with the values of all ranks: a rank may have keys that others lack, such as the
     state of its data loader. Collective. Raises `UsageError` if ranks have different values for a
     key."""
+    own = {key: encode(value, f"value of {key}") for key, value in split_.values.items()}
     values: dict[str, Any] = {}
-    for rank, own in enumerate(ranks.gather(split_.values)):
-        for key, value in own.items():
+    for rank, found in enumerate(ranks.gather(own)):
+        for key, value in found.items():
             # Not ==, which takes 1, 1.0 and True for equal.
             if repr(values.setdefault(key, value)) != repr(value):
-                expected, got = (repr(made_value(of))[:200] for of in (values[key], value))
+                expected, got = (repr(decode(of, key))[:200] for of in (values[key], value))
                 what = f"value of {key} differs on rank {rank}"
                 raise refusal("MISMATCH", what, expected=expected, got=got)
-    return replace(split_, values=values)
+    return replace(split_, values={key: decode(value, key) for key, value in values.items()})
 
 
 def _leaves(value: Any, at: Place) -> Iterator[tuple[Place, Any]]:
@@ -158,8 +180,9 @@ def _at(value: Any, place: Place) -> Any:
 
 def _is_optimizer(value: Mapping[str, Any]) -> bool:
     # A flattened one is known only by its prefixes: a model whose names all begin with "state."
-    # would count as an optimizer.
-    return {"state", "param_groups"} == value.keys() or (
+    # would count as an optimizer. DCP leaves out a "state" that is empty.
+    has_groups = "param_groups" in value and value.keys() <= {"state", "param_groups"}
+    return has_groups or (
         bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
     )
 
@@ -172,18 +195,18 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
         part, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
         parts[part].setdefault(name, {})[last] = value
-    groups: dict[str, dict[str, Any]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     for name, options in parts["param_groups"].items():
-        groups.setdefault(repr(options), options | {"params": []})["params"].append(name)
-    return {"state": parts["state"], "param_groups": [*groups.values()]}
+        merged.setdefault(repr(options), options | {"params": []})["params"].append(name)
+    return {"state": parts["state"], "param_groups": [*merged.values()]}
 
 
 def _optimizer_of(value: Mapping[str, Any], at: Place) -> dict[str, Any]:
-    groups = value["param_groups"]
-    listed = [*groups.values()] if isinstance(groups, Mapping) else groups
+    saved = value["param_groups"]
+    listed = [*saved.values()] if isinstance(saved, Mapping) else saved
     made = [{**group, "params": _listed(group["params"])} for group in listed]
-    _json(made, flat_key((*at, "param_groups")))  # only checks; `Split.facts` encodes them
-    state: dict[str, Any] = value["state"]
+    encode(made, f"value of {flat_key((*at, 'param_groups'))}")  # only checks
+    state: dict[str, Any] = value.get("state", {})
     return {"state": state, "param_groups": made}
 
 
@@ -191,60 +214,11 @@ def _listed(value: Any) -> list[str]:
     return [*value.values()] if isinstance(value, Mapping) else [*value]
 
 
-def _json(value: Any, key: str) -> Any:
-    """`told_value(value)`. Raises `UsageError` if it does not decode to an equal value: NaN and
-    dicts with other keys than str are refused."""
-    try:
-        told = told_value(value)
-        is_same = made_value(json.loads(json.dumps(told))) == value
-    except (TypeError, ValueError):
-        is_same = False
-    if not is_same:
-        expected = "JSON values, tuples and bytes that a JSON round trip keeps"
-        what, got = f"value of {key} can't be saved as JSON", type(value).__name__
-        raise refusal("UNSUPPORTED", what, expected=expected, got=got)
-    return told
-
-
-_TUPLE, _BYTES = "__tuple__", "__bytes__"
-
-
-def told_value(value: Any) -> Any:
-    """The JSON form of a value. Tuples and bytes become dicts with one marker key."""
-    if isinstance(value, bytes):
-        return {_BYTES: base64.b64encode(value).decode()}
-    if isinstance(value, Mapping):
-        return {key: told_value(of) for key, of in value.items()}
-    if isinstance(value, tuple):
-        return {_TUPLE: [told_value(of) for of in value]}
-    return [told_value(of) for of in value] if isinstance(value, list) else value
-
-
-def made_value(told: Any) -> Any:
-    """The value whose JSON form is `told`."""
-    if isinstance(told, dict):
-        if told.keys() == {_TUPLE}:
-            return tuple(made_value(of) for of in told[_TUPLE])
-        if told.keys() == {_BYTES}:
-            return base64.b64decode(told[_BYTES])
-        return {key: made_value(of) for key, of in told.items()}
-    return [made_value(of) for of in told] if isinstance(told, list) else told
-
-
 def groups_text(split_: Split, kind: str) -> str:
     """The text of optimizer/groups.json. `kind`: as state.json names the optimizer's class."""
     assert split_.optim is not None
-    groups = [
-        {
-            "params": group["params"],
-            # "param_names" repeats "params", which are names here.
-            "options": {
-                key: of for key, of in group.items() if key not in ("params", "param_names")
-            },
-        }
-        for group in split_.optim["param_groups"]
-    ]
-    return json.dumps({"optimizer": kind.removeprefix("torch."), "groups": groups})
+    saved = ((group["params"], group) for group in split_.optim["param_groups"])
+    return groups.text(kind.removeprefix("torch."), saved)
 
 
 # ---- the model's files

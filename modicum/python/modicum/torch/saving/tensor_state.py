@@ -18,6 +18,8 @@ from modicum.torch.optim.bound import shows_adamw
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.groups import name_of
+from modicum.torch.saving.texts import as_damage
+from modicum.torch.saving.values import dtype_named, encode, is_scalar, plain
 from modicum.torch.saving.weights import (
     Form,
     Held,
@@ -35,21 +37,36 @@ _PAGE_BYTES = 4096
 _MMAP_BYTES = 128 << 10  # glibc's default M_MMAP_THRESHOLD: larger blocks are mapped
 _ALIGNMENT = 64  # torch's, for tensors on the CPU
 
+FILE = "optimizer/state.json"
+_DIMS = 64
+
 Numbers = dict[str, dict[str, Any]]
-"""For each parameter its numbers by name. A tensor of one element is [dtype, value, shape]."""
+"""For each parameter its numbers by name. In state.json a tensor of one element is
+[dtype, value, shape]."""
 
 
 def writing_of_state(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], ranks: Ranks, form: Form
-) -> tuple[Writing, str]:
-    """The tensors to write, and the text of state.json. Raises `UsageError` for a value that is
-    neither a number nor a tensor of the parameter's shape, and for the state that a
-    `modicum.torch.AdamW` shows, which lacks masters and 8-bit moments."""
+) -> tuple[Writing | None, str]:
+    """The tensors to write, or None if there are none, and the text of state.json. Raises
+    `UsageError` for a value that is neither a number nor a tensor of the parameter's shape, for the
+    state that a `modicum.torch.AdamW` shows, which lacks masters and 8-bit moments, and for a
+    wrapper that does not show the state of the optimizer inside."""
     if shows_adamw(optimizer.state):
         what, got = "an unknown wrapper around modicum.torch.AdamW", type(optimizer).__name__
         raise refusal("UNSUPPORTED", what, expected="the modicum.torch.AdamW in it", got=got)
+    _refuse_hidden(optimizer)
     entries: list[Entry] = [(name_of(p, names), p, of) for p, of in optimizer.state.items()]
     return writing_of_entries(entries, _kind(optimizer), ranks, form)
+
+
+def _refuse_hidden(optimizer: torch.optim.Optimizer) -> None:
+    for inner in vars(optimizer).values():
+        is_inside = isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state
+        if is_inside and inner.state:
+            what, got = "a wrapper that hides the state of its optimizer", type(optimizer).__name__
+            expected = f"the state of its {type(inner).__name__} in `state`"
+            raise refusal("UNSUPPORTED", what, expected=expected, got=got)
 
 
 Entry = tuple[str, torch.Tensor, Mapping[str, Any]]
@@ -58,9 +75,9 @@ Entry = tuple[str, torch.Tensor, Mapping[str, Any]]
 
 def writing_of_entries(
     entries: Sequence[Entry], kind: str, ranks: Ranks, form: Form
-) -> tuple[Writing, str]:
-    """The tensors to write, and the text of state.json. `kind`: the name of the optimizer's class
-    in state.json."""
+) -> tuple[Writing | None, str]:
+    """The tensors to write, or None if there are none, and the text of state.json. `kind`: the name
+    of the optimizer's class in state.json."""
     shardings = Shardings()
     targets: dict[str, Node] = {}
     held: list[Held] = []
@@ -80,14 +97,18 @@ def writing_of_entries(
                 held.append(Held(local.detach(), sharding, value))
             else:
                 own[key] = _number(value, f"{fqn}.{key}")
+    facts = text(kind, numbers)
     if not targets:
-        what = "the optimizer has no state to save: it has made no step"
-        raise refusal("USAGE", what, expected="a tensor of a parameter's shape")
+        return None, facts
     nothing = _modicum.open_checkpoint(None)
     recipe = _modicum.make_recipe(nothing, json.dumps({"targets": targets, "unused": []}))
-    facts = {"optimizer": kind, "numbers": numbers}
     plain = Form(staging=form.staging, background=form.background, replicas=form.replicas)
-    return writing_of(recipe, held, ranks, plain), json.dumps(facts)
+    return writing_of(recipe, held, ranks, plain), facts
+
+
+def text(kind: str, numbers: Numbers) -> str:
+    """The text of state.json."""
+    return json.dumps({"optimizer": kind, "numbers": numbers})
 
 
 def _is_like(value: Any, parameter: torch.Tensor) -> bool:
@@ -108,16 +129,45 @@ def _number(value: Any, name: str) -> Any:
     is_one = isinstance(value, torch.Tensor) and value.numel() == 1 and is_whole(value)
     if is_one and not value.is_complex():
         return [str(value.dtype).removeprefix("torch."), local_of(value).item(), [*value.shape]]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+    if is_scalar(plain(value)):
+        return encode(value, name)
     got = f"{type(value).__name__} of {list(getattr(value, 'shape', []))}"
     expected = "a tensor of the parameter's shape, or a number"
     raise refusal("UNSUPPORTED", "state of an optimizer", tensor=name, expected=expected, got=got)
 
 
-def require_kind(optimizer: torch.optim.Optimizer, text: str) -> None:
-    """Raises `UsageError` unless state.json, `text`, names the optimizer's class."""
-    saved, own = json.loads(text)["optimizer"], _kind(optimizer)
+def _document(facts: str) -> Any:
+    with as_damage(FILE):
+        return json.loads(facts)
+
+
+def numbers_of(facts: str) -> Numbers:
+    """For each parameter its numbers by name, as `writing_of_state` found them; tensors are on the
+    CPU. `facts`: the text of state.json. Raises `IntegrityError` for another text."""
+    document = _document(facts)
+    with as_damage(FILE):
+        return {
+            fqn: {key: _read(value) for key, value in own.items()}
+            for fqn, own in document["numbers"].items()
+        }
+
+
+def _read(number: Any) -> Any:
+    if not isinstance(number, list):
+        if not is_scalar(number):
+            raise TypeError(f"a {type(number).__name__} is no number")
+        return number
+    dtype, value, shape = number
+    if not isinstance(shape, list) or len(shape) > _DIMS or any(extent != 1 for extent in shape):
+        raise ValueError("a tensor of more than one element is no number")
+    return torch.full(shape, value, dtype=dtype_named(dtype), device="cpu")
+
+
+def require_kind(optimizer: torch.optim.Optimizer, facts: str) -> None:
+    """Raises `UsageError` unless state.json, `facts`, names the optimizer's class."""
+    with as_damage(FILE):
+        saved = str(_document(facts)["optimizer"])
+    own = _kind(optimizer)
     if saved != own:
         what = "the state was saved from an optimizer of another class"
         raise refusal("MISMATCH", what, expected=saved, got=own)
@@ -148,7 +198,7 @@ def needed_by_tensors(
     staging to read them. Raises the same `UsageError` as `load_tensors`. Parameters may be on
     meta."""
     own = {id(of.tensor): of for of in model.tensors.values()}
-    parameters = _parameters_of(optimizer, names, saved)
+    parameters = _parameters_of(optimizer, names, saved, numbers_of(saved.facts))
     shardings = Shardings()
     needed: Counter[str] = Counter()
     to: list[tuple[Sharding, str]] = []
@@ -158,11 +208,17 @@ def needed_by_tensors(
         to.append((shardings.of(parameter, fqn).unpadded(), "given"))
         device = device_of(model, own[id(parameter)]) if parameter.is_meta else parameter.device
         if device.type == "cpu" and _value_here(optimizer, parameter, key, dtype) is None:
-            nbytes = local_of(parameter).numel() * getattr(torch, dtype).itemsize
+            nbytes = local_of(parameter).numel() * _dtype(dtype).itemsize
             needed["moments"] += _allocated(nbytes)
-    plan = _plan_of(_recipe_of(saved), to, ranks, saved.staging)
-    needed["staging"] += plan.ledger_limit_bytes(ranks.rank)
+    if to:
+        plan = _plan_of(_recipe_of(saved), to, ranks, saved.staging)
+        needed["staging"] += plan.ledger_limit_bytes(ranks.rank)
     return dict(needed)
+
+
+def _dtype(name: str) -> torch.dtype:
+    with as_damage("optimizer/"):
+        return dtype_named(name)
 
 
 def _allocated(nbytes: int) -> int:
@@ -173,14 +229,17 @@ def _allocated(nbytes: int) -> int:
 
 
 def _parameters_of(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: SavedState
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    saved: SavedState,
+    numbers: Numbers,
 ) -> dict[str, torch.Tensor]:
     """The optimizer's parameters by name. Raises `UsageError` unless they have the saved names and
     shapes."""
     groups = optimizer.param_groups
     parameters = {name_of(p, names): p for group in groups for p in group["params"]}
     of_tensors = (name.rpartition(".")[0] for name in saved.tensors.stored)
-    for fqn in (*json.loads(saved.facts)["numbers"], *of_tensors):
+    for fqn in (*numbers, *of_tensors):
         if fqn not in parameters:
             what = "the optimizer lacks a parameter of the saved state"
             raise refusal("MISMATCH", what, tensor=fqn)
@@ -197,7 +256,7 @@ def _value_here(
 ) -> torch.Tensor | None:
     """The tensor that the optimizer's state has already for this key and dtype, or None."""
     value = optimizer.state.get(parameter, {}).get(key)
-    is_same = _is_like(value, parameter) and value.dtype == getattr(torch, dtype)
+    is_same = _is_like(value, parameter) and value.dtype == _dtype(dtype)
     return value if is_same and not value.is_meta else None
 
 
@@ -229,12 +288,12 @@ def load_tensors(
     saved: SavedState,
     ledger: _modicum.Ledger,
     ranks: Ranks,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Reads a saved state into the tensors of `optimizer.state`, or into new tensors where there is
     none or it does not fit, and sets the numbers. The optimizer's groups have their saved options
-    already. Returns the outcome of this rank's load. Collective."""
-    parameters = _parameters_of(optimizer, names, saved)
-    numbers: Numbers = json.loads(saved.facts)["numbers"]
+    already. Returns the outcome of this rank's load, None without tensors. Collective."""
+    numbers = numbers_of(saved.facts)
+    parameters = _parameters_of(optimizer, names, saved, numbers)
     shardings = Shardings()
     state: dict[str, dict[str, Any]] = {}
     held: list[Held] = []
@@ -244,9 +303,9 @@ def load_tensors(
     for fqn, own in numbers.items():
         parameter = parameters[fqn]
         state[fqn] = {
-            key: _made_like(parameter, value)
+            key: _like(parameter, value)
             if key in like and parameter.dim() == 0
-            else _made(value, devices[parameter])
+            else _placed(value, devices[parameter])
             for key, value in own.items()
         }
     for name, (dtype, _) in saved.tensors.stored.items():
@@ -254,12 +313,12 @@ def load_tensors(
         parameter = parameters[fqn]
         value = _value_here(optimizer, parameter, key, dtype)
         if value is None:
-            value = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
+            value = torch.empty_like(parameter, dtype=_dtype(dtype), requires_grad=False)
         local = local_of(value)
         _require_row_major(local, name)
         held.append(Held(local, shardings.of(parameter, fqn).unpadded(), value))
-        state[fqn][key] = value
-    outcome = _filled(_recipe_of(saved), held, ledger, ranks, saved.staging)
+        state.setdefault(fqn, {})[key] = value
+    outcome = _filled(_recipe_of(saved), held, ledger, ranks, saved.staging) if held else None
     optimizer.state.clear()
     for fqn, entry in state.items():
         optimizer.state[parameters[fqn]] = entry
@@ -278,18 +337,15 @@ def devices_of_numbers(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, t
     }
 
 
-def _made(number: Any, device: torch.device) -> Any:
-    if isinstance(number, list):
-        dtype, value, shape = number
-        return torch.full(shape, value, dtype=getattr(torch, dtype), device=device)
-    return number
+def _placed(number: Any, device: torch.device) -> Any:
+    return number.to(device) if isinstance(number, torch.Tensor) else number
 
 
-def _made_like(parameter: torch.Tensor, number: Any) -> Any:
+def _like(parameter: torch.Tensor, number: Any) -> Any:
     """A number as a tensor like the parameter, which is 0-d: on its device, a DTensor if it is."""
-    made = _made(number, local_of(parameter).device)
-    is_like = isinstance(made, torch.Tensor) and made.shape == parameter.shape
-    return dtensor_like(parameter, made) if is_like else made
+    tensor = _placed(number, local_of(parameter).device)
+    is_like = isinstance(tensor, torch.Tensor) and tensor.shape == parameter.shape
+    return dtensor_like(parameter, tensor) if is_like else tensor
 
 
 def _filled(

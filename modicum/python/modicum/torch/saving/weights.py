@@ -118,6 +118,9 @@ class Form:
         if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
             expected = "a torch.dtype, such as torch.bfloat16, or None"
             raise refusal("USAGE", "dtype", expected=expected, got=repr(self.dtype))
+        if self.shard_size is not None and _modicum.parse_size(self.shard_size) == 0:
+            got = repr(self.shard_size)
+            raise refusal("USAGE", "shard_size", expected="a size above 0", got=got)
 
     def require_exact(self, parameters: Iterable[tuple[str, str]]) -> None:
         """Raises `UsageError` if `dtype` rounds one of the parameters, each as (name, dtype), of an
