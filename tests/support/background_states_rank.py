@@ -145,6 +145,17 @@ def lasts(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     found["after"] = Path(saving.wait().path).name
     with paused() as go:
         saving = begun(3)
+        if dist.get_rank() == 1:  # has voted, and then has to end
+            go.set()
+            saving.settle()
+            saving._begun.ranks.fail(failure("NOSPACE", "the vote is withdrawn"))
+        dist.barrier()
+        go.set()
+        found["withdrawn"] = raised(saving.wait)
+    dist.barrier()
+    found["names"] = sorted(path.name for path in Path(root).iterdir())
+    with paused() as go:
+        saving = begun(4)
         dist.barrier()
         if dist.get_rank() == 0:
             Path(root).rename(f"{root}-moved")
@@ -187,6 +198,8 @@ def loses(directory: str, root: str, cut: Cut, when: str, seed: int) -> dict[str
             threading.Timer(random.Random(seed).uniform(0, 0.5), os._exit, (1,)).start()
         time.sleep(random.Random(seed + rank).uniform(0, 0.3))
         answer = raised(saving.wait)
+        if when == "soon" and rank == 1:
+            time.sleep(1)  # dies within this time
     report = saving._report
     return answer | {"warnings": report.warnings if report else []}
 

@@ -25,6 +25,8 @@ pytest.importorskip("transformers")
 from ranks import GONE, Failed, Ranks, ranks
 from sharding import Cut
 
+from modicum.errors import PreemptedError
+from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.states import READS, TABLE, Event, State, next_state
 
 TWO = Cut("fsdp2", (2,))
@@ -89,6 +91,23 @@ def test_a_vote_is_final() -> None:
     assert not any(to in READS for (state, _), to in after.items() if state not in READS)
 
 
+@pytest.mark.parametrize(
+    ("grace_s", "signals", "words"),
+    ((60.0, 0, ""), (60.0, 1, ""), (60.0, 2, "a second SIGTERM"), (1e-9, 1, "SIGTERM ended")),
+)
+def test_a_vote_waits_until_the_grace_is_over(grace_s: float, signals: int, words: str) -> None:
+    sigterm = Sigterm(grace_s)
+    sigterm.during(100)
+    sigterm.begin_vote()
+    for _ in range(signals):
+        sigterm._note(signal.SIGTERM, None)
+    if words:
+        with pytest.raises(PreemptedError, match=words):
+            sigterm.while_waiting()
+    sigterm.end_vote()
+    sigterm.while_waiting()
+
+
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Ranks]:
     with ranks(2, tmp_path / "ranks") as group:
@@ -118,14 +137,17 @@ def test_an_error_is_delivered_in_one_call_on_all_ranks(two: Ranks, how: dict[st
 
 def test_a_save_lasts(two: Ranks, how: dict[str, Any]) -> None:
     """A skipped step and one that raises vote at their end. Ctrl-C in `wait` and a forked child
-    change nothing. A root that is renamed fails the save."""
+    change nothing. A rank that has voted and fails, or a root that is renamed, ends the save."""
     for answer in two.ask("background_lasts", **how):
         assert answer["skipped"] and answer["raising"]
         assert answer["error"]["error"] == "RuntimeError"
         assert answer["child"] == 0
         assert answer["interrupted"] and answer["after"] == "step-2"
+        assert "the vote is withdrawn" in answer["withdrawn"]["message"]
+        assert answer["withdrawn"]["took_s"] < SOON_S
+        assert answer["names"] == ["latest", "step-0", "step-1", "step-2"]
         assert answer["renamed"]["error"] == answer["exception"] == "IoError", answer["renamed"]
-    assert not list(Path(how["root"] + "-moved").glob("step-3"))
+    assert not list(Path(how["root"] + "-moved").glob("step-4"))
 
 
 def test_the_group_is_destroyed(two: Ranks, how: dict[str, Any]) -> None:
