@@ -210,8 +210,8 @@ def terminated(directory: str, root: str, cut: Cut, marks: str, seed: int) -> di
     model, ours = loaded(directory, cut, "fp32", "float32")
     chance = random.Random(seed)
     with paused() as go:
-        how: dict[str, Any] = {"step": 1, "optimizer": ours, "grace": 10.0, "background": True}
-        saving = modicum.torch.save(model, root, **how)
+        how: dict[str, Any] = {"step": 1, "optimizer": ours, "background": True}
+        saving = modicum.torch.save(model, root, grace=chance.choice((10.0, 0.3)), **how)
         Path(marks, f"rank-{dist.get_rank()}").touch()
         threading.Timer(chance.uniform(0, 0.5), go.set).start()
         deadline = time.monotonic() + VISIBLE_S

@@ -194,8 +194,9 @@ def test_dead_peers(two: Ranks, how: dict[str, Any], modicum: Path, when: str, s
 def test_sigterm_at_random_during_steps(
     two: Ranks, how: dict[str, Any], tmp_path: Path, modicum: Path, seed: int
 ) -> None:
-    """Some steps are skipped. SIGTERM ends the ranks after the step is visible; or all ranks raise,
-    and it is not."""
+    """Some steps are skipped. SIGTERM ends the ranks after the step is visible. If it does not fit
+    into the grace, ranks raise, which a later SIGTERM may end, and it is not visible. Gloo's
+    RuntimeError is that of a step whose other rank has ended."""
     marks = tmp_path / "marks"
     marks.mkdir()
     two.tell("background_terminated", marks=str(marks), seed=seed, **how)
@@ -210,8 +211,9 @@ def test_sigterm_at_random_during_steps(
     is_visible = Path(how["root"], "step-1/COMMIT").exists()
     assert not any(isinstance(answer, Failed) for answer in heard), heard
     for answer in heard:
-        assert (answer is GONE) == is_visible, (heard, two.logs())
-        assert is_visible or answer["error"] == "PreemptedError", answer
+        assert answer is GONE or not is_visible, (heard, two.logs())
+        assert answer is GONE or answer["error"] in ("PreemptedError", "RuntimeError"), answer
+    assert is_visible or heard != [GONE, GONE], two.logs()
     if is_visible:
         verify(how, modicum)
 

@@ -298,8 +298,8 @@ class Saving:
 
     def _vote(self) -> None:
         """Fails the save if a tensor was changed; otherwise, once this rank's part is written, lets
-        it be committed. In a step, leaves that to its end."""
-        if self._is_in_step or not self._is_before_vote():
+        it be committed."""
+        if not self._is_before_vote():
             return
         if self._veto is None:
             self._veto = self._objection()
