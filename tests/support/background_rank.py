@@ -286,8 +286,8 @@ def preempted(
     """Waits for a save during which the test sends SIGTERM. Then either SIGTERM ends the process,
     or the save raises.
     `how`: the grace in seconds; the pause of each write in microseconds; and what the program does
-    meanwhile: "polls"; "computes", without a call of Modicum; or "steps", and gets SIGTERM in the
-    middle of a step."""
+    meanwhile: "polls"; "computes", without a call of Modicum after a step that is skipped; or
+    "steps", and gets SIGTERM in the middle of a step."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
     grace, pause_us, does = how
     with slow(pause_us):
@@ -295,15 +295,30 @@ def preempted(
         saving = modicum.torch.save(model, root, staging="256KiB", background=True, **given)
         Path(marks, f"rank-{dist.get_rank()}").touch()
         try:
+            if does == "computes":
+                skip(stepping)
             if does == "steps":
                 torch.autograd.graph.increment_version = increment_and_terminate
                 steps(model, stepping, cut, range(2, 3))
             while does == "polls" and not saving.done():
                 time.sleep(0.05)
+            if does == "polls":
+                saving.wait()
             time.sleep(15)  # SIGTERM ends the process within this time
         except Exception as error:
             return told_of(error)
     return {"error": ""}
+
+
+def skip(optimizer: modicum.torch.AdamW) -> None:
+    """Makes a step that is skipped, since its gradients are not finite."""
+    before = optimizer.skipped_steps
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.full_like(parameter, float("nan"))
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.skipped_steps == before + 1
 
 
 INCREMENT_VERSION = torch.autograd.graph.increment_version

@@ -383,6 +383,7 @@ import adamw_binding_rank  # noqa: E402
 import adamw_rank  # noqa: E402
 import background_memory  # noqa: E402
 import background_rank  # noqa: E402
+import background_states_rank  # noqa: E402
 import checkpoint_rank  # noqa: E402
 import dcp_rank  # noqa: E402
 import dtensor_rank  # noqa: E402
@@ -395,4 +396,4 @@ import which_way_rank  # noqa: E402
 ACTS |= adamw_binding_rank.ACTS | adamw_rank.ACTS | accelerate_rank.ACTS | engine_rank.ACTS
 ACTS |= optimizer_rank.ACTS | saving_rank.ACTS | checkpoint_rank.ACTS | dcp_rank.ACTS
 ACTS |= which_way_rank.ACTS | background_rank.ACTS | background_memory.ACTS | job_rank.ACTS
-ACTS |= dtensor_rank.ACTS
+ACTS |= dtensor_rank.ACTS | background_states_rank.ACTS

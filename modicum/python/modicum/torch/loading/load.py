@@ -142,8 +142,9 @@ def _load(
 ) -> Report:
     """`given`: the other arguments of `load`, by name. Those of one rank may be wrong, or name a
     file that it does not see: they are read where all ranks raise its error."""
-    in_flight.wait()
+    in_flight.finish()
     with Ranks.of_world().together() as ranks:
+        in_flight.deliver()
         options, how = options_of(given, ledger, budget), recipe_arguments(given)
         whole = Model.of(model, adapter=how["adapter"], originals=True)
         require_tokens(whole)

@@ -66,6 +66,7 @@ class Bound:
         self._versions: list[int] = []
         self._groups: dict[str, int] = {}  # the number of groups that each state knows
         self._read: _modicum.Snapshot | None = None  # of a save that reads memory during the step
+        self._stepped: list[torch.Tensor] = []  # the parameters that the step has overwritten
         _living.add(self)
 
     @property
@@ -360,11 +361,13 @@ class Bound:
         return next((part.name for part, of in planes if of is not None and _is_bad(of)), "")
 
     def forget(self) -> None:
-        """Drops the collected gradients, without a step."""
+        """Drops the collected gradients. Ends a step that `begin_step` has begun."""
         if self.collected:
             for state in self.states.values():
                 state.skip()
-        self.collected = []
+        self.collected, self._read = [], None
+        stepped, self._stepped = self._stepped, []
+        in_flight.after_step(stepped)
 
     # ---- a step
 
@@ -374,7 +377,8 @@ class Bound:
             lane.settle()
 
     def begin_step(self) -> None:
-        """Called before `step`: the error of a save in the background is raised here."""
+        """Called before `step`, and always followed by `forget`. The error of a save in the
+        background is raised here."""
         self._read = in_flight.before_step()
         self.settle()
 
@@ -388,15 +392,13 @@ class Bound:
             for key, state in self.states.items()
         ]
         _modicum.step_all(steps, unscale, clip, self._read)
-        self._read = None
         for lane in self.lanes.values():
             lane.stepped()
         pairs = zip(self.parts, self.collected, strict=True)
-        stepped = [part.parameter for part, (grad, _) in pairs if grad is not None]
-        torch.autograd.graph.increment_version(stepped)
+        self._stepped = [part.parameter for part, (grad, _) in pairs if grad is not None]
+        torch.autograd.graph.increment_version(self._stepped)
         self.note_steps()
         self.note_versions()
-        in_flight.after_step(stepped)
 
     # ---- memory
 

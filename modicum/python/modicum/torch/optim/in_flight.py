@@ -18,13 +18,21 @@ class Save(Protocol):
         before it overwrites memory, or None. Raises the save's error, once."""
 
     def after_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Called after a step of Modicum's AdamW has overwritten `parameters`."""
+        """Called at the end of a step of Modicum's AdamW that has overwritten `parameters`: none if
+        the step was skipped or has raised. Does nothing outside a step."""
+
+    def before_other_step(self) -> None:
+        """Called before a step of another optimizer. Returns when the save is over. Raises its
+        error on all ranks or on none."""
 
     def settle(self) -> None:
-        """Returns when this rank's memory may be overwritten."""
+        """Returns when this rank's memory may be overwritten, moved and freed. On any thread."""
 
-    def wait(self) -> object:
-        """Returns when the saved checkpoint is visible. Collective. Raises the save's error."""
+    def finish(self) -> None:
+        """Returns when the saved checkpoint is visible, or the save has failed."""
+
+    def deliver(self) -> None:
+        """Raises the save's error, once. Called after `finish`."""
 
     def explain(self) -> None:
         """Called when another rank has refused a call of the optimizer. Raises the save's error if
@@ -60,14 +68,37 @@ def after_step(parameters: Iterable[torch.Tensor]) -> None:
         _now.after_step(parameters)
 
 
+def before_other_step() -> None:
+    if _now is not None:
+        _now.before_other_step()
+
+
 def settle() -> None:
+    """Returns when this rank's part of the running save is written: the memory of model and state
+    may then be overwritten, moved and freed. On any thread."""
     if _now is not None:
         _now.settle()
 
 
-def wait() -> None:
+def finish() -> None:
+    """Returns when no save runs. Raises no error of the save: `deliver` must follow."""
     if _now is not None:
-        _now.wait()
+        _now.finish()
+
+
+def deliver() -> None:
+    """Raises the error of a save that has failed, unless it was raised before. All ranks call this
+    where each learns of an error of another rank, since not all of them may have one to raise."""
+    global _now
+    save, _now = _now, None
+    if save is not None:
+        save.deliver()
+
+
+def wait() -> None:
+    """Both: called where ranks learn of the errors of others."""
+    finish()
+    deliver()
 
 
 def explain() -> None:

@@ -40,15 +40,18 @@ class LoadStore:
             other users of the group may block it.
         on_loss: makes the error that every call raises once the store is lost; called with how
             it was lost.
+        prefix: of all keys; None: a number, by the order of the loads.
     """
 
-    def __init__(self, store: Any, on_loss: Callable[[str], Error]) -> None:
+    def __init__(
+        self, store: Any, on_loss: Callable[[str], Error], prefix: str | None = None
+    ) -> None:
         self._on_loss = on_loss
         self._lost: str | None = None
         self._put_here: list[str] = []  # keys that this rank has set with put()
         self._line = Caller("modicum-store")
         own = self._ask(store.clone, slices=CONNECT_SLICES)
-        self._store = dist.PrefixStore(f"modicum/{next(_loads)}", own)
+        self._store = dist.PrefixStore(prefix or f"modicum/{next(_loads)}", own)
 
     def part(self, name: str) -> Any:
         """A store with a prefix inside this one. The thread that uses that store must clone it."""

@@ -24,37 +24,50 @@ A vote says that this rank's part is written and that no tensor was written to m
 program's thread votes, since it runs no operation that writes to a tensor while it does. That also
 holds in a handler of SIGTERM, which Python runs on the program's thread between two operations: it
 waits until the part is written, and votes, so that a long step of the training does not use up the
-grace. A call of this module or a step of AdamW that it interrupts votes at its own end. If a rank's
-part fails, all ranks drop the saved step, and each raises the error in its next optimizer
-step, save or `wait`.
+grace. A call of this module or a step of AdamW that it interrupts votes at its own end, also if the
+step is skipped or raises.
+
+states.py has the states and what changes them. If a rank's part fails, all ranks drop the saved
+step, and each raises the error, once, in its next call in which the ranks learn of the errors of
+others: `wait`, a save, a load, a resume, an optimizer's step. Other calls deliver no error.
 """
 
 import multiprocessing.util
+import os
 import sys
 import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from modicum import _modicum
-from modicum.errors import Error, refusal
+from modicum.errors import Error, PeerError, PreemptedError, refusal
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.parts import versions_of
+from modicum.torch.ranks.refusals import is_refused, note_delivery
 from modicum.torch.saving.report import Saved
-from modicum.torch.saving.running import Begun
+from modicum.torch.saving.running import LOCK_LIMIT_S, Begun
 from modicum.torch.saving.sigterm import Sigterm
+from modicum.torch.saving.states import READS, Course, Event, State
 
 CRASH_LIMIT_S = 30.0
 """How long a program that ends by an exception waits for other ranks, which may wait for it."""
 _EXPLAIN_S = 2.0
 """How long the handling of another error waits for the save to end."""
+_LOOK_LIMIT_S, _LAST_LOOK_S = LOCK_LIMIT_S + 10.0, 5.0
+"""How long a rank that has voted and lost others waits for rank 0 to publish the step or drop it;
+and if it has lost rank 0, for the root to show what rank 0 did."""
+_REFUSE_LIMIT_S = 30.0
+"""How long a rank that refuses a step of another optimizer waits for the others to come to it."""
 _POLL_S = 0.1
 
 
@@ -80,30 +93,29 @@ class Saving:
     """A save in the background, returned by `save(background=True)`.
 
     The saved step becomes visible when every rank has written its part and then has called an
-    optimizer's step, `done`, `wait` or another save, exits, or handles a SIGTERM that `grace`
-    holds. Use it from the training thread.
+    optimizer's step, `done`, `wait`, `exception` or another save, exits, or handles a SIGTERM that
+    `grace` holds. Use it from the training thread.
     """
 
     def __init__(
-        self,
-        begun: Begun,
-        finish: Callable[[dict[str, Any]], Saved],
-        sigterm: Sigterm,
+        self, begun: Begun, finish: Callable[[dict[str, Any], Any], Saved], sigterm: Sigterm
     ) -> None:
-        """`finish`: commits the step, given this rank's outcome. `start` must follow."""
+        """`finish`: as `Begun.finish`. `start` must follow."""
         assert begun.planned.snapshot is not None
         self._begun, self._finish, self._sigterm = begun, finish, sigterm
-        self._is_leader = begun.ranks.rank == 0
+        self._rank, self._world_size = begun.ranks.rank, begun.ranks.world_size
+        self._name = begun.name
         self._snapshot = begun.planned.snapshot
         self._watched = Watched(begun.watched())
         self._is_on_device = begun.planned.model.is_on_device
         self._blocked_s = 0.0
-        self._began, self._written, self._voted, self._finished = (
-            threading.Event() for _ in range(4)
-        )
-        self._refusal: Exception | None = None
+        self._course = Course()
+        self._pid, self._thread_id = os.getpid(), threading.get_ident()
+        has_others = self._world_size > 1 and dist.get_backend() != "fake"
+        self._group = weakref.ref(dist.group.WORLD) if has_others else None
+        self._veto: Exception | None = None
         self._error: BaseException | None = None
-        self._is_told = self._is_collected = False
+        self._is_delivered = self._is_freed = self._is_in_step = False
         self._is_called = True  # in a call of this object, or in a step of AdamW; `start` ends it
         self._report: Saved | None = None
 
@@ -126,7 +138,7 @@ class Saving:
             with rest:
                 raise
         # The save's thread starts other threads, which Python refuses once the process exits.
-        self._began.wait()
+        self._course.await_leaving(State.OPENING)
         self._sigterm.on_arrival = self._vote_after_sigterm
         self._end_call(is_inner=False)
         return self
@@ -134,29 +146,31 @@ class Saving:
     # ---- what the program calls
 
     def done(self) -> bool:
-        """Whether the saved step is visible. Raises the same errors as `wait`."""
+        """Whether the save is over: the step is visible, or the save has failed. Raises no error of
+        the save."""
         with self._call():
             self._vote()
-        self._collect()
-        if self._error is not None and self._finished.is_set():
-            raise self._error
-        return self._finished.is_set()
+        self._free()
+        return self._course.is_over
+
+    def exception(self) -> BaseException | None:
+        """Waits until the save is over; returns its error, or None if the step is visible. Does not
+        count as raising it: the next collective call still does."""
+        self.finish()
+        return self._error
 
     def wait(self) -> Saved:
         """Waits until the saved step is visible; returns the report, the same on every rank.
-        Collective.
+        Collective. After Ctrl-C the save goes on.
 
         Raises:
-            UsageError: the program wrote to a tensor in place during the save; names the tensor.
+            UsageError: the program wrote to a tensor in place during the save, which is named, or
+                destroyed the process group.
             IoError, IntegrityError, PreemptedError, PeerError: as from `save`. Any error is raised
                 on every rank, and nothing of the step is visible.
         """
-        with self._call():
-            self._settle()
-            self._vote()
-        self._finished.wait()
-        self._is_told = True
-        self._collect()
+        self.finish()
+        self.deliver()
         if self._error is not None:
             raise self._error
         assert self._report is not None
@@ -169,28 +183,62 @@ class Saving:
             if self._is_on_device:
                 self._settle()
             self._vote()
-        if self._refusal is not None:
-            self._finished.wait()
-        self._collect()
-        self._is_called = True  # until after_step: the step changes the version counters
-        return None if self._written.is_set() else self._snapshot
+        if self._veto is not None or self._course.state is State.FAILED:
+            self._course.await_end()
+        self.deliver()
+        if self._is_freed:
+            return None
+        self._is_called = self._is_in_step = True  # until after_step: version counters change
+        return self._snapshot if self._course.state in READS else None
 
     def after_step(self, parameters: Iterable[torch.Tensor]) -> None:
-        if not self._voted.is_set():
+        if not self._is_in_step:
+            return
+        self._is_in_step = False
+        if self._is_before_vote():
             self._watched.renote(parameters)
-            self._vote()
+        self._vote()
         self._end_call(is_inner=False)
 
+    def before_other_step(self) -> None:
+        self.finish()
+        in_flight.end(self)
+        if self._error is None or self._is_refused_by_none():
+            return
+        self._is_delivered = True
+        raise self._error
+
     def settle(self) -> None:
+        if threading.get_ident() != self._thread_id:  # which alone votes
+            self._settle()
+            return
         with self._call():
             self._settle()
+            self._vote()
+
+    def finish(self) -> None:
+        with self._call():
+            self._settle()
+            self._vote()
+        self._course.await_end()
+        self._free()
+
+    def deliver(self) -> None:
+        self._free()
+        if self._course.is_over and self._error is not None and not self._is_delivered:
+            self._is_delivered = True
+            if self._group is not None and not isinstance(self._error, PeerError):
+                note_delivery(self._name)
+            raise self._error
 
     def explain(self) -> None:
-        self._finished.wait(_EXPLAIN_S)
-        self._collect()
+        self._course.await_end(_EXPLAIN_S)
+        self.deliver()
 
     def leave(self) -> None:
         """At the process's exit: waits for the save, and prints its error."""
+        if self._is_delivered:
+            return
         try:
             # True if the program ends by an exception. A child of multiprocessing does not set
             # last_value, so here it always counts as ended by one.
@@ -198,10 +246,15 @@ class Saving:
                 with self._call():
                     self._settle()
                     self._vote()
-                if not self._finished.wait(CRASH_LIMIT_S):
+                if not self._course.await_end(CRASH_LIMIT_S - _EXPLAIN_S):
                     what = "this rank's process ends, and other ranks have not voted within "
-                    self._begun.ranks.fail(refusal("USAGE", f"{what}{CRASH_LIMIT_S:.0f} s"))
-            self.wait()
+                    error = refusal("USAGE", f"{what}{CRASH_LIMIT_S - _EXPLAIN_S:.0f} s")
+                    self._begun.ranks.fail(error)
+                    if not self._course.await_end(_EXPLAIN_S):
+                        raise error
+            self.finish()
+            if self._error is not None:
+                raise self._error
         except BaseException as error:
             traceback.print_exception(error)
 
@@ -210,6 +263,8 @@ class Saving:
     @contextmanager
     def _call(self) -> Iterator[None]:
         """A call that uses locks or votes, which a handler of SIGTERM must not do meanwhile."""
+        if os.getpid() != self._pid:
+            raise refusal("USAGE", "a save in the background: a forked child has none")
         is_inner, self._is_called = self._is_called, True
         try:
             yield
@@ -235,89 +290,149 @@ class Saving:
     def _settle(self, limit_s: float | None = None) -> None:
         """Waits until this rank's part is written, for `limit_s` seconds at most."""
         begin = time.monotonic()
-        self._written.wait(limit_s)
-        if not self._voted.is_set():
-            self._blocked_s += time.monotonic() - begin
+        self._course.await_leaving(*READS, limit_s=limit_s)
+        self._blocked_s += time.monotonic() - begin
+
+    def _is_before_vote(self) -> bool:
+        return self._course.state in (*READS, State.WRITTEN)
 
     def _vote(self) -> None:
         """Fails the save if a tensor was changed; otherwise, once this rank's part is written, lets
         it be committed."""
-        if self._voted.is_set():
+        if not self._is_before_vote():
             return
-        is_written = self._written.is_set()
+        if self._veto is None:
+            self._veto = self._objection()
+        if self._veto is None:
+            self._course.apply(Event.VOTE)
+        else:  # a part that is being written ends by this error
+            self._begun.board.fail(str(self._veto), -1)
+            self._course.apply(Event.VETO)
+
+    def _objection(self) -> Exception | None:
+        """The error of a save that must not be committed."""
         changed = self._watched.changed()
         if changed is not None:
             what = "a tensor was written in place while a save in the background read it: wait() "
-            what += "for the save before"
-            self._refuse(what, changed)
-        elif is_written:
-            self._voted.set()
+            return refusal("USAGE", what + "for the save before", tensor=changed)
+        group = dist.group.WORLD if self._group is not None else None
+        if self._group is not None and (group is None or self._group() is not group):
+            what = "the process group was destroyed during a save in the background: wait() for "
+            return refusal("USAGE", what + "the save before")
+        return None
 
-    def _refuse(self, what: str, tensor: str = "") -> None:
-        self._refusal = refusal("USAGE", what, tensor=tensor)
-        self._begun.board.fail(what, -1)
-        self._voted.set()
+    def _is_refused_by_none(self) -> bool:
+        """Whether all ranks have raised the error before, in other calls. Collective."""
+        if self._group is None or isinstance(self._error, PeerError):
+            return self._is_delivered
+        refuses = not self._is_delivered
+        return not is_refused(self._name, self._world_size, _REFUSE_LIMIT_S, refuses=refuses)
 
-    def _collect(self) -> None:
-        """Once the save is over: frees what it holds, and raises its error if not yet raised."""
-        if not self._finished.is_set():
+    def _free(self) -> None:
+        """Once the save is over: frees what it holds, and issues its warnings."""
+        if self._is_freed or not self._course.is_over:
             return
-        in_flight.end(self)
-        is_first, self._is_collected = not self._is_collected, True
-        if is_first:
-            del self._begun, self._watched, self._finish  # they hold the state's memory
-            self._sigterm.restore()
-            for warning in self._report.warnings if self._report and self._is_leader else ():
-                warnings.warn(f"modicum: {warning}", stacklevel=4)
-        if self._error is not None and not self._is_told:
-            self._is_told = True
-            raise self._error
+        self._is_freed = True
+        if self._error is None:
+            in_flight.end(self)  # otherwise until all ranks have raised the error
+        del self._begun, self._watched, self._finish  # they hold the state's memory
+        self._sigterm.restore()
+        for warning in self._report.warnings if self._report and self._rank == 0 else ():
+            warnings.warn(f"modicum: {warning}", stacklevel=4)
 
     # ---- the save's thread
 
     def _run(self, rest: ExitStack) -> None:
         try:
             with rest:
-                outcome = self._write()
-                while not self._voted.wait(_POLL_S):
-                    self._begun.ranks.check()
-                if self._refusal is not None:
-                    raise self._refusal
-                blocked_s = self._blocked_s + self._snapshot.waited_s
-                of_steps = {"blocked_s": blocked_s, "kept_bytes": self._snapshot.copied_bytes}
-                self._report = self._finish(outcome | of_steps)
+                self._report = self._save()
         except BaseException as error:
-            self._error = error
+            if self._course.state is not State.COMMITTED:
+                self._error = error
+            elif not isinstance(error, Error):  # a rank that is gone, after the commit
+                traceback.print_exception(error)
         finally:
-            self._began.set()
-            self._voted.set()
-            self._finished.set()
+            self._course.end()
+
+    def _save(self) -> Saved:
+        """Writes this rank's part and commits the step. Collective."""
+        outcome: dict[str, Any] = {}
+        try:
+            outcome |= self._write()
+            self._await_vote()
+            outcome["blocked_s"] = self._blocked_s + self._snapshot.waited_s
+            outcome["kept_bytes"] = self._snapshot.copied_bytes
+            return self._finish(outcome, self._note)
+        except BaseException as error:
+            if not self._is_committed_despite(error):
+                raise
+            if not isinstance(error, Error):
+                traceback.print_exception(error)
+            return self._begun.report_alone(outcome)
 
     def _write(self) -> dict[str, Any]:
         try:
-            return self._begun.write(self._began.set)
+            return self._begun.write(lambda: self._course.apply(Event.OPENED))
         except Error as error:
-            raise (self._refusal or error) from None
+            raise (self._veto or error) from None
         finally:
             self._snapshot.end()
-            self._written.set()
+
+    def _await_vote(self) -> None:
+        self._sigterm.begin_vote()
+        self._course.apply(Event.PART_WRITTEN)
+        if self._veto is not None:
+            self._course.apply(Event.VETO)
+        while not self._course.await_leaving(State.WRITTEN, limit_s=_POLL_S):
+            self._begun.ranks.check()
+            self._sigterm.while_waiting()
+        if self._veto is not None:
+            raise self._veto
+
+    def _note(self, event: Event) -> None:
+        if self._course.apply(event) is State.COMMITTED:
+            self._sigterm.end_vote()
+
+    def _is_committed_despite(self, error: BaseException) -> bool:
+        """Applies an error of the save. A rank that has voted searches the root."""
+        event = self._event_of(error)
+        if self._course.apply(event) is State.UNKNOWN:
+            self._begun.ranks.fail(error)
+            culprit = getattr(error, "culprit_rank", None)
+            limit_s = _LAST_LOOK_S if culprit == 0 else _LOOK_LIMIT_S
+            # Rank 0 knows that it has not published the step.
+            is_visible = self._rank != 0 and self._begun.is_visible(limit_s)
+            self._note(Event.SEEN if is_visible else Event.ABSENT)
+        return self._course.state is State.COMMITTED
+
+    def _event_of(self, error: BaseException) -> Event:
+        if self._course.state is State.COMMITTING:
+            return Event.OWN_ERROR  # rank 0 asks no other rank while it commits
+        if isinstance(error, PreemptedError):
+            return Event.PREEMPTED
+        culprit = getattr(error, "culprit_rank", None)
+        is_of_peer = isinstance(error, PeerError) or culprit not in (None, self._rank)
+        return Event.PEER_ERROR if is_of_peer else Event.OWN_ERROR
 
 
 # ---- the process
 
-_is_installed = False
+_has_hook = False
+_exits_in = 0  # the process that waits for saves when it exits; forked children inherit the number
 
 
 def _install() -> None:
     """Once per process: makes other optimizers' steps and the exit wait for saves."""
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
+    global _has_hook, _exits_in
+    if not _has_hook:
+        _has_hook = True
         register_optimizer_step_pre_hook(_before_step)
+    if _exits_in != os.getpid():
+        _exits_in = os.getpid()
         # Unlike atexit, a Finalize also runs in children of multiprocessing.
         multiprocessing.util.Finalize(None, in_flight.leave, exitpriority=100)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not isinstance(optimizer, AdamW):
-        in_flight.wait()
+        in_flight.before_other_step()

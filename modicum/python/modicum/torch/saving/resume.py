@@ -202,8 +202,9 @@ def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
 def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:
     """Waits for a save in the background. Then rank 0 finds the step, and all ranks check that it
     has what the optimizer needs. Collective."""
-    in_flight.wait()
+    in_flight.finish()
     with Ranks.of_world().together() as ranks:
+        in_flight.deliver()
         ranks.agree_on({"argument root": str(root.absolute()), "argument verify": str(verify)})
         facts = _whole_step(root, ranks, verify=verify)
         path = Path(facts["path"])

@@ -12,16 +12,18 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import IoError
+from modicum.errors import Error, IoError
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra
 from modicum.torch.saving.planning import Planned
 from modicum.torch.saving.report import Saved
+from modicum.torch.saving.states import Event
 from modicum.torch.saving.weights import threads_of
 from modicum.torch.saving.writing import Flight, Where, write_tensors
 
-_LOCK_LIMIT_S = 60.0
+LOCK_LIMIT_S = 60.0
 """How long a save waits for another one that publishes in the same root."""
+_POLL_S = 0.05
 
 
 def run(planned: Planned, ranks: Ranks, flight: Flight) -> Saved:
@@ -62,6 +64,8 @@ class Begun:
         self._where = Where(ranks, self.board, ask.ledger, directory, point, threads, snapshot)
         self._shared, self._warnings = shared_of(planned.gather_bytes, ranks)
         self._warnings += [one["warning"] for one in flight.damaged]
+        self._outcomes: list[dict[str, Any]] = []  # of all ranks
+        self._published: dict[str, Any] = {}  # of rank 0
         self._created = 0
         if snapshot is not None:
             self._created = self._create_files()
@@ -129,18 +133,64 @@ class Begun:
         rank, per_node = self.ranks.rank, self.ranks.ranks_per_node or 1
         return _modicum.Gather(self._shared, self.board, rank, rank % per_node, self._where.ledger)
 
-    def finish(self, outcome: dict[str, Any]) -> Saved:
+    def finish(
+        self, outcome: dict[str, Any], note: Callable[[Event], object] = lambda _: None
+    ) -> Saved:
         """Publishes what all ranks have written. Collective. `outcome`: this rank's, from `write`.
-        Returns the same report on every rank."""
-        ask = self.planned.ask
-        outcomes = self.ranks.gather(outcome)
+        Returns the same report on every rank. `note`: called with the events of the commit."""
+        self._outcomes = self.ranks.gather(outcome)
 
         def publish_timed() -> dict[str, Any]:
+            note(Event.ALL_VOTED)
             published = publish(self.planned, self.ranks.world_size, self._flight)
             durable_s = time.monotonic() - self._began
-            return published | {"durable_s": durable_s, "held_bytes": _peak_bytes()}
+            self._published = published | {"durable_s": durable_s, "held_bytes": _peak_bytes()}
+            note(Event.PUBLISHED)
+            return self._published
 
         published, _ = self.ranks.once(publish_timed, lambda: None)
+        if not self._published:  # by this rank
+            self._published = published
+            note(Event.PUBLISHED)
+        return self._report(self._outcomes, self._published)
+
+    def report_alone(self, outcome: dict[str, Any]) -> Saved:
+        """The report of a visible step whose ranks could not finish together: with what this rank
+        knows. `outcome`: as for `finish`."""
+        durable_s = time.monotonic() - self._began
+        alone = "ranks ended before all had the report: its numbers are those of fewer ranks"
+        known: dict[str, Any] = {
+            "path": str(self._step_path), "written_bytes": 0, "durable": True, "warnings": [],
+            "durable_s": durable_s, "held_bytes": _peak_bytes(),
+        } | self._published  # fmt: skip
+        known["warnings"] = [*known["warnings"], alone]
+        return self._report(self._outcomes or [outcome], known)
+
+    @property
+    def name(self) -> str:
+        """The name of the save's directory, which no other save has."""
+        return self._where.directory.name
+
+    @property
+    def _step_path(self) -> Path:
+        return self.planned.ask.root / f"step-{self.planned.ask.step}"
+
+    def is_visible(self, limit_s: float) -> bool:
+        """Whether the root has this save's step. As long as the save's own directory is there, rank
+        0 may still publish it: waits for that, `limit_s` at most."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            is_last = not self._where.directory.exists() or time.monotonic() >= deadline
+            with suppress(Error, OSError):  # no step, or another save's, which is damaged
+                uuid = _modicum.open_step(str(self._step_path))["uuid"]
+                if self.name.endswith(f"-{uuid}"):
+                    return True
+            if is_last:
+                return False
+            time.sleep(_POLL_S)
+
+    def _report(self, outcomes: list[dict[str, Any]], published: dict[str, Any]) -> Saved:
+        ask = self.planned.ask
         return Saved(
             step=ask.step,
             path=published["path"],
@@ -206,5 +256,5 @@ def publish(planned: Planned, world_size: int, flight: Flight) -> dict[str, Any]
         more += [(extra.file_of(rank), None) for rank in range(world_size)]
     how = planned.state.published if planned.state else {}
     if planned.ask.sigterm.grace_s is not None:
-        how = how | {"lock_limit_s": min(_LOCK_LIMIT_S, planned.ask.sigterm.grace_s / 2)}
+        how = how | {"lock_limit_s": min(LOCK_LIMIT_S, planned.ask.sigterm.grace_s / 2)}
     return flight.step.publish(planned.model.plan, more=more, **how)

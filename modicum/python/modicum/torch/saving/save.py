@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -26,6 +27,7 @@ from modicum.torch.saving.planning import Ask, Planned, plan_of, root_of
 from modicum.torch.saving.report import Saved
 from modicum.torch.saving.running import Begun
 from modicum.torch.saving.sigterm import Sigterm
+from modicum.torch.saving.states import Event
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import Flight
 from modicum.upstream.wrappers import unwrapped
@@ -139,7 +141,7 @@ def _save(
     model: nn.Module, given: Given, ask: Callable[[Sigterm], Ask], sigterm: Sigterm
 ) -> Saved | Saving:
     called = time.monotonic()
-    in_flight.wait()
+    in_flight.finish()
     flight = Flight()
     with ExitStack() as stack:
         stack.push(sigterm.leave)
@@ -147,10 +149,11 @@ def _save(
         with suppress(UsageError):  # raised below, where the other ranks learn of it
             sigterm.hold()
         ranks = stack.enter_context(Ranks.of_world(sigterm.while_waiting).together())
+        in_flight.deliver()
         sigterm.hold()
         begun = _begun(model, given, ask(sigterm), ranks, flight)
         if begun.planned.snapshot is not None:
-            saving = Saving(begun, lambda outcome: _finished(model, begun, outcome), sigterm)
+            saving = Saving(begun, partial(_finished, model, begun), sigterm)
             return saving.start(stack.pop_all(), time.monotonic() - called)
         saved = _finished(model, begun, begun.write())
         _warn(saved, ranks)
@@ -191,9 +194,15 @@ def _read(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tup
             yield from ((f"{name}.{key}", value) for key, value in entry.items())
 
 
-def _finished(model: nn.Module, begun: Begun, outcome: dict[str, Any]) -> Saved:
-    """Publishes the save after its last byte. Collective. On any thread."""
-    report = begun.finish(outcome)
+def _finished(
+    model: nn.Module,
+    begun: Begun,
+    outcome: dict[str, Any],
+    note: Callable[[Event], object] = lambda _: None,
+) -> Saved:
+    """Publishes the save after its last byte. Collective. On any thread. `note`: as for
+    `Begun.finish`."""
+    report = begun.finish(outcome, note)
     _follow(model, begun.planned, report)
     return report
 

@@ -6,8 +6,9 @@
 
 Each rank repeatedly estimates how long the rest of its writes will take. The first rank that would
 exceed its grace fails, and with it all ranks: the step (a saved checkpoint directory) does not
-become visible. A rank that has written its part no longer estimates: after rank 0 has begun to
-commit, no rank fails for this reason.
+become visible. A rank that has written its part no longer estimates. In the background it then
+waits for the votes of the others until the grace ends or a second SIGTERM arrives. After rank 0 has
+begun to commit, no rank fails for this reason.
 
 SIGTERM is held from the call on, before the ranks meet. A rank that has received it waits half of
 its grace for the others to come, since they may have ended by SIGTERM before they called `save`.
@@ -42,7 +43,8 @@ class Sigterm:
 
     def __init__(self, grace_s: float | None = None) -> None:
         self.grace_s = grace_s
-        self._holds = self._writes = self._is_over = False
+        self._holds = self._writes = self._votes = self._is_over = False
+        self._is_visible = False  # the step
         self._pid = os.getpid()
         self._arrived: list[float] = []
         self.on_arrival: Callable[[], object] = lambda: None
@@ -82,8 +84,8 @@ class Sigterm:
         called on any thread."""
         self._is_over = True
         self.restore()
-        if self._arrived and not isinstance(error, PreemptedError):
-            if error is not None:
+        if self._arrived and (self._is_visible or not isinstance(error, PreemptedError)):
+            if error is not None and not self._is_visible:
                 traceback.print_exception(error)  # the process ends before its caller sees it
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -96,9 +98,21 @@ class Sigterm:
 
     def while_waiting(self) -> None:
         """Called again and again while this rank waits for others. Raises PREEMPTED if they have
-        not come within half of the grace. Does nothing once this rank writes."""
+        not come within half of the grace. Does nothing once this rank writes; after `begin_vote`
+        raises PREEMPTED if the grace is over, or after a second SIGTERM."""
         if not self._writes:
             self._check(float("inf"), is_measured=False)
+        elif self._votes and self._arrived and (len(self._arrived) > 1 or self.left_s == 0.0):
+            what = "a second SIGTERM" if len(self._arrived) > 1 else "SIGTERM"
+            raise _preempted(what, COMMIT_S, self.left_s)
+
+    def begin_vote(self) -> None:
+        """This rank's part is written, in the background."""
+        self._votes = True
+
+    def end_vote(self) -> None:
+        """The step is visible: SIGTERM no longer ends the save, but only the process after it."""
+        self._votes, self._is_visible = False, True
 
     def during(self, own_bytes: int) -> Callable[[int], None]:
         """Begins to measure this rank's writes, `own_bytes` in total. Returns a function that takes
