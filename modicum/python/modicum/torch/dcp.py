@@ -33,11 +33,12 @@ from torch.futures import Future
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes import Recipe, recipe_for
-from modicum.recipes.dtypes import FLOATS, dtype_name
+from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, stored_under
 from modicum.recipes.reading import given_recipe
 from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
+from modicum.torch.dcp_boxes import Target, boxed, cast_to, check_place, described
 from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_writer import Writer as Writer
 from modicum.torch.loading.origin import remember_read
@@ -52,15 +53,6 @@ from modicum.upstream.wrappers import canonical
 
 Size = int | str
 Source = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class _Target:
-    """A tensor that the checkpoint provides."""
-
-    node: Node
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass
@@ -178,7 +170,7 @@ class HuggingFaceReader(_PathReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """One chunk per tensor: the whole tensor."""
-        return Metadata({name: _described(target) for name, target in self._targets.items()})
+        return Metadata({name: described(target) for name, target in self._targets.items()})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of this rank's plan in one pass over the files."""
@@ -218,13 +210,13 @@ class HuggingFaceReader(_PathReader):
             return recipe_for(self._model, stored, **self._names)
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
 
-    def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
+    def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
         """The targets, by each name under which a state dict may have them: canonical names, and
         names with the prefixes of wrappers."""
         nodes, targets = recipe.targets, {}
         for made in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
             node = nodes[made["alias_of"] or made["name"]]
-            targets[made["name"]] = _Target(node, made["dtype"], tuple(made["shape"]))
+            targets[made["name"]] = Target(node, made["dtype"], tuple(made["shape"]))
         wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
         return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
 
@@ -239,11 +231,11 @@ class HuggingFaceReader(_PathReader):
         seen = set()  # tied names share memory
         for item, tensor in resolved:
             target = self._targets[item.storage_index.fqn]
-            _check_place(item.dest_index.fqn, target, tensor)
+            check_place(item.dest_index.fqn, target, tensor)
             memory = tensor.data_ptr(), tensor.shape, tensor.dtype
             if tensor.numel() > 0 and memory not in seen:
                 seen.add(memory)
-                node = _boxed(_as(target.node, dtype_name(tensor.dtype)), target.shape, item)
+                node = boxed(cast_to(target.node, dtype_name(tensor.dtype)), target.shape, item)
                 yield _Place(item.dest_index.fqn, node, tensor, None)
 
     def _strided(self, state: Mapping[str, Any]) -> Iterator[_Place]:
@@ -258,8 +250,8 @@ class HuggingFaceReader(_PathReader):
                 continue
             found = shardings.of(held, fqn, alias_of=parameters.get(canonical(fqn)))
             target, tensor = self._targets[fqn], held.to_local().detach()
-            _check_place(fqn, target, tensor)
-            node = _as(target.node, dtype_name(tensor.dtype))
+            check_place(fqn, target, tensor)
+            node = cast_to(target.node, dtype_name(tensor.dtype))
             yield _Place(fqn, node, tensor, found.unpadded())
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
@@ -316,7 +308,7 @@ class _Part(HuggingFaceReader):
     def _remember(self, read: set[str]) -> None:
         """Does nothing: a later save may remove the step."""
 
-    def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
+    def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
         return {self._key(name): of for name, of in super()._targets_of(recipe).items()}
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
@@ -462,37 +454,3 @@ def _number(value: Any) -> Any:
 def _described_tensor(tensor: torch.Tensor) -> TensorStorageMetadata:
     chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
     return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [chunk])
-
-
-def _described(target: _Target) -> TensorStorageMetadata:
-    size = torch.Size(target.shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    dtype = getattr(torch, target.dtype)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
-
-
-def _check_place(fqn: str, target: _Target, tensor: torch.Tensor) -> None:
-    dtype = dtype_name(tensor.dtype)
-    if dtype != target.dtype and not FLOATS.issuperset((dtype, target.dtype)):
-        raise refusal("MISMATCH", "the dtype differs", tensor=fqn, expected=target.dtype, got=dtype)
-    if not tensor.is_contiguous():
-        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=fqn)
-
-
-def _as(node: Node, dtype: str) -> Node:
-    """The node with a cast to `dtype`, or without a cast if recipes can't cast to `dtype`."""
-    if node["op"] != "init":
-        node = {key: value for key, value in node.items() if key != "dtype"}
-    return node | ({"dtype": dtype} if dtype in FLOATS else {})
-
-
-def _boxed(node: Node, shape: tuple[int, ...], item: ReadItem) -> Node:
-    """The node that makes only the item's box of `node`'s result. A cast stays at the root: recipes
-    allow it only there."""
-    dtype = {} if node["op"] == "init" else {k: v for k, v in node.items() if k == "dtype"}
-    inner = {k: v for k, v in node.items() if k not in dtype}
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        if length != shape[dim]:
-            cut = {"op": "slice", "dim": dim, "start": start, "stop": start + length}
-            inner = cut | {"in": [inner]}
-    return inner | dtype
