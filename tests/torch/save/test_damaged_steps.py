@@ -4,9 +4,10 @@ can't be read.
 
 Must fail for these mutants: an error of the disk counts as damage; `verify=False` trusts texts; a
 damaged step ends the save of its number; a checkpoint with a changed text is resumed, or rotated as
-a whole one.
+a whole one; a step that is removed loses its extra.
 """
 
+import importlib
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,9 @@ import torch_front  # noqa: E402
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
 from modicum.errors import IntegrityError, IoError, UsageError  # noqa: E402
-from modicum.torch.saving import inside  # noqa: E402
+from modicum.torch.saving import choosing, inside  # noqa: E402
+
+resume_module = importlib.import_module("modicum.torch.saving.resume")
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -92,6 +95,35 @@ def test_a_step_that_is_removed_meanwhile_is_chosen_again(tmp_path: Path, model:
     with patch.object(_modicum, "step_fault", removes):
         resumed = front.resume(model, tmp_path, progress=False)
     assert (resumed.step, resumed.skipped) == (1, [])
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any, verify: bool) -> None:
+    """Another job that saves with `keep=1` removes the step once its tensors were read, or before
+    its other files were. Then the resume has each part, or reads the older step."""
+    for step in (1, 2):
+        front.save(model, tmp_path, step=step, extra={"at": step}, extra_per_rank=[step])
+    load, read_files = resume_module.load, choosing.read_files
+
+    def removing(step: int) -> None:
+        (tmp_path / f"step-{step}").rename(tmp_path / f".trash-{step}")
+
+    def removed_before(path: Path, names: Any) -> Any:
+        if path.name == "step-2":
+            removing(2)
+        return read_files(path, names)
+
+    def removed_after(*args: Any, **how: Any) -> Any:
+        report = load(*args, **how)
+        removing(1)
+        return report
+
+    with (
+        patch.object(choosing, "read_files", removed_before),
+        patch.object(resume_module, "load", removed_after),
+    ):
+        resumed = front.resume(model, tmp_path, verify=verify, progress=False)
+    assert (resumed.step, resumed.extra, resumed.extra_per_rank) == (1, {"at": 1}, [1])
 
 
 def test_without_verify_texts_and_headers_are_compared(tmp_path: Path, model: Any) -> None:

@@ -11,7 +11,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -31,21 +28,25 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import Error, failure, refusal
 from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, stored_under
 from modicum.recipes.reading import given_recipe
 from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
-from modicum.torch.dcp_boxes import Target, boxed, cast_to, check_place, described
+from modicum.torch.dcp_boxes import Target, boxed, cast_to, check_place, described, described_tensor
 from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_writer import Writer as Writer
 from modicum.torch.loading.origin import remember_read
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.choosing import Chosen, chosen_step
+from modicum.torch.saving.extra import COMMON
+from modicum.torch.saving.resume import STATE
+from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.state_dicts import KEY, flat_key, made_value
-from modicum.torch.saving.texts import read_json
+from modicum.torch.saving.texts import json_in
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
@@ -156,7 +157,7 @@ class HuggingFaceReader(_PathReader):
             return
         self.checkpoint_id = checkpoint_id
         self._checkpoint = _modicum.open_checkpoint(checkpoint_id)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _rank() == 0:
             for warning in self._checkpoint.warnings:
                 warnings.warn(f"modicum: {warning}", stacklevel=2)
         recipe = self._recipe()
@@ -198,9 +199,8 @@ class HuggingFaceReader(_PathReader):
         have different models. Only rank 0 warns."""
         if self._model is None:
             return None
-        rank = dist.get_rank() if dist.is_initialized() else 0
         structure = structure_of(self._model)
-        return Emptied(self._model, structure, self._buffers, Ranks(rank, 1), seed=0)
+        return Emptied(self._model, structure, self._buffers, Ranks(_rank(), 1), seed=0)
 
     def _recipe(self) -> Recipe:
         stored = self._checkpoint.stored
@@ -345,7 +345,8 @@ class Reader(_PathReader):
         """Opens headers and index; reads no tensor.
 
         Args:
-            root: a step, or the directory of all steps, whose newest complete step is read.
+            root: a step, or the directory of all steps, whose newest complete step is read. Rank 0
+                chooses for all ranks of a load, and warns of damaged steps that it skips.
             model: the model of the state dict, if `Writer` was given it.
             staging, ledger: as for `HuggingFaceReader`.
 
@@ -361,28 +362,41 @@ class Reader(_PathReader):
         """Opens another step for the same model."""
         if checkpoint_id is None:
             return
-        root = Path(checkpoint_id)
-        whole = (root / "COMMIT").exists()
-        found = _modicum.check_step(str(root)) if whole else _modicum.newest_step(str(root))
-        self.checkpoint_id = step = Path(found["path"])
-        facts = _facts_of(step)
+        self._open(Path(checkpoint_id))
+
+    def _open(self, root: Path) -> None:
+        """Opens a step, or the newest one of a root. If another process removes it meanwhile,
+        chooses once more."""
+        for is_last in (False, True):
+            chosen = chosen_step(root, Ranks(_rank(), 1), _texts_of, verify=False)
+            try:
+                self._open_step(chosen)
+                return
+            except (Error, OSError):
+                if is_last or not is_gone(chosen.path):
+                    raise
+
+    def _open_step(self, chosen: Chosen) -> None:
+        self.checkpoint_id = step = chosen.path
+        self._opened = str(step.absolute()), chosen.facts["uuid"]
+        facts = _facts_of(chosen)
         at = facts["model"]
         self._parts = [_Part(step, self._model, lambda name: flat_key((*at, name)), **self._how)]
         self._values = {key: made_value(encoded) for key, encoded in facts["values"].items()}
         if "optim" in facts:
-            self._open_state(step, facts)
+            self._open_state(chosen, facts)
 
-    def _open_state(self, step: Path, facts: Mapping[str, Any]) -> None:
+    def _open_state(self, chosen: Chosen, facts: Mapping[str, Any]) -> None:
         at = facts["optim"]
 
         def key_of(name: str) -> str:
             return flat_key((*at, "state", name))
 
-        part = _State(step / "optimizer", None, key_of, **self._how)
+        part = _State(chosen.path / "optimizer", None, key_of, **self._how)
         named = [] if self._model is None else self._model.named_parameters(remove_duplicate=False)
         part.parameters = {canonical(name): parameter for name, parameter in named}
         self._parts.append(part)
-        numbers = read_json(step / "optimizer/state.json")["numbers"]
+        numbers = json_in(chosen.files[STATE], STATE)["numbers"]
         for fqn, own in numbers.items():
             self._values |= {key_of(f"{fqn}.{key}"): _number(value) for key, value in own.items()}
         for index, group in enumerate(made_value(facts["param_groups"])):
@@ -399,12 +413,21 @@ class Reader(_PathReader):
             found |= part.read_metadata().state_dict_metadata
         for key, value in self._values.items():
             is_tensor = isinstance(value, torch.Tensor)
-            found[key] = _described_tensor(value) if is_tensor else BytesStorageMetadata()
+            found[key] = described_tensor(value) if is_tensor else BytesStorageMetadata()
         return Metadata(found)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan, with the step that this rank has opened."""
+        return replace(plan, storage_data=self._opened)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, all with the step of the coordinator, the first rank."""
+        return [replace(plan, storage_data=plans[0].storage_data) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of this rank's plan, in one pass over the model's files and one over the
-        state's files."""
+        state's files. All ranks read the coordinator's step."""
+        self._follow(plan.storage_data or self._opened)
         left = {(item.dest_index, item.storage_index): item for item in plan.items}
         for item in plan.items:
             if item.storage_index.fqn in self._values:
@@ -417,6 +440,22 @@ class Reader(_PathReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _follow(self, decided: tuple[str, str]) -> None:
+        """Opens the coordinator's step, if this rank has chosen another one: a step may appear or
+        vanish between the constructors of two ranks."""
+        path, uuid = decided
+        if uuid == self._opened[1]:
+            return
+        planned = self.read_metadata()
+        self._open(Path(path))
+        if self._opened[1] != uuid:
+            what = f"rank {_rank()} sees another step than the coordinator"
+            raise refusal("UNSUPPORTED", what, expected=uuid, got=self._opened[1])
+        if self.read_metadata() != planned:
+            what = f"rank {_rank()} has planned the load of another step, whose tensors or values "
+            what += "differ: make the reader again"
+            raise failure("CONFLICT", what, file=Path(path).name)
 
     def _give(self, item: ReadItem, planner: LoadPlanner) -> None:
         value = self._values[item.storage_index.fqn]
@@ -431,14 +470,21 @@ class Reader(_PathReader):
         planner.commit_tensor(item, tensor)
 
 
-def _facts_of(step: Path) -> Any:
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _texts_of(step: Path, facts: Mapping[str, Any]) -> list[str]:
+    return [name for name in (COMMON, STATE) if (step / name).exists()]
+
+
+def _facts_of(chosen: Chosen) -> Any:
     """The facts about the state dict that `Writer` has saved (`Split.facts`)."""
-    path = step / "extra/extra.json"
-    extra = read_json(path) if path.exists() else {}
+    extra = json_in(chosen.files.get(COMMON, b"{}"), COMMON)
     if KEY not in extra:
         what = "the step was not written by modicum.torch.dcp.Writer: read its model by "
         what += "HuggingFaceReader, or resume it by modicum.torch.resume"
-        raise refusal("UNSUPPORTED", what, file=step.name)
+        raise refusal("UNSUPPORTED", what, file=chosen.path.name)
     return extra[KEY]
 
 
@@ -449,8 +495,3 @@ def _number(value: Any) -> Any:
         dtype, number, shape = value
         return torch.full(shape, number, dtype=getattr(torch, dtype), device="cpu")
     return value
-
-
-def _described_tensor(tensor: torch.Tensor) -> TensorStorageMetadata:
-    chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [chunk])

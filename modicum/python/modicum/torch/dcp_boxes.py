@@ -32,6 +32,11 @@ def described(target: Target) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
 
 
+def described_tensor(tensor: torch.Tensor) -> TensorStorageMetadata:
+    chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [chunk])
+
+
 def check_place(fqn: str, target: Target, tensor: torch.Tensor) -> None:
     dtype = dtype_name(tensor.dtype)
     if dtype != target.dtype and not FLOATS.issuperset((dtype, target.dtype)):

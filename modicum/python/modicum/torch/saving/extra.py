@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from modicum import _modicum
-from modicum.errors import refusal
-from modicum.torch.saving.texts import read_json
+from modicum.errors import failure, refusal
+from modicum.torch.saving.texts import json_in
 from modicum.torch.shards.tensors import as_bytes
 
 FOLDER = "extra"
 COMMON = f"{FOLDER}/extra.json"
+_RANK = f"{FOLDER}/rank-"
 LARGEST_HEADER = 100_000_000
 """Bytes of the longest header of a safetensors file that can be read."""
 _TENSOR = "__tensor__"
@@ -33,7 +33,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 def file_of(rank: int) -> str:
     """The path of a rank's file in the step."""
-    return f"{FOLDER}/rank-{rank:05}.safetensors"
+    return f"{_RANK}{rank:05}.safetensors"
 
 
 def text_of(extra: Any) -> str:
@@ -112,11 +112,9 @@ def write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> Any:
-    """The value given to `bytes_of`, with lists in place of tuples. Raises the errors of
-    `open_checkpoint`."""
-    _modicum.open_checkpoint(path)  # validates the header
-    data = path.read_bytes()
+def read(data: bytes) -> Any:
+    """The value given to `bytes_of`, with lists in place of tuples. `data`: the bytes of its
+    file."""
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:begin])
 
@@ -140,17 +138,33 @@ def _tensor_of(entry: dict[str, Any], data: bytes, begin: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data[first:last]), dtype=dtype).reshape(shape)
 
 
-def read_all(step: Path, saved_by: int, rank: int, ranks: int) -> tuple[Any, Any]:
-    """`extra` and `extra_per_rank` of a step; None for one that was not saved.
+def names_for(step: Path, saved_by: int, rank: int, ranks: int) -> list[str]:
+    """The names of the files with the values that a rank gets.
 
     Args:
         saved_by: the number of ranks that saved the step. If it equals `ranks`, only this rank's
-            `extra_per_rank` is read, otherwise a list of all ranks' is.
+            `extra_per_rank` is read, otherwise that of all ranks.
     """
-    common = step / COMMON
-    extra = read_json(common) if common.exists() else None
-    if not (step / file_of(0)).exists():
+    names = [COMMON] if (step / COMMON).exists() else []
+    if (step / file_of(0)).exists():
+        names += [file_of(rank)] if ranks == saved_by else map(file_of, range(saved_by))
+    return names
+
+
+def values_of(files: Mapping[str, bytes], saved_by: int, ranks: int) -> tuple[Any, Any]:
+    """`extra` and `extra_per_rank` in the files of `names_for`; None for one that was not saved.
+    `extra_per_rank` is a list unless `saved_by` equals `ranks`. Raises `IntegrityError` for a file
+    that `bytes_of` did not make."""
+    extra = json_in(files[COMMON], COMMON) if COMMON in files else None
+    own = [_read(data, name) for name, data in files.items() if name.startswith(_RANK)]
+    if not own:
         return extra, None
-    if ranks == saved_by:
-        return extra, read(step / file_of(rank))
-    return extra, [read(step / file_of(one)) for one in range(saved_by)]
+    return extra, own[0] if ranks == saved_by else own
+
+
+def _read(data: bytes, name: str) -> Any:
+    try:
+        return read(data)
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        what = "not a file of extra_per_rank"
+        raise failure("INTEGRITY", what, file=name, got=str(error)) from None

@@ -1,8 +1,6 @@
 """`resume`: loads the newest complete step (a saved checkpoint directory)."""
 
-import json
 import time
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,8 +11,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum._modicum import exit_codes
-from modicum.errors import failure, from_json, refusal
+from modicum.errors import refusal
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
@@ -30,17 +27,18 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
-from modicum.torch.saving.examining import damage_of
+from modicum.torch.saving.choosing import chosen_step
 from modicum.torch.saving.report import Resumed
-from modicum.torch.saving.shared import require_same, require_seen
 from modicum.torch.saving.tensor_state import (
     SavedState,
     load_tensors,
     needed_by_tensors,
     require_kind,
 )
-from modicum.torch.saving.texts import read_json, read_text
+from modicum.torch.saving.texts import json_in, text_in
 from modicum.upstream.wrappers import unwrapped
+
+STATE = "optimizer/state.json"
 
 
 def resume(
@@ -103,11 +101,11 @@ def resume(
         if optimizer is not None:
             state = load_state(model, optimizer, found, ledger, ranks)
             read += sum(ranks.gather(state.read_bytes))
-        saved_by, rank = found.facts["world_size"], ranks.rank
-        common, own = extra.read_all(found.path, saved_by, rank, ranks.world_size)
+        saved_by = found.facts["world_size"]
+        common, own = extra.values_of(found.files, saved_by, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
     return Resumed(
-        step=found.facts["step"], path=str(found.path), skipped=found.facts.get("skipped", []),
+        step=found.facts["step"], path=str(found.path), skipped=found.facts["skipped"],
         load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=own,
         compared_bytes=report.compared_bytes + state.compared_bytes,
         not_compared=[*report.not_compared, *state.not_compared],
@@ -137,10 +135,22 @@ class Found:
     path: Path
     facts: dict[str, Any]
     """The dict that `_modicum.newest_step` returns."""
-    state: str | None
-    """The text of state.json, if the optimizer needs it."""
+    files: dict[str, bytes]
+    """The texts of the optimizer's state and options, and the files of `extra.names_for`."""
     staging: Size | None = None
     """Host memory to stream a torch optimizer's state through; None: the default."""
+
+    @property
+    def state(self) -> str:
+        """The text of state.json."""
+        return text_in(self.files[STATE], STATE)
+
+    @property
+    def options(self) -> Any:
+        """The options of parameter groups; None if the step has none, as a run of the command
+        line saves none."""
+        text = self.files.get(groups.FILE)
+        return None if text is None else json_in(text, groups.FILE)
 
 
 def _declared(
@@ -156,47 +166,9 @@ def _declared(
 
 
 def _saved_state(found: Found) -> SavedState:
-    assert found.state is not None
     return SavedState(
         _modicum.open_checkpoint(found.path / "optimizer"), found.state, found.staging
     )
-
-
-def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
-    """The newest step without damage, as the dict of `_modicum.newest_step`. Collective. If another
-    process removes the step while it is read, chooses once more."""
-    skipped: list[dict[str, Any]] = []
-    is_again = False
-
-    def find() -> dict[str, Any]:
-        if (root / "COMMIT").exists():
-            return _modicum.check_step(str(root))
-        return _modicum.newest_step(str(root), [(one["step"], one["reason"]) for one in skipped])
-
-    def skip(one: dict[str, Any]) -> None:
-        skipped.append(one)
-        if ranks.rank == 0:
-            warnings.warn(f"modicum: step {one['step']} is skipped: {one['reason']}", stacklevel=6)
-
-    while True:
-        facts, _ = ranks.once(find, lambda: None)
-        require_seen(Path(facts["path"]), ranks)
-        for one in facts.get("skipped", []):
-            skip(one)
-        damage = damage_of(Path(facts["path"]), ranks) if verify else ""
-        if damage == "":
-            return facts | {"skipped": skipped}
-        if damage is None:
-            if is_again or "skipped" not in facts:
-                what = "the step was removed while it was read"
-                raise failure("IO", what, file=Path(facts["path"]).name)
-            is_again = True
-            skipped.clear()
-        elif "skipped" not in facts:  # from check_step: `root` is the step itself
-            told = {"category": "INTEGRITY", "code": exit_codes()["INTEGRITY"], "message": damage}
-            raise from_json(json.dumps({"error": told}))
-        else:
-            skip({"step": facts["step"], "reason": damage})
 
 
 def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:
@@ -205,17 +177,20 @@ def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -
     in_flight.wait()
     with Ranks.of_world().together() as ranks:
         ranks.agree_on({"argument root": str(root.absolute()), "argument verify": str(verify)})
-        facts = _whole_step(root, ranks, verify=verify)
-        path = Path(facts["path"])
-        require_same(path, facts["uuid"], ranks)
-        state = None
+
+        def names_for(step: Path, facts: dict[str, Any]) -> list[str]:
+            texts = [] if optimizer is None else [groups.FILE, STATE]
+            texts = [name for name in texts if (step / name).exists()]
+            return texts + extra.names_for(step, facts["world_size"], ranks.rank, ranks.world_size)
+
+        chosen = chosen_step(root, ranks, names_for, verify=verify)
+        found = Found(chosen.path, chosen.facts, chosen.files)
         if optimizer is not None:
-            if not facts["has_state"]:
+            if not found.facts["has_state"]:
                 what = "the step holds no optimizer state to go on from"
-                raise refusal("MISMATCH", what, file=path.name)
-            state = read_text(path / "optimizer" / "state.json")
-            _require_same(optimizer, state)
-    return Found(path, facts, state)
+                raise refusal("MISMATCH", what, file=found.path.name)
+            _require_same(optimizer, found.state)
+    return found
 
 
 def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
@@ -254,7 +229,7 @@ def load_state(
     the state with the step's record. Collective."""
     whole = Model.of(model)
     names = whole.names
-    options = read_json(found.path / groups.FILE) if _has_groups(found) else None
+    options = found.options
     saved = _saved_state(found)
     if isinstance(optimizer, AdamW):
         state = AdamWState(optimizer, names)
@@ -295,8 +270,3 @@ def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, s
             what = "the step has state of a parameter that is frozen in this run: "
             what += "unfreeze it before the resume; afterwards it may be frozen again"
             raise refusal("MISMATCH", what, tensor=name)
-
-
-def _has_groups(found: Found) -> bool:
-    """Whether the step has options of parameter groups. A run of the command line saves none."""
-    return (found.path / groups.FILE).exists()
