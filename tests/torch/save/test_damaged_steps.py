@@ -15,13 +15,14 @@ from unittest.mock import patch
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 import torch_front  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
 from modicum.errors import IntegrityError, IoError, UsageError  # noqa: E402
+from modicum.torch.choice import Choice  # noqa: E402
 from modicum.torch.saving import choosing, inside  # noqa: E402
 
 resume_module = importlib.import_module("modicum.torch.saving.resume")
@@ -155,6 +156,20 @@ def test_a_changed_text_is_a_fault_of_a_checkpoint(tmp_path: Path, model: Any) -
             pytest.raises((IoError, UsageError)),
         ):
             inside.fault_of(step)
+
+
+def test_a_checkpoint_with_a_changed_value_is_not_chosen(tmp_path: Path, model: Any) -> None:
+    for number in (1, 2):
+        step = Path(front.save(model, tmp_path, step=number).path)
+        step.rename(tmp_path / f"checkpoint-{number}")
+    one, two = (str(tmp_path / f"checkpoint-{number}") for number in (1, 2))
+    flip(max(Path(two).glob("model*.safetensors")))
+    choice = Choice()
+    last = choice.finding(transformers.trainer_utils.get_last_checkpoint)
+    for choose in (last, lambda folder: choice._checkpoint_to_resume(True, folder)):
+        with pytest.warns(UserWarning, match="checkpoint-2 is skipped: INTEGRITY: the values are"):
+            assert choose(str(tmp_path)) == one
+    assert choice._checkpoint_to_resume(two, "") == two
 
 
 def test_rotation_keeps_an_intact_checkpoint(tmp_path: Path, model: Any) -> None:
