@@ -8,6 +8,10 @@ a whole one; a step that is removed loses its extra.
 """
 
 import importlib
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +22,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import torch_front  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
@@ -100,9 +105,9 @@ def test_a_step_that_is_removed_meanwhile_is_chosen_again(tmp_path: Path, model:
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any, verify: bool) -> None:
-    """Another job that saves with `keep=1` removes the step once its tensors were read, or before
-    its other files were. Then the resume has each part, or reads the older step."""
-    for step in (1, 2):
+    """Another process removes step 3 before its tensors are read, step 2 before its other files
+    are, and step 1 after its tensors were. The resume has each part of step 1."""
+    for step in (1, 2, 3):
         front.save(model, tmp_path, step=step, extra={"at": step}, extra_per_rank=[step])
     load, read_files = resume_module.load, choosing.read_files
 
@@ -114,17 +119,54 @@ def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any, verify: bool) 
             removing(2)
         return read_files(path, names)
 
-    def removed_after(*args: Any, **how: Any) -> Any:
-        report = load(*args, **how)
+    def removed_around(model: Any, step: Path, **how: Any) -> Any:
+        if step.name == "step-3":
+            removing(3)
+        report = load(model, step, **how)
         removing(1)
         return report
 
     with (
         patch.object(choosing, "read_files", removed_before),
-        patch.object(resume_module, "load", removed_after),
+        patch.object(resume_module, "load", removed_around),
     ):
         resumed = front.resume(model, tmp_path, verify=verify, progress=False)
     assert (resumed.step, resumed.extra, resumed.extra_per_rank) == (1, {"at": 1}, [1])
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(1000, marks=pytest.mark.soak)])
+def test_resumes_next_to_a_job_that_keeps_one_step(tmp_path: Path, times: int) -> None:
+    """Each resume has all parts of one step, or is an error of a step that was removed."""
+    file, root = tmp_path / "model.safetensors", tmp_path / "root"
+    saved, resumed = (torch.nn.Linear(8, 8) for _ in range(2))
+    save_file(saved.state_dict(), file)
+    front.load(saved, file, progress=False)
+
+    def save(step: int) -> None:
+        with torch.no_grad():
+            for parameter in saved.parameters():
+                parameter.fill_(step)
+        front.save(saved, root, step=step, keep=1, extra={"at": step}, extra_per_rank=[step])
+
+    def save_until(over: threading.Event) -> None:
+        for step in itertools.takewhile(lambda _: not over.is_set(), itertools.count(2)):
+            save(step)
+
+    save(1)
+    over, whole = threading.Event(), 0
+    with ThreadPoolExecutor() as threads:
+        saving = threads.submit(save_until, over)
+        try:
+            for _ in range(times):
+                with suppress(IoError):
+                    found = front.resume(resumed, root, progress=False)
+                    whole += 1
+                    assert (found.extra, found.extra_per_rank) == ({"at": found.step}, [found.step])
+                    assert all((one == found.step).all() for one in resumed.parameters())
+        finally:
+            over.set()
+        saving.result()
+    assert whole > times // 2
 
 
 def test_without_verify_texts_and_headers_are_compared(tmp_path: Path, model: Any) -> None:

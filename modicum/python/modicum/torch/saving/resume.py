@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import IoError, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
@@ -29,6 +29,7 @@ from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
 from modicum.torch.saving.choosing import chosen_step
 from modicum.torch.saving.report import Resumed
+from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.tensor_state import (
     SavedState,
     load_tensors,
@@ -92,14 +93,38 @@ def resume(
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
+    try:
+        return _resume_from(found, model, optimizer, how, begin)
+    except IoError:
+        if not _was_removed(found.path):
+            raise
+    found = replace(find(Path(root), optimizer, verify=verify), staging=staging)
+    return _resume_from(found, model, optimizer, how, begin)
+
+
+def _was_removed(step: Path) -> bool:
+    """Whether another process has removed the step. Collective."""
+    with Ranks.of_world().together() as ranks:
+        return any(ranks.gather(is_gone(step)))
+
+
+def _resume_from(
+    found: "Found",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    how: Mapping[str, Any],
+    begin: float,
+) -> Resumed:
+    """Loads the model and the optimizer. `how`: arguments of `load`."""
     declared = _declared(model, optimizer, found)
+    how = {**how}
     with _reading(model, found.path, how) as files:
         report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with Ranks.of_world().together() as ranks:
         state = LoadedState(0, 0, [])
         if optimizer is not None:
-            state = load_state(model, optimizer, found, ledger, ranks)
+            state = load_state(model, optimizer, found, how["ledger"], ranks)
             read += sum(ranks.gather(state.read_bytes))
         saved_by = found.facts["world_size"]
         common, own = extra.values_of(found.files, saved_by, ranks.world_size)
