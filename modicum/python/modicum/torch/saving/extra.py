@@ -165,6 +165,6 @@ def values_of(files: Mapping[str, bytes], saved_by: int, ranks: int) -> tuple[An
 def _read(data: bytes, name: str) -> Any:
     try:
         return read(data)
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
         what = "not a file of extra_per_rank"
         raise failure("INTEGRITY", what, file=name, got=str(error)) from None

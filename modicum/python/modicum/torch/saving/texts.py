@@ -8,18 +8,13 @@ from typing import Any
 from modicum import _modicum
 from modicum.errors import failure
 
-_ANY = 1 << 62
-"""A limit of bytes for files whose length the record limits already."""
-
-
-def read_text(path: Path) -> str:
-    """Raises `IntegrityError` if the file is too long or is not UTF-8, `IoError` if it can't be
-    read."""
-    return text_in(_modicum.read_file(path), path.name)
+_TEXT, _ANY = 100_000_000, 1 << 62
+"""The most bytes of a text, and of a file of tensors, whose length the record limits."""
 
 
 def read_json(path: Path) -> Any:
-    """As `read_text`; also raises `IntegrityError` if the text is not JSON."""
+    """The value in a file. Raises `IntegrityError` if it is too long or is not JSON, `IoError` if
+    it can't be read."""
     return json_in(_modicum.read_file(path), path.name)
 
 
@@ -41,10 +36,10 @@ def json_in(data: bytes, file: str) -> Any:
 
 
 def read_files(step: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """The bytes of files of a step, by name. Raises the errors of `read_text`."""
-    return {
-        name: _modicum.read_file(step / name, most_bytes=_ANY)
-        if name.endswith(".safetensors")
-        else _modicum.read_file(step / name)
-        for name in names
-    }
+    """The bytes of files of a step, by name. Raises `IntegrityError` if a text is too long,
+    `IoError` if a file can't be read."""
+    files = {}
+    for name in names:
+        most = _ANY if name.endswith(".safetensors") else _TEXT
+        files[name] = _modicum.read_file(step / name, most_bytes=most)
+    return files
