@@ -245,12 +245,15 @@ def trains(
     directory: str, folder: str, by: str, optimizer: str = "torch", *,
     stop_at: int | None = None, resume: bool | str = False, final: bool = False, **how: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Trains by Trainer. `final`: ends with `trainer.save_model()`. `how`: TrainingArguments, and
+    """Trains by Trainer. `resume`: as for `train`, or "last" for the result of
+    `get_last_checkpoint`. `final`: ends with `trainer.save_model()`. `how`: TrainingArguments, and
     `sharded`, `adapters` and `own_save` of `trainer_of`."""
     with script_context(by) as loading:
         recorder = Recorder(stop_at)
         trainer = trainer_of(directory, folder, optimizer, [recorder], **how)
         with warned() as texts:
+            if resume == "last":
+                resume = transformers.trainer_utils.get_last_checkpoint(folder)
             trainer.train(resume_from_checkpoint=resume or None)
         if final:
             trainer.save_model()
@@ -295,7 +298,7 @@ def patched() -> dict[str, Any]:
         ],
         transformers.trainer_utils: ["rotate_checkpoints", "get_last_checkpoint"],
         accelerate.Accelerator: ["save_state", "load_state", "save_model"],
-        transformers.Trainer: ["_save_checkpoint", "save_model", "_load_from_checkpoint"],
+        transformers.Trainer: ["_save_checkpoint", "save_model", "_load_from_checkpoint", "train"],
         transformers.trainer.TrainerState: ["load_from_json"],
     }  # fmt: skip
 

@@ -119,6 +119,31 @@ def dcp_resumes(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     return {"before": before, "end": whole(model, stepping), "step": report.step}
 
 
+def dcp_loads_apart(directory: str, root: str, cut: Cut) -> dict[str, Any]:
+    """Saves three steps, the last with another key. Rank 0 chooses step 1; rank 1 chooses step 2,
+    then step 3. Returns the weights of step 1, those loaded, the loaded epoch, and the error."""
+    model, stepping = trained(directory, cut)
+
+    def weights() -> dict[str, str]:
+        return {name: of for name, of in whole(model, stepping).items() if " " not in name}
+
+    saved = weights()
+    for step in (1, 2, 3):
+        state = {"model": get_model_state_dict(model), "epoch": step}
+        state |= {"more": 0} if step == 3 else {}
+        dcp.save(state, storage_writer=Writer(root, step=step, model=model))
+        steps(model, stepping, cut, [step])
+    state = {"model": get_model_state_dict(model), "epoch": 0}
+    chosen = [f"{root}/step-{1 if dist.get_rank() == 0 else other}" for other in (2, 3)]
+    dcp.load(state, storage_reader=Reader(chosen[0], model))
+    told = {"saved": saved, "loaded": weights(), "epoch": state["epoch"], "error": ""}
+    try:
+        dcp.load(state, storage_reader=Reader(chosen[1], model))
+    except BaseException as error:  # DCP's CheckpointException does not derive from Exception
+        told["error"] = str(error)
+    return told
+
+
 def on_a_thread(state: dict[str, Any], **how: Any) -> None:
     """`dcp.save` on a thread of this program."""
     with ThreadPoolExecutor(thread_name_prefix="own") as threads:
@@ -163,4 +188,5 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
 ACTS = {
     "dcp_saves": dcp_saves, "dcp_loads": dcp_loads, "dcp_resumes": dcp_resumes,
     "dcp_fails": dcp_fails, "dcp_saves_flat": dcp_saves_flat, "dcp_loads_flat": dcp_loads_flat,
+    "dcp_loads_apart": dcp_loads_apart,
 }  # fmt: skip

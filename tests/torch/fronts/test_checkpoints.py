@@ -5,8 +5,9 @@ The model, the optimizer's state and the next losses after a resume are those of
 training, bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must fail for
 these mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
 committed before the script's own files are written, or resumed although it was not committed; a
-rotation that removes the newest whole checkpoint; lost group options of an optimizer whose state
-has no tensors, or a schedule that begins anew with one; a checkpoint that is damaged once the
+rotation that removes the newest whole checkpoint, or keeps those of an abandoned run; lost group
+options of an optimizer whose state has no tensors, or a schedule that begins anew with one; a
+checkpoint that is damaged once the
 script saves its tokenizer there, or whose reshard has no config; checkpoints of accelerate that
 cannot be read; a tensor that the checkpoint lacks, without an error; a progress bar although no
 weights are saved; no warning about files of accelerate in a checkpoint of Modicum, or about
@@ -19,6 +20,7 @@ fails; a Trainer, PEFT or TRL that is imported within the context and not replac
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -26,6 +28,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -40,6 +43,7 @@ from safetensors.torch import load_file  # noqa: E402
 from modicum import _modicum  # noqa: E402
 from modicum.torch.checkpoints import _rotate_accelerates  # noqa: E402
 from modicum.torch.ranks.group import Ranks as World  # noqa: E402
+from modicum.torch.saving import inside  # noqa: E402
 from modicum.torch.saving.inside import Inside, fault_of, rotate, save_inside  # noqa: E402
 from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
 from modicum.upstream.wrappers import canonical  # noqa: E402
@@ -90,6 +94,12 @@ def assert_peft_reads(directory: Path, base: str, saved: dict[str, str]) -> None
     assert sum("lora_" in name for name in expected) > 4
     for name, parameter in read.named_parameters():
         assert digest_of(parameter) == expected[name], name
+
+
+def flip(path: Path) -> None:
+    """Changes the last bit of a file."""
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
 def refused(heard: list[Any]) -> str:
@@ -328,15 +338,30 @@ def test_total_limit_and_load_state_use_the_newest_whole_checkpoint(
     two: Ranks, tmp_path: Path, model: str
 ) -> None:
     """accelerate itself names the checkpoints here. With a `total_limit` of one, the newest of
-    three stays. `load_state()` skips a newer directory that was not committed."""
+    three stays. `load_state()` skips newer ones: without COMMIT, with the record of a save that
+    has failed, and with one changed bit. A new run begins with the number 0: its checkpoint stays,
+    and all ranks refuse to save it again."""
     project = {"project": str(tmp_path), "limit": 1}
     how = {"directory": model, "folder": None, "by": "modicum"} | project
     saved = two.ask("accelerate_saves", times=3, **how)
     folder = tmp_path / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["checkpoint_2"]
     (folder / "checkpoint_3" / ".partial-3-host-1-1-0").mkdir(parents=True)
+    for name in ("checkpoint_4", "checkpoint_5"):
+        shutil.copytree(folder / "checkpoint_2", folder / name)
+    (folder / "checkpoint_4" / "COMMIT").unlink()
+    flip(max((folder / "checkpoint_5" / "optimizer").glob("model*.safetensors")))
     resumed = two.ask("accelerate_resumes", **how)
     assert [one["then"] for one in resumed] == [one["then"] for one in saved]
+    reasons = [one.partition("is skipped: ")[2].partition(" (")[0] for one in resumed[0]["warned"]]
+    assert reasons == [
+        "INTEGRITY: the values are not those that were saved",
+        *["UNCOMMITTED: the step was not committed"] * 2,
+    ]
+    two.ask("accelerate_saves", times=1, **how)
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_0"]
+    two.tell("accelerate_saves", times=1, **how)
+    assert "USAGE: the checkpoint exists already" in refused(two.hear())
 
 
 def test_a_checkpoint_that_was_not_committed_is_refused(
@@ -510,8 +535,9 @@ def test_save_only_model_saves_no_optimizer(two: Ranks, tmp_path: Path, model: s
 
 
 def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, model: str) -> None:
-    """`resume_from_checkpoint=True` skips checkpoints that are uncommitted, damaged or empty. An
-    uncommitted or damaged one that the script names is refused."""
+    """`get_last_checkpoint` skips checkpoints that are uncommitted, damaged or empty. An
+    uncommitted or damaged one that the script names is refused. On several ranks it compares no
+    values: it returns checkpoint 5, which has a changed one, and `train` takes checkpoint 2."""
     folder = tmp_path / "out"
     how = {"directory": model, "by": "modicum", "max_steps": 6, "save_steps": 2}
     how |= {"folder": str(folder)}
@@ -525,12 +551,15 @@ def test_resumes_from_the_newest_whole_checkpoint(two: Ranks, tmp_path: Path, mo
     weights.write_bytes(weights.read_bytes()[:-1])
     (folder / "checkpoint-4" / "trainer_state.json").unlink()
     (folder / "checkpoint-7").mkdir()
+    shutil.copytree(tmp_path / "checkpoint-4", folder / "checkpoint-5")
+    flip(max((folder / "checkpoint-5").glob("model*.safetensors")))
     (folder / "checkpoint-2" / "pytorch_model_fsdp_0").mkdir()  # as accelerate would, for a warning
     two.tell("trains", resume=str(folder / "checkpoint-6"), **how)
     assert "UNCOMMITTED" in refused(two.hear())
     two.tell("trains", resume=str(folder / "checkpoint-4"), **how)
     assert "INTEGRITY: a file of the step has another length" in refused(two.hear())
-    (again, _) = two.ask("trains", resume=True, **how)
+    (again, _) = two.ask("trains", resume="last", **how)
+    assert [one for one in again["warned"] if "checkpoint-5 is skipped: INTEGRITY: the val" in one]
     assert set(again["losses"]) == {3, 4, 5, 6}
     assert [one for one in again["warned"] if "checkpoint-2 also has pytorch_model_fsdp_0" in one]
     assert again["end"] == whole["end"]
@@ -617,6 +646,21 @@ def test_rotation_keeps_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [four, five]
 
 
+def test_rotation_removes_an_abandoned_run(tmp_path: Path) -> None:
+    """A run has resumed from checkpoint 2, and saves 4 and 5 under the checkpoints 6 and 8 of the
+    run before it. Checkpoint 9, which is newer, is of a run at the same time."""
+    two, four, six, eight, nine = found = put(tmp_path, 2, 4, 6, 8, 9)
+    for at, one in enumerate((two, six, eight, four, nine)):
+        (one / "COMMIT").touch()
+        os.utime(one / "COMMIT", (at, at))
+    with patch.object(inside, "fault_of", return_value=""):
+        rotate(found, 2, None, tmp_path, four.name)
+        assert sorted(tmp_path.iterdir()) == [two, four, nine]
+        (five,) = put(tmp_path, 5)
+        rotate([two, four, five], 2, None, tmp_path, five.name)
+    assert sorted(tmp_path.iterdir()) == [four, five, nine]
+
+
 def test_rotation_removes_a_link_and_not_what_it_names(tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     (one,) = put(tmp_path / "moved", 1)
@@ -651,7 +695,7 @@ def test_rotation_behind_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         rename(old, new)
 
     monkeypatch.setattr(_modicum, "rename", within_a_disk)
-    _rotate_accelerates(project / "checkpoints", 1)
+    _rotate_accelerates(project / "checkpoints" / two.name, 1)
     assert [*folder.iterdir()] == [two] and [*folder.parent.iterdir()] == [folder]
 
 

@@ -4,9 +4,14 @@ can't be read.
 
 Must fail for these mutants: an error of the disk counts as damage; `verify=False` trusts texts; a
 damaged step ends the save of its number; a checkpoint with a changed text is resumed, or rotated as
-a whole one.
+a whole one; a step that is removed loses its extra.
 """
 
+import importlib
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,14 +19,18 @@ from unittest.mock import patch
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 import torch_front  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
 from modicum.errors import IntegrityError, IoError, UsageError  # noqa: E402
-from modicum.torch.saving import inside  # noqa: E402
+from modicum.torch.choice import Choice  # noqa: E402
+from modicum.torch.saving import choosing, inside  # noqa: E402
+
+resume_module = importlib.import_module("modicum.torch.saving.resume")
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -94,6 +103,72 @@ def test_a_step_that_is_removed_meanwhile_is_chosen_again(tmp_path: Path, model:
     assert (resumed.step, resumed.skipped) == (1, [])
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any, verify: bool) -> None:
+    """Another process removes step 3 before its tensors are read, step 2 before its other files
+    are, and step 1 after its tensors were. The resume has each part of step 1."""
+    for step in (1, 2, 3):
+        front.save(model, tmp_path, step=step, extra={"at": step}, extra_per_rank=[step])
+    load, read_files = resume_module.load, choosing.read_files
+
+    def removing(step: int) -> None:
+        (tmp_path / f"step-{step}").rename(tmp_path / f".trash-{step}")
+
+    def removed_before(path: Path, names: Any) -> Any:
+        if path.name == "step-2":
+            removing(2)
+        return read_files(path, names)
+
+    def removed_around(model: Any, step: Path, **how: Any) -> Any:
+        if step.name == "step-3":
+            removing(3)
+        report = load(model, step, **how)
+        removing(1)
+        return report
+
+    with (
+        patch.object(choosing, "read_files", removed_before),
+        patch.object(resume_module, "load", removed_around),
+    ):
+        resumed = front.resume(model, tmp_path, verify=verify, progress=False)
+    assert (resumed.step, resumed.extra, resumed.extra_per_rank) == (1, {"at": 1}, [1])
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(1000, marks=pytest.mark.soak)])
+def test_resumes_next_to_a_job_that_keeps_one_step(tmp_path: Path, times: int) -> None:
+    """Each resume has all parts of one step, or is an error of a step that was removed."""
+    file, root = tmp_path / "model.safetensors", tmp_path / "root"
+    saved, resumed = (torch.nn.Linear(8, 8) for _ in range(2))
+    save_file(saved.state_dict(), file)
+    front.load(saved, file, progress=False)
+
+    def save(step: int) -> None:
+        with torch.no_grad():
+            for parameter in saved.parameters():
+                parameter.fill_(step)
+        front.save(saved, root, step=step, keep=1, extra={"at": step}, extra_per_rank=[step])
+
+    def save_until(over: threading.Event) -> None:
+        for step in itertools.takewhile(lambda _: not over.is_set(), itertools.count(2)):
+            save(step)
+
+    save(1)
+    over, whole = threading.Event(), 0
+    with ThreadPoolExecutor() as threads:
+        saving = threads.submit(save_until, over)
+        try:
+            for _ in range(times):
+                with suppress(IoError):
+                    found = front.resume(resumed, root, progress=False)
+                    whole += 1
+                    assert (found.extra, found.extra_per_rank) == ({"at": found.step}, [found.step])
+                    assert all((one == found.step).all() for one in resumed.parameters())
+        finally:
+            over.set()
+        saving.result()
+    assert whole > times // 2
+
+
 def test_without_verify_texts_and_headers_are_compared(tmp_path: Path, model: Any) -> None:
     front.save(model, tmp_path, step=1)
     step = tmp_path / "step-1"
@@ -123,6 +198,20 @@ def test_a_changed_text_is_a_fault_of_a_checkpoint(tmp_path: Path, model: Any) -
             pytest.raises((IoError, UsageError)),
         ):
             inside.fault_of(step)
+
+
+def test_a_checkpoint_with_a_changed_value_is_not_chosen(tmp_path: Path, model: Any) -> None:
+    for number in (1, 2):
+        step = Path(front.save(model, tmp_path, step=number).path)
+        step.rename(tmp_path / f"checkpoint-{number}")
+    one, two = (str(tmp_path / f"checkpoint-{number}") for number in (1, 2))
+    flip(max(Path(two).glob("model*.safetensors")))
+    choice = Choice()
+    last = choice.finding(transformers.trainer_utils.get_last_checkpoint)
+    for choose in (last, lambda folder: choice._checkpoint_to_resume(True, folder)):
+        with pytest.warns(UserWarning, match="checkpoint-2 is skipped: INTEGRITY: the values are"):
+            assert choose(str(tmp_path)) == one
+    assert choice._checkpoint_to_resume(two, "") == two
 
 
 def test_rotation_keeps_an_intact_checkpoint(tmp_path: Path, model: Any) -> None:

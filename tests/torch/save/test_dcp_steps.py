@@ -6,7 +6,7 @@ state of another parameter; step counts and group options that are lost; tensors
 the model's keys; a failed save that leaves its files; a step that is visible before all of DCP's
 ranks have written; an optimizer whose class is not recorded; an `async_save` that is accepted and
 copies the state; values of other ranks that are lost; a save of Modicum's AdamW without its stored
-8-bit codes or masters.
+8-bit codes or masters; ranks that read different steps.
 """
 
 import subprocess
@@ -121,6 +121,17 @@ def test_a_flattened_state_of_torchtitan_comes_back(
         assert answer["before"] == saved["saved"] and answer["end"] == saved["end"]
         assert answer["loader"] == {f"dp_rank_{rank}": b"\0 of %d" % rank, "world": 2}
         assert answer["step"] == 2
+
+
+def test_all_ranks_read_the_step_of_rank_0(
+    worlds: dict[int, Ranks], model: str, tmp_path: Path
+) -> None:
+    """A step may appear between the constructors of two readers. If it has the keys of rank 0's,
+    its rank reads rank 0's step, else all ranks raise."""
+    how = {"directory": model, "root": str(tmp_path / "steps"), "cut": TWO}
+    for answer in worlds[2].ask("dcp_loads_apart", **how):
+        assert answer["epoch"] == 1 and answer["loaded"] == answer["saved"]
+        assert "CONFLICT: rank 1 has planned the load of another step" in answer["error"]
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from modicum.errors import Error  # noqa: E402
 from modicum.recipes.reading import read_recipe  # noqa: E402
 from modicum.torch.saving.archives import Archive  # noqa: E402
 from modicum.torch.saving.directories import Directory  # noqa: E402
-from modicum.torch.saving.extra import COMMON, read_all  # noqa: E402
-from modicum.torch.saving.texts import read_json  # noqa: E402
+from modicum.torch.saving.extra import COMMON, names_for  # noqa: E402
+from modicum.torch.saving.texts import read_files, read_json  # noqa: E402
 from modicum.torch.saving.zero import ZeroDirectory  # noqa: E402
 
 Read = Callable[[Path], object]
@@ -28,7 +28,7 @@ Read = Callable[[Path], object]
 # For each reader the name of its file in a folder, and the category of one that is too long.
 READERS: dict[str, tuple[str, str, Read]] = {
     "groups.json": ("groups.json", "INTEGRITY", lambda folder: read_json(folder / "groups.json")),
-    "extra.json": (COMMON, "INTEGRITY", lambda folder: read_all(folder, 1, 0, 1)),
+    "extra.json": (COMMON, "INTEGRITY", lambda at: read_files(at, names_for(at, 1, 0, 1))),
     "recipe.json": ("r.json", "MISMATCH", lambda folder: read_recipe(folder / "r.json")),
     ".metadata": (".metadata", "FORMAT.LIMIT", Directory.open),
     "latest": ("latest", "FORMAT.LIMIT", ZeroDirectory.open),

@@ -29,13 +29,13 @@ import torch
 from torch import nn
 
 from modicum.errors import refusal
+from modicum.torch.choice import Choice, require_all_see
 from modicum.torch.loading.origin import origin_of
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import why_not_alone
 from modicum.torch.saving.inside import (
     Inside,
-    fault_of,
     is_step,
     load_inside,
     load_state_inside,
@@ -93,6 +93,7 @@ class Checkpoints:
         self._is_left = False  # whether a Trainer is saving whose model is left to it
         self._has_trainer = False
         self._warned: set[str] = set()
+        self._choice = Choice()
 
     def replace(self, stack: ExitStack) -> None:
         """Replaces Trainer's functions until `stack` ends, once Trainer is imported. May be called
@@ -103,10 +104,11 @@ class Checkpoints:
             "_save_checkpoint": self._saving_checkpoint,
             "save_model": self._saving_trained,
             "_load_from_checkpoint": self._loading_checkpoint,
+            "train": self._choice.training,
         }
         functions = {
             "rotate_checkpoints": self._rotating,
-            "get_last_checkpoint": self._finding,
+            "get_last_checkpoint": self._choice.finding,
         }
         upstream.replace_trainer(stack, methods, functions)
         upstream.replace_reading_of_state(stack, require_whole)
@@ -139,6 +141,7 @@ class Checkpoints:
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
         checkpoint = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
         outer, self._open = self._open, checkpoint
+        self._choice.compared = None
         try:
             with Ranks.of_world().together() as ranks:
                 for kept in checkpoint.kept.values():
@@ -258,6 +261,7 @@ class Checkpoints:
         self._warn_of_other_files(directory, index, is_first=is_first)
         names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
         how = {name: self._how()[name] for name in names}
+        how["verify"] = directory != self._choice.compared
         self._read(load_inside(upstream.bare(model), step, how))
 
     def _loading_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -282,15 +286,16 @@ class Checkpoints:
             own = [i for i, model in enumerate(models) if self._decide(accelerator, model)]
             chosen = upstream.next_directory(accelerator)
             directory = chosen or (Path(output_dir) if output_dir is not None else None)
-            # accelerate itself refuses a directory of its own choice that exists already.
-            if not own or directory is None or (chosen and directory.exists()):
+            if not own or directory is None:
                 return original(accelerator, output_dir, *args, **kwargs)
+            if chosen:
+                _require_new(chosen)
             with self._opened(directory, *own) as checkpoint:
                 with upstream.named_by_caller(accelerator):
                     result = original(accelerator, str(directory), *args, **kwargs)
                 limit = accelerator.project_configuration.total_limit
                 if chosen and limit is not None and accelerator.is_main_process:
-                    checkpoint.after.append(lambda: _rotate_accelerates(directory.parent, limit))
+                    checkpoint.after.append(lambda: _rotate_accelerates(directory, limit))
             return result
 
         return save_state
@@ -298,9 +303,12 @@ class Checkpoints:
     def _loading_state(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def load_state(accelerator: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-            if input_dir is None and (next_one := upstream.next_directory(accelerator)):
-                found = upstream.numbered_directories(next_one.parent)
-                input_dir = next(map(str, filter(_usable_or_warn, reversed(found))), None)
+            next_one = upstream.next_directory(accelerator)
+            if input_dir is not None:
+                require_all_see(Path(input_dir).expanduser())
+            elif next_one is not None:
+                folder = next_one.parent
+                input_dir = self._choice.choose(lambda: upstream.numbered_directories(folder)[::-1])
             return original(accelerator, input_dir, *args, **kwargs)
 
         return load_state
@@ -384,13 +392,15 @@ class Checkpoints:
             use_mtime: bool = False, checkpoint_prefix: str = "checkpoint",
         ) -> None:  # fmt: skip
             limit, best = save_total_limit, best_model_checkpoint
+            saved = "" if self._open is None else self._open.directory.name
 
             def remove_oldest() -> None:
                 found = upstream.sorted_checkpoints(output_dir, checkpoint_prefix)
                 if limit is None or limit <= 0 or not any(map(is_step, found)):
                     original(output_dir, limit, best, use_mtime, checkpoint_prefix)
                 else:
-                    rotate(found, limit, Path(best) if best else None, Path(output_dir))
+                    kept = Path(best) if best else None
+                    rotate(found, limit, kept, Path(output_dir), saved)
 
             if self._open is not None:
                 self._open.after.append(remove_oldest)
@@ -399,25 +409,21 @@ class Checkpoints:
 
         return rotate_checkpoints
 
-    def _finding(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def get_last_checkpoint(folder: Any) -> Any:
-            newest = original(folder)
-            if newest is None or _usable_or_warn(Path(newest)):
-                return newest
-            return upstream.last_of(upstream.sorted_checkpoints(folder), _usable_or_warn)
-
-        return get_last_checkpoint
-
 
 def _step_of(directory: Path, index: int) -> Path | None:
     """The directory in which Modicum has saved the model `index` of a checkpoint; None if Modicum
-    did not write the checkpoint. Raises UNCOMMITTED or INTEGRITY if the checkpoint is
-    incomplete."""
-    if not is_step(directory):
-        return None
-    require_whole(directory)
-    return directory / upstream.folder_of(index) if index else directory
+    did not write the checkpoint. Collective: rank 0 decides. Raises UNCOMMITTED or INTEGRITY if the
+    checkpoint is incomplete."""
+
+    def find() -> str | None:
+        if not is_step(directory):
+            return None
+        require_whole(directory)
+        return str(directory / upstream.folder_of(index) if index else directory)
+
+    with Ranks.of_world().together() as ranks:
+        found, _ = ranks.once(find, lambda: None)
+    return None if found is None else Path(found)
 
 
 def _require_fsdp2(accelerator: Any, directory: Path) -> None:
@@ -426,17 +432,20 @@ def _require_fsdp2(accelerator: Any, directory: Path) -> None:
         raise refusal("UNSUPPORTED", what, file=directory.name, expected="FSDP2", got=got)
 
 
-def _usable_or_warn(directory: Path) -> bool:
-    """Returns whether a script can resume from the checkpoint; if not, warns with the reason."""
-    reason = fault_of(directory)
-    if reason:
-        warn_script(f"modicum: {directory.name} is skipped: {reason}")
-    return not reason
+def _require_new(directory: Path) -> None:
+    """Raises `UsageError` on all ranks if the directory exists, as accelerate does on those that
+    see it. Collective."""
+    with Ranks.of_world().together() as ranks:
+        exists, _ = ranks.once(directory.exists, lambda: None)
+        if exists:
+            what = "the checkpoint exists already: set project_configuration.iteration to the next "
+            what += "number, or remove it"
+            raise refusal("USAGE", what, file=directory.name)
 
 
-def _rotate_accelerates(folder: Path, limit: int) -> None:
-    # `rotate` first moves a checkpoint to the last argument, which is outside of `folder`, since
-    # accelerate takes every directory there for a checkpoint. `folder` may be a link to a directory
-    # of another file system.
-    folder = folder.resolve()
-    rotate(upstream.numbered_directories(folder), limit, None, folder.parent)
+def _rotate_accelerates(saved: Path, limit: int) -> None:
+    # `rotate` first moves a checkpoint to the last argument, which is outside of the folder, since
+    # accelerate takes every directory there for a checkpoint. The folder may be a link to a
+    # directory of another file system.
+    folder = saved.parent.resolve()
+    rotate(upstream.numbered_directories(folder), limit, None, folder.parent, saved.name)

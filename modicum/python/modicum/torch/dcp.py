@@ -11,7 +11,7 @@ import io
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -31,23 +28,26 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import Error, failure, refusal
 from modicum.recipes import Recipe, recipe_for
-from modicum.recipes.dtypes import FLOATS, dtype_name
+from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, stored_under
 from modicum.recipes.reading import given_recipe
 from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
+from modicum.torch.dcp_boxes import Target, boxed, cast_to, check_place, described, described_tensor
 from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_writer import Writer as Writer
 from modicum.torch.loading.origin import remember_read
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.choosing import Chosen, chosen_step
 from modicum.torch.saving.extra import COMMON, common_of
+from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.state_dicts import Facts, Place, facts_in, flat_key
 from modicum.torch.saving.tensor_state import FILE as STATE
 from modicum.torch.saving.tensor_state import numbers_of
-from modicum.torch.saving.texts import read_json, read_text
+from modicum.torch.saving.texts import json_in, text_in
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
@@ -55,15 +55,6 @@ from modicum.upstream.wrappers import canonical
 
 Size = int | str
 Source = str | os.PathLike[str]
-
-
-@dataclass(frozen=True)
-class _Target:
-    """A tensor that the checkpoint provides."""
-
-    node: Node
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass
@@ -167,7 +158,7 @@ class HuggingFaceReader(_PathReader):
             return
         self.checkpoint_id = checkpoint_id
         self._checkpoint = _modicum.open_checkpoint(checkpoint_id)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _rank() == 0:
             for warning in self._checkpoint.warnings:
                 warnings.warn(f"modicum: {warning}", stacklevel=2)
         recipe = self._recipe()
@@ -181,7 +172,7 @@ class HuggingFaceReader(_PathReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """One chunk per tensor: the whole tensor."""
-        return Metadata({name: _described(target) for name, target in self._targets.items()})
+        return Metadata({name: described(target) for name, target in self._targets.items()})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of this rank's plan in one pass over the files."""
@@ -209,9 +200,8 @@ class HuggingFaceReader(_PathReader):
         have different models. Only rank 0 warns."""
         if self._model is None:
             return None
-        rank = dist.get_rank() if dist.is_initialized() else 0
         structure = structure_of(self._model)
-        return Emptied(self._model, structure, self._buffers, Ranks(rank, 1), seed=0)
+        return Emptied(self._model, structure, self._buffers, Ranks(_rank(), 1), seed=0)
 
     def _recipe(self) -> Recipe:
         stored = self._checkpoint.stored
@@ -221,13 +211,13 @@ class HuggingFaceReader(_PathReader):
             return recipe_for(self._model, stored, **self._names)
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
 
-    def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
+    def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
         """The targets, by each name under which a state dict may have them: canonical names, and
         names with the prefixes of wrappers."""
         nodes, targets = recipe.targets, {}
         for made in _modicum.make_recipe(self._checkpoint, recipe.text()).targets:
             node = nodes[made["alias_of"] or made["name"]]
-            targets[made["name"]] = _Target(node, made["dtype"], tuple(made["shape"]))
+            targets[made["name"]] = Target(node, made["dtype"], tuple(made["shape"]))
         wrapped = [] if self._model is None else self._model.state_dict(keep_vars=True)
         return targets | {n: targets[canonical(n)] for n in wrapped if canonical(n) in targets}
 
@@ -242,11 +232,11 @@ class HuggingFaceReader(_PathReader):
         seen = set()  # tied names share memory
         for item, tensor in resolved:
             target = self._targets[item.storage_index.fqn]
-            _check_place(item.dest_index.fqn, target, tensor)
+            check_place(item.dest_index.fqn, target, tensor)
             memory = tensor.data_ptr(), tensor.shape, tensor.dtype
             if tensor.numel() > 0 and memory not in seen:
                 seen.add(memory)
-                node = _boxed(_as(target.node, dtype_name(tensor.dtype)), target.shape, item)
+                node = boxed(cast_to(target.node, dtype_name(tensor.dtype)), target.shape, item)
                 yield _Place(item.dest_index.fqn, node, tensor, None)
 
     def _strided(self, state: Mapping[str, Any]) -> Iterator[_Place]:
@@ -261,8 +251,8 @@ class HuggingFaceReader(_PathReader):
                 continue
             found = shardings.of(held, fqn, alias_of=parameters.get(canonical(fqn)))
             target, tensor = self._targets[fqn], held.to_local().detach()
-            _check_place(fqn, target, tensor)
-            node = _as(target.node, dtype_name(tensor.dtype))
+            check_place(fqn, target, tensor)
+            node = cast_to(target.node, dtype_name(tensor.dtype))
             yield _Place(fqn, node, tensor, found.unpadded())
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
@@ -319,7 +309,7 @@ class _Part(HuggingFaceReader):
     def _remember(self, read: set[str]) -> None:
         """Does nothing: a later save may remove the step."""
 
-    def _targets_of(self, recipe: Recipe) -> dict[str, _Target]:
+    def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
         return {self._key(name): of for name, of in super()._targets_of(recipe).items()}
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
@@ -356,7 +346,8 @@ class Reader(_PathReader):
         """Opens headers and index; reads no tensor.
 
         Args:
-            root: a step, or the directory of all steps, whose newest complete step is read.
+            root: a step, or the directory of all steps, whose newest complete step is read. Rank 0
+                chooses for all ranks of a load, and warns of damaged steps that it skips.
             model: the model of the state dict, if `Writer` was given it.
             staging, ledger: as for `HuggingFaceReader`.
 
@@ -372,24 +363,37 @@ class Reader(_PathReader):
         """Opens another step for the same model."""
         if checkpoint_id is None:
             return
-        root = Path(checkpoint_id)
-        whole = (root / "COMMIT").exists()
-        found = _modicum.check_step(str(root)) if whole else _modicum.newest_step(str(root))
-        self.checkpoint_id = step = Path(found["path"])
-        facts = _facts_of(step)
+        self._open(Path(checkpoint_id))
+
+    def _open(self, root: Path) -> None:
+        """Opens a step, or the newest one of a root. If another process removes it meanwhile,
+        chooses once more."""
+        for is_last in (False, True):
+            chosen = chosen_step(root, Ranks(_rank(), 1), _texts_of, verify=False)
+            try:
+                self._open_step(chosen)
+                return
+            except (Error, OSError):
+                if is_last or not is_gone(chosen.path):
+                    raise
+
+    def _open_step(self, chosen: Chosen) -> None:
+        self.checkpoint_id = step = chosen.path
+        self._opened = str(step.absolute()), chosen.facts["uuid"]
+        facts = _facts_of(chosen)
         at = facts.model_at
         self._parts = [_Part(step, self._model, lambda name: flat_key((*at, name)), **self._how)]
         self._values = facts.values
         if facts.optim_at is not None:
-            self._open_state(step, facts.optim_at, facts, has_tensors=found["has_state"])
+            self._open_state(chosen, facts.optim_at, facts)
 
-    def _open_state(self, step: Path, at: Place, facts: Facts, *, has_tensors: bool) -> None:
+    def _open_state(self, chosen: Chosen, at: Place, facts: Facts) -> None:
         def key_of(name: str) -> str:
             return flat_key((*at, "state", name))
 
-        if has_tensors:
-            self._parts.append(self._state_of(step, key_of))
-        numbers = numbers_of(read_text(step / STATE))
+        if chosen.facts["has_state"]:
+            self._parts.append(self._state_of(chosen.path, key_of))
+        numbers = numbers_of(text_in(chosen.files[STATE], STATE))
         for fqn, own in numbers.items():
             self._values |= {key_of(f"{fqn}.{key}"): value for key, value in own.items()}
         for index, group in enumerate(facts.param_groups):
@@ -412,12 +416,21 @@ class Reader(_PathReader):
             found |= part.read_metadata().state_dict_metadata
         for key, value in self._values.items():
             is_tensor = isinstance(value, torch.Tensor)
-            found[key] = _described_tensor(value) if is_tensor else BytesStorageMetadata()
+            found[key] = described_tensor(value) if is_tensor else BytesStorageMetadata()
         return Metadata(found)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan, with the step that this rank has opened."""
+        return replace(plan, storage_data=self._opened)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, all with the step of the coordinator, the first rank."""
+        return [replace(plan, storage_data=plans[0].storage_data) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of this rank's plan, in one pass over the model's files and one over the
-        state's files."""
+        state's files. All ranks read the coordinator's step."""
+        self._follow(plan.storage_data or self._opened)
         left = {(item.dest_index, item.storage_index): item for item in plan.items}
         for item in plan.items:
             if item.storage_index.fqn in self._values:
@@ -430,6 +443,22 @@ class Reader(_PathReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _follow(self, decided: tuple[str, str]) -> None:
+        """Opens the coordinator's step, if this rank has chosen another one: a step may appear or
+        vanish between the constructors of two ranks."""
+        path, uuid = decided
+        if uuid == self._opened[1]:
+            return
+        planned = self.read_metadata()
+        self._open(Path(path))
+        if self._opened[1] != uuid:
+            what = f"rank {_rank()} sees another step than the coordinator"
+            raise refusal("UNSUPPORTED", what, expected=uuid, got=self._opened[1])
+        if self.read_metadata() != planned:
+            what = f"rank {_rank()} has planned the load of another step, whose tensors or values "
+            what += "differ: make the reader again"
+            raise failure("CONFLICT", what, file=Path(path).name)
 
     def _give(self, item: ReadItem, planner: LoadPlanner) -> None:
         value = self._values[item.storage_index.fqn]
@@ -444,51 +473,19 @@ class Reader(_PathReader):
         planner.commit_tensor(item, tensor)
 
 
-def _facts_of(step: Path) -> Facts:
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _texts_of(step: Path, facts: Mapping[str, Any]) -> list[str]:
+    return [name for name in (COMMON, STATE) if (step / name).exists()]
+
+
+def _facts_of(chosen: Chosen) -> Facts:
     """The facts about the state dict that `Writer` has saved."""
-    path = step / COMMON
-    facts = facts_in(common_of(read_json(path)) if path.exists() else {}, COMMON)
+    facts = facts_in(common_of(json_in(chosen.files.get(COMMON, b"{}"), COMMON)), COMMON)
     if facts is None:
         what = "the step was not written by modicum.torch.dcp.Writer: read its model by "
         what += "HuggingFaceReader, or resume it by modicum.torch.resume"
-        raise refusal("UNSUPPORTED", what, file=step.name)
+        raise refusal("UNSUPPORTED", what, file=chosen.path.name)
     return facts
-
-
-def _described_tensor(tensor: torch.Tensor) -> TensorStorageMetadata:
-    chunk = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [chunk])
-
-
-def _described(target: _Target) -> TensorStorageMetadata:
-    size = torch.Size(target.shape)
-    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    dtype = getattr(torch, target.dtype)
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, [chunk])
-
-
-def _check_place(fqn: str, target: _Target, tensor: torch.Tensor) -> None:
-    dtype = dtype_name(tensor.dtype)
-    if dtype != target.dtype and not FLOATS.issuperset((dtype, target.dtype)):
-        raise refusal("MISMATCH", "the dtype differs", tensor=fqn, expected=target.dtype, got=dtype)
-    if not tensor.is_contiguous():
-        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=fqn)
-
-
-def _as(node: Node, dtype: str) -> Node:
-    """The node with a cast to `dtype`, or without a cast if recipes can't cast to `dtype`."""
-    if node["op"] != "init":
-        node = {key: value for key, value in node.items() if key != "dtype"}
-    return node | ({"dtype": dtype} if dtype in FLOATS else {})
-
-
-def _boxed(node: Node, shape: tuple[int, ...], item: ReadItem) -> Node:
-    """The node that makes only the item's box of `node`'s result. A cast stays at the root: recipes
-    allow it only there."""
-    dtype = {} if node["op"] == "init" else {k: v for k, v in node.items() if k == "dtype"}
-    inner = {k: v for k, v in node.items() if k not in dtype}
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        if length != shape[dim]:
-            cut = {"op": "slice", "dim": dim, "start": start, "stop": start + length}
-            inner = cut | {"in": [inner]}
-    return inner | dtype

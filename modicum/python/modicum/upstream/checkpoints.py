@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -95,6 +95,11 @@ def folder_of(model_index: int) -> str:
     return f"pytorch_model_fsdp_{model_index}"
 
 
+def folders_in(directory: Path) -> list[Path]:
+    """The subdirectories in which models after the first one may be saved."""
+    return sorted(directory.glob(folder_of(0).replace("0", "*")))
+
+
 def own_names(directory: Path, model_index: int) -> list[str]:
     """The entries of a checkpoint in which accelerate itself saves a model and its optimizer."""
     number = f"_{model_index}" if model_index else "(_0)?"
@@ -142,11 +147,11 @@ def named_by_caller(accelerator: Any) -> Iterator[None]:
 
 
 def numbered_directories(folder: Path) -> list[Path]:
-    """accelerate's checkpoints in a folder, oldest first: sorted, as by accelerate, by the first
-    number in their names."""
+    """accelerate's checkpoints in a folder: sorted, as by accelerate, by the first number in their
+    names."""
     found = [
         (int(number.group()), path)
-        for path in folder.iterdir()
+        for path in (folder.iterdir() if folder.is_dir() else ())
         if (number := re.search(r"[0-9]+(?=[^/]*$)", path.name)) and path.is_dir()
     ]
     return [path for _, path in sorted(found)]
@@ -249,11 +254,11 @@ def sorted_checkpoints(folder: str, prefix: str = "checkpoint") -> list[Path]:
     return [Path(one) for one in sort_checkpoints(folder, prefix)]
 
 
-def last_of(paths: Sequence[Path], accepts: Callable[[Path], bool]) -> str | None:
-    """The last of `paths` that has the name of a Trainer checkpoint and for which `accepts` is
-    true; a string or None, as from `get_last_checkpoint`. `paths`: sorted, the oldest first."""
-    own = (path for path in reversed(paths) if _NUMBERED.fullmatch(path.name))
-    return next((str(path) for path in own if accepts(path)), None)
+def newest_first(folder: str) -> list[str]:
+    """The checkpoints from which `get_last_checkpoint` chooses: those with the highest numbers
+    first."""
+    found = reversed(sorted_checkpoints(folder))
+    return [os.path.join(folder, path.name) for path in found if _NUMBERED.fullmatch(path.name)]
 
 
 # ---- known facts
@@ -295,7 +300,8 @@ def _saves_by_methods() -> bool:
 def _trainer_saves_by_methods() -> bool:
     cls = sys.modules[TRAINER].Trainer
     return (
-        _begins_with(cls._save_checkpoint, "self model trial")
+        _begins_with(cls.train, "self resume_from_checkpoint")
+        and _begins_with(cls._save_checkpoint, "self model trial")
         and _begins_with(cls.save_model, "self output_dir _internal_call")
         and _begins_with(cls._save, "self output_dir state_dict")
         and _begins_with(cls._load_from_checkpoint, "self resume_from_checkpoint model")

@@ -6,7 +6,7 @@ from typing import Any
 from modicum import _modicum
 from modicum.errors import Error, failure
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.shared import require_same, require_seen
+from modicum.torch.saving.shared import is_gone, require_same, require_seen
 
 
 def damage_of(path: Path, ranks: Ranks) -> str | None:
@@ -19,9 +19,9 @@ def damage_of(path: Path, ranks: Ranks) -> str | None:
         with ranks.watching(board):
             own = _modicum.step_fault(str(path), ranks.rank, ranks.world_size, board)
     except Error:
-        if path.exists():
+        if not is_gone(path):
             raise
-    damages = ranks.gather(own if own == "" or path.exists() else None)
+    damages = ranks.gather(None if own != "" and is_gone(path) else own)
     return None if None in damages else next(filter(None, damages), "")
 
 

@@ -5,20 +5,21 @@ metadata has the JSON, in which `{"__tensor__": NAME}` refers to a tensor of the
 
 import json
 import os
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from modicum import _modicum
 from modicum.errors import refusal
-from modicum.torch.saving.texts import as_damage, read_json
+from modicum.torch.saving.texts import as_damage, json_in
 from modicum.torch.saving.values import DTYPES, decode, encode
 from modicum.torch.shards.tensors import as_bytes
 
 FOLDER = "extra"
 COMMON = f"{FOLDER}/extra.json"
+_RANK = f"{FOLDER}/rank-"
 LARGEST_HEADER = 100_000_000
 """Bytes of the longest header of a safetensors file that can be read."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -26,7 +27,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 def file_of(rank: int) -> str:
     """The path of a rank's file in the step."""
-    return f"{FOLDER}/rank-{rank:05}.safetensors"
+    return f"{_RANK}{rank:05}.safetensors"
 
 
 def text_of(extra: Any) -> str:
@@ -76,16 +77,14 @@ def write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path) -> Any:
-    """The value given to `bytes_of`. Raises the errors of `open_checkpoint`, and `IntegrityError`
-    for other metadata than `bytes_of` writes."""
-    _modicum.open_checkpoint(path)  # validates the header
-    data = path.read_bytes()
+def read(data: bytes, file: str) -> Any:
+    """The value given to `bytes_of`. Raises `IntegrityError`, which names `file`, for bytes that it
+    does not write."""
     begin = 8 + int.from_bytes(data[:8], "little")
-    with as_damage(path.name):
+    with as_damage(file):
         header = json.loads(data[8:begin])
         document = json.loads(header["__metadata__"]["extra"])
-    return decode(document, path.name, lambda name: _tensor_of(header[name], data, begin))
+    return decode(document, file, lambda name: _tensor_of(header[name], data, begin))
 
 
 def _tensor_of(entry: dict[str, Any], data: bytes, begin: int) -> torch.Tensor:
@@ -96,17 +95,25 @@ def _tensor_of(entry: dict[str, Any], data: bytes, begin: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data[first:last]), dtype=dtype).reshape(shape)
 
 
-def read_all(step: Path, saved_by: int, rank: int, ranks: int) -> tuple[Any, Any]:
-    """`extra` and `extra_per_rank` of a step; None for one that was not saved.
+def names_for(step: Path, saved_by: int, rank: int, ranks: int) -> list[str]:
+    """The names of the files with the values that a rank gets.
 
     Args:
         saved_by: the number of ranks that saved the step. If it equals `ranks`, only this rank's
-            `extra_per_rank` is read, otherwise a list of all ranks' is.
+            `extra_per_rank` is read, otherwise that of all ranks.
     """
-    common = step / COMMON
-    extra = common_of(read_json(common)) if common.exists() else None
-    if not (step / file_of(0)).exists():
+    names = [COMMON] if (step / COMMON).exists() else []
+    if (step / file_of(0)).exists():
+        names += [file_of(rank)] if ranks == saved_by else map(file_of, range(saved_by))
+    return names
+
+
+def values_of(files: Mapping[str, bytes], saved_by: int, ranks: int) -> tuple[Any, Any]:
+    """`extra` and `extra_per_rank` in the files of `names_for`; None for one that was not saved.
+    `extra_per_rank` is a list unless `saved_by` equals `ranks`. Raises `IntegrityError` for a file
+    that `text_of` or `bytes_of` did not make."""
+    extra = common_of(json_in(files[COMMON], COMMON)) if COMMON in files else None
+    own = [read(data, name) for name, data in files.items() if name.startswith(_RANK)]
+    if not own:
         return extra, None
-    if ranks == saved_by:
-        return extra, read(step / file_of(rank))
-    return extra, [read(step / file_of(one)) for one in range(saved_by)]
+    return extra, own[0] if ranks == saved_by else own

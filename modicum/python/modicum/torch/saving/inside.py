@@ -7,8 +7,8 @@ as a checkpoint of accelerate or Trainer:
     DIR/tokenizer.json, ...                     copied from the source, if absent; not in the record
     DIR/COMMIT                                  made last
 
-A directory with a .partial-* but without COMMIT is an incomplete checkpoint. One with neither is
-not Modicum's, and is left alone.
+A directory with a .partial-* or Modicum's manifest.json, but without COMMIT, is an incomplete
+checkpoint. One with none of them is not Modicum's, and is left alone.
 """
 
 import json
@@ -30,15 +30,21 @@ from modicum.torch.loading.origin import keeping_origin, origin_of
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import FILE
+from modicum.torch.saving.examining import damage_of
 from modicum.torch.saving.planning import LAST, Ask
 from modicum.torch.saving.report import Resumed, Saved
 from modicum.torch.saving.resume import find, load_state, resume
 from modicum.torch.saving.save import Given, save_together
+from modicum.torch.saving.shared import require_same, seen_by_all
 from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import Flight
+from modicum.upstream.checkpoints import folders_in
 from modicum.upstream.torch_fsdp import reshard
 
 _COMMIT = "COMMIT"
+_MANIFEST = "manifest.json"
+_RECORD = re.compile(rb'\{"version":\d+,"step":\d')
+"""The beginning of Modicum's manifest.json."""
 _IN_FLIGHT = ".partial-"
 _TRASH = ".trash-"
 
@@ -155,7 +161,14 @@ def is_step(directory: Path) -> bool:
     be read."""
     if not directory.is_dir():
         return False
-    return any(name == _COMMIT or name.startswith(_IN_FLIGHT) for name in os.listdir(directory))
+    if any(name == _COMMIT or name.startswith(_IN_FLIGHT) for name in os.listdir(directory)):
+        return True
+    # A save into the directory of an earlier one removes COMMIT first, and may have failed since.
+    manifest = directory / _MANIFEST
+    if not manifest.is_file():
+        return False
+    with manifest.open("rb") as file:
+        return _RECORD.match(file.read(64)) is not None
 
 
 def require_whole(directory: Path, check: Callable[[str], Any] = _modicum.open_step) -> None:
@@ -171,7 +184,8 @@ def fault_of(directory: Path) -> str:
     if not os.listdir(directory):
         return "it is empty"
     try:
-        require_whole(directory, _modicum.check_step)
+        for step in _steps_in(directory):
+            require_whole(step, _modicum.check_step)
     except Error as error:
         if not is_damage(error):
             raise
@@ -179,34 +193,79 @@ def fault_of(directory: Path) -> str:
     return ""
 
 
-def rotate(directories: Sequence[Path], limit: int, best: Path | None, trash: Path) -> None:
-    """Removes checkpoints until `limit` are left: first incomplete ones, then the oldest. Keeps the
-    newest complete checkpoint, `best`, and all checkpoints newer than the newest complete one; the
-    newer ones do not count. If none is complete, removes none. "Complete" is as in `fault_of`. An
-    OSError or another error is only a warning: one rank removes, and the others go on.
+def _steps_in(directory: Path) -> list[Path]:
+    """The steps of a checkpoint: itself, and those of the models after the first."""
+    return [one for one in (directory, *folders_in(directory)) if is_step(one)]
+
+
+def fault_for_all(directory: Path, ranks: Ranks) -> str:
+    """As `fault_of`, but also compares the values of tensors, a part on each rank. Collective; the
+    result is the same on every rank."""
+
+    def examine() -> tuple[str, list[tuple[str, str]]]:
+        if reason := fault_of(directory):
+            return reason, []
+        steps = map(str, _steps_in(directory))
+        return "", [(step, _modicum.open_step(step)["uuid"]) for step in steps]
+
+    (reason, steps), _ = ranks.once(examine, lambda: None)
+    for step, uuid in steps:
+        is_there = seen_by_all(Path(step), ranks)
+        damage = damage_of(Path(step), ranks) if is_there else None
+        if damage is None:
+            return "it was removed while it was read"
+        if damage:
+            return damage
+        require_same(Path(step), uuid, ranks)
+    return str(reason)
+
+
+def rotate(
+    directories: Sequence[Path], limit: int, best: Path | None, trash: Path, saved: str = ""
+) -> None:
+    """Removes checkpoints until `limit` are left: first incomplete ones, then those that an earlier
+    run has saved under higher numbers than `saved`, then those with the lowest numbers. Keeps
+    `saved`, `best`, and all checkpoints newer in time than `saved`; the newer ones do not count.
+    "Incomplete" is as in `fault_of`. An OSError or another error is only a warning: one rank
+    removes, and the others go on.
 
     Args:
-        directories: oldest first.
+        directories: by number, the lowest first.
         trash: a directory on the same file system. A checkpoint is moved there before its files are
             removed, so that none is ever seen partly removed.
+        saved: the name of the checkpoint that was just saved; if empty, it is the newest complete
+            one, and without a complete one none is removed.
     """
     with _warning():
         _empty(trash)
-        for one in _superfluous(directories, limit, best):
+        for one in _superfluous(directories, limit, best, saved):
             with _warning():
                 _modicum.rename(one, trash / f"{_TRASH}{one.name}")
         _empty(trash)
 
 
-def _superfluous(directories: Sequence[Path], limit: int, best: Path | None) -> list[Path]:
+def _superfluous(
+    directories: Sequence[Path], limit: int, best: Path | None, saved: str
+) -> list[Path]:
     """The checkpoints that `rotate` removes."""
     is_whole = {one: not fault_of(one) for one in directories}
-    newest = max((at for at, one in enumerate(directories) if is_whole[one]), default=0)
-    kept = {*directories[newest:], *([best] if best else [])}
+    age = {one: (_saved_at(one), at) for at, one in enumerate(directories)}
+    whole = [one for one in directories if (one.name == saved if saved else is_whole[one])]
+    newest = max(whole, key=lambda one: age[one], default=None)
+    if newest is None:
+        return []
+    newer = [one for one in directories if age[one] > age[newest]]
+    kept = {newest, *newer, *([best] if best else [])}
     removable = [one for one in directories if one not in kept]
-    removable.sort(key=lambda one: is_whole[one])  # stable: the oldest of each kind first
-    count = len(directories) - len(directories[newest + 1 :])
-    return removable[: max(0, count - limit)]
+    # Stable: the lowest number of each kind first.
+    removable.sort(key=lambda one: (is_whole[one], age[one][1] < age[newest][1]))
+    return removable[: max(0, len(directories) - len(newer) - limit)]
+
+
+def _saved_at(directory: Path) -> int:
+    """When a checkpoint was saved, in nanoseconds: COMMIT is written last."""
+    commit = directory / _COMMIT
+    return (commit if commit.exists() else directory).stat().st_mtime_ns
 
 
 @contextmanager

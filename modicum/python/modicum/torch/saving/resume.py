@@ -1,8 +1,6 @@
 """`resume`: loads the newest complete step (a saved checkpoint directory)."""
 
-import json
 import time
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,8 +11,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum._modicum import exit_codes
-from modicum.errors import failure, from_json, refusal
+from modicum.errors import IoError, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
@@ -30,17 +27,18 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups, tensor_state
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
-from modicum.torch.saving.examining import damage_of
+from modicum.torch.saving.choosing import chosen_step
 from modicum.torch.saving.planning import root_of
 from modicum.torch.saving.report import Resumed
-from modicum.torch.saving.shared import require_same, require_seen
+from modicum.torch.saving.shared import is_gone
+from modicum.torch.saving.tensor_state import FILE as STATE
 from modicum.torch.saving.tensor_state import (
     SavedState,
     load_tensors,
     needed_by_tensors,
     require_kind,
 )
-from modicum.torch.saving.texts import read_json, read_text
+from modicum.torch.saving.texts import json_in, text_in
 from modicum.upstream.wrappers import unwrapped
 
 
@@ -95,20 +93,44 @@ def resume(
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
+    try:
+        return _resume_from(found, model, optimizer, how, begin)
+    except IoError:
+        if not _was_removed(found.path):
+            raise
+    found = replace(find(root_of(root), optimizer, verify=verify), staging=staging)
+    return _resume_from(found, model, optimizer, how, begin)
+
+
+def _was_removed(step: Path) -> bool:
+    """Whether another process has removed the step. Collective."""
+    with Ranks.of_world().together() as ranks:
+        return any(ranks.gather(is_gone(step)))
+
+
+def _resume_from(
+    found: "Found",
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    how: Mapping[str, Any],
+    begin: float,
+) -> Resumed:
+    """Loads the model and the optimizer. `how`: arguments of `load`."""
     declared = _declared(model, optimizer, found)
+    how = {**how}
     with _reading(model, found.path, how) as files:
         report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with outside_inference(model), Ranks.of_world().together() as ranks:
         state = LoadedState(0, 0, [])
         if optimizer is not None:
-            state = load_state(model, optimizer, found, ledger, ranks)
+            state = load_state(model, optimizer, found, how["ledger"], ranks)
             read += sum(ranks.gather(state.read_bytes))
-        saved_by, rank = found.facts["world_size"], ranks.rank
-        common, own = extra.read_all(found.path, saved_by, rank, ranks.world_size)
+        saved_by = found.facts["world_size"]
+        common, own = extra.values_of(found.files, saved_by, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
     return Resumed(
-        step=found.facts["step"], path=str(found.path), skipped=found.facts.get("skipped", []),
+        step=found.facts["step"], path=str(found.path), skipped=found.facts["skipped"],
         load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=own,
         compared_bytes=report.compared_bytes + state.compared_bytes,
         not_compared=[*report.not_compared, *state.not_compared],
@@ -138,10 +160,28 @@ class Found:
     path: Path
     facts: dict[str, Any]
     """The dict that `_modicum.newest_step` returns."""
-    state: str | None
-    """The text of state.json, if the optimizer needs it."""
+    files: dict[str, bytes]
+    """The texts of the optimizer's state and options, and the files of `extra.names_for`."""
     staging: Size | None = None
     """Host memory to stream a torch optimizer's state through; None: the default."""
+
+    @property
+    def state(self) -> str:
+        """The text of state.json. Trainer's checkpoints of modicum 0.1 have groups.json alone for
+        an optimizer whose state had no tensors."""
+        if STATE in self.files:
+            return text_in(self.files[STATE], STATE)
+        if self.options is not None:
+            return tensor_state.text(f"torch.{groups.kind_in(self.options)}", {})
+        what = "the step holds no optimizer state to go on from"
+        raise refusal("MISMATCH", what, file=self.path.name)
+
+    @property
+    def options(self) -> Any:
+        """The options of parameter groups; None if the step has none, as a run of the command
+        line saves none."""
+        text = self.files.get(groups.FILE)
+        return None if text is None else json_in(text, groups.FILE)
 
 
 def _declared(
@@ -157,46 +197,8 @@ def _declared(
 
 
 def _saved_state(found: Found) -> SavedState:
-    assert found.state is not None
     folder = found.path / "optimizer" if found.facts["has_state"] else None
     return SavedState(_modicum.open_checkpoint(folder), found.state, found.staging)
-
-
-def _whole_step(root: Path, ranks: Ranks, *, verify: bool) -> dict[str, Any]:
-    """The newest step without damage, as the dict of `_modicum.newest_step`. Collective. If another
-    process removes the step while it is read, chooses once more."""
-    skipped: list[dict[str, Any]] = []
-    is_again = False
-
-    def find() -> dict[str, Any]:
-        if (root / "COMMIT").exists():
-            return _modicum.check_step(str(root))
-        return _modicum.newest_step(str(root), [(one["step"], one["reason"]) for one in skipped])
-
-    def skip(one: dict[str, Any]) -> None:
-        skipped.append(one)
-        if ranks.rank == 0:
-            warnings.warn(f"modicum: step {one['step']} is skipped: {one['reason']}", stacklevel=6)
-
-    while True:
-        facts, _ = ranks.once(find, lambda: None)
-        require_seen(Path(facts["path"]), ranks)
-        for one in facts.get("skipped", []):
-            skip(one)
-        damage = damage_of(Path(facts["path"]), ranks) if verify else ""
-        if damage == "":
-            return facts | {"skipped": skipped}
-        if damage is None:
-            if is_again or "skipped" not in facts:
-                what = "the step was removed while it was read"
-                raise failure("IO", what, file=Path(facts["path"]).name)
-            is_again = True
-            skipped.clear()
-        elif "skipped" not in facts:  # from check_step: `root` is the step itself
-            told = {"category": "INTEGRITY", "code": exit_codes()["INTEGRITY"], "message": damage}
-            raise from_json(json.dumps({"error": told}))
-        else:
-            skip({"step": facts["step"], "reason": damage})
 
 
 def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:
@@ -206,26 +208,17 @@ def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -
     with Ranks.of_world().together() as ranks:
         in_flight.deliver()
         ranks.agree_on({"argument root": str(root.absolute()), "argument verify": str(verify)})
-        facts = _whole_step(root, ranks, verify=verify)
-        path = Path(facts["path"])
-        require_same(path, facts["uuid"], ranks)
-        state = None
+
+        def names_for(step: Path, facts: dict[str, Any]) -> list[str]:
+            texts = [] if optimizer is None else [groups.FILE, STATE]
+            texts = [name for name in texts if (step / name).exists()]
+            return texts + extra.names_for(step, facts["world_size"], ranks.rank, ranks.world_size)
+
+        chosen = chosen_step(root, ranks, names_for, verify=verify)
+        found = Found(chosen.path, chosen.facts, chosen.files)
         if optimizer is not None:
-            state = _state_text(path)
-            _require_same(optimizer, state)
-    return Found(path, facts, state)
-
-
-def _state_text(step: Path) -> str:
-    """The text of state.json. Trainer's checkpoints of modicum 0.1 have groups.json alone for an
-    optimizer whose state had no tensors."""
-    if (step / tensor_state.FILE).exists():
-        return read_text(step / tensor_state.FILE)
-    if (step / groups.FILE).exists():
-        kind = groups.kind_in(read_json(step / groups.FILE))
-        return tensor_state.text(f"torch.{kind}", {})
-    what = "the step holds no optimizer state to go on from"
-    raise refusal("MISMATCH", what, file=step.name)
+            _require_same(optimizer, found.state)
+    return found
 
 
 def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
@@ -268,7 +261,7 @@ def load_state(
     the state with the step's record. Collective."""
     whole = Model.of(model)
     names = whole.names
-    options = read_json(found.path / groups.FILE) if _has_groups(found) else None
+    options = found.options
     saved = _saved_state(found)
     outcome: dict[str, Any] | None
     if isinstance(optimizer, AdamW):
@@ -312,8 +305,3 @@ def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, s
             what = "the step has state of a parameter that is frozen in this run: "
             what += "unfreeze it before the resume; afterwards it may be frozen again"
             raise refusal("MISMATCH", what, tensor=name)
-
-
-def _has_groups(found: Found) -> bool:
-    """Whether the step has options of parameter groups. A run of the command line saves none."""
-    return (found.path / groups.FILE).exists()

@@ -1,5 +1,6 @@
 """Whether all ranks see the same directories."""
 
+import errno
 import json
 import time
 from pathlib import Path
@@ -23,6 +24,24 @@ def require_seen(directory: Path, ranks: Ranks) -> None:
         if time.monotonic() > deadline:
             raise _not_shared(directory, ranks.rank)
         time.sleep(_POLL_S)
+
+
+def is_gone(path: Path) -> bool:
+    """Whether another process has removed a file or directory, perhaps on another node."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+    return False
+
+
+def seen_by_all(directory: Path, ranks: Ranks) -> bool:
+    """Whether the directory exists. Collective. Raises `IoError` if some of the ranks see it and
+    others do not, not even within SEEN_S."""
+    is_seen = any(ranks.gather(directory.is_dir()))
+    if is_seen:
+        require_seen(directory, ranks)
+    return is_seen
 
 
 def require_same(step: Path, uuid: str, ranks: Ranks) -> None:

@@ -1,7 +1,7 @@
 """Reads the texts of a step (a saved checkpoint directory), which others may have changed."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,24 +11,41 @@ from modicum.errors import Error, failure
 
 _ERRORS = (AttributeError, LookupError, OverflowError, RuntimeError, TypeError, ValueError)
 
-
-def read_text(path: Path) -> str:
-    """Raises `IntegrityError` if the file is too long or is not UTF-8, `IoError` if it can't be
-    read."""
-    data = _modicum.read_file(path)
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise failure("INTEGRITY", "not UTF-8", file=path.name, got=str(error)) from None
+_TEXT, _ANY = 100_000_000, 1 << 62
+"""The most bytes of a text, and of a file of tensors, whose length the record limits."""
 
 
 def read_json(path: Path) -> Any:
-    """As `read_text`; also raises `IntegrityError` if the text is not JSON."""
-    text = read_text(path)
+    """The value in a file. Raises `IntegrityError` if it is too long or is not JSON, `IoError` if
+    it can't be read."""
+    return json_in(_modicum.read_file(path), path.name)
+
+
+def text_in(data: bytes, file: str) -> str:
+    """The text of a file's bytes. Raises `IntegrityError` if they are not UTF-8."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise failure("INTEGRITY", "not UTF-8", file=file, got=str(error)) from None
+
+
+def json_in(data: bytes, file: str) -> Any:
+    """As `text_in`; also raises `IntegrityError` if the text is not JSON."""
+    text = text_in(data, file)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise failure("INTEGRITY", "not JSON", file=path.name, got=str(error)) from None
+        raise failure("INTEGRITY", "not JSON", file=file, got=str(error)) from None
+
+
+def read_files(step: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """The bytes of files of a step, by name. Raises `IntegrityError` if a text is too long,
+    `IoError` if a file can't be read."""
+    files = {}
+    for name in names:
+        most = _ANY if name.endswith(".safetensors") else _TEXT
+        files[name] = _modicum.read_file(step / name, most_bytes=most)
+    return files
 
 
 @contextmanager

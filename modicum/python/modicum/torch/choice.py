@@ -1,0 +1,106 @@
+"""Which checkpoint a script of accelerate or Trainer resumes from: all ranks take the same one, of
+which they have compared every byte, and skip damaged ones."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from itertools import dropwhile
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from modicum.torch.optim.names import warn_script
+from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.inside import fault_for_all, fault_of
+from modicum.torch.saving.shared import seen_by_all
+from modicum.upstream import checkpoints as upstream
+
+
+class Choice:
+    """Replaces the functions by which Trainer finds a checkpoint."""
+
+    def __init__(self) -> None:
+        self._found: set[str] = set()  # what get_last_checkpoint has returned
+        self.compared: Path | None = None
+        """The checkpoint that was chosen last, of which all ranks together have compared every
+        byte."""
+
+    def finding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_last_checkpoint(folder: Any) -> Any:
+            if original(folder) is None:
+                return None
+            found = functools.partial(upstream.newest_first, folder)
+            if not dist.is_initialized() or dist.get_world_size() == 1:
+                return self.choose(found)
+            # A script may call this on one rank alone. `train` compares the values.
+            last = next(filter(_usable_or_warn, found()), None)
+            self._found |= {last} if last else set()
+            return last
+
+        return get_last_checkpoint
+
+    def training(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def train(
+            trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+        ) -> Any:
+            chosen = self._checkpoint_to_resume(resume_from_checkpoint, trainer.args.output_dir)
+            return original(trainer, chosen, *args, **kwargs)
+
+        return train
+
+    def _checkpoint_to_resume(self, asked: Any, folder: str) -> Any:
+        """The checkpoint that all ranks resume from. Instead of True, and of a damaged one that
+        `get_last_checkpoint` has returned on rank 0, it is the newest whole one; if there is none,
+        `asked`. Collective."""
+        is_found = str(asked) in self._found
+        with Ranks.of_world().together() as ranks:
+            ranks.agree_on({"bool of argument resume_from_checkpoint": str(bool(asked))})
+            is_choice, _ = ranks.once(lambda: asked is True or is_found, lambda: None)
+        if not asked:
+            return asked
+        if not is_choice:
+            require_all_see(Path(asked))
+            return asked
+
+        def find() -> Iterable[str]:
+            if not is_found:
+                return upstream.newest_first(folder)
+            found = upstream.newest_first(os.path.dirname(asked))
+            return dropwhile(lambda one: one != str(asked), found)
+
+        return self.choose(find) or asked
+
+    def choose(self, find: Callable[[], Iterable[str | Path]]) -> str | None:
+        """The first of the checkpoints that rank 0 finds from which a run can resume. Compares
+        every byte, a part on each rank. Rank 0 warns of those that are skipped. Collective."""
+        with Ranks.of_world().together() as ranks:
+            found, _ = ranks.once(lambda: [str(one) for one in find()], lambda: None)
+            for one in found:
+                reason = fault_for_all(Path(one), ranks)
+                if not reason:
+                    self.compared = Path(one)
+                    return str(one)
+                if ranks.rank == 0:
+                    _warn_of_skipped(one, reason)
+        return None
+
+
+def require_all_see(directory: Path) -> None:
+    """Raises `IoError` on all ranks if only some of them see the directory. Collective."""
+    with Ranks.of_world().together() as ranks:
+        seen_by_all(directory, ranks)
+
+
+def _usable_or_warn(directory: str) -> bool:
+    """Returns whether a script can resume from the checkpoint; if not, warns with the reason."""
+    reason = fault_of(Path(directory))
+    if reason:
+        _warn_of_skipped(directory, reason)
+    return not reason
+
+
+def _warn_of_skipped(directory: str, reason: str) -> None:
+    warn_script(f"modicum: {os.path.basename(directory)} is skipped: {reason}")
