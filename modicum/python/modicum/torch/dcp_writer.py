@@ -192,7 +192,7 @@ class Writer(StorageWriter, AsyncStager):
         ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
                   **self._how)  # fmt: skip
         ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | common_facts(parts))
-        model = None if self._model is None else Model.of(self._model)
+        model = None if self._model is None else Model.of(self._model, reshards=True)
         named = Named({canonical(name): t for name, t in parts.model.items()}, model)
         if model is None:
             goal = goal_as_stored(named.tensors, self._source, ranks)

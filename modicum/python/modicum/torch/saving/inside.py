@@ -106,10 +106,9 @@ def save_inside(
 ) -> Saved:
     """Saves into the directory of `flight`, which is open, and commits. Collective. `how`: ledger,
     budget, staging, shard_size and adapters, as for `save`."""
-    reshard(model)
     options = None
     if optimizer is not None and not _has_tensors(optimizer):
-        options = groups.text_of(optimizer, Model.of(model).names)
+        options = groups.text_of(optimizer, Model.of(model, reshards=True).names)
         optimizer = None
     form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=how["adapters"])
     ask = Ask(

@@ -15,7 +15,7 @@ from modicum import _modicum
 from modicum.errors import UsageError, refusal
 from modicum.torch.loading.around import taken
 from modicum.torch.loading.goal import Model, Source
-from modicum.torch.loading.origin import Origin, origin_of, remember
+from modicum.torch.loading.origin import Origin, loaded_in, origin_of, remember
 from modicum.torch.loading.planning import Size
 from modicum.torch.optim import in_flight
 from modicum.torch.ranks.group import Ranks
@@ -79,7 +79,8 @@ def save(
 
     Args:
         model: loaded by `modicum.torch.load` or `HuggingFaceReader`, or `source` is given; sharded
-            or not; without tensors on meta.
+            or not; without tensors on meta. A wrapper without tensors of its own, such as
+            DistributedDataParallel, counts as the loaded module in it, whose names the step has.
         root: the directory of all steps, on a file system that all ranks share; created if its
             parent exists.
         step: the step's number, 0 or more.
@@ -145,6 +146,8 @@ def _save(
             sigterm.hold()
         ranks = stack.enter_context(Ranks.of_world(sigterm.while_waiting).together())
         sigterm.hold()
+        if given.source is None:
+            model = loaded_in(model)
         begun = _begun(model, given, ask(sigterm), ranks, flight)
         if begun.planned.snapshot is not None:
             saving = Saving(begun, lambda outcome: _finished(model, begun, outcome), sigterm)
@@ -164,7 +167,7 @@ def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight
 
 def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Begun:
     """Plans the save and makes its directory, before tensors are written. Collective."""
-    whole = Model.of(model)
+    whole = Model.of(model, reshards=True)
     told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
     ranks.agree_on(ask.facts() | told | whole.facts())
     only = only_adapters(whole, ask.form.adapters)

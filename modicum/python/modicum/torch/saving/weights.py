@@ -130,7 +130,7 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
     require_values(model)
     if source is None and origin is None:
         what = "the model was not loaded by modicum.torch.load from files: give `source=`, a "
-        what += "checkpoint with its names"
+        what += "checkpoint with its names, or pass the module that was loaded"
         raise refusal("USAGE", what)
     origin = None if origin is None else origin.present()
     at = source if source is not None or origin is None else origin.source
