@@ -51,6 +51,8 @@ class Recipe:
     """The stored number of rows of each target that has another number of rows (`resized`)."""
     norms: dict[str, str] = field(default_factory=dict)
     """By target that the caller of the load fills with row norms: the weight with these rows."""
+    unexpected: list[str] = field(default_factory=list)
+    """Those of `unused` that have no place in the model, and that transformers would warn of."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -464,6 +466,7 @@ def recipe_for(
     )
     _check_lacking(lacking, structure, stored)
     recipe.targets = {name: recipe.targets[name] for name in targets if name in recipe.targets}
+    recipe.unexpected = sorted(translation.unexpected)
     recipe.unused = sorted([*translation.dropped, *translation.unexpected, *translation.doubled])
     return recipe
 

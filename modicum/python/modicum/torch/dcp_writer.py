@@ -198,7 +198,8 @@ class Writer(StorageWriter, AsyncStager):
             goal = goal_as_stored(named.tensors, self._source, ranks)
         else:
             source = None if self._source is None else Path(self._source)
-            goal = goal_of(model, ranks, source, origin_of(model.module))
+            origin = origin_of(model.module)
+            goal = goal_of(model, ranks, source, origin, self._form.unused)
         writing = writing_of_named(named, goal, ranks, self._form)
         texts = [("extra/extra.json", ask.common or "")]
         state: StateWriting | None = None

@@ -94,7 +94,7 @@ def resume(
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
-    declared = _declared(model, optimizer, found)
+    declared = _declared(model, optimizer, found, is_cast=dtype is not None)
     with _reading(model, found.path, how) as files:
         report = load(model, files, optimizer=declared, **how)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
@@ -144,21 +144,22 @@ class Found:
 
 
 def _declared(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Found
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Found, *, is_cast: bool
 ) -> list[AdamW | Later]:
-    """What the promise of the model's load includes for the optimizer's state. Collective."""
+    """What the promise of the model's load includes for the optimizer's state. Collective.
+    `is_cast`: whether the load may change dtypes."""
     if optimizer is None or isinstance(optimizer, AdamW):
         return [] if optimizer is None else [optimizer]
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
-        saved = _saved_state(found)
+        saved = _saved_state(found)._replace(step=None if is_cast else found.path)
         return [Later(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
 
 
 def _saved_state(found: Found) -> SavedState:
     assert found.state is not None
     return SavedState(
-        _modicum.open_checkpoint(found.path / "optimizer"), found.state, found.staging
+        _modicum.open_checkpoint(found.path / "optimizer"), found.state, found.staging, found.path
     )
 
 

@@ -175,7 +175,7 @@ def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Fligh
     if only:
         goal = goal_of_adapters(whole, ranks)
     else:
-        goal = goal_of(whole, ranks, given.source, origin_of(model))
+        goal = goal_of(whole, ranks, given.source, origin_of(model), ask.form.unused)
     return Begun(plan_of(ask, whole, goal, given.optimizer, ranks), ranks, flight)
 
 

@@ -4,13 +4,14 @@ of the parameters' shapes in safetensors files, numbers in state.json."""
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes.dtypes import dtype_name
+from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, caller
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.planning import Size, device_of
@@ -135,6 +136,8 @@ class SavedState(NamedTuple):
     """The text of state.json."""
     staging: Size | None = None
     """Host memory to stream it through; None: the default."""
+    step: Path | None = None
+    """The step's directory, to compare the parameters' dtypes; None: they may change yet."""
 
 
 def needed_by_tensors(
@@ -189,7 +192,30 @@ def _parameters_of(
         if [*shape] != expected:
             got = str([*shape])
             raise refusal("MISMATCH", "a saved shape", tensor=name, expected=str(expected), got=got)
+    if saved.step is not None:
+        _require_dtypes(parameters, saved.tensors, saved.step)
     return parameters
+
+
+def _require_dtypes(
+    parameters: Mapping[str, torch.Tensor], state: _modicum.Checkpoint, step: Path
+) -> None:
+    """Raises `UsageError` if a parameter has another dtype than when it was saved, and the state
+    was made for the former: torch's optimizers step only state of the parameter's own dtype."""
+    weights: dict[str, str] | None = None
+    for name, (dtype, _) in state.stored.items():
+        fqn = name.rpartition(".")[0]
+        own = dtype_name(parameters[fqn].dtype)
+        if dtype == own or dtype not in FLOATS or own not in FLOATS:
+            continue
+        if weights is None:
+            stored = _modicum.open_checkpoint(step).stored
+            weights = {weight: dtype for weight, (dtype, _) in stored.items()}
+        # A parameter that the load renames or stacks is compared with all weights.
+        if own not in ({weights[fqn]} if fqn in weights else weights.values()):
+            what = "the state was saved with a parameter of another dtype: build the model with "
+            what += "the saved dtype, or resume without optimizer="
+            raise refusal("MISMATCH", what, tensor=fqn, expected=dtype, got=own)
 
 
 def _value_here(

@@ -1,9 +1,9 @@
 """The model's part of a save: planned as a load of the same tensors, and run in reverse."""
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import Error, IoError, failure, refusal
 from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, caller
-from modicum.recipes.translation import Described
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
 from modicum.torch.loading.origin import Origin
 from modicum.torch.loading.planning import places_of
@@ -120,12 +119,15 @@ class Form:
                 raise refusal("UNSUPPORTED", what, tensor=name, expected=dtype, got=to)
 
 
-def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -> Goal:
+def goal_of(
+    model: Model, ranks: Ranks, source: Source, origin: Origin | None, unused: str
+) -> Goal:
     """The checkpoint whose names and files the save gets, and the recipe of the model's tensors.
     Collective.
 
     Args:
         source: None: the origin's source.
+        unused: see `save`.
     """
     require_values(model)
     if source is None and origin is None:
@@ -134,39 +136,62 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -
         raise refusal("USAGE", what)
     origin = None if origin is None else origin.present()
     at = source if source is not None or origin is None else origin.source
-    checkpoint = _modicum.open_checkpoint(None if at is None else Path(at))
+    try:
+        checkpoint = _modicum.open_checkpoint(None if at is None else Path(at))
+    except IoError as error:
+        if source is not None:
+            raise
+        what = "the checkpoint from which the model was loaded can't be opened: give `source=`, a "
+        what += "checkpoint with its names"
+        raise failure(error.category, what, file=str(at), got=str(error)) from None
 
     def make() -> str:
         if source is None and origin is not None:
             return _fitted(origin.text, model)
+        assert source is not None
+        _require_architecture(model, origin, source)
         made = recipe_for(
             model.module, checkpoint.stored, structure=model.structure, missing="init",
             unexpected="ignore",
         )  # fmt: skip
-        _require_names(made, checkpoint.stored, source)
+        _require_names(made, model, source, unused)
         return _fitted(made.text(callers=True), model)
 
     text, memories = ranks.once(make, memory_before)
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, [], text=text)
 
 
-def _require_names(made: Recipe, stored: Described, source: Source) -> None:
+def _require_architecture(model: Model, origin: Origin | None, source: str | Path) -> None:
+    """Raises `UsageError` if config.json of the source has another `model_type` than the model's
+    config or, if it has none, than the checkpoint from which it was loaded."""
+    configs = [getattr(part.module, "config", None) for part in model.structure.parts]
+    kinds = [kind for of in configs if isinstance(kind := getattr(of, "model_type", None), str)]
+    if not any(kinds) and origin is not None and origin.source is not None:
+        with suppress(Error):
+            kinds = [_modicum.inspect(origin.source)["model_type"]]
+    other = _modicum.inspect(source)["model_type"]
+    # The text model of a multimodal checkpoint has a type of its own.
+    same = {other, f"{other}_text", f"{other}_text_model"}
+    if other and any(kinds) and same.isdisjoint(kinds):
+        what, expected = "the source has another architecture (model_type)", " or ".join(kinds)
+        raise refusal("MISMATCH", what, file=str(source), expected=expected, got=other)
+
+
+def _require_names(made: Recipe, model: Model, source: str | Path, unused: str) -> None:
     """Raises `UsageError` if the source has none of the model's tensors, as if the model had names
-    of its own: the step would hold the source's values under the source's names. Warns if that may
-    be so for a part of the model."""
+    of its own: the step would hold the source's values under the source's names. Also raises it if
+    that may be so for a part of the model."""
     new = made.missing
     if all(name in new or node["op"] == "alias" for name, node in made.targets.items()):
         what = "the source has no tensor of the model: give a checkpoint with the model's names, "
         what += "or load the model with recipe= or key_mapping= and leave out source="
         raise refusal("MISMATCH", what, file=str(source), tensor=next(iter(made.targets), ""))
-    unused = {tuple(stored[name][1]): name for name in reversed(made.unused)}
-    for name, (_, shape) in new.items():
-        if shape in unused:
-            what = f"the source lacks '{name}' of the model, and the model lacks '{unused[shape]}' "
-            what += "of the source, with the same shape: if they are the same tensor, load the "
-            what += "model with recipe= or key_mapping= and leave out source="
-            warnings.warn(f"modicum: {what}", stacklevel=3)
-            return
+    own = [name for name in new if model.structure.members[name].adapter is None]
+    if own and made.unexpected and unused == "copy":
+        what = f"the source lacks this tensor, and the model lacks '{made.unexpected[0]}' of the "
+        what += "source: load the model with recipe= or key_mapping= and leave out source=; or, if "
+        what += "they are no names of one tensor, leave out the source's by unused='drop'"
+        raise refusal("MISMATCH", what, file=str(source), tensor=own[0])
 
 
 def require_values(model: Model) -> None:
