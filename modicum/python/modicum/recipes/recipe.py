@@ -168,8 +168,7 @@ def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[st
                 continue
             alias: Node = {"op": "alias", "of": there[0]}
             if name in there:
-                kept = {k: v for k, v in recipe.targets[name].items() if k != "dtype"}
-                alias["in"] = [kept]
+                alias["in"] = [{k: v for k, v in recipe.targets[name].items() if k != "dtype"}]
             recipe.targets[name] = alias
     return open_ties
 
@@ -454,7 +453,7 @@ def recipe_for(
     )
     _check_unexpected(translation, unexpected, structure, stored)
     dtypes = Dtypes(structure, targets, None if dtype is None else dtype_name(dtype), keep_fp32)
-    recipe = Recipe(grown=translation.grown)
+    recipe = Recipe(grown=translation.grown, unexpected=sorted(translation.unexpected))
     for name, array in translation.made.items():
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
     open_ties = _tie(recipe, ties_of(structure), untie)
@@ -466,7 +465,6 @@ def recipe_for(
     )
     _check_lacking(lacking, structure, stored)
     recipe.targets = {name: recipe.targets[name] for name in targets if name in recipe.targets}
-    recipe.unexpected = sorted(translation.unexpected)
     recipe.unused = sorted([*translation.dropped, *translation.unexpected, *translation.doubled])
     return recipe
 

@@ -212,7 +212,8 @@ def check_replaceable(name: str, parameter: nn.Parameter) -> None:
         raise refusal("UNSUPPORTED", "a tensor subclass", tensor=name, got=got)
     if not parameter.is_contiguous() or not local.is_contiguous():
         got = str(list(parameter.stride()))
-        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name, got=got)
+        what = "strides that are not row-major: change the memory format after the load"
+        raise refusal("UNSUPPORTED", what, tensor=name, got=got)
     if parameter.grad is not None:
         raise refusal("USAGE", "a parameter has a gradient already", tensor=name)
     if weakref.getweakrefs(parameter):

@@ -13,7 +13,7 @@ from modicum.recipes import Recipe
 from modicum.recipes.structure import has_adapters, inside_wrappers, structure_of
 from modicum.upstream.wrappers import canonical
 
-_ATTRIBUTE = "_modicum_origin"
+_ATTRIBUTE = "modicum_origin"
 
 
 @dataclass(frozen=True)

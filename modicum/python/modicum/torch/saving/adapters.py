@@ -171,8 +171,6 @@ def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> W
     held = []
     for own in names_of_peft(model).values():
         of = model.tensors[own]
-        if not of.local.is_contiguous():
-            raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=own)
         held.append(Held(of.local, shardings.of(of.tensor, own).unpadded(), of.tensor))
     return writing_of(goal.recipe, held, ranks, form)
 

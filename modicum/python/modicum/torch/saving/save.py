@@ -79,8 +79,7 @@ def save(
 
     Args:
         model: loaded by `modicum.torch.load` or `HuggingFaceReader`, or `source` is given; sharded
-            or not; without tensors on meta. A wrapper without tensors of its own, such as
-            DistributedDataParallel, counts as the loaded module in it, whose names the step has.
+            or not, also in a wrapper such as DDP's; without tensors on meta.
         root: the directory of all steps, on a file system that all ranks share; created if its
             parent exists.
         step: the step's number, 0 or more.

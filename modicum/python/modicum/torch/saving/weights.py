@@ -21,7 +21,7 @@ from modicum.torch.loading.planning import places_of
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.placements import Sharding, layout_of
-from modicum.torch.shards.tensors import ModelTensor, as_bytes
+from modicum.torch.shards.tensors import ModelTensor, as_bytes, copy_run, destination_of
 
 Fetch = Callable[[int, int, memoryview], None]
 """Called with a target's index, its first element, and a view to fill with elements."""
@@ -32,7 +32,7 @@ class Held:
     """A tensor in a rank's memory, and its sharding over all ranks."""
 
     local: torch.Tensor
-    """This rank's part; contiguous."""
+    """This rank's part."""
     sharding: Sharding
     tensor: torch.Tensor
     """The tensor of the model or the optimizer's state to which `local` belongs."""
@@ -48,8 +48,8 @@ class Writing:
     fetch: Fetch | None = None
     """Provides elements of all targets if `held` is empty (streams.py, one rank); else None."""
     fetch_bytes: int = 0
-    """The most bytes of stacks and heaps that threads use to fetch elements that are not in the
-    host's memory. 0: all tensors are on the host."""
+    """The most bytes of stacks and heaps that threads use to fetch elements that are not in
+    row-major memory of the host. 0: all are."""
 
     @property
     def bytes_held(self) -> Counter[str]:
@@ -58,8 +58,8 @@ class Writing:
 
     @cached_property
     def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:
-        """The bytes of tensors on the host, by target, and the function that provides elements of
-        all other tensors (None: there are none)."""
+        """The bytes of row-major tensors on the host, by target, and the function that provides
+        elements of all other tensors (None: there are none)."""
         if self.fetch is not None:
             return {}, self.fetch
         given, lines = memory_of(self.recipe, self.held)
@@ -71,7 +71,7 @@ class Writing:
         return self.memory[1] is not None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-        """(name, tensor, bytes as in `memory` if it is on the host) of each target."""
+        """(name, tensor, bytes as in `memory` or None) of each target."""
         for at, (target, of) in enumerate(zip(self.recipe.targets, self.held, strict=True)):
             yield target["name"], of.tensor, self.memory[0].get(at)
 
@@ -119,9 +119,7 @@ class Form:
                 raise refusal("UNSUPPORTED", what, tensor=name, expected=dtype, got=to)
 
 
-def goal_of(
-    model: Model, ranks: Ranks, source: Source, origin: Origin | None, unused: str
-) -> Goal:
+def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, unused: str) -> Goal:
     """The checkpoint whose names and files the save gets, and the recipe of the model's tensors.
     Collective.
 
@@ -170,9 +168,9 @@ def _require_architecture(model: Model, origin: Origin | None, source: str | Pat
         with suppress(Error):
             kinds = [_modicum.inspect(origin.source)["model_type"]]
     other = _modicum.inspect(source)["model_type"]
-    # The text model of a multimodal checkpoint has a type of its own.
-    same = {other, f"{other}_text", f"{other}_text_model"}
-    if other and any(kinds) and same.isdisjoint(kinds):
+    # The text model of a multimodal checkpoint has a type of its own, such as "gemma3_text".
+    wholes = [kind.removesuffix("_model").removesuffix("_text") for kind in kinds]
+    if other and any(kinds) and other not in (*kinds, *wholes):
         what, expected = "the source has another architecture (model_type)", " or ".join(kinds)
         raise refusal("MISMATCH", what, file=str(source), expected=expected, got=other)
 
@@ -289,31 +287,24 @@ def save_plan_of(loaded: _modicum.Plan, form: Form, *, gathers: bool = False) ->
     )
 
 
-def destination_of(local: torch.Tensor) -> str:
-    """The plan's destination for a tensor that has memory: on the host, or on a device."""
-    return "given" if local.device.type == "cpu" else "copy"
-
-
 def memory_of(
     recipe: _modicum.Recipe, held: Sequence[Held]
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """(bytes of tensors on the host, other tensors flattened), each by target without aliases."""
+    """(bytes of row-major tensors on the host, other tensors), each by target without aliases."""
     own = [t for t, target in enumerate(recipe.targets) if target["alias_of"] is None]
-    lines = {t: held[t].local.detach().reshape(-1) for t in own}
-    here = {t for t in own if destination_of(held[t].local) == "given"}
-    given = {t: as_bytes(line) for t, line in lines.items() if t in here and line.numel() > 0}
-    return given, {t: line for t, line in lines.items() if t not in here}
+    tensors = {t: held[t].local.detach() for t in own}
+    here = {t for t, local in tensors.items() if destination_of(local) == "given"}
+    given = {t: as_bytes(tensors[t]) for t in here if tensors[t].numel() > 0}
+    return given, {t: local for t, local in tensors.items() if t not in here}
 
 
-def fetching(lines: Mapping[int, torch.Tensor]) -> Fetch | None:
-    """The function that copies elements of `lines`, tensors on a device, to the staging."""
-    if not lines:
+def fetching(tensors: Mapping[int, torch.Tensor]) -> Fetch | None:
+    """The function that copies elements of `tensors` to the staging."""
+    if not tensors:
         return None
 
     def fetch(target: int, at: int, view: memoryview) -> None:
-        line = lines[target]
-        into = torch.frombuffer(view, dtype=torch.uint8)
-        count = len(view) // line.element_size()
-        into.copy_(as_bytes(line[at : at + count]))
+        tensor = tensors[target]
+        copy_run(tensor, at, torch.frombuffer(view, dtype=torch.uint8).view(tensor.dtype))
 
     return fetch
