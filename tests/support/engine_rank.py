@@ -308,8 +308,8 @@ def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any
         model.table = torch.zeros_like(model.table)
     reports: list[Any] = []
     reads: list[int] = []
-    copy_run = memory._copy_run
-    memory._copy_run = lambda *run: (reads.append(run[2].nbytes), copy_run(*run))
+    copy_run = memory.copy_run
+    memory.copy_run = lambda *run: (reads.append(run[2].nbytes), copy_run(*run))
     ledger = modicum.Ledger()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -322,7 +322,7 @@ def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any
         assert all(p.is_meta for p in model.parameters())
         return {"refused": str(error), "reads": reads}
     finally:
-        memory._copy_run = copy_run
+        memory.copy_run = copy_run
     now, fallen = held_bytes("RssAnon", "RssShmem"), held_bytes("VmHWM") - held_bytes("VmRSS")
     for name, parameter in model.named_parameters():
         whole, local = _drawn(*drawn[name]).to(parameter.dtype), parameter.to_local()
@@ -373,7 +373,7 @@ def dict_consumed(fails_at: int | None = None, consume: bool = True) -> dict[str
         full["head.weight"] = full["layers.0.weight"]
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    before, grown, copy_run = held_bytes("RssAnon", "RssShmem"), [], memory._copy_run
+    before, grown, copy_run = held_bytes("RssAnon", "RssShmem"), [], memory.copy_run
 
     def copy(*run: Any) -> None:
         if len(grown) == fails_at:
@@ -381,7 +381,7 @@ def dict_consumed(fails_at: int | None = None, consume: bool = True) -> dict[str
         copy_run(*run)
         grown.append(held_bytes("RssAnon", "RssShmem") - before)
 
-    memory._copy_run = copy
+    memory.copy_run = copy
     said = ""
     try:
         fsdp2_load_full_state_dict(model, full, budget="none", consume=consume)
@@ -389,7 +389,7 @@ def dict_consumed(fails_at: int | None = None, consume: bool = True) -> dict[str
         assert all(p.is_meta for p in model.parameters())
         said = str(error)
     finally:
-        memory._copy_run = copy_run
+        memory.copy_run = copy_run
     if not said:
         for name, parameter in model.named_parameters():
             assert (parameter.to_local() == len(name)).all(), name

@@ -219,7 +219,7 @@ def test_any_run_of_elements_is_copied(tensor: Any) -> None:
     for first in range(len(whole)):
         for end in range(first, len(whole) + 1):
             into = torch.full((end - first,), -1).to(whole.dtype)
-            memory._copy_run(tensor, first, into)
+            memory.copy_run(tensor, first, into)
             assert torch.equal(into, whole[first:end])
 
 

@@ -51,6 +51,8 @@ class Recipe:
     """The stored number of rows of each target that has another number of rows (`resized`)."""
     norms: dict[str, str] = field(default_factory=dict)
     """By target that the caller of the load fills with row norms: the weight with these rows."""
+    unexpected: list[str] = field(default_factory=list)
+    """Those of `unused` that have no place in the model, and that transformers would warn of."""
 
     @property
     def missing(self) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -166,8 +168,7 @@ def _tie(recipe: Recipe, ties: Iterable[list[str]], untie: bool) -> list[list[st
                 continue
             alias: Node = {"op": "alias", "of": there[0]}
             if name in there:
-                kept = {k: v for k, v in recipe.targets[name].items() if k != "dtype"}
-                alias["in"] = [kept]
+                alias["in"] = [{k: v for k, v in recipe.targets[name].items() if k != "dtype"}]
             recipe.targets[name] = alias
     return open_ties
 
@@ -452,7 +453,7 @@ def recipe_for(
     )
     _check_unexpected(translation, unexpected, structure, stored)
     dtypes = Dtypes(structure, targets, None if dtype is None else dtype_name(dtype), keep_fp32)
-    recipe = Recipe(grown=translation.grown)
+    recipe = Recipe(grown=translation.grown, unexpected=sorted(translation.unexpected))
     for name, array in translation.made.items():
         recipe.targets[name] = cast(name, array, dtypes.of(name, translation.first[name]))
     open_ties = _tie(recipe, ties_of(structure), untie)

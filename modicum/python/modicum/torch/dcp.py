@@ -289,9 +289,7 @@ class HuggingFaceReader(_PathReader):
             _modicum.Board(),
             self._ledger,
             given={t: line for t, line in enumerate(lines) if on_host[t] and line.numel() > 0},
-            copy=copying_into(
-                {t: (line, places[t].tensor.itemsize) for t, line in enumerate(lines)}
-            ),
+            copy=copying_into({t: place.tensor.detach() for t, place in enumerate(places)}),
             threads=cpus_of_rank(),
         )
 

@@ -196,13 +196,14 @@ class Writer(StorageWriter, AsyncStager):
         ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
                   **self._how)  # fmt: skip
         ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | common_facts(parts))
-        model = None if self._model is None else Model.of(self._model)
+        model = None if self._model is None else Model.of(self._model, reshards=True)
         named = Named({canonical(name): t for name, t in parts.model.items()}, model)
         if model is None:
             goal = goal_as_stored(named.tensors, self._source, ranks)
         else:
             source = None if self._source is None else Path(self._source)
-            goal = goal_of(model, ranks, source, origin_of(model.module))
+            origin = origin_of(model.module)
+            goal = goal_of(model, ranks, source, origin, self._form.unused)
         writing = writing_of_named(named, goal, ranks, self._form)
         texts = [("extra/extra.json", ask.common or "")]
         state: StateWriting | None = None

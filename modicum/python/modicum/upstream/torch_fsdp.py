@@ -127,12 +127,17 @@ def stays_cut(parameter: torch.Tensor, managed: Managed | None) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the gathered parameters that FSDP2 keeps after a forward without a backward."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    """Frees the gathered parameters that FSDP2 keeps after a forward without a backward, or after
+    `unshard()`, as `state_dict()` does. Does not communicate. Raises `UsageError`, and frees none,
+    in a forward or a backward that needs them."""
+    gathered = [group for group in _known_groups(model.modules()) if not group.is_sharded]
+    for group in gathered:
+        if group._training_state.name != "IDLE":
+            what = "FSDP2 has gathered this parameter for a forward or backward that has not ended:"
+            what += " call this after it, or after an exception reset_iter_state() on the root"
+            raise refusal("USAGE", what, tensor=_name_of(model, group.fsdp_params[0]))
+    for group in gathered:
+        group.reshard()
 
 
 def fsdp_params(model: nn.Module) -> dict[nn.Parameter, Managed]:
@@ -155,13 +160,11 @@ def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, M
         for fsdp_param in group.fsdp_params:
             info = fsdp_param._module_info
             if getattr(info.module, info.param_name) is not fsdp_param.sharded_param:
-                name = next((n for n, m in model.named_modules() if m is info.module), "")
-                name = canonical(f"{name}.{info.param_name}".removeprefix("."))
                 what = "this parameter was replaced after fully_shard"
                 if fsdp_param.sharded_state.name != "SHARDED":
                     what = "FSDP2 has gathered this parameter, as after a forward without a "
                     what += "backward: call reshard() on each FSDPModule first"
-                raise refusal("USAGE", what, tensor=name)
+                raise refusal("USAGE", what, tensor=_name_of(model, fsdp_param))
             managed[fsdp_param.sharded_param] = Managed(
                 fsdp_param=fsdp_param,
                 unit=unit,
@@ -170,6 +173,12 @@ def _managed_in(model: nn.Module, groups: Sequence[Any]) -> dict[nn.Parameter, M
                 pins=fsdp_param.pin_memory,
             )
     return managed
+
+
+def _name_of(model: nn.Module, fsdp_param: Any) -> str:
+    info = fsdp_param._module_info
+    name = next((n for n, m in model.named_modules() if m is info.module), "")
+    return canonical(f"{name}.{info.param_name}".removeprefix("."))
 
 
 def check_unit_dtypes(
@@ -203,7 +212,8 @@ def check_replaceable(name: str, parameter: nn.Parameter) -> None:
         raise refusal("UNSUPPORTED", "a tensor subclass", tensor=name, got=got)
     if not parameter.is_contiguous() or not local.is_contiguous():
         got = str(list(parameter.stride()))
-        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name, got=got)
+        what = "strides that are not row-major: change the memory format after the load"
+        raise refusal("UNSUPPORTED", what, tensor=name, got=got)
     if parameter.grad is not None:
         raise refusal("USAGE", "a parameter has a gradient already", tensor=name)
     if weakref.getweakrefs(parameter):
@@ -260,6 +270,7 @@ def known(mesh: Any) -> Known:
     facts = {
         "FSDPParam takes a storage that is padded, without a copy": partial(_takes_storage, mesh),
         "a process registers the modules that it shards": partial(_is_registered, mesh),
+        "a parameter group tells whether it is gathered and in use": partial(_tells_use, mesh),
     }
     return Known("torch", TORCH_TESTED, facts)
 
@@ -275,6 +286,11 @@ def _tiny_unit(mesh: Any) -> nn.Module:
 def _is_registered(mesh: Any) -> bool:
     layer = _tiny_unit(mesh)
     return layer.weight in cut_by_fsdp()
+
+
+def _tells_use(mesh: Any) -> bool:
+    (group,) = _groups([_tiny_unit(mesh)])
+    return bool(group.is_sharded) and group._training_state.name == "IDLE"
 
 
 def _takes_storage(mesh: Any) -> bool:

@@ -18,7 +18,7 @@ from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
-from modicum.upstream.torch_fsdp import Managed, check_pinning
+from modicum.upstream.torch_fsdp import Managed, check_pinning, reshard
 from modicum.upstream.wrappers import canonical
 
 Source = str | Path | None
@@ -44,6 +44,7 @@ class Model:
         originals: bool = False,
         scratch: bool = False,
         buffers_follow_fsdp: bool = False,
+        reshards: bool = False,
     ) -> "Model":
         """Collects the model's tensors.
 
@@ -53,10 +54,13 @@ class Model:
                 trainable tokens.
             scratch: whether the load may also fill non-persistent buffers.
             buffers_follow_fsdp: see the attribute.
+            reshards: whether FSDP2 first frees gathered parameters; otherwise they are refused.
         """
         if not isinstance(module, nn.Module):
             expected, got = "a torch.nn.Module", type(module).__name__
             raise refusal("USAGE", "model", expected=expected, got=got)
+        if reshards:
+            reshard(module)
         structure = structure_of(module, adapter)
         if originals:
             held = structure.rows.keys() & structure.scratch.keys()

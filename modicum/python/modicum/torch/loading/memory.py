@@ -21,7 +21,7 @@ from modicum.recipes.structure import ties_of
 from modicum.torch.loading.goal import Goal, Model, memory_before
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.placements import whole_of
-from modicum.torch.shards.tensors import ModelTensor, as_bytes
+from modicum.torch.shards.tensors import ModelTensor, as_bytes, copy_run
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.torch_fsdp import hand_over
 from modicum.upstream.wrappers import canonical
@@ -181,7 +181,7 @@ def goal_of_memory(
         name, tensor, dtype = chosen[index]
         first = offset // dtype.itemsize
         into = torch.frombuffer(view, dtype=torch.uint8).view(dtype)
-        _copy_run(tensor, first, into)
+        copy_run(tensor, first, into)
         if state is not None and first + into.numel() == tensor.numel():
             nbytes = tensor.nbytes
             chosen[index] = name, torch.empty(0), dtype
@@ -220,26 +220,3 @@ def _casts(source: torch.dtype, target: torch.dtype) -> bool:
     dtype, since their scales are missing."""
     wide = [d.is_floating_point and d.itemsize > 1 for d in (source, target)]
     return source == target or all(wide)
-
-
-def _copy_run(tensor: torch.Tensor, first: int, into: torch.Tensor) -> None:
-    """Copies the elements [first, first + into.numel()) in row-major order. The tensor may have any
-    strides, device and dtype; no temporary is larger than `into`.
-
-    Example: in shape [3, 4] the elements 2 to 9 take three copies: the end of row 0, row 1, and the
-    beginning of row 2.
-    """
-    if tensor.is_contiguous():
-        into.copy_(tensor.view(-1)[first : first + into.numel()])
-        return
-    row = tensor[0].numel()
-    while into.numel() > 0:
-        at, within = divmod(first, row)
-        if within > 0 or into.numel() < row:
-            n = min(row - within, into.numel())
-            _copy_run(tensor[at], within, into[:n])
-        else:
-            rows = into.numel() // row
-            n = rows * row
-            into[:n].view(rows, *tensor.shape[1:]).copy_(tensor[at : at + rows])
-        first, into = first + n, into[n:]

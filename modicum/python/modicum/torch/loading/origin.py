@@ -4,12 +4,16 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from torch import nn
 
+from modicum.errors import refusal
 from modicum.recipes import Recipe
-from modicum.recipes.structure import structure_of
+from modicum.recipes.structure import has_adapters, inside_wrappers, structure_of
+from modicum.upstream.wrappers import canonical
+
+_ATTRIBUTE = "modicum_origin"
 
 
 @dataclass(frozen=True)
@@ -34,15 +38,19 @@ class Origin:
         is_gone = Path(self.source or "").is_absolute() and not Path(self.source or "").exists()
         return self.other.present() if is_gone and self.other is not None else self
 
+    def __deepcopy__(self, memo: Any) -> "Origin":
+        return self
 
-_origins: WeakKeyDictionary[nn.Module, Origin] = WeakKeyDictionary()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a pickled model can be read without Modicum
 
 
 def remember(model: nn.Module, origin: Origin) -> None:
-    """Sets the model's origin, which is kept as long as the model is alive."""
+    """Sets the model's origin. It is an attribute, which a deep copy of the model has, too; a model
+    inside wrappers of torch.compile shares it with these, since its names are the same."""
     if origin.source is not None and Path(origin.source).exists():
         origin = replace(origin, source=Path(origin.source).absolute())
-    _origins[model] = origin
+    vars(inside_wrappers(model))[_ATTRIBUTE] = origin
 
 
 def remember_read(model: nn.Module, source: Path, recipe: Recipe, read: Set[str]) -> None:
@@ -59,7 +67,27 @@ def remember_read(model: nn.Module, source: Path, recipe: Recipe, read: Set[str]
 
 def origin_of(model: nn.Module) -> Origin | None:
     """The model's origin; None if `modicum.torch.load` has not loaded it."""
-    return _origins.get(model)
+    origin: Origin | None = vars(inside_wrappers(model)).get(_ATTRIBUTE)
+    return origin
+
+
+def loaded_in(model: nn.Module) -> nn.Module:
+    """The module that was loaded: the model or, if this is a wrapper with the same tensors such as
+    DistributedDataParallel, the module in it. The model if none was loaded. Raises `UsageError` if
+    the wrapper has more tensors."""
+    modules = [*model.named_modules()] if isinstance(model, nn.Module) else []
+    loaded = [(name, module) for name, module in modules if origin_of(module) is not None]
+    if not loaded or any(has_adapters(module) for _, module in modules):
+        return model
+    name, inner = loaded[0]
+    inside = {id(of.tensor) for of in structure_of(inner).members.values()}
+    for of in structure_of(model).members.values():
+        if id(of.tensor) not in inside:
+            what = "only a part of the model was loaded by modicum.torch.load, and this tensor is "
+            what += "outside of it: pass the module that was loaded"
+            expected = f"model.{canonical(name)}"
+            raise refusal("USAGE", what, tensor=of.name, expected=expected)
+    return inner
 
 
 @contextmanager
@@ -70,6 +98,6 @@ def keeping_origin(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         if before is None:
-            _origins.pop(model, None)
+            vars(inside_wrappers(model)).pop(_ATTRIBUTE, None)
         else:
             remember(model, before)

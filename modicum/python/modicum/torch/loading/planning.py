@@ -21,7 +21,7 @@ from modicum.torch.optim.states import Stored
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
-from modicum.torch.shards.tensors import ModelTensor
+from modicum.torch.shards.tensors import ModelTensor, destination_of, overlaps
 from modicum.upstream.torch_fsdp import check_replaceable, check_unit_dtypes
 from modicum.upstream.wrappers import unwrapped
 from modicum.walk.calls import require_check
@@ -97,7 +97,7 @@ class Place:
     device: torch.device
     destination: str
     """`cpu`: new host memory; `given`: host memory that the tensor has; `copy`: device memory, new
-    or the tensor's own."""
+    or the tensor's own, or own host memory that is not row-major."""
 
 
 @dataclass(frozen=True)
@@ -332,7 +332,7 @@ def _place_in_own_memory(of: ModelTensor, dtype: torch.dtype, sharding: Sharding
     if local.dtype != dtype:
         what = "a tensor that has values can't be loaded in another dtype"
         raise refusal("MISMATCH", what, tensor=of.name, expected=str(dtype), got=str(local.dtype))
-    if not local.is_contiguous():
-        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=of.name)
-    destination = "given" if local.device.type == "cpu" else "copy"
-    return Place(of, dtype, sharding.unpadded(), local.device, destination)
+    if overlaps(local):
+        what, got = "its elements overlap in memory, as in an expanded tensor", str(local.stride())
+        raise refusal("UNSUPPORTED", what, tensor=of.name, got=f"strides {got}")
+    return Place(of, dtype, sharding.unpadded(), local.device, destination_of(local))

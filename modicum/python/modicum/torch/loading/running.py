@@ -36,7 +36,6 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
     storages = _storages_of(planned)
     given = {t: s for t, s in storages.items() if planned.places[t].destination == "given"}
     copied = {t: s for t, s in storages.items() if planned.places[t].destination == "copy"}
-    of_devices = {t: (as_bytes(s), planned.places[t].dtype.itemsize) for t, s in copied.items()}
     board = _modicum.Board(ranks)
     group = plan.exchange_group(rank)
     if len(group) > 1:
@@ -60,7 +59,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
                 board,
                 ledger,
                 given={t: as_bytes(s) for t, s in given.items() if s.numel() > 0},
-                copy=copying_into(of_devices) if of_devices else None,
+                copy=copying_into(copied) if copied else None,
                 caller=_Maker(planned),
                 broadcast=ranks.broadcast if len(group) > 1 else None,
                 threads=cpus_of_rank(planned.ranks_per_node),
@@ -86,12 +85,12 @@ def _own_targets(planned: Planned) -> Iterator[tuple[int, Place]]:
 
 
 def _storages_of(planned: Planned) -> Storages:
-    """One-dimensional tensors by index of a target: the target's own memory if it has values, or
+    """Tensors by index of a target: the target's own if it has values, or one-dimensional ones of
     new device memory. Targets in new host memory have no entry: the load itself allocates it."""
     storages = {}
     for t, place in _own_targets(planned):
         if not place.of.tensor.is_meta:
-            storages[t] = place.of.local.detach().reshape(-1)
+            storages[t] = place.of.local.detach()
         elif place.destination == "copy":
             numel = planned.buffers[t]["padded_numel"]
             storages[t] = torch.empty(numel, dtype=place.dtype, device=place.device)

@@ -70,7 +70,8 @@ def require_storable(part: Part, name: str) -> None:
         what = "the state of AdamW with amsgrad can't be saved by modicum.torch.save"
         raise refusal("UNSUPPORTED", what, tensor=name)
     if not part.is_row_major:
-        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name)
+        what = "the state has the strides of the parameter, which are not row-major"
+        raise refusal("UNSUPPORTED", what, tensor=name)
     if dtype_of(part, "moment") != torch.int8:
         return
     row, numel = part.shape[-1], part.parameter.numel()

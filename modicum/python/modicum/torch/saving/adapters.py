@@ -171,8 +171,6 @@ def writing_of_adapters(model: Model, goal: Goal, ranks: Ranks, form: Form) -> W
     held = []
     for own in names_of_peft(model).values():
         of = model.tensors[own]
-        if not of.local.is_contiguous():
-            raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=own)
         sharding = shardings.of(of.tensor, own).unpadded()
         held.append(Held(of.local, sharding, of.tensor, comes_from_first=not of.is_parameter))
     return writing_of(goal.recipe, held, ranks, form)

@@ -109,7 +109,6 @@ def save_inside(
 ) -> Saved:
     """Saves into the directory of `flight`, which is open, and commits. Collective. `how`: ledger,
     budget, staging, shard_size and adapters, as for `save`."""
-    reshard(model)
     form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=how["adapters"])
     ask = Ask(
         root=flight.directory, step=flight.number, keep=None, form=form,

@@ -116,7 +116,7 @@ def _resume_from(
     begin: float,
 ) -> Resumed:
     """Loads the model and the optimizer. `how`: arguments of `load`."""
-    declared = _declared(model, optimizer, found)
+    declared = _declared(model, optimizer, found, is_cast=how["dtype"] is not None)
     how = {**how}
     with _reading(model, found.path, how) as files:
         report = load(model, files, optimizer=declared, **how)
@@ -185,20 +185,22 @@ class Found:
 
 
 def _declared(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Found
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Found, *, is_cast: bool
 ) -> list[AdamW | Later]:
-    """What the promise of the model's load includes for the optimizer's state. Collective."""
+    """What the promise of the model's load includes for the optimizer's state. Collective.
+    `is_cast`: whether the load may change dtypes."""
     if optimizer is None or isinstance(optimizer, AdamW):
         return [] if optimizer is None else [optimizer]
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
-        saved = _saved_state(found)
+        saved = _saved_state(found)._replace(step=None if is_cast else found.path)
         return [Later(needed_by_tensors(optimizer, whole, whole.names, saved, ranks))]
 
 
 def _saved_state(found: Found) -> SavedState:
     folder = found.path / "optimizer" if found.facts["has_state"] else None
-    return SavedState(_modicum.open_checkpoint(folder), found.state, found.staging)
+    state = _modicum.open_checkpoint(folder)
+    return SavedState(state, found.state, found.staging, found.path)
 
 
 def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:

@@ -16,7 +16,7 @@ from modicum import _modicum
 from modicum.errors import UsageError, refusal
 from modicum.torch.loading.around import taken
 from modicum.torch.loading.goal import Model, Source
-from modicum.torch.loading.origin import Origin, origin_of, remember
+from modicum.torch.loading.origin import Origin, loaded_in, origin_of, remember
 from modicum.torch.loading.planning import Size
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
@@ -83,7 +83,7 @@ def save(
     becomes visible as `root/step-N` once all of it is durable.
 
     Args:
-        model: loaded by `load` or `HuggingFaceReader`, or with `source`; no tensor is on meta.
+        model: loaded by `load` or `HuggingFaceReader`, or in a wrapper of it, or with `source`.
         root: the directory of all steps, on a file system that all ranks share; created if its
             parent exists.
         step: the step's number, 0 or more.
@@ -151,6 +151,8 @@ def _save(
         ranks = stack.enter_context(Ranks.of_world(sigterm.while_waiting).together())
         in_flight.deliver()
         sigterm.hold()
+        if given.source is None:
+            model = loaded_in(model)
         begun = _begun(model, given, ask(sigterm), ranks, flight)
         if begun.planned.snapshot is not None:
             saving = Saving(begun, partial(_finished, model, begun), sigterm)
@@ -170,7 +172,7 @@ def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight
 
 def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Begun:
     """Plans the save and makes its directory, before tensors are written. Collective."""
-    whole = Model.of(model)
+    whole = Model.of(model, reshards=True)
     flight.hold(_read(whole, given.optimizer))
     told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
     ranks.agree_on(ask.facts() | told | whole.facts())
@@ -179,7 +181,7 @@ def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Fligh
     if only:
         goal = goal_of_adapters(whole, ranks)
     else:
-        goal = goal_of(whole, ranks, given.source, origin_of(model))
+        goal = goal_of(whole, ranks, given.source, origin_of(model), ask.form.unused)
     return Begun(plan_of(ask, whole, goal, given.optimizer, ranks), ranks, flight)
 
 

@@ -241,16 +241,12 @@ class Named:
         if tensor is None:
             what = "the state dict lacks a tensor of the model: save all of model.state_dict()"
             raise refusal("MISMATCH", what, tensor=name)
-        local = local_of(tensor).detach()
-        if not local.is_contiguous():
-            what, got = "strides that are not row-major", str([*local.stride()])
-            raise refusal("UNSUPPORTED", what, tensor=name, got=got)
         # FSDP2's sharding is looked up by the model's Parameter; a state dict has another object.
         own = self.parameter(name)
         alias = own if isinstance(own, nn.Parameter) else None
         sharding = shardings.of(tensor, name, alias_of=alias).unpadded()
         is_buffer = own is not None and alias is None
-        return Held(local, sharding, tensor, comes_from_first=is_buffer)
+        return Held(local_of(tensor).detach(), sharding, tensor, comes_from_first=is_buffer)
 
     def entries(self, state: Mapping[str, Any]) -> list[Entry]:
         """The state of each parameter in an optimizer's state dict."""

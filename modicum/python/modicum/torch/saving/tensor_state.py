@@ -4,13 +4,14 @@ of the parameters' shapes in safetensors files, numbers in state.json."""
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.recipes.dtypes import dtype_name
+from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, caller
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.planning import Size, device_of
@@ -24,12 +25,11 @@ from modicum.torch.saving.weights import (
     Form,
     Held,
     Writing,
-    destination_of,
     memory_of,
     writing_of,
 )
 from modicum.torch.shards.placements import Sharding, Shardings, is_whole, layout_of
-from modicum.torch.shards.tensors import as_bytes, copying_into
+from modicum.torch.shards.tensors import copying_into, destination_of, overlaps
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_distributed import dtensor_like
 
@@ -91,7 +91,6 @@ def writing_of_entries(
                 raise refusal("UNSUPPORTED", what, tensor=fqn, got=key)
             if _is_like(value, parameter):
                 local = local_of(value)
-                _require_row_major(local, f"{fqn}.{key}")
                 targets[f"{fqn}.{key}"] = caller(dtype_name(value.dtype), [*value.shape])
                 sharding = shardings.of(parameter, fqn).unpadded()
                 held.append(Held(local.detach(), sharding, value))
@@ -118,11 +117,6 @@ def _is_like(value: Any, parameter: torch.Tensor) -> bool:
     if value.dim() == 0:
         return False  # a number
     return local_of(value).shape == local_of(parameter).shape
-
-
-def _require_row_major(local: torch.Tensor, name: str) -> None:
-    if not local.is_contiguous():
-        raise refusal("UNSUPPORTED", "strides that are not row-major", tensor=name)
 
 
 def _number(value: Any, name: str) -> Any:
@@ -185,6 +179,8 @@ class SavedState(NamedTuple):
     """The text of state.json."""
     staging: Size | None = None
     """Host memory to stream it through; None: the default."""
+    step: Path | None = None
+    """The step's directory, to compare the parameters' dtypes; None: they may change yet."""
 
 
 def needed_by_tensors(
@@ -205,9 +201,13 @@ def needed_by_tensors(
     for name, (dtype, _) in saved.tensors.stored.items():
         fqn, _, key = name.rpartition(".")
         parameter = parameters[fqn]
-        to.append((shardings.of(parameter, fqn).unpadded(), "given"))
+        here = _value_here(optimizer, parameter, key, dtype)
+        # A new tensor has the parameter's strides.
+        is_row_major = local_of(parameter if here is None else here).is_contiguous()
+        destination = "given" if is_row_major else "copy"
+        to.append((shardings.of(parameter, fqn).unpadded(), destination))
         device = device_of(model, own[id(parameter)]) if parameter.is_meta else parameter.device
-        if device.type == "cpu" and _value_here(optimizer, parameter, key, dtype) is None:
+        if device.type == "cpu" and here is None:
             nbytes = local_of(parameter).numel() * _dtype(dtype).itemsize
             needed["moments"] += _allocated(nbytes)
     if to:
@@ -248,7 +248,30 @@ def _parameters_of(
         if [*shape] != expected:
             got = str([*shape])
             raise refusal("MISMATCH", "a saved shape", tensor=name, expected=str(expected), got=got)
+    if saved.step is not None:
+        _require_dtypes(parameters, saved.tensors, saved.step)
     return parameters
+
+
+def _require_dtypes(
+    parameters: Mapping[str, torch.Tensor], state: _modicum.Checkpoint, step: Path
+) -> None:
+    """Raises `UsageError` if a parameter has another dtype than when it was saved, and the state
+    was made for the former: torch's optimizers step only state of the parameter's own dtype."""
+    weights: dict[str, str] | None = None
+    for name, (dtype, _) in state.stored.items():
+        fqn = name.rpartition(".")[0]
+        own = dtype_name(parameters[fqn].dtype)
+        if dtype == own or dtype not in FLOATS or own not in FLOATS:
+            continue
+        if weights is None:
+            stored = _modicum.open_checkpoint(step).stored
+            weights = {weight: of for weight, (of, _) in stored.items()}
+        # A parameter that the load renames or stacks is compared with all weights.
+        if own not in ({weights[fqn]} if fqn in weights else weights.values()):
+            what = "the state was saved with a parameter of another dtype: build the model with "
+            what += "the saved dtype, or resume without optimizer="
+            raise refusal("MISMATCH", what, tensor=fqn, expected=dtype, got=own)
 
 
 def _value_here(
@@ -257,7 +280,7 @@ def _value_here(
     """The tensor that the optimizer's state has already for this key and dtype, or None."""
     value = optimizer.state.get(parameter, {}).get(key)
     is_same = _is_like(value, parameter) and value.dtype == _dtype(dtype)
-    return value if is_same and not value.is_meta else None
+    return value if is_same and not value.is_meta and not overlaps(local_of(value)) else None
 
 
 def _recipe_of(saved: SavedState) -> _modicum.Recipe:
@@ -314,9 +337,7 @@ def load_tensors(
         value = _value_here(optimizer, parameter, key, dtype)
         if value is None:
             value = torch.empty_like(parameter, dtype=_dtype(dtype), requires_grad=False)
-        local = local_of(value)
-        _require_row_major(local, name)
-        held.append(Held(local, shardings.of(parameter, fqn).unpadded(), value))
+        held.append(Held(local_of(value), shardings.of(parameter, fqn).unpadded(), value))
         state.setdefault(fqn, {})[key] = value
     outcome = _filled(_recipe_of(saved), held, ledger, ranks, saved.staging) if held else None
     optimizer.state.clear()
@@ -358,13 +379,13 @@ def _filled(
     """Reads this rank's part of the recipe's targets into `held`; returns the load's outcome."""
     to = [(of.sharding, destination_of(of.local)) for of in held]
     plan = _plan_of(recipe, to, ranks, staging)
-    given, lines = memory_of(recipe, held)
-    into = {t: (as_bytes(line), line.element_size()) for t, line in lines.items()}
+    given, others = memory_of(recipe, held)
     board = _modicum.Board(ranks)
     with ranks.watching(board):
         loaded = _modicum.load(
             plan, ranks.rank, board, ledger, given=given,
-            copy=copying_into(into) if into else None, threads=cpus_of_rank(ranks.ranks_per_node),
+            copy=copying_into(others) if others else None,
+            threads=cpus_of_rank(ranks.ranks_per_node),
         )  # fmt: skip
     outcome: dict[str, Any] = loaded.outcome
     return outcome

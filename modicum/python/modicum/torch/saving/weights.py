@@ -1,9 +1,9 @@
 """The model's part of a save: planned as a load of the same tensors, and run in reverse."""
 
 import json
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,18 +11,17 @@ from pathlib import Path
 import torch
 
 from modicum import _modicum
-from modicum.errors import refusal
+from modicum.errors import Error, IoError, failure, refusal
 from modicum.recipes import Recipe, recipe_for
 from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, caller
-from modicum.recipes.translation import Described
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
 from modicum.torch.loading.origin import Origin
 from modicum.torch.loading.planning import places_of
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.placements import Sharding, layout_of
-from modicum.torch.shards.tensors import ModelTensor, as_bytes
+from modicum.torch.shards.tensors import ModelTensor, as_bytes, copy_run, destination_of
 
 Fetch = Callable[[int, int, memoryview], None]
 """Called with a target's index, its first element, and a view to fill with elements."""
@@ -33,7 +32,7 @@ class Held:
     """A tensor in a rank's memory, and its sharding over all ranks."""
 
     local: torch.Tensor
-    """This rank's part; contiguous."""
+    """This rank's part."""
     sharding: Sharding
     tensor: torch.Tensor
     """The tensor of the model or the optimizer's state to which `local` belongs."""
@@ -52,8 +51,8 @@ class Writing:
     fetch: Fetch | None = None
     """Provides elements of all targets if `held` is empty (streams.py, one rank); else None."""
     fetch_bytes: int = 0
-    """The most bytes of stacks and heaps that threads use to fetch elements that are not in the
-    host's memory. 0: all tensors are on the host."""
+    """The most bytes of stacks and heaps that threads use to fetch elements that are not in
+    row-major memory of the host. 0: all are."""
 
     @property
     def bytes_held(self) -> Counter[str]:
@@ -62,8 +61,8 @@ class Writing:
 
     @cached_property
     def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:
-        """The bytes of tensors on the host, by target, and the function that provides elements of
-        all other tensors (None: there are none)."""
+        """The bytes of row-major tensors on the host, by target, and the function that provides
+        elements of all other tensors (None: there are none)."""
         if self.fetch is not None:
             return {}, self.fetch
         given, lines = memory_of(self.recipe, self.held)
@@ -75,7 +74,7 @@ class Writing:
         return self.memory[1] is not None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-        """(name, tensor, bytes as in `memory` if it is on the host) of each target."""
+        """(name, tensor, bytes as in `memory` or None) of each target."""
         for at, (target, of) in enumerate(zip(self.recipe.targets, self.held, strict=True)):
             yield target["name"], of.tensor, self.memory[0].get(at)
 
@@ -133,53 +132,77 @@ class Form:
                 raise refusal("UNSUPPORTED", what, tensor=name, expected=dtype, got=to)
 
 
-def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None) -> Goal:
+def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, unused: str) -> Goal:
     """The checkpoint whose names and files the save gets, and the recipe of the model's tensors.
     Collective.
 
     Args:
         source: None: the origin's source.
+        unused: see `save`.
     """
     require_values(model)
     if source is None and origin is None:
         what = "the model was not loaded by modicum.torch.load from files: give `source=`, a "
-        what += "checkpoint with its names"
+        what += "checkpoint with its names, or pass the module that was loaded"
         raise refusal("USAGE", what)
     origin = None if origin is None else origin.present()
     at = source if source is not None or origin is None else origin.source
-    checkpoint = _modicum.open_checkpoint(None if at is None else Path(at))
+    try:
+        checkpoint = _modicum.open_checkpoint(None if at is None else Path(at))
+    except IoError as error:
+        if source is not None:
+            raise
+        what = "the checkpoint from which the model was loaded can't be opened: give `source=`, a "
+        what += "checkpoint with its names"
+        raise failure(error.category, what, file=str(at), got=str(error)) from None
 
     def make() -> str:
         if source is None and origin is not None:
             return _fitted(origin.text, model)
+        assert source is not None
+        _require_architecture(model, origin, source)
         made = recipe_for(
             model.module, checkpoint.stored, structure=model.structure, missing="init",
             unexpected="ignore",
         )  # fmt: skip
-        _require_names(made, checkpoint.stored, source)
+        _require_names(made, model, source, unused)
         return _fitted(made.text(callers=True), model)
 
     text, memories = ranks.once(make, memory_before)
     return Goal(checkpoint, _modicum.make_recipe(checkpoint, text), memories, [], text=text)
 
 
-def _require_names(made: Recipe, stored: Described, source: Source) -> None:
+def _require_architecture(model: Model, origin: Origin | None, source: str | Path) -> None:
+    """Raises `UsageError` if config.json of the source has another `model_type` than the model's
+    config or, if it has none, than the checkpoint from which it was loaded."""
+    configs = [getattr(part.module, "config", None) for part in model.structure.parts]
+    kinds = [kind for of in configs if isinstance(kind := getattr(of, "model_type", None), str)]
+    if not any(kinds) and origin is not None and origin.source is not None:
+        with suppress(Error):
+            kinds = [_modicum.inspect(origin.source)["model_type"]]
+    other = _modicum.inspect(source)["model_type"]
+    # The text model of a multimodal checkpoint has a type of its own, such as "gemma3_text".
+    wholes = [kind.removesuffix("_model").removesuffix("_text") for kind in kinds]
+    if other and any(kinds) and other not in (*kinds, *wholes):
+        what, expected = "the source has another architecture (model_type)", " or ".join(kinds)
+        raise refusal("MISMATCH", what, file=str(source), expected=expected, got=other)
+
+
+def _require_names(made: Recipe, model: Model, source: str | Path, unused: str) -> None:
     """Raises `UsageError` if the source has none of the model's tensors, as if the model had names
-    of its own: the step would hold the source's values under the source's names. Warns if that may
-    be so for a part of the model."""
+    of its own: the step would hold the source's values under the source's names. Also raises it if
+    that may be so for a part of the model."""
     new = made.missing
     if all(name in new or node["op"] == "alias" for name, node in made.targets.items()):
         what = "the source has no tensor of the model: give a checkpoint with the model's names, "
         what += "or load the model with recipe= or key_mapping= and leave out source="
         raise refusal("MISMATCH", what, file=str(source), tensor=next(iter(made.targets), ""))
-    unused = {tuple(stored[name][1]): name for name in reversed(made.unused)}
-    for name, (_, shape) in new.items():
-        if shape in unused:
-            what = f"the source lacks '{name}' of the model, and the model lacks '{unused[shape]}' "
-            what += "of the source, with the same shape: if they are the same tensor, load the "
-            what += "model with recipe= or key_mapping= and leave out source="
-            warnings.warn(f"modicum: {what}", stacklevel=3)
-            return
+    own = [name for name in new if model.structure.members[name].adapter is None]
+    if own and made.unexpected and unused == "copy":
+        what = f"the source lacks this tensor, and the model lacks '{made.unexpected[0]}' of the "
+        what += "source: load the model with recipe= or key_mapping= and leave out source=; or, if "
+        what += "they are no names of one tensor, leave out the source's by unused='drop'"
+        raise refusal("MISMATCH", what, file=str(source), tensor=own[0])
 
 
 def require_values(model: Model) -> None:
@@ -287,31 +310,24 @@ def save_plan_of(
     )
 
 
-def destination_of(local: torch.Tensor) -> str:
-    """The plan's destination for a tensor that has memory: on the host, or on a device."""
-    return "given" if local.device.type == "cpu" else "copy"
-
-
 def memory_of(
     recipe: _modicum.Recipe, held: Sequence[Held]
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """(bytes of tensors on the host, other tensors flattened), each by target without aliases."""
+    """(bytes of row-major tensors on the host, other tensors), each by target without aliases."""
     own = [t for t, target in enumerate(recipe.targets) if target["alias_of"] is None]
-    lines = {t: held[t].local.detach().reshape(-1) for t in own}
-    here = {t for t in own if destination_of(held[t].local) == "given"}
-    given = {t: as_bytes(line) for t, line in lines.items() if t in here and line.numel() > 0}
-    return given, {t: line for t, line in lines.items() if t not in here}
+    tensors = {t: held[t].local.detach() for t in own}
+    here = {t for t, local in tensors.items() if destination_of(local) == "given"}
+    given = {t: as_bytes(tensors[t]) for t in here if tensors[t].numel() > 0}
+    return given, {t: local for t, local in tensors.items() if t not in here}
 
 
-def fetching(lines: Mapping[int, torch.Tensor]) -> Fetch | None:
-    """The function that copies elements of `lines`, tensors on a device, to the staging."""
-    if not lines:
+def fetching(tensors: Mapping[int, torch.Tensor]) -> Fetch | None:
+    """The function that copies elements of `tensors` to the staging."""
+    if not tensors:
         return None
 
     def fetch(target: int, at: int, view: memoryview) -> None:
-        line = lines[target]
-        into = torch.frombuffer(view, dtype=torch.uint8)
-        count = len(view) // line.element_size()
-        into.copy_(as_bytes(line[at : at + count]))
+        tensor = tensors[target]
+        copy_run(tensor, at, torch.frombuffer(view, dtype=torch.uint8).view(tensor.dtype))
 
     return fetch

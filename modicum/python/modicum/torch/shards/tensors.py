@@ -1,6 +1,6 @@
 """The tensors of a model that a load may fill."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -82,16 +82,65 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+# ---- elements in row-major order, of tensors with any strides
+
+
+def destination_of(local: torch.Tensor) -> str:
+    """The plan's destination for a tensor that has memory: the library reads and writes row-major
+    memory of the host itself (`given`); elements of other tensors are copied through staging."""
+    return "given" if local.device.type == "cpu" and local.is_contiguous() else "copy"
+
+
+def overlaps(local: torch.Tensor) -> bool:
+    """Whether some elements may share memory, as those of an expanded tensor do."""
+    last = 0
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1 and stride <= last:
+            return local.numel() > 0
+        last += (size - 1) * stride
+    return False
+
+
+def copy_run(tensor: torch.Tensor, first: int, into: torch.Tensor) -> None:
+    """Copies the elements [first, first + into.numel()) in row-major order. The tensor may have any
+    strides, device and dtype; no temporary is larger than `into`."""
+    for view in _views_of(tensor, first, into.numel()):
+        into[: view.numel()].view(view.shape).copy_(view)
+        into = into[view.numel() :]
+
+
 def copying_into(
-    lines: Mapping[int, tuple[torch.Tensor, int]],
+    tensors: Mapping[int, torch.Tensor],
 ) -> Callable[[int, int, memoryview], None]:
-    """The function that copies elements from the staging to tensors on a device. `lines`: for each
-    target, by index, its memory from `as_bytes` and the size of its elements in bytes."""
+    """The function that copies elements from the staging to `tensors`, by target: detached, on a
+    device, or with any strides but overlaps."""
 
     def copy(target: int, at: int, elements: memoryview) -> None:
-        line, itemsize = lines[target]
-        begin = at * itemsize
-        staged = torch.frombuffer(elements, dtype=torch.uint8)
-        line[begin : begin + len(elements)].copy_(staged)
+        tensor = tensors[target]
+        staged = torch.frombuffer(elements, dtype=torch.uint8).view(tensor.dtype)
+        for view in _views_of(tensor, at, staged.numel()):
+            view.copy_(staged[: view.numel()].view(view.shape))
+            staged = staged[view.numel() :]
 
     return copy
+
+
+def _views_of(tensor: torch.Tensor, first: int, count: int) -> Iterator[torch.Tensor]:
+    """Views that together have the elements [first, first + count) in row-major order.
+
+    Example: in shape [3, 4] the elements 2 to 9 are in three views: the end of row 0, row 1, and
+    the beginning of row 2.
+    """
+    if tensor.is_contiguous():
+        yield tensor.view(-1)[first : first + count]
+        return
+    row = tensor[0].numel()
+    while count > 0:
+        at, within = divmod(first, row)
+        n = min(row - within, count)
+        if n < row:
+            yield from _views_of(tensor[at], within, n)
+        else:
+            n = count // row * row
+            yield tensor[at : at + n // row]
+        first, count = first + n, count - n
