@@ -13,7 +13,7 @@ _HOOKS: list[Any] = []
 
 
 @contextmanager
-def nothing_happens(number: int, opened: str = "no file") -> Iterator[None]:
+def nothing_happens(number: int, opened: str | tuple[str, ...] = "no file") -> Iterator[None]:
     """Asserts that the body causes none of EVENTS, except that it may open files whose names end in
     `opened`. The assertion's message names `number`. All calls share one audit hook, since a hook
     cannot be removed."""
