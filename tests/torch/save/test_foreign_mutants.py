@@ -171,7 +171,7 @@ def read_mutants(directory: Path, kind: Any, count: int) -> None:
             path = chance.choice([*files])
             path.write_bytes(mutated(files[path], chance))
             start = time.monotonic()
-            with nothing_happens(number, opened=(".pt", ".distcp", ".metadata")):
+            with nothing_happens(number, opened=str(directory)):
                 try:
                     read_whole(directory, kind)
                 except Error as error:

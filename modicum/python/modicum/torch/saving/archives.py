@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from modicum.errors import Error
 from modicum.torch.saving.pickles import (
     Global,
     Made,
@@ -183,6 +184,8 @@ class Archive:
                 pickle = _small(part, records, "data.pkl", _MOST_PICKLE_BYTES)
                 if "byteorder" in records and _small(part, records, "byteorder", 6) != b"little":
                     raise ValueError("its elements are not little-endian")
+            except Error:  # also a ValueError
+                raise
             except _ZIP_ERRORS as error:
                 malformed(f"it is no archive of torch.save: {error}"[:200], path.name)
         storages = {

@@ -34,8 +34,9 @@ two to four bytes."""
 _LEAST_LIMIT = 1 << 12
 _MOST_MEMBERS = 64
 """The most attributes of an instance. Those that torch writes have fewer than ten."""
-for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape"):
-    codecs.lookup(_name)  # imports pickletools' codecs now: nothing is imported while it reads
+for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape", "cp437"):
+    # imports the codecs of pickletools and zipfile now: nothing is imported while they read
+    codecs.lookup(_name)
 
 
 @dataclass(frozen=True, slots=True)
