@@ -85,9 +85,7 @@ def convert(
     opened = ZeroDirectory.open(Path(directory))
     if opened.foreign and state_format is not None:
         expected, got = "Adam's exp_avg and exp_avg_sq, or state_format=None", opened.foreign
-        raise refusal(
-            "UNSUPPORTED", "the saved state is not that of Adam", expected=expected, got=got
-        )
+        raise refusal("UNSUPPORTED", "the saved state is not Adam's", expected=expected, got=got)
     number = opened.global_steps if step is None else step
     ask = Ask(root=Path(root), step=number, keep=None, form=form, budget=budget, extra=None,
               ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip
