@@ -36,7 +36,7 @@ import modicum.torch  # noqa: E402
 from modicum.errors import Error, FormatError, IntegrityError, IoError, UsageError  # noqa: E402
 from modicum.torch import zero_convert  # noqa: E402
 from modicum.torch.deepspeed import convert  # noqa: E402
-from modicum.torch.saving.archives import Archive  # noqa: E402
+from modicum.torch.saving.archives import Archive, Record  # noqa: E402
 from modicum.torch.saving.pickles import Global, Made, Pairs, Stored  # noqa: E402
 from modicum.torch.saving.zero import directory_of  # noqa: E402
 from modicum.upstream.torch_checkpoint import REBUILD_TENSOR, REBUILD_TYPED  # noqa: E402
@@ -296,7 +296,8 @@ def test_a_tensor_with_attributes_is_rebuilt_by_no_other_function(tmp_path: Path
     """torch.Size is a name that a pickle may have, but it is not a function that makes a tensor."""
     stored = Stored(("storage", Global("torch FloatStorage"), "0", "cpu", 4))
     arguments = (stored, 0, (4,), (1,), False, Pairs())  # offset, shape, strides, ...
-    archive = Archive(tmp_path / "saved.pt", b"", {"0": (64, 4 * 4)})
+    path = tmp_path / "saved.pt"
+    archive = Archive(path, b"", {"0": Record(path, "saved/data/0", 64, 4 * 4, crc=0)})
 
     def typed(function: str) -> Made:
         cls = Global("torch Tensor")

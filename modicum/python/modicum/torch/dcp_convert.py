@@ -51,12 +51,14 @@ def convert(
 
     Raises:
         FormatError: the directory was not written by torch, or is damaged.
+        IntegrityError: bytes that are read differ from the CRC-32 in their file.
         UsageError: the directory has the tensors of several models, or of none; or a number of the
             optimizer's state has another dtype than float32, float64, int32 and int64.
         BudgetError, IoError: as for `save`.
     """
     opened = Directory.open(Path(directory))
     model, state = _parts_of(opened)
+    opened.compare()
     form = Form(dtype, "drop", shard_size, staging, adapters=False)
     ask = Ask(root=root_of(root), step=step, keep=None, form=form, budget=budget, extra=None,
               ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip

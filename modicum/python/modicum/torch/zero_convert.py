@@ -69,7 +69,7 @@ def convert(
         not converted.
 
     Raises:
-        IntegrityError: a rank's file is missing or does not belong to the others.
+        IntegrityError: a rank's file is missing, doubled or of another step, or a CRC-32 differs.
         FormatError: a file was not written by DeepSpeed, is damaged, or differs in form from those
             of version 0.19.
         UsageError: the checkpoint has experts or tensor-parallel ranks, or masters that are not
@@ -84,8 +84,7 @@ def convert(
     opened = ZeroDirectory.open(Path(directory))
     if opened.foreign and state_format is not None:
         expected, got = "Adam's exp_avg and exp_avg_sq, or state_format=None", opened.foreign
-        what = "the saved state is not that of Adam"
-        raise refusal("UNSUPPORTED", what, expected=expected, got=got)
+        raise refusal("UNSUPPORTED", "the saved state is not Adam's", expected=expected, got=got)
     number = opened.global_steps if step is None else step
     ask = Ask(root=root_of(root), step=number, keep=None, form=form, budget=budget, extra=None,
               ledger=ledger or _modicum.Ledger(), per_rank=None)  # fmt: skip
@@ -102,6 +101,7 @@ def convert(
     if state_format is not None:
         state = _state_of(opened, dtypes, formats, state_format, form)
         parts = Parts(writing, state, [(groups.FILE, _groups_of(opened))])
+    opened.compare(with_moments=state_format is not None)
     report = save_streams(ask, goal, parts)
     return replace(report, left_out=sorted({*report.left_out, *opened.others}))
 

@@ -4,12 +4,14 @@ import io
 import os
 import struct
 import zipfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from modicum.errors import Error
 from modicum.torch.saving.pickles import (
     Global,
     Made,
@@ -32,6 +34,8 @@ _MOST_ELEMENTS = 1 << 60
 _MOST_DIMS = 64
 _MOST_PICKLE_BYTES = 1 << 28
 _LOCAL_HEADER_BYTES = 30
+_CENTRAL_HEADER_BYTES = 46
+_WINDOW_BYTES = 1 << 20
 _ZIP_ERRORS = (
     zipfile.BadZipFile, KeyError, ValueError, IndexError, OverflowError, EOFError, RuntimeError,
     struct.error,
@@ -54,6 +58,65 @@ def is_shape(value: Any) -> bool:
     return prod(n or 1 for n in value) < _MOST_ELEMENTS
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A member of an archive, stored without compression."""
+
+    path: Path
+    name: str
+    begin: int
+    """Its offset in the file, in bytes."""
+    nbytes: int
+    crc: int
+    """The CRC-32 of its bytes that the archive has recorded."""
+
+    def require_crc(self, crc: int) -> None:
+        """Raises `IntegrityError` unless `crc` is the recorded one."""
+        if crc != self.crc:
+            what = f"the bytes of the record {self.name} differ from its CRC-32"
+            malformed(what, self.path.name, "INTEGRITY",
+                      expected=f"{self.crc:08x}", got=f"{crc:08x}")  # fmt: skip
+
+    def compare(self, window: memoryview) -> None:
+        """Reads the record through `window`. Raises `IntegrityError` unless its bytes have the
+        recorded CRC-32, `FormatError` if the file ends before them, `IoError` if it can't be
+        read."""
+        crc, done = 0, 0
+        with reading(self.path):
+            file = open_regular(self.path)
+            try:
+                while done < self.nbytes:
+                    view = window[: self.nbytes - done]
+                    _read_whole(self.path, file, self.begin + done, view)
+                    crc = zlib.crc32(view, crc)
+                    done += len(view)
+            finally:
+                os.close(file)
+        self.require_crc(crc)
+
+
+def compare_records(lines: "Iterable[Line]") -> None:
+    """Compares each record of which a line is a part, once, in a window of 1 MiB. Raises the errors
+    of `Record.compare`."""
+    records = {(of.path, of.begin): of for line in lines if (of := line.record) is not None}
+    window = memoryview(bytearray(_WINDOW_BYTES))
+    for _, record in sorted(records.items()):
+        record.compare(window)
+
+
+def _read_whole(path: Path, file: int, begin: int, into: memoryview) -> None:
+    """Fills `into` with the bytes of `file` from `begin` on. Raises `FormatError` if it ends before
+    them, or OSError."""
+    done = 0
+    while done < len(into):
+        got = os.preadv(file, [into[done:]], begin + done)
+        if got == 0:
+            what = "the file ends before the elements of a tensor"
+            malformed(what, path.name, expected=f"{begin + len(into)} bytes or more",
+                      got=f"{begin + done} bytes")  # fmt: skip
+        done += got
+
+
 @dataclass(frozen=True)
 class Line:
     """A row-major tensor whose elements lie contiguously in a file."""
@@ -63,6 +126,8 @@ class Line:
     shape: Shape
     begin: int
     """Offset of the first element in the file, in bytes."""
+    record: Record | None = None
+    """The record that has the elements; None if it is not known."""
 
     @property
     def item_bytes(self) -> int:
@@ -78,17 +143,7 @@ class Line:
         with reading(self.path):
             file = open_regular(self.path)
             try:
-                begin, done = self.begin + first * self.item_bytes, 0
-                while done < len(into):
-                    got = os.preadv(file, [into[done:]], begin + done)
-                    if got == 0:
-                        expected, end = (
-                            f"{begin + len(into)} bytes or more",
-                            f"{begin + done} bytes",
-                        )
-                        what = "the file ends before the elements of a tensor"
-                        malformed(what, self.path.name, expected=expected, got=end)
-                    done += got
+                _read_whole(self.path, file, self.begin + first * self.item_bytes, into)
             finally:
                 os.close(file)
 
@@ -108,20 +163,37 @@ class Archive:
 
     path: Path
     pickle: bytes
-    storages: Mapping[str, tuple[int, int]]
-    """(offset in the file, size) of each storage in bytes, by the key that the pickle uses."""
+    storages: Mapping[str, Record]
+    """The elements of each storage, by the key that the pickle uses."""
 
     @classmethod
     def open(cls, path: Path, begin: int = 0, length: int | None = None) -> "Archive":
         """Reads the zip directory and the pickle. The archive is at the bytes [begin, begin +
-        length) of the file; without `length` it ends with the file. Raises `FormatError`, or
-        `IoError` if the file can't be read."""
+        length) of the file; without `length` it ends with the file. Raises `FormatError`,
+        `IntegrityError` if the pickle differs from its CRC-32, or `IoError` if the file can't be
+        read."""
         with reading(path), os.fdopen(open_regular(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size - begin if length is None else length
+            rest = os.fstat(file.fileno()).st_size - begin
+            size = rest if length is None else length
+            if size > rest:
+                what, expected = "the file ends before an archive in it", f"{begin + size} bytes"
+                malformed(what, path.name, expected=expected, got=f"{begin + rest} bytes")
             try:
-                return cls(path, *_opened(_Part(file, begin, size), begin, size))
+                part = _Part(file, begin, size)
+                records = _records_of(part, path, begin, size)
+                pickle = _small(part, records, "data.pkl", _MOST_PICKLE_BYTES)
+                if "byteorder" in records and _small(part, records, "byteorder", 6) != b"little":
+                    raise ValueError("its elements are not little-endian")
+            except Error:  # also a ValueError
+                raise
             except _ZIP_ERRORS as error:
-                malformed(f"it is no archive of torch.save: {error}", path.name)
+                malformed(f"it is no archive of torch.save: {error}"[:200], path.name)
+        storages = {
+            name.removeprefix("data/"): record
+            for name, record in records.items()
+            if name.startswith("data/")
+        }
+        return cls(path, pickle, storages)
 
     def value(self, names: frozenset[str] = PICKLED) -> Any:
         """The pickle's value, as `read_pickle` returns it."""
@@ -144,10 +216,12 @@ class Archive:
             raise ValueError("the tensor's offset or shape is invalid")
         if not _is_row_major(sizes, strides):
             raise ValueError("the tensor is not row-major")
-        begin, nbytes = self.storages[key]
-        if (offset + prod(sizes)) * ITEM_BYTES[dtype] > nbytes:
+        record, item_bytes = self.storages[key], ITEM_BYTES[dtype]
+        if not is_size(stored.id[4]) or stored.id[4] * item_bytes > record.nbytes:
+            raise ValueError("the tensor's storage is longer than its record")
+        if offset + prod(sizes) > stored.id[4]:
             raise ValueError("the tensor is longer than its storage")
-        return Line(self.path, dtype, sizes, begin + offset * ITEM_BYTES[dtype])
+        return Line(self.path, dtype, sizes, record.begin + offset * item_bytes, record)
 
 
 def _arguments_of(value: Any) -> Any:
@@ -174,40 +248,52 @@ def _is_row_major(sizes: Shape, strides: Any) -> bool:
     return True
 
 
-def _opened(part: "_Part", begin: int, size: int) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """`Archive.pickle` and `Archive.storages`. `begin`: the archive's offset in the file; `size`:
-    its bytes. Raises one of _ZIP_ERRORS."""
-    archive = zipfile.ZipFile(part)
-    infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-    if "data.pkl" not in infos:
-        raise ValueError("it has no data.pkl")
-    head = infos["data.pkl"]
-    if head.compress_type != zipfile.ZIP_STORED or head.file_size > _MOST_PICKLE_BYTES:
-        raise ValueError("data.pkl is compressed or too large")
-    if "byteorder" in infos and archive.read(infos["byteorder"]) != b"little":
-        raise ValueError("its elements are not little-endian")
-    storages = {}
-    for name, info in infos.items():
-        if not name.startswith("data/"):
-            continue
+def _records_of(part: "_Part", path: Path, begin: int, size: int) -> dict[str, Record]:
+    """The members of an archive by their names without its folder. `begin`: the archive's offset in
+    the file; `size`: its bytes. Raises one of _ZIP_ERRORS."""
+    records: dict[str, Record] = {}
+    left = size
+    for info in zipfile.ZipFile(part).infolist():
+        name = info.filename.partition("/")[2]
         if info.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"{name} is compressed")
+            raise ValueError(f"{name!a} is compressed")
         part.seek(info.header_offset)
         local = part.read(_LOCAL_HEADER_BYTES)
+        if len(local) != _LOCAL_HEADER_BYTES:
+            raise ValueError(f"{name!a} exceeds the archive")
         # The file's name and extra field lie between the local header and the elements. The
         # header's last four bytes are their lengths.
         at = info.header_offset + len(local) + sum(struct.unpack("<HH", local[-4:]))
-        if len(local) != _LOCAL_HEADER_BYTES or at + info.file_size > size:
-            raise ValueError(f"{name} exceeds the archive")
-        storages[name.removeprefix("data/")] = begin + at, info.file_size
-    return archive.read(head), storages
+        # All members together fit into the archive: were bytes shared, they would be read again for
+        # each member.
+        left -= _LOCAL_HEADER_BYTES + info.file_size + _CENTRAL_HEADER_BYTES
+        if at + info.file_size > size or left < 0:
+            raise ValueError(f"{name!a} exceeds the archive")
+        if name in records:
+            raise ValueError(f"it has {name!a} twice")
+        records[name] = Record(path, info.filename, begin + at, info.file_size, info.CRC)
+    return records
+
+
+def _small(part: "_Part", records: Mapping[str, Record], name: str, most: int) -> bytes:
+    """The bytes of a record that has at most `most`. Raises one of _ZIP_ERRORS, or
+    `IntegrityError` if its CRC-32 differs."""
+    if name not in records:
+        raise ValueError(f"it has no {name}")
+    record = records[name]
+    if record.nbytes > most:
+        raise ValueError(f"{name} is too large")
+    part.seek(record.begin - part.begin)
+    data = part.read(record.nbytes)
+    record.require_crc(zlib.crc32(data))
+    return data
 
 
 class _Part(io.RawIOBase):
     """A range of a file's bytes as a file, for zipfile."""
 
     def __init__(self, file: Any, begin: int, length: int) -> None:
-        self._file, self._begin, self._length, self._at = file, begin, length, 0
+        self._file, self.begin, self._length, self._at = file, begin, length, 0
 
     def readable(self) -> bool:
         return True
@@ -226,7 +312,7 @@ class _Part(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(self._length - self._at, 0)
-        self._file.seek(self._begin + self._at)
+        self._file.seek(self.begin + self._at)
         data: bytes = self._file.read(left if size < 0 else min(size, left))
         self._at += len(data)
         return data

@@ -10,8 +10,10 @@ Only tensors are read, and of them only the elements asked for. No pickle is exe
 
 from array import array
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from modicum.torch.saving.archives import (
     Archive,
     Line,
     Shape,
+    compare_records,
     is_shape,
     is_size,
 )
@@ -38,6 +41,8 @@ from modicum.torch.saving.pickles import (
 from modicum.upstream.torch_checkpoint import METADATA, STORAGE_INFO
 
 FILE = ".metadata"
+_MOST_CUT_DIMS = 6
+"""The most dims along which the boxes of a tensor divide it; the axes of a mesh are fewer."""
 Place = tuple[str | int, ...]
 
 
@@ -96,6 +101,15 @@ class Directory:
             )  # fmt: skip
         return directory_of(data, path)
 
+    def compare(self) -> None:
+        """Compares the elements of all tensors with the CRC-32 in the boxes' archives: reads them
+        once. Raises the errors of `compare_records` and `read`."""
+        compare_records(
+            self._line(of, number)
+            for of in self.tensors.values()
+            for number in range(len(of.boxes))
+        )
+
     def read(self, key: str, first: int, view: memoryview) -> None:
         """Fills `view` with the elements of a tensor from index `first` on. Raises `FormatError` if
         a file lacks some, `IoError` if it can't be read."""
@@ -140,6 +154,7 @@ class Directory:
                 what = "the archive of a box holds another tensor"
                 malformed(what, box.file, expected=expected, got=got)
             of.begins[number] = line.begin
+            return line
         return Line(path, of.dtype, box.sizes, of.begins[number])
 
 
@@ -285,19 +300,21 @@ def _dtype_of(key: str, properties: Any) -> str:
 
 def _require_tiles(key: str, shape: Shape, boxes: list[Box]) -> None:
     """Raises `FormatError` unless the boxes cover the tensor exactly once: together they have its
-    number of elements, and no two overlap."""
+    number of elements, and no two overlap. Takes time in proportion to the boxes."""
     if sum(prod(box.sizes) for box in boxes) != prod(shape):
         malformed("the boxes of a tensor do not cover it", FILE, tensor=key)
-    boxes = sorted(boxes, key=lambda box: box.offsets)
-    for at, one in enumerate(boxes):
-        for other in boxes[at + 1 :]:
-            if shape and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
-                break  # sorted by the first offset
-            # They overlap if [a, a + n) and [b, b + m) do in every dim.
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(
-                    one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-                )
-            ):
-                malformed("two boxes of a tensor overlap", FILE, tensor=key)
+    cut = [d for d, size in enumerate(shape) if any(box.sizes[d] != size for box in boxes)]
+    if len(cut) > _MOST_CUT_DIMS:
+        expected, got = f"{_MOST_CUT_DIMS} or fewer", str(len(cut))
+        malformed("the dims in which a tensor is divided", FILE, tensor=key,
+                  expected=expected, got=got)  # fmt: skip
+    # Count the boxes at each element. The counts are all 1 exactly if their differences along each
+    # of the dims are those of one box as large as the tensor: a box has them at its corners.
+    corners: Counter[Shape] = Counter()
+    whole = Box((0,) * len(shape), shape, "", 0, 0)
+    for box, sign in ((whole, -1), *((box, 1) for box in boxes)):
+        edges = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in cut]
+        for corner in product(*edges):
+            corners[tuple(at for at, _ in corner)] += sign * prod(of for _, of in corner)
+    if any(corners.values()):
+        malformed("two boxes of a tensor overlap", FILE, tensor=key)

@@ -3,16 +3,22 @@ imported, and nothing is called. A name that torch does not write into such file
 
 A class or function becomes a `Global`. An instance, or the result of a call, becomes a `Made` with
 the arguments. A dict becomes a list of pairs (`Pairs`), so that no key is hashed or compared.
+
+A pickle can refer to a value many times, so that a few bytes describe a tree of any size. A value
+is refused whose tree is not in proportion to the pickle, or is nested deeply: whoever walks,
+compares or prints it needs time and memory in proportion to the pickle.
 """
 
 import codecs
 import errno
+import io
 import os
 import pickletools
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,11 +27,19 @@ from modicum.upstream.torch_checkpoint import GETATTR, ORDERED_DICT, PICKLED, ST
 
 DTYPES = frozenset((*STORAGES.values(), "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"))
 MOST_BYTES = 1 << 31
-for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape"):
-    codecs.lookup(_name)  # imports pickletools' codecs now: nothing is imported while it reads
+_MOST_DEPTH = 64
+_MOST_VALUES_PER_BYTE = 4
+"""How many values the tree of a pickle's value may have. Those that torch writes have one for each
+two to four bytes."""
+_LEAST_LIMIT = 1 << 12
+_MOST_MEMBERS = 64
+"""The most attributes of an instance. Those that torch writes have fewer than ten."""
+for _name in ("ascii", "latin-1", "utf-8", "raw-unicode-escape", "cp437"):
+    # imports the codecs of pickletools and zipfile now: nothing is imported while they read
+    codecs.lookup(_name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Global:
     """A class or function."""
 
@@ -33,7 +47,7 @@ class Global:
     """Module and name, separated by a space."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Made:
     """An instance, or the result of a call."""
 
@@ -47,10 +61,12 @@ class Made:
 
     def member(self, name: str) -> Any:
         """The state's value of this name, or None."""
-        return self.state.by_name().get(name) if isinstance(self.state, Pairs) else None
+        state = self.state
+        is_known = isinstance(state, Pairs) and len(state.items) <= _MOST_MEMBERS
+        return state.by_name().get(name) if is_known else None
 
 
-@dataclass
+@dataclass(slots=True)
 class Pairs:
     """A dict, ordered or not."""
 
@@ -61,7 +77,7 @@ class Pairs:
         return {key: value for key, value in self.items if isinstance(key, str)}
 
 
-@dataclass
+@dataclass(slots=True)
 class Stored:
     """A reference to a storage, by its persistent id."""
 
@@ -98,16 +114,22 @@ class _Refused(Exception):
 
 def read_pickle(data: bytes, file: str, names: frozenset[str] = PICKLED) -> Any:
     """The value of the pickle `data`. Raises `FormatError`, naming `file`, if `data` is no pickle,
-    or has names other than `names`, torch's dtypes and storages, and getattr of an enum."""
+    has names other than `names`, torch's dtypes and storages, and getattr of an enum, or refers to
+    its values so often that their tree is not in proportion to it."""
     if len(data) > MOST_BYTES:
         malformed("the file is larger than any that torch writes", file, got=f"{len(data)} bytes")
     try:
-        return _Stack(names).value_of(data)
+        value = _Stack(names).value_of(data)
+        _require_small(value, _MOST_VALUES_PER_BYTE * len(data) + _LEAST_LIMIT)
+        return value
     except _Refused as refused:
         reason = str(refused)
     except (ValueError, IndexError, KeyError, TypeError, UnicodeError, OverflowError) as error:
         reason = f"the pickle is damaged: {error}"
     malformed(reason.splitlines()[0][:200], file)
+
+
+_CONTAINERS = (list, tuple, Pairs, Made, Stored)
 
 
 class _Mark:
@@ -118,6 +140,58 @@ _MARK = _Mark()
 _NUMBERS = ("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT")
 _TEXTS = ("BINUNICODE", "SHORT_BINUNICODE")
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+
+
+def _global_of(stream: io.BytesIO) -> str:
+    """The two lines after GLOBAL. pickletools would decode escapes in them."""
+    return " ".join(stream.readline().removesuffix(b"\n").decode("ascii") for _ in range(2))
+
+
+_READERS: dict[str, Callable[[io.BytesIO], Any]] = {
+    opcode.name: opcode.arg.reader for opcode in pickletools.opcodes if opcode.arg
+} | {"GLOBAL": _global_of}
+"""The functions that read the arguments of opcodes."""
+_OPCODES = {opcode.code.encode("latin-1"): opcode.name for opcode in pickletools.opcodes}
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    """The values of which `value` consists; none if it is no container."""
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, Pairs):
+        return chain.from_iterable(value.items)
+    if isinstance(value, Made):
+        return (value.args, value.state)
+    return (value.id,) if isinstance(value, Stored) else ()
+
+
+def _require_small(value: Any, most: int) -> None:
+    """Raises `_Refused` if `value` contains itself, is nested deeply, or its tree has more than
+    `most` values. A string counts as one value for each 16 characters."""
+    sizes: dict[int, int] = {}  # by id; 0: not complete
+    path = [(value, iter(_parts(value)), 1)]
+    while path:
+        of, parts, size = path.pop()
+        for part in parts:
+            if not isinstance(part, _CONTAINERS):
+                size += 1 + (len(part) >> 4 if isinstance(part, str) else 0)
+            elif (known := sizes.get(id(part))) is None:
+                sizes[id(part)] = 0
+                path += (of, parts, size), (part, iter(_parts(part)), 1)
+                break
+            elif known == 0:
+                raise _Refused("the pickle is damaged: a value contains itself")
+            else:
+                size += known
+        else:
+            sizes[id(of)] = size
+            if path:
+                outer, rest, before = path.pop()
+                path.append((outer, rest, before + size))
+        if size > most:
+            raise _Refused("the pickle refers to its values too often")
+        if len(path) > _MOST_DEPTH:
+            raise _Refused("the pickle is nested too deeply")
 
 
 class _Stack:
@@ -153,28 +227,35 @@ class _Stack:
             "SETITEMS": lambda _: self._set(self._since_mark()),
             "PROTO": lambda _: None,
             "FRAME": lambda _: None,
+            **dict.fromkeys(_NUMBERS, self._push),
+            **dict.fromkeys(_TEXTS, self._push_text),
         }
 
     def value_of(self, data: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(data):
-            name = opcode.name
+        stream = io.BytesIO(data)
+        while code := stream.read(1):
+            if code not in _OPCODES:
+                raise _Refused(f"the pickle is damaged: it has the byte {code[0]} for an opcode")
+            name = _OPCODES[code]
             if name == "STOP":
                 value = self._pop()
                 if self._values:
                     raise _Refused("the pickle is damaged: it has more than one value")
                 return value
-            if name in _NUMBERS or name in _TEXTS:
-                self._push(argument)
-            elif name in _CONSTANTS:
+            if name in _CONSTANTS:
                 self._push(_CONSTANTS[name])
             elif name in self._by_name:
-                self._by_name[name](argument)
-            else:
+                self._by_name[name](_READERS[name](stream) if name in _READERS else None)
+            else:  # its argument is not decoded
                 raise _Refused(f"torch writes no {name} into such a file")
         raise _Refused("the pickle is damaged: it has no end")
 
     def _push(self, value: Any) -> None:
         self._values.append(value)
+
+    def _push_text(self, value: str) -> None:
+        value.encode()  # raises UnicodeError for half of a surrogate pair
+        self._push(value)
 
     def _pop(self) -> Any:
         value = self._values.pop()

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from modicum import _modicum
-from modicum.torch.saving.archives import Archive, Line, Shape
+from modicum.torch.saving.archives import Archive, Line, Shape, compare_records
 from modicum.torch.saving.pickles import malformed, reading
 from modicum.torch.saving.zero_files import (
     MASTER,
+    MOMENTS,
     Flat,
     Rank,
     Table,
@@ -132,6 +133,17 @@ class ZeroDirectory:
         of_models = [Archive.open(models[rank]) for rank in (world if first.stage == 3 else (0,))]
         return directory_of(of_models, [Archive.open(optimizers[rank]) for rank in world])
 
+    def compare(self, with_moments: bool) -> None:
+        """Compares the records of the tensors, of MOMENTS only if `with_moments`, with their
+        CRC-32: reads them once. Raises the errors of `compare_records`."""
+        compare_records(
+            line
+            for tensor in self.tensors.values()
+            for plane, cut in tensor.planes.items()
+            if with_moments or plane not in MOMENTS
+            for line in cut.lines
+        )
+
 
 def _step_of(path: Path) -> Path:
     latest = path / LATEST
@@ -165,7 +177,11 @@ def _files_of(step: Path) -> tuple[_Files, _Files]:
                 continue
             if int(found[2]) != 0:
                 unsupported("tensor-parallel ranks of DeepSpeed", path.name)
-            of[int(found[1] or 0)] = path
+            rank = int(found[1] or 0)
+            if rank in of:
+                what = f"rank {rank} has two files, of which one may be of an earlier save"
+                other_step(what, path.name, f"it or {of[rank].name}", "both")
+            of[rank] = path
     if 0 not in models or not optimizers:
         expected = "*_model_states.pt and *_optim_states.pt of ZeRO"
         unsupported("no checkpoint of DeepSpeed's ZeRO", step.name, expected=expected)
@@ -196,9 +212,9 @@ def directory_of(of_models: Sequence[Archive], optimizers: Sequence[Archive]) ->
     0's in stages 1 and 2. Raises the errors of `ZeroDirectory.open`."""
     ranks = [Rank.of(archive) for archive in optimizers]
     first, world = ranks[0], len(ranks)
+    due_of_ranks = _in_common(first)
     for rank in ranks:
-        told = _in_common(rank)
-        for (what, expected), (_, got) in zip(_in_common(first), told, strict=True):
+        for (what, expected), (_, got) in zip(due_of_ranks, _in_common(rank), strict=True):
             if got != expected:
                 other_step(f"it has other {what} than {first.file}", rank.file, expected, got)
     models = [Table.of(archive) for archive in of_models]
@@ -210,6 +226,7 @@ def directory_of(of_models: Sequence[Archive], optimizers: Sequence[Archive]) ->
                 other_step(f"it has another {key}", one.file, expected, one.count(key))
     if model.count("mp_world_size") != 1:
         unsupported("tensor-parallel ranks of DeepSpeed", model.file)
+    _require_steps(model, first)
     others = [key for key, of in model.values.items() if key not in MODEL_KEYS and of is not None]
     found = ZeroDirectory(due["global_steps"], others=sorted({*others, *first.others}))
     found.foreign = next((flat.foreign for flat in first.flats if flat.foreign), "")
@@ -230,6 +247,16 @@ def directory_of(of_models: Sequence[Archive], optimizers: Sequence[Archive]) ->
             found.tensors[name] = ZeroTensor(line.dtype, line.shape, {"": _whole(line)})
     _require_complete(model, found, trained)
     return found
+
+
+def _require_steps(model: Table, first: Rank) -> None:
+    """Raises `IntegrityError` unless the optimizer has made all of the model's steps but those that
+    DeepSpeed skipped. Without state its steps are unknown."""
+    made, skipped = model.count("global_steps"), model.count("skipped_steps")
+    for flat in first.flats:
+        if len(flat.planes) > 1 and flat.steps != made - skipped:
+            expected = f"{made - skipped} steps: {made} of {model.file}, of which {skipped} skipped"
+            other_step("the optimizer is at another step", first.file, expected, flat.steps)
 
 
 def _in_common(rank: Rank) -> list[tuple[str, Any]]:
@@ -257,7 +284,7 @@ def _require_complete(model: Table, found: ZeroDirectory, left: Mapping[str, Any
             malformed("a tie has no tensor", model.file, tensor=name)
     for name in left:
         malformed("the model lacks a trained parameter", model.file, tensor=name)
-    buffers = model.entries("buffer_names")
+    buffers = {name for name in model.entries("buffer_names") if isinstance(name, str)}
     for name, tensor in found.tensors.items():
         is_placeholder = tensor.shape == (0,) and not tensor.is_trained and name not in buffers
         if is_placeholder:

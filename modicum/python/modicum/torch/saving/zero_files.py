@@ -10,6 +10,7 @@ from modicum.upstream.deepspeed_checkpoint import BASE_STATE, MASTERS, PICKLED, 
 
 MASTER = "master"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_LONGEST_FACT = 200
 
 
 def missing(name: str) -> NoReturn:
@@ -18,7 +19,8 @@ def missing(name: str) -> NoReturn:
 
 def other_step(what: str, file: str, expected: Any, got: Any, **facts: str) -> NoReturn:
     """Raises `IntegrityError`: the file does not belong to the others."""
-    malformed(what, file, "INTEGRITY", **facts, expected=str(expected), got=str(got))
+    expected, got = (str(of)[:_LONGEST_FACT] for of in (expected, got))
+    malformed(what, file, "INTEGRITY", **facts, expected=expected, got=got)
 
 
 def unsupported(what: str, file: str, **facts: str) -> NoReturn:
@@ -70,9 +72,10 @@ class Table:
 
     def count(self, key: str) -> int:
         value: Any = self.values.get(key)
-        if type(value) is not int or value < 0:
+        if not is_size(value):
             self.unknown(key)
-        return value
+        count: int = value
+        return count
 
     def line(self, key: str, value: Any) -> Line:
         try:
@@ -184,13 +187,14 @@ def _base_state(of: Table, key: str) -> tuple[list[tuple[int, dict[str, Any]]], 
         return [(1, {}) for _ in states], [{"step": step} | state for state in states]
     base = of.table(key)
     state = base.values.get("state")
-    by_id = {k: v for k, v in state.items if type(k) is int} if isinstance(state, Pairs) else {}
+    # Integers beyond the limit of sizes may all have the same hash.
+    by_id = {k: v for k, v in state.items if is_size(k)} if isinstance(state, Pairs) else {}
     groups, states = [], []
     for group in base.tables("param_groups"):
         ids = group.entries("params")
         groups.append((len(ids), _options_of(group)))
         for one in ids:
-            found = by_id.get(one) if type(one) is int else None
+            found = by_id.get(one) if is_size(one) else None
             own = found.by_name() if isinstance(found, Pairs) else {}
             states.append({"step": group.values.get("step")} | own)
     return groups, states
