@@ -95,8 +95,8 @@ struct PlanOptions {
   std::vector<uint64_t> baseline_of;         // by rank; empty: `baseline_bytes` for all
   int threads = 1;                           // of each rank
   uint64_t init_bytes = 0;                   // the most that caller-provided tensors hold at once
-  bool caller_sends = false;   // the exchange uses the caller's transport: no ring in staging
-  bool gathers = false;        // in a save, the ranks of a node write divided rows (Rows) together
+  bool caller_sends = false;  // the exchange uses the caller's transport: no ring in staging
+  bool gathers = false;       // in a save, the ranks of a node write divided rows (Rows) together
   // In a save, by target: whether the first replica writes all elements. If false, or if empty, the
   // replicas divide them.
   std::vector<bool> from_first;
