@@ -70,8 +70,7 @@ def chosen_step(root: Path, ranks: Ranks, names_for: NamesFor, *, verify: bool) 
             return Chosen(Path(facts["path"]), facts | {"skipped": skipped}, files)
         if damage is None:
             if is_again or "skipped" not in facts:
-                what = "the step was removed while it was read"
-                raise failure("IO", what, file=Path(facts["path"]).name)
+                raise removed(Path(facts["path"]))
             is_again = True
             skipped.clear()
         elif "skipped" not in facts:  # from check_step: `root` is the step itself
@@ -79,6 +78,11 @@ def chosen_step(root: Path, ranks: Ranks, names_for: NamesFor, *, verify: bool) 
             raise from_json(json.dumps({"error": told}))
         else:
             skip({"step": facts["step"], "reason": damage})
+
+
+def removed(step: Path) -> Exception:
+    """The error of a step that another process has removed, twice."""
+    return failure("IO", "the step was removed while it was read", file=step.name)
 
 
 def _files_of(facts: dict[str, Any], ranks: Ranks, names_for: NamesFor) -> dict[str, bytes] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import IoError, refusal
+from modicum.errors import IntegrityError, IoError, refusal
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
 from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
@@ -27,7 +27,7 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups, tensor_state
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
-from modicum.torch.saving.choosing import chosen_step
+from modicum.torch.saving.choosing import chosen_step, removed
 from modicum.torch.saving.planning import root_of
 from modicum.torch.saving.report import Resumed
 from modicum.torch.saving.shared import is_gone
@@ -85,7 +85,6 @@ def resume(
     """
     begin = time.monotonic()
     optimizer = unwrapped(optimizer)
-    found = replace(find(root_of(root), optimizer, verify=verify), staging=staging)
     ledger, budget = taken(ledger, budget)
     how: dict[str, Any] = {
         "ledger": ledger, "budget": budget, "strategy": strategy,
@@ -93,13 +92,16 @@ def resume(
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
-    try:
-        return _resume_from(found, model, optimizer, how, begin)
-    except IoError:
-        if not _was_removed(found.path):
-            raise
-    found = replace(find(root_of(root), optimizer, verify=verify), staging=staging)
-    return _resume_from(found, model, optimizer, how, begin)
+    for is_last in (False, True):
+        found = replace(find(root_of(root), optimizer, verify=verify), staging=staging)
+        try:
+            return _resume_from(found, model, optimizer, how, begin)
+        except (IoError, IntegrityError) as error:
+            if not _was_removed(found.path):
+                raise
+            if is_last:
+                raise removed(found.path) from error
+    raise AssertionError
 
 
 def _was_removed(step: Path) -> bool:
