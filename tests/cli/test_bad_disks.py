@@ -104,7 +104,7 @@ def is_refused(modicum: Path, made: Disk, source: Path, verb: str) -> bool:
     words = ("save", source, root, "--step", 1) if verb == "save" else ("convert", source, out)
     done = run(modicum, *words, "--json")
     if done.code == 0:
-        made.unmount()  # what is read next comes from the disk
+        made.unmount()  # so that diff reads from the disk
         made.mount()
         assert run(modicum, "diff", source, out).code == 0
         return False
