@@ -37,8 +37,8 @@ BASE_STATE = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimize
 MODEL_KEYS = frozenset(
     (
         "module", "buffer_names", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
-        "shared_params", "dp_world_size", "mp_world_size", "global_steps", "skipped_steps",
-        "ds_config", "ds_version", "optimizer",
+        "shared_params", "dp_world_size", "mp_world_size", "global_steps", "ds_config",
+        "ds_version", "optimizer",
     )
 )  # fmt: skip
 """The keys of a model file that a conversion uses, or that describe only DeepSpeed's run. All other
