@@ -61,8 +61,8 @@ class OwnerFile {
   OwnerFile(const OwnerFile&) = delete;
   OwnerFile& operator=(const OwnerFile&) = delete;
 
-  // Throws CONFLICT if the file is gone, or is another owner's by now. A forked child may call it,
-  // on behalf of its parent.
+  // Throws CONFLICT if the file is gone, or is another owner's by now; IO if it can't be read. A
+  // forked child may call it, on behalf of its parent.
   void require_ours() const;
   // Removes the file if it is this owner's. Throws IO.
   void remove();

@@ -64,6 +64,14 @@ class Owners : public testing::Test {
   std::unique_ptr<OwnerFile> owner;
 };
 
+// Catches: a transient error that counts as another process that has taken over.
+TEST_F(Owners, ARecordThatCantBeReadIsAnIoError) {
+  begin();
+  EXPECT_EQ(taken_over(), Category::count);
+  files.put(join_path(step.directory, kOwnerFile), "");
+  EXPECT_EQ(taken_over(), Category::io);
+}
+
 TEST_F(Owners, OfThisKernelAreAskedByTheirLock) {
   begin();
   EXPECT_TRUE(stays(kContainer));
