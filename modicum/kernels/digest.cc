@@ -14,15 +14,19 @@ namespace {
 
 constexpr uint64_t kStep = 0x9e3779b97f4a7c15U;  // odd; spreads adjacent places and seeds
 
+// A bijection: each bit of `x` changes about half of the bits of the result.
+MODICUM_INLINE constexpr uint64_t spread(uint64_t x) noexcept {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
+  return x ^ (x >> 31);
+}
+
 // Hashes the place to a mask, xors the element's bits, and hashes again. Both hashes are
 // bijections, so two different elements at one place never give the same number. The
 // multiplications make it unlikely that changes of several (place, bits) pairs cancel in the sum.
 MODICUM_INLINE uint64_t mix(uint64_t place, uint64_t bits) noexcept {
   uint64_t x = (place ^ (place >> 32)) * 0xd6e8feb86659fd93U;
-  x ^= (x >> 32) ^ bits;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
-  return x ^ (x >> 31);
+  return spread(x ^ (x >> 32) ^ bits);
 }
 
 template <typename Bits>
@@ -61,12 +65,8 @@ constexpr uint64_t kWordBytes = sizeof(uint32_t);
 
 constexpr std::array<uint32_t, kBlockWords> word_factors() noexcept {
   std::array<uint32_t, kBlockWords> factors{};
-  uint64_t state = 0;
-  for (uint32_t& factor : factors) {
-    uint64_t x = state += kStep;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9U;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebU;
-    factor = static_cast<uint32_t>(x >> 32) | 1U;
+  for (uint64_t i = 0; i < factors.size(); ++i) {
+    factors[i] = static_cast<uint32_t>(spread((i + 1) * kStep) >> 32) | 1U;
   }
   return factors;
 }

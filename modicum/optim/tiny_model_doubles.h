@@ -6,13 +6,12 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "modicum/base/error_double.h"
 #include "modicum/memory/memory.h"
 #include "modicum/optim/optim.h"
 
@@ -103,16 +102,6 @@ inline std::vector<std::byte> bytes_of_state(const AdamW& state) {
     bytes.push_back(static_cast<std::byte>(state.steps(shard)));
   }
   return bytes;
-}
-
-// The error that `call` throws; empty if it throws none.
-inline std::optional<Error> error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error;
-  }
-  return std::nullopt;
 }
 
 }  // namespace modicum
