@@ -162,6 +162,11 @@ def test_a_wrapper_counts_as_the_loaded_module(tmp_path: Path, source: Path) -> 
     compiled = torch.compile(Net())
     front.resume(compiled, tmp_path, progress=False)
     front.save(compiled._orig_mod, tmp_path, step=9)
+    with playing_new_rank(0, 1):
+        for resume in (front.resume, front.load):
+            parallel = nn.parallel.DistributedDataParallel(Net())
+            resume(torch.compile(parallel), tmp_path / f"step-{step}", progress=False)
+            assert_same(parallel.module.state_dict(), load_file(source))
     other = pickle.loads(pickle.dumps(model))
     with pytest.raises(UsageError, match="not loaded .*or pass the module that was loaded"):
         front.save(other, tmp_path, step=10)

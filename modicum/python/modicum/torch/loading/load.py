@@ -15,7 +15,7 @@ from modicum.recipes.reading import given_recipe
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.loading.around import note_loaded, taken
 from modicum.torch.loading.goal import Model, Source, goal_of_source, refuse_gaps
-from modicum.torch.loading.origin import Origin, remember
+from modicum.torch.loading.origin import Origin, inside_ddp, remember
 from modicum.torch.loading.planning import Later, Options, Size, later_of, optimizers_of, plan_of
 from modicum.torch.loading.rows import (
     fill_norms,
@@ -98,6 +98,7 @@ def load(
         "staging": staging, "buffers": buffers, "fork": fork, "optimizer": optimizer,
         "resized": resized, "recipe": recipe, "adapter": adapter, "key_mapping": key_mapping,
     }  # fmt: skip
+    model = inside_ddp(model)
     with outside_inference(model):
         return _load(model, source, given, *taken(ledger, budget))
 

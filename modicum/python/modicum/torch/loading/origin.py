@@ -90,6 +90,14 @@ def loaded_in(model: nn.Module) -> nn.Module:
     return inner
 
 
+def inside_ddp(model: nn.Module) -> nn.Module:
+    """The module in DistributedDataParallel, whose names are those of a checkpoint; torch.compile
+    may be around either. Any other model unchanged."""
+    inner = inside_wrappers(model)
+    is_wrapper = isinstance(inner, nn.parallel.DistributedDataParallel)
+    return inside_ddp(inner.module) if is_wrapper else model
+
+
 @contextmanager
 def keeping_origin(model: nn.Module) -> Iterator[None]:
     """A context at whose end the model has the same origin as at the begin, whatever was loaded."""

@@ -19,7 +19,7 @@ from modicum.torch.loading.around import taken
 from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load, outside_inference
-from modicum.torch.loading.origin import keeping_origin
+from modicum.torch.loading.origin import inside_ddp, keeping_origin
 from modicum.torch.loading.planning import Later, Size
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
@@ -84,7 +84,7 @@ def resume(
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
     """
     begin = time.monotonic()
-    optimizer = unwrapped(optimizer)
+    model, optimizer = inside_ddp(model), unwrapped(optimizer)
     ledger, budget = taken(ledger, budget)
     how: dict[str, Any] = {
         "ledger": ledger, "budget": budget, "strategy": strategy,
