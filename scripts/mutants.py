@@ -3,9 +3,11 @@
 must fail.
 
 mutants.py [FILE...] [--only TEXT] [--list] [--jobs N] [--python PATH]. FILE is one of
-mutants/*.toml; by default all are read. Works on a copy of the tree under build/mutants. The tests
-of a mutant are selected from ctest's, or are Python tests, which use the copy's program and
-package. Verdicts:
+mutants/*.toml; by default all are read. --claims tries only the mutants with a claim, a promise of
+Modicum; with --list it prints a table of them. --sample N --seed S tries N of the others.
+--check-claims checks that `make test` runs the tests of the claims. Works on a copy of the tree
+under build/mutants. The tests of a mutant are selected from ctest's, or are Python tests, which use
+the copy's program and package. Verdicts:
 
     caught          the tests fail
     hung            the Python tests exceed the time limit, which counts as caught
@@ -31,7 +33,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import claims
 import tomllib
+from claims import Refusal
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/mutants"
@@ -46,20 +50,18 @@ HUNG = 124  # our exit status for Python tests that exceed their time limit
 CXX_FLAGS = "-O1 -w"
 
 
-class Refusal(Exception):
-    """The list of mutants or the tree is invalid, so that no mutant can be tried."""
-
-
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    house_test: str  # the kind of test (CONTRIBUTING.md) and the test; only shown in the report
+    house_test: str  # the kind of test (CONTRIBUTING.md) and the test, or the claim; only shown
     file: str
     find: str
     replace: str
     # Exactly one of the following is set.
     tests: str = ""  # a regular expression over the names of ctest's tests
     pytest: str = ""  # arguments for pytest
+    claim: str = ""  # the promise that the mutant breaks; `house_test` may then be absent
+    room: str = ""  # the list's file up to its first "-"
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Outcome:
 
 
 def read_mutants(paths: list[Path]) -> list[Mutant]:
-    entries = [entry for path in paths for entry in tomllib.loads(path.read_text())["mutant"]]
+    entries = [with_room(path, entry) for path in paths for entry in read_list(path)]
     either = {"tests", "pytest"}
     fields = set(Mutant.__dataclass_fields__) - either
     for entry in entries:
@@ -92,6 +94,21 @@ def read_mutants(paths: list[Path]) -> list[Mutant]:
         if names.count(name) > 1:
             raise Refusal(f"two mutants are called '{name}'")
     return mutants
+
+
+def read_list(path: Path) -> list[dict[str, str]]:
+    return tomllib.loads(path.read_text())["mutant"]
+
+
+def with_room(path: Path, entry: dict[str, str]) -> dict[str, str]:
+    """The entry with its room. A claim is also its house test, if there is none, and must not need
+    the tests of soak."""
+    entry = {"claim": ""} | entry | {"room": path.stem.partition("-")[0]}
+    if entry["claim"]:
+        entry = {"house_test": entry["claim"]} | entry
+        if "pytest" in entry and " -m " not in entry["pytest"]:
+            entry["pytest"] += " -m 'not soak'"
+    return entry
 
 
 def mutated(text: str, mutant: Mutant) -> str:
@@ -328,6 +345,13 @@ def run_mutants(mutants: list[Mutant], jobs: int, python: Path) -> int:
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 
 
+def check_claims(mutants: list[Mutant], python: Path) -> int:
+    """Checks the mutants with a claim without trying them; prints the faults."""
+    found = claims.faults(ROOT, python, mutants)
+    print("\n".join(found or ["every claim has its test"]))
+    return 1 if found else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="mutation tests")
     parser.add_argument("files", nargs="*", type=Path, help="by default all of mutants/*.toml")
@@ -340,10 +364,18 @@ def main() -> int:
         default=ROOT / ".venv/bin/python",
         help="interpreter for the Python tests, with the packages of `scripts/venv.sh test wheel`",
     )
+    claims.add_options(parser)
     options = parser.parse_args()
     try:
         mutants = read_mutants(options.files or sorted(ROOT.glob("mutants/*.toml")))
+        if options.check_claims:
+            return check_claims(mutants, options.python)
+        mutants = claims.selected(mutants, options)
         mutants = [mutant for mutant in mutants if options.only in mutant.name]
+        if options.list and options.claims:
+            found = list(claims.faults_of_text(mutants))
+            print("\n".join([claims.table(mutants), *found]))
+            return 1 if found else 0
         if options.list:
             print("\n".join(f"{mutant.name}: {mutant.house_test}" for mutant in mutants))
             return 0
