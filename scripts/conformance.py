@@ -5,11 +5,12 @@ integrations/.
 The first of ENVIRONMENTS is .venv. Makes the others in build/conformance/, on top of .venv, whose
 torch and wheel they use. Runs in each: the tests of FAMILIES (every model of
 tests/support/families.py through `modicum.torch.load`, compared with that version's
-`from_pretrained`); the tests of FRONTS, if the environment's `fronts` is set; and
+`from_pretrained`); RECORDER, which records the shards of torch and DeepSpeed again and compares
+them with the recorded ones; the tests of FRONTS, if the environment's `fronts` is set; and
 benchmarks/loaders.py for LOADERS, which measures bits and memory of loads. Runs the tests of
 ENGINES in an environment that has the engines. Writes benchmarks/CONFORMANCE.md. Takes half an
-hour and needs a package index; `make soak` runs it. Exit 1 if a test of FAMILIES fails, or if one
-of ENGINES does not pass.
+hour and needs a package index; `make soak` runs it. Exit 1 if a test of FAMILIES fails, if the
+recorded shards differ, or if a test of ENGINES does not pass.
 """
 
 import argparse
@@ -43,6 +44,7 @@ FRONTS = (
     "tests/recipes/test_recipe_oracle.py",
     "tests/recipes/test_recipes_wrapped.py",
 )
+RECORDER = "tests/fixtures/record_cuts.py"
 ENGINES = ("tests/torch/fronts/test_integrations.py",)
 LOADERS = "from_pretrained,accelerate,transformers,dcp,modicum"
 CASES = {"dense": "2", "moe": "1"}  # case of loaders.py -> number of layers
@@ -145,6 +147,18 @@ def lost(tested: dict[str, list[str]]) -> list[str]:
     return [test for kind, tests in tested.items() if kind != "right" for test in tests]
 
 
+# ---- recorded shards
+
+
+def recorded(python: Path) -> str:
+    """`equal` if torch and DeepSpeed shard as recorded. Prints lines that differ."""
+    done = run([python, RECORDER, "--check"], may_fail=True)
+    if not done.returncode:
+        return "equal"
+    print(done.stdout + done.stderr)
+    return "different"
+
+
 # ---- loaders
 
 
@@ -188,6 +202,10 @@ def page(found: dict[str, dict], engines: dict[str, list[str]]) -> str:
     for what in ("families", "fronts"):
         cells = [counts_of(found[name].get(what)) for name in names]
         lines.append(f"| {TESTS[what]} | " + " | ".join(cells) + " |")
+    cells = [found[name]["recorded"] for name in names]
+    lines.append(
+        f"| shards of torch and DeepSpeed, recorded by `{RECORDER}` | {' | '.join(cells)} |"
+    )
     for case, layers in CASES.items():
         for row in LOADERS.split(","):
             cells = [found[name][case].get(row, "-") for name in names]
@@ -238,6 +256,7 @@ def main() -> int:
         versions = {name: version_of(name, environment.python) for name in ("torch", *PACKAGES)}
         families = outcomes(environment.name, environment.python, FAMILIES)
         of = found[environment.name] = {"versions": versions, "families": families}
+        of["recorded"] = recorded(environment.python)
         if environment.fronts:
             of["fronts"] = outcomes(environment.name, environment.python, FRONTS)
         for case in CASES:
@@ -247,7 +266,12 @@ def main() -> int:
     engines = outcomes("engines", python, ENGINES)
     PAGE.write_text(page(found, engines))
     print(PAGE.read_text())
-    return 1 if lost(engines) or any(found[name]["families"].get("failed") for name in found) else 0
+    wrong = [
+        name
+        for name, of in found.items()
+        if of["families"].get("failed") or of["recorded"] != "equal"
+    ]
+    return 1 if lost(engines) or wrong else 0
 
 
 if __name__ == "__main__":

@@ -25,6 +25,9 @@ LAYOUTS = {
     "zero2 --round-robin": (4,),
     "zero3": (2, 5),
 }
+# Of LAYOUTS these run always. `LoadExact.OtherLayoutsAndThreads` in modicum/stream/load_test.cc has
+# all strategies in eleven layouts.
+QUICK = ("none", "zero1", "fsdp2 --expert-mesh 2x2 --shard-dim 1", "hsdp --mesh 2x2")
 # Strategy, layout and number of ranks. Few, since a load of the real widths takes seconds.
 DEEP = [
     ("own-shard", "none", 1),
@@ -44,7 +47,10 @@ def digest(modicum: Path, directory: Path, strategy: str, layout: str, ranks: in
     return run_json(modicum, *words, *flags)["digest"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.soak) for one in LAYOUTS],
+)
 def test_the_digest_of_a_small_model_with_codes_and_experts_is_the_same(
     modicum: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 Tensors = dict[str, Any]
@@ -134,8 +135,9 @@ def dtensor_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
         return {n: placed(t, dp, cut.placement(t)).to_local() for n, t in made.items()}
 
 
-def fsdp2_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
-    """The shards of a rank by `fully_shard`, for the tensors that it supports.
+def fsdp2_buffers(cut: Cut, tensors: Tensors, rank: int) -> dict[str, tuple[Any, Any]]:
+    """(the shard of a rank, the flat buffer that holds it and its padding) by `fully_shard`, for
+    the tensors that it supports.
 
     `fully_shard` supports neither tensors without dims nor uneven shards along another dim than 0.
     Tensors without elements are left out, too, since `fully_shard` reports other shapes for them
@@ -157,7 +159,18 @@ def fsdp2_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
                 parameter = torch.nn.Parameter(value, requires_grad=trains)
                 module.register_parameter(f"p{len(names) - 1}", parameter)
         fully_shard(module, mesh=over, shard_placement_fn=cut.placement)
-        return {names[n]: p.to_local() for n, p in module.named_parameters()}
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        params = [param for group in groups if group for param in group.fsdp_params]
+        return {
+            names[of._module_info.param_name]: (of.sharded_param.to_local(), of._sharded_param_data)
+            for of in params
+        }
+
+
+def fsdp2_shards(cut: Cut, tensors: Tensors, rank: int) -> Tensors:
+    """The shards of a rank by `fully_shard`, for the tensors that it supports."""
+    return {name: local for name, (local, _) in fsdp2_buffers(cut, tensors, rank).items()}
 
 
 def fully_shard_takes(cut: Cut, local: Any) -> bool:
@@ -166,6 +179,64 @@ def fully_shard_takes(cut: Cut, local: Any) -> bool:
     dim = cut.placement(local).dim
     shards = cut.mesh[AXES[cut.layout].index("dp")]
     return dim == 0 or local.shape[dim] % shards == 0
+
+
+def along(tensor: Any, dim: int) -> Any:
+    """A placement along `dim`, or along dim 0 if the tensor has too few dims."""
+    if tensor.dim() == 0:
+        return Replicate()
+    return Shard(dim if dim < tensor.dim() else 0)
+
+
+def packed_shards(mesh: tuple[int, int], dim: int = 0) -> Callable[[Tensors, int], Tensors]:
+    """For gate and up in one tensor: each rank has its part of both halves. Then FSDP shards along
+    `dim`."""
+    dp, tp = mesh
+
+    def shards(tensors: Tensors, rank: int) -> Tensors:
+        made = {}
+        for name, tensor in tensors.items():
+            if tensor.dim():
+                halves = _StridedShard(0, split_factor=2)
+                parts, _ = halves._split_tensor(tensor, tp, with_padding=False)
+                tensor = parts[rank % tp]
+            made[name] = tensor
+        with playing_rank(rank, dp * tp):
+            over = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp"))["dp"]
+            return {n: placed(t, over, along(t, dim)).to_local() for n, t in made.items()}
+
+    return shards
+
+
+def experts_shards(
+    mesh: tuple[int, int], dim: int, is_expert: Callable[[str], bool] = lambda _: True
+) -> Callable[[Tensors, int], Tensors]:
+    """Experts are sharded over an (fsdp, ep) mesh, other tensors over all ranks."""
+
+    def shards(tensors: Tensors, rank: int) -> Tensors:
+        made = {}
+        with playing_rank(rank, prod(mesh)):
+            experts = init_device_mesh("cpu", mesh, mesh_dim_names=("fsdp", "ep"))
+            others = init_device_mesh("cpu", (prod(mesh),))
+            for name, tensor in tensors.items():
+                over = others
+                if is_expert(name):
+                    tensor = placed(tensor, experts["ep"], along(tensor, 0)).to_local()
+                    over = experts["fsdp"]
+                made[name] = placed(tensor, over, along(tensor, dim)).to_local()
+        return made
+
+    return shards
+
+
+def flattened_shards(tensors: Tensors, rank: int) -> Tensors:
+    """TP shards first, then FSDP does over dp x cp, which torch flattens into one axis: eight
+    ranks on a (dp, cp, tp) mesh."""
+    with playing_rank(rank, 8):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+        over = mesh["dp", "cp"]._flatten("fsdp")
+        local = {n: placed(t, mesh["tp"], along(t, 0)).to_local() for n, t in tensors.items()}
+        return {n: placed(t, over, along(t, 0)).to_local() for n, t in local.items()}
 
 
 # ---- DeepSpeed
