@@ -6,7 +6,7 @@
 export PYTHONUTF8 := 1
 .PHONY: help demo build test check tidy bench soak conformance format wheel mutants clean
 
-STAGES := dev asan tsan python lint
+STAGES := asan plain tsan skips python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
 
 help:
@@ -38,13 +38,16 @@ begin-venv:
 	@scripts/packages.sh build python
 	@mkdir -p build; scripts/venv.sh test wheel lint > build/venv.log 2>&1 &
 
-test-dev test-asan test-asan-all test-tsan test-tsan-all: test-%:
+test-dev test-asan test-plain test-tsan test-asan-all test-tsan-all: test-%:
 	@scripts/packages.sh build
 	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
 test-clang test-fuzz: test-%:
 	@scripts/packages.sh build check python
 	@scripts/stage.sh 'test, $*' scripts/test.sh $*
+
+test-skips:
+	@scripts/stage.sh 'test, skips' scripts/test.sh skips
 
 test-lint:
 	@scripts/packages.sh python
@@ -69,6 +72,8 @@ check-style:
 	@scripts/stage.sh 'check, tests of the rules' python3 scripts/check_test.py
 	@scripts/stage.sh 'check, tests of the rules of Python' python3 scripts/check_python_test.py
 	@scripts/stage.sh 'check, tests of the rules of words' python3 scripts/check_words_test.py
+	@scripts/stage.sh 'check, tests of the rules of skips' python3 scripts/check_skips_test.py
+	@scripts/stage.sh 'check, tests of changed_sources' python3 scripts/changed_sources_test.py
 
 tidy:
 	@scripts/packages.sh build check
@@ -81,7 +86,7 @@ bench: build
 soak: test-dev test-asan-all test-tsan-all test-clang test-fuzz test-python-soak mutants \
   test-elsewhere conformance
 
-conformance: test-dev
+conformance:
 	@scripts/packages.sh build python
 	@scripts/venv.sh test wheel
 	@scripts/wheel.sh build/python install
