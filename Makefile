@@ -24,11 +24,10 @@ help:
 
 build:
 	@scripts/packages.sh build
-	@cmake --preset release
-	@cmake --build --preset release
+	@scripts/stage.sh 'build' scripts/build.sh
 
 demo: build
-	@scripts/demo.sh build/release/modicum
+	@scripts/stage.sh 'demo' scripts/demo.sh build/release/modicum
 
 test: begin-venv $(STAGES:%=test-%)
 
