@@ -2,6 +2,7 @@
 # tidy.sh [all]: runs clang-tidy over the C++ sources, except tests and bindings, that have changed
 # since the commit in .ci/tidy-base (see changed_sources.py), or over all. Every finding of a check
 # in .clang-tidy is an error; so is a missing include, since this build precompiles no headers.
+# `all` without a finding, in a tree without changes, writes HEAD to .ci/tidy-base.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,3 +16,6 @@ cmake --preset dev -B build/tidy -DMODICUM_PRECOMPILE=OFF > build/configure-tidy
 xargs -P "$(nproc)" -n 4 clang-tidy-14 -p build/tidy --quiet \
   < build/tidy.sources 2> build/tidy.log ||
   { grep -v 'warnings\? generated' build/tidy.log >&2; exit 1; }
+if [ "${1:-}" = all ] && [ -z "$(git status --porcelain -- modicum .clang-tidy)" ]; then
+  git rev-parse HEAD > .ci/tidy-base
+fi
