@@ -7,7 +7,7 @@ set -euo pipefail
 while IFS= read -r line; do
   [[ $line =~ \[([0-9]+)/([0-9]+)\] ]] || continue
   step=${BASH_REMATCH[1]} count=${BASH_REMATCH[2]}
-  ((step % 10 == 0 || step == count)) || continue
+  ((step % 10 == 0 || step == count)) && ((step > 0)) || continue
   what=${line##*[/ ]}
   if [[ $line =~ CMakeFiles/([^/]+)\.dir/ ]]; then what=${BASH_REMATCH[1]}; fi
   echo "[$step/$count] $what"

@@ -159,6 +159,7 @@ def test_every_import_is_a_requirement_of_an_extra(wheel: Path) -> None:
 # A stand-in for .venv/bin/python, which scripts/wheel.sh calls as `python -m pip wheel`: prints
 # Ninja's lines of 25 steps, then writes the wheel, or fails if there is a file named `fails`.
 BUILDS = """#!/bin/sh
+echo "[0/2] Re-checking globbed directories..."
 i=0
 while [ $i -lt 25 ]; do
   i=$((i + 1))
