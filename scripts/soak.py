@@ -161,12 +161,12 @@ def cpu_model() -> str:
     return "unknown"
 
 
-def run_part(root: Path, name: str, commit: str) -> bool:
+def run_part(root: Path, name: str, commit: str, again: bool = False) -> bool:
     """Runs a part, appends its row if any test has run, and returns whether it has passed."""
     reports = [root / report for report in reports_of(name, commit)]
     for report in reports:
         report.parent.mkdir(parents=True, exist_ok=True)
-        if report.suffix != ".json":  # verdicts are kept, so that a run of mutants goes on
+        if again or report.suffix != ".json":  # verdicts are kept: a run of mutants goes on
             report.unlink(missing_ok=True)
     begin = time.monotonic()
     stage = ["scripts/stage.sh", f"soak, {name}"]
@@ -203,7 +203,7 @@ def main() -> int:
         commit = commit_of(ROOT)
         if not options.again and has_passed((ROOT / PAGE).read_text(), name, commit):
             print(f"{name}: has passed at {commit}")
-        elif not run_part(ROOT, name, commit):
+        elif not run_part(ROOT, name, commit, options.again):
             failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "no part failed")
     return 1 if failed else 0

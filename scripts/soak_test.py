@@ -86,6 +86,10 @@ class Rows(unittest.TestCase):
         verdicts = '{"a": {"verdict": "hung"}, "b": {"verdict": "survived"}}'
         self.assertFalse(self.run_part("mutants", verdicts, 1))
         self.assertEqual(self.row()[4:7], ["1", "1", "0"])
+        # Again: verdicts of an earlier run are not those of this one.
+        with mock.patch.object(subprocess, "call", return_value=2), mock.patch("builtins.print"):
+            self.assertFalse(soak.run_part(self.root, "mutants", "abc", again=True))
+        self.assertEqual(len(self.page.read_text().splitlines()), 2)
 
 
 if __name__ == "__main__":
