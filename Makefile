@@ -4,18 +4,21 @@
 .DEFAULT_GOAL := help
 # Sources, pages and the tests' files are UTF-8 in any locale.
 export PYTHONUTF8 := 1
-.PHONY: help demo build test check tidy bench soak conformance format wheel mutants clean
+.PHONY: help demo build test check tidy tidy-all bench soak conformance format wheel mutants \
+  generated-mutants clean
 
-STAGES := dev asan tsan python lint
+STAGES := asan plain tsan skips python lint
 CXX_SOURCES = $(wildcard $(shell git ls-files -co --exclude-standard '*.h' '*.cc'))
 
 help:
 	@echo 'make demo     loads a synthesised model into 4 ranks; prints promised and measured memory'
 	@echo 'make build    the release build: build/release/modicum'
-	@echo 'make test     the tests, without those of soak; make test-STAGE runs one of: $(STAGES)'
+	@echo 'make test     the tests, without those of soak; make test-STAGE runs one of:'
+	@echo '              $(STAGES); make test-dev the C++ tests in build/dev'
 	@echo 'make check    checks format, the table of rooms, sizes and pages, and runs clang-tidy'
 	@echo 'make bench    the programs in benchmarks/'
-	@echo 'make soak     hours: all rooms with sanitizers, Clang, fuzzers, mutants, and conformance'
+	@echo 'make soak     hours: what make test leaves out; PART=NAME runs one part'
+	@echo '              (scripts/soak.py --list names them)'
 	@echo 'make conformance  tests newest packages and engines; writes benchmarks/CONFORMANCE.md'
 	@echo 'make mutants  applies each named mutation and expects its test to fail'
 	@echo 'make wheel    the Python wheel, in dist/'
@@ -24,11 +27,10 @@ help:
 
 build:
 	@scripts/packages.sh build
-	@cmake --preset release
-	@cmake --build --preset release
+	@scripts/stage.sh 'build' scripts/build.sh
 
 demo: build
-	@scripts/demo.sh build/release/modicum
+	@scripts/stage.sh 'demo' scripts/demo.sh build/release/modicum
 
 test: begin-venv $(STAGES:%=test-%)
 
@@ -38,7 +40,7 @@ begin-venv:
 	@scripts/packages.sh build python
 	@mkdir -p build; scripts/venv.sh test wheel lint > build/venv.log 2>&1 &
 
-test-dev test-asan test-asan-all test-tsan test-tsan-all: test-%:
+test-dev test-asan test-plain test-tsan test-asan-all test-tsan-all: test-%:
 	@scripts/packages.sh build
 	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
@@ -46,13 +48,16 @@ test-clang test-fuzz: test-%:
 	@scripts/packages.sh build check python
 	@scripts/stage.sh 'test, $*' scripts/test.sh $*
 
+test-skips:
+	@scripts/stage.sh 'test, skips' scripts/test.sh skips
+
 test-lint:
 	@scripts/packages.sh python
 	@scripts/stage.sh 'test, lint' scripts/lint.sh
 
-test-python test-python-soak: test-%:
+test-python:
 	@scripts/packages.sh build python
-	@scripts/stage.sh 'test, $*' scripts/test.sh $*
+	@scripts/stage.sh 'test, python' scripts/test.sh python
 
 test-elsewhere:
 	@scripts/packages.sh build check python
@@ -70,19 +75,30 @@ check-style:
 	@scripts/stage.sh 'check, tests of the rules of Python' python3 scripts/check_python_test.py
 	@scripts/stage.sh 'check, tests of the rules of words' python3 scripts/check_words_test.py
 	@scripts/stage.sh 'check, tests of the claims' python3 scripts/claims_test.py
+	@scripts/stage.sh 'check, tests of the rules of skips' python3 scripts/check_skips_test.py
+	@scripts/stage.sh 'check, tests of changed_sources' python3 scripts/changed_sources_test.py
+	@scripts/stage.sh 'check, tests of soak' python3 scripts/soak_test.py
+	@scripts/stage.sh 'check, tests of mutants' python3 scripts/mutants_test.py
 
 tidy:
 	@scripts/packages.sh build check
 	@scripts/stage.sh 'check, clang-tidy' scripts/tidy.sh
 
+tidy-all:
+	@scripts/packages.sh build check
+	@scripts/stage.sh 'check, clang-tidy of all' scripts/tidy.sh all
+
 bench: build
 	@scripts/packages.sh python
 	@scripts/bench.sh
 
-soak: test-dev test-asan-all test-tsan-all test-clang test-fuzz test-python-soak mutants \
-  test-elsewhere conformance
+# `make soak` runs all parts, and PART='kills devices' these. AGAIN=1 also runs parts that
+# benchmarks/SOAK.md says have passed at this commit.
+soak:
+	@scripts/packages.sh build check python
+	@python3 scripts/soak.py $(PART) $(if $(AGAIN),--again)
 
-conformance: test-dev
+conformance:
 	@scripts/packages.sh build python
 	@scripts/venv.sh test wheel
 	@scripts/wheel.sh build/python install
@@ -93,6 +109,12 @@ mutants:
 	@scripts/venv.sh test wheel
 	@scripts/wheel.sh build/python
 	@scripts/stage.sh 'mutants' python3 scripts/mutants.py
+
+generated-mutants:
+	@scripts/packages.sh build python
+	@scripts/venv.sh test wheel
+	@scripts/wheel.sh build/python
+	@scripts/stage.sh 'generated mutants' python3 scripts/mutants_generated.py
 
 wheel:
 	@scripts/packages.sh build python

@@ -105,6 +105,12 @@ def version_of(package: str, python: Path) -> str:
     return run([python, "-c", code]).stdout.strip()
 
 
+def program_of(python: Path) -> str:
+    """The program in the wheel that is installed."""
+    code = "import modicum; print(modicum.__path__[0] + '/modicum')"
+    return run([python, "-c", code]).stdout.strip()
+
+
 # ---- tests
 
 
@@ -113,8 +119,7 @@ def outcomes(name: str, python: Path, words: tuple[str, ...]) -> dict[str, list[
     report = PLACE / f"{name.replace(' ', '-')}.xml"
     report.unlink(missing_ok=True)
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml"]
-    program = f"--modicum={ROOT / 'build/dev/modicum'}"
-    done = run([*pytest, report, program, *words], may_fail=True)
+    done = run([*pytest, report, *words], may_fail=True)
     if not report.exists():
         sys.exit(f"no tests were run by {name}:\n{done.stdout}{done.stderr}")
     found: dict[str, list[str]] = collections.defaultdict(list)
@@ -170,7 +175,7 @@ def held(environment: Environment, case: str) -> dict[str, str]:
     run(
         [environment.python, "benchmarks/loaders.py", "--case", case, "--layers", CASES[case]]
         + ["--rows", LOADERS, "--reps", "1", "--cold", "0", "--raw", raw]
-        + ["--modicum", ROOT / "build/dev/modicum"]
+        + ["--modicum", program_of(environment.python)]
     )
     rows = {}
     for line in raw.read_text().splitlines():

@@ -2,12 +2,14 @@
 """Mutation tests: applies the faults of mutants/*.toml, one at a time, and runs their tests, which
 must fail.
 
-mutants.py [FILE...] [--only TEXT] [--list] [--jobs N] [--python PATH]. FILE is one of
-mutants/*.toml; by default all are read. --claims tries only the mutants with a claim, a promise of
-Modicum; with --list it prints a table of them. --sample N --seed S tries N of the others.
---check-claims checks that `make test` runs the tests of the claims. Works on a copy of the tree
-under build/mutants. The tests of a mutant are selected from ctest's, or are Python tests, which use
-the copy's program and package. Verdicts:
+mutants.py [FILE...] [--only TEXT] [--part I/N] [--again] [--list] [--jobs N] [--python PATH]. FILE
+is one of mutants/*.toml; by default all are read. --claims tries only the mutants with a claim, a
+promise of Modicum; with --list it prints a table of them. --sample N --seed S tries N of the
+others. --check-claims checks that `make test` runs the tests of the claims. Works on a copy of the
+tree under build/mutants. The tests of a mutant are selected from ctest's, or are Python tests,
+which use the copy's program and package. Each verdict is written to
+build/mutants/verdicts-COMMIT.json; a later run at this commit does not try a mutant that has one,
+unless --again is given. Verdicts:
 
     caught          the tests fail
     hung            the Python tests exceed the time limit, which counts as caught
@@ -25,6 +27,7 @@ mutant. Python 3.11 or later, standard library only.
 import argparse
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -36,6 +39,7 @@ from pathlib import Path
 import claims
 import tomllib
 from claims import Refusal
+from soak import commit_of
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build/mutants"
@@ -120,6 +124,14 @@ def mutated(text: str, mutant: Mutant) -> str:
     if mutant.find == mutant.replace:
         raise Refusal(f"'{mutant.name}' changes nothing")
     return text.replace(mutant.find, mutant.replace)
+
+
+def part_of(mutants: list[Mutant], part: str) -> list[Mutant]:
+    """Every N-th mutant from the I-th on, for the part "I/N"."""
+    numbers = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
+    if not numbers or int(numbers[1]) > int(numbers[2]):
+        raise Refusal(f"expected a part I/N with 1 <= I <= N, got '{part}'")
+    return mutants[int(numbers[1]) - 1 :: int(numbers[2])]
 
 
 # ---- the copy
@@ -332,15 +344,36 @@ def report(outcomes: list[Outcome]) -> None:
     print(f"\n{len(outcomes) - failed - not_run} passed, {not_run} not run, {failed} failed")
 
 
-def run_mutants(mutants: list[Mutant], jobs: int, python: Path) -> int:
+Verdicts = dict[str, dict[str, str | float]]  # name of a mutant -> verdict, seconds
+
+
+def read_verdicts(path: Path) -> Verdicts:
+    """The verdicts that earlier runs wrote. None if the tree has changes that are not in the commit
+    (`+` in the file's name), which may be others now."""
+    return json.loads(path.read_text()) if path.exists() and "+" not in path.name else {}
+
+
+def write_verdicts(path: Path, verdicts: Verdicts) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".new").write_text(json.dumps(verdicts, indent=1))
+    path.with_suffix(".new").replace(path)
+
+
+def run_mutants(mutants: list[Mutant], jobs: int, python: Path, path: Path) -> int:
+    """Tries the mutants that have no verdict in the file `path`, and reports on all."""
     for mutant in mutants:
         mutated((ROOT / mutant.file).read_text(), mutant)
-    copy_tree()
-    prepared = check_unmutated(mutants, jobs, python)
-    outcomes = []
-    for mutant in mutants:
-        outcomes.append(try_mutant(mutant, prepared[mutant.name], jobs, python))
-        print(f"{outcomes[-1].verdict}: {mutant.name} ({outcomes[-1].seconds:.1f} s)", flush=True)
+    verdicts = read_verdicts(path)
+    left = [mutant for mutant in mutants if mutant.name not in verdicts]
+    if left:
+        copy_tree()
+        prepared = check_unmutated(left, jobs, python)
+    for mutant in left:
+        outcome = try_mutant(mutant, prepared[mutant.name], jobs, python)
+        verdicts[mutant.name] = {"verdict": outcome.verdict, "seconds": outcome.seconds}
+        write_verdicts(path, verdicts)
+        print(f"{outcome.verdict}: {mutant.name} ({outcome.seconds:.1f} s)", flush=True)
+    outcomes = [Outcome(mutant, **verdicts[mutant.name]) for mutant in mutants]
     report(outcomes)
     return 1 if any(outcome.failed for outcome in outcomes) else 0
 
@@ -356,6 +389,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="mutation tests")
     parser.add_argument("files", nargs="*", type=Path, help="by default all of mutants/*.toml")
     parser.add_argument("--only", default="", help="only mutants with this text in their name")
+    parser.add_argument("--part", default="1/1", help="I/N: every N-th mutant from the I-th on")
+    parser.add_argument("--again", action="store_true", help="also mutants that have a verdict")
     parser.add_argument("--list", action="store_true", help="print the mutants and stop")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
@@ -372,6 +407,7 @@ def main() -> int:
             return check_claims(mutants, options.python)
         mutants = claims.selected(mutants, options)
         mutants = [mutant for mutant in mutants if options.only in mutant.name]
+        mutants = part_of(mutants, options.part)
         if options.list and options.claims:
             found = list(claims.faults_of_text(mutants))
             print("\n".join([claims.table(mutants), *found]))
@@ -381,7 +417,10 @@ def main() -> int:
             return 0
         if not mutants:
             raise Refusal(f"no mutant has '{options.only}' in its name")
-        return run_mutants(mutants, options.jobs, options.python)
+        path = WORK / f"verdicts-{commit_of(ROOT)}.json"
+        if options.again:
+            path.unlink(missing_ok=True)
+        return run_mutants(mutants, options.jobs, options.python, path)
     except Refusal as refusal:
         print(f"mutants.py: {refusal}", file=sys.stderr)
         return 2

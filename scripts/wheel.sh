@@ -5,17 +5,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-# Reads Ninja's lines, such as "[30/181] Building CXX object a/b.cc.o", and prints every tenth as
-# "[30/181] b.cc.o".
-every_tenth() {
-  local line step count
-  while IFS= read -r line; do
-    [[ $line =~ \[([0-9]+)/([0-9]+)\] ]] || continue
-    step=${BASH_REMATCH[1]} count=${BASH_REMATCH[2]}
-    if ((step % 10 == 0 || step == count)); then echo "[$step/$count] ${line##*[/ ]}"; fi
-  done
-}
-
 build() { # DIRECTORY
   .venv/bin/python -m pip --disable-pip-version-check wheel . --verbose --no-deps \
     --no-build-isolation --config-settings=cmake.define.MODICUM_PRECOMPILE=ON --wheel-dir "$1" 2>&1
@@ -24,7 +13,7 @@ build() { # DIRECTORY
 scripts/venv.sh wheel
 mkdir -p "$1" build
 rm -f "$1"/modicum-*.whl
-if ! build "$1" | tee build/wheel.log | every_tenth; then
+if ! build "$1" | tee build/wheel.log | scripts/progress.sh; then
   tail -n 40 build/wheel.log >&2
   exit 1
 fi

@@ -19,12 +19,20 @@ ROOT = Path(__file__).resolve().parent.parent
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
+def installed_program() -> str:
+    """The program in the installed package. The command `modicum` of the environment is a Python
+    script that starts it; most tests need the program itself, and hundreds start it."""
+    package = importlib.util.find_spec("modicum")
+    found = package is not None and package.origin  # none if this folder `modicum` is all there is
+    return str(Path(found).with_name("modicum")) if found else "modicum"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--modicum",
-        default=str(ROOT / "build/dev/modicum"),
-        help="the program that the tests run (default: the dev build); as one word, since pytest "
-        "takes its root from other words that are paths",
+        default=installed_program(),
+        help="the program that the tests run (default: that of the installed wheel); as one word, "
+        "since pytest takes its root from other words that are paths",
     )
     parser.addoption(
         "--wheels",
@@ -135,7 +143,7 @@ def root() -> Path:
 def modicum(request: pytest.FixtureRequest) -> Path:
     """The command-line program under test; fails if it has not been built."""
     program = Path(request.config.getoption("--modicum")).resolve()
-    assert program.is_file(), f"no {program}; run `make build` or `make test-dev`"
+    assert program.is_file(), f"no {program}; run `scripts/wheel.sh build/python install`"
     return program
 
 

@@ -1,5 +1,5 @@
 """A project of another name adds this repository as a subdirectory, with the lines of CMake and the
-program of docs/guide/cpp.md. It is linked with the libraries of the dev build, since compiling
+program of docs/guide/cpp.md. It is linked with the libraries of the wheel's build, since compiling
 them takes minutes; `make soak` compiles all of them in that project.
 
 Must fail for these mutants: paths that begin at the other project's folder; our flags in its
@@ -9,6 +9,7 @@ targets.
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,17 @@ def model(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def libraries(modicum: Path) -> list[Path]:
+    """The rooms' libraries: those next to the program under test, or, if it is the wheel's, those
+    of the wheel's build."""
+    version = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    places = [modicum.parent, *ROOT.glob(f"build/wheel-{version}-*")]
+    found = [sorted(place.glob("libmodicum_*.a")) for place in places]
+    assert any(found), f"no libraries in {places}; run `scripts/wheel.sh build/python install`"
+    return next(one for one in found if one)
+
+
+@pytest.fixture
 def subdirectory(tmp_path: Path) -> Path:
     """The page's project, with the repository in its folder `modicum`, configured."""
     (tmp_path / "modicum").symlink_to(ROOT)
@@ -86,8 +98,8 @@ def assert_loads(program: Path, model: Path) -> None:
     assert all(int(one[2]) > 0 and one[3] == one[4] for one in found), lines
 
 
-def test_the_pages_project_links_and_runs(modicum, model, subdirectory):
-    for library in modicum.parent.glob("libmodicum_*.a"):
+def test_the_pages_project_links_and_runs(libraries, model, subdirectory):
+    for library in libraries:
         shutil.copy(library, subdirectory / "build/modicum")
     # The target itself, without those that it depends on.
     checked("cmake", "--build", subdirectory / "build", "--target", "shards/fast")

@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import pytest
 import reference
 
-HINT = "the page is stale: run scripts/reference.py build/dev/modicum"
+HINT = "the page is stale: run scripts/reference.py PROGRAM"
 
 
 def test_the_python_page_has_the_docstrings(root: Path) -> None:
