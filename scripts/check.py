@@ -35,21 +35,25 @@ INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 # or, on the left, a name that ends in _bytes, _numel or _count.
 SIZE = r"\b(?:numel_of|bytes_of|numel|bytes|total|[a-z_]*_bytes)\([^()]*\)"
 SIZE_PRODUCT = re.compile(rf"(?:{SIZE}|\w(?:_bytes|_numel|_count)\b)\s\*\s|\s\*\s[\w.>-]*{SIZE}")
-# What removes, renames or copies files may follow a link out of the checkpoint's directory. Only
-# the functions in these files take care of that; all other code calls them.
+# What makes, removes, renames or copies names may follow a link out of the checkpoint's directory.
+# Only the functions in these files take care of that; all other code calls them.
 CHANGES_FILES = re.compile(r"modicum/io/posix_\w+\.cc")
 CXX_CHANGE = re.compile(
-    r"(?<![\w>.:])(?:::)?(?:unlink|unlinkat|rmdir|renameat2?)\(|(?<!\w)::(?:remove|rename)\("
-    r"|\bstd::(?:remove|rename)\(|\b(?:fs|filesystem)::(?:remove|remove_all|rename|copy\w*)\("
+    r"(?<![\w>.:])(?:::)?(?:(?:unlink|mkdir|symlink|link)(?:at)?|rmdir|renameat2?)\("
+    r"|(?<!\w)::(?:remove|rename)\(|\bstd::(?:remove|rename)\("
+    r"|\b(?:fs|filesystem)::(?:remove|remove_all|rename|copy\w*|create_\w+)\("
 )
 PYTHON_CHANGES = {
-    "os": {"remove", "removedirs", "rename", "renames", "replace", "rmdir", "unlink"},
+    "os": {
+        *("link", "makedirs", "mkdir", "remove", "removedirs", "rename", "renames", "replace"),
+        *("rmdir", "symlink", "unlink"),
+    },
     "shutil": {"copy", "copy2", "copyfile", "copymode", "copystat", "copytree", "move", "rmtree"},
 }
-PATH_CHANGES = {"unlink", "rmdir"}
+PATH_CHANGES = {"hardlink_to", "mkdir", "rmdir", "symlink_to", "unlink"}
 PATH_CHANGES_OF_ONE = {"rename", "replace"}  # with one argument; str.replace has two
-# Methods of these names that change no file.
-NO_CHANGES = {"names.rename", "self._checkpoints.replace"}
+# Methods of these names that change no file, and one that makes the directory that a script names.
+NO_CHANGES = {"names.rename", "self._checkpoints.replace", "self.directory.mkdir"}
 OPEN_TASK = re.compile(r"\bTO" + r"DO\b(?!\(#\d+\))")
 
 
@@ -240,7 +244,7 @@ def check_products(path: str, lines: list[str]) -> Iterator[str]:
 
 
 def python_changes(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """(line, name) of each call that removes, renames or copies files."""
+    """(line, name) of each call that makes, removes, renames or copies names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in PYTHON_CHANGES:
             for one in node.names:

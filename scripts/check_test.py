@@ -177,12 +177,18 @@ void f() {
   std::remove(path);
   std::filesystem::remove_all(path);
   fs::copy_file(from, to);
+  mkdir(path, 0777);
+  ::mkdirat(at, name, 0777);
+  symlink(target, path);
+  linkat(a, b, c, d, 0);
+  fs::create_directories(path);
   files.rename(a, b);  // rmdir(path)
   files_.remove(a);
+  is_link(files, a);
 }
 """
         found = self.findings({"modicum/io/output.cc": text})
-        self.assertEqual([int(line.split(":")[1]) for line in found], [*range(2, 10)])
+        self.assertEqual([int(line.split(":")[1]) for line in found], [*range(2, 15)])
         self.assertIn("::unlink may follow a link", found[0])
         self.accepts({"modicum/io/posix_file.cc": text, "modicum/io/output_test.cc": text})
 
@@ -196,11 +202,15 @@ from shutil import copytree
 path.unlink(missing_ok=True)
 path.rename(to)
 path.replace(to)
+os.makedirs(path)
+os.symlink(a, b)
+path.mkdir()
+path.hardlink_to(to)
 name.replace("a", "b"), name.replace(*both), dataclasses.replace(ask, step=1)
-_modicum.rename(a, b), os.path.join(a, b)
+_modicum.rename(a, b), os.path.join(a, b), os.readlink(a)
 """
         found = self.findings({"modicum/python/modicum/errors.py": text})
-        self.assertEqual(sorted(int(line.split(":")[1]) for line in found), [*range(2, 9)])
+        self.assertEqual(sorted(int(line.split(":")[1]) for line in found), [*range(2, 13)])
         self.accepts({"tests/test_ranks.py": GOOD["tests/test_ranks.py"] + text})
 
 

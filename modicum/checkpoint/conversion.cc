@@ -139,7 +139,7 @@ std::optional<Journal> journal_at(FileSystem& files, const std::string& path) {
 ConversionJournal::ConversionJournal(FileSystem& files, const std::string& out,
                                      const Inputs& inputs)
     : files_(files),
-      parent_(parent_path(out)),
+      parent_(real_directory(files, parent_path(out))),
       name_(base_name(out)),
       partial_(join_path(parent_, fmt::format(".{}.partial", name_))),
       record_{inputs.owner, make_uuid()},

@@ -106,7 +106,7 @@ class ConversionJournal {
   void write_journal();
 
   FileSystem& files_;
-  const std::string parent_, name_, partial_;
+  const std::string parent_, name_, partial_;  // `parent_`: its real path
   bool is_durable_ = true;  // whether the name of `parent_` is, if this conversion has made it
   const OwnerRecord record_;
   std::unique_ptr<OwnerFile> owner_;

@@ -123,8 +123,16 @@ TEST(Damage, AFileOfAnotherKindDamagesAStep) {
     real.make_directory(join_path(path, name));
     EXPECT_EQ(thrown_by([&] { check_step(real, path); }), Category::integrity) << name;
     real.remove(join_path(path, name));
-    std::filesystem::create_symlink("absent", join_path(path, name));
-    EXPECT_TRUE(is_damage(thrown_by([&] { check_step(real, path); }))) << name;
+    for (const char* const target : {"absent", "/dev/null", ".."}) {
+      std::filesystem::create_symlink(target, join_path(path, name));
+      EXPECT_EQ(thrown_by([&] { check_step(real, path); }),
+                name == "COMMIT" && std::string(target) == "absent" ? Category::uncommitted
+                                                                    : Category::integrity)
+          << name << " " << target;
+      real.remove(join_path(path, name));
+    }
+    std::filesystem::create_symlink(temp / "kept", join_path(path, name));
+    EXPECT_EQ(check_step(real, path).step, 1);
     real.remove(join_path(path, name));
     real.rename(temp / "kept", join_path(path, name));
   }

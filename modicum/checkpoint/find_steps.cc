@@ -100,18 +100,21 @@ uint64_t bytes_below(FileSystem& files, const std::string& directory) {
 
 DamagedStep set_aside(FileSystem& files, const std::string& root, SkippedStep damaged,
                       const std::optional<std::string>& uuid) {
-  const std::string path = join_path(root, step_name(damaged.step));
+  const std::string real_root = files.real_path(root);
+  const std::string path = join_path(real_root, step_name(damaged.step));
+  const std::string name = fmt::format("{}{}-{}", kDamagedPrefix, damaged.step, make_uuid());
+  const std::string to = join_path(real_root, name);
   DamagedStep aside{.step = damaged.step, .reason = std::move(damaged.reason)};
-  aside.path = join_path(root, fmt::format("{}{}-{}", kDamagedPrefix, damaged.step, make_uuid()));
+  aside.path = join_path(root, name);
   aside.bytes = bytes_below(files, path);
-  files.rename_new(path, aside.path);
+  files.rename_new(path, to);
   try {
-    if (committed_uuid(files, aside.path) != uuid) {
+    if (committed_uuid(files, to) != uuid) {
       fail(Category::conflict, "another process has replaced the damaged step",
            {.file = step_name(damaged.step)});
     }
   } catch (const Error&) {
-    files.rename_new(aside.path, path);
+    files.rename_new(to, path);
     throw;
   }
   return aside;

@@ -106,7 +106,8 @@ void OwnerFile::renew(int64_t every_ns) {
 bool OwnerFile::is_ours() const {
   const std::optional<SeenFile> seen = files_.look_at(path_);
   if (seen && (!seen->mtime_ns || seen->text.empty())) {
-    fail(Category::io, "the owner's record can't be read", {.file = base_name(path_)});
+    const std::string why = seen->error.empty() ? "" : ": " + seen->error;
+    fail(Category::io, "the owner's record can't be read" + why, {.file = base_name(path_)});
   }
   const std::optional<OwnerRecord> record = seen ? parse_owner(seen->text) : std::nullopt;
   return record && record->uuid == record_.uuid;

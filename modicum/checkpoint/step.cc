@@ -68,11 +68,12 @@ bool parse_digits(std::string_view digits, Number& number) {
 std::unique_ptr<File> open_file(FileSystem& files, const std::string& directory,
                                 const std::string& name) {
   const std::string path = join_path(directory, name);
-  const std::optional<DirectoryEntry> entry = files.entry(path);
-  if (!entry || (entry->is_link && !files.exists(path))) {
-    fail(Category::integrity, "a file of the step is missing", {.file = name});
+  std::optional<DirectoryEntry> entry = files.entry(path);
+  if (entry && entry->is_link) {
+    entry = files.exists(path) ? files.entry(files.real_path(path)) : std::nullopt;
   }
-  if (!entry->is_link && !entry->is_regular) {
+  if (!entry) fail(Category::integrity, "a file of the step is missing", {.file = name});
+  if (!entry->is_regular) {
     fail(Category::integrity, "a file of the step is not a regular file", {.file = name});
   }
   return files.open(path);
@@ -304,8 +305,9 @@ std::map<int64_t, std::string> committed_steps(FileSystem& files, const std::str
 
 }  // namespace
 
-StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step,
+StepInFlight begin_step(FileSystem& files, const std::string& root_given, int64_t step,
                         const StepOwner& owner, bool retains) {
+  const std::string root = real_directory(files, root_given);
   bool is_durable = true;
   if (!files.is_directory(root)) {
     files.make_directory(root);
@@ -321,8 +323,9 @@ StepInFlight begin_step(FileSystem& files, const std::string& root, int64_t step
   return made;
 }
 
-StepInFlight begin_step_in(FileSystem& files, const std::string& directory, int64_t step,
+StepInFlight begin_step_in(FileSystem& files, const std::string& directory_given, int64_t step,
                            const StepOwner& owner) {
+  const std::string directory = real_directory(files, directory_given);
   if (!files.is_directory(directory)) files.make_directory(directory);
   refuse_links(files, directory);
   tensor_files_of(files, directory);  // refuses a step of a later version

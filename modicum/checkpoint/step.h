@@ -127,7 +127,7 @@ struct StepOwner {
 
 // A step between `begin_step` and `publish_step`.
 struct StepInFlight {
-  std::string root;
+  std::string root;  // its real path
   int64_t step = 0;
   std::string uuid;
   std::string directory;   // where the ranks write

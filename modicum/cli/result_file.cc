@@ -6,27 +6,27 @@
 namespace modicum {
 namespace {
 
-Replacement place_of(const std::string& path) {
+Replacement place_of(FileSystem& files, const std::string& path) {
   const std::string name = base_name(path);
   const size_t end = path.find_last_of('/');
   const std::string directory = end == std::string::npos ? "." : path.substr(0, end + 1);
-  return {directory, name, fmt::format(".{}.{}.part", name, getpid())};
+  return {real_directory(files, directory), name, fmt::format(".{}.{}.part", name, getpid())};
 }
 
 }  // namespace
 
 ResultFile::ResultFile(FileSystem& files, std::string_view flag, const std::string& path)
-    : files_(files), stream_(OutputStream::open(path)), place_(place_of(path)) {
+    : files_(files), stream_(OutputStream::open(path)), place_(place_of(files, path)) {
   if (stream_) return;
   if (files_.is_directory(path)) {
     fail(Category::io, fmt::format("{} names a directory", flag), {.file = place_.name});
   }
   if (files_.exists(path)) {
-    files_.open_to_write(path)->close();
     // `write` would replace the link, not the file to which it points.
     if (!files_.link_target(path).empty()) {
       fail(Category::io, fmt::format("{} names a symbolic link", flag), {.file = place_.name});
     }
+    files_.open_to_write(join_path(place_.directory, place_.name))->close();
   }
   const std::string temporary = join_path(place_.directory, place_.temporary);
   files_.create(temporary)->close();

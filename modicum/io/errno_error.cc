@@ -64,12 +64,14 @@ std::string name_of(int error) {
 
 }  // namespace
 
+std::string errno_text(int error) {
+  return fmt::format("{} ({})", name_of(error), std::generic_category().message(error));
+}
+
 void fail_errno(int error, std::string_view what_failed, Facts facts) {
   const bool is_full = error == ENOSPC || error == EDQUOT;
   fail(is_full ? Category::no_space : Category::io,
-       fmt::format("{}: {} ({})", what_failed, name_of(error),
-                   std::generic_category().message(error)),
-       std::move(facts));
+       fmt::format("{}: {}", what_failed, errno_text(error)), std::move(facts));
 }
 
 }  // namespace modicum

@@ -14,6 +14,9 @@ namespace modicum {
 // CONFLICT for EEXIST, check errno first.
 [[noreturn]] void fail_errno(int error, std::string_view what_failed, Facts facts = {});
 
+// Such as "ENOENT (No such file or directory)".
+std::string errno_text(int error);
+
 // The facts of an error about this path.
 inline Facts about(const std::string& path) { return {.file = base_name(path)}; }
 

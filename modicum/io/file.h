@@ -96,6 +96,7 @@ struct SeenFile {
   std::string text;                 // the first 4 KiB; empty if the file can't be read
   std::optional<int64_t> mtime_ns;  // on a network file system by the server's clock
   LockState lock = LockState::unknown;
+  std::string error;  // why the file can't be read, such as "EIO (Input/output error)"
 };
 
 class FileSystem {
@@ -104,6 +105,11 @@ class FileSystem {
 
   // The functions throw NOSPACE if there is no space or quota left, and IO for every other error
   // for which no category is named below.
+  //
+  // Those that create, write, lock, rename, remove or sync follow no symbolic link of the path, so
+  // that they change nothing elsewhere when another process replaces a directory by a link: they
+  // throw CONFLICT, with the link's name, if a directory of the path is one. So a job calls
+  // real_directory or with_real_parent, once, for a path that its user has given.
 
   // Opens a regular file for reading; follows symbolic links. Throws IO for any other kind of file
   // (directory, FIFO, device), and for files that are absent or not readable.
@@ -117,7 +123,7 @@ class FileSystem {
   // Creates a file for writing. Throws CONFLICT if the path exists.
   virtual std::unique_ptr<File> create(const std::string& path) = 0;
 
-  // Opens an existing regular file for writing. Throws IO in the cases of `open`.
+  // Opens an existing regular file for writing. Throws IO in the cases of `open`, and for a link.
   virtual std::unique_ptr<File> open_to_write(const std::string& path) = 0;
 
   // `exists` and `is_directory` follow symbolic links: for a dangling link they return false. They
@@ -195,5 +201,10 @@ class PosixFileSystem final : public FileSystem {
 std::string base_name(const std::string& path);  // "c" of "a/b/c" and of "a/b/c/"
 std::string parent_path(std::string path);       // "a/b" of "a/b/c" and of "a/b/c/"; "." of "c"
 std::string join_path(const std::string& directory, const std::string& name);
+// The same path without links in its directory; a link of this name itself stays. Returns `path` if
+// there is no such directory.
+std::string with_real_parent(FileSystem& files, const std::string& path);
+// The real path of a directory that exists, or that is to be made.
+std::string real_directory(FileSystem& files, const std::string& path);
 
 }  // namespace modicum

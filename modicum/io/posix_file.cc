@@ -16,6 +16,7 @@
 #include "modicum/io/descriptor.h"
 #include "modicum/io/errno_error.h"
 #include "modicum/io/file.h"
+#include "modicum/io/posix_place.h"
 
 namespace modicum {
 namespace {
@@ -247,11 +248,8 @@ bool get_status(const std::string& path, struct stat& status) {
 
 std::string path_of(int fd) { return fmt::format("/proc/self/fd/{}", fd); }
 
-// `from`: where the file is opened, if that is not `path`.
-std::unique_ptr<File> open_regular(const std::string& path, int flags, const char* from = nullptr) {
-  // Without O_NONBLOCK, opening a FIFO would block until its other end is opened.
-  Descriptor descriptor =
-      Descriptor::open(from != nullptr ? from : path.c_str(), flags | O_NONBLOCK);
+// The regular file that was opened at `path`. `descriptor`: not valid if that failed, with errno.
+std::unique_ptr<File> regular_file(Descriptor descriptor, const std::string& path) {
   if (!descriptor.is_valid()) fail_errno(errno, "cannot open", about(path));
   struct stat status {};
   if (::fstat(descriptor.get(), &status) != 0) {
@@ -259,6 +257,20 @@ std::unique_ptr<File> open_regular(const std::string& path, int flags, const cha
   }
   if (!S_ISREG(status.st_mode)) fail(Category::io, "not a regular file", about(path));
   return std::make_unique<PosixFile>(std::move(descriptor), base_name(path));
+}
+
+// `from`: where the file is opened, if that is not `path`.
+std::unique_ptr<File> open_regular(const std::string& path, int flags, const char* from = nullptr) {
+  // Without O_NONBLOCK, opening a FIFO would block until its other end is opened.
+  const char* const at = from != nullptr ? from : path.c_str();
+  return regular_file(Descriptor::open(at, flags | O_NONBLOCK), path);
+}
+
+// openat(2) at a place, without following a link of this name.
+Descriptor open_at(const Place& at, int flags, mode_t mode = 0) {
+  const int all = flags | O_NOFOLLOW | O_CLOEXEC;
+  return Descriptor(
+      uninterrupted([&] { return ::openat(at.directory.get(), at.name.c_str(), all, mode); }));
 }
 
 }  // namespace
@@ -289,11 +301,12 @@ std::string PosixFileSystem::real_path(const std::string& path) {
 }
 
 std::unique_ptr<File> PosixFileSystem::open_to_write(const std::string& path) {
-  return open_regular(path, O_WRONLY);
+  return regular_file(open_at(open_place(path, "cannot open"), O_WRONLY | O_NONBLOCK), path);
 }
 
 std::unique_ptr<File> PosixFileSystem::create(const std::string& path) {
-  Descriptor descriptor = Descriptor::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL, 0666);
+  const Place place = open_place(path, "cannot create");
+  Descriptor descriptor = open_at(place, O_WRONLY | O_CREAT | O_EXCL, 0666);
   if (!descriptor.is_valid()) {
     if (errno == EEXIST) fail(Category::conflict, "the file exists already", about(path));
     fail_errno(errno, "cannot create", about(path));
@@ -335,13 +348,28 @@ std::optional<DirectoryEntry> PosixFileSystem::entry(const std::string& path) {
 }
 
 void PosixFileSystem::make_directory(const std::string& path) {
-  if (::mkdir(path.c_str(), 0777) == 0) return;
+  const Place place = open_place(path, "cannot make the directory");
+  if (::mkdirat(place.directory.get(), place.name.c_str(), 0777) == 0) return;
   if (errno == EEXIST) fail(Category::conflict, "the directory exists already", about(path));
   fail_errno(errno, "cannot make the directory", about(path));
 }
 
+namespace {
+
+// renameat2(2). With no flags it is renameat(2), which every kernel and file system has.
+int rename_places(const std::string& from, const std::string& to, unsigned int flags) {
+  const Place source = open_place(from, "cannot rename");
+  const Place target = open_place(to, "cannot rename");
+  const int in = source.directory.get(), into = target.directory.get();
+  const char* const name = source.name.c_str();
+  if (flags == 0) return ::renameat(in, name, into, target.name.c_str());
+  return ::renameat2(in, name, into, target.name.c_str(), flags);
+}
+
+}  // namespace
+
 void PosixFileSystem::rename(const std::string& from, const std::string& to) {
-  if (::rename(from.c_str(), to.c_str()) == 0) return;
+  if (rename_places(from, to, 0) == 0) return;
   if (errno == EEXIST || errno == ENOTEMPTY) {
     fail(Category::conflict, "the directory to be replaced is not empty", about(to));
   }
@@ -349,7 +377,7 @@ void PosixFileSystem::rename(const std::string& from, const std::string& to) {
 }
 
 void PosixFileSystem::rename_new(const std::string& from, const std::string& to) {
-  if (::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE) == 0) return;
+  if (rename_places(from, to, RENAME_NOREPLACE) == 0) return;
   const int error = errno;
   const bool is_unsupported = error == ENOSYS || error == EINVAL;  // as on NFS
   if (error == EEXIST || (is_unsupported && entry(to))) {
@@ -360,11 +388,16 @@ void PosixFileSystem::rename_new(const std::string& from, const std::string& to)
 }
 
 void PosixFileSystem::remove(const std::string& path) {
-  if (std::remove(path.c_str()) != 0) fail_errno(errno, "cannot remove", about(path));
+  const Place place = open_place(path, "cannot remove");
+  const int in = place.directory.get();
+  if (::unlinkat(in, place.name.c_str(), 0) == 0) return;
+  if (errno == EISDIR && ::unlinkat(in, place.name.c_str(), AT_REMOVEDIR) == 0) return;
+  fail_errno(errno, "cannot remove", about(path));
 }
 
 bool PosixFileSystem::sync_directory(const std::string& path) {
-  const Descriptor directory = Descriptor::open(path.c_str(), O_RDONLY | O_DIRECTORY);
+  const Place place = open_place(path, "cannot open the directory");
+  const Descriptor directory = open_at(place, O_RDONLY | O_DIRECTORY);
   if (!directory.is_valid()) {
     if (errno == EACCES) return false;
     fail_errno(errno, "cannot open the directory", about(path));
@@ -392,6 +425,16 @@ std::string parent_path(std::string path) {
   const size_t slash = path.rfind('/');
   if (slash == std::string::npos) return ".";
   return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string with_real_parent(FileSystem& files, const std::string& path) {
+  const std::string parent = parent_path(path);
+  if (!files.is_directory(parent)) return path;
+  return join_path(files.real_path(parent), base_name(path));
+}
+
+std::string real_directory(FileSystem& files, const std::string& path) {
+  return files.is_directory(path) ? files.real_path(path) : with_real_parent(files, path);
 }
 
 std::string join_path(const std::string& directory, const std::string& name) {

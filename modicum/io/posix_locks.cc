@@ -13,6 +13,7 @@
 #include "modicum/io/descriptor.h"
 #include "modicum/io/errno_error.h"
 #include "modicum/io/file.h"
+#include "modicum/io/posix_place.h"
 
 namespace modicum {
 namespace {
@@ -107,22 +108,28 @@ struct Opened {
   bool is_new = false;
 };
 
-Opened open_or_create(const std::string& path) {
-  constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK;
+Opened open_or_create(const Place& place, const std::string& path) {
+  constexpr int kFlags = O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC;
+  const auto open = [&](int flags) {
+    return Descriptor(uninterrupted(
+        [&] { return ::openat(place.directory.get(), place.name.c_str(), flags, 0666); }));
+  };
   while (true) {
-    Descriptor made = Descriptor::open(path.c_str(), kFlags | O_CREAT | O_EXCL, 0666);
+    Descriptor made = open(kFlags | O_CREAT | O_EXCL);
     if (made.is_valid()) return {std::move(made), true};
     if (errno != EEXIST) fail_errno(errno, "cannot create", about(path));
-    Descriptor found = Descriptor::open(path.c_str(), kFlags);
+    Descriptor found = open(kFlags);
     if (found.is_valid()) return {std::move(found), false};
     if (errno != ENOENT) fail_errno(errno, "cannot open", about(path));
   }
 }
 
-// Whether the path still names the file.
-bool still_names(const std::string& path, const FileKey& key) noexcept {
+// Whether the place still names the file.
+bool still_names(const Place& place, const FileKey& key) noexcept {
   struct stat status {};
-  return ::lstat(path.c_str(), &status) == 0 && key_of(status) == key;
+  const int in = place.directory.get();
+  return ::fstatat(in, place.name.c_str(), &status, AT_SYMLINK_NOFOLLOW) == 0 &&
+         key_of(status) == key;
 }
 
 LockState state_of(int fd) noexcept {
@@ -131,9 +138,11 @@ LockState state_of(int fd) noexcept {
   return lock.l_type == F_UNLCK ? LockState::free : LockState::held;
 }
 
-std::string beginning_of(int fd) {
+// Sets `error` if it can't be read.
+std::string beginning_of(int fd, std::string& error) {
   std::string text(kMostText, '\0');
   const ssize_t got = uninterrupted([&] { return ::pread(fd, text.data(), text.size(), 0); });
+  if (got < 0) error = errno_text(errno);
   text.resize(got > 0 ? static_cast<size_t>(got) : 0);
   return text;
 }
@@ -150,7 +159,8 @@ std::unique_ptr<LockedFile> PosixFileSystem::lock(const std::string& path) {
   while (true) {
     struct stat status {};
     if (::lstat(path.c_str(), &status) == 0 && locks.files.contains(key_of(status))) return nullptr;
-    Opened opened = open_or_create(path);
+    const Place place = open_place(path, "cannot create");
+    Opened opened = open_or_create(place, path);
     if (::fstat(opened.descriptor.get(), &status) != 0) {
       fail_errno(errno, "cannot stat the file", about(path));
     }
@@ -165,7 +175,7 @@ std::unique_ptr<LockedFile> PosixFileSystem::lock(const std::string& path) {
     const int result = uninterrupted([&] { return ::fcntl(fd, F_SETLK, &lock); });
     if (result != 0 && (errno == EAGAIN || errno == EACCES)) return nullptr;
     // Who had the lock may have removed the file.
-    if (!still_names(path, key)) continue;
+    if (!still_names(place, key)) continue;
     locks.files.try_emplace(key);
     return std::make_unique<PosixLockedFile>(std::move(opened.descriptor), key, base_name(path),
                                              result == 0, opened.is_new);
@@ -179,11 +189,16 @@ std::optional<SeenFile> PosixFileSystem::look_at(const std::string& path) {
   if (!file.is_valid() && (errno == ENOENT || errno == ENOTDIR)) return std::nullopt;
   SeenFile seen;
   struct stat status {};
-  if (!file.is_valid() || ::fstat(file.get(), &status) != 0 || !S_ISREG(status.st_mode)) {
+  if (!file.is_valid() || ::fstat(file.get(), &status) != 0) {
+    seen.error = errno_text(errno);
+    return seen;
+  }
+  if (!S_ISREG(status.st_mode)) {
+    seen.error = "not a regular file";
     return seen;
   }
   seen.mtime_ns = mtime_of(status);
-  seen.text = beginning_of(file.get());
+  seen.text = beginning_of(file.get(), seen.error);
   const auto held = locks.files.find(key_of(status));
   if (held == locks.files.end()) {
     seen.lock = state_of(file.get());

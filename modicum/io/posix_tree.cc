@@ -11,6 +11,7 @@
 #include "modicum/io/descriptor.h"
 #include "modicum/io/errno_error.h"
 #include "modicum/io/file.h"
+#include "modicum/io/posix_place.h"
 
 namespace modicum {
 namespace {
@@ -29,11 +30,6 @@ bool read_names(DIR* stream, std::vector<std::string>& names) {
     std::string name = entry->d_name;
     if (name != "." && name != "..") names.push_back(std::move(name));
   }
-}
-
-// A path that ends in '/' would follow a link.
-std::string without_slash(const std::string& path) {
-  return path.substr(0, path.find_last_not_of('/') + 1);
 }
 
 Descriptor open_directory(int parent, const std::string& name) {
@@ -122,6 +118,12 @@ class TreeRemoval {
   std::string failed_;
 };
 
+void remove_entries(const Place& of) {
+  const Descriptor directory = open_directory(of.directory.get(), of.name);
+  if (!directory.is_valid()) fail_errno(errno, "cannot open the directory", about(of.name));
+  TreeRemoval(directory.get()).run(of.name);
+}
+
 }  // namespace
 
 std::vector<std::string> PosixFileSystem::list(const std::string& directory) {
@@ -135,18 +137,18 @@ std::vector<std::string> PosixFileSystem::list(const std::string& directory) {
 }
 
 void PosixFileSystem::remove_tree(const std::string& path) {
-  const std::string name = without_slash(path);
-  if (unlink_at(AT_FDCWD, name, 0) == 0 || errno == ENOENT) return;
+  const std::optional<Place> place = find_place(path, "cannot remove");
+  if (!place) return;
+  const int parent = place->directory.get();
+  if (unlink_at(parent, place->name, 0) == 0 || errno == ENOENT) return;
   if (errno != EISDIR) fail_errno(errno, "cannot remove", about(path));
-  empty_directory(path);
-  if (unlink_at(AT_FDCWD, name, AT_REMOVEDIR) == 0 || errno == ENOENT) return;
+  remove_entries(*place);
+  if (unlink_at(parent, place->name, AT_REMOVEDIR) == 0 || errno == ENOENT) return;
   fail_errno(errno, "cannot remove", about(path));
 }
 
 void PosixFileSystem::empty_directory(const std::string& path) {
-  const Descriptor directory = open_directory(AT_FDCWD, without_slash(path));
-  if (!directory.is_valid()) fail_errno(errno, "cannot open the directory", about(path));
-  TreeRemoval(directory.get()).run(base_name(path));
+  remove_entries(open_place(path, "cannot open the directory"));
 }
 
 }  // namespace modicum

@@ -19,6 +19,7 @@ class TempDir {
     if (mkdtemp(path_.data()) == nullptr) {
       throw std::system_error(errno, std::generic_category(), "mkdtemp " + path_);
     }
+    path_ = std::filesystem::canonical(path_);  // TMPDIR may be a link
   }
   ~TempDir() {
     std::error_code ignored;

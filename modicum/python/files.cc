@@ -38,11 +38,37 @@ void define_files(nb::module_& module) {
       "other end; an error of category `too_long` for a file of more than `most_bytes`, of "
       "which nothing is read.");
   module.def(
-      "rename", [](const Path& from, const Path& to) { PosixFileSystem().rename(from, to); },
+      "make_directory", [](const Path& path) { PosixFileSystem().make_directory(path); }, "path"_a,
+      "Makes a directory. Raises IoError, also if a directory of the path is a symbolic link.");
+  module.def(
+      "write_file",
+      [](const Path& path, const nb::bytes& data) {
+        const std::span bytes(static_cast<const std::byte*>(data.data()), data.size());
+        without_the_lock([&] {
+          const std::unique_ptr<File> file = PosixFileSystem().create(path);
+          file->write(bytes, 0);
+          file->sync();
+          file->close();
+        });
+      },
+      "path"_a, "data"_a,
+      "Writes and syncs a new file. Raises IoError, also if a directory of the path is a symbolic "
+      "link.");
+  module.def(
+      "rename",
+      [](const Path& from, const Path& to) {
+        PosixFileSystem files;
+        files.rename(with_real_parent(files, from), with_real_parent(files, to));
+      },
       "from_path"_a, "to_path"_a, "Renames a file, a link or a directory. Raises IoError.");
   module.def(
       "remove_tree",
-      [](const Path& path) { without_the_lock([&] { PosixFileSystem().remove_tree(path); }); },
+      [](const Path& path) {
+        without_the_lock([&] {
+          PosixFileSystem files;
+          files.remove_tree(with_real_parent(files, path));
+        });
+      },
       "path"_a,
       "Removes a file, or a directory with everything in it. Removes links, and follows none. "
       "After a failure removes the rest, then raises IoError.");

@@ -414,8 +414,10 @@ Raises:
            "root"_a, "step"_a, "directories"_a = std::vector<std::string>(), "inside"_a = false,
            "keep"_a = nb::none())
       .def_prop_ro(
-          "directory", [](StepInSave& step) { return step.open().directory(); },
-          "The directory to which the ranks write.")
+          "directory",
+          [](StepInSave& step) { return join_path(step.root, base_name(step.open().directory())); },
+          "The directory to which the ranks write. Each rank resolves the links of its path, once: "
+          "files are created only at a path without links.")
       .def_prop_ro(
           "point", [](StepInSave& step) { return step.open().point(); },
           "The random number with which the ranks prove that each element was written once; "

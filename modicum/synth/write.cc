@@ -112,7 +112,8 @@ class Filling {
 // Creates a directory and files in it. The destructor removes them unless finish() has returned.
 class NewDirectory {
  public:
-  NewDirectory(FileSystem& files, const std::string& path) : files_(files), path_(path) {
+  NewDirectory(FileSystem& files, const std::string& path)
+      : files_(files), path_(real_directory(files, path)) {
     files_.make_directory(path_);
   }
   NewDirectory(const NewDirectory&) = delete;

@@ -130,7 +130,9 @@ class LoadRank {
 
 }  // namespace
 
-LoadReport load_in_ranks(const LoadTask& task, ShowBytes show) {
+LoadReport load_in_ranks(const LoadTask& given, ShowBytes show) {
+  LoadTask task = given;
+  if (!task.dump.empty()) task.dump = real_directory(*task.run.files, task.dump);
   LoadWorld world(task);
   const StopSignals stop;  // a stop signal throws, so that the directory below is removed
   DumpDirectory dump(task);

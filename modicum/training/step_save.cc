@@ -112,6 +112,7 @@ void hand_over_sums(const ChunkSums& sums, int rank, const SaveFiles& to) {
 StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, bool has_state,
                    std::optional<size_t> keep)
     : files_(files),
+      root_(root),
       keep_(keep),
       step_(begin_step(files, root, step, this_process(), keep.has_value())),
       pid_(getpid()),
@@ -124,6 +125,7 @@ StepSave::StepSave(FileSystem& files, const std::string& root, int64_t step, boo
 // flight would look like the directory of another program.
 StepSave::StepSave(FileSystem& files, const Inside& inside, int64_t step)
     : files_(files),
+      root_(inside.directory),
       step_(begin_step_in(files, inside.directory, step, this_process())),
       pid_(getpid()),
       owner_(owner_of(files, step_)),
@@ -234,8 +236,8 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
   if (!source.directory.empty()) add_companions(source, plan, saved);
   for (const NewFile& file : how.more) add_written(saved, file);
   commit(how, saved);
-  saved.path = step_.root;
-  if (!step_.is_inside) saved.path = join_path(step_.root, fmt::format("step-{}", step_.step));
+  saved.path = root_;
+  if (!step_.is_inside) saved.path = join_path(root_, fmt::format("step-{}", step_.step));
   saved.warnings.insert(saved.warnings.end(), warnings_.begin(), warnings_.end());
   return saved;
 }

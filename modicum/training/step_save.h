@@ -81,7 +81,7 @@ class StepSave {
   StepSave(const StepSave&) = delete;
   StepSave& operator=(const StepSave&) = delete;
 
-  const std::string& directory() const noexcept { return step_.directory; }
+  const std::string& directory() const noexcept { return step_.directory; }  // its real path
   std::string state_directory() const { return join_path(step_.directory, kStateDirectory); }
   uint64_t point() const;  // for ChunkSums
   // The optimizer's state that the ranks have saved.
@@ -108,6 +108,7 @@ class StepSave {
   void commit(const Publishing& how, SavedStep& saved);
 
   FileSystem& files_;
+  const std::string root_;  // as the caller has named it
   const std::optional<size_t> keep_;
   const StepInFlight step_;
   const int pid_;

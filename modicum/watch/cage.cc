@@ -62,7 +62,7 @@ MemoryCage::MemoryCage(FileSystem& files, uint64_t limit_bytes, std::string root
 void MemoryCage::make_below(const MemoryCgroup& parent, const std::string& name) {
   group_ = {.version = parent.version,
             .name = (parent.name == "/" ? "" : parent.name) + "/" + name,
-            .directory = parent.directory + "/" + name};
+            .directory = real_directory(files_, parent.directory) + "/" + name};
   try {
     files_.make_directory(group_.directory);
   } catch (const Error& error) {

@@ -164,11 +164,12 @@ def test_a_taken_over_save_publishes_nothing(modicum: Path, moe: Path, tmp_path:
 
 
 def delayed(call: str, path: str, delay_ms: int, calls: str = "1+") -> tuple[str, ...]:
-    """A command that runs a program and delays its calls with this path."""
+    """A command that runs a program and delays its calls that name this file in its directory."""
     if shutil.which("strace") is None:
         pytest.skip("strace is not installed")
     inject = f"inject={call}:delay_enter={delay_ms * 1000}:when={calls}"
-    return ("strace", "-f", "-o", "/dev/null", "-P", path, "-e", f"trace={call}", "-e", inject)
+    strace = ("strace", "-f", "-o", "/dev/null", "-P", Path(path).name)
+    return (*strace, "-e", f"trace={call}", "-e", inject)
 
 
 @pytest.mark.parametrize("count", [2, 6])

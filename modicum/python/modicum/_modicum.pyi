@@ -85,6 +85,16 @@ def read_file(path: str | os.PathLike, *, too_long: str = 'INTEGRITY', most_byte
     The bytes of a regular file. Raises IoError, also for a FIFO, without waiting for its other end; an error of category `too_long` for a file of more than `most_bytes`, of which nothing is read.
     """
 
+def make_directory(path: str | os.PathLike) -> None:
+    """
+    Makes a directory. Raises IoError, also if a directory of the path is a symbolic link.
+    """
+
+def write_file(path: str | os.PathLike, data: bytes) -> None:
+    """
+    Writes and syncs a new file. Raises IoError, also if a directory of the path is a symbolic link.
+    """
+
 def rename(from_path: str | os.PathLike, to_path: str | os.PathLike) -> None:
     """Renames a file, a link or a directory. Raises IoError."""
 
@@ -822,7 +832,9 @@ class StepSave:
 
     @property
     def directory(self) -> str:
-        """The directory to which the ranks write."""
+        """
+        The directory to which the ranks write. Each rank resolves the links of its path, once: files are created only at a path without links.
+        """
 
     @property
     def point(self) -> int:

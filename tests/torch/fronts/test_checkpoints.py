@@ -300,10 +300,17 @@ def test_save_model_has_the_base_of_adapters(two: Ranks, tmp_path: Path, model: 
     assert "base_model.model.model.norm.weight" in stored
 
 
+def linked(folder: Path) -> Path:
+    """A link to a directory, below which a script saves."""
+    (folder / "disk").mkdir()
+    (folder / "link").symlink_to("disk")
+    return folder / "link"
+
+
 def test_a_second_save_replaces_the_first_in_the_same_directory(
     two: Ranks, tmp_path: Path, modicum: Path, model: str
 ) -> None:
-    folder = tmp_path / "state"
+    folder = linked(tmp_path) / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum"}
     saved = two.ask("accelerate_saves", times=2, **how)
     resumed = two.ask("accelerate_resumes", **how)
@@ -437,7 +444,7 @@ def test_trainer_resumes_bit_for_bit(
     run is made without Modicum. With a limit of one, the checkpoint from which the run has resumed
     is removed at the next save. There the script passes the checkpoint to from_pretrained, so that
     it does not read the original model, which is moved away."""
-    folder = tmp_path / "out"
+    folder = linked(tmp_path) / "out"
     how = {"directory": model, "by": "modicum", "optimizer": optimizer, "sharded": sharded}
     how |= {"max_steps": 6, "save_steps": 2, "save_total_limit": limit}
     if optimizer == "torch" and not sharded:

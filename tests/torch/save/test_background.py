@@ -131,7 +131,9 @@ def test_the_step_is_that_of_the_foreground(
     """`size`: the bytes of the window, which has room for no block (0), for some blocks (MIB), or
     for all (None: the default). `cpus`: the number of CPUs of each process."""
     how = {"directory": model, "cut": cut, "kind": (optimizer, dtype)}
-    answers = worlds[cut.world].ask("background_both", root=str(root), room=(size, cpus), **how)
+    link = root.with_name(f"{root.name}-link")  # as a root may be
+    link.symlink_to(root)
+    answers = worlds[cut.world].ask("background_both", root=str(link), room=(size, cpus), **how)
     assert_same_step(root, modicum)
     ends = worlds[cut.world].ask("background_alone", **how)
     for answer, end in zip(answers, ends, strict=True):

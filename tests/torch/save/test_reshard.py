@@ -80,8 +80,13 @@ def test_torchs_state_in_other_files_is_resumed(modicum: Path, tmp_path: Path, f
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step(model, optimizer)
     own = {"rng": torch.get_rng_state()}
-    root = tmp_path / "steps"
-    front.save(model, root, step=1, optimizer=optimizer, extra={"epoch": 2}, extra_per_rank=own)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk")  # as a root may be below one
+    root = tmp_path / "link/steps"
+    saved = front.save(
+        model, root, step=1, optimizer=optimizer, extra={"epoch": 2}, extra_per_rank=own
+    )
+    assert Path(saved.path) == root / "step-1"
     out = tmp_path / "new/step-1"
     out.parent.mkdir()
     run_json(modicum, "reshard", root / "step-1", out, "--shard-size", "20KB")

@@ -314,7 +314,7 @@ def _trainer_finds_by_number() -> bool:
     trainer = sys.modules[TRAINER]
     with TemporaryDirectory() as folder:
         for number in (3, 20):
-            os.mkdir(Path(folder, f"checkpoint-{number}"))
+            _modicum.make_directory(Path(folder, f"checkpoint-{number}"))
         found = [path.name for path in sorted_checkpoints(folder)]
         newest: str = trainer.get_last_checkpoint(folder)
         trainer.rotate_checkpoints(output_dir=folder, save_total_limit=1)

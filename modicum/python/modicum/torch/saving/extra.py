@@ -4,7 +4,6 @@ metadata has the JSON, in which `{"__tensor__": NAME}` refers to a tensor of the
 """
 
 import json
-import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.saving.texts import as_damage, json_in
 from modicum.torch.saving.values import DTYPES, decode, encode
@@ -71,10 +71,7 @@ def bytes_of(own: Any) -> bytes:
 
 def write(path: Path, data: bytes) -> None:
     """Writes and syncs a new file. Publishing the step syncs its directory entry."""
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    _modicum.write_file(path, data)
 
 
 def read(data: bytes, file: str) -> Any:

@@ -82,7 +82,7 @@ class Inside(Flight):
 
         def make() -> None:
             for name in how["directories"]:
-                (place[0] / name).mkdir()
+                _modicum.make_directory(place[0] / name)
             _sync(self.directory)
 
         ranks.once(make, lambda: None)

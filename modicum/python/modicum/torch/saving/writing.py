@@ -244,8 +244,9 @@ class Flight:
 
     def begin(self, ranks: Ranks, **how: Any) -> tuple[Path, int]:
         """Waits for a save in the background, then makes the step's directory, and first renames a
-        damaged step of its name. Collective. Returns the directory and `Where.point`. Raises
-        `IoError` if an intact step has the name, or if a rank does not see the directory."""
+        damaged step of its name. Collective. Returns the directory, without links in its path on
+        this node, and `Where.point`. Raises `IoError` if an intact step has the name, or if a rank
+        does not see the directory."""
         in_flight.wait()
         if not how.get("inside"):
             self.damaged = set_damaged_aside(Path(how["root"]), how["step"], ranks)
@@ -256,7 +257,7 @@ class Flight:
 
         (directory, point), _ = ranks.once(make, lambda: None)
         require_seen(Path(directory), ranks)
-        return Path(directory), int(point)
+        return Path(directory).resolve(), int(point)
 
     def end(self) -> None:
         """Removes the files unless the step was published. Called last, on every rank."""
