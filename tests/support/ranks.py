@@ -36,6 +36,9 @@ PATIENCE_S = 240.0  # on a machine that runs other things too
 LEFT_ALONE_S = 45.0
 """How long ranks may go on after another rank has failed; longer is a hang."""
 
+CLEAN_S = 60.0
+"""How long ranks may clean up after an act, which takes them much less than a second."""
+
 GONE = "the process has ended"
 """The answer of a rank that has ended, or that the test does not wait for."""
 
@@ -248,7 +251,7 @@ class Ranks:
             return
         self._unsettled = False
         left: list[str] = []
-        deadline = time.monotonic() + LEFT_ALONE_S
+        deadline = time.monotonic() + CLEAN_S
         for rank, line in enumerate(self.lines):
             try:
                 assert line.poll(max(deadline - time.monotonic(), 0)), "does not end"

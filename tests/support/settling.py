@@ -37,8 +37,7 @@ class Process:
         self._cpu_threads = torch.get_num_threads()
         self._is_deterministic = torch.are_deterministic_algorithms_enabled()
         self._random = (random.getstate(), numpy.random.get_state(), torch.get_rng_state())
-        self._attributes: dict[tuple[str, str], tuple[Any, Any]] = {}
-        self._note_attributes()
+        self._attributes = attributes()
 
     def restore(self) -> list[str]:
         """Together with all other ranks: restores the state, and ends process groups. Returns what
@@ -60,9 +59,8 @@ class Process:
         numpy.random.set_state(of_numpy)
         torch.set_rng_state(of_torch)
         gc.collect()
-        if not left:  # else the processes end, and another rank may not come to the barrier
-            end_groups()
-        self._note_attributes()
+        end_groups()
+        self._attributes = attributes() | self._attributes  # with those of modules imported since
         return left
 
     def _left(self) -> list[str]:
@@ -75,18 +73,12 @@ class Process:
             left.append(f"the default device {torch.get_default_device()}")
         threads = [one for one in threading.enumerate() if one not in self._threads]
         left += [f"a thread {one.name}" for one in threads if not one.daemon]
-        changed = [name for name, of in attributes().items() if self._is_replaced(name, of[1])]
-        left += [f"another {name} of {owner}" for owner, name in changed]
+        for (owner, name), now in attributes().items():
+            # The first optimizer of a class wraps the class's `step`, and marks it as "hooked".
+            is_torchs = getattr(now, "hooked", False)
+            if now is not self._attributes.get((owner, name), now) and not is_torchs:
+                left.append(f"another {name} of {owner}")
         return left
-
-    def _is_replaced(self, name: tuple[str, str], now: Any) -> bool:
-        # The first optimizer of a class wraps the class's `step`, and marks it so.
-        is_torchs = getattr(now, "hooked", False)
-        return name in self._attributes and self._attributes[name][1] is not now and not is_torchs
-
-    def _note_attributes(self) -> None:
-        """Notes the attributes of modules that have been imported since."""
-        self._attributes = attributes() | self._attributes
 
 
 def end_groups() -> None:
@@ -99,20 +91,20 @@ def end_groups() -> None:
     _clear_sharding_prop_cache()  # it has meshes of these groups
 
 
-def attributes() -> dict[tuple[str, str], tuple[Any, Any]]:
-    """(owner, value) of the functions, classes and constants of Modicum and of what it builds on,
-    by the names of the owner (a module or a class) and of the attribute."""
-    found: dict[tuple[str, str], tuple[Any, Any]] = {}
+def attributes() -> dict[tuple[str, str], Any]:
+    """The functions, classes and constants of Modicum and of what it builds on, by the names of the
+    owner (a module or a class) and of the attribute."""
+    found: dict[tuple[str, str], Any] = {}
     for name, module in list(sys.modules.items()):
         is_ours = name.partition(".")[0] == "modicum"
         if not isinstance(module, ModuleType) or not (is_ours or name in UPSTREAM):
             continue
         for key, value in list(vars(module).items()):
             if callable(value) or key.isupper():
-                found[name, key] = (module, value)
+                found[name, key] = value
             if isinstance(value, type) and value.__module__ == name:
-                owner = f"{name}.{key}"
-                found |= {(owner, n): (value, of) for n, of in vars(value).items() if callable(of)}
+                methods = {n: of for n, of in vars(value).items() if callable(of)}
+                found |= {(f"{name}.{key}", n): of for n, of in methods.items()}
     return found
 
 
