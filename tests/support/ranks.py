@@ -289,7 +289,7 @@ class Ranks:
             process.join(max(deadline - time.monotonic(), 0))
             process.kill()
             process.join()
-        self.processes, self.lines = self.processes, []
+        self.lines = []
 
 
 def is_failure(answer: Any) -> bool:
