@@ -1,12 +1,17 @@
-"""Real ranks: processes that form a process group over gloo.
+"""Real ranks: processes that form a process group over gloo, and run acts until they are closed.
 
-`ranks` starts ranks that run acts of `torch_rank.py` by name until they are closed. `World` starts
-ranks that each run one function of a test and end. Ranks are forked, within a second, from a server
-that has imported torch and transformers; *fresh* ones are new interpreters, as torchrun starts
-them, and share no memory with another process.
+An act is a function: one of `torch_rank.py`, by its name, or one of a test module. Ranks are
+forked, within a second, from a server that has imported torch and transformers; *fresh* ones are
+new interpreters, as torchrun starts them, and share no memory with another process.
+
+Tests borrow a world from the `Pool` of their pytest process (see tests/torch/conftest.py). `ranks`
+starts a world of the test's own, for what other tests' acts would disturb: measured memory, memory
+cgroups, a library that all processes preload.
 """
 
 import contextlib
+import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -16,13 +21,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 SUPPORT = Path(__file__).resolve().parent
 EXAMPLES = SUPPORT.parents[1] / "examples"
@@ -30,12 +36,20 @@ PATIENCE_S = 240.0  # on a machine that runs other things too
 LEFT_ALONE_S = 45.0
 """How long ranks may go on after another rank has failed; longer is a hang."""
 
+CLEAN_S = 60.0
+"""How long ranks may clean up after an act, which takes them much less than a second."""
+
 GONE = "the process has ended"
-"""The answer of a rank that has ended."""
+"""The answer of a rank that has ended, or that the test does not wait for."""
+
+READY = "the act is ready"
+GO_ON = "the act may go on"
+SETTLE = "clean up"
+LEND = "begin anew"
 
 # Each process has one fork server with one list of modules to preload: the last list set counts.
-_forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload(["torch_rank"])
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload(["torch_rank"])
 _fresh = multiprocessing.get_context("spawn")
 
 
@@ -79,7 +93,7 @@ def example(name: str) -> Any:
     return module
 
 
-# ---- ranks that run acts by name
+# ---- a world, as tests see it
 
 
 @dataclass(frozen=True)
@@ -95,60 +109,163 @@ class Failed:
     """Seconds since the act began."""
     at_s: float
     """On the machine's monotonic clock."""
+    trace: str = field(default="", compare=False)
+    """The traceback."""
 
 
 @dataclass
 class Ranks:
-    """The ranks of one process group. `close` ends those that still run."""
+    """The ranks of one process group. After an act that fails, or that leaves behind what cannot be
+    undone, the next one runs in new processes. `close` ends the processes that still run."""
 
+    size: int
     folder: Path
+    fresh: bool = False
+    cages: Sequence[Path] | None = None
     processes: list[Any] = field(default_factory=list)
     lines: list[Connection] = field(default_factory=list)
+    spent: str = ""
+    """Why these processes run no further act."""
+    _exits: bool = False
+    _unsettled: bool = False
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
-    def tell(self, act: str, each: Mapping[int, dict[str, Any]] | None = None, **said: Any) -> None:
+    def start(self) -> None:
+        """Starts the processes, and waits until they have joined the group."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "port").unlink(missing_ok=True)
+        self.processes, self.lines, self.spent, self._unsettled = [], [], "", False
+        context = _fresh if self.fresh else forked
+        for rank in range(self.size):
+            cage = self.cages[rank] if self.cages else None
+            with entering(cage, self.folder / f"enter-{rank}"):
+                process, line = start(context, serve, rank, self.size, str(self.folder))
+            self.processes.append(process)
+            self.lines.append(line)
+        self.ask("greet")
+        self.settle()
+
+    def tell(
+        self,
+        act: str | Callable[..., Any],
+        each: Mapping[int, dict[str, Any]] | None = None,
+        *,
+        hosts: Sequence[str] | None = None,
+        exits: bool = False,
+        **said: Any,
+    ) -> None:
         """Starts an act on every rank; does not wait.
 
         Args:
-            act: its name in `torch_rank.ACTS`.
+            act: its name in `torch_rank.ACTS`, or a function of a module.
             each: arguments of single ranks, by rank.
+            hosts: the host name that each rank reports during the act instead of the machine's.
+            exits: whether each process exits as soon as it has answered.
             said: arguments of all ranks.
         """
+        self.settle()
+        if self.spent:
+            self.close()
+            self.start()
         for rank, line in enumerate(self.lines):
-            line.send((act, said | (each or {}).get(rank, {})))
+            host = hosts[rank] if hosts else None
+            line.send((act, said | (each or {}).get(rank, {}), host, exits))
+        self.spent, self._exits = "an act was not heard", exits
 
-    def hear(self, within_s: float = PATIENCE_S) -> list[Any]:
-        """The ranks' answers, by rank: a value, `Failed` or `GONE`."""
-        heard: list[Any] = [GONE] * len(self.lines)
-        waiting = dict(enumerate(self.lines))
+    def await_ready(self, *ranks: int) -> None:
+        """Returns once each of `ranks`, by default every rank, has called `ready` in its act."""
+        for rank in ranks or range(self.size):
+            assert self.lines[rank].poll(PATIENCE_S), f"rank {rank} is not ready\n{self.logs()}"
+            message = self.lines[rank].recv()
+            assert message == READY, f"rank {rank}: {message}"
+
+    def let_go_on(self) -> None:
+        """Makes `is_told` true on every rank."""
+        for line in self.lines:
+            with contextlib.suppress(BrokenPipeError):  # a rank that has ended: `hear` reports it
+                line.send(GO_ON)
+
+    def hear(self, within_s: float = PATIENCE_S, without: Sequence[int] = ()) -> list[Any]:
+        """The ranks' answers, by rank: a value, `Failed` or `GONE`. Once a rank has failed, the
+        others have LEFT_ALONE_S. `without`: ranks that do not answer, which are killed."""
+        heard: list[Any] = [GONE] * self.size
+        waiting = {rank: line for rank, line in enumerate(self.lines) if rank not in without}
         deadline = time.monotonic() + within_s
         while waiting:
             if not wait(list(waiting.values()), max(deadline - time.monotonic(), 0)):
-                self.close()
-                silent = f"no answer from ranks {sorted(waiting)}"
-                raise AssertionError(f"{silent}; the others: {heard}\n{self.logs()}")
+                self._give_up(sorted(waiting), heard)
             for rank, line in list(waiting.items()):
                 if line.poll():
-                    del waiting[rank]
+                    answer = GONE
                     with contextlib.suppress(EOFError, ConnectionResetError):
-                        heard[rank] = line.recv()
-                    if heard[rank] is GONE or isinstance(heard[rank], Failed):
+                        answer = line.recv()
+                    if isinstance(answer, str) and answer == READY:
+                        continue
+                    del waiting[rank]
+                    heard[rank] = answer
+                    if is_failure(answer):
                         deadline = min(deadline, time.monotonic() + LEFT_ALONE_S)
+        for rank in without:
+            with contextlib.suppress(ProcessLookupError):
+                self.kill(rank)
+        if any(map(is_failure, heard)):
+            self.spent = "an act has failed"
+        elif not self._exits:
+            self.spent, self._unsettled = "", True
+            for line in self.lines:
+                line.send(SETTLE)
         return heard
 
-    def ask(self, act: str, each: Mapping[int, dict[str, Any]] | None = None, **said: Any) -> Any:
-        """Starts an act that must not fail. Returns the answers, by rank."""
+    def _give_up(self, silent: list[int], heard: list[Any]) -> None:
+        """Raises an error with the stacks of the ranks that are silent, after killing all ranks."""
+        for rank in silent:
+            with contextlib.suppress(ProcessLookupError):
+                self.kill(rank, signal.SIGUSR2)  # prints the stack
+        time.sleep(0.5)
+        self.spent = "an act has not ended"
+        self.close()
+        told = [f"rank {rank}: {described(one)}" for rank, one in enumerate(heard)]
+        words = "\n".join(one for rank, one in enumerate(told) if rank not in silent)
+        raise AssertionError(f"no answer from ranks {silent}; the others:\n{words}\n{self.logs()}")
+
+    def ask(
+        self,
+        act: str | Callable[..., Any],
+        each: Mapping[int, dict[str, Any]] | None = None,
+        **said: Any,
+    ) -> Any:
+        """Starts an act that must not fail, as `tell` does. Returns the answers, by rank."""
         self.tell(act, each, **said)
         heard = self.hear()
-        bad = [f"rank {r}: {h}" for r, h in enumerate(heard) if h is GONE or isinstance(h, Failed)]
+        bad = [f"rank {r}: {described(h)}" for r, h in enumerate(heard) if is_failure(h)]
         assert not bad, "\n".join([*bad, self.logs()])
         return heard
 
+    def settle(self) -> None:
+        """Waits until all ranks have cleaned up after the last act. What an act has left behind and
+        should have undone itself is a warning, and spends the world."""
+        if not self._unsettled:
+            return
+        self._unsettled = False
+        left: list[str] = []
+        deadline = time.monotonic() + CLEAN_S
+        for rank, line in enumerate(self.lines):
+            try:
+                assert line.poll(max(deadline - time.monotonic(), 0)), "does not end"
+                left += [f"rank {rank}: {what}" for what in line.recv()]
+            except (AssertionError, EOFError, ConnectionResetError) as error:
+                left.append(f"rank {rank} does not clean up: {error or GONE}")
+        if left:
+            self.spent = "an act has left something behind"
+            warnings.warn(f"an act has left behind {'; '.join(left)}", stacklevel=2)
+
     def kill(self, rank: int, how: signal.Signals = signal.SIGKILL) -> None:
         os.kill(self.pids[rank], how)
+        if how is signal.SIGKILL:
+            self.spent = "a rank was killed"
 
     def logs(self) -> str:
         """The end of each rank's output."""
@@ -157,14 +274,32 @@ class Ranks:
             for log in sorted(self.folder.glob("rank-*.log"))
         )
 
+    def begin_anew(self, folder: Path) -> None:
+        """Gives the ranks another folder. They forget the modules of tests."""
+        folder.mkdir(parents=True)
+        self.folder = folder
+        for line in self.lines:
+            line.send((LEND, str(folder)))
+
     def close(self) -> None:
         for line in self.lines:
             line.close()  # an idle rank ends
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + (0 if self.spent else 5)
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))
             process.kill()
             process.join()
+        self.lines = []
+
+
+def is_failure(answer: Any) -> bool:
+    return isinstance(answer, Failed) or (isinstance(answer, str) and answer == GONE)
+
+
+def described(answer: Any) -> str:
+    if isinstance(answer, Failed):
+        return f"{answer.error}: {answer.message}\n{answer.trace}"
+    return str(answer)
 
 
 @contextlib.contextmanager
@@ -180,19 +315,51 @@ def ranks(
         cages: for each rank the `cgroup.procs` of its memory cgroup, which it enters before it
             executes the interpreter; for fresh ranks only.
     """
-    folder.mkdir(parents=True)
-    group = Ranks(folder)
-    context = _fresh if fresh else _forked
+    group = Ranks(world, folder, fresh, cages)
     try:
-        for rank in range(world):
-            with entering(cages[rank] if cages else None, folder / f"enter-{rank}"):
-                process, line = start(context, serve, rank, world, str(folder))
-            group.processes.append(process)
-            group.lines.append(line)
-        group.ask("greet")
+        group.start()
         yield group
+        group.settle()
     finally:
         group.close()
+
+
+class Pool:
+    """Worlds of forked ranks that one test borrows after another. `close` ends the idle ones."""
+
+    KEPT = {1: 2, 2: 2, 3: 1, 4: 1}
+    """How many idle worlds of a size are kept; a larger world is not kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._idle: list[Ranks] = []
+        self._loans = 0
+
+    @contextlib.contextmanager
+    def lend(self, size: int) -> Iterator[Ranks]:
+        """A world that no other test uses within the context. Its folder and its logs are new."""
+        self._loans += 1
+        folder = self._folder / f"loan-{self._loans}"
+        group = next((one for one in self._idle if one.size == size), None)
+        if group is None:
+            group = Ranks(size, folder)
+            group.start()
+        else:
+            self._idle.remove(group)
+            group.begin_anew(folder)
+        try:
+            yield group
+            group.settle()
+        finally:
+            alike = sum(one.size == size for one in self._idle)
+            if group.spent or group._unsettled or alike >= self.KEPT.get(size, 0):
+                group.close()
+            else:
+                self._idle.append(group)
+
+    def close(self) -> None:
+        for group in self._idle:
+            group.close()
 
 
 @contextlib.contextmanager
@@ -213,181 +380,77 @@ def entering(cage: Path | None, script: Path) -> Iterator[None]:
         _fresh.set_executable(python)
 
 
+# ---- a rank's process
+
+_line: Connection | None = None
+
+
+def ready() -> None:
+    """In an act: ends one `await_ready` of the test."""
+    assert _line is not None
+    _line.send(READY)
+
+
+def is_told() -> bool:
+    """In an act: true once after the test has called `let_go_on`."""
+    assert _line is not None
+    return _line.poll() and _line.recv() == GO_ON
+
+
 def serve(line: Connection, rank: int, world: int, folder: str) -> None:
     """A rank's process: runs acts until the line is closed."""
-    log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT, 0o644)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    sys.stderr = sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    global _line
+    _line = line
+    write_to(Path(folder) / f"rank-{rank}.log")
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    import settling
     import torch_rank
 
     torch_rank.join(rank, world, Path(folder))
+    gc.freeze()  # the modules' objects, which are many, so that later collections are quick
+    before = settling.Process()
     with contextlib.suppress(EOFError):
         while True:
-            act, said = line.recv()
-            begin = time.monotonic()
-            try:
-                answer = torch_rank.ACTS[act](**said)
-            except (Exception, KeyboardInterrupt) as error:
-                answer = failed(error, time.monotonic() - begin)
-            line.send(answer)
+            message = line.recv()
+            if message == GO_ON:  # of an act that has ended
+                continue
+            if message == SETTLE:
+                line.send(before.restore())
+            elif message[0] == LEND:
+                torch_rank.folder = Path(message[1])
+                write_to(torch_rank.folder / f"rank-{rank}.log")
+                settling.forget_test_modules()
+            else:
+                act, said, host, exits = message
+                if host is not None:
+                    socket.gethostname = lambda name=host: name
+                begin = time.monotonic()
+                try:
+                    run = torch_rank.ACTS[act] if isinstance(act, str) else act
+                    with warnings.catch_warnings():
+                        answer = run(**said)
+                except (Exception, KeyboardInterrupt) as error:
+                    answer = failed(error, time.monotonic() - begin)
+                line.send(answer)
+                if exits:
+                    break
+                del answer, message, said
     # Skips the shutdown of torch's threads and of connections to ranks that have ended.
     os._exit(0)
 
 
+def write_to(log: Path) -> None:
+    """Makes `log` this process's output."""
+    opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    for stream in (1, 2):
+        os.dup2(opened, stream)
+    os.close(opened)
+    sys.stderr = sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
 def failed(error: BaseException, after_s: float) -> Failed:
+    trace = "".join(traceback.format_exception(error))
     facts = dict(vars(error))
-    return Failed(type(error).__name__, str(error), facts, after_s, time.monotonic())
-
-
-# ---- ranks that run one function
-
-
-class Ended(NamedTuple):
-    """The end of a rank's process."""
-
-    value: Any = None
-    """What its function returned."""
-    error: str = ""
-    """Name of the class of its exception."""
-    facts: dict[str, Any] = {}
-    """The exception's attributes, and its text as `message`."""
-    at_s: float = 0.0
-    """On the machine's monotonic clock."""
-
-
-class Told(NamedTuple):
-    """The first argument of a rank's function."""
-
-    rank: int
-    pipe: Connection
-
-    def ready(self) -> None:
-        """Ends one `await_ready` of the test."""
-        self.pipe.send("ready")
-
-    def is_told(self) -> bool:
-        """True once the test has called `tell`."""
-        return self.pipe.poll()
-
-
-class World:
-    """`size` processes in a process group. Without `file`, rank 0's process has the store."""
-
-    _running: set["World"] = set()
-
-    def __init__(
-        self,
-        body: Callable[..., Any],
-        size: int,
-        *arguments: Any,
-        hosts: list[str] | None = None,
-        file: os.PathLike | None = None,
-    ) -> None:
-        """
-        Args:
-            body: a rank's function, called with its `Told` and `arguments`.
-            hosts: the host name that each rank reports instead of the machine's.
-            file: the file that is the group's store.
-        """
-        self._port = _held_port()
-        port = self._port.getsockname()[1]
-        method = f"file://{file}" if file else f"tcp://127.0.0.1:{port}"
-        self.processes: list[Any] = []
-        self._lines: list[Connection] = []
-        self._running.add(self)
-        for rank in range(size):
-            group = {"init_method": method, "rank": rank, "world_size": size}
-            host = hosts[rank] if hosts else None
-            process, line = start(_forked, _run_body, body, arguments, group, host)
-            self.processes.append(process)
-            self._lines.append(line)
-
-    def pid(self, rank: int) -> int:
-        return self.processes[rank].pid
-
-    def await_ready(self, *ranks: int) -> None:
-        """Returns once each of `ranks`, by default every rank, has called `ready`."""
-        for rank in ranks or range(len(self._lines)):
-            assert self._receive(rank) == "ready"
-
-    def signal(self, rank: int, number: int) -> float:
-        """Sends a signal to a rank, and returns once it is sent."""
-        os.kill(self.pid(rank), number)
-        return time.monotonic()
-
-    def tell(self) -> None:
-        """Makes every rank's `is_told` true."""
-        for line in self._lines:
-            with contextlib.suppress(BrokenPipeError):  # a rank that has failed: `end` reports it
-                line.send("go on")
-
-    def end(self, without: tuple[int, ...] = ()) -> dict[int, Ended]:
-        """Waits for every rank and returns how it ended. `without`: ranks that were killed or are
-        stopped."""
-        try:
-            ranks = [rank for rank in range(len(self._lines)) if rank not in without]
-            return {rank: self._ending(rank) for rank in ranks}
-        finally:
-            self.kill()
-
-    def kill(self) -> None:
-        """Ends every rank that still runs or is stopped, and waits for it."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
-        self._port.close()
-        self._running.discard(self)
-
-    @classmethod
-    @contextlib.contextmanager
-    def killing(cls) -> Iterator[None]:
-        """Kills, at the end of the context, the worlds that were started in it. A stopped rank that
-        remained would keep pytest from exiting, since multiprocessing waits for its processes."""
-        before = set(cls._running)
-        try:
-            yield
-        finally:
-            for world in cls._running - before:
-                world.kill()
-
-    def _ending(self, rank: int) -> Ended:
-        while (message := self._receive(rank)) == "ready":
-            pass
-        return message
-
-    def _receive(self, rank: int) -> Any:
-        assert self._lines[rank].poll(PATIENCE_S), f"no message from rank {rank}"
-        return self._lines[rank].recv()
-
-
-def _run_body(
-    pipe: Connection,
-    body: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    group: dict[str, Any],
-    host: str | None,
-) -> None:
-    import torch.distributed as dist
-
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    if host is not None:
-        socket.gethostname = lambda: host
-    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE_S), **group)
-    try:
-        ended = Ended(value=body(Told(group["rank"], pipe), *arguments))
-    except BaseException as error:
-        facts = {**vars(error), "message": str(error)}
-        ended = Ended(error=type(error).__name__, facts=facts)
-    pipe.send(ended._replace(at_s=time.monotonic()))
-    os._exit(0)  # without a shutdown; on rank 0 this also ends the store
-
-
-def _held_port() -> socket.socket:
-    """Binds a free port, which no other process gets until the socket is closed. With SO_REUSEADDR
-    the store, which sets it too, can bind the port as well."""
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
-    return held
+    return Failed(type(error).__name__, str(error), facts, after_s, time.monotonic(), trace)

@@ -261,13 +261,14 @@ def slowly(
     """Saves from a slow device. Returns the error, and whether SIGTERM has its default handler.
 
     Args:
-        slow: the seconds that each piece takes, and a directory that gets a file of this rank when
-            its second piece begins.
+        slow: the seconds that each piece takes, and a directory with a file of this rank that gets
+            a byte when a piece begins, the first excepted.
     """
     model, _ = made(directory, cut, "fp32", "float32")
     modicum.torch.load(model, directory, progress=False)
     fetching, pieces = weights.fetching, []
     pause_s, marks = slow
+    mark = Path(marks, f"rank-{dist.get_rank()}")
 
     def paused(lines: Any) -> Any:
         fetch = fetching(lines)
@@ -275,17 +276,17 @@ def slowly(
 
         def fetch_slowly(*place: Any) -> None:
             pieces.append(place)
-            if len(pieces) == 2:
-                Path(marks, f"rank-{dist.get_rank()}").touch()
+            if len(pieces) > 1:
+                mark.write_bytes(bytes(len(pieces) - 1))
             time.sleep(pause_s)
             fetch(*place)
 
         return fetch_slowly
 
-    weights.fetching = paused
-    weights.destination_of = lambda local: "copy"
+    slowed = patch.multiple(weights, fetching=paused, destination_of=lambda local: "copy")
     try:
-        modicum.torch.save(model, root, step=1, grace=grace, staging="256KiB")
+        with slowed:
+            modicum.torch.save(model, root, step=1, grace=grace, staging="256KiB")
     except Exception as error:
         default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         return {"error": type(error).__name__, "message": str(error), "default": default}

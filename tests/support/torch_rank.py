@@ -5,7 +5,6 @@ import contextlib
 import gc
 import hashlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,13 +37,14 @@ transformers.utils.logging.disable_progress_bar()
 STEPS = 5
 CONNECT_LIMIT = timedelta(seconds=120)
 
-_folder = Path()
+folder = Path()
+"""Of the world, for marks."""
 
 
-def join(rank: int, world: int, folder: Path) -> None:
+def join(rank: int, world: int, place: Path) -> None:
     """Joins the process group, as under torchrun. Rank 0 has the store."""
-    global _folder
-    _folder = folder
+    global folder
+    folder = place
     port = folder / "port"
     if rank == 0:
         store = dist.TCPStore("localhost", 0, world, True, CONNECT_LIMIT, wait_for_workers=False)
@@ -236,11 +236,6 @@ def read_bytes() -> int:
     return int(lines[lines.index("rchar:") + 1])
 
 
-def on_host(name: str) -> None:
-    """Makes this rank report another host name."""
-    socket.gethostname = lambda: name
-
-
 # ---- loads that fail
 
 
@@ -267,7 +262,7 @@ def tried(
     as_dtype = getattr(torch, dtype, dtype) if dtype else None
 
     def when_agreed() -> None:
-        (_folder / f"begun-{dist.get_rank()}").touch()
+        (folder / f"begun-{dist.get_rank()}").touch()
         if truncate is not None:
             os.truncate(truncate, os.path.getsize(truncate) // 2)
         time.sleep(pause_s)
@@ -279,6 +274,7 @@ def tried(
     except (Exception, KeyboardInterrupt) as error:
         failure = failed(error, time.monotonic() - begin)
     made: dict[str, Any] = {"failure": failure, "read_bytes": read_bytes() - before}
+    made["took_s"] = time.monotonic() - begin
     made["on_meta"] = all(p.is_meta for p in model.parameters()) and shapes == {
         n: tuple(p.shape) for n, p in model.named_parameters()
     }
@@ -370,7 +366,6 @@ ACTS: dict[str, Callable[..., Any]] = {
     "greet": greet,
     "train": train,
     "loaded": loaded,
-    "on_host": on_host,
     "tried": tried,
     "measured": measured,
     "write": write,
@@ -388,6 +383,7 @@ import checkpoint_rank  # noqa: E402
 import dcp_rank  # noqa: E402
 import dtensor_rank  # noqa: E402
 import engine_rank  # noqa: E402
+import hand_over_rank  # noqa: E402
 import job_rank  # noqa: E402
 import optimizer_rank  # noqa: E402
 import saving_rank  # noqa: E402
@@ -396,4 +392,4 @@ import which_way_rank  # noqa: E402
 ACTS |= adamw_binding_rank.ACTS | adamw_rank.ACTS | accelerate_rank.ACTS | engine_rank.ACTS
 ACTS |= optimizer_rank.ACTS | saving_rank.ACTS | checkpoint_rank.ACTS | dcp_rank.ACTS
 ACTS |= which_way_rank.ACTS | background_rank.ACTS | background_memory.ACTS | job_rank.ACTS
-ACTS |= dtensor_rank.ACTS | background_states_rank.ACTS
+ACTS |= dtensor_rank.ACTS | background_states_rank.ACTS | hand_over_rank.ACTS

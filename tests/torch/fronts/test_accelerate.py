@@ -7,7 +7,6 @@ sharded in other units; values that are not rounded where accelerate rounds them
 parameters that are matched by address; adapters that lose their values; buffers moved to meta.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 BF16 = {"mixed_precision": "bf16"}
 # With this option accelerate reads the model on rank 0 and sends it to the other ranks.
 SENT = {"cpu_ram_efficient_loading": True}
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(4, tmp_path_factory.mktemp("accelerate") / "ranks") as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 STEPS = 12
 HOW: dict[str, Any] = {
@@ -27,11 +27,10 @@ HOW: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(one: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("models")
     sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1024}
-    with ranks(1, folder / "ranks") as one:
-        one.ask("write", directory=str(folder / "qwen3"), family="qwen3", config=sizes)
+    one.ask("write", directory=str(folder / "qwen3"), family="qwen3", config=sizes)
     return str(folder / "qwen3")
 
 
@@ -59,7 +58,9 @@ def kill_in_a_save(two: Ranks, folder: Path, count: int, wait_s: float) -> bool:
     return True
 
 
-def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[str, Any], int]:
+def run_killed(
+    two: Ranks, folder: Path, model: str, kills: int, seed: int
+) -> tuple[dict[str, Any], int]:
     """Runs the script, kills it up to `kills` times, and resumes it after each kill. Returns the
     answer of the attempt that was not killed, and the number of kills after which there was an
     incomplete checkpoint."""
@@ -68,15 +69,14 @@ def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[st
     for attempt in range(kills + 1):
         before = committed(out)
         arguments = {"directory": model, "folder": str(out), "resume": bool(before)} | HOW
-        with ranks(2, folder / f"ranks-{attempt}") as two:
-            two.tell("trains", **arguments)
-            count, wait_s = draw.randint(0, 2), draw.random() * 0.1
-            if attempt < kills and kill_in_a_save(two, out, count, wait_s):
-                after = committed(out)
-                assert after[-1:] >= before[-1:], f"{before} before the kill, {after} after it"
-                incomplete += any(out.glob("checkpoint-*/.partial-*"))
-                continue
-            (answer, _) = two.hear()
+        two.tell("trains", **arguments)
+        count, wait_s = draw.randint(0, 2), draw.random() * 0.1
+        if attempt < kills and kill_in_a_save(two, out, count, wait_s):
+            after = committed(out)
+            assert after[-1:] >= before[-1:], f"{before} before the kill, {after} after it"
+            incomplete += any(out.glob("checkpoint-*/.partial-*"))
+            continue
+        (answer, _) = two.hear()
         assert isinstance(answer, dict), answer
         first = before[-1] + 1 if before else 1
         assert [*answer["losses"]] == [*range(first, STEPS + 1)], (
@@ -91,13 +91,12 @@ def run_killed(folder: Path, model: str, kills: int, seed: int) -> tuple[dict[st
     [((1,), 3), pytest.param(tuple(range(2, 14)), 5, marks=pytest.mark.soak, id="soak")],
 )
 def test_a_run_killed_while_saving_ends_with_the_same_bits(
-    tmp_path: Path, model: str, seeds: tuple[int, ...], kills: int
+    two: Ranks, tmp_path: Path, model: str, seeds: tuple[int, ...], kills: int
 ) -> None:
-    with ranks(2, tmp_path / "ranks") as two:
-        (whole, _) = two.ask("trains", directory=model, folder=str(tmp_path / "out"), **HOW)
+    (whole, _) = two.ask("trains", directory=model, folder=str(tmp_path / "out"), **HOW)
     incomplete = 0
     for seed in seeds:
-        last, found = run_killed(tmp_path / f"{seed}", model, kills, seed)
+        last, found = run_killed(two, tmp_path / f"{seed}", model, kills, seed)
         incomplete += found
         assert last["end"] == whole["end"]
         assert last["losses"].items() <= whole["losses"].items()

@@ -24,7 +24,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import torch_front  # noqa: E402  (after torch is known to be there)
-from ranks import Failed, Ranks, ranks  # noqa: E402
+from ranks import Failed, Pool, Ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from modicum import _modicum  # noqa: E402
@@ -47,12 +46,6 @@ from modicum.torch.saving import inside  # noqa: E402
 from modicum.torch.saving.inside import Inside, fault_of, rotate, save_inside  # noqa: E402
 from modicum.upstream.checkpoints import own_names, save_config  # noqa: E402
 from modicum.upstream.wrappers import canonical  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(2, tmp_path_factory.mktemp("checkpoints") / "ranks") as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +104,12 @@ def refused(heard: list[Any]) -> str:
 # ---- accelerate
 
 
-def saved_and_resumed(two: Ranks, tmp_path: Path, **how: Any) -> tuple[list[Any], list[Any]]:
-    """Runs a script that saves, and then in new processes one that resumes. Asserts that the
+def saved_and_resumed(two: Ranks, pool: Pool, **how: Any) -> tuple[list[Any], list[Any]]:
+    """Runs a script that saves, and then in other processes one that resumes. Asserts that the
     resumed state and the next losses are equal. Returns the answers of the ranks of both
     scripts."""
     saved = two.ask("accelerate_saves", **how)
-    with ranks(2, tmp_path / "ranks") as others:
+    with pool.lend(2) as others:
         resumed = others.ask("accelerate_resumes", **how)
     for before, after in zip(saved, resumed, strict=True):
         assert after["loaded"] == before["saved"]
@@ -128,13 +121,13 @@ def saved_and_resumed(two: Ranks, tmp_path: Path, **how: Any) -> tuple[list[Any]
     "optimizer", ("torch", "modicum", pytest.param("sgd", marks=pytest.mark.soak))
 )
 def test_accelerate_resumes_bit_for_bit(
-    two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str
+    two: Ranks, pool: Pool, tmp_path: Path, modicum: Path, model: str, optimizer: str
 ) -> None:
     """After `load_state` in new processes, the state and the next three losses equal those of the
     processes that called `save_state`."""
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
-    saved, resumed = saved_and_resumed(two, tmp_path, **how)
+    saved, resumed = saved_and_resumed(two, pool, **how)
     assert [one["path"] for one in saved[0]["reports"]] == [str(folder)]
     assert saved[0]["warned"] == resumed[0]["warned"] == []
     names = {path.name for path in folder.iterdir()}
@@ -254,7 +247,7 @@ def test_accelerates_own_files_are_recognised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", ("torch", "modicum"))
 def test_adapters_are_saved_alone_and_resume_bit_for_bit(
-    two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str
+    two: Ranks, pool: Pool, tmp_path: Path, modicum: Path, model: str, optimizer: str
 ) -> None:
     """Only the adapters of a PeftModel are saved, not its base. They are saved under activation
     checkpointing, too, where PEFT itself would save none."""
@@ -262,7 +255,7 @@ def test_adapters_are_saved_alone_and_resume_bit_for_bit(
     folder = tmp_path / "state"
     how = {"directory": model, "folder": str(folder), "by": "modicum", "optimizer": optimizer}
     how |= {"adapters": True, "activation_checkpointing": True}
-    saved, resumed = saved_and_resumed(two, tmp_path, **how)
+    saved, resumed = saved_and_resumed(two, pool, **how)
     assert saved[0]["warned"] == resumed[0]["warned"] == []
     names = {path.name for path in folder.iterdir()}
     assert names == PEFTS | OWN | {"scheduler.bin", "random_states_0.pkl", "random_states_1.pkl"}
@@ -271,7 +264,7 @@ def test_adapters_are_saved_alone_and_resume_bit_for_bit(
 
 
 def test_adapters_with_another_trained_tensor_are_left_to_accelerate(
-    two: Ranks, tmp_path: Path, modicum: Path, model: str
+    two: Ranks, pool: Pool, tmp_path: Path, modicum: Path, model: str
 ) -> None:
     """PEFT's file has no place for a trained tensor of the base. `save_state` then saves as without
     Modicum, and one warning says why. `modicum.torch.save` saves such a model with COMMIT, and a
@@ -285,7 +278,7 @@ def test_adapters_with_another_trained_tensor_are_left_to_accelerate(
     assert "it trains base_model.model.model.norm.weight, which PEFT's file lacks. The" in text
     assert "has no COMMIT" in text
     assert_verifies(modicum, tmp_path / "steps")
-    with ranks(2, tmp_path / "ranks") as others:
+    with pool.lend(2) as others:
         resumed = others.ask("adapters_with_another_resumed", **how)
     assert resumed == [saved["saved"], other["saved"]]
 
@@ -437,9 +430,16 @@ def test_no_progress_bar_is_drawn_for_a_config(
     ],
 )
 def test_trainer_resumes_bit_for_bit(
-    two: Ranks, tmp_path: Path, modicum: Path, model: str, optimizer: str, sharded: bool, limit: int
+    two: Ranks,
+    pool: Pool,
+    tmp_path: Path,
+    modicum: Path,
+    model: str,
+    optimizer: str,
+    sharded: bool,
+    limit: int,
 ) -> None:
-    """A run with `save_steps` and `save_total_limit` stops, and is resumed in new processes by
+    """A run with `save_steps` and `save_total_limit` stops, and is resumed in other processes by
     `resume_from_checkpoint`. Its losses are those of an uninterrupted run; in the first case that
     run is made without Modicum. With a limit of one, the checkpoint from which the run has resumed
     is removed at the next save. There the script passes the checkpoint to from_pretrained, so that
@@ -457,7 +457,7 @@ def test_trainer_resumes_bit_for_bit(
     names = ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     # `saved` has the names of all checkpoints after each save.
     assert first["saved"] == [names[:1], names[2 - limit : 2]]
-    with ranks(2, tmp_path / "ranks") as others, ExitStack() as stack:
+    with pool.lend(2) as others, ExitStack() as stack:
         if limit == 1:
             how["directory"] = str(folder / "checkpoint-4")
             base = Path(model).rename(tmp_path / "moved")
@@ -479,7 +479,7 @@ def test_trainer_resumes_bit_for_bit(
 
 
 def test_trainer_with_adapters_resumes_bit_for_bit(
-    two: Ranks, tmp_path: Path, modicum: Path, model: str
+    two: Ranks, pool: Pool, tmp_path: Path, modicum: Path, model: str
 ) -> None:
     """The losses are those of an uninterrupted run. The checkpoint and the directory of the final
     `save_model` have files in PEFT's format."""
@@ -489,7 +489,7 @@ def test_trainer_with_adapters_resumes_bit_for_bit(
     how |= {"adapters": "and norms", "max_steps": 4, "save_steps": 2, "save_total_limit": 1}
     (expected, _) = two.ask("trains", folder=str(tmp_path / "whole"), **how)
     (first, _) = two.ask("trains", folder=str(folder), stop_at=2, **how)
-    with ranks(2, tmp_path / "ranks") as others:
+    with pool.lend(2) as others:
         (second, _) = others.ask("trains", folder=str(folder), resume=True, final=True, **how)
     assert first["losses"] | second["losses"] == expected["losses"]
     assert set(second["losses"]) == {3, 4} and second["end"] == expected["end"]

@@ -12,7 +12,7 @@ that a save does not know, or that a partial read sets.
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
 from program import write_checkpoint  # noqa: E402
-from ranks import Ranks, ranks  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from sharding import Cut, assert_same, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: E402
@@ -323,12 +323,6 @@ def test_damaged_files_and_wrong_arguments_raise_typed_errors(tmp_path: Path) ->
 
 
 # ---- real ranks
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(4, tmp_path_factory.mktemp("dcp") / "ranks") as started:
-        yield started
 
 
 def test_real_ranks_read_their_own_bytes(four: Ranks, tmp_path: Path) -> None:

@@ -35,13 +35,6 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """A world of a single process."""
-    with ranks(1, tmp_path_factory.mktemp("engines") / "one") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
 def models(four: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The directories of models whose vocabularies the world size, 4, does not divide. The large
     vocabularies of "causal-lm" and "vision-language" make their embeddings most of their bytes."""

@@ -7,7 +7,6 @@ allocated for parameters on meta or for the whole model; an optimizer that keeps
 before `prepare`.
 """
 
-from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
@@ -18,17 +17,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("peft")
 
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 STEPS = 20
 
 
 @pytest.fixture(scope="module")
-def world(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ranks]:
-    with ranks(request.param, tmp_path_factory.mktemp("optimizers") / "ranks") as started:
-        yield started
+def world(request: pytest.FixtureRequest, worlds: dict[int, Ranks]) -> Ranks:
+    return worlds[request.param]
 
 
 @pytest.fixture(scope="module")

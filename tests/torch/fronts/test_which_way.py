@@ -8,7 +8,6 @@ values than the other blocks.
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from extensions import needs_extensions
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 TRAINED = ("accelerate", "Trainer", "TRL")
 SOAK = pytest.mark.soak
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(2, tmp_path_factory.mktemp("ways") / "ranks") as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

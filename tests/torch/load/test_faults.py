@@ -12,7 +12,6 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +22,13 @@ from program import run_json
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import GONE, Failed, Ranks, ranks
+from ranks import GONE, Failed, Pool, Ranks
 
 MESH = [4]
 CULPRIT = 2
 SOON_S = 10.0  # the time in which all ranks must learn of a failure
 SLOW_S = 15.0  # longer than the silence after which a rank counts as lost
 FOREVER_S = 600.0  # longer than any test
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(4, tmp_path_factory.mktemp("faults") / "ranks") as started:
-        yield started
-
-
-@pytest.fixture
-def more(tmp_path: Path) -> Iterator[Callable[[], Ranks]]:
-    """A function that starts four new ranks, for a test in which one of them dies or sleeps."""
-    with ExitStack() as stack:
-        yield lambda: stack.enter_context(ranks(4, tmp_path / f"ranks-{time.monotonic_ns()}"))
 
 
 @pytest.fixture(scope="module")
@@ -257,6 +243,12 @@ def test_budget_is_refused_by_all_without_reading(
 # ---- ranks that die
 
 
+def forget_marks(four: Ranks) -> None:
+    """Before `until_begun`."""
+    for mark in four.folder.glob("begun-*"):
+        mark.unlink()
+
+
 def until_begun(four: Ranks) -> None:
     """Waits until all ranks have agreed on the plan."""
     deadline = time.monotonic() + 120
@@ -277,7 +269,7 @@ def until_begun(four: Ranks) -> None:
 )
 def test_a_killed_rank_is_named_by_all_others(
     clock: WaitingClock,
-    more: Callable[[], Ranks],
+    four: Ranks,
     model: Path,
     strategy: str,
     mesh: list[int],
@@ -285,8 +277,8 @@ def test_a_killed_rank_is_named_by_all_others(
 ) -> None:
     """The rank is killed after all ranks have agreed and before it reads data. The others wait for
     it at the end of the load, or for its bytes."""
-    four = more()
     how = {"directory": str(model), "source": str(model), "mesh": mesh, "again": False}
+    forget_marks(four)
     four.tell("tried", {victim: {"pause_s": FOREVER_S}}, strategy=strategy, **how)
     until_begun(four)
     time.sleep(0.3)
@@ -305,12 +297,12 @@ def test_a_killed_rank_is_named_by_all_others(
 
 
 def test_a_rank_killed_in_the_librarys_loop_is_named(
-    clock: WaitingClock, more: Callable[[], Ranks], large: Path
+    clock: WaitingClock, four: Ranks, large: Path
 ) -> None:
     """The signal arrives soon after all ranks have agreed, while the rank runs the library's own
     loop, outside Python."""
-    four = more()
     how = {"directory": str(large), "source": str(large), "mesh": MESH, "again": False}
+    forget_marks(four)
     four.tell("tried", check="values", **how)
     until_begun(four)
     time.sleep(0.05)
@@ -329,20 +321,20 @@ def test_a_rank_killed_in_the_librarys_loop_is_named(
 
 
 def test_slow_reading_is_no_failure(
-    four: Ranks, more: Callable[[], Ranks], model: Path, expected: list[dict[str, str]]
+    pool: Pool, four: Ranks, model: Path, expected: list[dict[str, str]]
 ) -> None:
     """One rank sleeps for SLOW_S before it reads data. The other ranks wait for it at the end of
     the load, or for its bytes."""
     how = {"directory": str(model), "source": str(model), "mesh": MESH}
-    waiting = [(four, CULPRIT, "own-shard"), (more(), 0, "node-reader")]
-    for group, slow, strategy in waiting:
-        group.tell("tried", {slow: {"pause_s": SLOW_S}}, strategy=strategy, **how)
-    begin = time.monotonic()
-    for group, _, _ in waiting:
-        answers = group.hear()
-        assert [answer["failure"] for answer in answers] == [None] * 4, group.logs()
-        assert [answer["state"] for answer in answers] == expected
-    assert time.monotonic() - begin >= SLOW_S - 1
+    with pool.lend(4) as others:
+        waiting = [(four, CULPRIT, "own-shard"), (others, 0, "node-reader")]
+        for group, slow, strategy in waiting:
+            group.tell("tried", {slow: {"pause_s": SLOW_S}}, strategy=strategy, **how)
+        for group, _, _ in waiting:
+            answers = group.hear()
+            assert [answer["failure"] for answer in answers] == [None] * 4, group.logs()
+            assert [answer["state"] for answer in answers] == expected
+            assert max(answer["took_s"] for answer in answers) >= SLOW_S
 
 
 # ---- Ctrl-C
@@ -354,8 +346,7 @@ def test_ctrl_c_on_one_rank_cancels_the_load_on_all(
 ) -> None:
     """The interrupted rank 0 raises KeyboardInterrupt, as from any other call. The other ranks
     raise an error of the category CANCELLED."""
-    for mark in four.folder.glob("begun-*"):
-        mark.unlink()
+    forget_marks(four)
     source, by_rank, check = large, {}, "values"
     if where == "while it waits":  # for rank 1
         source, by_rank, check = model, {1: {"pause_s": 2.0}}, None

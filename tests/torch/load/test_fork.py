@@ -20,6 +20,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from program import living_children  # noqa: E402
+from ranks import Ranks, ranks  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402  (after torch is known to be there)
 from sharding import playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
@@ -30,8 +31,6 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 import modicum.torch  # noqa: E402
 from modicum.errors import BudgetError, Error, UsageError  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
-
-pytestmark = pytest.mark.alone  # forks, and measures the memory of this process and its children
 
 ROWS, COLUMNS = 4096, 64
 LR = 1e-4
@@ -398,23 +397,16 @@ def figures(*pids: int) -> dict[str, int]:
     return held
 
 
-@pytest.mark.parametrize("fork", ("excluded", "shared", "inherited"))
-def test_the_node_holds_what_the_ledger_says(tmp_path: Path, fork: str) -> None:
-    """Measures before the load, with four children alive, and after the steps of the parent have
-    written to all of the memory. With "inherited" these writes copy pages, for which the ledger has
-    the entry "fork"."""
-    save_file({"weight": torch.rand(1024, 4096)}, tmp_path / "model.safetensors")
+def held_by_a_node(directory: str, fork: str) -> dict[str, Any]:
+    """An act. The entries of the ledger, and the memory before the load, with four children alive,
+    and after the steps of the parent have written to all of it."""
     with modicum.torch.empty_parameters():
         model = nn.Linear(4096, 1024, bias=False)
     ledger = modicum.Ledger()
     before = figures(os.getpid())
-    modicum.torch.load(model, tmp_path, ledger=ledger, budget="none", progress=False, fork=fork)
+    modicum.torch.load(model, directory, ledger=ledger, budget="none", progress=False, fork=fork)
     trainer = Trainer(model, ledger=ledger, fork=fork)
-    # What children may have: parameters and optimizer state, but not the staging.
-    used_bytes = sum(n for p, n in ledger.held.items() if p not in ("fork", "staging"))
-    copies_bytes = ledger.held.get("fork", 0)
-    assert copies_bytes == (used_bytes if fork == "inherited" else 0)
-    slack_bytes = 8 * MIB  # for pages of Python that are copied, and page tables of children
+    held = dict(ledger.held)
     trainer.step()
     with living_children(4) as pids:
         time.sleep(0.2)
@@ -422,10 +414,34 @@ def test_the_node_holds_what_the_ledger_says(tmp_path: Path, fork: str) -> None:
         for _ in range(2):
             trainer.step()
         busy = figures(os.getpid(), *pids)
-    grown = sum(busy.values()) - sum(idle.values())
+    return {"ledger": held, "before": before, "idle": idle, "busy": busy}
+
+
+@pytest.fixture(scope="module")
+def new_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """A process that shares no page with others but its own children, and measures itself."""
+    pytest.importorskip("transformers")  # which the ranks import
+    with ranks(1, tmp_path_factory.mktemp("fork") / "rank", fresh=True) as started:
+        yield started
+
+
+@pytest.mark.parametrize("fork", ("excluded", "shared", "inherited"))
+def test_the_node_holds_what_the_ledger_says(new_process: Ranks, tmp_path: Path, fork: str) -> None:
+    """With "inherited" the parent's writes copy pages, for which the ledger has the entry
+    "fork"."""
+    save_file({"weight": torch.rand(1024, 4096)}, tmp_path / "model.safetensors")
+    (answer,) = new_process.ask(held_by_a_node, directory=str(tmp_path), fork=fork)
+    held = answer["ledger"]
+    # What children may have: parameters and optimizer state, but not the staging.
+    used_bytes = sum(n for p, n in held.items() if p not in ("fork", "staging"))
+    copies_bytes = held.get("fork", 0)
+    assert copies_bytes == (used_bytes if fork == "inherited" else 0)
+    slack_bytes = 8 * MIB  # for pages of Python that are copied, and page tables of children
+    grown = sum(answer["busy"].values()) - sum(answer["idle"].values())
     assert copies_bytes // 2 <= grown + slack_bytes and grown <= copies_bytes + slack_bytes
     shared_bytes = used_bytes if fork == "shared" else 0
-    assert abs(busy["Pss_Shmem"] - before["Pss_Shmem"] - shared_bytes) <= slack_bytes
+    in_memory = answer["busy"]["Pss_Shmem"] - answer["before"]["Pss_Shmem"]
+    assert abs(in_memory - shared_bytes) <= slack_bytes
 
 
 def test_copies_are_in_promise_and_budget(directory: Path) -> None:

@@ -109,9 +109,9 @@ def test_loads_in_cgroups_smaller_than_the_checkpoint(
     The memory that the limit leaves next to the process is smaller than the checkpoint. In the same
     cgroups the kernel kills the naive loader."""
     procs = [one.directory / "cgroup.procs" for one in cages]
-    how = {"directory": str(model), "mesh": MESH}
+    how: dict[str, Any] = {"directory": str(model), "mesh": MESH}
+    how["hosts"] = [f"pod-{rank}" for rank in range(4)]
     with ranks(4, tmp_path / "ranks", fresh=True, cages=procs) as four:
-        four.ask("on_host", {rank: {"name": f"pod-{rank}"} for rank in range(4)})
         report = four.ask("measured", by="modicum", **how)[0]["report"]
         for inside, rank in zip(cages, report["ranks"], strict=True):
             limit = rank["promised_bytes"] * 105 // 100

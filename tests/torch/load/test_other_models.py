@@ -20,8 +20,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import safetensors.torch  # noqa: E402  (after torch is known to be there)
+import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
-from ranks import Told, World  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from sharding import assert_same, bits, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
@@ -242,14 +243,14 @@ def test_a_recipe_without_a_tied_name_is_refused_with_the_other_name() -> None:
 # ---- resized
 
 
-def resized(told: Told, world: int, directory: str) -> dict[str, bytes]:
+def resized(directory: str) -> dict[str, bytes]:
     """The bytes of the whole embedding and of the whole head, which have more rows than the stored
     ones, after a load for each value of `resized`."""
     config = transformers.AutoConfig.from_pretrained(directory)
     config.vocab_size += config.vocab_size + 5  # more than one rank of three holds new rows
     with empty_parameters():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     made = {}
     for rule in ("mean", "model"):
         load(model, directory, resized=rule)
@@ -258,16 +259,14 @@ def resized(told: Told, world: int, directory: str) -> dict[str, bytes]:
     return made
 
 
-def test_new_rows_are_the_same_in_any_world() -> None:
+def test_new_rows_are_the_same_in_any_world(worlds: dict[int, Ranks]) -> None:
     directory = str(checkpoint_of("llama"))
     with alone():
-        expected = resized(Told(0, None), 1, directory)  # type: ignore[arg-type]
+        expected = resized(directory)
     assert len(set(expected.values())) == 4
     for world in (2, 3):
-        ended = World(resized, world, world, directory).end()
-        for rank, one in ended.items():
-            assert one.error == "", one.facts
-            assert one.value == expected, f"rank {rank} of {world}"
+        for rank, rows in enumerate(worlds[world].ask(resized, directory=directory)):
+            assert rows == expected, f"rank {rank} of {world}"
 
 
 def test_new_rows_that_are_cut_within_a_row_are_refused() -> None:
@@ -285,7 +284,7 @@ def test_new_rows_that_are_cut_within_a_row_are_refused() -> None:
 # ---- ranks whose models differ
 
 
-def staged(told: Told, directory: str) -> dict[str, Any]:
+def staged(directory: str) -> dict[str, Any]:
     """Two pipeline stages, each on two ranks: a rank has the layers of its stage only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage = mesh.get_local_rank("pp")
@@ -317,27 +316,25 @@ def staged(told: Told, directory: str) -> dict[str, Any]:
     }
 
 
-def test_a_pipeline_stage_reads_what_it_has_through_dcp() -> None:
+def test_a_pipeline_stage_reads_what_it_has_through_dcp(four: Ranks) -> None:
     """`load` refuses the model on all ranks, and the error names the DCP reader, which succeeds."""
     whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
     seen: set[str] = set()
-    ended = World(staged, 4, str(checkpoint_of("llama"))).end()
-    for rank, one in ended.items():
-        assert one.error == "", one.facts
-        assert "rank 2 (and 1 more) differs from rank 0 in tensor" in one.value["refused"]
-        assert "modicum.torch.dcp" in one.value["refused"]
-        for name, value in one.value["state"].items():
+    for rank, answer in enumerate(four.ask(staged, directory=str(checkpoint_of("llama")))):
+        assert "rank 2 (and 1 more) differs from rank 0 in tensor" in answer["refused"]
+        assert "modicum.torch.dcp" in answer["refused"]
+        for name, value in answer["state"].items():
             assert value == whole[name], f"{name} of rank {rank}"
-        seen |= one.value["state"].keys()
+        seen |= answer["state"].keys()
     assert seen == whole.keys()
 
 
-def built_on_rank_0(told: Told, directory: str) -> dict[str, Any]:
+def built_on_rank_0(directory: str) -> dict[str, Any]:
     """Rank 0 has a model with values, and rank 1 has it on meta, as with accelerate's option
     `cpu_ram_efficient_loading`. Loads it by `load`, which must fail, and then by
     `fsdp2_load_full_state_dict`."""
     config = transformers.AutoConfig.from_pretrained(directory)
-    with torch.device("cpu" if told.rank == 0 else "meta"):
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     before = {n: p.is_meta for n, p in model.named_parameters()}
@@ -354,16 +351,15 @@ def built_on_rank_0(told: Told, directory: str) -> dict[str, Any]:
     }
 
 
-def test_a_model_with_values_on_rank_0_only_is_refused_by_load() -> None:
+def test_a_model_with_values_on_rank_0_only_is_refused_by_load(two: Ranks) -> None:
     """The error names what differs. `fsdp2_load_full_state_dict` accepts the model."""
     whole = {n: bits(p) for n, p in from_pretrained("llama").named_parameters()}
-    for rank, one in World(built_on_rank_0, 2, str(checkpoint_of("llama"))).end().items():
-        assert one.error == "", one.facts
-        message = one.value["refused"]
+    for rank, answer in enumerate(two.ask(built_on_rank_0, directory=str(checkpoint_of("llama")))):
+        message = answer["refused"]
         assert "CONFLICT: rank 1 differs from rank 0 in tensor model.embed_tokens.weight" in message
         assert "empty_parameters() on every rank" in message
         assert "] with values, got torch.float32 [" in message and "] on meta)" in message
-        assert one.value["state"] == whole, f"rank {rank}"
+        assert answer["state"] == whole, f"rank {rank}"
 
 
 # ---- ties

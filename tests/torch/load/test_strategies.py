@@ -5,7 +5,6 @@ Must fail for these mutants: a chunk sent to the wrong rank of a group; a rank t
 rank's part; bytes that are read and not counted.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 STRATEGIES = ("own-shard", "node-reader", "replica-striped", "rank0-broadcast", "full-per-rank")
 MESHES = ([4], [2, 2])
 # Bytes that a rank reads of headers, config, index and /proc files.
 BESIDES_BYTES = 192 << 10
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(4, tmp_path_factory.mktemp("strategies") / "ranks") as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +66,9 @@ def test_bits_are_the_same_and_reads_are_counted(
     strategy: str,
     nodes: int,
 ) -> None:
-    four.ask("on_host", {rank: {"name": f"host-{rank * nodes // 4}"} for rank in range(4)})
+    hosts = [f"host-{rank * nodes // 4}" for rank in range(4)]
     how = {"strategy": strategy, "staging": "1MiB"}  # smaller than a shard
-    got = four.ask("loaded", directory=str(model), mesh=mesh, **how)
+    got = four.ask("loaded", directory=str(model), mesh=mesh, hosts=hosts, **how)
     report = got[0]["report"]
     stored = report["checkpoint"]["bytes"]
     assert report["strategy"] == strategy and report["coverage"] == "proven"

@@ -9,7 +9,6 @@ parameters outside the model; ties that are lost; values that are rounded where 
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,12 @@ from program import run_json
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks, torchrun
+from ranks import Ranks, torchrun
 
 SOAK = pytest.mark.soak
 MESH = [4]
 MIB = 1 << 20
 EXAMPLE = "examples/finetune_fsdp2.py"
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(4, tmp_path_factory.mktemp("training") / "ranks") as started:
-        yield started
 
 
 @pytest.fixture(scope="module")

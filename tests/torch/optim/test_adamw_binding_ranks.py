@@ -8,7 +8,6 @@ the reduction of the gradient norm.
 In the tests of refusals the last rank is the odd one: the only one that has a reason to refuse.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,12 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from ranks import Ranks, ranks
+from ranks import Ranks
 
 
 @pytest.fixture(scope="module", params=(2, 4))
-def world(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ranks]:
-    with ranks(request.param, tmp_path_factory.mktemp("binding") / "ranks") as started:
-        yield started
+def world(request: pytest.FixtureRequest, worlds: dict[int, Ranks]) -> Ranks:
+    return worlds[request.param]
 
 
 @pytest.fixture(scope="module")

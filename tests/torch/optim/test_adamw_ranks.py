@@ -7,7 +7,6 @@ has only this rank's shards; a rank that steps while another rank skips the step
 FSDP2 that is not in the state when the step begins.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +15,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks  # noqa: E402  (after torch is known to be there)
+from ranks import Pool, Ranks  # noqa: E402  (after torch is known to be there)
 from torch_rank import adamw_rank  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
 WORLDS = (1, 2, 3, *(pytest.param(n, marks=pytest.mark.soak) for n in (5, 6, 7, 8)))
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(4, tmp_path_factory.mktemp("adamw") / "ranks") as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +88,11 @@ def assert_digests(
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_states_do_not_depend_on_shards(
-    models: dict[str, str], of_one_process: dict[str, int], tmp_path: Path, world: int
+    pool: Pool, models: dict[str, str], of_one_process: dict[str, int], world: int
 ) -> None:
     """With the same gradients, the digests of all ranks add up to that of a model in one process,
     for any number of ranks and threads."""
-    with ranks(world, tmp_path / "ranks") as started:
+    with pool.lend(world) as started:
         for threads in (1, 3):
             assert_digests(started, models["rows"], [world], threads, of_one_process)
 

@@ -7,7 +7,6 @@ depend on the global index); replicas that a norm counts twice.
 """
 
 import math
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, ranks  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from sharding import Cut, bits  # noqa: E402
 from torch_front import checkpoint_of, local_part, whole_gradient  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
@@ -37,9 +36,8 @@ ROWS = {
 
 
 @pytest.fixture(scope="module", params=(4, 6), ids="{} ranks".format)
-def world(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(request.param, tmp_path_factory.mktemp("tp-fsdp") / "ranks") as started:
-        yield started
+def world(request: Any, worlds: dict[int, Ranks]) -> Ranks:
+    return worlds[request.param]
 
 
 def meshes_of(world: Ranks) -> list[tuple[int, int]]:

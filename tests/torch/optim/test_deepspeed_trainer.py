@@ -54,7 +54,6 @@ def copied(answer: dict[str, Any]) -> float:
     return sum(owners[name]["copied_per_param"] for name in names)
 
 
-@pytest.mark.alone  # measures memory
 def test_the_callback_protects_before_the_workers_are_forked(
     plain: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -18,10 +18,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -30,7 +32,8 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from clocks import WaitingClock
-from ranks import Ended, Told, World
+from ranks import GONE, Failed, Pool, is_told, ready
+from ranks import Ranks as World
 
 import modicum
 from modicum import _modicum
@@ -41,12 +44,6 @@ from modicum.torch.ranks.liveness import LOOK_S, SILENT_LOOKS, Neighbours, Proce
 from modicum.upstream.torch_distributed import default_store
 
 ALL_KNOW_S = 10  # seconds within which every rank must have raised after a failure
-
-
-@pytest.fixture(autouse=True)
-def no_world_is_left() -> Iterator[None]:
-    with World.killing():
-        yield
 
 
 class FakeBoard:
@@ -72,24 +69,20 @@ class FakeBoard:
 
 
 def io_error() -> IoError:
-    document = {
-        "category": "IO",
-        "code": 13,
-        "message": "IO: EIO (file a.safetensors)",
-        "file": "a.safetensors",
-        "offset": 8,
-    }
+    where = {"file": "a.safetensors", "offset": 8}
+    document = {"category": "IO", "code": 13, "message": "IO: EIO (file a.safetensors)"} | where
     return modicum.errors.from_json(json.dumps({"error": document}))
 
 
-def all_raise(ended: dict[int, Ended], error: str, culprit: int, **facts: Any) -> dict[str, Any]:
-    """Asserts that all ranks raised the same error with this culprit; returns its facts."""
-    first = next(iter(ended.values()))
-    for rank, one in ended.items():
-        assert (rank, one.error, one.facts) == (rank, error, first.facts)
+def all_raise(heard: list[Any], error: str, culprit: int, **facts: Any) -> Failed:
+    """Asserts that all ranks raised the same error with this culprit; returns rank 0's."""
+    first = heard[0]
+    for rank, one in enumerate(heard):
+        assert isinstance(one, Failed), f"rank {rank}: {one}"
+        assert (one.error, one.message, one.facts) == (error, first.message, first.facts), rank
     assert first.facts["culprit_rank"] == culprit
     assert {name: first.facts[name] for name in facts} == facts
-    return first.facts
+    return first
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,10 +91,9 @@ def clock() -> Iterator[WaitingClock]:
         yield started
 
 
-def slowest_s(clock: WaitingClock, ended: dict[int, Ended], since_s: float) -> float:
-    """Seconds from `since_s` until the last rank ended, on a clock that slows down with the
-    machine."""
-    return clock.seconds(since_s, max(one.at_s for one in ended.values()))
+def slowest_s(clock: WaitingClock, failures: list[Failed], since_s: float) -> float:
+    """Seconds until the last rank failed, on a clock that slows down with the machine."""
+    return clock.seconds(since_s, max(one.at_s for one in failures))
 
 
 # ---- a rank alone
@@ -270,49 +262,49 @@ def test_a_rank_of_a_large_world_polls_less_often() -> None:
     assert len(polls) < 25
 
 
-# ---- tests/support/ranks.py
-
-
-def preloaded(told: Told) -> bool:
-    return "torch_rank" in sys.modules
-
-
-def test_forked_ranks_start_with_their_imports() -> None:
-    """Otherwise each rank would spend seconds to import torch and transformers."""
-    pytest.importorskip("transformers")
-    assert World(preloaded, 1).end()[0].value
-
-
 # ---- agreement
 
 
-def agreeing(told: Told, digests: list[str]) -> Any:
+def agreeing(digests: str) -> Any:
+    """Each letter is the digest of a rank."""
+    rank = dist.get_rank()
     with Ranks.of_world().together() as ranks:
-        ranks.agree(digests[told.rank])
-        return ranks.gather([told.rank, "x" * told.rank]), ranks.ranks_per_node
+        ranks.agree(digests[rank])
+        return ranks.gather([rank, "x" * rank]), ranks.ranks_per_node
 
 
-def test_ranks_that_agree_continue() -> None:
-    ended = World(agreeing, 3, ["d"] * 3).end()
+def test_ranks_that_agree_continue(three: World) -> None:
     everything = [[0, ""], [1, "x"], [2, "xx"]]
-    assert [one.value for one in ended.values()] == [(everything, 3)] * 3
+    assert three.ask(agreeing, digests="ddd") == [(everything, 3)] * 3
 
 
-def test_a_file_may_be_the_store(tmp_path: Path) -> None:
-    ended = World(agreeing, 2, ["d", "d"], file=tmp_path / "store").end()
-    assert ended[1].value == ([[0, ""], [1, "x"]], 2)
+def agreeing_by_a_file(store: str) -> Any:
+    """In a new group, whose store is a file."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    return agreeing("d" * world)
 
 
-def test_ranks_that_disagree_all_name_the_culprit() -> None:
-    ended = World(agreeing, 4, ["d", "d", "e", "f"]).end()
-    facts = all_raise(ended, "IoError", 2, category="CONFLICT", code=20, expected="d", got="e")
+def test_a_file_may_be_the_store(two: World, tmp_path: Path) -> None:
+    two.tell(agreeing_by_a_file, store=str(tmp_path / "store"), exits=True)
+    assert two.hear()[1] == ([[0, ""], [1, "x"]], 2)
+
+
+def test_ranks_that_disagree_all_name_the_culprit(four: World) -> None:
+    four.tell(agreeing, digests="ddef")
+    facts = {"category": "CONFLICT", "code": 20, "expected": "d", "got": "e"}
+    error = all_raise(four.hear(), "IoError", 2, **facts)
     what = "rank 2 (and 1 more) has other inputs than rank 0"
-    assert facts["message"] == f"CONFLICT: {what} (expected d, got e)"
+    assert error.message == f"CONFLICT: {what} (expected d, got e)"
 
 
-def agreeing_on(told: Told, facts: list[dict[str, str]]) -> None:
-    with Ranks.of_world().together() as ranks:
-        ranks.agree_on(facts[told.rank])
+def agreeing_on(facts: list[dict[str, str]]) -> str:
+    """The error."""
+    with pytest.raises(IoError) as caught, Ranks.of_world().together() as ranks:
+        ranks.agree_on(facts[dist.get_rank()])
+    assert (caught.value.category, caught.value.culprit_rank) == ("CONFLICT", 1)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -327,33 +319,33 @@ def agreeing_on(told: Told, facts: list[dict[str, str]]) -> None:
     ids=("lacks", "meta", "dtype", "order", "argument"),
 )
 def test_the_error_says_what_to_do_about_models_that_differ(
-    second: dict[str, str], words: str
+    two: World, second: dict[str, str], words: str
 ) -> None:
     """Rank 1 has the facts `second`. An argument that differs gets no advice."""
     first = {"tensor a": "f32 [2]", "tensor b": "f32 [1]"}
     if "argument a" in second:
         second = second | first
-    ended = World(agreeing_on, 2, [first, second]).end()
-    facts = all_raise(ended, "IoError", 1, category="CONFLICT")
-    assert facts["message"].startswith(f"CONFLICT: rank 1 differs from rank 0 in {words}")
+    for error in two.ask(agreeing_on, facts=[first, second]):
+        assert error.startswith(f"CONFLICT: rank 1 differs from rank 0 in {words}")
 
 
-def reducing(told: Told) -> Any:
+def reducing() -> Any:
     """Returns how often, in 300 tries, a Gloo thread held the tensor after the collective."""
-    collectives.LIMIT_S = 60  # on a busy machine a thread may need long to drop its reference
     held = 0
-    for _ in range(300):
-        tensor = torch.ones(4)
-        before = sys.getrefcount(tensor)
-        collectives.settled(dist.all_reduce, tensor)
-        held += sys.getrefcount(tensor) > before
-        assert tensor.tolist() == [2.0] * 4
+    # On a busy machine a thread may need long to drop its reference.
+    with patch.object(collectives, "LIMIT_S", 60):
+        for _ in range(300):
+            tensor = torch.ones(4)
+            before = sys.getrefcount(tensor)
+            collectives.settled(dist.all_reduce, tensor)
+            held += sys.getrefcount(tensor) > before
+            assert tensor.tolist() == [2.0] * 4
     return held
 
 
-def test_a_reduced_tensor_is_not_left_to_a_thread_of_gloo() -> None:
+def test_a_reduced_tensor_is_not_left_to_a_thread_of_gloo(two: World) -> None:
     """A process that exits while such a thread still holds a tensor may abort."""
-    assert [one.value for one in World(reducing, 2).end().values()] == [0, 0]
+    assert two.ask(reducing) == [0, 0]
 
 
 def brought(rank: int) -> str:
@@ -361,25 +353,25 @@ def brought(rank: int) -> str:
     return random.Random(rank).randbytes(8 << 20).hex()
 
 
-def bringing_much(told: Told) -> Any:
+def bringing_much() -> Any:
     with Ranks.of_world().together() as ranks:
         return [ranks.gather(brought(ranks.rank)) == [brought(0), brought(1)], ranks.gather("y")]
 
 
-def test_gathered_values_may_exceed_the_stores_message_limit() -> None:
+def test_gathered_values_may_exceed_the_stores_message_limit(two: World) -> None:
     """A TCPStore closes the connection on a message of more than 8 MiB."""
-    assert World(bringing_much, 2).end()[1].value == [True, ["y", "y"]]
+    assert two.ask(bringing_much)[1] == [True, ["y", "y"]]
 
 
 # ---- failures
 
 
-def one_fails(told: Told, culprit: int, raised: BaseException) -> Any:
+def one_fails(culprit: int, raised: BaseException) -> Any:
     """The rank `culprit` raises. Each of the other ranks waits in a way of its own."""
     with Ranks.of_world().together() as ranks:
         ranks.exchange_among(range(ranks.world_size), whole=True)
-        if told.rank == culprit:
-            told.ready()
+        if ranks.rank == culprit:
+            ready()
             time.sleep(0.5)
             raise raised
         board = FakeBoard()
@@ -390,120 +382,122 @@ def one_fails(told: Told, culprit: int, raised: BaseException) -> Any:
             lambda: ranks.broadcast(culprit, memoryview(bytearray(64)), 0, 64),
         ]
         with ranks.watching(board):
-            waits[told.rank]()
+            waits[ranks.rank]()
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
-def test_a_failure_reaches_all_as_the_same_error(clock: WaitingClock, culprit: int) -> None:
+def test_a_failure_reaches_all_as_the_same_error(
+    clock: WaitingClock, four: World, culprit: int
+) -> None:
     """Even if rank 0 fails, whose process hosts the store and exits."""
-    world = World(one_fails, 4, culprit, io_error())
-    pid = world.pid(culprit)
-    world.await_ready(culprit)
+    four.tell(one_fails, culprit=culprit, raised=io_error(), exits=True)
+    pid = four.pids[culprit]
+    four.await_ready(culprit)
     since_s = time.monotonic()
-    ended = world.end()
-    facts = all_raise(
-        ended,
-        "IoError",
-        culprit,
-        category="IO",
-        code=13,
-        culprit_pid=pid,
-        rank=culprit,
-        file="a.safetensors",
-        offset=8,
-    )
-    assert facts["message"] == f"IO: EIO (file a.safetensors) (rank {culprit})"
-    assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
+    heard = four.hear()
+    facts = {"category": "IO", "code": 13, "file": "a.safetensors", "offset": 8}
+    error = all_raise(heard, "IoError", culprit, culprit_pid=pid, rank=culprit, **facts)
+    assert error.message == f"IO: EIO (file a.safetensors) (rank {culprit})"
+    assert slowest_s(clock, heard, since_s) < ALL_KNOW_S
 
 
-def test_an_exception_that_is_no_modicum_error_keeps_its_type_on_its_own_rank() -> None:
+def test_an_exception_that_is_no_modicum_error_keeps_its_type_on_its_own_rank(
+    three: World,
+) -> None:
     """The other ranks raise an `Error` with the exception's first line."""
-    ended = World(one_fails, 3, 1, ValueError("no such\nthing")).end()
-    assert (ended[1].error, ended[1].facts) == ("ValueError", {"message": "no such\nthing"})
-    del ended[1]
-    facts = all_raise(ended, "Error", 1, category="INTERNAL")
-    assert facts["message"] == "INTERNAL: ValueError: no such (rank 1)"
+    three.tell(one_fails, culprit=1, raised=ValueError("no such\nthing"), exits=True)
+    first, own, last = three.hear()
+    assert (own.error, own.message, own.facts) == ("ValueError", "no such\nthing", {})
+    error = all_raise([first, last], "Error", 1, category="INTERNAL")
+    assert error.message == "INTERNAL: ValueError: no such (rank 1)"
 
 
-def all_fail(told: Told) -> Any:
+def all_fail() -> Any:
     """Rank 0 raises ValueError, the others IoError."""
     with Ranks.of_world().together() as ranks:
         ranks.barrier()
-        raise io_error() if told.rank else ValueError("rank 0's")
+        raise io_error() if ranks.rank else ValueError("rank 0's")
 
 
-def test_of_several_failures_all_ranks_raise_the_first() -> None:
-    ended = World(all_fail, 3).end()
-    first = ended[1].facts
-    assert ended[2].facts == first
-    if first["culprit_rank"] == 0:
-        assert ended[0].error == "ValueError"  # on its own rank an exception is unchanged
+def test_of_several_failures_all_ranks_raise_the_first(three: World) -> None:
+    three.tell(all_fail, exits=True)
+    heard = three.hear()
+    if heard[1].facts["culprit_rank"] == 0:
+        assert heard[0].error == "ValueError"  # on its own rank an exception is unchanged
+        all_raise(heard[1:], "Error", 0)
     else:
-        assert ended[0].facts == first
+        all_raise(heard, "IoError", heard[1].facts["culprit_rank"])
 
 
-def failing_then_not(told: Told) -> Any:
+def failing_then_not() -> Any:
     """Three loads, of which rank 1 fails in the second. Returns ((index of the failed load, the
-    error's culprit), number of threads)."""
+    error's culprit), number of new threads)."""
+    before = threading.active_count()
     for turn in range(3):
         try:
             with Ranks.of_world().together() as ranks:
-                if turn == 1 and told.rank == 1:
+                if turn == 1 and ranks.rank == 1:
                     raise io_error()
                 ranks.agree(str(turn))
         except IoError as error:
             failed = turn, error.culprit_rank
-    return failed, threading.active_count()
+    return failed, threading.active_count() - before
 
 
-def test_a_failed_load_does_not_affect_the_next() -> None:
-    ended = World(failing_then_not, 2).end()
-    assert [one.value[0] for one in ended.values()] == [(1, 1)] * 2
-    assert all(one.value[1] < 4 for one in ended.values()), "threads are left"
+def test_a_failed_load_does_not_affect_the_next(two: World) -> None:
+    for failed, threads in two.ask(failing_then_not):
+        assert failed == (1, 1)
+        assert threads < 3, "threads are left"
 
 
-def waiting(told: Told, how: str) -> Any:
+def waiting(how: str) -> Any:
     """Ranks that wait until a signal ends one of them. "whole" or "parts": for bytes of rank 0 that
     never come. "": in a barrier, and rank 0 in a gather."""
     with Ranks.of_world().together() as ranks:
         ranks.exchange_among(range(ranks.world_size), whole=how == "whole")
         ranks.barrier()
-        told.ready()
+        ready()
         if how in ("whole", "parts"):
-            if told.rank == 0:
+            if ranks.rank == 0:
                 time.sleep(60)
             ranks.broadcast(0, memoryview(bytearray(64)), 0, 64)
-        elif told.rank == 0:
+        elif ranks.rank == 0:
             ranks.gather(1)
         ranks.barrier()
         time.sleep(60)
 
 
-def test_ctrl_c_on_a_waiting_rank_ends_the_load_on_all(clock: WaitingClock) -> None:
-    worlds = {how: World(waiting, 3, how) for how in ("", "whole", "parts")}
-    for how, world in worlds.items():
-        world.await_ready()
-        time.sleep(0.5)
-        since_s = world.signal(1, signal.SIGINT)
-        ended = world.end(without=(0,) if how else ())
-        assert ended.pop(1).error == "KeyboardInterrupt"
-        facts = all_raise(ended, "Error", 1, category="CANCELLED", code=130)
-        assert facts["message"] == "CANCELLED: interrupted (rank 1)"
-        assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
+@pytest.mark.parametrize("how", ["", "whole", "parts"])
+def test_ctrl_c_on_a_waiting_rank_ends_the_load_on_all(
+    clock: WaitingClock, three: World, how: str
+) -> None:
+    three.tell(waiting, how=how)
+    three.await_ready()
+    time.sleep(0.5)
+    three.kill(1, signal.SIGINT)
+    since_s = time.monotonic()
+    first, own, last = three.hear(without=(0,) if how else ())
+    assert own.error == "KeyboardInterrupt"
+    others = [last] if how else [first, last]
+    error = all_raise(others, "Error", 1, category="CANCELLED", code=130)
+    assert error.message == "CANCELLED: interrupted (rank 1)"
+    assert slowest_s(clock, others, since_s) < ALL_KNOW_S
 
 
 # ---- ranks that die or stop
 
 
-def test_a_killed_rank_is_named(clock: WaitingClock) -> None:
-    world = World(waiting, 4, "")
-    world.await_ready()
-    pid = world.pid(2)
-    since_s = world.signal(2, signal.SIGKILL)
-    ended = world.end(without=(2,))
-    facts = all_raise(ended, "PeerError", 2, category="PEER", culprit_pid=pid)
-    assert facts["message"] == f"PEER: rank 2 (pid {pid}) is gone"
-    assert slowest_s(clock, ended, since_s) < 5
+def test_a_killed_rank_is_named(clock: WaitingClock, four: World) -> None:
+    four.tell(waiting, how="")
+    four.await_ready()
+    pid = four.pids[2]
+    four.kill(2)
+    since_s = time.monotonic()
+    heard = four.hear()
+    assert heard.pop(2) == GONE
+    error = all_raise(heard, "PeerError", 2, category="PEER", culprit_pid=pid)
+    assert error.message == f"PEER: rank 2 (pid {pid}) is gone"
+    assert slowest_s(clock, heard, since_s) < 5
 
 
 ELSEWHERE = ["a", "b", "c"]
@@ -522,54 +516,56 @@ TOLERATED_S = 4
 TRIES = 4
 
 
-def loading_until_told(told: Told) -> Any:
+def loading_until_told() -> Any:
     with Ranks.of_world().together() as ranks:
         board = FakeBoard()
-        told.ready()
+        ready()
         with ranks.watching(board):
-            board.load(until=told.is_told)
+            board.load(until=is_told)
         return "fine"
 
 
 @pytest.fixture(scope="module")
-def lost() -> Iterator[dict[str, tuple[World, float]]]:
+def lost(pool: Pool) -> Iterator[dict[str, tuple[World, float]]]:
     """By the text of the error: a world, and when one of its ranks was killed or stopped. These
     tests take long, so all worlds start at once, and other tests run meanwhile."""
-    with World.killing():
-        worlds = {name: World(loading_until_told, 3, hosts=LOST[name][1]) for name in LOST}
+    with ExitStack() as stack:
         done = {}
-        for name, world in worlds.items():
-            rank, hosts = LOST[name]
+        for name, (rank, hosts) in LOST.items():
+            world = stack.enter_context(pool.lend(3))
+            world.tell(loading_until_told, hosts=hosts)
             world.await_ready()
-            done[name] = world, world.signal(rank, signal.SIGKILL if hosts else signal.SIGSTOP)
+            world.kill(rank, signal.SIGKILL if hosts else signal.SIGSTOP)
+            done[name] = world, time.monotonic()
         yield done
 
 
 def stopped_for_s(world: World, rank: int) -> float:
     """Stops a rank for about STOP_S. Returns the real time that passed."""
-    begin_s = world.signal(rank, signal.SIGSTOP)
+    world.kill(rank, signal.SIGSTOP)
+    begin_s = time.monotonic()
     time.sleep(STOP_S)
-    return world.signal(rank, signal.SIGCONT) - begin_s
+    world.kill(rank, signal.SIGCONT)
+    return time.monotonic() - begin_s
 
 
 @pytest.mark.usefixtures("lost")  # starts the worlds of the slow tests, which then run meanwhile
 @pytest.mark.parametrize(
     ("rank", "hosts"), [(1, None), (0, ELSEWHERE)], ids=["a rank", "with the store"]
 )
-def test_a_short_stop_is_tolerated(rank: int, hosts: list[str] | None) -> None:
+def test_a_short_stop_is_tolerated(three: World, rank: int, hosts: list[str] | None) -> None:
     """On a busy machine a stop may last longer than requested. Therefore its real time is measured,
     and a try with a longer stop does not count."""
     stops_s = []
     for _ in range(TRIES):
-        world = World(loading_until_told, 3, hosts=hosts)
-        world.await_ready()
-        stops_s.append(stopped_for_s(world, rank))
+        three.tell(loading_until_told, hosts=hosts)
+        three.await_ready()
+        stops_s.append(stopped_for_s(three, rank))
         if stops_s[-1] < TOLERATED_S:
             time.sleep(LOOK_S)
-            world.tell()
-            assert [one.value for one in world.end().values()] == ["fine"] * 3, stops_s
+            three.let_go_on()
+            assert three.hear() == ["fine"] * 3, stops_s
             return
-        world.kill()
     pytest.fail(f"the machine is too busy: stops took {stops_s} s, expected < {TOLERATED_S} s")
 
 
@@ -579,13 +575,15 @@ def test_a_killed_or_stopped_rank_is_reported(
 ) -> None:
     world, since_s = lost[name]
     culprit = LOST[name][0]
-    ended = world.end(without=(culprit,))
-    for one in ended.values():
+    heard = world.hear(without=(culprit,))
+    assert heard.pop(culprit) == GONE
+    for one in heard:
+        assert isinstance(one, Failed), one
         assert (one.error, one.facts["category"]) == ("PeerError", "PEER")
         assert one.facts["culprit_rank"] == culprit
-        assert one.facts["culprit_pid"] == world.pid(culprit)
-        assert name in one.facts["message"]
-    assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
+        assert one.facts["culprit_pid"] == world.pids[culprit]
+        assert name in one.message
+    assert slowest_s(clock, heard, since_s) < ALL_KNOW_S
 
 
 def test_under_torchrun_no_rank_has_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -595,19 +593,20 @@ def test_under_torchrun_no_rank_has_the_store(monkeypatch: pytest.MonkeyPatch) -
     assert Ranks(1, 2)._losing_the_store("is lost").culprit_rank is None
 
 
-def coming_or_not(told: Told) -> Any:
+def coming_or_not() -> Any:
     dist.barrier()
     dist.distributed_c10d._get_default_store().set_timeout(timedelta(seconds=3))
-    if told.rank == 1:
+    if dist.get_rank() == 1:
         time.sleep(60)
     with Ranks.of_world().together():
         return None
 
 
-def test_an_absent_rank_is_named_after_the_groups_timeout() -> None:
-    ended = World(coming_or_not, 3).end(without=(1,))
-    facts = all_raise(ended, "PeerError", 1, category="PEER")
-    assert facts["message"] == "PEER: rank 1 did not join the load within 3 s"
+def test_an_absent_rank_is_named_after_the_groups_timeout(three: World) -> None:
+    three.tell(coming_or_not)
+    first, _, last = three.hear(without=(1,))
+    error = all_raise([first, last], "PeerError", 1, category="PEER")
+    assert error.message == "PEER: rank 1 did not join the load within 3 s"
 
 
 # ---- bytes
@@ -628,14 +627,16 @@ def part_of(size: int, places: int, place: int) -> tuple[int, int]:
     return size * place // places, min(size, size * (place + 1) // places + 5)
 
 
-def exchanging(told: Told, members: list[int], whole: bool) -> Any:
+def exchanging(members: list[int], whole: bool) -> Any:
     """Each member sends bytes of all SIZES. Returns the number of broadcasts that were checked."""
-    exchange.PIECE_BYTES, exchange.PIECES_AHEAD = PIECE_BYTES, PIECES_AHEAD
-    with Ranks.of_world().together() as ranks:
-        if told.rank not in members:
+    with (
+        patch.multiple(exchange, PIECE_BYTES=PIECE_BYTES, PIECES_AHEAD=PIECES_AHEAD),
+        Ranks.of_world().together() as ranks,
+    ):
+        if ranks.rank not in members:
             return 0
         ranks.exchange_among(members, whole=whole)
-        place, places = members.index(told.rank), len(members)
+        place, places = members.index(ranks.rank), len(members)
         for size in SIZES:
             for root in range(places):
                 sent = pattern(size, root)
@@ -650,22 +651,22 @@ def exchanging(told: Told, members: list[int], whole: bool) -> Any:
 
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("members", [[0, 1], [1, 2, 3], [0, 1, 2, 3]])
-def test_bytes_arrive_from_every_root(members: list[int], whole: bool) -> None:
-    ended = World(exchanging, max(members) + 1, members, whole).end()
-    assert {rank: one.value for rank, one in ended.items() if rank in members} == dict.fromkeys(
-        members, len(SIZES) * len(members)
-    )
+def test_bytes_arrive_from_every_root(
+    worlds: dict[int, World], members: list[int], whole: bool
+) -> None:
+    checked = worlds[max(members) + 1].ask(exchanging, members=members, whole=whole)
+    assert [checked[rank] for rank in members] == [len(SIZES) * len(members)] * len(members)
 
 
-def failing_midway(told: Told, culprit: int, whole: bool) -> Any:
+def failing_midway(culprit: int, whole: bool) -> Any:
     with Ranks.of_world().together() as ranks:
         ranks.exchange_among(range(ranks.world_size), whole=whole)
         board = FakeBoard()
         view = memoryview(bytearray(1 << 20))
         with ranks.watching(board):
             for turn in range(50):
-                if turn == 20 and told.rank == culprit:
-                    told.ready()
+                if turn == 20 and ranks.rank == culprit:
+                    ready()
                     raise io_error()
                 ranks.broadcast(0, view, 0, len(view))
 
@@ -673,34 +674,36 @@ def failing_midway(told: Told, culprit: int, whole: bool) -> Any:
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_rank_that_fails_midway_ends_the_exchange_for_all(
-    clock: WaitingClock, culprit: int, whole: bool
+    clock: WaitingClock, three: World, culprit: int, whole: bool
 ) -> None:
-    world = World(failing_midway, 3, culprit, whole)
-    world.await_ready(culprit)
+    three.tell(failing_midway, culprit=culprit, whole=whole, exits=True)
+    three.await_ready(culprit)
     since_s = time.monotonic()
-    ended = world.end()
-    all_raise(ended, "IoError", culprit)
-    assert slowest_s(clock, ended, since_s) < ALL_KNOW_S
+    heard = three.hear()
+    all_raise(heard, "IoError", culprit)
+    assert slowest_s(clock, heard, since_s) < ALL_KNOW_S
 
 
 def is_done(call: Future, within_s: float) -> bool:
     return not wait([call], within_s).not_done
 
 
-def leaving_while_it_waits(told: Told, whole: bool) -> Any:
+def leaving_while_it_waits(whole: bool) -> Any:
     """Rank 1 closes its exchange while it waits for bytes. Rank 0 sends them afterwards, and they
     must not be written to rank 1's buffer. Rank 0 returns the error that it gets."""
-    group = dist.distributed_c10d._get_default_store()
-    between = exchange.Exchange(dist.PrefixStore("x", group), told.rank, 2, whole)
-    buffer = bytearray(b"\1" if told.rank == 0 else b"\0") * (8 << 20)
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    group = dist.PrefixStore(f"leaving {whole}", store)
+    between = exchange.Exchange(dist.PrefixStore("x", group), rank, 2, whole)
+    buffer = bytearray(b"\1" if rank == 0 else b"\0") * (8 << 20)
     first = between.begin(0, memoryview(bytearray(8)), 0, 8)
     assert is_done(first, 20)
-    if told.rank == 0:
+    if rank == 0:
         group.wait(["left"])
         late = between.begin(0, memoryview(buffer), 0, len(buffer))
         assert is_done(late, 20)
         group.set("sent", "")
         group.wait(["seen"])
+        between.close()
         return str(pytest.raises(RuntimeError, late.result).value)
     waits = between.begin(0, memoryview(buffer), 0, len(buffer))
     assert not is_done(waits, 0.2)
@@ -713,13 +716,11 @@ def leaving_while_it_waits(told: Told, whole: bool) -> Any:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_nothing_is_written_after_the_receiver_has_left(whole: bool) -> None:
-    ended = World(leaving_while_it_waits, 2, whole).end()
-    assert (ended[1].error, ended[1].facts) == ("", {})
-    assert "closed" in ended[0].value
+def test_nothing_is_written_after_the_receiver_has_left(two: World, whole: bool) -> None:
+    assert "closed" in two.ask(leaving_while_it_waits, whole=whole)[0]
 
 
-def loading(told: Told, checkpoint: Path, strategy: str) -> list[bytes]:
+def loading(checkpoint: Path, strategy: str) -> list[bytes]:
     """Loads through the C++ library, together with the other ranks. Returns this rank's shards."""
     opened = modicum.open_checkpoint(checkpoint)
     recipe = modicum.make_recipe(opened)
@@ -760,39 +761,38 @@ def test_a_failure_on_the_board_ends_the_librarys_load(checkpoint: Path) -> None
 
 
 @pytest.fixture(scope="module")
-def own_shards(checkpoint: Path) -> list[list[bytes]]:
+def own_shards(four: World, checkpoint: Path) -> list[list[bytes]]:
     """The shards that each rank reads by itself."""
-    with World.killing():
-        ended = World(loading, 4, checkpoint, "own-shard").end()
-    return [one.value for one in ended.values()]
+    return four.ask(loading, checkpoint=checkpoint, strategy="own-shard")
 
 
 @pytest.mark.parametrize("strategy", ["node-reader", "rank0-broadcast", "replica-striped"])
 def test_shards_that_other_ranks_have_read_and_sent_are_equal(
-    checkpoint: Path, own_shards: list[list[bytes]], strategy: str
+    four: World, checkpoint: Path, own_shards: list[list[bytes]], strategy: str
 ) -> None:
     """Equal to those of a load in which each rank reads its own shards."""
-    ended = World(loading, 4, checkpoint, strategy, hosts=["a", "a", "b", "b"]).end()
-    assert [one.error for one in ended.values()] == [""] * 4
-    assert [one.value for one in ended.values()] == own_shards
+    how: dict[str, Any] = {"checkpoint": checkpoint, "strategy": strategy}
+    assert four.ask(loading, hosts=["a", "a", "b", "b"], **how) == own_shards
 
 
-def test_a_truncated_file_ends_the_load_on_all_ranks(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_truncated_file_ends_the_load_on_all_ranks(
+    four: World, tmp_path: Path, checkpoint: Path
+) -> None:
     """Rank 0 truncates the file after all ranks have opened it, and before it makes its plan."""
     copy = tmp_path / "model.safetensors"
     copy.write_bytes(checkpoint.read_bytes())
-    ended = World(loading_a_file_that_shrinks, 4, copy).end()
-    all_raise(ended, "IoError", 0, category="CONFLICT", file=copy.name)
-    assert ended[3].facts["tensor"]
+    four.tell(loading_a_file_that_shrinks, checkpoint=copy)
+    error = all_raise(four.hear(), "IoError", 0, category="CONFLICT", file=copy.name)
+    assert error.facts["tensor"]
 
 
-def loading_a_file_that_shrinks(told: Told, checkpoint: Path) -> Any:
+def loading_a_file_that_shrinks(checkpoint: Path) -> Any:
     make_plan = modicum.make_plan
 
     def shrinking(*arguments: Any, **options: Any) -> Any:
-        if told.rank == 0:
+        if dist.get_rank() == 0:
             os.truncate(checkpoint, checkpoint.stat().st_size // 2)
         return make_plan(*arguments, **options)
 
-    modicum.make_plan = shrinking
-    return loading(told, checkpoint, "rank0-broadcast")
+    with patch.object(modicum, "make_plan", shrinking):
+        return loading(checkpoint, "rank0-broadcast")

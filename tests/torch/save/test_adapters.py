@@ -11,8 +11,7 @@ tensor with two names in PEFT's file, which can't be resumed.
 
 import copy
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 import torch_front  # noqa: E402
-from ranks import Ranks, ranks  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from sharding import Cut  # noqa: E402
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
     checkpoint_wrapper,
@@ -192,13 +191,6 @@ def test_a_tensor_with_two_names_in_the_file_resumes(tmp_path: Path) -> None:
 
 
 # ---- sharded
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
-    folder = tmp_path_factory.mktemp("worlds")
-    with ExitStack() as stack:
-        yield {n: stack.enter_context(ranks(n, folder / f"of-{n}")) for n in (1, 2, 3)}
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1)])

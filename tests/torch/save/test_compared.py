@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 import torch_front  # noqa: E402
 from program import failure, flip_bit, header_of, run_json  # noqa: E402
-from ranks import ranks  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from sharding import Cut  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
@@ -96,24 +96,23 @@ def test_texts_are_compared_by_load(tmp_path: Path) -> None:
         flip_bit(step / name, 5)
 
 
-def test_a_chunk_that_ranks_divide_is_compared(tmp_path: Path, modicum: Path) -> None:
+def test_a_chunk_that_ranks_divide_is_compared(two: Ranks, tmp_path: Path, modicum: Path) -> None:
     """Each tensor is one chunk, of which every rank reads a part."""
     directory, root = str(tmp_path / "model"), tmp_path / "root"
-    with ranks(2, tmp_path / "ranks") as two:
-        two.ask("write", directory=directory, family="llama", config={}, dtype="float32")
-        how = {"directory": directory, "root": str(root), "cut": Cut("fsdp2", (2,))}
-        two.ask("saves", **how)
-        step = root / "step-2"
+    two.ask("write", directory=directory, family="llama", config={}, dtype="float32")
+    how = {"directory": directory, "root": str(root), "cut": Cut("fsdp2", (2,))}
+    two.ask("saves", **how)
+    step = root / "step-2"
+    for answer in two.ask("compares", **how):
+        tensors = [of for of in tensors_of(step) if of[1] not in answer["not_compared"]]
+        assert answer["compared_bytes"] == sum(end - begin for _, _, begin, end in tensors)
+        assert all(name.endswith("inv_freq") for name in answer["not_compared"])
+    for folder in ("step-2", "optimizer"):
+        of = [one for one in tensors if one[0].parent.name == folder]
+        file, name, begin, _ = max(of, key=lambda one: one[3] - one[2])
+        flip_bit(file, begin + 1)
         for answer in two.ask("compares", **how):
-            tensors = [of for of in tensors_of(step) if of[1] not in answer["not_compared"]]
-            assert answer["compared_bytes"] == sum(end - begin for _, _, begin, end in tensors)
-            assert all(name.endswith("inv_freq") for name in answer["not_compared"])
-        for folder in ("step-2", "optimizer"):
-            of = [one for one in tensors if one[0].parent.name == folder]
-            file, name, begin, _ = max(of, key=lambda one: one[3] - one[2])
-            flip_bit(file, begin + 1)
-            for answer in two.ask("compares", **how):
-                assert answer["error"] == "IntegrityError"
-                assert name in answer["message"] and file.name in answer["message"]
-            flip_bit(file, begin + 1)
+            assert answer["error"] == "IntegrityError"
+            assert name in answer["message"] and file.name in answer["message"]
+        flip_bit(file, begin + 1)
     assert run_json(modicum, "verify", root)["ok"]

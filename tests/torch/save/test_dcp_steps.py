@@ -10,8 +10,6 @@ copies the state; values of other ranks that are lost; a save of Modicum's AdamW
 """
 
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known to be there)
-from ranks import Ranks, ranks  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from sharding import Cut  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: E402
@@ -29,13 +27,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # 
 import modicum.torch  # noqa: E402
 
 ONE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
-    folder = tmp_path_factory.mktemp("worlds")
-    with ExitStack() as stack:
-        yield {n: stack.enter_context(ranks(n, folder / f"of-{n}")) for n in (1, 2)}
 
 
 @pytest.fixture(scope="module")

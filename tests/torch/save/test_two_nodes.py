@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import two_nodes
-from ranks import ranks
+from ranks import Ranks
 
 from modicum.errors import IoError
 from modicum.torch.saving import shared
@@ -34,12 +34,11 @@ def nodes() -> Iterator[two_nodes.Nodes]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(one: Ranks, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The directory of a checkpoint."""
     folder = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 128, "intermediate_size": 128}
-    with ranks(1, folder / "rank") as one:
-        one.ask("write", directory=str(folder / "qwen3"), family="qwen3", config=sizes)
+    one.ask("write", directory=str(folder / "qwen3"), family="qwen3", config=sizes)
     return str(folder / "qwen3")
 
 

@@ -12,8 +12,6 @@ a state that is not in the promise; replicas that differ and are mixed.
 """
 
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from ranks import Ranks, ranks
+from ranks import Ranks
 from safetensors.torch import load_file
 from sharding import Cut
 
@@ -33,14 +31,6 @@ TWO, THREE, FOUR = Cut("fsdp2", (2,)), Cut("fsdp2", (3,)), Cut("fsdp2", (4,))
 HSDP = Cut("hsdp", (2, 2))
 TP = Cut("tp-fsdp", (2, 2))
 SOAK = pytest.mark.soak
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
-    """Process groups by the number of their ranks."""
-    folder = tmp_path_factory.mktemp("worlds")
-    with ExitStack() as stack:
-        yield {n: stack.enter_context(ranks(n, folder / f"of-{n}")) for n in (1, 2, 3, 4)}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ which one rank's part counts as the whole; a rank outside the mesh that reduces 
 that is plain next to a DTensor; a promise that is silent about a state that can't be saved.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from ranks import Ranks, Told, World, ranks  # noqa: E402  (after torch is known to be there)
+from ranks import Ranks  # noqa: E402  (after torch is known to be there)
 
 import modicum.torch  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(2, tmp_path_factory.mktemp("dtensors") / "ranks") as started:
-        yield started
-
 
 # ---- gradients
 
@@ -49,7 +41,7 @@ def test_gradients_set_by_hand_are_stepped(two: Ranks, given: str, expected: flo
         assert answer == pytest.approx([expected, -0.1])
 
 
-def made_by_a_part(told: Told) -> str:
+def made_by_a_part() -> str:
     """The error of the constructor on this rank. The parameter is on ranks 0 and 1."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -63,8 +55,8 @@ def made_by_a_part(told: Told) -> str:
     return ""
 
 
-def test_a_rank_outside_the_mesh_is_named() -> None:
-    *inside, outside = (one.value for one in World(made_by_a_part, 3).end().values())
+def test_a_rank_outside_the_mesh_is_named(worlds: dict[int, Ranks]) -> None:
+    *inside, outside = worlds[3].ask(made_by_a_part)
     assert "the tensor's mesh lacks this rank" in outside and "rank 2" in outside
     assert all("no regular grid of the world" in one for one in inside)
 

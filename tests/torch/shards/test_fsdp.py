@@ -8,18 +8,15 @@ its size rounded up to a power of two; a torch that behaves differently and is a
 """
 
 import gc
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from ranks import Ranks  # noqa: E402  (after torch is known to be there)
 from sharding import bits, placed, playing_new_rank  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed import _composable_state  # noqa: E402
@@ -33,7 +30,7 @@ from torch.distributed.fsdp import (  # noqa: E402
 from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: E402
 from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
-from modicum.errors import BudgetError, UsageError  # noqa: E402  (after torch is known to be there)
+from modicum.errors import BudgetError, UsageError  # noqa: E402
 from modicum.upstream import torch_core, torch_dispatch  # noqa: E402
 from modicum.upstream.torch_fsdp import (  # noqa: E402
     Managed,
@@ -681,27 +678,6 @@ def test_cuda_reports_the_memory_as_pinned() -> None:
 # ---- training
 
 
-def test_two_ranks_train_as_fsdp2_would(tmp_path) -> None:
-    """tests/support/two_ranks.py runs as two processes, since a fake process group moves no
-    data."""
-    program = Path(__file__).parents[2] / "support/two_ranks.py"
-    environment = os.environ | {
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, program, str(rank), tmp_path / "store"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+def test_two_ranks_train_as_fsdp2_would(two: Ranks) -> None:
+    """On real ranks, since a fake process group moves no data."""
+    two.ask("hand_over")

@@ -1,11 +1,7 @@
-"""One of two ranks that train over gloo, since a fake process group moves no data.
+"""An act (a function that ranks run by name, see torch_rank.py): a model that was sharded on meta
+and filled by `hand_over` trains like one that FSDP2 sharded with its values, bit for bit, and FSDP2
+does not copy the memory handed over."""
 
-two_ranks.py RANK STORE: a model that was sharded on meta and filled by `hand_over` trains like one
-that FSDP2 sharded with its values, bit for bit, and FSDP2 does not copy the memory handed over.
-"""
-
-import os
-import sys
 from typing import Any
 
 import torch
@@ -96,7 +92,7 @@ def groups_of(model: Tiny) -> list[dict[str, Any]]:
     return [{"params": blocks[::-1], "lr": 0.3}, {"params": rest, "weight_decay": 0.2}]
 
 
-def main() -> None:
+def trains_as_fsdp2_would() -> None:
     usual = shard(whole())
     expected = train(usual, torch.optim.AdamW(groups_of(usual), lr=0.1))
 
@@ -118,12 +114,4 @@ def main() -> None:
         assert mine.requires_grad == theirs.requires_grad
 
 
-if __name__ == "__main__":
-    rank, store = sys.argv[1:]
-    dist.init_process_group(
-        "gloo", rank=int(rank), world_size=WORLD, store=dist.FileStore(store, WORLD)
-    )
-    main()
-    # At interpreter exit a thread of Gloo may still hold a tensor, which would abort.
-    sys.stdout.flush()
-    os._exit(0)
+ACTS = {"hand_over": trains_as_fsdp2_would}
