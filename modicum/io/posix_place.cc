@@ -12,10 +12,10 @@ namespace modicum {
 namespace {
 
 // O_PATH, since a directory on the way may be searched but not read.
-constexpr int kFlags = O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
+constexpr int kPathFlags = O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC;
 
 Descriptor open_below(int directory, const std::string& name) {
-  return Descriptor(uninterrupted([&] { return ::openat(directory, name.c_str(), kFlags); }));
+  return Descriptor(uninterrupted([&] { return ::openat(directory, name.c_str(), kPathFlags); }));
 }
 
 bool is_link_at(int directory, const std::string& name) {
@@ -28,7 +28,7 @@ bool is_link_at(int directory, const std::string& name) {
 
 std::optional<Place> find_place(const std::string& path, std::string_view what_failed) {
   const std::string parent = parent_path(path);
-  std::optional<Descriptor> at(Descriptor::open(parent[0] == '/' ? "/" : ".", kFlags));
+  std::optional<Descriptor> at(Descriptor::open(parent[0] == '/' ? "/" : ".", kPathFlags));
   if (!at->is_valid()) fail_errno(errno, what_failed, about(path));
   for (size_t begin = 0; begin < parent.size();) {
     const size_t end = std::min(parent.find('/', begin), parent.size());
