@@ -28,8 +28,8 @@ struct SaveFlags {
 };
 
 // Adds a warning if `source` is a step with an optimizer's state.
-void warn_of_state(const std::string& source, std::vector<std::string>& warnings) {
-  PosixFileSystem files;
+void warn_of_state(FileSystem& files, const std::string& source,
+                   std::vector<std::string>& warnings) {
   if (is_step(files, source) && files.is_directory(join_path(source, kStateDirectory))) {
     warnings.push_back(
         "DIR is a step with an optimizer's state, which `save` does not read: `modicum resume` "
@@ -39,7 +39,7 @@ void warn_of_state(const std::string& source, std::vector<std::string>& warnings
 
 }  // namespace
 
-int run_save(const Args& args) {
+int run_save(const Args& args, const Surroundings& at) {
   CLI::App app(
       "load into rank processes and save a step, ROOT/step-S, committed completely or not at all",
       "modicum save");
@@ -69,7 +69,7 @@ int run_save(const Args& args) {
                  "seconds that the save may take to finish after SIGTERM, if its rate "
                  "so far shows that it can finish in time; otherwise, and by default, "
                  "it stops at once");
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   if (flags.run.destination != "cpu") {
     fail(Category::unsupported, "save needs the loaded tensors in host memory",
          {.expected = "--destination cpu", .got = "--destination discard"});
@@ -87,7 +87,7 @@ int run_save(const Args& args) {
     run.options.save = save_footprint_of(run, form, state_of());
   };
   const SaveReport report = within_budget(
-      flags.common, flags.run,
+      at, flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
         const SavePlan plan(task.run.checkpoint, task.plan, form);
         SaveTask save{.load = task,
@@ -100,12 +100,12 @@ int run_save(const Args& args) {
                       .grace_ns = grace_ns};
         if (flags.keep) save.keep = static_cast<size_t>(*flags.keep);
         SaveReport made = save_in_ranks(save, show);
-        warn_of_state(task.run.checkpoint.directory, made.checkpoint.warnings);
+        warn_of_state(at.files, task.run.checkpoint.directory, made.checkpoint.warnings);
         return made;
       },
       prepare);
   print_result(
-      flags.common, [&] { return save_json(report); }, [&] { return save_text(report); });
+      flags.common, at, [&] { return save_json(report); }, [&] { return save_text(report); });
   return 0;
 }
 
