@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "modicum/cli/within_budget.h"
 
@@ -27,14 +29,20 @@ struct SaveFlags {
   std::optional<double> grace;
 };
 
-// Adds a warning if `source` is a step with an optimizer's state.
-void warn_of_state(FileSystem& files, const std::string& source,
-                   std::vector<std::string>& warnings) {
-  if (is_step(files, source) && files.is_directory(join_path(source, kStateDirectory))) {
-    warnings.push_back(
+// Saves, and warns if DIR is a step with an optimizer's state.
+SaveReport save_and_warn(const SaveTask& save, ShowBytes show) {
+  FileSystem& files = *save.load.run.files;
+  const std::string& source = save.load.run.checkpoint.directory;
+  // Asked before the save: an error after it would hide that the step is saved.
+  const bool has_state =
+      is_step(files, source) && files.is_directory(join_path(source, kStateDirectory));
+  SaveReport report = save_in_ranks(save, show);
+  if (has_state) {
+    report.checkpoint.warnings.push_back(
         "DIR is a step with an optimizer's state, which `save` does not read: `modicum resume` "
         "continues from it");
   }
+  return report;
 }
 
 }  // namespace
@@ -99,9 +107,7 @@ int run_save(const Args& args, const Surroundings& at) {
                       .seed = flags.seed,
                       .grace_ns = grace_ns};
         if (flags.keep) save.keep = static_cast<size_t>(*flags.keep);
-        SaveReport made = save_in_ranks(save, show);
-        warn_of_state(at.files, task.run.checkpoint.directory, made.checkpoint.warnings);
-        return made;
+        return save_and_warn(save, show);
       },
       prepare);
   print_result(
