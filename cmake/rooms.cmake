@@ -95,8 +95,10 @@ function(modicum_room name)
   endif()
 
   if(MODICUM_TESTS AND doubles)
+    get_property(lower_doubles GLOBAL PROPERTY MODICUM_DOUBLES)
     add_library(modicum_${name}_doubles STATIC ${doubles})
-    target_link_libraries(modicum_${name}_doubles PUBLIC modicum_${name} PRIVATE modicum_flags)
+    target_link_libraries(modicum_${name}_doubles PUBLIC modicum_${name} ${lower_doubles}
+                                                  PRIVATE modicum_flags)
     set_property(GLOBAL APPEND PROPERTY MODICUM_DOUBLES modicum_${name}_doubles)
   endif()
   if(MODICUM_SANITIZE STREQUAL "fuzzer")

@@ -48,13 +48,13 @@ void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
 
 }  // namespace
 
-int run_convert(const Args& args) {
+int run_convert(const Args& args, const Surroundings& at) {
   CLI::App app(
       "write a checkpoint with another dtype, recipe or file size, without holding it in memory",
       "modicum convert");
   ConvertFlags flags;
   add_convert_flags(app, flags);
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   std::optional<uint64_t> shard_bytes;
   if (!flags.shard_size.empty()) shard_bytes = parse_size(flags.shard_size);
   std::optional<ConvertedForm> form;
@@ -63,14 +63,14 @@ int run_convert(const Args& args) {
     run.options.save = form->footprint(plan_run(run, *run.options.strategy, std::nullopt));
   };
   const ConvertReport report = within_budget(
-      flags.common, flags.run,
+      at, flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
         return convert_in_rank(
             {task, *form, flags.out, flags.sparse, flags.allow_overflow, flags.adopt}, show);
       },
       prepare);
   print_result(
-      flags.common, [&] { return convert_json(report); }, [&] { return convert_text(report); });
+      flags.common, at, [&] { return convert_json(report); }, [&] { return convert_text(report); });
   return 0;
 }
 

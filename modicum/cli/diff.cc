@@ -3,7 +3,6 @@
 
 #include <mutex>
 
-#include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/stream/stream.h"
 
@@ -27,7 +26,7 @@ DiffReport::Difference reported(const Difference& of) {
 
 }  // namespace
 
-int run_diff(const Args& args) {
+int run_diff(const Args& args, const Surroundings& at) {
   CLI::App app(
       "compare names, dtypes, shapes and values of two checkpoints; exits with 12 if they differ",
       "modicum diff");
@@ -39,13 +38,12 @@ int run_diff(const Args& args) {
                  "Face cache")
       ->required();
   app.add_option("B", path_b, "a step or a checkpoint, like A")->required();
-  if (const auto done = parse(app, args)) return *done;
-  PosixFileSystem files;
-  const Checkpoint a = open_checkpoint(files, path_a);
-  const Checkpoint b = open_checkpoint(files, path_b);
+  if (const auto done = parse(app, args, at)) return *done;
+  const Checkpoint a = open_checkpoint(at.files, path_a);
+  const Checkpoint b = open_checkpoint(at.files, path_b);
   const int threads = threads_per_rank(flags.threads, 1);
   require_budget(flags, Purpose::staging, kDiffBytes * static_cast<uint64_t>(threads));
-  Progress progress(flags, a.manifest.data_bytes());
+  Progress progress(flags, a.manifest.data_bytes(), at);
   uint64_t done = 0;
   std::mutex mutex;
   const Differences found = diff(a, b, threads, [&](uint64_t more) {
@@ -58,10 +56,10 @@ int run_diff(const Args& args) {
     report.differences.push_back(reported(one));
   }
   print_result(
-      flags, [&] { return diff_json(report); }, [&] { return diff_text(report); });
+      flags, at, [&] { return diff_json(report); }, [&] { return diff_text(report); });
   if (report.differences.empty()) return 0;
   const DiffReport::Difference& first = report.differences.front();
-  print_error(fmt::format(
+  at.print_error(fmt::format(
       "modicum: INTEGRITY: the checkpoints differ in {} tensor(s), first in '{}' ({})\n",
       report.differences.size(), printable(first.tensor), first.kind));
   return exit_code(Category::integrity);

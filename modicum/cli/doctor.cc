@@ -7,7 +7,7 @@
 
 namespace modicum {
 
-int run_doctor(const Args& args) {
+int run_doctor(const Args& args, const Surroundings& at) {
   CLI::App app(
       "find limits and settings of this machine that end a training job or cost it memory; with "
       "--pid also examine a running program: the memory that forked children share, how they were "
@@ -21,7 +21,7 @@ int run_doctor(const Args& args) {
          "PID of a running trainer, or of its launcher; reading takes about 0.1 s per GiB of "
          "the memory of processes that have forked")
       ->check(CLI::Range(1, INT32_MAX));
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   DoctorFacts facts;
   if (pid > 0) facts.program = read_program(pid);
   facts.limits = memory_limits("", pid);
@@ -31,7 +31,8 @@ int run_doctor(const Args& args) {
     facts.budget_bytes = budget->bytes;
   }
   print_result(
-      flags, [&] { return doctor_json(facts); }, [&] { return doctor_text(facts, flags.verbose); });
+      flags, at, [&] { return doctor_json(facts); },
+      [&] { return doctor_text(facts, flags.verbose); });
   return 0;
 }
 

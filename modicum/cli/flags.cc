@@ -7,7 +7,6 @@
 #include <charconv>
 #include <cmath>
 
-#include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/probe/probe.h"
 #include "modicum/ranks/ranks.h"
@@ -214,7 +213,7 @@ std::string wrapped(const std::string& help) {
 
 }  // namespace
 
-std::optional<int> parse(CLI::App& app, const Args& args) {
+std::optional<int> parse(CLI::App& app, const Args& args, const Surroundings& at) {
   refuse_empty_values(args);
   take_decimal_numbers(app);
   app.allow_extras();  // unknown flags are refused below, with the nearest name
@@ -222,7 +221,7 @@ std::optional<int> parse(CLI::App& app, const Args& args) {
   try {
     app.parse(std::vector<std::string>(args.rbegin(), args.rend()));
   } catch (const CLI::CallForHelp&) {
-    print(wrapped(app.help()));
+    at.print(wrapped(app.help()));
     return 0;
   } catch (const CLI::ParseError& error) {
     // An unknown flag is reported first: it may be the reason why a required one is missing.
@@ -275,12 +274,12 @@ void require_cores(const CommonFlags& flags, int ranks) {
        {.expected = fmt::format("at most {} ranks", most), .got = fmt::format("{}", ranks)});
 }
 
-void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
+void print_result(const CommonFlags& flags, const Surroundings& at, FunctionRef<std::string()> json,
                   FunctionRef<std::string()> text) {
   if (flags.json) {
-    print(json() + "\n");
+    at.print(json() + "\n");
   } else if (!flags.quiet) {
-    print(text());
+    at.print(text());
   }
 }
 

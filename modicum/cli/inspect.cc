@@ -5,7 +5,7 @@
 
 namespace modicum {
 
-int run_inspect(const Args& args) {
+int run_inspect(const Args& args, const Surroundings& at) {
   CLI::App app("list the contents of a checkpoint; reads headers, index and config only",
                "modicum inspect");
   CommonFlags flags;
@@ -14,12 +14,11 @@ int run_inspect(const Args& args) {
   app.add_option("DIR", directory,
                  "a directory, a file, or ORG/NAME in the local Hugging Face cache")
       ->required();
-  if (const auto done = parse(app, args)) return *done;
-  PosixFileSystem files;
-  const Checkpoint checkpoint = open_checkpoint(files, directory, Record::ignored);
+  if (const auto done = parse(app, args, at)) return *done;
+  const Checkpoint checkpoint = open_checkpoint(at.files, directory, Record::ignored);
   require_budget(flags, Purpose::header, checkpoint.manifest.held_bytes());
   print_result(
-      flags, [&] { return inspect_json(checkpoint); },
+      flags, at, [&] { return inspect_json(checkpoint); },
       [&] { return inspect_text(checkpoint, flags.verbose); });
   return 0;
 }

@@ -43,7 +43,7 @@ void require_digest(const LoadFlags& flags, const LoadReport& report) {
 
 }  // namespace
 
-int run_load(const Args& args) {
+int run_load(const Args& args, const Surroundings& at) {
   CLI::App app("load into rank processes; prints promised and measured memory side by side",
                "modicum load");
   LoadFlags flags;
@@ -61,12 +61,12 @@ int run_load(const Args& args) {
                  "16 hex digits: exit with 12 if the digest is another one");
   app.add_option("--dump", flags.dump, "a new directory, into which each rank writes its shards");
   app.add_option("--report", flags.report, std::string(kReportHelp));
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   refuse_contradictions(flags);
-  if (!flags.report.empty()) watch_instead("load", args, flags.report);
+  if (!flags.report.empty()) watch_instead("load", args, flags.report, at.files);
   flags.digest = flags.digest || !flags.expect_digest.empty();
   const LoadReport report =
-      within_budget(flags.common, flags.run, [&flags](LoadTask task, ShowBytes show) {
+      within_budget(at, flags.common, flags.run, [&flags](LoadTask task, ShowBytes show) {
         task.check = !flags.check.empty();
         task.digest = flags.digest;
         task.dump = flags.dump;
@@ -74,7 +74,7 @@ int run_load(const Args& args) {
       });
   require_digest(flags, report);
   print_result(
-      flags.common, [&] { return load_json(report); }, [&] { return load_text(report); });
+      flags.common, at, [&] { return load_json(report); }, [&] { return load_text(report); });
   return 0;
 }
 

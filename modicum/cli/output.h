@@ -24,6 +24,6 @@ void exit_on_stop_signals(bool json);
 void print(std::string_view text);
 
 // Writes to stderr. Drops the rest, without an error, if stderr takes no byte for `wait_ms`.
-void print_error(std::string_view text, int wait_ms = 1000) noexcept;
+void print_error(std::string_view text, int wait_ms) noexcept;
 
 }  // namespace modicum

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <chrono>
 
-#include "modicum/cli/output.h"
 #include "modicum/cli/result_file.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/training/training.h"
@@ -37,7 +36,7 @@ PageOrigin origin_of(const Args& args) {
 
 }  // namespace
 
-int run_plan(const Args& args) {
+int run_plan(const Args& args, const Surroundings& at) {
   CLI::App app("predict reads, traffic and peak memory of every strategy; reads headers only",
                "modicum plan");
   CommonFlags common;
@@ -74,19 +73,18 @@ int run_plan(const Args& args) {
   app.add_option("--report", page,
                  "write the memory of the fullest node in each phase as an HTML file, with the "
                  "inputs; with --deepspeed, DeepSpeed's memory");
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   of_plan.budget = common.budget;
   flags.threads = common.threads;
-  PosixFileSystem files;
   std::optional<ResultFile> file;
-  if (!page.empty()) file.emplace(files, "--report", page);
-  const PlanReport report = job_report(files, flags, of_plan);
+  if (!page.empty()) file.emplace(at.files, "--report", page);
+  const PlanReport report = job_report(at.files, flags, of_plan);
   if (file) file->write(plan_page(report, "modicum plan " + flags.directory, origin_of(args)));
   print_result(
-      common, [&] { return plan_json(report); }, [&] { return plan_text(report); });
+      common, at, [&] { return plan_json(report); }, [&] { return plan_text(report); });
   const std::optional<Error>& refusal = report.refusal ? report.refusal : report.wider_refusal;
   if (!refusal) return 0;
-  print_error(fmt::format("modicum: {}\n", refusal->what()));
+  at.print_error(fmt::format("modicum: {}\n", refusal->what()));
   return exit_code(refusal->category());
 }
 

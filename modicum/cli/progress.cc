@@ -1,7 +1,5 @@
 #include <fmt/format.h>
-#include <unistd.h>
 
-#include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 
 namespace modicum {
@@ -12,16 +10,16 @@ constexpr int64_t kRewrittenEveryNs = 200 * kNsPerMs;
 
 }  // namespace
 
-Progress::Progress(const CommonFlags& flags, uint64_t total_bytes)
-    : total_bytes_(total_bytes), begin_ns_(clock_.now_ns()) {
+Progress::Progress(const CommonFlags& flags, uint64_t total_bytes, const Surroundings& at)
+    : at_(at), total_bytes_(total_bytes), begin_ns_(clock_.now_ns()) {
   if (flags.progress == "plain") mode_ = Mode::plain;
-  if (flags.progress == "auto" && !flags.quiet && isatty(STDERR_FILENO) != 0) {
+  if (flags.progress == "auto" && !flags.quiet && at.is_terminal) {
     mode_ = Mode::rewritten;
   }
 }
 
 Progress::~Progress() {
-  if (mode_ == Mode::rewritten && shown_) print_error("\r\x1b[K");
+  if (mode_ == Mode::rewritten && shown_) at_.print_error("\r\x1b[K");
 }
 
 void Progress::show(uint64_t bytes) {
@@ -38,7 +36,7 @@ void Progress::show(uint64_t bytes) {
                         static_cast<double>(total_bytes_ - bytes) / rate);
   }
   const bool is_line = mode_ == Mode::plain;
-  print_error(fmt::format("{}{}{}", is_line ? "" : "\r\x1b[K", text, is_line ? "\n" : ""), 0);
+  at_.print_error(fmt::format("{}{}{}", is_line ? "" : "\r\x1b[K", text, is_line ? "\n" : ""), 0);
   shown_ = true;
 }
 

@@ -52,11 +52,11 @@ void require_resumable(const RehearseFlags& flags, const Run& run, const SavePla
   if (budget) require_fits(resumed_plan.promise, *budget);
 }
 
-RehearseReport rehearse_with_save(const RehearseFlags& flags) {
+RehearseReport rehearse_with_save(const RehearseFlags& flags, const Surroundings& at) {
   const SaveForm form;
   std::optional<StateFiles> state;
   RehearseReport report = within_budget(
-      flags.common, flags.run,
+      at, flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
         const SavePlan plan(task.run.checkpoint, task.plan, form);
         require_resumable(flags, task.run, plan, *state);
@@ -79,16 +79,15 @@ RehearseReport rehearse_with_save(const RehearseFlags& flags) {
         run.options.save = save_footprint_of(run, form, &*state);
       });
   state.reset();
-  PosixFileSystem files;
-  report.add_resumed(resume_step(flags.common, resumed_flags(flags),
-                                 open_step(files, report.saved->path),
+  report.add_resumed(resume_step(at, flags.common, resumed_flags(flags),
+                                 open_step(at.files, report.saved->path),
                                  {.steps = 1, .max_norm = flags.clip}));
   return report;
 }
 
-RehearseReport rehearse(const RehearseFlags& flags) {
-  if (!flags.save.empty()) return rehearse_with_save(flags);
-  return within_budget(flags.common, flags.run, [&flags](const LoadTask& task, ShowBytes show) {
+RehearseReport rehearse(const RehearseFlags& flags, const Surroundings& at) {
+  if (!flags.save.empty()) return rehearse_with_save(flags, at);
+  return within_budget(at, flags.common, flags.run, [&flags](const LoadTask& task, ShowBytes show) {
     return rehearse_in_ranks(
         {.load = task, .steps = flags.steps, .seed = flags.seed, .max_norm = flags.clip}, show);
   });
@@ -105,7 +104,7 @@ void require_equal_digests(const RehearseReport& report) {
 
 }  // namespace
 
-int run_rehearse(const Args& args) {
+int run_rehearse(const Args& args, const Surroundings& at) {
   CLI::App app(
       "load, then step AdamW with synthetic gradients, within one budget; with --save also save "
       "and resume; shows the memory of each phase",
@@ -126,7 +125,7 @@ int run_rehearse(const Args& args) {
                  "with --save: the number of ranks that resume; default: that of --ranks")
       ->check(CLI::Range(1, kMaxRanks));
   app.add_option("--report", flags.report, std::string(kReportHelp));
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   if (flags.clip) positive("--clip", *flags.clip);
   if (!optimizer_flag(flags.run.optimizer)) {
     fail(Category::usage, "rehearse needs --optimizer adamw:FORMAT");
@@ -134,12 +133,13 @@ int run_rehearse(const Args& args) {
   if (flags.save.empty() && flags.resume_ranks) {
     fail(Category::usage, "--resume-ranks needs --save");
   }
-  if (!flags.report.empty()) watch_instead("rehearse", args, flags.report);
+  if (!flags.report.empty()) watch_instead("rehearse", args, flags.report, at.files);
   if (!flags.resume_ranks) flags.resume_ranks = flags.run.ranks;
-  const RehearseReport report = rehearse(flags);
+  const RehearseReport report = rehearse(flags, at);
   require_equal_digests(report);
   print_result(
-      flags.common, [&] { return rehearse_json(report); }, [&] { return rehearse_text(report); });
+      flags.common, at, [&] { return rehearse_json(report); },
+      [&] { return rehearse_text(report); });
   return 0;
 }
 

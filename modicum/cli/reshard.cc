@@ -33,30 +33,29 @@ void add_reshard_flags(CLI::App& app, ReshardFlags& flags) {
 
 }  // namespace
 
-int run_reshard(const Args& args) {
+int run_reshard(const Args& args, const Surroundings& at) {
   CLI::App app("copy a step into files of another size, or with another optimizer state format",
                "modicum reshard");
   ReshardFlags flags;
   add_reshard_flags(app, flags);
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   ReshardOptions options{.staging = flags.run.staging};
   if (!flags.shard_size.empty()) options.shard_bytes = parse_size(flags.shard_size);
   if (!flags.format.empty()) options.format = state_format_named(flags.format).format;
-  PosixFileSystem files;
-  const RecordedStep step(open_step(files, flags.run.directory));
+  const RecordedStep step(open_step(at.files, flags.run.directory));
   std::optional<ReshardForm> form;
   const auto prepare = [&](Run& run) {
     form.emplace(step, run, options);
     run.options.save = form->footprint(plan_run(run, *run.options.strategy, std::nullopt));
   };
   const ConvertReport report = within_budget(
-      flags.common, flags.run,
+      at, flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
         return reshard_in_rank({task, step, *form, flags.out, flags.adopt}, show);
       },
       prepare);
   print_result(
-      flags.common, [&] { return convert_json(report); }, [&] { return convert_text(report); });
+      flags.common, at, [&] { return convert_json(report); }, [&] { return convert_text(report); });
   return 0;
 }
 

@@ -33,10 +33,10 @@ std::string recipe_of_state(const FoundStep& step) {
 }
 
 // Resumes from a step and describes it in the report.
-LoadReport resume_from(const CommonFlags& common, const RunFlags& flags, FoundStep step,
-                       const ResumeSteps& then) {
+LoadReport resume_from(const Surroundings& at, const CommonFlags& common, const RunFlags& flags,
+                       FoundStep step, const ResumeSteps& then) {
   ResumedStep resumed{step.step, step.path, {}};
-  LoadReport report = resume_step(common, flags, std::move(step), then);
+  LoadReport report = resume_step(at, common, flags, std::move(step), then);
   report.resumed = std::move(resumed);
   return report;
 }
@@ -44,21 +44,20 @@ LoadReport resume_from(const CommonFlags& common, const RunFlags& flags, FoundSt
 // Resumes from the newest step of `flags.directory` that proves intact; values are compared only
 // while they are loaded. Each step is planned against the same budget. If another process removes
 // the step meanwhile, chooses once more.
-LoadReport resume_newest(const CommonFlags& common, const RunFlags& flags,
+LoadReport resume_newest(const Surroundings& at, const CommonFlags& common, const RunFlags& flags,
                          const ResumeSteps& then) {
-  PosixFileSystem files;
   std::vector<SkippedStep> skipped;
   for (bool is_again = false;;) {
-    FoundStep step = newest_step(files, flags.directory, skipped);
+    FoundStep step = newest_step(at.files, flags.directory, skipped);
     const int64_t number = step.step;
     const std::string path = step.path;
     try {
-      LoadReport report = resume_from(common, flags, std::move(step), then);
+      LoadReport report = resume_from(at, common, flags, std::move(step), then);
       for (const SkippedStep& of : skipped) report.resumed->skipped.push_back({of.step, of.reason});
       return report;
     } catch (const Error& error) {
       const bool is_bad = is_damage(error.category());
-      if (!is_again && (is_bad || error.category() == Category::io) && !files.entry(path)) {
+      if (!is_again && (is_bad || error.category() == Category::io) && !at.files.entry(path)) {
         is_again = true;
         skipped.clear();
         continue;
@@ -71,20 +70,19 @@ LoadReport resume_newest(const CommonFlags& common, const RunFlags& flags,
 
 }  // namespace
 
-LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep found,
-                       const ResumeSteps& then) {
+LoadReport resume_step(const Surroundings& at, const CommonFlags& common, RunFlags flags,
+                       FoundStep found, const ResumeSteps& then) {
   if (then.steps > 0 && flags.optimizer == "none") {
     fail(Category::usage, "--steps needs an optimizer",
          {.expected = "--optimizer adamw:FORMAT", .got = "--optimizer none"});
   }
-  PosixFileSystem files;
   const bool has_state = !found.record.state.empty();
   found.record.tensors = found.record.state = {};  // opened again with the files
   const FoundStep& step = found;
   flags.directory = step.path;
   std::optional<ResumeState> state;
   if (has_state && flags.optimizer != "none") {
-    state.emplace(files, step);
+    state.emplace(at.files, step);
     flags.optimizer = optimizer_of(state->facts, flags.optimizer);
     flags.without_state = state->facts.without_state;
     if (flags.recipe.empty()) flags.recipe = recipe_of_state(step);
@@ -95,7 +93,7 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep foun
     fail(Category::mismatch, "the step has no optimizer state", {.file = base_name(step.path)});
   }
   return within_budget(
-      common, flags,
+      at, common, flags,
       [&](const LoadTask& task, ShowBytes show) {
         const ResumeState* const from = state ? &*state : nullptr;
         return resume_in_ranks({task, from, then.steps, then.max_norm}, show);
@@ -107,7 +105,7 @@ LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep foun
       });
 }
 
-int run_resume(const Args& args) {
+int run_resume(const Args& args, const Surroundings& at) {
   CLI::App app(
       "load the newest intact step of a ROOT, or a given step, into rank processes, with the "
       "optimizer state that was saved in it",
@@ -124,15 +122,14 @@ int run_resume(const Args& args) {
   add_oversubscribe_flag(app, common);
   app.add_option("--steps", steps, "optimizer steps after the load; default 0")
       ->check(CLI::Range(0, 1000000000));
-  if (const auto done = parse(app, args)) return *done;
-  PosixFileSystem files;
-  const bool is_step = files.exists(join_path(run.directory, "COMMIT"));
+  if (const auto done = parse(app, args, at)) return *done;
+  const bool is_step = at.files.exists(join_path(run.directory, "COMMIT"));
   const ResumeSteps then{.steps = steps};
-  const LoadReport report = is_step
-                                ? resume_from(common, run, check_step(files, run.directory), then)
-                                : resume_newest(common, run, then);
+  const LoadReport report =
+      is_step ? resume_from(at, common, run, check_step(at.files, run.directory), then)
+              : resume_newest(at, common, run, then);
   print_result(
-      common, [&] { return load_json(report); }, [&] { return load_text(report); });
+      common, at, [&] { return load_json(report); }, [&] { return load_text(report); });
   return 0;
 }
 

@@ -17,7 +17,7 @@ struct ResumeSteps {
 // instead of `flags.directory`; an empty `flags.optimizer` means the saved one. Throws MISMATCH or
 // UNSUPPORTED if the state does not fit the flags, USAGE for steps with --optimizer none, and
 // BUDGET if the plan does not fit the budget.
-LoadReport resume_step(const CommonFlags& common, RunFlags flags, FoundStep step,
-                       const ResumeSteps& then);
+LoadReport resume_step(const Surroundings& at, const CommonFlags& common, RunFlags flags,
+                       FoundStep step, const ResumeSteps& then);
 
 }  // namespace modicum

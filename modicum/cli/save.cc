@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "modicum/cli/within_budget.h"
 
@@ -27,19 +29,25 @@ struct SaveFlags {
   std::optional<double> grace;
 };
 
-// Adds a warning if `source` is a step with an optimizer's state.
-void warn_of_state(const std::string& source, std::vector<std::string>& warnings) {
-  PosixFileSystem files;
-  if (is_step(files, source) && files.is_directory(join_path(source, kStateDirectory))) {
-    warnings.push_back(
+// Saves, and warns if DIR is a step with an optimizer's state.
+SaveReport save_and_warn(const SaveTask& save, ShowBytes show) {
+  FileSystem& files = *save.load.run.files;
+  const std::string& source = save.load.run.checkpoint.directory;
+  // Asked before the save: an error after it would hide that the step is saved.
+  const bool has_state =
+      is_step(files, source) && files.is_directory(join_path(source, kStateDirectory));
+  SaveReport report = save_in_ranks(save, show);
+  if (has_state) {
+    report.checkpoint.warnings.push_back(
         "DIR is a step with an optimizer's state, which `save` does not read: `modicum resume` "
         "continues from it");
   }
+  return report;
 }
 
 }  // namespace
 
-int run_save(const Args& args) {
+int run_save(const Args& args, const Surroundings& at) {
   CLI::App app(
       "load into rank processes and save a step, ROOT/step-S, committed completely or not at all",
       "modicum save");
@@ -69,7 +77,7 @@ int run_save(const Args& args) {
                  "seconds that the save may take to finish after SIGTERM, if its rate "
                  "so far shows that it can finish in time; otherwise, and by default, "
                  "it stops at once");
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   if (flags.run.destination != "cpu") {
     fail(Category::unsupported, "save needs the loaded tensors in host memory",
          {.expected = "--destination cpu", .got = "--destination discard"});
@@ -87,7 +95,7 @@ int run_save(const Args& args) {
     run.options.save = save_footprint_of(run, form, state_of());
   };
   const SaveReport report = within_budget(
-      flags.common, flags.run,
+      at, flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
         const SavePlan plan(task.run.checkpoint, task.plan, form);
         SaveTask save{.load = task,
@@ -99,13 +107,11 @@ int run_save(const Args& args) {
                       .seed = flags.seed,
                       .grace_ns = grace_ns};
         if (flags.keep) save.keep = static_cast<size_t>(*flags.keep);
-        SaveReport made = save_in_ranks(save, show);
-        warn_of_state(task.run.checkpoint.directory, made.checkpoint.warnings);
-        return made;
+        return save_and_warn(save, show);
       },
       prepare);
   print_result(
-      flags.common, [&] { return save_json(report); }, [&] { return save_text(report); });
+      flags.common, at, [&] { return save_json(report); }, [&] { return save_text(report); });
   return 0;
 }
 

@@ -90,20 +90,20 @@ StepTask task_of(const StepFlags& flags, const CLI::App& app) {
 
 }  // namespace
 
-int run_step(const Args& args) {
+int run_step(const Args& args, const Surroundings& at) {
   CLI::App app("step AdamW with synthetic gradients in rank processes; measures memory and speed",
                "modicum step");
   StepFlags flags;
   add_step_flags(app, flags);
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   if (!flags.isa.empty()) use_isa(flags.isa);
   const StepTask task = task_of(flags, app);
   const auto budget = budget_in_force(flags.common, 1);
-  Progress progress(flags.common, bytes_to_move(task));
-  const StepReport report =
-      step_in_ranks(task, budget, [&progress](uint64_t bytes) { progress.show(bytes); });
+  Progress progress(flags.common, bytes_to_move(task), at);
+  const StepReport report = step_in_ranks(task, budget, at.run_ranks,
+                                          [&progress](uint64_t bytes) { progress.show(bytes); });
   print_result(
-      flags.common, [&] { return step_json(report); }, [&] { return step_text(report); });
+      flags.common, at, [&] { return step_json(report); }, [&] { return step_text(report); });
   return 0;
 }
 

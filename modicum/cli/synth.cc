@@ -41,7 +41,7 @@ SynthResult write_unless_stopped(FileSystem& files, const std::string& out, Synt
 
 }  // namespace
 
-int run_synth(const Args& args) {
+int run_synth(const Args& args, const Surroundings& at) {
   CLI::App app(
       "write a checkpoint of a model's true shapes; each element is a hash of its FQN and index",
       "modicum synth");
@@ -66,20 +66,19 @@ int run_synth(const Args& args) {
          "with --sparse: comma-separated world sizes; also write data around the boundaries of "
          "their shards")
       ->delimiter(',');
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   options.dtype = dtype_flag(dtype);
   if (!shard_size.empty()) options.shard_size_bytes = parse_size(shard_size);
   options.threads = common.threads > 0 ? common.threads : granted_cpus();
   require_budget(common, Purpose::staging, kChunkBytes * static_cast<uint64_t>(options.threads));
-  PosixFileSystem files;
   std::optional<Progress> progress;
   options.show = [&](uint64_t written_bytes, uint64_t total_bytes) {
-    if (!progress) progress.emplace(common, total_bytes);
+    if (!progress) progress.emplace(common, total_bytes, at);
     progress->show(written_bytes);
   };
-  const SynthResult made = write_unless_stopped(files, out, options);
+  const SynthResult made = write_unless_stopped(at.files, out, options);
   print_result(
-      common, [&] { return json_of(made); }, [&] { return text_of(made, out); });
+      common, at, [&] { return json_of(made); }, [&] { return text_of(made, out); });
   return 0;
 }
 

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "modicum/cli/cli.h"
 #include "modicum/report/report.h"
 #include "modicum/runs/runs.h"
 
@@ -21,24 +22,25 @@ using Args = std::vector<std::string>;
 struct Verb {
   std::string_view name;
   std::string_view help;
-  int (*run)(const Args& args);  // takes the arguments after the verb; returns the exit code
+  // Takes the arguments after the verb; returns the exit code.
+  int (*run)(const Args& args, const Surroundings& at);
 };
 std::span<const Verb> verbs() noexcept;
 
-int run_convert(const Args& args);
-int run_diff(const Args& args);
-int run_doctor(const Args& args);
-int run_inspect(const Args& args);
-int run_synth(const Args& args);
-int run_plan(const Args& args);
-int run_load(const Args& args);
-int run_rehearse(const Args& args);
-int run_reshard(const Args& args);
-int run_resume(const Args& args);
-int run_save(const Args& args);
-int run_step(const Args& args);
-int run_verify(const Args& args);
-int run_watch(const Args& args);
+int run_convert(const Args& args, const Surroundings& at);
+int run_diff(const Args& args, const Surroundings& at);
+int run_doctor(const Args& args, const Surroundings& at);
+int run_inspect(const Args& args, const Surroundings& at);
+int run_synth(const Args& args, const Surroundings& at);
+int run_plan(const Args& args, const Surroundings& at);
+int run_load(const Args& args, const Surroundings& at);
+int run_rehearse(const Args& args, const Surroundings& at);
+int run_reshard(const Args& args, const Surroundings& at);
+int run_resume(const Args& args, const Surroundings& at);
+int run_save(const Args& args, const Surroundings& at);
+int run_step(const Args& args, const Surroundings& at);
+int run_verify(const Args& args, const Surroundings& at);
+int run_watch(const Args& args, const Surroundings& at);
 
 // The flags of every verb.
 struct CommonFlags {
@@ -66,13 +68,13 @@ void add_oversubscribe_flag(CLI::App& app, CommonFlags& flags);
 // Throws USAGE if `ranks` processes are too many for the machine's cores.
 void require_cores(const CommonFlags& flags, int ranks);
 // With --json prints json() on stdout. Without --json prints text(), unless --quiet is given.
-void print_result(const CommonFlags& flags, FunctionRef<std::string()> json,
+void print_result(const CommonFlags& flags, const Surroundings& at, FunctionRef<std::string()> json,
                   FunctionRef<std::string()> text);
 
 // Parses the flags of a verb. Returns exit code 0 if help was printed, else nullopt. Throws USAGE
 // for invalid arguments, empty values and unknown flags. The message about an unknown flag suggests
 // a flag with a similar name, if there is one.
-std::optional<int> parse(CLI::App& app, const Args& args);
+std::optional<int> parse(CLI::App& app, const Args& args, const Surroundings& at);
 
 // For verbs without a plan. Throws BUDGET unless the process and `bytes` for `purpose` fit the
 // budget.
@@ -82,12 +84,13 @@ void require_budget(const CommonFlags& flags, Purpose purpose, uint64_t bytes);
 // is rewritten, if stderr is a terminal and --quiet is absent.
 class Progress {
  public:
-  Progress(const CommonFlags& flags, uint64_t total_bytes);
+  Progress(const CommonFlags& flags, uint64_t total_bytes, const Surroundings& at);
   ~Progress();
   void show(uint64_t bytes);
 
  private:
   enum class Mode { none, plain, rewritten };
+  const Surroundings& at_;
   Mode mode_ = Mode::none;
   const uint64_t total_bytes_;
   SteadyClock clock_;

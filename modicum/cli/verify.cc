@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "modicum/cli/output.h"
 #include "modicum/cli/verbs.h"
 #include "modicum/stream/stream.h"
 
@@ -113,7 +112,7 @@ VerifyReport verify(FileSystem& files, const std::string& path) {
 
 }  // namespace
 
-int run_verify(const Args& args) {
+int run_verify(const Args& args, const Surroundings& at) {
   CLI::App app(
       "check the files and the values of a step, or of all steps of a ROOT; "
       "for any other checkpoint, check the structure of its files and, in "
@@ -126,14 +125,13 @@ int run_verify(const Args& args) {
                  "a step, the ROOT of several steps, or a checkpoint: a directory, a file, or "
                  "ORG/NAME in the local Hugging Face cache")
       ->required();
-  if (const auto done = parse(app, args)) return *done;
+  if (const auto done = parse(app, args, at)) return *done;
   require_budget(flags, Purpose::staging, ChunkSums::kChunkBytes);
-  PosixFileSystem files;
-  const VerifyReport report = verify(files, path);
+  const VerifyReport report = verify(at.files, path);
   print_result(
-      flags, [&] { return verify_json(report); }, [&] { return verify_text(report); });
+      flags, at, [&] { return verify_json(report); }, [&] { return verify_text(report); });
   if (!report.fault) return 0;
-  print_error(fmt::format("modicum: {}\n", report.fault->what()));
+  at.print_error(fmt::format("modicum: {}\n", report.fault->what()));
   return exit_code(report.fault->category());
 }
 

@@ -40,14 +40,13 @@ std::optional<ResultFile> file_of(FileSystem& files, std::string_view flag,
   return std::optional<ResultFile>(std::in_place, files, flag, path);
 }
 
-int compare(const WatchFlags& flags) {
-  PosixFileSystem files;
-  auto page = file_of(files, "--report", flags.report);
+int compare(const WatchFlags& flags, const Surroundings& at) {
+  auto page = file_of(at.files, "--report", flags.report);
   std::array<std::string, 2> texts;
   std::array<WatchedRun, 2> parsed;
   const bool is_name_enough = base_name(flags.compare[0]) != base_name(flags.compare[1]);
   for (size_t i = 0; i < texts.size(); ++i) {
-    texts[i] = read_text(*files.open(flags.compare[i]), kLongestText, Category::format_limit);
+    texts[i] = read_text(*at.files.open(flags.compare[i]), kLongestText, Category::format_limit);
     parsed[i] =
         parse_run(texts[i], is_name_enough ? base_name(flags.compare[i]) : flags.compare[i]);
   }
@@ -59,7 +58,8 @@ int compare(const WatchFlags& flags) {
                     {.sentence = runs.sentence()}));
   }
   print_result(
-      flags.common, [&] { return comparison_json(runs); }, [&] { return comparison_text(runs); });
+      flags.common, at, [&] { return comparison_json(runs); },
+      [&] { return comparison_text(runs); });
   return 0;
 }
 
@@ -78,28 +78,27 @@ WatchTask task_of(const WatchFlags& flags, const Args& command) {
   return task;
 }
 
-int watch(const WatchFlags& flags, const Args& command) {
+int watch(const WatchFlags& flags, const Args& command, const Surroundings& at) {
   const WatchTask task = task_of(flags, command);
-  PosixFileSystem files;
-  auto trace = file_of(files, "--trace", flags.trace);
-  auto page = file_of(files, "--report", flags.report);
-  const WatchRecord record = watch_command(task, files);
+  auto trace = file_of(at.files, "--trace", flags.trace);
+  auto page = file_of(at.files, "--report", flags.report);
+  const WatchRecord record = watch_command(task, at.files);
   int code = record.exit_code;
   // Each result is written even if another one can't be: the command may have run for days.
-  const auto attempt = [&code](FunctionRef<void()> write) {
+  const auto attempt = [&code, &at](FunctionRef<void()> write) {
     try {
       write();
     } catch (const Error& error) {
-      print_error(fmt::format("modicum: {}\n", error.what()));
+      at.print_error(fmt::format("modicum: {}\n", error.what()));
       code = exit_code(error.category());
     }
   };
   const std::string killed = record.killed ? fmt::format("modicum: {}\n", killed_text(record)) : "";
   if (flags.common.json) {
-    attempt([&] { print(watch_json(record) + "\n"); });
-    print_error(killed);
+    attempt([&] { at.print(watch_json(record) + "\n"); });
+    at.print_error(killed);
   } else {
-    print_error(flags.common.quiet ? killed : watch_text(record));
+    at.print_error(flags.common.quiet ? killed : watch_text(record));
   }
   if (trace) attempt([&] { trace->write(watch_trace(record)); });
   if (page) attempt([&] { page->write(watch_page(record)); });
@@ -108,7 +107,7 @@ int watch(const WatchFlags& flags, const Args& command) {
 
 }  // namespace
 
-int run_watch(const Args& args) {
+int run_watch(const Args& args, const Surroundings& at) {
   CLI::App app(
       "run COMMAND and measure the memory of its whole process tree. Exits with COMMAND's exit "
       "code, or with 128 + N if signal N ended COMMAND. The summary goes to stderr. With --json, a "
@@ -137,18 +136,18 @@ int run_watch(const Args& args) {
       ->expected(2);
   app.add_flag("--tied", flags.tied)->group("");  // not in --help: for watch_instead
   const auto [own, command] = split_at_dashes(args);
-  if (const auto done = parse(app, own)) return *done;
+  if (const auto done = parse(app, own, at)) return *done;
   if (!flags.compare.empty()) {
     if (!command.empty() || !flags.limit.empty() || !flags.trace.empty()) {
       fail(Category::usage, "--compare takes no COMMAND, no --limit and no --trace");
     }
-    return compare(flags);
+    return compare(flags, at);
   }
   if (command.empty()) {
     fail(Category::usage, "no command to watch",
          {.expected = "modicum watch [OPTIONS] -- COMMAND [ARGUMENTS...]"});
   }
-  return watch(flags, command);
+  return watch(flags, command, at);
 }
 
 }  // namespace modicum

@@ -12,8 +12,8 @@
 
 namespace modicum {
 
-void watch_instead(std::string_view verb, const Args& args, const std::string& report) {
-  PosixFileSystem files;
+void watch_instead(std::string_view verb, const Args& args, const std::string& report,
+                   FileSystem& files) {
   constexpr std::string_view kFlag = "--report";
   // Checks that the page can be written, unless REPORT is a FIFO, a device or a descriptor: the
   // reader of a FIFO would see its end when the check closes it.

@@ -13,6 +13,7 @@ constexpr std::string_view kReportHelp =
 // Replaces this process with `modicum watch --quiet --report REPORT -- modicum VERB ARGS`, since
 // `watch` records memory over time. If that process is killed, VERB ends too. ARGS is `args`
 // without --report. Throws IO if REPORT can't be written, or if exec fails.
-[[noreturn]] void watch_instead(std::string_view verb, const Args& args, const std::string& report);
+[[noreturn]] void watch_instead(std::string_view verb, const Args& args, const std::string& report,
+                                FileSystem& files);
 
 }  // namespace modicum

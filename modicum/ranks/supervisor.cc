@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "modicum/io/io.h"
+#include "modicum/ranks/rank_body.h"
 #include "modicum/ranks/stop_signals.h"
 
 namespace modicum {
@@ -85,27 +86,6 @@ void become_rank(int rank, pid_t parent, bool is_in_crowd, OnTerm on_term) {
   }
 }
 
-// Runs the body in the child. Never returns and never runs the parent's exit handlers.
-[[noreturn]] void run_body(SharedBoard& board, int rank, FunctionRef<void(int rank)> body) {
-  const auto end_with = [&](const Error& error) {
-    board.report(record_of(error, rank));
-    _exit(exit_code(error.category()));
-  };
-  try {
-    body(rank);
-    board.set_done(rank);
-  } catch (const Error& error) {
-    end_with(error);
-  } catch (const std::bad_alloc&) {
-    end_with(Error(Category::no_memory, "out of memory"));
-  } catch (const std::exception& error) {
-    end_with(Error(Category::internal, error.what()));
-  } catch (...) {  // must not unwind into the parent's frames
-    end_with(Error(Category::internal, "an exception of no known type"));
-  }
-  _exit(0);
-}
-
 class Supervisor {
  public:
   Supervisor(SharedBoard& board, Clock& clock, const SuperviseOptions& options)
@@ -165,7 +145,7 @@ class Supervisor {
         become_rank(rank, parent, is_crowd(board_.ranks()),
                     options_.grace_ns ? OnTerm::ignore : OnTerm::die);
         gate.pass();
-        run_body(board_, rank, body);
+        _exit(run_rank_body(board_, rank, body));  // never runs the parent's exit handlers
       }
       if (pid < 0) {
         fail(Category::no_memory,

@@ -52,4 +52,8 @@ struct SuperviseOptions {
 void run_ranks(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,
                const SuperviseOptions& options = {});
 
+// Where ranks live: run_ranks, or in tests threads of this process (thread_ranks_double.h).
+using RankRunner = void (*)(SharedBoard& board, Clock& clock, FunctionRef<void(int rank)> body,
+                            const SuperviseOptions& options);
+
 }  // namespace modicum

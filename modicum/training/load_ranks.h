@@ -21,6 +21,7 @@ struct LoadTask {
   bool digest = false;
   std::string dump;           // a directory to create, with a file of shards per rank; empty: none
   uint64_t budget_bytes = 0;  // per node, for `modicum watch`; 0: none
+  RankRunner run_ranks = modicum::run_ranks;
 };
 // If the run has an optimizer, also allocates its state, but makes no step. On failure removes the
 // directory `dump` that it has created. Throws the errors of run_ranks; INTEGRITY if a value of a

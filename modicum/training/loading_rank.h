@@ -13,7 +13,7 @@ namespace modicum {
 
 struct LoadWorld : World {
   explicit LoadWorld(const LoadTask& of)
-      : World(of.plan.ranks()),
+      : World(of.plan.ranks(), of.run_ranks),
         task(of),
         rings(of.plan),
         compared(of.run.checkpoint.manifest, of.plan.ranks()) {
@@ -34,7 +34,7 @@ struct LoadingRank {
   LoadingRank(LoadWorld& world, int rank, HostSink::Copy copy = {})
       // The kernel's peak counts from here on.
       : baseline_bytes((reset_peak_rss(), read_process_memory().held())),
-        ledger(world.task.plan.promise.ledger_limit_bytes(rank), world.own_report.reporter()),
+        ledger(world.task.plan.promise.ledger_limit_bytes(rank), world.reporter(rank)),
         exchange(world.rings.end_of(rank, world.board)),
         load({world.task.run.checkpoint,
               world.task.plan,

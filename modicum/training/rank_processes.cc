@@ -18,6 +18,12 @@ uint64_t progress_of(const SharedBoard& board) {
 
 }  // namespace
 
+World::World(int ranks, RankRunner runner)
+    : run_ranks(runner),
+      launcher_pid(getpid()),
+      board(ranks, clock),
+      own_reports(static_cast<size_t>(ranks)) {}
+
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show) {
   SuperviseOptions options;
   options.tick = [&board = world.board, show] { show(progress_of(board)); };
@@ -34,13 +40,14 @@ void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show)
                        format_size(progress_of(world.board)));
   };
   auto reporting = [&world, body](int rank) {
-    world.own_report.begin([] { return read_pss(getpid()).value_or(0); });
-    world.own_report.reporter().set_budget(world.budget_bytes);
+    world.own_reports[static_cast<size_t>(rank)].begin(
+        [] { return read_pss(getpid()).value_or(0); });
+    world.reporter(rank).set_budget(world.budget_bytes);
     body(rank);
   };
   malloc_trim(0);  // the ranks would inherit what malloc retains
   world.begin_ns = world.clock.now_ns();
-  run_ranks(world.board, world.clock, reporting, options);
+  world.run_ranks(world.board, world.clock, reporting, options);
 }
 
 }  // namespace modicum

@@ -16,29 +16,35 @@ namespace modicum {
 // Called about every 100 ms with the progress of all ranks together, in bytes.
 using ShowBytes = FunctionRef<void(uint64_t bytes)>;
 
-// Shared by the rank processes of a command. Construct it before the fork.
+// Shared by the ranks of a command. Construct it before they begin.
 struct World {
-  explicit World(int ranks) : board(ranks, clock) {}
+  World(int ranks, RankRunner runner);
 
   double seconds_until(int64_t end_ns) const noexcept {
     return static_cast<double>(end_ns - begin_ns) / kNsPerSecond;
   }
 
+  const Reporter& reporter(int rank) const noexcept {
+    return own_reports[static_cast<size_t>(rank)].reporter();
+  }
+
+  const RankRunner run_ranks;
+  const int launcher_pid;
   SteadyClock clock;
   SharedBoard board;
-  int64_t begin_ns = 0;               // time just before the first fork
-  std::function<int64_t()> grace_ns;  // see SuperviseOptions
-  uint64_t budget_bytes = 0;          // budget of the node, for the report; 0: none
-  std::string need;                   // text of an error: the memory that the plan needs; or empty
-  OwnReport own_report;               // each rank's process has its copy
-  CgroupPeak cgroup_peak;             // since construction
+  int64_t begin_ns = 0;                // time just before the ranks begin
+  std::function<int64_t()> grace_ns;   // see SuperviseOptions
+  uint64_t budget_bytes = 0;           // budget of the node, for the report; 0: none
+  std::string need;                    // text of an error: the memory that the plan needs; or empty
+  std::vector<OwnReport> own_reports;  // by rank; each rank begins its own
+  CgroupPeak cgroup_peak;              // since construction
 };
 
-// Calls run_ranks, and `show` with the progress. If the kernel's OOM killer has killed a rank, the
-// error names the memory limit, `world.need` and the progress.
+// Calls world.run_ranks, and `show` with the progress. If the kernel's OOM killer has killed a
+// rank, the error names the memory limit, `world.need` and the progress.
 void run_watched(World& world, FunctionRef<void(int rank)> body, ShowBytes show);
 
-// In a process per rank, constructs a Rank(world, rank) and calls its live(), which does all the
+// In each rank, constructs a Rank(world, rank) and calls its live(), which does all the
 // work of the rank. Returns the results by rank; they must be trivially copyable. Every Rank object
 // lives until all ranks have returned from live(). Throws the errors of run_ranks.
 template <typename Rank, typename OfWorld>

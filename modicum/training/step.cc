@@ -1,7 +1,5 @@
 #include "modicum/training/step.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -20,8 +18,8 @@ namespace {
 constexpr int kSlotsPerThread = 2;  // slots of the ring for low-precision copies
 
 struct StepWorld : World {
-  StepWorld(const StepTask& of, const Promise& promised, uint64_t copied)
-      : World(of.ranks), task(of), promise(promised), copy_bytes(copied), page(of.ranks) {}
+  StepWorld(const StepTask& of, const Promise& promised, uint64_t copied, RankRunner ranks)
+      : World(of.ranks, ranks), task(of), promise(promised), copy_bytes(copied), page(of.ranks) {}
 
   const StepTask& task;
   const Promise& promise;
@@ -72,7 +70,7 @@ class StepRank {
       : world_(world),
         task_(world.task),
         rank_(rank),
-        ledger_(world.promise.ledger_limit_bytes(rank), world.own_report.reporter()) {
+        ledger_(world.promise.ledger_limit_bytes(rank), world.reporter(rank)) {
     ledger_.reporter().promise(world.promise, rank);
   }
 
@@ -137,7 +135,7 @@ class StepRank {
     const ProcessMemory own = read_process_memory();
     uint64_t sum = children != nullptr && can_reset_ ? own.peak_held() : own.held();
     if (children != nullptr) sum += children->held_bytes();
-    if (rank_ == 0) sum += read_process_memory(getppid()).held();
+    if (rank_ == 0) sum += read_process_memory(world_.launcher_pid).held();
     return sum;
   }
 
@@ -243,11 +241,11 @@ uint64_t bytes_to_move(const StepTask& task) noexcept {
 }
 
 StepReport step_in_ranks(const StepTask& task, const std::optional<Budget>& budget,
-                         ShowBytes show) {
+                         RankRunner run_ranks, ShowBytes show) {
   const uint64_t copy_bytes = copy_bytes_of(task, budget);
   const Promise promise = promise_of(task, copy_bytes);
   if (budget) require_fits(promise, *budget);
-  StepWorld world(task, promise, copy_bytes);
+  StepWorld world(task, promise, copy_bytes, run_ranks);
   if (budget) world.budget_bytes = budget->bytes;
   const std::vector<StepOutcome> outcomes = outcomes_of<StepRank>(world, show);
   StateDigest digest;

@@ -14,6 +14,7 @@ namespace modicum {
 uint64_t bytes_to_move(const StepTask& task) noexcept;
 
 // Throws BUDGET, before a rank is started, if the steps do not fit; and the errors of run_ranks.
-StepReport step_in_ranks(const StepTask& task, const std::optional<Budget>& budget, ShowBytes show);
+StepReport step_in_ranks(const StepTask& task, const std::optional<Budget>& budget,
+                         RankRunner run_ranks, ShowBytes show);
 
 }  // namespace modicum

@@ -331,20 +331,18 @@ def inject(modicum: Path, directory: Path, file: str, fault: str, *flags: object
     return Ended(done.returncode, done.stdout, done.stderr)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("when", (1, 2, 3, 4))
+@pytest.mark.parametrize("when", (1, 3))
 def test_a_failing_read_names_its_file(
-    modicum: Path, small: Path, can_inject: None, strategy: str, when: int
+    modicum: Path, small: Path, can_inject: None, when: int
 ) -> None:
     """The n-th read of a file by any process fails. The launcher reads a file twice, for its
-    header: a later read is a rank's, for values."""
-    shards = sorted(file.name for file in small.glob("*.safetensors"))
-    for file in (shards[0], shards[-1]):
-        flags = ("--ranks", 2, "--strategy", strategy)
-        done = inject(modicum, small, file, f"error=EIO:when={when}", *flags)
-        assert done.code == 13, (done.code, done.stderr)
-        assert done.error["category"] == "IO"
-        assert done.error["file"] == file
+    header: a later read is a rank's, for values. modicum/cli/faults_test.cc has every call and
+    strategy."""
+    file = sorted(file.name for file in small.glob("*.safetensors"))[-1]
+    done = inject(modicum, small, file, f"error=EIO:when={when}", "--ranks", 2)
+    assert done.code == 13, (done.code, done.stderr)
+    assert done.error["category"] == "IO"
+    assert done.error["file"] == file
 
 
 def test_interrupted_reads_are_repeated(modicum: Path, small: Path, can_inject: None) -> None:
