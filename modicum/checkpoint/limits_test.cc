@@ -96,7 +96,7 @@ TEST_F(LongRecords, OtherKindsOfFilesAreRefusedAtOnce) {
   EXPECT_EQ(refused(), "a file of the step is not a regular file");
   files.remove(commit);
   std::filesystem::create_symlink("/dev/zero", commit);
-  EXPECT_EQ(refused(), "not a regular file");
+  EXPECT_EQ(refused(), "a file of the step is not a regular file");
   files.remove(commit);
   files.make_directory(commit);
   EXPECT_EQ(refused(), "a file of the step is not a regular file");
