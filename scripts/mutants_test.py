@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """mutants.py divides mutants into parts and keeps verdicts; mutants_generated.py makes faults of
-the lines that it is given, and of nothing else."""
+the lines that it is given, and no other ones."""
 
 import sys
 import tempfile
