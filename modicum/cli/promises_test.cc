@@ -206,7 +206,7 @@ TEST_F(Promises, AConversionHoldsAtMostAndNearlyWhatItPromises) {
   }
   program.succeed("save /moe /root --step 1 --optimizer adamw:fp32");
   for (const char* flags : {"--staging 300KiB", "--staging 300KiB --shard-size 900",
-                            "--staging 1MiB --state-format bf16-moments"}) {
+                            "--staging 300KiB --state-format bf16-moments"}) {
     expect_near(fmt::format("reshard /root/step-1 /root/step-{} {}", ++number, flags));
   }
 }

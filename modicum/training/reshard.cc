@@ -337,6 +337,9 @@ Footprint ReshardForm::footprint(const Plan& plan) const {
   held[Purpose::plan] += ChunkSums::held_bytes(state_->manifest());
   if (restate_ != nullptr) {
     held[Purpose::header] += restate_->held_bytes({&weights_->manifest(), &state_->manifest()});
+    // Its window takes the place of the load's staging, which may be smaller.
+    const uint64_t staging = plan.staging.total_bytes;
+    held[Purpose::staging] += Restate::kBytes - std::min(Restate::kBytes, staging);
   }
   return held;
 }
