@@ -333,5 +333,6 @@ def test_mutated_metadata_executes_nothing(directory: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_hundred_thousand_mutated_metadata_execute_nothing(directory: Path) -> None:
     read_mutated(directory, 100_000)

@@ -217,5 +217,6 @@ def test_mutated_files_are_refused(zero: Path, saved: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_million_mutated_files_are_refused(zero: Path, saved: Path) -> None:
     read_all_mutants(zero, saved, 1_000_000)

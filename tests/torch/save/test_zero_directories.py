@@ -364,5 +364,6 @@ def test_mutated_pickles_execute_nothing(folder: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 def test_a_hundred_thousand_mutated_pickles_execute_nothing(folder: Path) -> None:
     read_mutated(folder / "zero3" / TAG, 100_000)
