@@ -97,5 +97,6 @@ def test_each_refusal_has_its_error_and_its_test(root: Path) -> None:
     for _, categories, _, test in rows:
         for category in categories.replace(", ...", "").split(", "):
             assert f"| `{category}` |" in errors, category
-        file, name = re.fullmatch(r"`(\S+)::(\w+)`", test).groups()
-        assert f"\ndef {name}(" in (root / file).read_text(), test
+        file, name = re.fullmatch(r"`(\S+)::([\w.]+)`", test).groups()
+        head = f"\ndef {name}(" if file.endswith(".py") else f"({name.replace('.', ', ')}) {{"
+        assert head in (root / file).read_text(), test

@@ -93,7 +93,7 @@ def loaded_in(model: nn.Module) -> nn.Module:
 def inside_ddp(model: nn.Module) -> nn.Module:
     """The module in DistributedDataParallel, whose names are those of a checkpoint; torch.compile
     may be around either. Any other model unchanged."""
-    inner = inside_wrappers(model)
+    inner = inside_wrappers(model) if isinstance(model, nn.Module) else model
     is_wrapper = isinstance(inner, nn.parallel.DistributedDataParallel)
     return inside_ddp(inner.module) if is_wrapper else model
 
