@@ -340,7 +340,7 @@ class Pool:
         """A world that no other test uses within the context. Its folder and its logs are new."""
         self._loans += 1
         folder = self._folder / f"loan-{self._loans}"
-        group = next((one for one in self._idle if one.size == size), None)
+        group = next((one for one in reversed(self._idle) if one.size == size), None)
         if group is None:
             group = Ranks(size, folder)
             group.start()
