@@ -402,21 +402,6 @@ def check_mutants(root: Path) -> Iterator[str]:
                 yield f"{where}: must be in mutants/{room}*.toml"
 
 
-def check_heads(root: Path, trees: Trees) -> Iterator[str]:
-    """A test whose head names mutants must be named by one, except tests that need a GPU."""
-    named = {
-        word
-        for path in (root / "mutants").glob("*.toml")
-        for mutant in tomllib.loads(path.read_text()).get("mutant", [])
-        for word in mutant.get("pytest", "").split()
-    }
-    for path, tree in trees.items():
-        head = " ".join((ast.get_docstring(tree) or "").split())
-        is_house_test = path.startswith("tests/") and "ust fail for these mutants" in head
-        if is_house_test and path not in named and not path.startswith("tests/gpu/"):
-            yield f"{path}:1: no entry of mutants/*.toml names this test"
-
-
 def all_files(root: Path) -> list[str]:
     """Files that git tracks or would add; without git, all files."""
     if (root / ".git").exists():
@@ -450,7 +435,6 @@ def findings(root: Path) -> list[str]:
     found += check_functions(measured)
     found += check_parameters(measured, trees, (root / "CONTRIBUTING.md").read_text())
     found += check_mutants(root)
-    found += check_heads(root, trees)
     found += check_use(root, files, trees)
     found += check_pages(root, files, trees)
     return found

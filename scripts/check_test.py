@@ -284,15 +284,6 @@ class Sizes(Check):
         elsewhere = {"mutants/ranks.toml": mutant.format("int a = 1;")}
         self.refuses(source | elsewhere, "mutants/ranks.toml:1", "must be in mutants/io*.toml")
 
-    def test_a_head_with_mutants_that_no_entry_names(self) -> None:
-        head, test = '"""Must fail\nfor these mutants: none."""\n', "tests/test_load.py"
-        mutant = '[[mutant]]\nname = "m"\nfile = "modicum/io/io.h"\nfind = "base.h"\n'
-        mutant += 'pytest = "{}"\n'
-        self.refuses({test: head}, f"{test}:1", "no entry of mutants/*.toml names this test")
-        self.refuses({test: head, "mutants/io.toml": mutant.format(f"a{test}")}, test, "no entry")
-        self.accepts({test: head, "mutants/io.toml": mutant.format(f"{test} -k some")})
-        self.accepts({"tests/gpu/test_load.py": head, test: '"""Loads."""\n'})
-
     def test_a_wide_line(self) -> None:
         self.accepts({"modicum/io/posix.cc": "//" + "x" * 98 + "\n"})
         self.source("modicum/io/posix.cc", "//" + "x" * 99 + "\n", "101 columns")

@@ -1,15 +1,13 @@
-"""Mutants with a claim: one for each promise of Modicum. Selects them and samples of the others for
-mutants.py, prints their table and checks it."""
+"""The claims of the mutants, one for each promise of Modicum: their table and their faults."""
 
 import argparse
-import random
 import re
 import shlex
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 MOST_CLAIMS = 190
 LONGEST_CLAIM = 88  # so that its line fits 100 columns
@@ -21,93 +19,26 @@ class Refusal(Exception):
 
 class Mutant(Protocol):
     name: str
-    room: str
     claim: str
     file: str
     tests: str
     pytest: str
 
 
-M = TypeVar("M", bound=Mutant)
-
-
-# ---- the selection
-
-
-def shares(sizes: dict[str, int], count: int) -> dict[str, int]:
-    """How many of `count` draws each room gets: in proportion to its size, but at least one."""
-    total = sum(sizes.values())
-    if not len(sizes) <= count <= total:
-        raise Refusal(f"--sample: expected {len(sizes)} to {total}, got {count}")
-    got = dict.fromkeys(sizes, 1)
-    for _ in range(count - len(sizes)):
-        left = [room for room in sizes if got[room] < sizes[room]]
-        got[max(left, key=lambda room: sizes[room] * count / total - got[room])] += 1
-    return got
-
-
-def sample(mutants: list[M], count: int, seed: int) -> list[M]:
-    """`count` mutants, drawn by room, in their order. A change in one room's list changes no other
-    room's draw, as long as the shares stay."""
-    sizes = Counter(mutant.room for mutant in mutants)
-    of_room = shares(sizes, count)
-    print(f"seed {seed}: {count} of {len(mutants)} mutants without a claim:")
-    print(", ".join(f"{room} {got} of {sizes[room]}" for room, got in of_room.items()))
-    drawn = {
-        name
-        for room, got in of_room.items()
-        for name in random.Random(f"{seed} {room}").sample(
-            [mutant.name for mutant in mutants if mutant.room == room], got
-        )
-    }
-    return [mutant for mutant in mutants if mutant.name in drawn]
-
-
-def selected(mutants: list[M], options: argparse.Namespace) -> list[M]:
-    """The mutants with a claim (--claims), a sample of the others (--sample), both or all."""
-    if not options.claims and not options.sample:
-        return mutants
-    kept = [mutant for mutant in mutants if mutant.claim and options.claims]
-    others = [mutant for mutant in mutants if not mutant.claim]
-    return kept + (sample(others, options.sample, options.seed) if options.sample else [])
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--claims", action="store_true", help="only mutants with a claim")
-    parser.add_argument(
-        "--sample", type=int, default=0, metavar="N", help="N mutants without a claim, by room"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of --sample")
-    parser.add_argument(
-        "--check-claims",
-        action="store_true",
-        help="check that `make test` runs the tests of the claims, and stop",
-    )
-
-
 # ---- the table
 
 
 def table(mutants: Iterable[Mutant]) -> str:
-    """Claim, file and test of each mutant with a claim, by room."""
-    by_room: dict[str, list[Mutant]] = {}
-    for mutant in mutants:
-        if mutant.claim:
-            by_room.setdefault(mutant.room, []).append(mutant)
-    lines = []
-    for room, claimed in sorted(by_room.items()):
-        lines += ["", f"{room} ({len(claimed)})"]
-        lines += [f"  {one.claim:<{LONGEST_CLAIM}}  {one.file}  {test_of(one)}" for one in claimed]
-    return "\n".join(lines[1:])
-
-
-def test_of(mutant: Mutant) -> str:
-    return mutant.tests or mutant.pytest
+    """Claim, file and test of each mutant."""
+    return "\n".join(
+        f"{mutant.claim:<{LONGEST_CLAIM}}  {mutant.file}  {mutant.tests or mutant.pytest}"
+        for mutant in mutants
+    )
 
 
 def faults_of_text(mutants: Iterable[Mutant]) -> Iterator[str]:
     """Claims that are too many, too long or stated twice."""
-    claims = [mutant.claim for mutant in mutants if mutant.claim]
+    claims = [mutant.claim for mutant in mutants]
     if len(claims) > MOST_CLAIMS:
         yield f"expected {MOST_CLAIMS} claims at most, got {len(claims)}"
     for claim, times in Counter(claims).items():
@@ -177,8 +108,10 @@ def collected(root: Path, python: Path, mutants: Iterable[Mutant]) -> set[str]:
     return {line for line in lines if line.startswith("tests/") and "::" in line}
 
 
-def faults_of_tests(mutants: Iterable[M], of_ctest: set[str], of_pytest: set[str]) -> Iterator[str]:
-    """Mutants with a claim of which `make test` runs no test."""
+def faults_of_tests(
+    mutants: Iterable[Mutant], of_ctest: set[str], of_pytest: set[str]
+) -> Iterator[str]:
+    """Mutants of which `make test` runs no test."""
     for mutant in mutants:
         if mutant.tests and not any(re.search(mutant.tests, name) for name in of_ctest):
             yield f"'{mutant.name}': ctest has no test {mutant.tests}"
@@ -186,8 +119,8 @@ def faults_of_tests(mutants: Iterable[M], of_ctest: set[str], of_pytest: set[str
             yield f"'{mutant.name}': `make test` runs no test of {mutant.pytest}"
 
 
-def faults(root: Path, python: Path, mutants: Iterable[M]) -> list[str]:
-    kept = [mutant for mutant in mutants if mutant.claim]
+def faults(root: Path, python: Path, mutants: Iterable[Mutant]) -> list[str]:
+    mutants = list(mutants)
     of_ctest = ctests(path.read_text() for path in root.glob("modicum/*/*_test.cc"))
-    of_pytest = collected(root, python, kept)
-    return [*faults_of_text(kept), *faults_of_tests(kept, of_ctest, of_pytest)]
+    of_pytest = collected(root, python, mutants)
+    return [*faults_of_text(mutants), *faults_of_tests(mutants, of_ctest, of_pytest)]

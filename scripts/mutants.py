@@ -1,15 +1,13 @@
 #!/usr/bin/env python3
 """Mutation tests: applies the faults of mutants/*.toml, one at a time, and runs their tests, which
-must fail.
+must fail. Each fault breaks a claim, one promise of Modicum.
 
 mutants.py [FILE...] [--only TEXT] [--part I/N] [--again] [--list] [--jobs N] [--python PATH]. FILE
-is one of mutants/*.toml; by default all are read. --claims tries only the mutants with a claim, a
-promise of Modicum; with --list it prints a table of them. --sample N --seed S tries N of the
-others. --check-claims checks that `make test` runs the tests of the claims. Works on a copy of the
-tree under build/mutants. The tests of a mutant are selected from ctest's, or are Python tests,
-which use the copy's program and package. Each verdict is written to
-build/mutants/verdicts-COMMIT.json; a later run at this commit does not try a mutant that has one,
-unless --again is given. Verdicts:
+is one of mutants/*.toml; by default all are read. --list prints a table of the claims, --check
+checks that `make test` runs their tests. Works on a copy of the tree under build/mutants. The tests
+of a mutant are selected from ctest's, or are Python tests, which use the copy's program and
+package. Each verdict is written to build/mutants/verdicts-COMMIT.json; a later run at this commit
+does not try a mutant that has one, unless --again is given. Verdicts:
 
     caught          the tests fail
     hung            the Python tests exceed the time limit, which counts as caught
@@ -57,15 +55,13 @@ CXX_FLAGS = "-O1 -w"
 @dataclass(frozen=True)
 class Mutant:
     name: str
-    house_test: str  # the kind of test (CONTRIBUTING.md) and the test, or the claim; only shown
+    claim: str  # the promise that the mutant breaks
     file: str
     find: str
     replace: str
     # Exactly one of the following is set.
     tests: str = ""  # a regular expression over the names of ctest's tests
     pytest: str = ""  # arguments for pytest
-    claim: str = ""  # the promise that the mutant breaks; `house_test` may then be absent
-    room: str = ""  # the list's file up to its first "-"
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class Outcome:
 
 
 def read_mutants(paths: list[Path]) -> list[Mutant]:
-    entries = [with_room(path, entry) for path in paths for entry in read_list(path)]
+    entries = [entry for path in paths for entry in read_list(path)]
     either = {"tests", "pytest"}
     fields = set(Mutant.__dataclass_fields__) - either
     for entry in entries:
@@ -101,18 +97,12 @@ def read_mutants(paths: list[Path]) -> list[Mutant]:
 
 
 def read_list(path: Path) -> list[dict[str, str]]:
-    return tomllib.loads(path.read_text())["mutant"]
-
-
-def with_room(path: Path, entry: dict[str, str]) -> dict[str, str]:
-    """The entry with its room. A claim is also its house test, if there is none, and must not need
-    the tests of soak."""
-    entry = {"claim": ""} | entry | {"room": path.stem.partition("-")[0]}
-    if entry["claim"]:
-        entry = {"house_test": entry["claim"]} | entry
+    """The entries of a list. No entry may need the tests of soak."""
+    entries = tomllib.loads(path.read_text())["mutant"]
+    for entry in entries:
         if "pytest" in entry and " -m " not in entry["pytest"]:
             entry["pytest"] += " -m 'not soak'"
-    return entry
+    return entries
 
 
 def mutated(text: str, mutant: Mutant) -> str:
@@ -338,7 +328,7 @@ def report(outcomes: list[Outcome]) -> None:
     width = max(len(outcome.mutant.name) for outcome in outcomes)
     print()
     for outcome in outcomes:
-        print(f"{outcome.verdict:<14}  {outcome.mutant.name:<{width}}  {outcome.mutant.house_test}")
+        print(f"{outcome.verdict:<14}  {outcome.mutant.name:<{width}}  {outcome.mutant.claim}")
     failed = sum(outcome.failed for outcome in outcomes)
     not_run = sum(outcome.verdict == "not run" for outcome in outcomes)
     print(f"\n{len(outcomes) - failed - not_run} passed, {not_run} not run, {failed} failed")
@@ -379,7 +369,7 @@ def run_mutants(mutants: list[Mutant], jobs: int, python: Path, path: Path) -> i
 
 
 def check_claims(mutants: list[Mutant], python: Path) -> int:
-    """Checks the mutants with a claim without trying them; prints the faults."""
+    """Checks the mutants without trying them; prints the faults."""
     found = claims.faults(ROOT, python, mutants)
     print("\n".join(found or ["every claim has its test"]))
     return 1 if found else 0
@@ -399,21 +389,18 @@ def main() -> int:
         default=ROOT / ".venv/bin/python",
         help="interpreter for the Python tests, with the packages of `scripts/venv.sh test wheel`",
     )
-    claims.add_options(parser)
+    parser.add_argument(
+        "--check", action="store_true", help="check that `make test` runs the tests, and stop"
+    )
     options = parser.parse_args()
     try:
         mutants = read_mutants(options.files or sorted(ROOT.glob("mutants/*.toml")))
-        if options.check_claims:
+        if options.check:
             return check_claims(mutants, options.python)
-        mutants = claims.selected(mutants, options)
         mutants = [mutant for mutant in mutants if options.only in mutant.name]
         mutants = part_of(mutants, options.part)
-        if options.list and options.claims:
-            found = list(claims.faults_of_text(mutants))
-            print("\n".join([claims.table(mutants), *found]))
-            return 1 if found else 0
         if options.list:
-            print("\n".join(f"{mutant.name}: {mutant.house_test}" for mutant in mutants))
+            print(claims.table(mutants))
             return 0
         if not mutants:
             raise Refusal(f"no mutant has '{options.only}' in its name")

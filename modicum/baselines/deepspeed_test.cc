@@ -1,7 +1,7 @@
 // Compares the forecast with measurements of DeepSpeed 0.19.8, and tests which settings are
-// refused. Must fail for these mutants: a line is missing, or is counted without workers although
-// it is the cost of a fork; pageable buffers are rounded; a key that changes memory is ignored; an
-// error names only one of the values that are missing.
+// refused. Catches: a line is missing, or is counted without workers although it is the cost of a
+// fork; pageable buffers are rounded; a key that changes memory is ignored; an error names only one
+// of the values that are missing.
 #include "modicum/baselines/deepspeed.h"
 
 #include <gtest/gtest.h>

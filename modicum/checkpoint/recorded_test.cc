@@ -84,7 +84,7 @@ TEST(RecordOfStep, GivesTheDigestsOfModelAndState) {
   EXPECT_TRUE(open_checkpoint(files, kStep, Record::ignored).manifest.recorded.empty());
 }
 
-// Must fail for this mutant: a text that is not read is not compared.
+// Catches: a text that is not read is not compared.
 TEST(RecordOfStep, GivesChecksumsIfEveryTensorHasThem) {
   MemoryFileSystem files;
   put_step(files, true);

@@ -1,11 +1,11 @@
 // What scripts rely on: help, exit codes, error objects and refusals. A flag that would do nothing
 // is refused, and a plan that does not fit names alternatives that do.
 //
-// Must fail for these mutants: an empty value counts as an absent flag; a regular expression that
-// matches no tensor is accepted; a number is parsed as octal; a plan that does not fit ends with
-// exit code 0; a suggested alternative does not fit; more ranks than the machine can start are
-// accepted; an error lacks its file; an existing output is overwritten; a table is wider than a
-// terminal; synth shows no progress.
+// Catches: an empty value counts as an absent flag; a regular expression that matches no tensor is
+// accepted; a number is parsed as octal; a plan that does not fit ends with exit code 0; a
+// suggested alternative does not fit; more ranks than the machine can start are accepted; an error
+// lacks its file; an existing output is overwritten; a table is wider than a terminal; synth shows
+// no progress.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

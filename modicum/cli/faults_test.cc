@@ -2,9 +2,9 @@
 // system fails, for every n; and a save or a conversion is killed, or the power fails, at every
 // n-th call. The error has the category of its cause and names a file, and nothing is left behind.
 //
-// Must fail for these mutants: an error is swallowed, or has another category; a step is visible
-// before it is complete; an old step is changed; files of dead saves are kept; EIO is retried; a
-// short read counts as complete.
+// Catches: an error is swallowed, or has another category; a step is visible before it is complete;
+// an old step is changed; files of dead saves are kept; EIO is retried; a short read counts as
+// complete.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

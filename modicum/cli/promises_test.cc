@@ -2,12 +2,12 @@
 // formats and verbs; `plan` promises the run and the job that the other verbs make; and a budget is
 // exact to the byte. What the kernel counts is compared in tests/cli/test_memory.py.
 //
-// Must fail for these mutants: a budget is compared with `<` instead of `<=`; `plan` assumes
-// another staging size than `load`; a save or a resume is promised without its optimizer state; a
-// phase is promised the memory of another phase; a save promises memory that its ledger does not
-// hold; the resumed run is planned with the recipe of the saved one; a resumed step is promised
-// without the headers of the step that was read; a run without state has no plan; a suggested
-// alternative does not fit; an error lacks its shortfall.
+// Catches: a budget is compared with `<` instead of `<=`; `plan` assumes another staging size than
+// `load`; a save or a resume is promised without its optimizer state; a phase is promised the
+// memory of another phase; a save promises memory that its ledger does not hold; the resumed run is
+// planned with the recipe of the saved one; a resumed step is promised without the headers of the
+// step that was read; a run without state has no plan; a suggested alternative does not fit; an
+// error lacks its shortfall.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

@@ -5,10 +5,10 @@
 // evenly (padding), vectors, a tensor of one element and one without elements, integers, a tied
 // head; and parameters kept in fp32 next to those in bf16.
 //
-// Must fail for these mutants: all runs of a shard are read to its beginning; step counters restart
-// at 0; the state of a replica is written twice; replicas count twice in the gradient norm; the
-// step does not write the parameters that training reads; resumed ranks continue with other values;
-// 8-bit moments depend on ranks, threads or layout.
+// Catches: all runs of a shard are read to its beginning; step counters restart at 0; the state of
+// a replica is written twice; replicas count twice in the gradient norm; the step does not write
+// the parameters that training reads; resumed ranks continue with other values; 8-bit moments
+// depend on ranks, threads or layout.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

@@ -419,8 +419,8 @@ TEST(PosixFile, CountsCachedBytes) {
   EXPECT_EQ(file->cached_bytes(0, 1 << 20), 2 * kPageBytes);
 }
 
-// Must fail for these mutants: the bytes before the range on its first page are not skipped; the
-// end of the file within the range is not noticed; the reads fill the page cache.
+// Catches: the bytes before the range on its first page are not skipped; the end of the file within
+// the range is not noticed; the reads fill the page cache.
 TEST(PosixFile, ReadsAroundThePageCache) {
   constexpr uint64_t kSize = 40 * kPageBytes + 1234;
   const TempDir temp;

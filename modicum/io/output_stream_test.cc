@@ -13,8 +13,8 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: `open` waits for the reader of a FIFO; a regular file is written in
-// place; a descriptor's path is opened anew, at offset 0; errors of open(2) are reported as EBADF.
+// Catches: `open` waits for the reader of a FIFO; a regular file is written in place; a
+// descriptor's path is opened anew, at offset 0; errors of open(2) are reported as EBADF.
 
 // Up to 64 bytes that are read from a descriptor.
 std::string taken_from(int fd) {

@@ -15,8 +15,8 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: `open` accepts an ordinary file of the right size; mapped memory can
-// be truncated; a mark of one process counts for all.
+// Catches: `open` accepts an ordinary file of the right size; mapped memory can be truncated; a
+// mark of one process counts for all.
 
 constexpr uint64_t kBytes = 4 * kPageBytes;
 

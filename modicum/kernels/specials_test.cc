@@ -1,4 +1,4 @@
-// Must fail for these mutants: a block of 256 codes overflows its counters.
+// Catches: a block of 256 codes overflows its counters.
 #include <gtest/gtest.h>
 
 #include <bit>

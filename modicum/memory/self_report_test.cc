@@ -12,8 +12,8 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: a forked child writes its parent's report; a running phase is
-// overwritten; a report keeps the figures of the program before an exec.
+// Catches: a forked child writes its parent's report; a running phase is overwritten; a report
+// keeps the figures of the program before an exec.
 
 // A table in this process's private memory.
 class Table {

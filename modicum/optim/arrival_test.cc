@@ -1,6 +1,6 @@
-// Tests of the arrival of gradients. Must fail for these mutants: a norm that depends on the order
-// or the pieces of arrival, or is computed too early or over the wrong elements; elements that
-// arrive twice or never and cause no error.
+// Tests of the arrival of gradients. Catches: a norm that depends on the order or the pieces of
+// arrival, or is computed too early or over the wrong elements; elements that arrive twice or never
+// and cause no error.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,6 +1,5 @@
-// Tests of the clip factor, the norm and the loss scale. Must fail for these mutants: squares
-// summed in fp32, a non-finite norm that is returned as a number, a scale that grows while
-// gradients overflow.
+// Tests of the clip factor, the norm and the loss scale. Catches: squares summed in fp32, a
+// non-finite norm that is returned as a number, a scale that grows while gradients overflow.
 #include "modicum/optim/norm.h"
 
 #include <gtest/gtest.h>

@@ -1,7 +1,6 @@
-// Tests of the memory of the state. Must fail for these mutants: scales, buckets or
-// max_exp_avg_sq that are held and not promised; a budget check after the first page; memory that a
-// forked child copies; memory allocated by a step; an arena that is pinned twice, at another size
-// or not at all.
+// Tests of the memory of the state. Catches: scales, buckets or max_exp_avg_sq that are held and
+// not promised; a budget check after the first page; memory that a forked child copies; memory
+// allocated by a step; an arena that is pinned twice, at another size or not at all.
 #include "modicum/optim/optim.h"
 
 #include <gtest/gtest.h>

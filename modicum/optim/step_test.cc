@@ -1,7 +1,7 @@
 // Tests of a step: it is bit-equal for every sharding, changes nothing when skipped, and sends the
-// parameters that it computed. Must fail for these mutants: random bits or blocks that depend on
-// the shard or the thread; a resume that loses the step count; a skip that writes; a ring slot that
-// is overwritten while it is read; a failed step_all that has stepped some of its states.
+// parameters that it computed. Catches: random bits or blocks that depend on the shard or the
+// thread; a resume that loses the step count; a skip that writes; a ring slot that is overwritten
+// while it is read; a failed step_all that has stepped some of its states.
 #include <gtest/gtest.h>
 
 #include <array>

@@ -1,5 +1,5 @@
-// Must fail for these mutants: a byte is written to the wrong place, twice or not at all; a slot is
-// filled while it is written; adjacent runs are not written together; a rank waits forever.
+// Catches: a byte is written to the wrong place, twice or not at all; a slot is filled while it is
+// written; adjacent runs are not written together; a rank waits forever.
 #include "modicum/ranks/gather.h"
 
 #include <gtest/gtest.h>

@@ -10,8 +10,7 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: memory of another program is written to; the baseline is read
-// without a watcher.
+// Catches: memory of another program is written to; the baseline is read without a watcher.
 
 class Variable {
  public:

@@ -12,10 +12,10 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: a process has memory before it began; a promise counts outside of
-// its phase; the peak is explained by a process that did not hold most; a comparison names an owner
-// or phase that does not differ; a document of another program is accepted; an owner is named by
-// its key instead of words; a worker process is labelled as its rank.
+// Catches: a process has memory before it began; a promise counts outside of its phase; the peak is
+// explained by a process that did not hold most; a comparison names an owner or phase that does not
+// differ; a document of another program is accepted; an owner is named by its key instead of words;
+// a worker process is labelled as its rank.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }

@@ -1,6 +1,6 @@
-// The trained parameters of a load. Must fail for these mutants: optimizer state for padding,
-// aliases, integers or buffers; elements that no rank or two ranks train; a master held twice; fp32
-// trained in fewer bits; an inputs digest without the optimizer; state for frozen parameters.
+// The trained parameters of a load. Catches: optimizer state for padding, aliases, integers or
+// buffers; elements that no rank or two ranks train; a master held twice; fp32 trained in fewer
+// bits; an inputs digest without the optimizer; state for frozen parameters.
 #include "modicum/runs/trained.h"
 
 #include <gtest/gtest.h>

@@ -1,9 +1,9 @@
 // Comparing what ranks read of a step with its record.
 //
-// Must fail for these mutants: a chunk that one rank has read whole is not compared; the sums of
-// other ranks are not merged; elements that were read twice count as damage, or make another chunk
-// count as compared; a chunk of which a part was not read counts as compared; runs are digested at
-// the places of the first run.
+// Catches: a chunk that one rank has read whole is not compared; the sums of other ranks are not
+// merged; elements that were read twice count as damage, or make another chunk count as compared; a
+// chunk of which a part was not read counts as compared; runs are digested at the places of the
+// first run.
 #include "modicum/stream/compared.h"
 
 #include <gtest/gtest.h>
@@ -211,7 +211,7 @@ TEST(Compared, TheRestOfAChunkIsReadOnceMore) {
   }
 }
 
-// Must fail for this mutant: the promise lacks what a rank holds to compare.
+// Catches: the promise lacks what a rank holds to compare.
 TEST(Compared, ItsMemoryIsCounted) {
   const SavedInMemory saved;
   Manifest plain = saved.manifest;

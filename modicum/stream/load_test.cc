@@ -613,8 +613,8 @@ TEST(LoadReads, EqualThePlansCountsAndAre8MiBAtMost) {
 }
 
 // `shares` returns the bytes that all ranks read around the page cache, in percent of the tensor's
-// bytes, and the digest. Must fail for these mutants: a rank reads around the page cache what it
-// sends to others, or runs that a replica on the same node also reads, or short runs.
+// bytes, and the digest. Catches: a rank reads around the page cache what it sends to others, or
+// runs that a replica on the same node also reads, or short runs.
 TEST(LoadReads, AreAroundThePageCacheForRunsThatOneRankOfTheNodeNeeds) {
   Model model({spec("large", DType::bf16, {96, 64'000})});
   Recipe recipe = identity_recipe(model.checkpoint.manifest);

@@ -1,6 +1,6 @@
 // What the casts of a load lose, counted by the load and by a naive reference.
-// Must fail for these mutants: the product of a code and a zero scale counts as an underflow; the
-// index of an overflow in a transposed tensor is that of its source.
+// Catches: the product of a code and a zero scale counts as an underflow; the index of an overflow
+// in a transposed tensor is that of its source.
 #include <gtest/gtest.h>
 
 #include <cmath>

@@ -136,8 +136,8 @@ TEST(DataReader, SeekingBackCountsEachReadOnce) {
   EXPECT_EQ(files.dropped(), (Windows{{'a', 0}, {'a', 1}, {'a', 0}, {'a', 2}, {'a', 0}}));
 }
 
-// Must fail for these mutants: bytes that other ranks also need are read around the page cache;
-// bytes that are in the page cache are read from the storage again.
+// Catches: bytes that other ranks also need are read around the page cache; bytes that are in the
+// page cache are read from the storage again.
 TEST(DataReader, ReadsAroundThePageCacheWhatNoOtherRankNeeds) {
   Files files(20 << 20);
   files.recorded.be_cold();

@@ -1,7 +1,7 @@
 // Whatever the order of reads and overwrites, the save reads the values at the time of `charge`.
-// Must fail for these mutants: a block is overwritten before it is read; a copy is read for another
-// block, or freed before all of its bytes are read; more memory is used than charged; the window's
-// pages are committed without a copy; a step waits forever, or for a save that has ended.
+// Catches: a block is overwritten before it is read; a copy is read for another block, or freed
+// before all of its bytes are read; more memory is used than charged; the window's pages are
+// committed without a copy; a step waits forever, or for a save that has ended.
 #include "modicum/stream/snapshot.h"
 
 #include <gtest/gtest.h>

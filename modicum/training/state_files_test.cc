@@ -7,8 +7,8 @@
 namespace modicum {
 namespace {
 
-// The parameters are not sorted by name. Must fail for this mutant: spans are in the order of the
-// parameters or planes, so that ranks write to shared pages at different times.
+// The parameters are not sorted by name. Catches: spans are in the order of the parameters or
+// planes, so that ranks write to shared pages at different times.
 TEST(StateFiles, SpansAreInTheOrderOfTheFiles) {
   const std::vector<std::string> names = {"layers.2.w", "embed", "layers.10.w"};
   for (const StateFormatRow& row : state_formats()) {

@@ -11,9 +11,9 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: owners whose sum is not the memory held; a phase without its end;
-// unchecked numbers of a report; places of ended processes that stay taken; the report of a program
-// that exec has replaced; a retained heap that counts as unexplained.
+// Catches: owners whose sum is not the memory held; a phase without its end; unchecked numbers of a
+// report; places of ended processes that stay taken; the report of a program that exec has
+// replaced; a retained heap that counts as unexplained.
 
 size_t at(Purpose purpose) { return static_cast<size_t>(purpose); }
 size_t at(WatchOwner owner) { return static_cast<size_t>(owner); }

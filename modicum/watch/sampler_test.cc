@@ -18,11 +18,11 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: thinning loses the peak; a process with a reused pid counts as the
-// earlier one; the memory of an ended process still counts; owners whose sum is not the memory of
-// the process; a peak between two samples that is not reported; few samples at the beginning;
-// copies are read only if their CPU time is left, or at any cost; shared memory that was freed
-// still counts; the memory of a process counts again for the child that it starts.
+// Catches: thinning loses the peak; a process with a reused pid counts as the earlier one; the
+// memory of an ended process still counts; owners whose sum is not the memory of the process; a
+// peak between two samples that is not reported; few samples at the beginning; copies are read only
+// if their CPU time is left, or at any cost; shared memory that was freed still counts; the memory
+// of a process counts again for the child that it starts.
 
 constexpr int kWatcher = 10;
 

@@ -9,8 +9,8 @@
 namespace modicum {
 namespace {
 
-// Must fail for these mutants: the last sample of a bucket is kept instead of the largest; the
-// timeline grows with the run.
+// Catches: the last sample of a bucket is kept instead of the largest; the timeline grows with the
+// run.
 
 WatchSample sample(double at_s, uint64_t held_bytes) {
   return {.at_s = at_s, .held_bytes = held_bytes};

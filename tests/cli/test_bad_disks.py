@@ -1,7 +1,7 @@
 """Saves and conversions on a disk that fails for a while: a file system in a sparse file on a tmpfs
 that is full, in which the test makes room again. Linux reports such a write-back error once.
 
-Must fail for this mutant: the result of fsync is ignored.
+Catches: the result of fsync is ignored.
 """
 
 import json

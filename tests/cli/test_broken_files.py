@@ -1,8 +1,8 @@
 """Directories whose optional files are broken, and files that change while they are loaded.
 
-Must fail for these mutants: an unreadable config.json counts as an empty one; the program blocks on
-a config.json that is a FIFO; one verb omits its warnings, or warns of no tensor that stays as
-stored; a load succeeds although a file was overwritten while it ran.
+Catches: an unreadable config.json counts as an empty one; the program blocks on a config.json that
+is a FIFO; one verb omits its warnings, or warns of no tensor that stays as stored; a load succeeds
+although a file was overwritten while it ran.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Output that cannot be written is an error, and no file takes the number of a closed descriptor.
 Refusals, help and exit codes are tested in modicum/cli/command_line_test.cc.
 
-Must fail for these mutants: lost output ends with exit code 0; output goes into a file that was
-opened under the number of a closed descriptor.
+Catches: lost output ends with exit code 0; output goes into a file that was opened under the number
+of a closed descriptor.
 """
 
 import json

@@ -6,11 +6,11 @@ that of cp:
 
     pytest tests/cli/test_convert.py -m soak -s [--full-size]
 
-Must fail for these mutants: a finished file is kept although it was made from other inputs; an
-output is visible before it is complete; a tie loses its second name; zeros are written into a
-sparse file; a difference is not counted; the scales of dequantised codes are listed as unused; an
-overflow is not an error; an overflow in a finished file is not one; a finished file whose losses
-were not counted is kept; a NaN differs from a NaN of another dtype.
+Catches: a finished file is kept although it was made from other inputs; an output is visible before
+it is complete; a tie loses its second name; zeros are written into a sparse file; a difference is
+not counted; the scales of dequantised codes are listed as unused; an overflow is not an error; an
+overflow in a finished file is not one; a finished file whose losses were not counted is kept; a NaN
+differs from a NaN of another dtype.
 """
 
 import json

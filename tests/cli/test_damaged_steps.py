@@ -1,8 +1,8 @@
 """A job that is restarted where its newest step (a saved checkpoint directory) is damaged: `resume`
 goes back to an older one, the job saves the damaged number again, and retention keeps intact steps.
 
-Must fail for these mutants: a step whose values are wrong ends `resume ROOT`; an intact step is set
-aside; a damaged one ends the save of its number; a step that can't be read counts as damaged.
+Catches: a step whose values are wrong ends `resume ROOT`; an intact step is set aside; a damaged
+one ends the save of its number; a step that can't be read counts as damaged.
 """
 
 import os

@@ -1,8 +1,8 @@
 """`modicum doctor` on this machine, and on running programs whose memory is known.
 
-Must fail for these mutants: `doctor --pid` shows its own limits and its own cgroup; a page counts
-as shared with a child although one of the two has written it since the fork; children of a fork
-server are shown as forks; malloc's arenas are not found.
+Catches: `doctor --pid` shows its own limits and its own cgroup; a page counts as shared with a
+child although one of the two has written it since the fork; children of a fork server are shown as
+forks; malloc's arenas are not found.
 """
 
 import contextlib

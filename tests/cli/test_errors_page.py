@@ -1,7 +1,7 @@
 """The program prints each error of docs/reference/errors.md exactly as the page shows it.
 
-Must fail for these mutants: a message is changed in the code but not on the page; a fault of a file
-gets another category.
+Catches: a message is changed in the code but not on the page; a fault of a file gets another
+category.
 """
 
 import json

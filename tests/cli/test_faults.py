@@ -1,9 +1,9 @@
 """External faults while ranks load: killed, stopped and interrupted processes, failing reads.
 
-Must fail for these mutants: the launcher waits for a dead rank; a stopped rank is reported as
-stalled, or not noticed; ranks outlive their launcher; a rank is blamed for a signal to the whole
-process group; a launcher ignores SIGINT and SIGTERM while it plans, forks or writes; EINTR is an
-error; EIO is retried; a short read counts as complete.
+Catches: the launcher waits for a dead rank; a stopped rank is reported as stalled, or not noticed;
+ranks outlive their launcher; a rank is blamed for a signal to the whole process group; a launcher
+ignores SIGINT and SIGTERM while it plans, forks or writes; EINTR is an error; EIO is retried; a
+short read counts as complete.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """Recipes with dims up to 2^63-1: `plan` refuses the recipe, or promises at least as many bytes as
 Python's integers give; `load` refuses a model that does not fit.
 
-Attack test. Must fail for these mutants: a product of dims overflows; a sum over ranks overflows; a
-plan iterates over elements that no file holds.
+Attack test. Catches: a product of dims overflows; a sum over ranks overflows; a plan iterates over
+elements that no file holds.
 """
 
 import json

@@ -1,11 +1,10 @@
 """The promised memory of loads, compared with the kernel's counters as the ranks and as another
 process read them, and set as the limit of a memory cgroup.
 
-Must fail for these mutants: a rank's promise is one page short; memory is held and not charged; a
-window (the buffer for whole tensors) outlives its use; the record of a step is held and not
-charged; a load is refused after its first read of
-data; the stacks of threads are not promised; the error after an OOM kill does not say how much the
-plan needs.
+Catches: a rank's promise is one page short; memory is held and not charged; a window (the buffer
+for whole tensors) outlives its use; the record of a step is held and not charged; a load is refused
+after its first read of data; the stacks of threads are not promised; the error after an OOM kill
+does not say how much the plan needs.
 """
 
 import json

@@ -5,8 +5,8 @@ The stress tests run 5 rounds here, and 200 rounds as soak tests:
 
     pytest tests/cli/test_owners.py -m soak [--modicum build/release/modicum]
 
-Must fail for these mutants: an owner is judged by its pid or by its host's name; an owner's lock is
-not asked; an output is searched before the lock is taken; a lock or an owner's file stays.
+Catches: an owner is judged by its pid or by its host's name; an owner's lock is not asked; an
+output is searched before the lock is taken; a lock or an owner's file stays.
 """
 
 import contextlib

@@ -2,10 +2,9 @@
 smallest change of flags that fits. run.json is a document of `watch --json`, or the error of a
 refused run.
 
-Must fail for these mutants: another figure of the document counts as what the run held, or as its
-limit; a suggested change does not fit when it is planned; a larger change comes before a
-smaller one; a run fits although its save does not; a document of another kind is accepted;
-`--budget` is ignored.
+Catches: another figure of the document counts as what the run held, or as its limit; a suggested
+change does not fit when it is planned; a larger change comes before a smaller one; a run fits
+although its save does not; a document of another kind is accepted; `--budget` is ignored.
 """
 
 import json

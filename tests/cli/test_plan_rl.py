@@ -2,8 +2,7 @@
 reference model, the inference engine and the backup of the weights hold on a node in each phase,
 and which weights a node holds twice.
 
-Must fail for these mutants: an engine's weights are not divided by its ranks; a holder is counted
-before its phase.
+Catches: an engine's weights are not divided by its ranks; a holder is counted before its phase.
 """
 
 from pathlib import Path

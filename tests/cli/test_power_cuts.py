@@ -3,7 +3,7 @@ sample of the calls, or each in turn), with 2 and 4 ranks, and with the file sys
 lost. After the recovery every visible step (saved checkpoint directory) is intact, and no step is
 lost that was visible before the save or that the save has acknowledged by exit code 0.
 
-Must fail for these mutants: a step is visible while its files are written.
+Catches: a step is visible while its files are written.
 """
 
 import random

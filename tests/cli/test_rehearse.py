@@ -2,8 +2,8 @@
 memory of each phase is compared with its promise, and limited to it by a cgroup. That the digests
 do not depend on ranks, threads or layout is tested in modicum/cli/resumed_worlds_test.cc.
 
-Must fail for these mutants: optimizer state is not promised, or promised and not held; the budget
-is checked too late; DeepSpeed's memory is not compared with the budget.
+Catches: optimizer state is not promised, or promised and not held; the budget is checked too late;
+DeepSpeed's memory is not compared with the budget.
 """
 
 import json

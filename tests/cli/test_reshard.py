@@ -3,10 +3,10 @@ files or its optimizer state in another format. The result is a step: `verify` p
 `resume` continues from it, with the bits of uninterrupted training if both formats hold the same
 values. A killed reshard resumes after its finished files, and the same inputs give the same bytes.
 
-Must fail for these mutants: a file without tensors is left out; values are not compared with the
-digests of the step; weights keep the rounding of the old format; moments are rounded with the
-random bits of another step, or in the blocks of other rows; the new step has a digest of the old
-values; a finished file is removed; an output is visible before it is committed.
+Catches: a file without tensors is left out; values are not compared with the digests of the step;
+weights keep the rounding of the old format; moments are rounded with the random bits of another
+step, or in the blocks of other rows; the new step has a digest of the old values; a finished file
+is removed; an output is visible before it is committed.
 """
 
 import json

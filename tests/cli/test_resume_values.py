@@ -1,10 +1,10 @@
 """`resume` compares the values that it has loaded with the digests of the step, through any recipe
 and in any layout: an error names a data file with values of an earlier step.
 
-Must fail for these mutants: stale values are resumed; a tensor's elements are digested in the
-order of the target instead of the stored tensor; the parts that replicas have read count as other
-elements; a tensor of which only a part is loaded counts as changed; values are digested after they
-were cast; tensors are neither compared nor reported.
+Catches: stale values are resumed; a tensor's elements are digested in the order of the target
+instead of the stored tensor; the parts that replicas have read count as other elements; a tensor of
+which only a part is loaded counts as changed; values are digested after they were cast; tensors are
+neither compared nor reported.
 """
 
 import json

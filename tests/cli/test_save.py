@@ -2,13 +2,13 @@
 dtypes and bits of the loaded model, whatever ranks and layouts write and read it. A save keeps its
 promise of memory. If it is killed, the step is complete or absent. An error names a damaged file.
 
-Must fail for these mutants: a step is visible before it is complete; files of a dead save are kept,
-or those of a living one removed; no digest covers some byte; the newest step is resumed without a
-check; the promise does not include the save; a SHA-256 is not compared; a directory with an
-unfinished save passes as a checkpoint; `resume` makes steps without a loaded optimizer; `keep`
-removes the step just saved; a dangling link fails the save; an adapter gets a model's file name;
-another program's manifest.json makes a directory a step; the error of a damaged file lacks its
-step; an optimizer's state that a save leaves out without a word.
+Catches: a step is visible before it is complete; files of a dead save are kept, or those of a
+living one removed; no digest covers some byte; the newest step is resumed without a check; the
+promise does not include the save; a SHA-256 is not compared; a directory with an unfinished save
+passes as a checkpoint; `resume` makes steps without a loaded optimizer; `keep` removes the step
+just saved; a dangling link fails the save; an adapter gets a model's file name; another program's
+manifest.json makes a directory a step; the error of a damaged file lacks its step; an optimizer's
+state that a save leaves out without a word.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Saves in each of which one system call fails, and saves that are killed.
 
-Must fail for these mutants: an error is swallowed, or has another category; EINTR is an error; a
-short write counts as complete; a step is visible before it is complete; an old step is changed;
-files of dead saves are kept, or those of living ones removed.
+Catches: an error is swallowed, or has another category; EINTR is an error; a short write counts as
+complete; a step is visible before it is complete; an old step is changed; files of dead saves are
+kept, or those of living ones removed.
 """
 
 import contextlib

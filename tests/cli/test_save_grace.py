@@ -2,9 +2,9 @@
 without a trace. A preloaded library holds a write until the test has sent its signal, so that no
 test depends on the speed of the disk.
 
-Must fail for these mutants: a rank dies of the SIGTERM although its launcher finishes the save; a
-save goes on although it cannot finish in time, or before its rate is known; the grace does not end;
-a later signal is ignored; files of a save that was given up remain.
+Catches: a rank dies of the SIGTERM although its launcher finishes the save; a save goes on although
+it cannot finish in time, or before its rate is known; the grace does not end; a later signal is
+ignored; files of a save that was given up remain.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Planning deepseek-v3, with 91,991 tensors in 163 files, is quick and needs little memory.
 
-Must fail for these mutants: transfers are counted one element at a time; the promise finds each
-target by a linear search; own-shard reads whole tensors; all ranks are visited, or copied, for each
-node.
+Catches: transfers are counted one element at a time; the promise finds each target by a linear
+search; own-shard reads whole tensors; all ranks are visited, or copied, for each node.
 """
 
 import json

@@ -1,10 +1,9 @@
 """The verb `step`, optimizer steps on synthetic parameters: keys, exit codes, bytes per parameter
 over the process tree, and digests that do not depend on ranks, threads or instruction sets.
 
-Must fail for these mutants: forked children get copies of the state; state is not promised; the
-budget is checked too late; a digest, random bits or the gradient norm depend on ranks, threads or
-the instruction set; gradients are not scaled; the time of a step is not counted; children outlive a
-rank.
+Catches: forked children get copies of the state; state is not promised; the budget is checked too
+late; a digest, random bits or the gradient norm depend on ranks, threads or the instruction set;
+gradients are not scaled; the time of a step is not counted; children outlive a rank.
 """
 
 import itertools

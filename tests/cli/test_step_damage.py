@@ -3,9 +3,8 @@ shorter, replaced by that of an older step (stale), exchanged with a file of equ
 one flipped bit. `verify` finds each damage and names the file. `resume` skips such a step, also if
 only values of tensors are damaged, which it compares while it loads them.
 
-Must fail for these mutants: no digest covers some byte; a header, a configuration or the number of
-optimizer steps is resumed without a check; the newest step is chosen by the lengths of its files
-alone.
+Catches: no digest covers some byte; a header, a configuration or the number of optimizer steps is
+resumed without a check; the newest step is chosen by the lengths of its files alone.
 """
 
 import json

@@ -1,10 +1,10 @@
 """`modicum watch` measures the process tree of any command from outside and does not change its
 output or its exit code.
 
-Must fail for these mutants: copy-on-write copies are not found, or are attributed to the parent;
-another process is named as killed; the exit code is not that of the command; output of the command
-is lost; the memory of a process counts twice while it starts a program; the record is lost if a
-file can't be written at the end.
+Catches: copy-on-write copies are not found, or are attributed to the parent; another process is
+named as killed; the exit code is not that of the command; output of the command is lost; the memory
+of a process counts twice while it starts a program; the record is lost if a file can't be written
+at the end.
 """
 
 import json

@@ -2,9 +2,9 @@
 memory of each process over time, divided by its purpose (the owner), the phases, and the promise.
 `--trace` and `--compare` use these records.
 
-Must fail for these mutants: the owners do not add up to the peak; a rank reports nothing, or the
-promise of another rank; a kill has no phase or no owner; a trace has no counters; a comparison
-blames an owner that is equal in both runs; `watch` costs much CPU time or memory.
+Catches: the owners do not add up to the peak; a rank reports nothing, or the promise of another
+rank; a kill has no phase or no owner; a trace has no counters; a comparison blames an owner that is
+equal in both runs; `watch` costs much CPU time or memory.
 """
 
 import json

@@ -1,9 +1,9 @@
 """`modicum.torch.save` and `resume` of FSDP2 shards on a GPU, with optimizer state on the host or
 on the device.
 
-Must fail for these mutants: a copy from the device that is read before it is done; a background
-save that reads parameters after a later step has changed them; a resume that leaves a parameter or
-a moment at its former values.
+Catches: a copy from the device that is read before it is done; a background save that reads
+parameters after a later step has changed them; a resume that leaves a parameter or a moment at its
+former values.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """A model's digest does not depend on layout, world size, ranks per node or strategy.
 
-Must fail for these mutants: every replica counts in the digest; a flat partition is one element
-off; some stripe is read by no rank.
+Catches: every replica counts in the digest; a flat partition is one element off; some stripe is
+read by no rank.
 """
 
 import itertools

@@ -2,9 +2,9 @@
 all of the model, and on nothing else. (`LoadExact` in modicum/stream/load_test.cc has all
 strategies, worlds and casts.)
 
-Must fail for these mutants: a transfer is omitted, repeated, shifted by one element or cast by
-truncation; each rank gets n // W rows and the first ranks the remainder; the digest does not depend
-on a name, an index or a bit.
+Catches: a transfer is omitted, repeated, shifted by one element or cast by truncation; each rank
+gets n // W rows and the first ranks the remainder; the digest does not depend on a name, an index
+or a bit.
 """
 
 import itertools

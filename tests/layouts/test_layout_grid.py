@@ -1,9 +1,9 @@
 """The program's dumps of layouts equal the shards of torch's DTensor and FSDP2, and those of
 DeepSpeed's ZeRO, byte for byte, for every size of a dim from 0 to 40: one mesh of each layout.
 
-modicum/layout/recorded_test.cc compares all meshes with recorded shards. Must fail for these
-mutants: TP shards after FSDP does; mesh axes are swapped; tensors of another dtype are cut with the
-wrong number of bytes; a shard is dumped under another name.
+modicum/layout/recorded_test.cc compares all meshes with recorded shards. Catches: TP shards after
+FSDP does; mesh axes are swapped; tensors of another dtype are cut with the wrong number of bytes; a
+shard is dumped under another name.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """How scripts/conformance.py judges and reports the tests of the engines in integrations/.
 
-Must fail for these mutants: a skipped test of an engine counts as right.
+Catches: a skipped test of an engine counts as right.
 """
 
 import sys

@@ -2,8 +2,7 @@
 program of docs/guide/cpp.md. It is linked with the libraries of the wheel's build, since compiling
 them takes minutes; `make soak` compiles all of them in that project.
 
-Must fail for these mutants: paths that begin at the other project's folder; our flags in its
-targets.
+Catches: paths that begin at the other project's folder; our flags in its targets.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Runs the commands of docs/guide/first-hour.md outside the repository: those of one process in the
 environment of the tests, and (soak) all in a fresh virtual environment, as a new user would.
 
-Must fail for these mutants: a command or a file of the page that no longer works; a line of output
-on the page that the command does not print (numbers may differ).
+Catches: a command or a file of the page that no longer works; a line of output on the page that the
+command does not print (numbers may differ).
 """
 
 import os

@@ -1,6 +1,6 @@
 """Frames are told apart by where a package is installed, not by a name in a path.
 
-Must fail for these mutants: a script in a folder that has the name of a package.
+Catches: a script in a folder that has the name of a package.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """benchmarks/loaders.py: the comparison of the loaded bits, the memory measured, and the tables.
 
-Must fail for these mutants: bits that are not compared; a peak between two samples that is missed;
-a table that mixes measurements of one row; a table of README.md that the program would not write.
+Catches: bits that are not compared; a peak between two samples that is missed; a table that mixes
+measurements of one row; a table of README.md that the program would not write.
 """
 
 import calendar

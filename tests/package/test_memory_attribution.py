@@ -1,12 +1,11 @@
 """`modicum.memory.attribute` finds the owner of each byte of a process tree, and
 `modicum.torch.protect` excludes other libraries' buffers from forks.
 
-Copies are compared with Pss_Anon, which the tests read from /proc/PID/smaps_rollup. Must fail for
-these mutants: copies that are omitted or counted once per child; views that are counted in addition
-to their base; a protection that remains after its tensor is freed, or that omits tensors allocated
-in the first step; a torch optimizer that is refused before its first step; a refusal that leaves a
-hook; indices or values of a sparse tensor that are not counted; peaks that forget the copies of
-ended children.
+Copies are compared with Pss_Anon, which the tests read from /proc/PID/smaps_rollup. Catches: copies
+that are omitted or counted once per child; views that are counted in addition to their base; a
+protection that remains after its tensor is freed, or that omits tensors allocated in the first
+step; a torch optimizer that is refused before its first step; a refusal that leaves a hook; indices
+or values of a sparse tensor that are not counted; peaks that forget the copies of ended children.
 """
 
 import gc

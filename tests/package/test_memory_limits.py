@@ -1,9 +1,9 @@
 """`modicum.memory.track`, the text of a phase, and the pytest marker `limit_memory`.
 
-Must fail for these mutants: holders of another sample than the peak's; a child or a phase that is
-not named; memory held before the block that counts as added; a limit that is not compared; a marker
-that hides the test's own failure; a generator function that is tracked although its call runs none
-of its code; the end of a short test described as its peak; a wrong marker that ends in a traceback.
+Catches: holders of another sample than the peak's; a child or a phase that is not named; memory
+held before the block that counts as added; a limit that is not compared; a marker that hides the
+test's own failure; a generator function that is tracked although its call runs none of its code;
+the end of a short test described as its peak; a wrong marker that ends in a traceback.
 """
 
 import asyncio

@@ -1,12 +1,11 @@
 """`modicum.memory.phase`: the peak of a block, from samples and from the kernel's high-water mark
 (VmHWM); the files that `save` writes, and the HTML pages that `draw` makes of them.
 
-Must fail for these mutants: a high-water mark that is not reset; one that is never read; an inner
-phase, or a load, that resets it and does not add it to outer phases; children that are not found; a
-forked child that continues its parent's recording; a recording that needs NVML; ranks on a page
-that are shifted in time, or whose peak is thinned away; a phase that stays open because its begin
-or end failed; one failed sample that ends the sampling; samples without a limit, or whose peak is
-lost at the limit.
+Catches: a high-water mark that is not reset; one that is never read; an inner phase, or a load,
+that resets it and does not add it to outer phases; children that are not found; a forked child that
+continues its parent's recording; a recording that needs NVML; ranks on a page that are shifted in
+time, or whose peak is thinned away; a phase that stays open because its begin or end failed; one
+failed sample that ends the sampling; samples without a limit, or whose peak is lost at the limit.
 """
 
 import json

@@ -1,9 +1,9 @@
 """A Python program that uses Modicum reports its ledgers and phases to the `modicum watch` that
 runs it. A forked child reports only its own; after an exec nothing of the old program remains.
 
-Must fail for these mutants: a phase that is not reported, or never ends; a child that returns its
-parent's ledger entries; a ledger that outlives an exec; a retained heap that is measured only when
-phases begin and end; a data worker whose rank is not its parent's; an engine that counts as a rank.
+Catches: a phase that is not reported, or never ends; a child that returns its parent's ledger
+entries; a ledger that outlives an exec; a retained heap that is measured only when phases begin and
+end; a data worker whose rank is not its parent's; an engine that counts as a rank.
 """
 
 import sys

@@ -2,8 +2,8 @@
 instruction set of this machine, with an implementation in numpy that was written from that page
 alone (tests/support/adamw_in_numpy.py).
 
-Must fail for these mutants: formats, arithmetic, random bits or blocks of scales that differ in any
-bit from those on the page.
+Catches: formats, arithmetic, random bits or blocks of scales that differ in any bit from those on
+the page.
 """
 
 from dataclasses import asdict, replace

@@ -1,8 +1,8 @@
 """`modicum._modicum.AdamW`, the optimizer's state without the torch optimizer that
 `modicum.torch.AdamW` adds: planes, errors, lifetimes.
 
-Must fail for these mutants: planes that do not keep the state alive; a long call that keeps the
-GIL; a caller's arrays that are freed while a state uses them; an error that names the wrong shard.
+Catches: planes that do not keep the state alive; a long call that keeps the GIL; a caller's arrays
+that are freed while a state uses them; an error that names the wrong shard.
 """
 
 import gc

@@ -3,8 +3,8 @@ output of scripts/reference.py; plans shown in README and docs/guide equal the p
 the figures in README's first lines equal this output and RESULTS.md;
 each row of refusals.md names a category of errors.md and an existing test.
 
-Must fail for these mutants: a flag or a docstring changes without its page; the page omits a verb,
-the fields of a class or an overload; the output of a plan changes; a refusal without its test.
+Catches: a flag or a docstring changes without its page; the page omits a verb, the fields of a
+class or an overload; the output of a plan changes; a refusal without its test.
 """
 
 import os

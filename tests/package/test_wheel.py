@@ -1,7 +1,7 @@
 """The wheel works on a machine that has only glibc and the C++ runtime. The tests run it in a fresh
 virtual environment, and hide the machine's own copies of all other libraries that the wheel needs.
 
-Must fail for these mutants: a build of the wheel that fails and goes on, or shows no progress.
+Catches: a build of the wheel that fails and goes on, or shows no progress.
 """
 
 import ast

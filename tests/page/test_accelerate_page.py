@@ -2,8 +2,8 @@
 with the example's one line of Modicum. `modicum watch --compare` and its page name the phase and
 the owner whose bytes differ most.
 
-Must fail for these mutants: phases of the program that are not reported; a comparison that names
-another phase or owner.
+Catches: phases of the program that are not reported; a comparison that names another phase or
+owner.
 """
 
 import json

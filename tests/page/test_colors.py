@@ -1,6 +1,6 @@
 """The colours of the owners in the charts of a page differ, also for the colour-blind.
 
-Must fail for this mutant: two owners whose areas are next to each other have the same colour.
+Catches: two owners whose areas are next to each other have the same colour.
 """
 
 import re

@@ -1,11 +1,10 @@
 """The page that `report_page` writes, in Chromium: its charts, the text for the hovered sample,
 zooming and use by keyboard, in the light and the dark scheme, on wide and narrow screens.
 
-Must fail for these mutants: an area, a line or a band is not drawn; the text for the hovered sample
-is that of another sample, or counts hidden processes; zooming has no effect; a name becomes HTML;
-the page uses the network; a table has other numbers than the chart; two charts have different
-scales; names of phases overlap; the page is wider than a phone's screen, or lacks names for screen
-readers.
+Catches: an area, a line or a band is not drawn; the text for the hovered sample is that of another
+sample, or counts hidden processes; zooming has no effect; a name becomes HTML; the page uses the
+network; a table has other numbers than the chart; two charts have different scales; names of phases
+overlap; the page is wider than a phone's screen, or lacks names for screen readers.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
 """The page of `plan --report` shows the phases of a run one after another, with the bytes that
 `plan --json` promises.
 
-Must fail for these mutants: a phase has the memory of another phase; a rank is left out or counts
-twice; a strategy other than the plan's is drawn, or a node other than the one with the largest
-peak; an older page is lost if the plan fails.
+Catches: a phase has the memory of another phase; a rank is left out or counts twice; a strategy
+other than the plan's is drawn, or a node other than the one with the largest peak; an older page is
+lost if the plan fails.
 """
 
 import json

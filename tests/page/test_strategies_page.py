@@ -2,9 +2,9 @@
 overlap, and the text about the peak gives its cause. (docs/strategies.png shows pages of
 `load --report`.)
 
-Must fail for these mutants: a page without the window (buffers of whole tensors), or with it for a
-strategy that has none; a phase without a name, or whose name overlaps the next; a peak without a
-cause, or with another one than the document's.
+Catches: a page without the window (buffers of whole tensors), or with it for a strategy that has
+none; a phase without a name, or whose name overlaps the next; a peak without a cause, or with
+another one than the document's.
 """
 
 import itertools

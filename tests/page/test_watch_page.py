@@ -2,10 +2,10 @@
 `watch` has the document that `--json` prints. A load with `--report` has the same digest, errors
 and exit code as without it.
 
-Must fail for these mutants: a page with another document; a command that starts although its page
-can't be written; `--report` that changes the digest, the errors or the exit code of a load; a
-script error in the page of a command that ended before the first sample; a launcher that goes on
-after the started process was killed.
+Catches: a page with another document; a command that starts although its page can't be written;
+`--report` that changes the digest, the errors or the exit code of a load; a script error in the
+page of a command that ended before the first sample; a launcher that goes on after the started
+process was killed.
 """
 
 import json

@@ -1,8 +1,8 @@
 """With `--dtype`, FP8 codes with block scales are dequantized as by torch, bit for bit: code times
 scale in fp32, then a cast to the dtype. Without it, codes and scales are loaded as stored.
 
-Must fail for these mutants: scale blocks shifted by one; a scale cast to the target dtype before
-the multiplication; the scale of another rank's rows; rows and columns of the scale grid exchanged.
+Catches: scale blocks shifted by one; a scale cast to the target dtype before the multiplication;
+the scale of another rank's rows; rows and columns of the scale grid exchanged.
 """
 
 import json

@@ -2,8 +2,8 @@
 conversion mapping. The elements of the stored tensors are distinct integers, their ids, so that a
 converted tensor shows which stored element each of its elements is.
 
-Must fail for these mutants: an operation that is translated wrongly, an order of experts or a match
-of names that differs from transformers'.
+Catches: an operation that is translated wrongly, an order of experts or a match of names that
+differs from transformers'.
 """
 
 import importlib

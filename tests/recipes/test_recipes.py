@@ -1,9 +1,9 @@
 """`modicum.recipes` on models of transformers: ties, missing and unexpected tensors, dtypes, FP8,
 sharded models, and the command line.
 
-Must fail for these mutants: a stored tensor that is dropped without a comparison; only one name of
-a tie that can be its source; a regular expression that matches nothing and is accepted; conversions
-selected by the class that FSDP2 makes; other quantizations that count as FP8.
+Catches: a stored tensor that is dropped without a comparison; only one name of a tie that can be
+its source; a regular expression that matches nothing and is accepted; conversions selected by the
+class that FSDP2 makes; other quantizations that count as FP8.
 """
 
 import json

@@ -2,9 +2,9 @@
 that are not transformers' (value heads, plain modules). For PEFT the oracle is PEFT itself: it
 wraps a model that `from_pretrained` has loaded, and saves the adapters.
 
-Must fail for these mutants: modules that PEFT has copied are left to the model; a tensor that an
-adapter's file lacks is not reported; nested adapters get the same name; renamings that depend on
-the prefix of torch.compile.
+Catches: modules that PEFT has copied are left to the model; a tensor that an adapter's file lacks
+is not reported; nested adapters get the same name; renamings that depend on the prefix of
+torch.compile.
 """
 
 import json

@@ -2,9 +2,9 @@
 like the source checkpoint: the same bits, buffers and ties. The step's files have the source's
 tensors under their names, in their shapes and dtypes.
 
-The oracle is transformers. Must fail for these mutants: a stored tensor of which only a part is
-loaded, and which counts as loaded completely; a tie that loses one name; a `quantization_config`
-that is kept although the codes are dequantised.
+The oracle is transformers. Catches: a stored tensor of which only a part is loaded, and which
+counts as loaded completely; a tie that loses one name; a `quantization_config` that is kept
+although the codes are dequantised.
 """
 
 from pathlib import Path

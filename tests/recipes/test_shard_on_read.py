@@ -2,8 +2,8 @@
 converts its shards. With Modicum, a model filled with the gathered shards gives the outputs of the
 unsharded model, bit for bit.
 
-Must fail for these mutants: sharding before a conversion; a conversion that depends on the shape of
-a shard; ranks that initialise different rows from the same random numbers.
+Catches: sharding before a conversion; a conversion that depends on the shape of a shard; ranks that
+initialise different rows from the same random numbers.
 """
 
 import json

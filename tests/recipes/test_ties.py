@@ -1,8 +1,8 @@
 """If both names of a tie are stored, a load compares their values: equal values become one tensor,
 different values are an error.
 
-Must fail for these mutants: a stored alias that is dropped without a comparison; a comparison that
-one rank, one strategy or one destination omits.
+Catches: a stored alias that is dropped without a comparison; a comparison that one rank, one
+strategy or one destination omits.
 """
 
 import itertools

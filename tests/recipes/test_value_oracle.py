@@ -1,9 +1,9 @@
 """Each rank's shards equal, bit for bit, those that torch's DTensor makes of the state dict of
 `from_pretrained`, for every name and for families of every kind.
 
-The oracles are transformers and torch. Must fail for these mutants: gate and up exchanged; experts
-stacked in another order; a projection sharded before its conversion; a dropped tie; a scale block
-shifted by one; a misplaced row of a rotary permutation; a cast of a name that is kept in float32.
+The oracles are transformers and torch. Catches: gate and up exchanged; experts stacked in another
+order; a projection sharded before its conversion; a dropped tie; a scale block shifted by one; a
+misplaced row of a rotary permutation; a cast of a name that is kept in float32.
 """
 
 import re

@@ -2,9 +2,9 @@
 holds get the values of `from_pretrained`, or an error or a warning names them. Buffers that the
 caller has set are unchanged.
 
-The oracle is `from_pretrained`. Must fail for these mutants: a buffer left as `to_empty` made it;
-a buffer restored although the caller set it; a tensor that the file lacks and that counts as
-loaded; uninitialised memory without a warning.
+The oracle is `from_pretrained`. Catches: a buffer left as `to_empty` made it; a buffer restored
+although the caller set it; a tensor that the file lacks and that counts as loaded; uninitialised
+memory without a warning.
 """
 
 import warnings

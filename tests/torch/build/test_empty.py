@@ -2,9 +2,9 @@
 have no memory. Buffers are equal bit for bit, and dtypes and ties are the same.
 
 The oracles are transformers in one process, and the same module built without the context. Two
-usual ways to build an empty model are compared, too, and give wrong models. Must fail for these
-mutants: buffers left as the constructor made them; an ignored list of names to keep in float32; an
-uninitialised buffer that is accepted.
+usual ways to build an empty model are compared, too, and give wrong models. Catches: buffers left
+as the constructor made them; an ignored list of names to keep in float32; an uninitialised buffer
+that is accepted.
 """
 
 import copy

@@ -3,10 +3,10 @@ distributions of transformers, torch and PEFT, with the same bits in every world
 change of the model. A rule is code of the model that initialises tensors, such as `_init_weights`
 or `reset_parameters`.
 
-Must fail for these mutants: initial values that each rank draws for itself; a tensor that only the
-rule of its own module makes; a parameter that a rule replaces and that keeps its old values; a
-parent's rule that sees a wrapper in place of its child; a rule that runs on the model itself;
-tensors of several modules held at a time.
+Catches: initial values that each rank draws for itself; a tensor that only the rule of its own
+module makes; a parameter that a rule replaces and that keeps its old values; a parent's rule that
+sees a wrapper in place of its child; a rule that runs on the model itself; tensors of several
+modules held at a time.
 """
 
 import random

@@ -2,9 +2,9 @@
 around it. On four ranks FSDP2's units, the loaded values, the optimizer's groups, the losses and
 the trained parameters are compared bit for bit.
 
-The oracle is accelerate's `Accelerator` with FSDP2. Must fail for these mutants: a model that is
-sharded in other units; values that are not rounded where accelerate rounds them; an optimizer's
-parameters that are matched by address; adapters that lose their values; buffers moved to meta.
+The oracle is accelerate's `Accelerator` with FSDP2. Catches: a model that is sharded in other
+units; values that are not rounded where accelerate rounds them; an optimizer's parameters that are
+matched by address; adapters that lose their values; buffers moved to meta.
 """
 
 from pathlib import Path

@@ -2,8 +2,7 @@
 kills it there. With `--modicum`, which adds one context manager, it passes and prints the losses
 and gradient norms of a run without a limit.
 
-Must fail for these mutants: whole weights on every rank, even briefly; a whole model in float32 on
-any rank.
+Catches: whole weights on every rank, even briefly; a whole model in float32 on any rank.
 """
 
 import re

@@ -1,10 +1,10 @@
 """`modicum.torch.accelerate.loading` restores the attributes that it patches, builds the models of
 `from_pretrained` without values, and refuses what it cannot load.
 
-Must fail for these mutants: an attribute or environment variable that stays changed; an unknown
-version of accelerate that is accepted; a forward with parameters on meta that raises no error;
-values of the script that are lost without an error, also through `.data` or in a buffer; a moved
-layer that gets the values of another one.
+Catches: an attribute or environment variable that stays changed; an unknown version of accelerate
+that is accepted; a forward with parameters on meta that raises no error; values of the script that
+are lost without an error, also through `.data` or in a buffer; a moved layer that gets the values
+of another one.
 """
 
 import contextlib

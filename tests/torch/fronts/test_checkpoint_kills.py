@@ -2,8 +2,8 @@
 at random instants during or after a save. The script resumes from a whole checkpoint, and ends with
 the same bits as a run that was not killed.
 
-Must fail for these mutants: a checkpoint that is committed before all of its files are renamed, or
-before the script's own files are written; a checkpoint that is resumed without COMMIT.
+Catches: a checkpoint that is committed before all of its files are renamed, or before the script's
+own files are written; a checkpoint that is resumed without COMMIT.
 """
 
 import contextlib

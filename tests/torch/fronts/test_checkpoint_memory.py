@@ -1,8 +1,8 @@
 """An unchanged script of Trainer runs in a memory cgroup. Without Modicum the kernel kills it in
 its first save. Within `loading()` it saves and another run resumes, both under the same limit.
 
-Must fail for these mutants: a model, or an optimizer's state, that is gathered by one rank for a
-save; whole tensors of a checkpoint on every rank, even briefly.
+Catches: a model, or an optimizer's state, that is gathered by one rank for a save; whole tensors of
+a checkpoint on every rank, even briefly.
 """
 
 import re

@@ -2,20 +2,19 @@
 `modicum.torch.accelerate.loading`, on two ranks.
 
 The model, the optimizer's state and the next losses after a resume are those of the uninterrupted
-training, bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Must fail for
-these mutants: functions of accelerate that stay replaced after an exception; a checkpoint that is
-committed before the script's own files are written, or resumed although it was not committed; a
-rotation that removes the newest whole checkpoint, or keeps those of an abandoned run; lost group
-options of an optimizer whose state has no tensors, or a schedule that begins anew with one; a
-checkpoint that is damaged once the
-script saves its tokenizer there, or whose reshard has no config; checkpoints of accelerate that
-cannot be read; a tensor that the checkpoint lacks, without an error; a progress bar although no
-weights are saved; no warning about files of accelerate in a checkpoint of Modicum, or about
-adapters saved without COMMIT; a base model that is saved with its adapters, or that `save_model`
-leaves out; a resume that reads adapters as the model; a save that
-removes the files from which it reads, replaces those of a Trainer with its own `_save`, or leaves
-another program's weights next to its own; a reshard without Trainer's scheduler.pt; a rotation that
-fails; a Trainer, PEFT or TRL that is imported within the context and not replaced.
+training, bit for bit; `from_pretrained` and `modicum verify` read the checkpoints. Catches:
+functions of accelerate that stay replaced after an exception; a checkpoint that is committed before
+the script's own files are written, or resumed although it was not committed; a rotation that
+removes the newest whole checkpoint, or keeps those of an abandoned run; lost group options of an
+optimizer whose state has no tensors, or a schedule that begins anew with one; a checkpoint that is
+damaged once the script saves its tokenizer there, or whose reshard has no config; checkpoints of
+accelerate that cannot be read; a tensor that the checkpoint lacks, without an error; a progress bar
+although no weights are saved; no warning about files of accelerate in a checkpoint of Modicum, or
+about adapters saved without COMMIT; a base model that is saved with its adapters, or that
+`save_model` leaves out; a resume that reads adapters as the model; a save that removes the files
+from which it reads, replaces those of a Trainer with its own `_save`, or leaves another program's
+weights next to its own; a reshard without Trainer's scheduler.pt; a rotation that fails; a Trainer,
+PEFT or TRL that is imported within the context and not replaced.
 """
 
 import errno

@@ -1,8 +1,8 @@
 """The budget and the ledger of `modicum.torch.accelerate.loading` apply to calls of `load`, `save`
 and `resume` in the context, as they apply to `prepare`.
 
-Must fail for these mutants: a call that ignores the context; a budget or ledger that applies after
-the context's end; a context whose arguments replace the call's own.
+Catches: a call that ignores the context; a budget or ledger that applies after the context's end; a
+context whose arguments replace the call's own.
 """
 
 from collections.abc import Iterator

@@ -2,11 +2,11 @@
 hold and train the expected shards: those that `fully_shard` makes of a model with values or, in one
 test, those that the framework's own function loads.
 
-Must fail for these mutants: a chunk copied to the wrong place; a tensor that stays on the one rank
-that built it with values; non-persistent buffers that are not compared or not loaded; two names of
-a tie with different values, or a tie lost on some ranks, that are accepted; a cast between integers
-and floats; a dict whose memory is not part of the budget; a consumed dict that keeps its tensors,
-or whose memory stays in malloc's heap; an argument of `load` that has no effect.
+Catches: a chunk copied to the wrong place; a tensor that stays on the one rank that built it with
+values; non-persistent buffers that are not compared or not loaded; two names of a tie with
+different values, or a tie lost on some ranks, that are accepted; a cast between integers and
+floats; a dict whose memory is not part of the budget; a consumed dict that keeps its tensors, or
+whose memory stays in malloc's heap; an argument of `load` that has no effect.
 """
 
 import re

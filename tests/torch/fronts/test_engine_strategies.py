@@ -2,9 +2,9 @@
 `memory_efficient_init`: that option changes neither the loaded bits nor the training, and the
 memory of all ranks is drawn on one page.
 
-The oracles are `from_pretrained` and accelerate's own `prepare`. Must fail for these mutants: an
-optimizer that has lost its parameters, or has mixed up its groups; a non-persistent buffer with the
-values of another buffer; a phase that is not recorded; a run that is not drawn.
+The oracles are `from_pretrained` and accelerate's own `prepare`. Catches: an optimizer that has
+lost its parameters, or has mixed up its groups; a non-persistent buffer with the values of another
+buffer; a phase that is not recorded; a run that is not drawn.
 """
 
 import json

@@ -2,9 +2,9 @@
 loads, and makes an optimizer in AReaL's order. Its option `memory_efficient_load` does not change
 the bits on any rank, except that random tensors are those that a single process would draw.
 
-The oracle is `from_pretrained` on every rank, then `fully_shard` of the whole model. Must fail for
-these mutants: a head, a tower or a base under adapters that stays empty; a tensor that each rank
-draws for itself; a whole tensor in memory; a rank that reads another rank's shards.
+The oracle is `from_pretrained` on every rank, then `fully_shard` of the whole model. Catches: a
+head, a tower or a base under adapters that stays empty; a tensor that each rank draws for itself; a
+whole tensor in memory; a rank that reads another rank's shards.
 """
 
 import re

@@ -1,10 +1,10 @@
 """Calls that many scripts make have the same result within `modicum.torch.accelerate.loading` as
 without it, or raise a typed error that names the remedy.
 
-The oracle is transformers. Must fail for these mutants: a resized embedding that loses its stored
-rows, or gets removed ones back; a copy of a model whose values are never loaded; an exempted model
-that is emptied; a reference model that TRL's trainer leaves on meta; errors of torch about meta
-tensors; a model of `from_config` that ignores a given source.
+The oracle is transformers. Catches: a resized embedding that loses its stored rows, or gets removed
+ones back; a copy of a model whose values are never loaded; an exempted model that is emptied; a
+reference model that TRL's trainer leaves on meta; errors of torch about meta tensors; a model of
+`from_config` that ignores a given source.
 """
 
 import contextlib

@@ -3,10 +3,10 @@ package is installed, the patched engine builds on meta, loads by path, steps, s
 two CPU ranks. Where torchtitan is installed, the code block of docs/guide/which-way.md about it
 runs under torchtitan's own checkpoint manager.
 
-Must fail for these mutants: a part of a patch that no longer fits; a model with values before its
-load; buffers of another rank; a new value head that the load refuses; a checkpoint without the
-optimizer's state; a resume without the random generators' states; a step that stays next to the one
-that replaces it; an export in another dtype; a step that torchtitan's manager does not find.
+Catches: a part of a patch that no longer fits; a model with values before its load; buffers of
+another rank; a new value head that the load refuses; a checkpoint without the optimizer's state; a
+resume without the random generators' states; a step that stays next to the one that replaces it; an
+export in another dtype; a step that torchtitan's manager does not find.
 """
 
 import ast

@@ -3,8 +3,8 @@ Modicum's plan has a promise is at most that promise and at least 97 % of it. Th
 and of accelerate is counted separately.
 
 The memory comes from the kernel's counters: high-water marks, and the pages of the model and of the
-optimizer. Must fail for these mutants: a gradient or moments that are held and not promised, or
-promised and never held; a save that gathers whole tensors; peaks that are read at the end.
+optimizer. Catches: a gradient or moments that are held and not promised, or promised and never
+held; a save that gathers whole tensors; peaks that are read at the end.
 """
 
 from pathlib import Path

@@ -2,9 +2,8 @@
 The losses are close to torch's. Except under TRL they are those of a program that shards and loads
 without these frameworks, bit for bit. The state has the promised bytes.
 
-The oracle is torch.optim.AdamW in the same scripts. Must fail for these mutants: state that is
-allocated for parameters on meta or for the whole model; an optimizer that keeps the parameters from
-before `prepare`.
+The oracle is torch.optim.AdamW in the same scripts. Catches: state that is allocated for parameters
+on meta or for the whole model; an optimizer that keeps the parameters from before `prepare`.
 """
 
 from itertools import product

@@ -1,8 +1,8 @@
 """Runs the code blocks of docs/guide/which-way.md: DeepSpeed's in one process, the others on two
 real ranks. Those of engines, of which other tests run the patches, are soak tests.
 
-Must fail for these mutants: a line of the page that no longer works; a block that loads other
-values than the other blocks.
+Catches: a line of the page that no longer works; a block that loads other values than the other
+blocks.
 """
 
 import re

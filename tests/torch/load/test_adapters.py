@@ -1,10 +1,10 @@
 """Models with several adapters of PEFT, and adapters whose first values are computed from the base
 model: on every rank they have the bits that PEFT gives them after `from_pretrained`.
 
-The oracle is PEFT in one process. Must fail for these mutants: magnitudes (of DoRA) that are not
-the norms of the loaded weight, by any of the loads; trainable tokens that begin as other rows; an
-adapter's file that is loaded into another adapter; an initialisation that needs the base's values
-and gets other ones; trainable tokens that no forward can use.
+The oracle is PEFT in one process. Catches: magnitudes (of DoRA) that are not the norms of the
+loaded weight, by any of the loads; trainable tokens that begin as other rows; an adapter's file
+that is loaded into another adapter; an initialisation that needs the base's values and gets other
+ones; trainable tokens that no forward can use.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
 """The arguments of `modicum.torch.load`: which tensors may be missing or unexpected, dtypes, and a
 load without a source. A load that is refused or fails leaves a model on meta as it was.
 
-Must fail for these mutants: random values that each rank draws for itself; a tensor that stays on
-meta without an error; a model that keeps half of a load that failed; a stored tensor that is
-initialised because `missing` names it.
+Catches: random values that each rank draws for itself; a tensor that stays on meta without an
+error; a model that keeps half of a load that failed; a stored tensor that is initialised because
+`missing` names it.
 """
 
 import os

@@ -1,9 +1,9 @@
 """A failure on one rank of a process group ends the load on all ranks within seconds. The error
 names the rank that failed. The model is still on meta and can be loaded again.
 
-Must fail for these mutants: ranks that wait for one that has failed or died; a parameter that is
-filled although another rank has failed; ranks that go on with different plans; a slow rank treated
-as dead; Ctrl-C that is ignored, or that the other ranks do not learn of.
+Catches: ranks that wait for one that has failed or died; a parameter that is filled although
+another rank has failed; ranks that go on with different plans; a slow rank treated as dead; Ctrl-C
+that is ignored, or that the other ranks do not learn of.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Parameters and optimizer state in forked children, for each value of `fork=`. With "excluded",
 the default, a child does not have this memory: its address space has a hole there.
 
-Must fail for these mutants: a hole that a later mapping of the child fills and that is read as the
-parameter; a child that dies of a signal because it used a parameter; a value of `fork=` that has no
-effect on the memory; copies that the plan does not count.
+Catches: a hole that a later mapping of the child fills and that is read as the parameter; a child
+that dies of a signal because it used a parameter; a value of `fork=` that has no effect on the
+memory; copies that the plan does not count.
 """
 
 import os

@@ -2,8 +2,8 @@
 compared with the prediction for the rank, and with a naive loader, which loads the whole model on
 each rank and then shards it.
 
-Must fail for these mutants: memory that is held and not predicted, or predicted and never held; a
-cast that goes through a copy; staging that grows with the largest tensor.
+Catches: memory that is held and not predicted, or predicted and never held; a cast that goes
+through a copy; staging that grows with the largest tensor.
 """
 
 import contextlib

@@ -1,12 +1,12 @@
 """Models that differ from the checkpoint: names of their own, other numbers of rows, other tensors
 on each rank, or a tie that tensor parallelism has cut.
 
-The oracle is `from_pretrained`. Must fail for these mutants: an argument of `load` that has no
-effect; new rows that depend on the world size; ranks whose models differ and that wait for each
-other, load other values, or get an error that does not name the difference; a tie that is lost;
-a `key_mapping` whose reference to a group remains in a name; a recipe that makes another shape, or
-two values for a tied tensor; a malformed recipe or `key_mapping` whose error is Python's own;
-an argument that `recipe=` replaces and that is ignored without a word.
+The oracle is `from_pretrained`. Catches: an argument of `load` that has no effect; new rows that
+depend on the world size; ranks whose models differ and that wait for each other, load other values,
+or get an error that does not name the difference; a tie that is lost; a `key_mapping` whose
+reference to a group remains in a name; a recipe that makes another shape, or two values for a tied
+tensor; a malformed recipe or `key_mapping` whose error is Python's own; an argument that `recipe=`
+replaces and that is ignored without a word.
 """
 
 import contextlib

@@ -2,9 +2,9 @@
 which lives as long as the last tensor in it. A model on a device gets copies from staging on the
 host.
 
-Must fail for these mutants: a parameter that is replaced by another object; a shard that FSDP2 pads
-into a copy; an entry of the ledger that is released too early, or never; device memory that is
-written other than by copies, or only in part.
+Catches: a parameter that is replaced by another object; a shard that FSDP2 pads into a copy; an
+entry of the ledger that is released too early, or never; device memory that is written other than
+by copies, or only in part.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """Every strategy loads the same bits. Each rank reports as many bytes read from the weights as the
 kernel counts for it, apart from headers and small files.
 
-Must fail for these mutants: a chunk sent to the wrong rank of a group; a rank that reads another
-rank's part; bytes that are read and not counted.
+Catches: a chunk sent to the wrong rank of a group; a rank that reads another rank's part; bytes
+that are read and not counted.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
 """A model that Modicum has loaded trains like one that torch has loaded: the losses of five steps,
 and the parameters after them, are the same bit for bit.
 
-The oracle is `from_pretrained` on every rank, then `fully_shard` of the whole model. Must fail for
-these mutants: FSDP2 gathers from other memory than the parameter's; an optimizer that steps
-parameters outside the model; ties that are lost; values that are rounded where torch rounds none.
+The oracle is `from_pretrained` on every rank, then `fully_shard` of the whole model. Catches: FSDP2
+gathers from other memory than the parameter's; an optimizer that steps parameters outside the
+model; ties that are lost; values that are rounded where torch rounds none.
 """
 
 import os

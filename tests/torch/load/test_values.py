@@ -2,8 +2,8 @@
 in one process: every rank's shard of every parameter, and every buffer, bit for bit. Tied names
 have one Parameter, and `requires_grad` is as before the load.
 
-Must fail for these mutants: a tie that becomes two parameters; a buffer left as it was built; the
-file's dtype instead of the model's; a frozen parameter that trains because it was loaded.
+Catches: a tie that becomes two parameters; a buffer left as it was built; the file's dtype instead
+of the model's; a frozen parameter that trains because it was loaded.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
 """`modicum.torch.AdamW` makes the same steps as torch's optimizers and has their interface.
 
-The oracles are torch.optim.AdamW and Adam, and recorded digests of DeepSpeed's CPU Adam. Must fail
-for these mutants: a gradient that is added twice, or not at all, to the gradient plane (the state's
-array of all gradients); a parameter without a gradient that is stepped; a parameter that is stepped
-with the options of another group; a clip factor that also applies to the next step; a step although
-a gradient is not finite; a state dict that torch.optim.AdamW can't continue from.
+The oracles are torch.optim.AdamW and Adam, and recorded digests of DeepSpeed's CPU Adam. Catches: a
+gradient that is added twice, or not at all, to the gradient plane (the state's array of all
+gradients); a parameter without a gradient that is stepped; a parameter that is stepped with the
+options of another group; a clip factor that also applies to the next step; a step although a
+gradient is not finite; a state dict that torch.optim.AdamW can't continue from.
 
 MKL's square root, which torch calls, misses the nearest float in 17 % of the cases. The tests that
 compare bits with torch therefore make torch call a square root that rounds to nearest.

@@ -2,10 +2,10 @@
 after construction.
 
 The oracle is torch.optim.AdamW, which reads all of these at each step. Modicum adopts a
-replacement, or raises an error that names the parameter before it writes anything. Must fail for
-these mutants: a step of parameters that are no longer in the model; a write into freed memory; a
-change of `state` that has no effect; a value written through `.data` that is lost; a gradient with
-a graph that becomes a constant.
+replacement, or raises an error that names the parameter before it writes anything. Catches: a step
+of parameters that are no longer in the model; a write into freed memory; a change of `state` that
+has no effect; a value written through `.data` that is lost; a gradient with a graph that becomes a
+constant.
 """
 
 import copy

@@ -1,9 +1,9 @@
 """`modicum.torch.AdamW` under accelerate and `fully_shard`, which replace a model's parameters:
 AdamW trains like torch's, or a call raises on every rank.
 
-The oracle is torch.optim.AdamW on real ranks. Must fail for these mutants: an optimizer that goes
-on stepping the parameters that were replaced; a rank that raises while the others wait for it in
-the reduction of the gradient norm.
+The oracle is torch.optim.AdamW on real ranks. Catches: an optimizer that goes on stepping the
+parameters that were replaced; a rank that raises while the others wait for it in the reduction of
+the gradient norm.
 
 In the tests of refusals the last rank is the odd one: the only one that has a reason to refuse.
 """

@@ -1,11 +1,11 @@
 """`modicum.torch.AdamW` over parameters on a device, whose state is on the host.
 
 The oracle is the same optimizer over parameters on the CPU, whose bits test_adamw.py compares with
-torch's. The device is `OnDevice`, a stand-in that counts the bytes of each copy. Must fail for
-these mutants: a gradient that is not copied to the host; new parameters that are not all copied to
-the device, or are copied from a staging slot that is already overwritten; host memory of the
-parameters' size in addition to the state; a copy that casts on the device; a master that misses a
-write to its parameter.
+torch's. The device is `OnDevice`, a stand-in that counts the bytes of each copy. Catches: a
+gradient that is not copied to the host; new parameters that are not all copied to the device, or
+are copied from a staging slot that is already overwritten; host memory of the parameters' size in
+addition to the state; a copy that casts on the device; a master that misses a write to its
+parameter.
 """
 
 from collections import Counter

@@ -2,11 +2,11 @@
 parameter is unfrozen or gets a gradient, when its group is added, or when a program sets or loads
 an entry of `state` for it.
 
-The oracle is torch.optim.AdamW. Must fail for these mutants: a frozen parameter whose state is
-charged; an unfrozen parameter that is never stepped; a parameter that keeps a part of its state
-after a refusal, or changes the state of other parameters; an entry of a state dict that goes to
-another parameter; a gradient that stays outside the plane (the state's array of gradients), or that
-keeps the memory of an optimizer that was freed.
+The oracle is torch.optim.AdamW. Catches: a frozen parameter whose state is charged; an unfrozen
+parameter that is never stepped; a parameter that keeps a part of its state after a refusal, or
+changes the state of other parameters; an entry of a state dict that goes to another parameter; a
+gradient that stays outside the plane (the state's array of gradients), or that keeps the memory of
+an optimizer that was freed.
 """
 
 import copy

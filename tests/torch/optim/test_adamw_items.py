@@ -1,9 +1,9 @@
 """`AdamW.state_items`: yields the state one tensor at a time, as float32 values or, with
 `codes=True`, as views of the stored memory.
 
-Must fail for these mutants: a value that differs from the state dict's; yielded tensors that the
-iterator keeps in memory; stored tensors that are copied, incomplete or of another dtype; a run that
-goes on from stored tensors and differs in a bit from the uninterrupted run.
+Catches: a value that differs from the state dict's; yielded tensors that the iterator keeps in
+memory; stored tensors that are copied, incomplete or of another dtype; a run that goes on from
+stored tensors and differs in a bit from the uninterrupted run.
 """
 
 import copy

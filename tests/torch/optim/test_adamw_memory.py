@@ -2,9 +2,9 @@
 all of it, as many bytes per parameter as the state format declares. Forked children copy none of
 it.
 
-Must fail for these mutants: state that is allocated at the first step; a gradient held in addition
-to the gradient plane; a master held in addition to a parameter that is its own master; state that
-children inherit; docs/guide/adamw.md with other bytes per parameter in a job with workers.
+Catches: state that is allocated at the first step; a gradient held in addition to the gradient
+plane; a master held in addition to a parameter that is its own master; state that children inherit;
+docs/guide/adamw.md with other bytes per parameter in a job with workers.
 """
 
 import json

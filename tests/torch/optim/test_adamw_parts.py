@@ -1,9 +1,9 @@
 """`part_of`: the indices, in the complete parameter, of the elements that a rank steps.
 
-The oracle is torch.chunk. Indices are given as runs: (first index, number of elements). Must fail
-for these mutants: runs that are numbered from the start of the local tensor; a shard of a shard
-treated as a shard of the complete parameter; the order of two cuts derived from the placements
-alone; a parameter that all of its replicas count in the gradient norm.
+The oracle is torch.chunk. Indices are given as runs: (first index, number of elements). Catches:
+runs that are numbered from the start of the local tensor; a shard of a shard treated as a shard of
+the complete parameter; the order of two cuts derived from the placements alone; a parameter that
+all of its replicas count in the gradient norm.
 """
 
 import copy

@@ -1,10 +1,10 @@
 """`modicum.torch.AdamW` on real ranks, with FSDP2 shards that Modicum has loaded.
 
-The oracles are torch.optim.AdamW on the same ranks, and Modicum's own in one process. Must fail for
-these mutants: elements that are numbered from the start of the shard; 8-bit moments whose values
-depend on the sharding, or that are not held as codes; a norm that counts replicas twice, or that
-has only this rank's shards; a rank that steps while another rank skips the step; a gradient of
-FSDP2 that is not in the state when the step begins.
+The oracles are torch.optim.AdamW on the same ranks, and Modicum's own in one process. Catches:
+elements that are numbered from the start of the shard; 8-bit moments whose values depend on the
+sharding, or that are not held as codes; a norm that counts replicas twice, or that has only this
+rank's shards; a rank that steps while another rank skips the step; a gradient of FSDP2 that is not
+in the state when the step begins.
 """
 
 from pathlib import Path

@@ -1,9 +1,9 @@
 """`modicum.torch.AdamW` where tensor parallelism and FSDP2 shard one dim unevenly, on real ranks.
 
 The oracles are one process with the complete model, whose results torch.chunk shards, and DTensor's
-`full_tensor`. Must fail for these mutants: a shard of a shard treated as a shard of the complete
-parameter; elements numbered from the start of the shard (the random bits of stochastic rounding
-depend on the global index); replicas that a norm counts twice.
+`full_tensor`. Catches: a shard of a shard treated as a shard of the complete parameter; elements
+numbered from the start of the shard (the random bits of stochastic rounding depend on the global
+index); replicas that a norm counts twice.
 """
 
 import math

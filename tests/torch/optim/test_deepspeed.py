@@ -3,9 +3,9 @@ by owner. Includes the copies that forked data loader workers keep. Some runs tr
 optimizer instead.
 
 The oracles are sums of Pss that are read without Modicum, DeepSpeed's losses, and the forecast of
-`modicum plan`. Must fail for these mutants: copies in workers that are missed, or counted once per
-worker; a buffer of DeepSpeed that is missed; a `protect` that misses tensors which the first step
-allocates; a step that rounds differently from DeepSpeed's.
+`modicum plan`. Catches: copies in workers that are missed, or counted once per worker; a buffer of
+DeepSpeed that is missed; a `protect` that misses tensors which the first step allocates; a step
+that rounds differently from DeepSpeed's.
 """
 
 import json

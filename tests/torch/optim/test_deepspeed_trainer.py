@@ -1,9 +1,9 @@
 """DeepSpeed under transformers' Trainer. `ProtectCallback` protects DeepSpeed's memory before
 workers are forked. A forecast needs the configuration in which Trainer has resolved "auto" values.
 
-Must fail for these mutants: a callback that calls `protect` before DeepSpeed has allocated its
-memory, or after the workers are forked; one that refuses torch's optimizers, or that keeps the
-protection of a training that failed; a forecast from a configuration with "auto".
+Catches: a callback that calls `protect` before DeepSpeed has allocated its memory, or after the
+workers are forked; one that refuses torch's optimizers, or that keeps the protection of a training
+that failed; a forecast from a configuration with "auto".
 """
 
 import json

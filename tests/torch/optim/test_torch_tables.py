@@ -2,9 +2,8 @@
 torch's test_optim.py tests.
 
 The oracle is torch.optim.AdamW. REFUSED lists options that torch accepts and Modicum refuses.
-MESSAGES has Modicum's answer to inputs that torch refuses; Modicum accepts some. Must fail for
-these mutants: an option that is read only once; a hook that is not called; a refused input that is
-accepted.
+MESSAGES has Modicum's answer to inputs that torch refuses; Modicum accepts some. Catches: an option
+that is read only once; a hook that is not called; a refused input that is accepted.
 """
 
 import copy

@@ -1,11 +1,11 @@
 """`Ranks`: barriers, gathers, failure propagation, liveness and byte transfers among the ranks of a
 load, with real processes and signals.
 
-Must fail for these mutants: a rank that leaves an exchange and keeps its connections; a failed rank
-0 whose process, which hosts the store, exits before the other ranks have read the error; a host
-that counts as lost because one of its ranks is silent, or because of a short stop; a collective
-that returns while a Gloo thread still holds the reduced tensor; an error about models that differ
-by rank, without advice.
+Catches: a rank that leaves an exchange and keeps its connections; a failed rank 0 whose process,
+which hosts the store, exits before the other ranks have read the error; a host that counts as lost
+because one of its ranks is silent, or because of a short stop; a collective that returns while a
+Gloo thread still holds the reduced tensor; an error about models that differ by rank, without
+advice.
 """
 
 import json

@@ -4,12 +4,12 @@ makes further optimizer steps.
 Before a step overwrites a block that is not written yet, it copies the block to the *window*, a
 buffer of limited size; if the window is full, the step waits until the block is written. The
 oracles are a save of the same state in the foreground, which writes equal files, and a training
-without a save. Must fail for these mutants: a block that a step overwrites before it is read, in
-any state format; a step of another optimizer, a load, another save or an exit that does not wait
-for the save; a tensor that the program changes without an error; a saved step that is committed
-before all ranks have written; a window that is not in the promise, or is larger than promised; a
-rank that goes on after another one has failed; a SIGTERM that waits for the program's next call, or
-is handled in the middle of an optimizer step.
+without a save. Catches: a block that a step overwrites before it is read, in any state format; a
+step of another optimizer, a load, another save or an exit that does not wait for the save; a tensor
+that the program changes without an error; a saved step that is committed before all ranks have
+written; a window that is not in the promise, or is larger than promised; a rank that goes on after
+another one has failed; a SIGTERM that waits for the program's next call, or is handled in the
+middle of an optimizer step.
 """
 
 import os

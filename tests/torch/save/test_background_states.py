@@ -1,10 +1,10 @@
 """The states of a save in the background: each event in each state, and what happens to a save of
 real ranks.
 
-Must fail for these mutants: a step that is skipped or raises, after which the rank does not vote; a
-rank that raises the error of a failed save before the ranks meet; `done` or `exception` that
-deliver an error; a step of another optimizer that one rank makes and another refuses; a rank that
-has voted and reports a failure although the step is visible.
+Catches: a step that is skipped or raises, after which the rank does not vote; a rank that raises
+the error of a failed save before the ranks meet; `done` or `exception` that deliver an error; a
+step of another optimizer that one rank makes and another refuses; a rank that has voted and reports
+a failure although the step is visible.
 """
 
 import os

@@ -1,8 +1,8 @@
 """`modicum.torch.load` and `resume` compare what they read of a step (a saved checkpoint directory)
 with the step's record, and so does `modicum resume` of a step that Python has saved.
 
-Must fail for these mutants: values of the weights, or of the state, are not compared; a part that
-two ranks divide is not compared; the report counts no bytes.
+Catches: values of the weights, or of the state, are not compared; a part that two ranks divide is
+not compared; the report counts no bytes.
 """
 
 from collections.abc import Iterator

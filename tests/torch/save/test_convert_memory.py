@@ -1,10 +1,10 @@
 """`modicum.torch.deepspeed.convert` and `modicum.torch.dcp.convert` hold no more memory than they
 promise. In a smaller budget they are refused before they write. Soak has all of the conversions.
 
-Each conversion runs in a new process, which measures itself. Must fail for these mutants: elements
-that are converted in other memory than the staging; stacks and heaps of threads that are not in the
-promise; memory that grows with each box (rectangular part of a tensor) that is read; a promise that
-is made before the names of all tensors are in memory.
+Each conversion runs in a new process, which measures itself. Catches: elements that are converted
+in other memory than the staging; stacks and heaps of threads that are not in the promise; memory
+that grows with each box (rectangular part of a tensor) that is read; a promise that is made before
+the names of all tensors are in memory.
 """
 
 import json

@@ -2,9 +2,9 @@
 `resume` and the checkpoints of accelerate and Trainer do with a damaged step, and with one that
 can't be read.
 
-Must fail for these mutants: an error of the disk counts as damage; `verify=False` trusts texts; a
-damaged step ends the save of its number; a checkpoint with a changed text is resumed, or rotated as
-a whole one; a step that is removed loses its extra.
+Catches: an error of the disk counts as damage; `verify=False` trusts texts; a damaged step ends the
+save of its number; a checkpoint with a changed text is resumed, or rotated as a whole one; a step
+that is removed loses its extra.
 """
 
 import importlib

@@ -2,12 +2,12 @@
 which are Modicum's checkpoint directories. It executes no pickle.
 
 A *box* is the rectangular part of a tensor that a rank has saved (DCP's chunk). The oracles are the
-saved tensors, and Python's audit events, which show executions. Must fail for these mutants: a box
-at the wrong index of its tensor; elements that are read from other indices of a box; optimizer
-state that is written as a tensor of the model; step counts that are lost; a pickle that names a
-function which is not on the list of allowed names; boxes that overlap or are outside their tensor;
-a file outside the directory; an archive with another tensor than the metadata says; a printed
-report that does not name the values that were left out.
+saved tensors, and Python's audit events, which show executions. Catches: a box at the wrong index
+of its tensor; elements that are read from other indices of a box; optimizer state that is written
+as a tensor of the model; step counts that are lost; a pickle that names a function which is not on
+the list of allowed names; boxes that overlap or are outside their tensor; a file outside the
+directory; an archive with another tensor than the metadata says; a printed report that does not
+name the values that were left out.
 """
 
 import json

@@ -1,12 +1,12 @@
 """`modicum.torch.dcp.Writer` and `Reader` under torch.distributed.checkpoint (DCP) save a step
 (checkpoint directory) that transformers can read, and load it bit for bit in another world.
 
-The oracles are the uninterrupted training and `from_pretrained`. Must fail for these mutants: the
-state of another parameter; step counts and group options that are lost; tensors of the state under
-the model's keys; a failed save that leaves its files; a step that is visible before all of DCP's
-ranks have written; an optimizer whose class is not recorded; an `async_save` that is accepted and
-copies the state; values of other ranks that are lost; a save of Modicum's AdamW without its stored
-8-bit codes or masters; ranks that read different steps.
+The oracles are the uninterrupted training and `from_pretrained`. Catches: the state of another
+parameter; step counts and group options that are lost; tensors of the state under the model's keys;
+a failed save that leaves its files; a step that is visible before all of DCP's ranks have written;
+an optimizer whose class is not recorded; an `async_save` that is accepted and copies the state;
+values of other ranks that are lost; a save of Modicum's AdamW without its stored 8-bit codes or
+masters; ranks that read different steps.
 """
 
 import subprocess

@@ -2,9 +2,9 @@
 with its error, within a limit of memory and time, and nothing in it is executed.
 
 The directories are small ones in the form of ZeRO-2, written without DeepSpeed, and of DCP's
-writer. Must fail for these mutants: bytes of an archive that are not compared with their CRC-32.
-Must also fail if these are accepted or read without end: two files of one rank; an optimizer at
-another step than the model; a FIFO; values that refer to each other in a circle or very often.
+writer. Catches: bytes of an archive that are not compared with their CRC-32. Must also fail if
+these are accepted or read without end: two files of one rank; an optimizer at another step than the
+model; a FIFO; values that refer to each other in a circle or very often.
 """
 
 import os

@@ -1,20 +1,19 @@
 """Which tensors `modicum.torch.save` writes to the files of a step (checkpoint directory), under
 which names, and what `resume` reads back.
 
-Must fail for these mutants: a tensor of the model that is not saved because no source file has it;
-a resumed model that cannot be saved again once the step that it was resumed from is removed, or a
-model once its source is;
-tensors of the source that the model does not use and that `unused="copy"` drops; a save without a
-budget; one step count for all parameters; elements on a device that are read from another address;
-a resume that does not compare values; a removal by `keep` that fails without a word; a reported
-peak that leaves out the publication; extras that no resume can read; a tensor that was untied after
-the load and is left out; a model cast after the load that is saved in the dtype of the load, or not
-at all; a weight whose shape has changed since and that is written under its old
-shape; a dtype that rounds the weights from which a saved optimizer goes on; an error without a
-remedy for other frozen parameters than at the save; parameters of another optimizer, numbers that
-no step can have and keys with a dot, all without a typed error; accelerate's optimizer or any other
-wrapper around Modicum's AdamW that is saved by the state that it shows; a source that lacks the
-model's tensors, or some of them, and is copied without a word.
+Catches: a tensor of the model that is not saved because no source file has it; a resumed model that
+cannot be saved again once the step that it was resumed from is removed, or a model once its source
+is; tensors of the source that the model does not use and that `unused="copy"` drops; a save without
+a budget; one step count for all parameters; elements on a device that are read from another
+address; a resume that does not compare values; a removal by `keep` that fails without a word; a
+reported peak that leaves out the publication; extras that no resume can read; a tensor that was
+untied after the load and is left out; a model cast after the load that is saved in the dtype of the
+load, or not at all; a weight whose shape has changed since and that is written under its old shape;
+a dtype that rounds the weights from which a saved optimizer goes on; an error without a remedy for
+other frozen parameters than at the save; parameters of another optimizer, numbers that no step can
+have and keys with a dot, all without a typed error; accelerate's optimizer or any other wrapper
+around Modicum's AdamW that is saved by the state that it shows; a source that lacks the model's
+tensors, or some of them, and is copied without a word.
 """
 
 import os

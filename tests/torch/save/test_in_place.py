@@ -1,6 +1,6 @@
 """Memory that a save reads stays where it is: the calls of torch that move or free it wait.
 
-Must fail for these mutants: a call that does not wait.
+Catches: a call that does not wait.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Texts of steps and of other programs' checkpoints that are too long, or of another kind than a
 regular file: an error with a category, before anything is read, and no wait.
 
-Must fail for these mutants: a save begins although no reader accepts one of its texts; a text of
-a step with too many levels is Python's own error.
+Catches: a save begins although no reader accepts one of its texts; a text of a step with too many
+levels is Python's own error.
 """
 
 import os

@@ -3,11 +3,11 @@ is written or loaded: models after an evaluation, wrappers and copies of the loa
 with other strides than row-major ones, sources of another architecture, and states of another
 dtype.
 
-Must fail for these mutants: a model that FSDP2 has gathered in an evaluation, and is refused; one
-that is resharded in the middle of a forward; a wrapper that is refused although its module was
-loaded; strided memory that is read as row-major; an expanded parameter to which a load writes; a
-source of another architecture, whose config and values are copied; weights that are loaded although
-the optimizer's state has another dtype.
+Catches: a model that FSDP2 has gathered in an evaluation, and is refused; one that is resharded in
+the middle of a forward; a wrapper that is refused although its module was loaded; strided memory
+that is read as row-major; an expanded parameter to which a load writes; a source of another
+architecture, whose config and values are copied; weights that are loaded although the optimizer's
+state has another dtype.
 """
 
 import copy

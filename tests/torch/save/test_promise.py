@@ -2,9 +2,9 @@
 does: of the load, the optimizer steps, and a save of model and optimizer. A budget without room for
 the save is refused before a weight is read.
 
-Must fail for these mutants: a load whose promise does not include the save; a promise for the save
-with the staging of the load, which a small budget shrinks; a report of a resume that does not name
-the steps that were skipped; stacks and heaps of threads that are not in the promise.
+Catches: a load whose promise does not include the save; a promise for the save with the staging of
+the load, which a small budget shrinks; a report of a resume that does not name the steps that were
+skipped; stacks and heaps of threads that are not in the promise.
 """
 
 import threading

@@ -5,8 +5,8 @@ version writes is read by that commit, or refused by it by name.
 The oracles are what fc075f6b itself read (fixtures/formats-0.1/digests.json), its answers to
 records of a later version (newer.json), and its reading rules (support/format_1.py), which must
 give these answers, too. fixtures/record_formats.py has made the fixtures; they are not recorded
-again. Must fail for these mutants: a step of a later version that is refused as damaged; a journal
-of a later version whose files are removed; a key of manifest.json with another name.
+again. Catches: a step of a later version that is refused as damaged; a journal of a later version
+whose files are removed; a key of manifest.json with another name.
 """
 
 import json

@@ -1,9 +1,8 @@
 """`modicum reshard` of steps (checkpoint directories) that Python has saved, with adapters, the
 state of torch's optimizers, and a program's own data (extras).
 
-The oracles are the model and the optimizer that were saved. Must fail for these mutants: a file of
-adapters with a name that PEFT does not read; stacked experts whose recipe is lost; extras of a rank
-that are left out.
+The oracles are the model and the optimizer that were saved. Catches: a file of adapters with a name
+that PEFT does not read; stacked experts whose recipe is lost; extras of a rank that are left out.
 """
 
 import json

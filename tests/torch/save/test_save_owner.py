@@ -1,8 +1,8 @@
 """The owner of a step that Python saves is its process: not its forked children, and not another
 save of the process.
 
-Must fail for these mutants: a forked child removes the step, or ends its lock; a second save of the
-process ends the lock of the first, or removes its step.
+Catches: a forked child removes the step, or ends its lock; a second save of the process ends the
+lock of the first, or removes its step.
 """
 
 import os

@@ -2,11 +2,11 @@
 still run after a time, the *grace*. A save that can end within the grace is committed before
 SIGTERM ends the process; otherwise the save ends with an error, on all ranks.
 
-Must fail for these mutants: a SIGTERM that has no effect after the saved step is committed; a save
-that goes on beyond its grace; a save that ends on one rank only; a second SIGTERM that is ignored;
-a handler of the program that is replaced; a forecast from the rate of the first, small pieces; a
-SIGTERM that ends the process before the ranks have met; a rank that waits for others that have
-ended; a SIGTERM that is lost if the save fails.
+Catches: a SIGTERM that has no effect after the saved step is committed; a save that goes on beyond
+its grace; a save that ends on one rank only; a second SIGTERM that is ignored; a handler of the
+program that is replaced; a forecast from the rate of the first, small pieces; a SIGTERM that ends
+the process before the ranks have met; a rank that waits for others that have ended; a SIGTERM that
+is lost if the save fails.
 """
 
 import os

@@ -1,8 +1,8 @@
 """`modicum.torch.save` and `resume` need a root that all ranks see. In the soak test they run on
 two nodes of two ranks, under torchrun; the nodes are network namespaces of this machine.
 
-Must fail for these mutants: a save whose second node writes to a directory that the first node does
-not see; a rank that waits without a limit for a directory.
+Catches: a save whose second node writes to a directory that the first node does not see; a rank
+that waits without a limit for a directory.
 """
 
 import json

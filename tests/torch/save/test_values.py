@@ -2,11 +2,11 @@
 directory) come back with their values and types, or the save refuses them by name; their damaged
 texts are errors with a category. Optimizers without state tensors are saved and go on exactly.
 
-The oracles are the values themselves, and the uninterrupted training. Must fail for these mutants:
-a list that comes back as a tuple; an enum that is saved as its number; options that replace a
-group's parameters; memory that is taken before a count is checked; numbers of a state without
-tensors that are lost; a wrapper that hides the state of its optimizer; tensors of a resume in
-inference mode that can't be trained.
+The oracles are the values themselves, and the uninterrupted training. Catches: a list that comes
+back as a tuple; an enum that is saved as its number; options that replace a group's parameters;
+memory that is taken before a count is checked; numbers of a state without tensors that are lost; a
+wrapper that hides the state of its optimizer; tensors of a resume in inference mode that can't be
+trained.
 """
 
 import json

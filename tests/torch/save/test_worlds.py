@@ -3,12 +3,12 @@
 The oracle is the uninterrupted training. The two programs have different numbers of ranks or
 layouts, and the same state format. The resumed model and state must equal the saved ones, and the
 next three steps those of the program that saved, bit for bit. `from_pretrained` and `modicum
-verify` must read the step (the saved checkpoint directory). Must fail for these mutants: a state
-that each replica writes; step counts, of Modicum's AdamW or of torch's, that begin at 0 after a
-resume; groups that have the options of the new program after a resume; ranks that write their parts
-of divided rows alone, without a warning; a state that a resume does not read; a rank that gets the
-extras of another rank; ranks that save different steps; a state of another format that is accepted;
-a state that is not in the promise; replicas that differ and are mixed.
+verify` must read the step (the saved checkpoint directory). Catches: a state that each replica
+writes; step counts, of Modicum's AdamW or of torch's, that begin at 0 after a resume; groups that
+have the options of the new program after a resume; ranks that write their parts of divided rows
+alone, without a warning; a state that a resume does not read; a rank that gets the extras of
+another rank; ranks that save different steps; a state of another format that is accepted; a state
+that is not in the promise; replicas that differ and are mixed.
 """
 
 import subprocess

@@ -2,13 +2,12 @@
 which are Modicum's checkpoint directories. It executes no pickle.
 
 The oracles are the tensors of DeepSpeed's engines on two ranks, DeepSpeed's own conversion
-(zero_to_fp32), and Python's audit events, which show executions. Must fail for these mutants: an
-element that is read from another rank's piece or from the padding; the state of another parameter;
-a lower half that belongs to an upper half of another rounding; step counts that are lost; a frozen
-or tied parameter without values. Must also fail if these are accepted: files of two steps; the
-files of one rank too few or too many; an unknown layout; a pickle with a name that is not on the
-list of allowed names; a tensor that an unknown function would rebuild; a frozen parameter whose
-dtype differs by rank.
+(zero_to_fp32), and Python's audit events, which show executions. Catches: an element that is read
+from another rank's piece or from the padding; the state of another parameter; a lower half that
+belongs to an upper half of another rounding; step counts that are lost; a frozen or tied parameter
+without values. Must also fail if these are accepted: files of two steps; the files of one rank too
+few or too many; an unknown layout; a pickle with a name that is not on the list of allowed names; a
+tensor that an unknown function would rebuild; a frozen parameter whose dtype differs by rank.
 """
 
 import json

@@ -1,12 +1,12 @@
 """Models whose tensors a program distributes itself, by `distribute_module` or
 `distribute_tensor`, on real ranks: their gradients, their buffers, and their state in files.
 
-The oracles are torch.optim.AdamW on the complete model, and a save's own error. Must fail for these
-mutants: a rank with an empty shard that takes no part in the redistribution of a gradient, which
-the others wait for; a gradient that is redistributed before the step; a buffer that is a plain
-tensor after a load; a buffer in no state dict whose DTensor is compared with a plain tensor, or of
-which one rank's part counts as the whole; a rank outside the mesh that reduces with it; 0-d state
-that is plain next to a DTensor; a promise that is silent about a state that can't be saved.
+The oracles are torch.optim.AdamW on the complete model, and a save's own error. Catches: a rank
+with an empty shard that takes no part in the redistribution of a gradient, which the others wait
+for; a gradient that is redistributed before the step; a buffer that is a plain tensor after a load;
+a buffer in no state dict whose DTensor is compared with a plain tensor, or of which one rank's part
+counts as the whole; a rank outside the mesh that reduces with it; 0-d state that is plain next to a
+DTensor; a promise that is silent about a state that can't be saved.
 """
 
 from pathlib import Path

@@ -2,9 +2,9 @@
 FSDP2's parameters. FSDP2 must not pad, copy or pin this memory again, and each parameter must stay
 the same object.
 
-Must fail for these mutants: a new parameter object (an optimizer, a tie or a hook would keep the
-old one); a storage without padding, which FSDP2 copies to a padded one; memory that is pinned with
-its size rounded up to a power of two; a torch that behaves differently and is accepted.
+Catches: a new parameter object (an optimizer, a tie or a hook would keep the old one); a storage
+without padding, which FSDP2 copies to a padded one; memory that is pinned with its size rounded up
+to a power of two; a torch that behaves differently and is accepted.
 """
 
 import gc

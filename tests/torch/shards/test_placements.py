@@ -2,11 +2,10 @@
 form of a `Sharding`: a mesh of all ranks, and cuts of dims along its axes.
 
 The oracles are `fully_shard`, tensor parallelism and `distribute_tensor`. A fake process group lets
-this process be each rank in turn. Must fail for these mutants: placements applied from left to
-right although FSDP2 shards the shard of tensor parallelism; flattened or omitted mesh axes in the
-wrong order; padding for another cut than FSDP2's; packed parts that count as an order of cuts; runs
-of elements that are not in the order of a rank's memory; elements that all replicas count in a sum,
-or none of them.
+this process be each rank in turn. Catches: placements applied from left to right although FSDP2
+shards the shard of tensor parallelism; flattened or omitted mesh axes in the wrong order; padding
+for another cut than FSDP2's; packed parts that count as an order of cuts; runs of elements that are
+not in the order of a rank's memory; elements that all replicas count in a sum, or none of them.
 """
 
 from collections.abc import Callable

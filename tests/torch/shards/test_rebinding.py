@@ -1,9 +1,9 @@
 """`rebinding` gives an optimizer the parameters that `fully_shard` has put in the place of the old
 ones, by FQN.
 
-Must fail for these mutants: parameters matched by address, which is 0 for all parameters on meta,
-or by order, which is another one in custom groups and with tied parameters; an optimizer of which a
-part is rebound after a failure.
+Catches: parameters matched by address, which is 0 for all parameters on meta, or by order, which is
+another one in custom groups and with tied parameters; an optimizer of which a part is rebound after
+a failure.
 """
 
 from collections.abc import Iterator
