@@ -35,9 +35,9 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.errors import Error, FormatError, IoError, UsageError  # noqa: E402
+from modicum.imports.dcp import Directory, directory_of  # noqa: E402
+from modicum.imports.pickles import Made, read_pickle  # noqa: E402
 from modicum.torch.dcp import convert  # noqa: E402
-from modicum.torch.saving.directories import Directory, directory_of  # noqa: E402
-from modicum.torch.saving.pickles import Made, read_pickle  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

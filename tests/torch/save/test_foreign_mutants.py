@@ -25,12 +25,12 @@ import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known 
 from audit import mutated, nothing_happens  # noqa: E402
 
 from modicum.errors import Error, FormatError, IntegrityError, IoError  # noqa: E402
+from modicum.imports.archives import Archive  # noqa: E402
+from modicum.imports.dcp import Directory  # noqa: E402
+from modicum.imports.pickles import read_pickle  # noqa: E402
+from modicum.imports.zero import ZeroDirectory  # noqa: E402
 from modicum.torch.dcp import convert as convert_dcp  # noqa: E402
 from modicum.torch.deepspeed import convert as convert_zero  # noqa: E402
-from modicum.torch.saving.archives import Archive  # noqa: E402
-from modicum.torch.saving.directories import Directory  # noqa: E402
-from modicum.torch.saving.pickles import read_pickle  # noqa: E402
-from modicum.torch.saving.zero import ZeroDirectory  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -16,12 +16,12 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 from modicum import _modicum  # noqa: E402  (after torch is known to be there)
 from modicum.errors import Error  # noqa: E402
+from modicum.imports.archives import Archive  # noqa: E402
+from modicum.imports.dcp import Directory  # noqa: E402
+from modicum.imports.zero import ZeroDirectory  # noqa: E402
 from modicum.recipes.reading import read_recipe  # noqa: E402
-from modicum.torch.saving.archives import Archive  # noqa: E402
-from modicum.torch.saving.directories import Directory  # noqa: E402
 from modicum.torch.saving.extra import COMMON, names_for  # noqa: E402
 from modicum.torch.saving.texts import read_files, read_json  # noqa: E402
-from modicum.torch.saving.zero import ZeroDirectory  # noqa: E402
 
 Read = Callable[[Path], object]
 

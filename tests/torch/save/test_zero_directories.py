@@ -33,11 +33,11 @@ from safetensors.torch import load_file  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.errors import Error, FormatError, IntegrityError, IoError, UsageError  # noqa: E402
+from modicum.imports.archives import Archive, Record  # noqa: E402
+from modicum.imports.pickles import Global, Made, Pairs, Stored  # noqa: E402
+from modicum.imports.zero import directory_of  # noqa: E402
 from modicum.torch import zero_convert  # noqa: E402
 from modicum.torch.deepspeed import convert  # noqa: E402
-from modicum.torch.saving.archives import Archive, Record  # noqa: E402
-from modicum.torch.saving.pickles import Global, Made, Pairs, Stored  # noqa: E402
-from modicum.torch.saving.zero import directory_of  # noqa: E402
 from modicum.upstream.torch_checkpoint import REBUILD_TENSOR, REBUILD_TYPED  # noqa: E402
 
 pytestmark = needs_extensions

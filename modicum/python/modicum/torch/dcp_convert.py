@@ -9,8 +9,8 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
-from modicum.torch.saving.archives import number_of
-from modicum.torch.saving.directories import Directory, Place
+from modicum.imports.archives import number_of
+from modicum.imports.dcp import Directory, Place
 from modicum.torch.saving.planning import Ask, Parts, root_of, state_of
 from modicum.torch.saving.report import Saved
 from modicum.torch.saving.state_dicts import flat_key, not_under_one_key

@@ -9,6 +9,8 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.imports.zero import Cut, ZeroDirectory, ZeroTensor
+from modicum.imports.zero_files import MASTER, MOMENTS
 from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.torch.saving import groups
 from modicum.torch.saving.planning import Ask, Parts, root_of
@@ -16,8 +18,6 @@ from modicum.torch.saving.report import Saved
 from modicum.torch.saving.streams import Read, goal_of_tensors, save_streams, streamed
 from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import TensorsWriting
-from modicum.torch.saving.zero import Cut, ZeroDirectory, ZeroTensor
-from modicum.torch.saving.zero_files import MASTER, MOMENTS
 
 Size = int | str
 Source = str | os.PathLike[str]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from modicum.errors import Error
-from modicum.torch.saving.pickles import (
+from modicum.imports.pickles import (
     Global,
     Made,
     Stored,

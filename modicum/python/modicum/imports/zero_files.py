@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from modicum.errors import refusal
-from modicum.torch.saving.archives import Archive, Line, Shape, is_shape, is_size, number_of
-from modicum.torch.saving.pickles import Made, Pairs, malformed
+from modicum.imports.archives import Archive, Line, Shape, is_shape, is_size, number_of
+from modicum.imports.pickles import Made, Pairs, malformed
 from modicum.upstream.deepspeed_checkpoint import BASE_STATE, MASTERS, PICKLED, STAGE, STAGES
 
 MASTER = "master"

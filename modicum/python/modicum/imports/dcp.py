@@ -20,7 +20,7 @@ from typing import Any
 
 from modicum import _modicum
 from modicum.errors import IoError
-from modicum.torch.saving.archives import (
+from modicum.imports.archives import (
     ITEM_BYTES,
     Archive,
     Line,
@@ -29,7 +29,7 @@ from modicum.torch.saving.archives import (
     is_shape,
     is_size,
 )
-from modicum.torch.saving.pickles import (
+from modicum.imports.pickles import (
     DTYPES,
     MOST_BYTES,
     Global,

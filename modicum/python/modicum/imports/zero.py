@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from modicum import _modicum
-from modicum.torch.saving.archives import Archive, Line, Shape, compare_records
-from modicum.torch.saving.pickles import malformed, reading
-from modicum.torch.saving.zero_files import (
+from modicum.imports.archives import Archive, Line, Shape, compare_records
+from modicum.imports.pickles import malformed, reading
+from modicum.imports.zero_files import (
     MASTER,
     MOMENTS,
     Flat,
