@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import shutil
 import subprocess
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +47,12 @@ class Disk:
         _checked(_libc.mount(*words, 0, None), "mount")
 
     def unmount(self) -> None:
-        _checked(_libc.umount2(os.fsencode(self.directory), 0), "umount")
+        """Waits for the kernel to close the files of processes that have just been killed."""
+        deadline = time.monotonic() + 30
+        while _libc.umount2(os.fsencode(self.directory), 0) != 0:
+            busy = ctypes.get_errno() == errno.EBUSY
+            _checked(0 if busy and time.monotonic() < deadline else -1, "umount")
+            time.sleep(0.05)
 
     def cut_power(self, flags: int) -> None:
         """Cuts the power of the mounted file system, with one of FLAGS: no later call reaches the

@@ -145,7 +145,7 @@ def compares(directory: str, root: str, cut: Cut, *, optimizer: str = "fp32") ->
     """What a resume reports of its comparison with the step's record, or its error."""
     model, stepping = made(directory, cut, optimizer, "float32")
     try:
-        report = modicum.torch.resume(model, root, optimizer=stepping, verify=False, progress=False)
+        report = modicum.torch.resume(model, root, optimizer=stepping, progress=False)
     except modicum.Error as error:
         return {"error": type(error).__name__, "message": str(error)}
     return {"compared_bytes": report.compared_bytes, "not_compared": report.not_compared}

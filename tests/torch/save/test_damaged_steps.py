@@ -2,13 +2,14 @@
 `resume` and the checkpoints of accelerate and Trainer do with a damaged step, and with one that
 can't be read.
 
-Catches: an error of the disk counts as damage; `verify=False` trusts texts; a damaged step ends the
-save of its number; a checkpoint with a changed text is resumed, or rotated as a whole one; a step
-that is removed loses its extra.
+Catches: an error of the disk counts as damage; texts are trusted; a damaged step ends the save of
+its number, or the resume; a model whose resume failed is saved; a checkpoint with a changed text is
+resumed, or rotated as a whole one; a step that is removed loses its extra.
 """
 
 import importlib
 import itertools
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -26,7 +27,7 @@ from safetensors.torch import save_file  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
-from modicum.errors import IntegrityError, IoError, UsageError  # noqa: E402
+from modicum.errors import BudgetError, IntegrityError, IoError, UsageError  # noqa: E402
 from modicum.torch.choice import Choice  # noqa: E402
 from modicum.torch.saving import choosing, inside  # noqa: E402
 
@@ -77,34 +78,35 @@ def test_a_step_that_cannot_be_read_stays(tmp_path: Path, model: Any) -> None:
     for step in (1, 2):
         front.save(model, tmp_path, step=step)
     fault = errors.failure("IO", "read failed: EIO")
-    with patch.object(_modicum, "step_fault", side_effect=fault):
-        for call in (
-            lambda: front.save(model, tmp_path, step=2),
-            lambda: front.resume(model, tmp_path, progress=False),
-        ):
-            with pytest.raises(IoError, match="read failed"):
-                call()
+    with (
+        patch.object(_modicum, "step_fault", side_effect=fault),
+        pytest.raises(IoError, match="read failed"),
+    ):
+        front.save(model, tmp_path, step=2)
+    with (
+        patch.object(resume_module, "load", side_effect=fault),
+        pytest.raises(IoError, match="read failed"),
+    ):
+        front.resume(model, tmp_path, progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-2"]
 
 
 def test_a_step_that_is_removed_meanwhile_is_chosen_again(tmp_path: Path, model: Any) -> None:
     for step in (1, 2):
         front.save(model, tmp_path, step=step)
-    original = _modicum.step_fault
+    load = resume_module.load
 
-    def removes(path: str, *rest: Any) -> str:
-        if path.endswith("step-2"):
-            Path(path).rename(tmp_path / ".trash-x")
-        found: str = original(path, *rest)
-        return found
+    def removes(model: Any, step: Path, **how: Any) -> Any:
+        if step.name == "step-2":
+            step.rename(tmp_path / ".trash-x")
+        return load(model, step, **how)
 
-    with patch.object(_modicum, "step_fault", removes):
+    with patch.object(resume_module, "load", removes):
         resumed = front.resume(model, tmp_path, progress=False)
     assert (resumed.step, resumed.skipped) == (1, [])
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any, verify: bool) -> None:
+def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any) -> None:
     """Another process removes step 3 before its tensors are read, step 2 before its other files
     are, and step 1 after its tensors were. The resume has each part of step 1."""
     for step in (1, 2, 3):
@@ -130,7 +132,7 @@ def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any, verify: bool) 
         patch.object(choosing, "read_files", removed_before),
         patch.object(resume_module, "load", removed_around),
     ):
-        resumed = front.resume(model, tmp_path, verify=verify, progress=False)
+        resumed = front.resume(model, tmp_path, progress=False)
     assert (resumed.step, resumed.extra, resumed.extra_per_rank) == (1, {"at": 1}, [1])
 
 
@@ -169,7 +171,7 @@ def test_resumes_next_to_a_job_that_keeps_one_step(tmp_path: Path, times: int) -
     assert whole > times // 2
 
 
-def test_without_verify_texts_and_headers_are_compared(tmp_path: Path, model: Any) -> None:
+def test_texts_and_headers_of_a_named_step_are_compared(tmp_path: Path, model: Any) -> None:
     front.save(model, tmp_path, step=1)
     step = tmp_path / "step-1"
     weights = max(step.glob("model*.safetensors")).name
@@ -177,9 +179,131 @@ def test_without_verify_texts_and_headers_are_compared(tmp_path: Path, model: An
         whole = (step / file).read_bytes()
         flip(step / file, at)
         with pytest.raises(IntegrityError, match=f"not the one that was saved .file {file}"):
-            front.resume(model, step, verify=False, progress=False)
+            front.resume(model, step, progress=False)
         (step / file).write_bytes(whole)
-    assert front.resume(model, step, verify=False, progress=False).step == 1
+    assert front.resume(model, step, progress=False).step == 1
+
+
+# ---- damaged values, which are found while they are read
+
+
+def flip_value(directory: Path, name: str) -> None:
+    """Flips a bit of a stored tensor."""
+    for file in directory.glob("*.safetensors"):
+        header_bytes = int.from_bytes(file.read_bytes()[:8], "little")
+        header = json.loads(file.read_bytes()[8 : 8 + header_bytes])
+        if name in header:
+            return flip(file, 8 + header_bytes + header[name]["data_offsets"][0])
+    raise KeyError(name)
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+PLACES = {"weights": (".", NAME), "state": ("optimizer", f"{NAME}.exp_avg")}
+
+
+def optimizer_of(model: Any, kind: str) -> Any:
+    if kind == "torch":
+        return torch.optim.AdamW(model.parameters())
+    return front.AdamW(model.named_parameters(), state_format=kind)
+
+
+def saved_twice(root: Path, kind: str) -> tuple[list[Any], Any]:
+    """Saves steps 1 and 2 of a training. Returns the values and the state of step 1."""
+    model = torch_front.empty("llama")
+    optimizer = optimizer_of(model, kind) if kind != "torch" else None
+    front.load(model, torch_front.checkpoint_of("llama"), optimizer=optimizer, progress=False)
+    optimizer = optimizer or optimizer_of(model, kind)
+    first = None
+    for step in (1, 2):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, step)
+        optimizer.step()
+        front.save(model, root, step=step, optimizer=optimizer, extra={"at": step})
+        first = first or ([one.detach().clone() for one in model.parameters()], state_of(optimizer))
+    assert first is not None
+    return first
+
+
+def state_of(optimizer: Any) -> Any:
+    if isinstance(optimizer, front.AdamW):
+        return optimizer.digest()
+    return [entry["exp_avg"].tolist() for entry in optimizer.state.values()]
+
+
+@pytest.mark.filterwarnings("ignore:modicum")
+@pytest.mark.parametrize("kind", ["fp32-split", "bf16-moments", "torch"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("is_empty", [True, False], ids=["meta", "values"])
+def test_an_older_step_takes_the_place_of_a_damaged_one(
+    tmp_path: Path, kind: str, place: str, is_empty: bool
+) -> None:
+    values, state = saved_twice(tmp_path, kind)
+    folder, name = PLACES[place]
+    flip_value(tmp_path / "step-2" / folder, name)
+    model = torch_front.empty("llama")
+    if not is_empty:
+        front.load(model, torch_front.checkpoint_of("llama"), progress=False)
+    optimizer = optimizer_of(model, kind)
+    resumed = front.resume(model, tmp_path, optimizer=optimizer, progress=False)
+    assert (resumed.step, resumed.extra) == (1, {"at": 1})
+    (skipped,) = resumed.skipped
+    assert skipped["step"] == 2 and f"tensor {name}" in skipped["reason"]
+    assert all(map(torch.equal, model.parameters(), values)) and state_of(optimizer) == state
+    assert front.save(model, tmp_path, step=3, optimizer=optimizer).step == 3
+
+
+@pytest.mark.filterwarnings("ignore:modicum")
+@pytest.mark.parametrize("place", PLACES)
+def test_without_an_intact_step_the_values_are_nan(tmp_path: Path, place: str) -> None:
+    saved_twice(tmp_path, "fp32-split")
+    folder, name = PLACES[place]
+    for step in (1, 2):
+        flip_value(tmp_path / f"step-{step}" / folder, name)
+    model = torch_front.empty("llama")
+    front.load(model, torch_front.checkpoint_of("llama"), progress=False)
+    optimizer = optimizer_of(model, "fp32-split")
+    with pytest.raises(IntegrityError, match="UNCOMMITTED: .*values are undefined .NaN. now"):
+        front.resume(model, tmp_path, optimizer=optimizer, progress=False)
+    assert all(one.isnan().all() for one in model.parameters())
+    assert all(buffer.isfinite().all() for buffer in model.buffers())
+    with pytest.raises(UsageError, match="undefined since a load into it has failed"):
+        front.save(model, tmp_path, step=3)
+    front.load(model, torch_front.checkpoint_of("llama"), progress=False)
+    assert front.save(model, tmp_path, step=3).step == 3
+
+
+def test_values_that_torch_has_written_are_defined(tmp_path: Path, model: Any) -> None:
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    front.save(model, tmp_path, step=1)
+    flip_value(tmp_path / "step-1", NAME)
+    with pytest.raises(IntegrityError, match="the values are not those that were saved"):
+        front.resume(model, tmp_path / "step-1", progress=False)
+    for left_out in ([NAME], []):
+        with pytest.raises(UsageError, match="undefined"):
+            front.save(model, tmp_path, step=2)
+        model.load_state_dict({n: v for n, v in values.items() if n not in left_out}, strict=False)
+    assert front.save(model, tmp_path, step=2).step == 2
+
+
+def test_a_load_must_fill_what_is_undefined(tmp_path: Path, model: Any) -> None:
+    front.save(model, tmp_path, step=1)
+    flip_value(tmp_path / "step-1", NAME)
+    with pytest.raises(IntegrityError):
+        front.load(model, tmp_path / "step-1", progress=False)
+    lacking = tmp_path / "model.safetensors"
+    values = {n: t for n, t in model.state_dict().items() if n != NAME}
+    save_file(values, lacking)
+    with pytest.raises(UsageError, match=f"source lacks it.*tensor {NAME}"):
+        front.load(model, lacking, progress=False)
+
+
+def test_a_resume_that_is_refused_changes_no_value(tmp_path: Path, model: Any) -> None:
+    front.save(model, tmp_path, step=1)
+    before = [one.clone() for one in model.parameters()]
+    with pytest.raises(BudgetError):
+        front.resume(model, tmp_path, budget="1MiB", progress=False)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert front.save(model, tmp_path, step=2).step == 2
 
 
 # ---- checkpoints of accelerate and Trainer

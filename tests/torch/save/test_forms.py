@@ -37,7 +37,6 @@ from modicum import _modicum  # noqa: E402
 from modicum.errors import (  # noqa: E402
     BudgetError,
     FormatError,
-    IntegrityError,
     IoError,
     UsageError,
 )
@@ -362,29 +361,15 @@ def test_extras_are_refused_where_no_resume_would_read_them(tmp_path: Path) -> N
         front.save(model, tmp_path / "steps", step=1, extra_per_rank=own)
 
 
-def test_a_step_with_other_values_is_skipped(tmp_path: Path) -> None:
-    """In step 3 a value of the weights differs, in step 2 one of the optimizer state. All files
-    have the right lengths and headers."""
-    root = tmp_path / "steps"
-    model = loaded("llama")
-    optimizer = front.AdamW(model.named_parameters(), state_format="bf16-moments")
-    for step in (1, 2, 3):
-        front.save(model, root, step=step, optimizer=optimizer)
-    for step, folder in ((3, "."), (2, "optimizer")):
-        file = min((root / f"step-{step}" / folder).glob("*.safetensors"))
-        data = bytearray(file.read_bytes())
-        data[-1] ^= 1
-        file.write_bytes(data)
-    with pytest.warns(UserWarning, match="step 2 is skipped"):
-        report = front.resume(torch_front.empty("llama"), root, progress=False)
-    assert report.step == 1
-    assert [skipped["step"] for skipped in report.skipped] == [3, 2]
-    assert all("INTEGRITY" in skipped["reason"] for skipped in report.skipped)
-    with pytest.raises(IntegrityError, match="the values are not"):
-        front.resume(torch_front.empty("llama"), root / "step-3", progress=False)
-    # The value is in a buffer that the model computes: a resume alone does not read it.
-    report = front.resume(torch_front.empty("llama"), root, verify=False, progress=False)
-    assert report.step == 3 and report.not_compared[-1].endswith("inv_freq")
+def test_what_a_resume_does_not_read_is_reported(tmp_path: Path) -> None:
+    """The last value of the weights is in a buffer that the model computes."""
+    front.save(loaded("llama"), tmp_path, step=1)
+    file = min((tmp_path / "step-1").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    report = front.resume(torch_front.empty("llama"), tmp_path, progress=False)
+    assert report.step == 1 and report.not_compared[-1].endswith("inv_freq")
 
 
 def test_steps_cross_between_python_and_the_command_line(tmp_path: Path, modicum: Path) -> None:

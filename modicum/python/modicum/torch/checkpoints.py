@@ -141,7 +141,6 @@ class Checkpoints:
         folders = {i: directory / upstream.folder_of(i) if i else directory for i in indices}
         checkpoint = _Open(directory, {i: _Kept(Inside(folder)) for i, folder in folders.items()})
         outer, self._open = self._open, checkpoint
-        self._choice.compared = None
         try:
             with Ranks.of_world().together() as ranks:
                 for kept in checkpoint.kept.values():
@@ -261,7 +260,6 @@ class Checkpoints:
         self._warn_of_other_files(directory, index, is_first=is_first)
         names = ("ledger", "budget", "strategy", "staging", "fork", "progress", "check")
         how = {name: self._how()[name] for name in names}
-        how["verify"] = directory != self._choice.compared
         self._read(load_inside(upstream.bare(model), step, how))
 
     def _loading_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:

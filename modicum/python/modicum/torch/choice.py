@@ -22,9 +22,6 @@ class Choice:
 
     def __init__(self) -> None:
         self._found: set[str] = set()  # what get_last_checkpoint has returned
-        self.compared: Path | None = None
-        """The checkpoint that was chosen last, of which all ranks together have compared every
-        byte."""
 
     def finding(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -81,7 +78,6 @@ class Choice:
             for one in found:
                 reason = fault_for_all(Path(one), ranks)
                 if not reason:
-                    self.compared = Path(one)
                     return str(one)
                 if ranks.rank == 0:
                     _warn_of_skipped(one, reason)

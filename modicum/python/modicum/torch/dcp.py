@@ -39,6 +39,7 @@ from modicum.torch.dcp_boxes import Target, boxed, cast_to, check_place, describ
 from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_writer import Writer as Writer
 from modicum.torch.loading.origin import remember_read
+from modicum.torch.loading.overwritten import defined
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.choosing import Chosen, chosen_step
@@ -224,6 +225,7 @@ class HuggingFaceReader(_PathReader):
     def _remember(self, read: set[str]) -> None:
         if self._model is not None:
             remember_read(self._model, Path(self.checkpoint_id), self._made, read)
+            defined(self._model, read)
 
     # ---- the places to fill
 
@@ -367,7 +369,7 @@ class Reader(_PathReader):
         """Opens a step, or the newest one of a root. If another process removes it meanwhile,
         chooses once more."""
         for is_last in (False, True):
-            chosen = chosen_step(root, Ranks(_rank(), 1), _texts_of, verify=False)
+            chosen = chosen_step(root, Ranks(_rank(), 1), _texts_of, [])
             try:
                 self._open_step(chosen)
                 return

@@ -12,6 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from modicum import _modicum
 from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
+from modicum.torch.loading.overwritten import overwriting
 from modicum.torch.loading.planning import Place, Planned, kept_bytes
 from modicum.torch.optim.binding import on_meta
 from modicum.torch.optim.promise import held_by
@@ -47,6 +48,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
     ledger.limit_bytes = ledger.held_bytes + plan.ledger_limit_bytes(rank)
     try:
         with (
+            overwriting(model, rank, planned.goal.dtypes.keys()),
             progress_bar(
                 sum(planned.buffers[t]["bytes"] for t, _ in own),
                 shown=options.progress and rank == 0,

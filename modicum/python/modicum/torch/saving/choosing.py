@@ -1,18 +1,15 @@
 """Chooses the step (saved checkpoint directory) to read: rank 0 decides, and all ranks read the
 same."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from modicum import _modicum
-from modicum._modicum import exit_codes
-from modicum.errors import Error, failure, from_json
+from modicum.errors import Error, failure
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks
-from modicum.torch.saving.examining import damage_of
 from modicum.torch.saving.shared import is_gone, require_same, seen_by_all
 from modicum.torch.saving.texts import read_files
 
@@ -31,21 +28,25 @@ class Chosen:
     files: dict[str, bytes]
     """The files of `NamesFor`. They were read before the step was seen whole: if the record lists
     one, it is here, though another process may remove the step meanwhile."""
+    is_newest: bool
+    """Whether it is the newest step of a root, not a step that the caller named."""
 
 
-def chosen_step(root: Path, ranks: Ranks, names_for: NamesFor, *, verify: bool) -> Chosen:
-    """The newest step without damage of a root, or the step `root`. Collective. If another process
-    removes the step meanwhile, chooses once more. Rank 0 warns of each skipped step.
+def chosen_step(
+    root: Path, ranks: Ranks, names_for: NamesFor, skipped: list[dict[str, Any]]
+) -> Chosen:
+    """The newest step of a root whose headers and texts are as recorded, or the step `root`.
+    Collective. If another process removes the step meanwhile, chooses once more.
 
     Args:
-        verify: compares every byte, not only headers and texts.
+        skipped: damaged steps, older than which the step is to be; see `skip`. Those that are found
+            are added.
 
     Raises:
         IntegrityError: there is no such step, or `root` is a damaged one.
         IoError: it can't be read, or was removed again.
         UsageError: a rank sees another step than rank 0.
     """
-    skipped: list[dict[str, Any]] = []
     is_again = False
 
     def find() -> dict[str, Any]:
@@ -53,31 +54,26 @@ def chosen_step(root: Path, ranks: Ranks, names_for: NamesFor, *, verify: bool) 
             return _modicum.check_step(str(root))
         return _modicum.newest_step(str(root), [(one["step"], one["reason"]) for one in skipped])
 
-    def skip(one: dict[str, Any]) -> None:
-        skipped.append(one)
-        if ranks.rank == 0:
-            warn_script(f"modicum: step {one['step']} is skipped: {one['reason']}")
-
     while True:
         facts, _ = ranks.once(find, lambda: None)
         for one in facts.get("skipped", []):
-            skip(one)
+            skip(skipped, one, ranks)
         files = _files_of(facts, ranks, names_for)
-        damage = "" if files is not None else None
-        if verify and files is not None:
-            damage = damage_of(Path(facts["path"]), ranks)
-        if files is not None and damage == "":
-            return Chosen(Path(facts["path"]), facts | {"skipped": skipped}, files)
-        if damage is None:
-            if is_again or "skipped" not in facts:
-                raise removed(Path(facts["path"]))
-            is_again = True
-            skipped.clear()
-        elif "skipped" not in facts:  # from check_step: `root` is the step itself
-            told = {"category": "INTEGRITY", "code": exit_codes()["INTEGRITY"], "message": damage}
-            raise from_json(json.dumps({"error": told}))
-        else:
-            skip({"step": facts["step"], "reason": damage})
+        is_newest = "skipped" in facts
+        if files is not None:
+            path, facts = Path(facts["path"]), facts | {"skipped": [*skipped]}
+            return Chosen(path, facts, files, is_newest=is_newest)
+        if is_again or not is_newest:
+            raise removed(Path(facts["path"]))
+        is_again = True
+        skipped.clear()
+
+
+def skip(skipped: list[dict[str, Any]], one: dict[str, Any], ranks: Ranks) -> None:
+    """Adds a damaged step, a dict of its number and the reason. Rank 0 warns of it."""
+    skipped.append(one)
+    if ranks.rank == 0:
+        warn_script(f"modicum: step {one['step']} is skipped: {one['reason']}")
 
 
 def removed(step: Path) -> Exception:

@@ -118,7 +118,7 @@ def save_inside(
 
 
 def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> Resumed:
-    """Compares every byte of the step with its digests, and loads the model. Collective. `how`: as
+    """Loads the model, and compares what it reads with the step's digests. Collective. `how`: as
     for `resume`. The step does not become the model's origin, since a later save may remove it."""
     require_whole(directory)
     reshard(model)
@@ -147,7 +147,7 @@ def load_state_inside(
 ) -> None:
     """Loads the optimizer's state of a step whose model `load_inside` has loaded. Collective."""
     require_whole(directory)
-    found = find(directory, optimizer, verify=False)
+    found = find(directory, optimizer, [])
     with outside_inference(model), Ranks.of_world().together() as ranks:
         load_state(model, optimizer, found, ledger or _modicum.Ledger(), ranks)
 

@@ -11,15 +11,23 @@ import torch
 from torch import nn
 
 from modicum import _modicum
-from modicum.errors import IntegrityError, IoError, refusal
+from modicum.errors import (
+    Error,
+    FormatError,
+    IntegrityError,
+    IoError,
+    is_damage,
+    refusal,
+)
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
-from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
+from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE, given_recipe
 from modicum.torch.loading.around import taken
 from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load, outside_inference
 from modicum.torch.loading.origin import inside_ddp, keeping_origin
+from modicum.torch.loading.overwritten import fill_undefined, overwriting
 from modicum.torch.loading.planning import Later, Size
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
@@ -27,7 +35,7 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups, tensor_state
 from modicum.torch.saving.adamw_state import AdamWState
 from modicum.torch.saving.adapters import FILE, recipe_of_step
-from modicum.torch.saving.choosing import chosen_step, removed
+from modicum.torch.saving.choosing import chosen_step, removed, skip
 from modicum.torch.saving.planning import root_of
 from modicum.torch.saving.report import Resumed
 from modicum.torch.saving.shared import is_gone
@@ -51,7 +59,6 @@ def resume(
     unexpected: str | Collection[str] = "error", check: str | None = None, progress: bool = True,
     staging: Size | None = None, buffers: str | None = None, fork: str = "excluded",
     recipe: Recipe | str | Path | None = None, key_mapping: Mapping[str, str] | None = None,
-    verify: bool = True,
 ) -> Resumed:  # fmt: skip
     """Loads the newest complete step (saved checkpoint) of `root` into a model and its optimizer.
 
@@ -60,15 +67,17 @@ def resume(
     interruption, bit for bit. No full copy is made: they reach their final memory as in `load`. A
     model on meta gets memory, and a `modicum.torch.AdamW` of its parameters allocates its state.
 
+    What is read is compared with the step's digests, each byte once. If it is damaged, the next
+    older step is loaded instead, unless `root` is one step. If none is left, or the load fails
+    otherwise after its first byte, the floating-point values that it was to replace are NaN, and
+    `save` refuses the model until a load into it succeeds.
+
     Args:
         model: as for `load`; sharded or not; on meta, or with values, which are overwritten.
         root: the directory of all steps, or one step.
         optimizer: an optimizer of the model's parameters: `modicum.torch.AdamW` with the saved
             `state_format` and `seed`, or one of the saved class, whose `state` is replaced. Its
             groups get the saved options. None: only the model is loaded.
-        verify: first compares every byte of the step with its digests, a part on each rank, and
-            skips a damaged step (raises, if `root` is one step); this reads the step twice. False:
-            values are compared while they are loaded, and a wrong one raises.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
         buffers, fork, recipe, key_mapping: as for `load`. The promised peak includes the
             optimizer's state.
@@ -92,22 +101,54 @@ def resume(
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
-    for is_last in (False, True):
-        found = replace(find(root_of(root), optimizer, verify=verify), staging=staging)
+    with Ranks.of_world().together():
+        how["recipe"] = given_recipe(recipe, how)
+    try:
+        return _newest(model, root_of(root), optimizer, how, begin)
+    except BaseException as error:
+        if fill_undefined(model) and isinstance(error, Error):
+            error.args = (f"{error}; the model's values are undefined (NaN) now",)
+        raise
+
+
+def _newest(
+    model: nn.Module,
+    root: Path,
+    optimizer: torch.optim.Optimizer | None,
+    how: Mapping[str, Any],
+    begin: float,
+) -> Resumed:
+    """Loads the newest step that is intact. Collective. `how`: arguments of `load`."""
+    skipped: list[dict[str, Any]] = []
+    was_removed = False
+    while True:
+        found = replace(find(root, optimizer, skipped), staging=how["staging"])
         try:
             return _resume_from(found, model, optimizer, how, begin)
-        except (IoError, IntegrityError) as error:
-            if not _was_removed(found.path):
+        except (FormatError, IntegrityError, IoError) as error:
+            if _is_skipped(found, error, skipped):
+                continue
+            if not _is_removed(found.path):
                 raise
-            if is_last:
+            if was_removed:
                 raise removed(found.path) from error
-    raise AssertionError
+            was_removed = True
+            skipped.clear()
 
 
-def _was_removed(step: Path) -> bool:
+def _is_removed(step: Path) -> bool:
     """Whether another process has removed the step. Collective."""
     with Ranks.of_world().together() as ranks:
         return any(ranks.gather(is_gone(step)))
+
+
+def _is_skipped(found: "Found", error: Error, skipped: list[dict[str, Any]]) -> bool:
+    """Whether the step is damaged, and an older one of its root may take its place; adds it to
+    `skipped` then. Collective."""
+    if not is_damage(error) or not found.is_newest or _is_removed(found.path):
+        return False
+    skip(skipped, {"step": found.facts["step"], "reason": str(error)}, Ranks.of_world())
+    return True
 
 
 def _resume_from(
@@ -164,6 +205,8 @@ class Found:
     """The dict that `_modicum.newest_step` returns."""
     files: dict[str, bytes]
     """The texts of the optimizer's state and options, and the files of `extra.names_for`."""
+    is_newest: bool
+    """As in `Chosen`."""
     staging: Size | None = None
     """Host memory to stream a torch optimizer's state through; None: the default."""
 
@@ -205,21 +248,23 @@ def _saved_state(found: Found) -> SavedState:
     return SavedState(state, found.state, found.staging, found.path)
 
 
-def find(root: Path, optimizer: torch.optim.Optimizer | None, *, verify: bool) -> Found:
+def find(
+    root: Path, optimizer: torch.optim.Optimizer | None, skipped: list[dict[str, Any]]
+) -> Found:
     """Waits for a save in the background. Then rank 0 finds the step, and all ranks check that it
-    has what the optimizer needs. Collective."""
+    has what the optimizer needs. Collective. `skipped`: as for `chosen_step`."""
     in_flight.finish()
     with Ranks.of_world().together() as ranks:
         in_flight.deliver()
-        ranks.agree_on({"argument root": str(root.absolute()), "argument verify": str(verify)})
+        ranks.agree_on({"argument root": str(root.absolute())})
 
         def names_for(step: Path, facts: dict[str, Any]) -> list[str]:
             texts = [] if optimizer is None else [groups.FILE, STATE]
             texts = [name for name in texts if (step / name).exists()]
             return texts + extra.names_for(step, facts["world_size"], ranks.rank, ranks.world_size)
 
-        chosen = chosen_step(root, ranks, names_for, verify=verify)
-        found = Found(chosen.path, chosen.facts, chosen.files)
+        chosen = chosen_step(root, ranks, names_for, skipped)
+        found = Found(chosen.path, chosen.facts, chosen.files, chosen.is_newest)
         if optimizer is not None:
             _require_same(optimizer, found.state)
     return found
@@ -268,30 +313,33 @@ def load_state(
     options = found.options
     saved = _saved_state(found)
     outcome: dict[str, Any] | None
-    if isinstance(optimizer, AdamW):
-        state = AdamWState(optimizer, names)
+    state = AdamWState(optimizer, names) if isinstance(optimizer, AdamW) else None
+    if state is not None:
         _require_trained(state, saved, names)
-        if options is not None:
-            groups.restore(optimizer, options, names)
-        board = _modicum.Board(ranks)
-        with ranks.watching(board):
-            outcome = _modicum.load_state(
-                saved.tensors,
-                state.parameters,
-                ranks.rank,
-                board,
-                ledger,
-                state.held(to_save=False),
-            )
-        state.set_steps(_modicum.state_facts(saved.facts))
-    else:
-        if options is not None:
-            groups.restore(optimizer, options, names)
-        outcome = load_tensors(optimizer, names, saved, ledger, ranks)
-    if outcome is None:
-        return LoadedState(0, 0, [])
-    compared = compared_by_all(saved.tensors, outcome["compared"], ranks, "optimizer/")
+    if options is not None:
+        groups.restore(optimizer, options, names)
+    with overwriting(whole, ranks.rank):
+        if state is not None:
+            outcome = _load_adamw(state, saved, ledger, ranks)
+        else:
+            outcome = load_tensors(optimizer, names, saved, ledger, ranks)
+        if outcome is None:
+            return LoadedState(0, 0, [])
+        compared = compared_by_all(saved.tensors, outcome["compared"], ranks, "optimizer/")
     return LoadedState(outcome["storage_read_bytes"], **compared)
+
+
+def _load_adamw(
+    state: AdamWState, saved: SavedState, ledger: _modicum.Ledger, ranks: Ranks
+) -> dict[str, Any]:
+    board = _modicum.Board(ranks)
+    held = state.held(to_save=False)
+    with ranks.watching(board):
+        outcome = _modicum.load_state(
+            saved.tensors, state.parameters, ranks.rank, board, ledger, held
+        )
+    state.set_steps(_modicum.state_facts(saved.facts))
+    return outcome
 
 
 def _require_trained(state: AdamWState, saved: SavedState, names: Mapping[int, str]) -> None:

@@ -17,6 +17,7 @@ from modicum.errors import UsageError, refusal
 from modicum.torch.loading.around import taken
 from modicum.torch.loading.goal import Model, Source
 from modicum.torch.loading.origin import Origin, loaded_in, origin_of, remember
+from modicum.torch.loading.overwritten import require_defined
 from modicum.torch.loading.planning import Size
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
@@ -173,6 +174,7 @@ def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight
 def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Begun:
     """Plans the save and makes its directory, before tensors are written. Collective."""
     whole = Model.of(model, reshards=True)
+    require_defined(whole)
     flight.hold(_read(whole, given.optimizer))
     told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
     ranks.agree_on(ask.facts() | told | whole.facts())

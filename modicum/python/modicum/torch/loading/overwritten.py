@@ -1,0 +1,101 @@
+"""The tensors that a load fills. From its first byte until it has succeeded, the values that it
+overwrites are undefined: a save refuses them."""
+
+import math
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from modicum.errors import BudgetError, UsageError, refusal
+from modicum.recipes.structure import inside_wrappers
+from modicum.torch.loading.goal import Model
+from modicum.torch.shards.tensors import ModelTensor
+
+_ATTRIBUTE = "modicum_overwritten"
+
+
+# Of builtin types, so that a pickled model can be read without Modicum.
+_Filled = tuple[frozenset[str], dict[str, int]]
+"""The tensors of the last load, by canonical name, and those whose values are undefined: name ->
+the tensor's version counter, which each write through torch increments, as by `load_state_dict`."""
+
+
+@contextmanager
+def overwriting(model: Model, rank: int, names: Set[str] = frozenset()) -> Iterator[None]:
+    """A context in which the values of the tensors `names` are replaced; by default of those that
+    the last load has filled. An exception in the context leaves them undefined, unless this rank
+    refused its arguments or lacked the memory, which it does before it reads the first byte.
+
+    Raises `UsageError`, before the context begins, if another tensor is undefined, which would stay
+    so."""
+    filled, undefined = _filled(model.module)
+    names = frozenset(names or filled)
+    for name in sorted(undefined.keys() - names):
+        what = "the tensor's value is undefined since a load of it has failed, and the source lacks"
+        raise refusal("MISMATCH", f"{what} it: load a checkpoint that has it", tensor=name)
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, BudgetError | UsageError) or error.culprit_rank not in (
+            None,
+            rank,
+        ):
+            _set(model.module, (names, _versions(model, names)))
+        raise
+    _set(model.module, (names, {}))
+
+
+def defined(module: nn.Module, names: Set[str]) -> None:
+    """Call after another load than `modicum.torch.load` has filled the tensors `names`."""
+    filled, undefined = _filled(module)
+    if undefined:
+        left = {name: version for name, version in undefined.items() if name not in names}
+        _set(module, (filled, left))
+
+
+def require_defined(model: Model) -> None:
+    """Raises `UsageError` if the last load into the model has failed and a tensor that it was to
+    overwrite has not been written since."""
+    for name, version in _filled(model.module)[1].items():
+        of = model.tensors.get(name)
+        if of is not None and _version(of) == version:
+            what = "the model's values are undefined since a load into it has failed"
+            raise refusal("USAGE", what, tensor=name, expected="a load that succeeds before a save")
+
+
+@torch.no_grad()
+def fill_undefined(module: nn.Module) -> bool:
+    """Makes undefined floating-point values NaN. Returns whether the model has undefined values."""
+    filled, undefined = _filled(module)
+    if undefined:
+        model = Model.of(module, originals=True)
+        for name in undefined:
+            local = model.tensors[name].local
+            if local.is_floating_point():
+                local.fill_(math.nan)
+        _set(module, (filled, _versions(model, undefined.keys())))
+    return bool(undefined)
+
+
+def _filled(module: nn.Module) -> _Filled:
+    found: _Filled = vars(inside_wrappers(module)).get(_ATTRIBUTE, (frozenset(), {}))
+    return found
+
+
+def _set(module: nn.Module, filled: _Filled) -> None:
+    vars(inside_wrappers(module))[_ATTRIBUTE] = filled
+
+
+def _versions(model: Model, names: Set[str]) -> dict[str, int]:
+    return {
+        name: _version(of)
+        for name, of in model.tensors.items()
+        if name in names and not of.tensor.is_meta
+    }
+
+
+def _version(of: ModelTensor) -> int:
+    """0 for tensors of inference mode, which count no versions."""
+    return 0 if of.tensor.is_inference() else of.tensor._version
