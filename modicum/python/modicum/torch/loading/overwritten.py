@@ -30,18 +30,17 @@ def overwriting(model: Model, rank: int, names: Set[str] = frozenset()) -> Itera
 
     Raises `UsageError`, before the context begins, if another tensor is undefined, which would stay
     so."""
-    filled, undefined = _filled(model.module)
-    names = frozenset(names or filled)
-    for name in sorted(undefined.keys() - names):
-        what = "the tensor's value is undefined since a load of it has failed, and the source lacks"
-        raise refusal("MISMATCH", f"{what} it: load a checkpoint that has it", tensor=name)
+    names = frozenset(names or _filled(model.module)[0])
+    for name in _undefined(model):
+        if name not in names:
+            what = "the tensor's value is undefined since a load of it has failed, and the source "
+            what += "lacks it: load a checkpoint that has it"
+            raise refusal("MISMATCH", what, tensor=name)
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, BudgetError | UsageError) or error.culprit_rank not in (
-            None,
-            rank,
-        ):
+        is_early = isinstance(error, BudgetError | UsageError)
+        if not is_early or getattr(error, "culprit_rank", None) not in (None, rank):
             _set(model.module, (names, _versions(model, names)))
         raise
     _set(model.module, (names, {}))
@@ -58,11 +57,19 @@ def defined(module: nn.Module, names: Set[str]) -> None:
 def require_defined(model: Model) -> None:
     """Raises `UsageError` if the last load into the model has failed and a tensor that it was to
     overwrite has not been written since."""
-    for name, version in _filled(model.module)[1].items():
-        of = model.tensors.get(name)
-        if of is not None and _version(of) == version:
-            what = "the model's values are undefined since a load into it has failed"
-            raise refusal("USAGE", what, tensor=name, expected="a load that succeeds before a save")
+    for name in _undefined(model):
+        what = "the model's values are undefined since a load into it has failed"
+        raise refusal("USAGE", what, tensor=name, expected="a load that succeeds before a save")
+
+
+def _undefined(model: Model) -> list[str]:
+    """The tensors whose values are undefined, and that torch has not written since."""
+    undefined = _filled(model.module)[1]
+    return [
+        name
+        for name, of in model.tensors.items()
+        if name in undefined and _version(of) == undefined[name]
+    ]
 
 
 @torch.no_grad()
