@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import modicum.torch
 from modicum import _modicum
-from modicum.torch.dcp import Reader, Writer
+from modicum.torch.dcp import HuggingFaceReader, Reader, Writer
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -84,6 +84,20 @@ def dcp_loads(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[
     steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
     values = {key: of for key, of in state.items() if key not in ("model", "optim")}
     return {"before": before, "end": whole(model, stepping), "values": values}
+
+
+def dcp_error(directory: str, step: str, cut: Cut, reader: str) -> str:
+    """The text of the error of a load of a step, "" if there is none."""
+    model, stepping = trained(directory, cut)
+    state: dict[str, Any] = get_model_state_dict(model)
+    read: Any = HuggingFaceReader
+    if reader == "Reader":
+        state, read = state_of(model, stepping), Reader
+    try:
+        dcp.load(state, storage_reader=read(step, model))
+    except dcp.CheckpointException as error:
+        return str(error)
+    return ""
 
 
 def dcp_saves_flat(directory: str, root: str, cut: Cut) -> dict[str, Any]:
@@ -188,5 +202,5 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
 ACTS = {
     "dcp_saves": dcp_saves, "dcp_loads": dcp_loads, "dcp_resumes": dcp_resumes,
     "dcp_fails": dcp_fails, "dcp_saves_flat": dcp_saves_flat, "dcp_loads_flat": dcp_loads_flat,
-    "dcp_loads_apart": dcp_loads_apart,
+    "dcp_loads_apart": dcp_loads_apart, "dcp_error": dcp_error,
 }  # fmt: skip

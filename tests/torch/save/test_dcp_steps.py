@@ -6,9 +6,10 @@ parameter; step counts and group options that are lost; tensors of the state und
 a failed save that leaves its files; a step that is visible before all of DCP's ranks have written;
 an optimizer whose class is not recorded; an `async_save` that is accepted and copies the state;
 values of other ranks that are lost; a save of Modicum's AdamW without its stored 8-bit codes or
-masters; ranks that read different steps.
+masters; ranks that read different steps, or values that differ from the record.
 """
 
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,31 @@ def test_a_flattened_state_of_torchtitan_comes_back(
         assert answer["before"] == saved["saved"] and answer["end"] == saved["end"]
         assert answer["loader"] == {f"dp_rank_{rank}": b"\0 of %d" % rank, "world": 2}
         assert answer["step"] == 2
+
+
+@pytest.mark.parametrize("cut", (TWO, ONE), ids=str)
+def test_readers_compare_values(
+    worlds: dict[int, Ranks],
+    saved: tuple[dict[str, Any], str],
+    model: str,
+    tmp_path: Path,
+    cut: Cut,
+) -> None:
+    """Also those of chunks that ranks divide."""
+    step = shutil.copytree(Path(saved[1]) / "step-2", tmp_path / "step-2")
+    for folder, readers in ((".", ("Reader", "HuggingFaceReader")), ("optimizer", ("Reader",))):
+        file = max((step / folder).glob("*.safetensors"))
+        for flipped in (False, True):
+            data = bytearray(file.read_bytes())
+            data[-1] ^= flipped
+            file.write_bytes(data)
+            for reader in readers:
+                how = {"directory": model, "step": str(step), "cut": cut, "reader": reader}
+                for error in worlds[cut.world].ask("dcp_error", **how):
+                    assert ("are not those that were saved" in error) == flipped
+                    assert (file.name in error) == flipped
+        data[-1] ^= 1
+        file.write_bytes(data)
 
 
 def test_all_ranks_read_the_step_of_rank_0(

@@ -5,6 +5,7 @@ The oracles are the model and the optimizer that were saved. Catches: a file of 
 that PEFT does not read; stacked experts whose recipe is lost; extras of a rank that are left out.
 """
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ def test_adapters_keep_their_names(modicum: Path, tmp_path: Path) -> None:
     run_json(modicum, "reshard", tmp_path / "steps/step-1", out)
     assert run_json(modicum, "verify", out)["ok"]
     assert [path.name for path in out.glob("*.safetensors")] == ["adapter_model.safetensors"]
-    base = torch_front.from_pretrained("qwen3")
+    base = copy.deepcopy(torch_front.from_pretrained("qwen3"))  # PEFT changes it
     assert peft.PeftModel.from_pretrained(base, out).peft_config
     words = ("reshard", tmp_path / "steps/step-1", tmp_path / "small", "--shard-size", 64)
     assert failure(modicum, 2, *words)["category"] == "UNSUPPORTED"

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
     Metadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
@@ -37,7 +36,9 @@ from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.dcp_boxes import Target, boxed, cast_to, check_place, described, described_tensor
 from modicum.torch.dcp_convert import convert as convert
+from modicum.torch.dcp_reading import PathReader, done, reading_by
 from modicum.torch.dcp_writer import Writer as Writer
+from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.origin import remember_read
 from modicum.torch.loading.overwritten import defined
 from modicum.torch.ranks.cpus import cpus_of_rank
@@ -68,36 +69,15 @@ class _Place:
     sharding: Sharding | None  # None: the tensor gets the complete result of the node
 
 
-class _PathReader(StorageReader):
-    """A StorageReader of a path that leaves DCP's plans unchanged."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Source) -> bool:
-        """Whether `checkpoint_id` is a path."""
-        return isinstance(checkpoint_id, (str, os.PathLike))
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """Does nothing."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan, unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, unchanged."""
-        return plans
-
-
-class HuggingFaceReader(_PathReader):
+class HuggingFaceReader(PathReader):
     """The `storage_reader` of `torch.distributed.checkpoint.load` for Hugging Face files (torch
     2.13).
 
     Each rank reads its own bytes of each tensor, through staging of a fixed size, with the model's
     conversions: experts that are stored separately; renamed, joined or transposed tensors; FP8
     codes with their scales. torch's HuggingFaceStorageReader reads only tensors that are stored
-    under the same name and shape. No rank waits for another while it reads.
+    under the same name and shape. No rank waits for another while it reads. Values of a step (a
+    saved checkpoint directory) are compared with its record.
 
     Tensors and DTensors are filled in place, on CPUs or devices; they must be row-major. Values are
     rounded to their dtype. DCP's plan determines which box (chunk) a rank reads. A strided shard
@@ -175,8 +155,22 @@ class HuggingFaceReader(_PathReader):
         """One chunk per tensor: the whole tensor."""
         return Metadata({name: described(target) for name, target in self._targets.items()})
 
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans, with the number of ranks that read."""
+        return [replace(plan, storage_data=len(plans)) for plan in plans]
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads all items of this rank's plan in one pass over the files."""
+        """Reads all items of this rank's plan in one pass over the files. Values of a step are
+        compared with its record."""
+        with reading_by(plan.storage_data) as ranks:
+            self._read(plan, planner)
+            if ranks is not None:
+                compared_by_all(self._checkpoint, self._compared, ranks)
+        self._remember({canonical(name) for name in getattr(planner, "state_dict", {})})
+        return done()
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        self._compared = ""
         emptied = self._emptied()
         places = list(self._strided(getattr(planner, "state_dict", {})))
         strided = {place.fqn for place in places}
@@ -189,10 +183,6 @@ class HuggingFaceReader(_PathReader):
             planner.commit_tensor(item, tensor)
         if emptied is not None:
             emptied.restore(loaded=self._targets)
-        self._remember({canonical(name) for name in getattr(planner, "state_dict", {})})
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
 
     # ---- the checkpoint's tensors
 
@@ -285,7 +275,7 @@ class HuggingFaceReader(_PathReader):
             staging=self._staging,
         )
         lines = [as_bytes(place.tensor) for place in places]
-        _modicum.load(
+        loaded = _modicum.load(
             plan,
             rank,
             _modicum.Board(),
@@ -294,6 +284,7 @@ class HuggingFaceReader(_PathReader):
             copy=copying_into({t: place.tensor.detach() for t, place in enumerate(places)}),
             threads=cpus_of_rank(),
         )
+        self._compared = loaded.outcome["compared"]
 
 
 class _Part(HuggingFaceReader):
@@ -305,9 +296,6 @@ class _Part(HuggingFaceReader):
         """`keys`: returns the key of a tensor's name."""
         self._key = keys
         super().__init__(source, model, **how)
-
-    def _remember(self, read: set[str]) -> None:
-        """Does nothing: a later save may remove the step."""
 
     def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
         return {self._key(name): of for name, of in super()._targets_of(recipe).items()}
@@ -327,7 +315,7 @@ class _State(_Part):
         return {self._key(name): of for name, of in owners.items() if of is not None}
 
 
-class Reader(_PathReader):
+class Reader(PathReader):
     """The `storage_reader` of `torch.distributed.checkpoint.load` for a step that `Writer` has
     written. World size and sharding may differ from those of the save.
 
@@ -424,13 +412,25 @@ class Reader(_PathReader):
         return replace(plan, storage_data=self._opened)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans, all with the step of the coordinator, the first rank."""
-        return [replace(plan, storage_data=plans[0].storage_data) for plan in plans]
+        """The plans, all with the step of the coordinator, the first rank, and the number of ranks
+        that read."""
+        decided = (*plans[0].storage_data, len(plans))
+        return [replace(plan, storage_data=decided) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads all items of this rank's plan, in one pass over the model's files and one over the
-        state's files. All ranks read the coordinator's step."""
-        self._follow(plan.storage_data or self._opened)
+        state's files, and compares their values with the step's record. All ranks read the
+        coordinator's step."""
+        *decided, participants = plan.storage_data or (*self._opened, None)
+        with reading_by(participants) as ranks:
+            self._follow(*decided)
+            self._read(plan, planner)
+            for part, folder in zip(self._parts, ("", "optimizer/"), strict=False):
+                if ranks is not None:
+                    compared_by_all(part._checkpoint, part._compared, ranks, folder)
+        return done()
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         left = {(item.dest_index, item.storage_index): item for item in plan.items}
         for item in plan.items:
             if item.storage_index.fqn in self._values:
@@ -439,15 +439,11 @@ class Reader(_PathReader):
         for part in self._parts:
             targets = part.read_metadata().state_dict_metadata
             own = [item for item in left.values() if item.storage_index.fqn in targets]
-            part.read_data(LoadPlan(own), planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+            part._read(LoadPlan(own), planner)
 
-    def _follow(self, decided: tuple[str, str]) -> None:
+    def _follow(self, path: str, uuid: str) -> None:
         """Opens the coordinator's step, if this rank has chosen another one: a step may appear or
         vanish between the constructors of two ranks."""
-        path, uuid = decided
         if uuid == self._opened[1]:
             return
         planned = self.read_metadata()
