@@ -260,6 +260,10 @@ void require_countable(const Manifest& manifest) {
         .got = fmt::format("{} bytes", bytes)});
 }
 
+std::string defining_file(FileSystem& files, const std::string& directory) {
+  return look_into(files, directory).file;
+}
+
 Checkpoint open_checkpoint(FileSystem& files, const std::string& path, Record record) {
   std::optional<RecordOfStep> step;
   if (record == Record::compared) step.emplace(files, path);

@@ -53,10 +53,15 @@ std::optional<StepOwner> owner_in(std::string_view name, std::string_view prefix
 // The numbers of the names step-N in a root, the highest first.
 std::vector<int64_t> step_numbers(FileSystem& files, const std::string& root);
 // Removes the directory `name` of `root`. Renames it first, so that a partly removed step is never
-// visible.
-void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);
+// visible. Returns why its files stay in a .trash-UUID; empty if they are removed. Throws if it is
+// not renamed.
+std::string remove_by_trash(FileSystem& files, const std::string& root, const std::string& name);
 
 bool is_link(FileSystem& files, const std::string& path);  // a symbolic one
+
+// The name of the file that defines the checkpoint in a directory: an index, or a data file. Throws
+// INDEX.AMBIGUOUS if there are several, and the other errors of open_checkpoint if there is none.
+std::string defining_file(FileSystem& files, const std::string& directory);
 
 // The record of a step (a saved checkpoint directory) for a checkpoint in it: the model, or the
 // optimizer's state.

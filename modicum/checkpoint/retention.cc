@@ -8,11 +8,16 @@
 
 namespace modicum {
 
-void remove_by_trash(FileSystem& files, const std::string& root, const std::string& name) {
+std::string remove_by_trash(FileSystem& files, const std::string& root, const std::string& name) {
   const std::string trash = join_path(root, std::string(kTrashPrefix) + make_uuid());
   files.rename(join_path(root, name), trash);
   files.sync_directory(root);  // else the name could return after a power cut, without its files
-  files.remove_tree(trash);
+  try {
+    files.remove_tree(trash);
+  } catch (const Error& error) {
+    return fmt::format("{} stays: {}", base_name(trash), error.what());
+  }
+  return {};
 }
 
 namespace {
@@ -20,38 +25,39 @@ namespace {
 // Removes a name of the step's root if the save's user owns it. Returns why it stays; empty if it
 // is removed, be it by another process.
 std::string remove_owned(FileSystem& files, const StepInFlight& step, const std::string& name,
-                         FunctionRef<void(const DirectoryEntry&)> removal) {
+                         FunctionRef<std::string(const DirectoryEntry&)> removal) {
   const std::string path = join_path(step.root, name);
   try {
     const std::optional<DirectoryEntry> entry = files.entry(path);
     if (!entry) return {};
     if (entry->owner != step.user) return fmt::format("user {} owns it", entry->owner);
-    removal(*entry);
+    return removal(*entry);
   } catch (const Error& error) {
     if (!is_listed(files, step.root, name)) return {};
     return error.what();
   }
-  return {};
 }
 
 // Removes a step that was committed with this uuid when `step` began. If it has been replaced
 // since, its own save decides.
 std::string remove_step(FileSystem& files, const StepInFlight& step, const std::string& name,
                         const std::string& uuid) {
-  return remove_owned(files, step, name, [&](const DirectoryEntry& entry) {
-    if (committed_uuid(files, join_path(step.root, name)) != uuid) return;
+  return remove_owned(files, step, name, [&](const DirectoryEntry& entry) -> std::string {
+    if (committed_uuid(files, join_path(step.root, name)) != uuid) return {};
+    if (!entry.is_link) return remove_by_trash(files, step.root, name);
     // A link to a step elsewhere: removing it is one step, and what it names stays.
-    if (entry.is_link) return files.remove(join_path(step.root, name));
-    remove_by_trash(files, step.root, name);
+    files.remove(join_path(step.root, name));
+    return {};
   });
 }
 
 std::string remove_leftover(FileSystem& files, const StepInFlight& step, const std::string& name) {
-  return remove_owned(files, step, name, [&](const DirectoryEntry& entry) {
+  return remove_owned(files, step, name, [&](const DirectoryEntry& entry) -> std::string {
     // No save makes one: somebody else did.
     if (entry.is_link) fail(Category::conflict, "a symbolic link", {.file = name});
     if (name.starts_with(kPartialPrefix)) return remove_by_trash(files, step.root, name);
     files.remove_tree(join_path(step.root, name));
+    return {};
   });
 }
 

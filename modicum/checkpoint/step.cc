@@ -390,7 +390,7 @@ Published publish_step(FileSystem& files, const StepInFlight& step, const StepRe
 void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
   try {
     if (step.is_inside) return files.empty_directory(step.directory);
-    remove_by_trash(files, step.root, base_name(step.directory));
+    (void)remove_by_trash(files, step.root, base_name(step.directory));  // as below
   } catch (const Error&) {
     // What is left is not visible as a step; a later save removes it.
   }
@@ -461,11 +461,33 @@ FoundStep open_step(FileSystem& files, const std::string& path) {
   return found;
 }
 
+namespace {
+
+// A file that was added to the step must not take the place of the saved weights.
+void require_recorded_weights(FileSystem& files, const FoundStep& found) {
+  const auto& recorded = found.record.files;
+  // Adapters are opened by the path of their file.
+  const bool has_adapters = std::any_of(recorded.begin(), recorded.end(), [](const StepFile& file) {
+    return file.name.starts_with(kAdapterStem);
+  });
+  if (has_adapters || found.record.tensors.empty()) return;
+  const std::string defining = defining_file(files, found.path);
+  if (std::any_of(recorded.begin(), recorded.end(),
+                  [&](const StepFile& file) { return file.name == defining; })) {
+    return;
+  }
+  fail(Category::integrity, "the step's record does not list the file that defines its weights",
+       {.file = defining});
+}
+
+}  // namespace
+
 FoundStep check_step(FileSystem& files, const std::string& path) {
   FoundStep found = read_record(files, path);
   for (const StepFile& file : found.record.files) {
     compare_digest(*open_recorded(files, path, file), file);
   }
+  require_recorded_weights(files, found);
   return found;
 }
 

@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
+#include <string>
 
 #include "modicum/base/base.h"
 #include "modicum/checkpoint/checkpoint.h"
@@ -213,6 +215,20 @@ TEST(Steps, RetentionKeepsTheNewestIntactSteps) {
   EXPECT_EQ(files.list("/root"), (std::vector<std::string>{"latest", "step-3", "step-4"}));
 }
 
+// Another program's weights in the directory. Catches: a step that readers skip, and that retention
+// keeps in place of an intact one.
+TEST(Steps, AStepToWhichWeightsWereAddedIsDamaged) {
+  MemoryFileSystem files;
+  for (const int64_t step : {1, 2, 3}) save_step(files, step);
+  files.put("/root/step-2/model.safetensors.index.json", "{}");
+  EXPECT_EQ(category_of([&] { check_step(files, "/root/step-2"); }), Category::integrity);
+  files.put("/root/step-2/other.safetensors.index.json", "{}");
+  EXPECT_EQ(category_of([&] { check_step(files, "/root/step-2"); }), Category::index_ambiguous);
+  EXPECT_EQ(retain(files, 2, 3), std::nullopt);
+  EXPECT_EQ(files.list("/root"),
+            (std::vector<std::string>{"latest", "step-1", "step-2", "step-3"}));
+}
+
 // Catches: a step that is removed by its own save, since steps with larger numbers exist.
 TEST(Steps, RetentionKeepsTheStepJustSaved) {
   MemoryFileSystem files;
@@ -224,6 +240,7 @@ TEST(Steps, RetentionKeepsTheStepJustSaved) {
 }
 
 TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
+  std::set<std::string> failed;
   for (int64_t fail_at = 1;; ++fail_at) {
     MemoryFileSystem under;
     for (const int64_t step : {1, 2}) save_step(under, step);
@@ -231,13 +248,19 @@ TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
     const auto warning = keep_newest(files, published(under, 2), 1);
     if (files.calls().size() < static_cast<size_t>(fail_at)) break;
     EXPECT_EQ(open_step(under, "/root/step-2").step, 2);
-    if (files.calls()[static_cast<size_t>(fail_at) - 1].what != "rename") continue;
-    EXPECT_NE(warning.value_or("").find("old steps could not be removed: step-1: IO"),
-              std::string::npos);
-    EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
-    return;
+    const std::string what = files.calls()[static_cast<size_t>(fail_at) - 1].what;
+    failed.insert(what);
+    if (what == "rename") {
+      EXPECT_NE(warning.value_or("").find("old steps could not be removed: step-1: IO"),
+                std::string::npos);
+      EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
+    } else if (what == "remove_tree") {  // of what was renamed
+      EXPECT_NE(warning.value_or("").find("old steps could not be removed: step-1: .trash-"),
+                std::string::npos);
+      EXPECT_EQ(under.list("/root").size(), 3);
+    }
   }
-  FAIL() << "no step was renamed";
+  EXPECT_TRUE(failed.contains("rename") && failed.contains("remove_tree"));
 }
 
 // ---- two saves at the same time

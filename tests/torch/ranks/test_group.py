@@ -606,7 +606,7 @@ def test_an_absent_rank_is_named_after_the_groups_timeout(three: World) -> None:
     three.tell(coming_or_not)
     first, _, last = three.hear(without=(1,))
     error = all_raise([first, last], "PeerError", 1, category="PEER")
-    assert error.message == "PEER: rank 1 did not join the load within 3 s"
+    assert error.message == "PEER: rank 1 did not join the call within 3 s"
 
 
 # ---- bytes

@@ -29,7 +29,7 @@ import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
 from modicum.errors import BudgetError, IntegrityError, IoError, UsageError  # noqa: E402
 from modicum.torch.choice import Choice  # noqa: E402
-from modicum.torch.saving import choosing, inside  # noqa: E402
+from modicum.torch.saving import choosing, groups, inside  # noqa: E402
 
 resume_module = importlib.import_module("modicum.torch.saving.resume")
 
@@ -302,6 +302,14 @@ def test_a_load_must_fill_what_is_undefined(tmp_path: Path, model: Any) -> None:
     save_file(values, lacking)
     with pytest.raises(UsageError, match=f"source lacks it.*tensor {NAME}"):
         front.load(model, lacking, progress=False)
+
+
+def test_options_that_are_null_are_damage(tmp_path: Path) -> None:
+    """Not the options of a step that has none."""
+    found = resume_module.Found(tmp_path, {}, {groups.FILE: b"null"}, is_newest=True)
+    assert found.has_options
+    with pytest.raises(IntegrityError, match="not what Modicum writes"):
+        _ = found.state
 
 
 def test_a_resume_that_is_refused_changes_no_value(tmp_path: Path, model: Any) -> None:

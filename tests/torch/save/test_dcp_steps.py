@@ -11,6 +11,7 @@ masters; ranks that read different steps, or values that differ from the record.
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,28 @@ def test_a_flattened_state_of_torchtitan_comes_back(
         assert answer["before"] == saved["saved"] and answer["end"] == saved["end"]
         assert answer["loader"] == {f"dp_rank_{rank}": b"\0 of %d" % rank, "world": 2}
         assert answer["step"] == 2
+
+
+FIRST = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from modicum.torch.dcp import Reader, Writer
+from safetensors.torch import save_file
+
+model, root = torch.nn.Linear(4, 4), sys.argv[1]
+save_file(model.state_dict(), root + "/model.safetensors")
+writer = Writer(root + "/steps", step=1, model=model, source=root)
+dcp.save({"model": model.state_dict()}, storage_writer=writer)
+state = {"model": torch.nn.Linear(4, 4).state_dict()}
+dcp.load(state, storage_reader=Reader(root + "/steps"))
+assert all(torch.equal(state["model"][name], of) for name, of in model.state_dict().items())
+"""
+
+
+def test_a_writer_may_be_the_first_that_a_program_uses(tmp_path: Path) -> None:
+    """What Modicum knows of torch is examined before the writer replaces functions of torch."""
+    command = [sys.executable, "-c", FIRST, tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("cut", (TWO, ONE), ids=str)

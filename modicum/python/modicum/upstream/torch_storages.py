@@ -136,6 +136,7 @@ def _moves_are_seen() -> bool:
 
     with torch.inference_mode(False):
         tensor, other = (torch.zeros(2, device="cpu") for _ in range(2))
+    before = vars(torch.Tensor).get("resize_")  # replaced already where a save is in flight
     storage = tensor.untyped_storage()
     calls: list[Callable[[], Any]] = [
         lambda: tensor.share_memory_(),
@@ -154,7 +155,7 @@ def _moves_are_seen() -> bool:
                 return False
     finally:
         in_place.release()
-    return "resize_" not in vars(torch.Tensor)
+    return vars(torch.Tensor).get("resize_") is before
 
 
 def _sharing_is_noted() -> bool:

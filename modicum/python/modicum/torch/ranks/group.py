@@ -330,7 +330,7 @@ class Ranks:
         absent = [rank for rank in range(self.world_size) if not self._shared.has(f"{key}/{rank}")]
         if absent:
             more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
-            what = f"rank {absent[0]}{more} did not join the load within {limit_s:.0f} s"
+            what = f"rank {absent[0]}{more} did not join the call within {limit_s:.0f} s"
             raise from_json(self._blaming(absent[0], "PEER", what))
 
     # ---- watching

@@ -216,17 +216,20 @@ class Found:
         an optimizer whose state had no tensors."""
         if STATE in self.files:
             return text_in(self.files[STATE], STATE)
-        if self.options is not None:
+        if self.has_options:
             return tensor_state.text(f"torch.{groups.kind_in(self.options)}", {})
         what = "the step holds no optimizer state to go on from"
         raise refusal("MISMATCH", what, file=self.path.name)
 
     @property
+    def has_options(self) -> bool:
+        """Whether the step has options of groups: a run of the command line saves none."""
+        return groups.FILE in self.files
+
+    @property
     def options(self) -> Any:
-        """The options of parameter groups; None if the step has none, as a run of the command
-        line saves none."""
-        text = self.files.get(groups.FILE)
-        return None if text is None else json_in(text, groups.FILE)
+        """The document of the options of parameter groups."""
+        return json_in(self.files[groups.FILE], groups.FILE)
 
 
 def _declared(
@@ -310,14 +313,13 @@ def load_state(
     the state with the step's record. Collective."""
     whole = Model.of(model)
     names = whole.names
-    options = found.options
     saved = _saved_state(found)
     outcome: dict[str, Any] | None
     state = AdamWState(optimizer, names) if isinstance(optimizer, AdamW) else None
     if state is not None:
         _require_trained(state, saved, names)
-    if options is not None:
-        groups.restore(optimizer, options, names)
+    if found.has_options:
+        groups.restore(optimizer, found.options, names)
     with overwriting(whole, ranks.rank):
         if state is not None:
             outcome = _load_adamw(state, saved, ledger, ranks)
