@@ -145,8 +145,10 @@ struct NamedTie {
 };
 
 // Every stored tensor unchanged, under its own name, in the manifest's order. Each tie is an alias;
-// if its name is stored too, it is compared. A tie whose `of` is not stored is ignored.
-Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties = {});
+// if its name is stored too, it is compared. A tie whose `of` is not stored is ignored. Without the
+// stored tensors that `left_out` marks; empty: with all.
+Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties = {},
+                       const std::vector<bool>& left_out = {});
 
 // The tie of a model with `tie_word_embeddings`, derived from the stored names. With `untie` there
 // is no tie if both embedding and head are stored.
