@@ -79,6 +79,7 @@ check-style:
 	@scripts/stage.sh 'check, tests of changed_sources' python3 scripts/changed_sources_test.py
 	@scripts/stage.sh 'check, tests of soak' python3 scripts/soak_test.py
 	@scripts/stage.sh 'check, tests of mutants' python3 scripts/mutants_test.py
+	@scripts/stage.sh 'check, tests of same_as' python3 scripts/same_as_test.py
 
 tidy:
 	@scripts/packages.sh build check

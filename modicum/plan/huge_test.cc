@@ -8,6 +8,7 @@
 #include <random>
 
 #include "modicum/plan/plan.h"
+#include "modicum/plan/traffic_double.h"
 
 namespace modicum {
 namespace {

@@ -436,7 +436,6 @@ struct Traffic {
   Traffic& operator+=(const Traffic& other) noexcept;  // saturates
   bool operator==(const Traffic&) const = default;
 };
-Traffic traffic_of_rank(const Plan& plan, int rank);
 Traffic traffic(const Plan& plan);
 
 // The counters of one rank's load: bytes read, received and written. The memory that the rank held

@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "modicum/plan/traffic_double.h"
+
 namespace modicum {
 namespace {
 
@@ -674,9 +676,7 @@ TEST_F(Planned, TrafficIsTheSumOverTheRanks) {
       const Plan planned = plan(strategy.name, world);
       const auto ranks = static_cast<uint64_t>(world);
       Traffic sum;
-      for (int rank = 0; rank < world; ++rank) {
-        sum += traffic_of_rank(planned, rank);
-      }
+      for (int rank = 0; rank < world; ++rank) sum += traffic_of_rank(planned, rank);
       const Traffic all = traffic(planned);
       EXPECT_EQ(all, sum);
       const bool full = strategy.name == "full-per-rank";

@@ -6,6 +6,7 @@
 
 #include "modicum/plan/inside.h"
 #include "modicum/plan/plan.h"
+#include "modicum/plan/traffic_double.h"
 
 namespace modicum {
 namespace {

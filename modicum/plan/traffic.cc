@@ -14,16 +14,13 @@
 namespace modicum {
 namespace {
 
-// The traffic of `rank` with own-shard or replica-striped. The ranks of `group` take turns reading;
-// with own-shard `group` is one rank.
-Traffic traffic_of_reads(const Plan& plan, int rank, std::span<const int> group) {
+// The traffic of `rank` if it makes all reads that its buffers need.
+Traffic traffic_of_reads(const Plan& plan, int rank) {
   Traffic sum;
   std::vector<Transfer> table(kReadTableRows);
-  size_t turn = 0;
   for_each_read(plan, rank, table, [&](const Read& read) {
-    const bool reads = group[turn++ % group.size()] == rank;
-    (reads ? sum.storage_read_bytes : sum.exchanged_bytes) += read.bytes();
-    sum.reads += !reads ? 0 : read.scale.bytes() > 0 ? 2 : 1;  // scales take a second read
+    sum.storage_read_bytes += read.bytes();
+    sum.reads += read.scale.bytes() > 0 ? 2 : 1;  // scales take a second read
     sum.transfers += read.transfers.size();
     sum.needed_bytes += read.scale.bytes();
     for (const Transfer& t : read.transfers) sum.needed_bytes += bytes_of(t.from_dtype, t.numel());
@@ -41,7 +38,7 @@ struct Group {
 // to the others; with own-shard each rank makes all reads.
 Traffic traffic_of_group(const Plan& plan, const Group& of) {
   const uint64_t readers = plan.strategy().reader == Reader::replicas ? 1 : of.count;
-  const Traffic one = traffic_of_reads(plan, of.first, std::array{of.first});
+  const Traffic one = traffic_of_reads(plan, of.first);
   return {.storage_read_bytes = saturating_mul(one.storage_read_bytes, readers),
           .exchanged_bytes = saturating_mul(one.storage_read_bytes, of.count - readers),
           .reads = saturating_mul(one.reads, readers),
@@ -149,15 +146,6 @@ Traffic& Traffic::operator+=(const Traffic& other) noexcept {
     this->*count = saturating_add(this->*count, other.*count);
   }
   return *this;
-}
-
-Traffic traffic_of_rank(const Plan& plan, int rank) {
-  if (plan.strategy().of_reader != Window::none) return traffic_of_window(plan, rank);
-  if (plan.strategy().reader != Reader::node_leader) {
-    return traffic_of_reads(plan, rank, exchange_group(plan, rank));
-  }
-  const int leader = node_of(plan, rank).first;
-  return traffic_on_node(plan, leader, kinds_of(plan))[static_cast<size_t>(rank - leader)];
 }
 
 Traffic traffic(const Plan& plan) {

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "modicum/plan/plan.h"
+#include "modicum/plan/traffic_double.h"
 
 namespace modicum {
 namespace {

@@ -394,17 +394,6 @@ void define_optim(nb::module_& module) {
              "A dict for each format: name, and the dtypes of its planes.");
   module.def("state_format_of", format_of, "dtype"_a, "shape"_a, "asked"_a,
              "The format of a parameter of `dtype` and `shape` when the user asks for `asked`.");
-  module.def(
-      "isas",
-      [] {
-        nb::list names;
-        for (const std::string_view name : isas()) names.append(name);
-        return names;
-      },
-      "The instruction sets of this machine for which there are kernels, the fastest first. All "
-      "give the same bits.");
-  module.def("use_isa", use_isa, "name"_a,
-             "Selects an instruction set for the process. Raises UsageError if this CPU lacks it.");
   module.attr("SLOT_BYTES") = kRingSlotBytes;
 }
 

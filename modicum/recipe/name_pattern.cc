@@ -31,7 +31,6 @@ NamePattern::NamePattern(std::string_view flag, std::string_view expression)
 }
 
 NamePattern::NamePattern(NamePattern&&) noexcept = default;
-NamePattern& NamePattern::operator=(NamePattern&&) noexcept = default;
 NamePattern::~NamePattern() = default;
 
 bool NamePattern::finds(std::string_view name) const {

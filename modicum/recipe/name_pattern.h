@@ -22,7 +22,6 @@ class NamePattern {
   // USAGE for an invalid expression, with `flag`, the expression and RE2's reason.
   NamePattern(std::string_view flag, std::string_view expression);
   NamePattern(NamePattern&&) noexcept;
-  NamePattern& operator=(NamePattern&&) noexcept;
   ~NamePattern();
 
   // Whether the expression matches anywhere in `name`; `^` and `$` anchor it to the ends.

@@ -7,10 +7,11 @@
 //   box of k         rows [0,2)                   at 4     those in k's [4,6), minus 4
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <numeric>
 #include <span>
 
 #include "modicum/recipe/recipe.h"
-#include "modicum/recipe/views.h"
 
 namespace modicum {
 namespace {
@@ -21,8 +22,48 @@ size_t at(int64_t d) { return static_cast<size_t>(d); }
 
 // --- reshape ---
 
+// Neighbouring dims of one shape, and neighbouring dims of another shape with the same product. A
+// reshape moves indices only within such a group:
+//
+//   from  [4, 6 | 5]
+//   to    [8, 3 | 5]      two groups: 4 x 6 = 8 x 3, and 5 = 5
+struct Group {
+  size_t from_begin, from_end, to_begin, to_end;
+};
+
+// Calls `fn` for each group of two shapes of equal numel > 0, from the outermost dims inward.
+// A group begins with one dim of each shape. The side with the smaller product takes one more dim
+// until the products are equal.
+void for_each_group(std::span<const int64_t> from, std::span<const int64_t> to,
+                    FunctionRef<void(const Group&)> fn) {
+  size_t i = 0;
+  size_t j = 0;
+  while (i < from.size() || j < to.size()) {
+    Group group{i, i, j, j};
+    // Past its last dim, a shape continues with dims of size 1.
+    int64_t of_from = i < from.size() ? from[i++] : 1;
+    int64_t of_to = j < to.size() ? to[j++] : 1;
+    while (of_from != of_to) {
+      if (of_from < of_to) {
+        MODICUM_ASSERT(i < from.size());
+        of_from *= from[i++];
+      } else {
+        MODICUM_ASSERT(j < to.size());
+        of_to *= to[j++];
+      }
+    }
+    group.from_end = i;
+    group.to_end = j;
+    fn(group);
+  }
+}
+
+int64_t product_of(std::span<const int64_t> sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+}
+
 // Rewrites a box over one shape as boxes over another shape with the same row-major order, one
-// group of dims at a time (views.h). Within a group, all dims of the box except the last are
+// group of dims at a time. Within a group, all dims of the box except the last are
 // enumerated index by index. The results are intervals of linear indices, and each is split over
 // the other shape's dims. [2, 11) over [3, 4]:
 //
@@ -65,7 +106,7 @@ class Reshape {
   void find_groups() {
     std::array<int64_t, Box::kMaxDims> sizes;
     for (int d = 0; d < from_.rank; ++d) sizes[at(d)] = from_.dims[at(d)].size;
-    views::for_each_group({sizes.data(), at(from_.rank)}, to_, [&](const views::Group& group) {
+    for_each_group({sizes.data(), at(from_.rank)}, to_, [&](const Group& group) {
       MODICUM_ASSERT(group_count_ < groups_.size());
       groups_[group_count_++] = group;
     });
@@ -99,10 +140,10 @@ class Reshape {
 
   // Splits the stretch over the group's `to` dims, beginning with `d`.
   void split(size_t g, size_t d, const Stretch& stretch, const Box& out) {
-    const views::Group& of = groups_[g];
+    const Group& of = groups_[g];
     if (d == of.to_end) return group(g + 1, out);
     const auto& [lo, hi, step] = stretch;
-    const int64_t inner = views::product_of(std::span(to_).subspan(d + 1, of.to_end - (d + 1)));
+    const int64_t inner = product_of(std::span(to_).subspan(d + 1, of.to_end - (d + 1)));
     for (int64_t from = lo; from < hi;) {
       const int64_t row = from / inner;
       const bool whole = from % inner == 0 && hi - from >= inner;
@@ -120,7 +161,7 @@ class Reshape {
   const Box from_;
   const std::vector<int64_t>& to_;
   const FunctionRef<void(const Box&)> emit_;
-  std::array<views::Group, Box::kMaxDims + 1> groups_;
+  std::array<Group, Box::kMaxDims + 1> groups_;
   size_t group_count_ = 0;
 };
 

@@ -86,32 +86,6 @@ uint64_t Recipe::held_bytes() const noexcept {
 
 namespace {
 
-// identity_recipe without the stored tensors that `left_out` marks.
-Recipe identity_without(const Manifest& manifest, std::span<const NamedTie> ties,
-                        const std::vector<bool>& left_out) {
-  RecipeBuilder builder(manifest);
-  std::vector<const NamedTie*> meant;  // the ties whose `of` is stored
-  for (const NamedTie& tie : ties) {
-    if (is_stored(manifest, tie.of)) meant.push_back(&tie);
-  }
-  for (size_t i = 0; i < manifest.tensors.size(); ++i) {
-    if (left_out[i]) continue;
-    const TensorSpec& spec = manifest.tensors[i].spec;
-    const uint32_t stored = builder.stored(static_cast<uint32_t>(i));
-    const auto tie = std::find_if(meant.begin(), meant.end(),
-                                  [&](const NamedTie* t) { return t->name == spec.fqn; });
-    if (tie == meant.end()) {
-      builder.target(spec.fqn, stored, std::nullopt, spec.role);
-    } else {
-      builder.alias(spec.fqn, (*tie)->of, stored);
-    }
-  }
-  for (const NamedTie* tie : meant) {
-    if (!is_stored(manifest, tie->name)) builder.alias(tie->name, tie->of);
-  }
-  return builder.finish();
-}
-
 // The dtype of a target by `--dtype` and `--keep-fp32`.
 class DTypeRule {
  public:
@@ -160,24 +134,31 @@ std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) 
   return spent;
 }
 
-void set_dtype_by(const DTypeRule& rule, Recipe& recipe) {
-  rule.require_match(recipe);
-  for (Target& target : recipe.targets) {
-    const bool is_scaled = recipe.nodes[target.root].is_scaled;
-    target.spec.dtype = rule.of(target.spec.fqn, target.spec.dtype, is_scaled);
-  }
-  // An alias has the dtype of its target.
-  for (Target& target : recipe.targets) {
-    const Node& root = recipe.nodes[target.root];
-    if (root.op == Op::alias) target.spec.dtype = recipe.targets[root.from].spec.dtype;
-  }
-  require_countable(recipe);  // fp32 is twice as large as bf16
-}
-
 }  // namespace
 
-Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties) {
-  return identity_without(manifest, ties, std::vector<bool>(manifest.tensors.size()));
+Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties,
+                       const std::vector<bool>& left_out) {
+  RecipeBuilder builder(manifest);
+  std::vector<const NamedTie*> meant;  // the ties whose `of` is stored
+  for (const NamedTie& tie : ties) {
+    if (is_stored(manifest, tie.of)) meant.push_back(&tie);
+  }
+  for (size_t i = 0; i < manifest.tensors.size(); ++i) {
+    if (!left_out.empty() && left_out[i]) continue;
+    const TensorSpec& spec = manifest.tensors[i].spec;
+    const uint32_t stored = builder.stored(static_cast<uint32_t>(i));
+    const auto tie = std::find_if(meant.begin(), meant.end(),
+                                  [&](const NamedTie* t) { return t->name == spec.fqn; });
+    if (tie == meant.end()) {
+      builder.target(spec.fqn, stored, std::nullopt, spec.role);
+    } else {
+      builder.alias(spec.fqn, (*tie)->of, stored);
+    }
+  }
+  for (const NamedTie* tie : meant) {
+    if (!is_stored(manifest, tie->name)) builder.alias(tie->name, tie->of);
+  }
+  return builder.finish();
 }
 
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie) {
@@ -206,7 +187,18 @@ std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie) 
 }
 
 void set_dtype(Recipe& recipe, std::optional<DType> dtype, const std::string& keep_fp32) {
-  set_dtype_by(DTypeRule(dtype, keep_fp32), recipe);
+  const DTypeRule rule(dtype, keep_fp32);
+  rule.require_match(recipe);
+  for (Target& target : recipe.targets) {
+    const bool is_scaled = recipe.nodes[target.root].is_scaled;
+    target.spec.dtype = rule.of(target.spec.fqn, target.spec.dtype, is_scaled);
+  }
+  // An alias has the dtype of its target.
+  for (Target& target : recipe.targets) {
+    const Node& root = recipe.nodes[target.root];
+    if (root.op == Op::alias) target.spec.dtype = recipe.targets[root.from].spec.dtype;
+  }
+  require_countable(recipe);  // fp32 is twice as large as bf16
 }
 
 Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options) {
@@ -214,8 +206,8 @@ Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options) {
   if (options.tie_word_embeddings) ties = word_embedding_ties(manifest, options.untie);
   const DTypeRule rule(options.dtype, options.keep_fp32);
   Recipe recipe = options.text ? parse_recipe(*options.text, manifest, options.untie)
-                               : identity_without(manifest, ties, spent_scales(manifest, rule));
-  set_dtype_by(rule, recipe);
+                               : identity_recipe(manifest, ties, spent_scales(manifest, rule));
+  set_dtype(recipe, options.dtype, options.keep_fp32);
   return recipe;
 }
 

@@ -145,8 +145,10 @@ struct NamedTie {
 };
 
 // Every stored tensor unchanged, under its own name, in the manifest's order. Each tie is an alias;
-// if its name is stored too, it is compared. A tie whose `of` is not stored is ignored.
-Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties = {});
+// if its name is stored too, it is compared. A tie whose `of` is not stored is ignored. Without the
+// stored tensors that `left_out` marks; empty: with all.
+Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties = {},
+                       const std::vector<bool>& left_out = {});
 
 // The tie of a model with `tie_word_embeddings`, derived from the stored names. With `untie` there
 // is no tie if both embedding and head are stored.
@@ -185,19 +187,6 @@ struct RecipeOptions {
   std::string keep_fp32;
 };
 Recipe make_recipe(const Manifest& manifest, const RecipeOptions& options = {});
-
-// The targets as a manifest, in which tensor i is target i. The caller must fill in files and
-// extents.
-Manifest target_manifest(const Recipe& recipe);
-
-// The inverse, for saving: the recipe that assembles the stored tensors of `manifest` from the
-// targets of `recipe`. Its leaves refer to target_manifest(recipe). Its targets are the stored
-// tensors that `recipe` doesn't list as unused, in the manifest's order, with their stored names
-// and dtypes; a cast becomes the reverse cast. If a gather repeats an element, the first copy is
-// taken. Aliases, and targets without stored elements, are unused. Throws UNSUPPORTED, with the
-// tensor's name, if the targets lack elements of a stored tensor, hold parts of it in different
-// dtypes, or hold dequantised FP8 codes.
-Recipe inverse_recipe(const Recipe& recipe, const Manifest& manifest);
 
 // The tensors that a save writes.
 //
@@ -247,9 +236,6 @@ Recipe saved_recipe(const Recipe& recipe, const Manifest& manifest, const SavedF
 // other stored tensors that `recipe` names are listed as unused. An alias may only be included
 // together with its target.
 Recipe part_of(const Recipe& recipe, std::span<const uint32_t> targets, size_t stored_tensors);
-
-// The targets whose cast may lose bits: every cast except those to fp32.
-std::vector<uint32_t> lossy_targets(const Recipe& recipe);
 
 // Adds all nodes and targets to the digest of a plan's inputs.
 void digest_recipe(const Recipe& recipe, Hasher& hasher);

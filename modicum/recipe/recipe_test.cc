@@ -173,6 +173,26 @@ TEST(Recipe, PullBackAgreesWithElementSource) {
   }
 }
 
+// [8, 3, 5] over [4, 6, 5]: 8 x 3 = 4 x 6 is one group of dims and 5 another, so that some columns
+// of all rows remain one box.
+TEST(Recipe, AReshapeMovesIndicesOnlyWithinShortGroups) {
+  const Manifest manifest = manifest_of({{"a", {5, 6, 5}}});
+  RecipeBuilder builder(manifest);
+  const uint32_t top = builder.reshape({8, 3, 5}, builder.slice(0, 1, 5, builder.stored("a")));
+  builder.target("t", top);
+  const Recipe recipe = builder.finish();
+  Box box;
+  box.push({8, 0, 8, 6});
+  box.push({3, 0, 3, 2});
+  box.push({5, 1, 3, 1});
+  int boxes = 0;
+  pull_back(recipe, top, box, [&](const Node&, const Box& part) {
+    ++boxes;
+    EXPECT_EQ(part.numel(), 48);
+  });
+  EXPECT_EQ(boxes, 1);
+}
+
 // Experts' gate and up, stacked and concatenated: element (e, row, col) of gate_up is from gate[e]
 // in the first rows and from up[e] in the other rows. Catches: swapped gate and up.
 TEST(Recipe, ExpertsStackAndConcatenate) {

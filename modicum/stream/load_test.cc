@@ -9,6 +9,7 @@
 
 #include "modicum/io/file_doubles.h"
 #include "modicum/kernels/kernels.h"
+#include "modicum/plan/traffic_double.h"
 #include "modicum/stream/fake_device_double.h"
 #include "modicum/stream/stream.h"
 

@@ -9,6 +9,7 @@
 
 #include "modicum/io/file_doubles.h"
 #include "modicum/kernels/kernels.h"
+#include "modicum/plan/traffic_double.h"
 #include "modicum/ranks/board_double.h"
 #include "modicum/ranks/exchange_double.h"
 #include "modicum/stream/stream.h"

@@ -25,6 +25,12 @@ TensorSpec spec(std::string name, DType dtype, std::vector<int64_t> shape) {
   return {std::move(name), Role::param, dtype, std::move(shape)};
 }
 
+uint64_t digest_of_tensor(const ChunkSums& sums, uint32_t stored) {
+  uint64_t digest = 0;
+  for (const ChunkSum& chunk : sums.of_tensor(stored)) digest += chunk.digest;
+  return digest;
+}
+
 std::vector<std::byte> values_of(const TensorSpec& tensor) {
   std::vector<std::byte> bytes(bytes_of(tensor.dtype, numel_of(tensor.shape)));
   synth_fill(name_hash(tensor.fqn), tensor.dtype, 0, numel_of(tensor.shape), bytes.data());
@@ -108,7 +114,7 @@ Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePl
   for (const auto& of_rank : sums) merged.merge(of_rank);
   merged.prove();
   for (uint32_t t = 0; t < saved.manifest().tensors.size(); ++t) {
-    result.digests[saved.manifest().tensors[t].spec.fqn] = merged.digest_of_tensor(t);
+    result.digests[saved.manifest().tensors[t].spec.fqn] = digest_of_tensor(merged, t);
   }
   if (const std::string index = output_index(saved.manifest()); !index.empty()) {
     files.create("/out/" + std::string(kIndexFile))->write(std::as_bytes(std::span(index)), 0);
@@ -249,7 +255,7 @@ TEST(Save, InTheBackgroundTheValuesAreThoseOfTheBeginning) {
       for (uint32_t t = 0; t < opened.manifest.tensors.size(); ++t) {
         ChunkSums of_file(saved.manifest(), kPoint);
         of_file.add(t, 0, stored_bytes(opened, saved.manifest().tensors[t]));
-        EXPECT_EQ(of_file.digest_of_tensor(t), sums.digest_of_tensor(t));
+        EXPECT_EQ(digest_of_tensor(of_file, t), digest_of_tensor(sums, t));
       }
     }
   }
@@ -439,7 +445,7 @@ TEST(ChunkSums, AnElementWrittenTwiceOrNeverIsDetected) {
       merged.merge(of_rank.bytes());
     }
     merged.prove();
-    return merged.digest_of_tensor(0);
+    return digest_of_tensor(merged, 0);
   };
   const uint64_t digest = prove({{0, 6'000'000}});
   EXPECT_EQ(prove({{5'000'000, 6'000'000}, {0, 5'000'000}}), digest);

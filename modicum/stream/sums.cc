@@ -220,10 +220,4 @@ std::span<const ChunkSum> ChunkSums::of_tensor(uint32_t stored) const noexcept {
   return std::span(chunks_).subspan(begins_[stored], begins_[stored + 1] - begins_[stored]);
 }
 
-uint64_t ChunkSums::digest_of_tensor(uint32_t stored) const noexcept {
-  uint64_t digest = 0;
-  for (const ChunkSum& chunk : of_tensor(stored)) digest += chunk.digest;
-  return digest;
-}
-
 }  // namespace modicum

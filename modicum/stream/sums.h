@@ -69,7 +69,6 @@ class ChunkSums {
   void reset(uint32_t stored, uint64_t chunk) noexcept;  // forgets the additions
   // By chunk of the tensor.
   std::span<const ChunkSum> of_tensor(uint32_t stored) const noexcept;
-  uint64_t digest_of_tensor(uint32_t stored) const noexcept;
 
  private:
   // Adds the digest and checksum of contiguous elements to `sum`. `at` and `unit` are in bytes.

@@ -607,16 +607,6 @@ def state_format_of(dtype: str, shape: Sequence[int], asked: str) -> str:
     The format of a parameter of `dtype` and `shape` when the user asks for `asked`.
     """
 
-def isas() -> list:
-    """
-    The instruction sets of this machine for which there are kernels, the fastest first. All give the same bits.
-    """
-
-def use_isa(name: str) -> None:
-    """
-    Selects an instruction set for the process. Raises UsageError if this CPU lacks it.
-    """
-
 SLOT_BYTES: int = 135168
 
 class SharedGather:

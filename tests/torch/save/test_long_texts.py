@@ -21,13 +21,13 @@ from modicum.imports.dcp import Directory  # noqa: E402
 from modicum.imports.zero import ZeroDirectory  # noqa: E402
 from modicum.recipes.reading import read_recipe  # noqa: E402
 from modicum.torch.saving.extra import COMMON, names_for  # noqa: E402
-from modicum.torch.saving.texts import read_files, read_json  # noqa: E402
+from modicum.torch.saving.texts import json_in, read_files  # noqa: E402
 
 Read = Callable[[Path], object]
 
 # For each reader the name of its file in a folder, and the category of one that is too long.
 READERS: dict[str, tuple[str, str, Read]] = {
-    "groups.json": ("groups.json", "INTEGRITY", lambda folder: read_json(folder / "groups.json")),
+    "text": ("a.json", "INTEGRITY", lambda folder: _modicum.read_file(folder / "a.json")),
     "extra.json": (COMMON, "INTEGRITY", lambda at: read_files(at, names_for(at, 1, 0, 1))),
     "recipe.json": ("r.json", "MISMATCH", lambda folder: read_recipe(folder / "r.json")),
     ".metadata": (".metadata", "FORMAT.LIMIT", Directory.open),
@@ -59,10 +59,9 @@ def test_a_fifo_is_refused_at_once(reader: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 100_000], ids=["end", "utf8", "deep"])
-def test_a_damaged_text_of_a_step_is_named(text: bytes, tmp_path: Path) -> None:
-    (tmp_path / "groups.json").write_bytes(text)
+def test_a_damaged_text_of_a_step_is_named(text: bytes) -> None:
     with pytest.raises(Error) as raised:
-        read_json(tmp_path / "groups.json")
+        json_in(text, "groups.json")
     assert (raised.value.category, raised.value.file) == ("INTEGRITY", "groups.json")
 
 

@@ -444,7 +444,7 @@ def test_mutated_texts_are_read_or_have_a_category(count: int) -> None:
 
 
 def parsed(text: str) -> Any:
-    """The document, as `read_json` gives it."""
+    """The document, as `json_in` gives it."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -15,12 +15,6 @@ _TEXT, _ANY = 100_000_000, 1 << 62
 """The most bytes of a text, and of a file of tensors, whose length the record limits."""
 
 
-def read_json(path: Path) -> Any:
-    """The value in a file. Raises `IntegrityError` if it is too long or is not JSON, `IoError` if
-    it can't be read."""
-    return json_in(_modicum.read_file(path), path.name)
-
-
 def text_in(data: bytes, file: str) -> str:
     """The text of a file's bytes. Raises `IntegrityError` if they are not UTF-8."""
     try:
