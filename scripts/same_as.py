@@ -62,7 +62,7 @@ def edit(folder: Path, verb: str, name: str, value: str = "") -> None:
 
 VARIES = re.compile(
     r"pid|.*_per_s|(elapsed|durable|check|load|step|blocked)_s|kernel.*|baseline_bytes"
-    r"|(unexplained|launcher|page_cache_peak|fixed)_bytes|speedup.*|isas?(_not_run)?"
+    r"|(unexplained|launcher|page_cache_peak|cgroup_peak|fixed)_bytes|speedup.*|isas?(_not_run)?"
 )
 OWNERS = re.compile(  # names and texts with the host, pid, time and uuid of a process
     r"(?<=\d-)[\w.-]+-\d+-\d+-[0-9a-f]{32}|(?<=uuid )[0-9a-f]{32}|(?<=\.damaged-1-)[0-9a-f]{32}"
