@@ -23,7 +23,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import torch_front  # noqa: E402
+from ranks import Ranks  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
@@ -257,6 +259,52 @@ def test_an_older_step_takes_the_place_of_a_damaged_one(
     assert skipped["step"] == 2 and f"tensor {name}" in skipped["reason"]
     assert all(map(torch.equal, model.parameters(), values)) and state_of(optimizer) == state
     assert front.save(model, tmp_path, step=3, optimizer=optimizer).step == 3
+
+
+def sharded_twice(root: str) -> list[Any]:
+    """An act: saves steps 1 and 2 of an FSDP2 model. Returns weights and state of step 1."""
+    model, optimizer = sharded()
+    front.load(model, f"{root}/model.safetensors", optimizer=optimizer, progress=False)
+    first: list[Any] = []
+    for step in (1, 2):
+        model(torch.full((2, 64), float(step))).sum().backward()
+        optimizer.step()
+        front.save(model, f"{root}/steps", step=step, optimizer=optimizer)
+        first = first or weights_and_state(model, optimizer)
+    return first
+
+
+def sharded_again(root: str) -> tuple[int, list[Any], int]:
+    """An act: resumes. Returns the step, its weights and state, and the bytes read."""
+    model, optimizer = sharded()
+    resumed = front.resume(model, f"{root}/steps", optimizer=optimizer, progress=False)
+    return resumed.step, weights_and_state(model, optimizer), resumed.read_bytes
+
+
+def sharded() -> tuple[Any, Any]:
+    with torch.device("meta"):
+        model = torch.nn.Linear(64, 64)
+    fully_shard(model)
+    return model, front.AdamW(model.named_parameters(), lr=1e-2)
+
+
+def weights_and_state(model: Any, optimizer: Any) -> list[Any]:
+    weights = [one.full_tensor().tolist() for one in model.parameters()]
+    return [*weights, optimizer.digest()]
+
+
+@pytest.mark.filterwarnings("ignore:modicum")
+def test_all_ranks_go_on_from_the_older_step(two: Ranks, tmp_path: Path) -> None:
+    """The damaged chunk is divided between the ranks."""
+    save_file(torch.nn.Linear(64, 64).state_dict(), tmp_path / "model.safetensors")
+    first = two.ask(sharded_twice, root=str(tmp_path))
+    intact = two.ask(sharded_again, root=str(tmp_path))
+    flip_value(tmp_path / "steps/step-2/optimizer", "weight.exp_avg")
+    damaged = two.ask(sharded_again, root=str(tmp_path))
+    for rank in range(2):
+        assert intact[rank][0] == 2 and intact[rank][1] != first[rank]
+        assert damaged[rank][:2] == (1, first[rank])
+        assert intact[rank][2] < 3 * 4 * 65 * 64 + 1024  # weights and two moments, once
 
 
 @pytest.mark.filterwarnings("ignore:modicum")
