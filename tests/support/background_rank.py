@@ -293,10 +293,10 @@ def preempted(
     with slow(pause_us):
         given: dict[str, Any] = {"step": 1, "optimizer": stepping, "grace": grace}
         saving = modicum.torch.save(model, root, staging="256KiB", background=True, **given)
-        Path(marks, f"rank-{dist.get_rank()}").touch()
         try:
             if does == "computes":
                 skip(stepping)
+            Path(marks, f"rank-{dist.get_rank()}").touch()  # from now on SIGTERM may arrive
             if does == "steps":
                 torch.autograd.graph.increment_version = increment_and_terminate
                 steps(model, stepping, cut, range(2, 3))

@@ -264,6 +264,18 @@ def test_a_source_of_another_architecture_is_refused(tmp_path: Path, source: Pat
     front.save(loaded(first), tmp_path / "steps", step=1, source=source)
 
 
+def test_a_source_with_another_number_of_layers_is_refused(tmp_path: Path) -> None:
+    """The step would have its untrained layers, or its config would lack trained ones."""
+    for layers in (1, 3):
+        config, other = torch_front.config_of("llama"), tmp_path / f"{layers}"
+        config.num_hidden_layers = layers
+        type(torch_front.from_pretrained("llama"))(config).save_pretrained(other)
+        with pytest.raises(
+            UsageError, match=rf"another number of layers .*expected 2, got {layers}"
+        ):
+            front.save(torch_front.from_pretrained("llama"), tmp_path, step=1, source=other)
+
+
 def test_a_removed_source_names_the_argument(tmp_path: Path, source: Path) -> None:
     base = shutil.copytree(source.parent, tmp_path / "base")
     model = loaded(base)

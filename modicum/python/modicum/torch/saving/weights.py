@@ -20,6 +20,7 @@ from modicum.torch.loading.origin import Origin
 from modicum.torch.loading.planning import places_of
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
+from modicum.torch.saving.texts import json_in
 from modicum.torch.shards.placements import Sharding, layout_of
 from modicum.torch.shards.tensors import ModelTensor, as_bytes, copy_run, destination_of
 
@@ -186,6 +187,23 @@ def _require_architecture(model: Model, origin: Origin | None, source: str | Pat
     if other and any(kinds) and other not in (*kinds, *wholes):
         what, expected = "the source has another architecture (model_type)", " or ".join(kinds)
         raise refusal("MISMATCH", what, file=str(source), expected=expected, got=other)
+    layers = {getattr(of, "num_hidden_layers", None) for of in configs} - {None}
+    found = _layers_in(source)
+    if layers and found is not None and found not in layers:
+        what, expected = "the source has another number of layers", " or ".join(map(str, layers))
+        raise refusal("MISMATCH", what, file=str(source), expected=expected, got=str(found))
+
+
+def _layers_in(source: str | Path) -> int | None:
+    """`num_hidden_layers` in the config.json of a directory; None if there is none."""
+    path = Path(source) / "config.json"
+    if not path.is_file():
+        return None
+    with suppress(Error):
+        found = json_in(_modicum.read_file(path), path.name)
+        layers = found.get("num_hidden_layers") if isinstance(found, dict) else None
+        return layers if isinstance(layers, int) else None
+    return None
 
 
 def _require_names(made: Recipe, model: Model, source: str | Path, unused: str) -> None:
