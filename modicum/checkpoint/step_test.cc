@@ -254,7 +254,7 @@ TEST(Steps, AFailedRemovalOfOldStepsIsAWarning) {
       EXPECT_NE(warning.value_or("").find("old steps could not be removed: step-1: IO"),
                 std::string::npos);
       EXPECT_EQ(open_step(under, "/root/step-1").step, 1);
-    } else if (what == "remove_tree") {  // of what was renamed
+    } else if (what == "remove_tree") {  // of the renamed step
       EXPECT_NE(warning.value_or("").find("old steps could not be removed: step-1: .trash-"),
                 std::string::npos);
       EXPECT_EQ(under.list("/root").size(), 3);

@@ -78,10 +78,9 @@ def fill_undefined(module: nn.Module) -> bool:
     filled, undefined = _filled(module)
     if undefined:
         model = Model.of(module, originals=True)
-        for name in undefined:
-            local = model.tensors[name].local
-            if local.is_floating_point():
-                local.fill_(math.nan)
+        for name, of in model.tensors.items():
+            if name in undefined and of.local.is_floating_point():
+                of.local.fill_(math.nan)
         _set(module, (filled, _versions(model, undefined.keys())))
     return bool(undefined)
 
