@@ -48,7 +48,8 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
     ledger.limit_bytes = ledger.held_bytes + plan.ledger_limit_bytes(rank)
     try:
         with (
-            overwriting(model, rank, planned.goal.dtypes.keys()),
+            # What the model's own rules make has the same values after each load.
+            overwriting(model, rank, planned.goal.dtypes.keys() - set(planned.goal.callers)),
             progress_bar(
                 sum(planned.buffers[t]["bytes"] for t, _ in own),
                 shown=options.progress and rank == 0,
