@@ -120,6 +120,7 @@ def test_steps_survive_power_cuts(
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", ("ext4", "xfs"))
 def test_steps_survive_a_power_cut_at_every_call(
     modicum: Path, moe: Path, faulty: FaultyFiles, tmp_path: Path, kind: str
