@@ -38,7 +38,6 @@ from modicum.torch.saving.state_dicts import (
 from modicum.torch.saving.tensor_state import writing_of_entries
 from modicum.torch.saving.weights import Form, goal_of
 from modicum.torch.saving.writing import Flight, StateWriting
-from modicum.upstream.torch_core import require_known
 from modicum.upstream.wrappers import canonical, unwrapped
 
 Size = int | str
@@ -193,7 +192,6 @@ class Writer(StorageWriter, AsyncStager):
 
     def _write(self, parts: Split, ranks: Ranks) -> None:
         root, step = self._at
-        require_known()  # before `hold`, which replaces what it examines
         self._flight.hold(_read(parts))
         ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
                   **self._how)  # fmt: skip

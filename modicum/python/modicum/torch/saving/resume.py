@@ -21,7 +21,7 @@ from modicum.errors import (
 )
 from modicum.recipes import Recipe
 from modicum.recipes.patterns import Rule
-from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE, given_recipe
+from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
 from modicum.torch.loading.around import taken
 from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
@@ -101,8 +101,6 @@ def resume(
         "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
         "recipe": recipe, "key_mapping": key_mapping,
     }  # fmt: skip
-    with Ranks.of_world().together():
-        how["recipe"] = given_recipe(recipe, how)
     try:
         return _newest(model, root_of(root), optimizer, how, begin)
     except BaseException as error:
