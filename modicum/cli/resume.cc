@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 
 #include <optional>
@@ -8,19 +10,6 @@
 
 namespace modicum {
 namespace {
-
-// The --optimizer of the run; an empty `flag` means the saved one. Throws UNSUPPORTED if the flag
-// names another format.
-std::string optimizer_of(const StateFacts& facts, const std::string& flag) {
-  const std::string saved = "adamw:" + std::string(row_of(facts.format).name);
-  const std::string asked = flag.empty() ? saved : flag;
-  const std::optional<StateFormat> format = optimizer_flag(asked);
-  if (format && *format != facts.format) {
-    fail(Category::unsupported, "the state was saved in another format",
-         {.expected = saved, .got = asked});
-  }
-  return asked;
-}
 
 // The path of the recipe with which the state was saved; empty if the parameters are the stored
 // tensors.
@@ -70,6 +59,16 @@ LoadReport resume_newest(const Surroundings& at, const CommonFlags& common, cons
 
 }  // namespace
 
+void take_state(const Surroundings& at, const FoundStep& step, RunFlags& flags,
+                std::optional<ResumeState>& state) {
+  state.emplace(at.files, step);
+  if (flags.optimizer.empty()) {
+    flags.optimizer = fmt::format("adamw:{}", row_of(state->facts.format).name);
+  }
+  flags.without_state = state->facts.without_state;
+  if (flags.recipe.empty()) flags.recipe = recipe_of_state(step);
+}
+
 LoadReport resume_step(const Surroundings& at, const CommonFlags& common, RunFlags flags,
                        FoundStep found, const ResumeSteps& then) {
   if (then.steps > 0 && flags.optimizer == "none") {
@@ -82,10 +81,7 @@ LoadReport resume_step(const Surroundings& at, const CommonFlags& common, RunFla
   flags.directory = step.path;
   std::optional<ResumeState> state;
   if (has_state && flags.optimizer != "none") {
-    state.emplace(at.files, step);
-    flags.optimizer = optimizer_of(state->facts, flags.optimizer);
-    flags.without_state = state->facts.without_state;
-    if (flags.recipe.empty()) flags.recipe = recipe_of_state(step);
+    take_state(at, step, flags, state);
   } else if (flags.optimizer.empty()) {
     flags.optimizer = "none";
   }
@@ -99,9 +95,7 @@ LoadReport resume_step(const Surroundings& at, const CommonFlags& common, RunFla
         return resume_in_ranks({task, from, then.steps, then.max_norm}, show);
       },
       [&](Run& opened) {
-        if (!state) return;
-        state->files.require_of(opened);
-        opened.options.resume = resume_footprint_of(state->checkpoint.manifest, state->files);
+        if (state) opened.options.resume = state->footprint(opened);
       });
 }
 

@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
@@ -5,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "modicum/cli/within_budget.h"
+#include "modicum/cli/resuming.h"
 
 namespace modicum {
 namespace {
@@ -29,20 +31,25 @@ struct SaveFlags {
   std::optional<double> grace;
 };
 
-// Saves, and warns if DIR is a step with an optimizer's state.
-SaveReport save_and_warn(const SaveTask& save, ShowBytes show) {
-  FileSystem& files = *save.load.run.files;
-  const std::string& source = save.load.run.checkpoint.directory;
-  // Asked before the save: an error after it would hide that the step is saved.
-  const bool has_state =
-      is_step(files, source) && files.is_directory(join_path(source, kStateDirectory));
-  SaveReport report = save_in_ranks(save, show);
-  if (has_state) {
-    report.checkpoint.warnings.push_back(
-        "DIR is a step with an optimizer's state, which `save` does not read: `modicum resume` "
-        "continues from it");
+// Opens the state of DIR if it is a step that has one and the save has an optimizer. Returns whether
+// it has one. Throws USAGE if `has_seed`, a --seed was given, and it is not the state's own.
+bool open_state(const Surroundings& at, SaveFlags& flags, bool has_seed,
+                std::optional<ResumeState>& from) {
+  const std::string& directory = flags.run.directory;
+  if (!is_step(at.files, directory)) return false;
+  if (flags.run.optimizer == "none") {
+    return at.files.is_directory(join_path(directory, kStateDirectory));
   }
-  return report;
+  const FoundStep step = check_step(at.files, directory);
+  if (step.record.state.empty()) return false;
+  take_state(at, step, flags.run, from);
+  const uint64_t seed = from->facts.seed;
+  if (has_seed && flags.seed != seed) {
+    fail(Category::usage, "--seed: the state of DIR has another one",
+         {.expected = fmt::format("{}", seed), .got = fmt::format("{}", flags.seed)});
+  }
+  flags.seed = seed;
+  return true;
 }
 
 }  // namespace
@@ -88,13 +95,16 @@ int run_save(const Args& args, const Surroundings& at) {
   const int64_t grace_ns = flags.grace ? grace_ns_of(*flags.grace) : 0;
   SaveForm form{.copies_unused = flags.unused == "copy"};
   if (!flags.shard_size.empty()) form.shard_bytes = parse_size(flags.shard_size);
+  std::optional<ResumeState> from;
+  const bool has_state = open_state(at, flags, app.count("--seed") > 0, from);
   std::optional<StateFiles> state;
   const auto state_of = [&state] { return state ? &*state : nullptr; };
   const auto prepare = [&](Run& run) {
     if (run.optimizer) state.emplace(run);
     run.options.save = save_footprint_of(run, form, state_of());
+    if (from) run.options.resume = from->footprint(run);
   };
-  const SaveReport report = within_budget(
+  SaveReport report = within_budget(
       at, flags.common, flags.run,
       [&](const LoadTask& task, ShowBytes show) {
         const SavePlan plan(task.run.checkpoint, task.plan, form);
@@ -103,13 +113,19 @@ int run_save(const Args& args, const Surroundings& at) {
                       .root = flags.root,
                       .step = flags.step,
                       .state = state_of(),
+                      .from = from ? &*from : nullptr,
                       .steps = flags.steps,
                       .seed = flags.seed,
                       .grace_ns = grace_ns};
         if (flags.keep) save.keep = static_cast<size_t>(*flags.keep);
-        return save_and_warn(save, show);
+        return save_in_ranks(save, show);
       },
       prepare);
+  if (has_state && !from) {
+    report.checkpoint.warnings.push_back(
+        "DIR has an optimizer's state, which is not saved again without --optimizer "
+        "adamw:FORMAT");
+  }
   print_result(
       flags.common, at, [&] { return save_json(report); }, [&] { return save_text(report); });
   return 0;

@@ -175,7 +175,9 @@ Promise promise_of(const Plan& plan) {
     }
     open[Purpose::header] = header;
     open[Purpose::plan] = held;
-    if (plan.options.resume) open += *plan.options.resume;
+    Footprint resume;  // its staging is taken only while the state is read
+    if (plan.options.resume) open += resume = *plan.options.resume;
+    open[Purpose::staging] = 0;
     Footprint hold = open;
     const auto [shards, is_new] = shards_of_class.try_emplace(buffer_class(plan.layout, rank), 0);
     if (is_new) shards->second = round_up(arena_begins(plan, rank).back(), kPageBytes);
@@ -204,7 +206,10 @@ Promise promise_of(const Plan& plan) {
       const uint64_t workers = std::max<uint64_t>(1, plan.options.staging_bytes / kSlotBytes);
       add(++next, save, static_cast<int>(std::min(workers, static_cast<uint64_t>(threads))));
     }
-    if (plan.options.resume) add(++next, trained, threads);
+    if (plan.options.resume) {
+      trained[Purpose::staging] += resume[Purpose::staging];
+      add(++next, trained, threads);
+    }
   }
   const uint64_t of_each = plan.options.baseline_of.empty() ? plan.options.baseline_bytes : 0;
   return make_promise(std::move(phases), of_each, ranks_per_node(plan));

@@ -160,26 +160,23 @@ nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& boa
   }));
 }
 
-nb::dict load_state(const OpenCheckpoint& from, const std::vector<WrittenState>& parameters,
-                    int rank, CallerBoard& board, const std::shared_ptr<Ledger>& ledger,
-                    const std::vector<WrittenHeld>& held) {
+nb::dict load_state(const OpenCheckpoint& from, const std::string& facts,
+                    const std::vector<WrittenState>& parameters, int rank, CallerBoard& board,
+                    const std::shared_ptr<Ledger>& ledger, const std::vector<WrittenHeld>& held) {
   const Held shards(held, numels_of(parameters));
-  const StateFiles files(from.checkpoint.manifest);
-  files.require_of(states_of(parameters));
-  board.set_thread();
   const Manifest& manifest = from.checkpoint.manifest;
+  const StateFiles files(manifest);
+  const StateFacts parsed = parse_state(facts);
+  const std::vector<StateOf> states = states_of(parameters);
+  files.require_of(states);
+  board.set_thread();
   Compared compared(manifest, kStateFolder);
   const uint64_t read = without_the_lock([&] {
     const ReportedPhase phase(ledger->reporter(), "resume");
-    const Charge header =
-        ledger->adopt(Purpose::header, files.footprint()[Purpose::header] + manifest.held_bytes());
-    const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
-      files.for_each_span(shards, fn);
-    };
-    const uint64_t bytes =
-        load_spans(from.checkpoint, spans, {rank, &board, nullptr, ledger.get()}, compared);
-    compared.compare();
-    return bytes;
+    const Footprint needed = resume_footprint_of(manifest, files, states);
+    const Charge header = ledger->adopt(Purpose::header, needed[Purpose::header]);
+    return modicum::load_state({from.checkpoint, files, parsed}, shards,
+                               {rank, &board, nullptr, ledger.get()}, compared);
   });
   return dict_of("storage_read_bytes"_a = read, "compared"_a = text_of_compared(compared));
 }
@@ -382,12 +379,14 @@ Args:
              "place"_a, "held"_a, "snapshot"_a.none() = nb::none(), "gather"_a.none() = nb::none(),
              "Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the "
              "shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.");
-  module.def("load_state", load_state, "checkpoint"_a, "parameters"_a, "rank"_a, "board"_a,
-             "ledger"_a, "held"_a,
-             "Reads one rank's shards of a saved state; returns a dict with storage_read_bytes and "
-             "compared (see compared_values). Raises UsageError, which names a tensor, unless the "
-             "saved state is that of these "
-             "parameters.");
+  module.def("load_state", load_state, "checkpoint"_a, "facts"_a, "parameters"_a, "rank"_a,
+             "board"_a, "ledger"_a, "held"_a,
+             "Reads one rank's shards of a state that was saved in any format, and sets their step "
+             "counts. `facts`: the text of its state.json. The masters must hold the parameters' "
+             "loaded values. Returns a dict with storage_read_bytes and compared (see "
+             "compared_values). Raises UsageError, which names a tensor, unless the saved state is "
+             "that of these parameters.");
+  module.attr("CONVERTED_STATE_BYTES") = kConvertedStateBytes;
   module.def("state_text", state_text, "state_format"_a, "seed"_a, "steps"_a, "without_state"_a,
              "The text of AdamW's state.json. `steps`: (fqn, number of steps) each.");
   module.def("state_facts", state_facts, "text"_a,

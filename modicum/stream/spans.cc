@@ -19,7 +19,7 @@ template <typename Fn>
 void in_parts(const StoredSpan& span, uint64_t most, const Fn& fn) {
   for (uint64_t done = 0; done < span.bytes.size(); done += most) {
     const uint64_t n = std::min<uint64_t>(most, span.bytes.size() - done);
-    fn(StoredSpan{span.stored, span.at + done, span.bytes.subspan(done, n)});
+    fn(StoredSpan{span.stored, span.at + done, span.bytes.subspan(done, n), span.is_repeated});
   }
 }
 
@@ -78,7 +78,7 @@ uint64_t load_spans(const Checkpoint& checkpoint, Spans spans, const RankContext
         at.board->check();
         const Extent& stored = checkpoint.manifest.tensors[part.stored].at;
         reader.read(stored.file, stored.begin + part.at, part.bytes);
-        compared.add(part.stored, part.at, part.bytes);
+        if (!part.is_repeated) compared.add(part.stored, part.at, part.bytes);
         at.board->beat(at.rank, part.bytes.size());
       });
     });

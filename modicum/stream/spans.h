@@ -23,8 +23,9 @@ struct StoredSpan {
   uint32_t stored = 0;
   uint64_t at = 0;
   std::span<std::byte> bytes;
+  bool is_repeated = false;  // a load reads these bytes for another span, too: not compared again
 };
-// Calls its argument for each span of this rank.
+// Calls its argument for each span of this rank. A load has read the bytes when the call returns.
 using Spans = FunctionRef<void(FunctionRef<void(const StoredSpan&)>)>;
 
 struct SpansSave {

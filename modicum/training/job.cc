@@ -66,8 +66,9 @@ Run resuming_run(const RunFlags& flags, const Run& saving, const SavePlan& plan,
   Checkpoint planned = saving.checkpoint;
   planned.manifest = with_record(plan.manifest());
   Run run = run_of(*saving.files, flags, std::move(planned), state_recipe_text(plan.plan()));
-  state.require_of(run);
-  run.options.resume = resume_footprint_of(with_record(state.manifest()), state);
+  const std::vector<StateOf> parameters = state_of(run);
+  state.require_of(parameters);
+  run.options.resume = resume_footprint_of(with_record(state.manifest()), state, parameters);
   return run;
 }
 

@@ -44,6 +44,9 @@ struct LoadingRank {
               world.task.check},
              {}, std::move(copy)) {
     load.outcome().baseline_bytes = baseline_bytes;
+    if (const auto& resume = world.task.run.options.resume) {
+      resumed = ledger.adopt(Purpose::header, (*resume)[Purpose::header]);
+    }
   }
 
   // Returns `of` with the peaks since the last call, at first since construction. All ranks call it
@@ -66,6 +69,7 @@ struct LoadingRank {
 
   const uint64_t baseline_bytes;  // held before any allocation of the load
   Ledger ledger;
+  Charge resumed;  // what the launcher holds of a step's state until it ends
   const std::unique_ptr<Exchange> exchange;
   RankLoad load;
 };

@@ -26,11 +26,29 @@ uint64_t bytes_to_save(const SaveTask& task) {
   return task.plan.manifest().data_bytes() + state;
 }
 
+// The pages for what is read of a state; none if there is no state to read.
+std::optional<ComparedPages> pages_of(const ResumeState* from, const LoadTask& load) {
+  if (from == nullptr) return {};
+  return ComparedPages(from->checkpoint.manifest, load.plan.ranks(), kStateFolder);
+}
+
+// Both parts of what a run has compared.
+ComparedValues merged(const ComparedPages& weights, const std::optional<ComparedPages>& state) {
+  ComparedValues all = weights.merged();
+  if (!state) return all;
+  const ComparedValues more = state->merged();
+  all.bytes += more.bytes;
+  all.not_compared.insert(all.not_compared.end(), more.not_compared.begin(),
+                          more.not_compared.end());
+  return all;
+}
+
 struct SaveWorld : LoadWorld {
   SaveWorld(const SaveTask& of, const StepSave& step)
       : LoadWorld(of.load),
         save(of),
         page(of.load.plan.ranks()),
+        of_state(pages_of(of.from, of.load)),
         place(step, of.plan),
         grace(of.grace_ns, bytes_to_save(of), board, clock) {
     if (of.grace_ns > 0) grace_ns = [this] { return grace.granted_ns(); };
@@ -38,6 +56,7 @@ struct SaveWorld : LoadWorld {
 
   const SaveTask& save;
   const NormPage page;
+  const std::optional<ComparedPages> of_state;
   SavePlace place;
   SaveGrace grace;
 };
@@ -77,9 +96,15 @@ class SaveRank {
   void train() {
     trained_.emplace(world_, world_.page, rank_, loading_,
                      TrainedRank::Options{.seed = task_.seed});
-    trained_->cast_masters();
-    for (int step = 1; step <= task_.steps; ++step) trained_->steps().step(step);
-    if (task_.steps > 0) outcome_.taken = trained_->steps().finish(task_.steps);
+    int64_t made = 0;
+    if (const ResumeState* const from = task_.from) {
+      trained_->read_state(*from, *world_.of_state);
+      made = from->facts.steps;
+    } else {
+      trained_->cast_masters();
+    }
+    for (int step = 1; step <= task_.steps; ++step) trained_->steps().step(made + step);
+    if (task_.steps > 0) outcome_.taken = trained_->steps().finish(made + task_.steps);
     outcome_.state_digest = trained_->optimizer().digest().state;
   }
 
@@ -102,31 +127,31 @@ struct Resumed {
 
 struct ResumeWorld : LoadWorld {
   explicit ResumeWorld(const ResumeTask& of)
-      : LoadWorld(of.load), resume(of), page(of.load.plan.ranks()) {
-    if (of.state == nullptr) return;
-    of_state.emplace(of.state->checkpoint.manifest, of.load.plan.ranks(), kStateFolder);
-  }
+      : LoadWorld(of.load),
+        resume(of),
+        page(of.load.plan.ranks()),
+        of_state(pages_of(of.state, of.load)) {}
 
   const ResumeTask& resume;
   const NormPage page;
-  std::optional<ComparedPages> of_state;
+  const std::optional<ComparedPages> of_state;
 };
 
 class ResumeRank {
  public:
   ResumeRank(ResumeWorld& world, int rank)
-      : world_(world), task_(world.resume), rank_(rank), loading_(world, rank) {
-    if (const auto& held = task_.load.run.options.resume) {
-      header_ = loading_.ledger.adopt(Purpose::header, (*held)[Purpose::header]);
-    }
-  }
+      : world_(world), task_(world.resume), rank_(rank), loading_(world, rank) {}
 
   Resumed live() {
     RankLoad& load = loading_.load;
     load.load();
     world_.compared.give(rank_, load.compared());
     load.book_what_stays();
-    if (task_.state != nullptr) read_state(*task_.state);
+    if (const ResumeState* const from = task_.state) {
+      trained_.emplace(world_, world_.page, rank_, loading_,
+                       TrainedRank::Options{.seed = from->facts.seed, .max_norm = task_.max_norm});
+      trained_->read_state(*from, *world_.of_state);
+    }
     outcome_.resume = loading_.phase_of(load.outcome(), world_.board);
     for (int i = 1; i <= task_.steps; ++i) trained_->steps().step(task_.state->facts.steps + i);
     outcome_.step = loading_.later_phase(world_.board);
@@ -137,31 +162,10 @@ class ResumeRank {
   }
 
  private:
-  void read_state(const ResumeState& from) {
-    const ReportedPhase phase(loading_.ledger.reporter(), "resume");
-    trained_.emplace(world_, world_.page, rank_, loading_,
-                     TrainedRank::Options{.seed = from.facts.seed, .max_norm = task_.max_norm});
-    const RankOptimizer& optimizer = trained_->optimizer();
-    const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
-      from.files.for_each_span(optimizer, false, fn);
-    };
-    Compared compared(from.checkpoint.manifest, kStateFolder);
-    loading_.load.outcome().storage_read_bytes += load_spans(
-        from.checkpoint, spans, {rank_, &world_.board, nullptr, &loading_.ledger}, compared);
-    compared.compare();
-    world_.of_state->give(rank_, compared);
-    optimizer.for_each_state([&](AdamW& state) {
-      for (size_t shard = 0; shard < state.shards(); ++shard) {
-        state.set_steps(shard, from.facts.steps_made_by(state.shard(shard).fqn));
-      }
-    });
-  }
-
   ResumeWorld& world_;
   const ResumeTask& task_;
   const int rank_;
   LoadingRank loading_;
-  Charge header_;  // what the launcher holds of the step until it ends
   std::optional<TrainedRank> trained_;
   Resumed outcome_;
 };
@@ -182,11 +186,6 @@ std::vector<PhaseReport> phases_of(const Promise& promise, const std::vector<Res
     phases[1].ranks.push_back(of.step);
   }
   return phases;
-}
-
-void add_compared(const ComparedValues& more, ComparedValues& to) {
-  to.bytes += more.bytes;
-  to.not_compared.insert(to.not_compared.end(), more.not_compared.begin(), more.not_compared.end());
 }
 
 // The launcher may have received a signal since the ranks finished.
@@ -214,7 +213,7 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   SaveWorld world(task, step);
   const std::vector<Saved> outcomes = outcomes_of<SaveRank>(world, show);
   check_stop(stop, world.grace);
-  ComparedValues compared = world.compared.merged();
+  ComparedValues compared = merged(world.compared, world.of_state);
   TrainedSteps trained{.skipped = outcomes.front().taken.skipped};
   for (const Saved& of : outcomes) trained.digest += of.state_digest;
   const SavedStep saved = publish(step, task, trained, [&] { check_stop(stop, world.grace); });
@@ -258,17 +257,17 @@ SaveReport save_in_ranks(const SaveTask& task, ShowBytes show) {
   return report;
 }
 
-Footprint resume_footprint_of(const Manifest& saved, const StateFiles& state) {
-  Footprint held;
-  held[Purpose::header] = state.footprint()[Purpose::header] + saved.held_bytes();
-  return held;
-}
-
 ResumeState::ResumeState(FileSystem& opened, const FoundStep& step)
     : checkpoint(open_checkpoint(opened, join_path(step.path, kStateDirectory))),
       files(checkpoint.manifest),
       facts(parse_state(read_text(*opened.open(join_path(checkpoint.directory, kStateFile)),
                                   kLongestText, Category::integrity))) {}
+
+Footprint ResumeState::footprint(const Run& run) const {
+  const std::vector<StateOf> parameters = state_of(run);
+  files.require_of(parameters);
+  return resume_footprint_of(checkpoint.manifest, files, parameters);
+}
 
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
   ResumeWorld world(task);
@@ -279,8 +278,7 @@ LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show) {
                     .launcher_bytes = read_process_memory().held(),
                     .cgroup_peak_bytes = world.cgroup_peak.bytes(),
                     .digest = 0};
-  report.compared = world.compared.merged();
-  if (world.of_state) add_compared(world.of_state->merged(), report.compared);
+  report.compared = merged(world.compared, world.of_state);
   for (const Resumed& of : outcomes) {
     report.ranks.push_back(of_both(of));
     report.elapsed_s = std::max(report.elapsed_s, world.seconds_until(of.resume.loaded_ns));

@@ -6,10 +6,25 @@
 #include <string>
 
 #include "modicum/training/load_ranks.h"
+#include "modicum/training/state_load.h"
 #include "modicum/training/step_save.h"
 
 namespace modicum {
 
+// The optimizer's state of a step, which must have one. The constructor throws the errors of
+// open_checkpoint; INTEGRITY.
+struct ResumeState {
+  ResumeState(FileSystem& opened, const FoundStep& step);
+
+  const Checkpoint checkpoint;  // in the step's kStateDirectory
+  const StateFiles files;       // the files of that checkpoint
+  const StateFacts facts;
+
+  StateSource source() const noexcept { return {checkpoint, files, facts}; }
+  // What reading it adds to the promise of `run`; see resume_footprint_of. Throws MISMATCH if it is
+  // not the state of the run (StateFiles::require_of).
+  Footprint footprint(const Run& run) const;
+};
 struct SaveTask {
   LoadTask load;  // its plan must have phase `save`
   const SavePlan& plan;
@@ -18,6 +33,9 @@ struct SaveTask {
   std::optional<size_t> keep;  // number of newest intact steps to keep; empty: all
   // With an optimizer: the files of its state, and the number of training steps before the save.
   const StateFiles* state = nullptr;
+  // The state that the checkpoint has, to go on from, in any format; it must fit the run
+  // (StateFiles::require_of). Null: the state begins with zero moments.
+  const ResumeState* from = nullptr;
   int steps = 0;
   uint64_t seed = 0;  // for gradients and for the random bits of stochastic rounding
   // After SIGTERM the save goes on for at most this time, and only if SaveGrace expects it to
@@ -32,15 +50,6 @@ Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFil
 // finish (SaveTask::grace_ns) or is already being published.
 SaveReport save_in_ranks(const SaveTask& task, ShowBytes show);
 
-// The optimizer's state of a step, which must have one. The constructor throws the errors of
-// open_checkpoint; INTEGRITY.
-struct ResumeState {
-  ResumeState(FileSystem& opened, const FoundStep& step);
-
-  const Checkpoint checkpoint;  // in the step's kStateDirectory
-  const StateFiles files;       // the files of that checkpoint
-  const StateFacts facts;
-};
 struct ResumeTask {
   LoadTask load;  // of a step; its plan must have phase `resume` if there is a state
   // Must fit the run (StateFiles::require_of); null: no state is read.
@@ -51,10 +60,6 @@ struct ResumeTask {
 // Loads, reads the state, and makes `steps` training steps with the gradients that an uninterrupted
 // run would have. Throws the errors of load_in_ranks.
 LoadReport resume_in_ranks(const ResumeTask& task, ShowBytes show);
-// The memory that reading the state of a step adds to a promise (PlanOptions::resume). `saved`: the
-// manifest of the state, with its recorded digests.
-Footprint resume_footprint_of(const Manifest& saved, const StateFiles& state);
-
 struct RehearsalTask {
   LoadTask load;  // its run must have an optimizer
   int steps = 1;

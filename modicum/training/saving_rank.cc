@@ -13,7 +13,10 @@ SaveOutcome save_state(const SaveTask& task, const SavePlace& place, const RankC
   const StateFiles& state = *task.state;
   ChunkSums sums(state.manifest(), place.point);
   const auto spans = [&](FunctionRef<void(const StoredSpan&)> fn) {
-    state.for_each_span(optimizer, true, fn);
+    const auto shards = [&](FunctionRef<void(const HeldShard&)> held) {
+      for_each_held(optimizer, true, held);
+    };
+    state.for_each_span(shards, fn);
   };
   const SaveFiles to{*task.load.run.files, place.state_directory};
   const SaveOutcome saved =
@@ -35,6 +38,19 @@ std::vector<std::string> without_state(const Run& run) {
     if (!run.recipe.is_alias(t) && !trained.contains(spec.fqn)) names.push_back(spec.fqn);
   }
   return names;
+}
+
+StateFacts facts_of(const SaveTask& task, const TrainedSteps& trained) {
+  StateFacts facts;
+  if (task.from != nullptr) facts = task.from->facts;
+  const int made = task.steps - trained.skipped;
+  facts.steps += made;
+  for (auto& [fqn, steps] : facts.steps_of) steps += made;
+  facts.format = *task.load.run.optimizer;
+  facts.seed = task.seed;
+  facts.without_state = without_state(task.load.run);
+  facts.digest = trained.digest;
+  return facts;
 }
 
 }  // namespace
@@ -74,12 +90,7 @@ SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trai
                   std::function<void()> waits) {
   std::optional<StepSave::SavedState> state;
   if (task.state != nullptr) {
-    state.emplace(StepSave::SavedState{task.state->manifest(),
-                                       state_json({.format = *task.load.run.optimizer,
-                                                   .seed = task.seed,
-                                                   .steps = task.steps - trained.skipped,
-                                                   .without_state = without_state(task.load.run),
-                                                   .digest = trained.digest})});
+    state.emplace(StepSave::SavedState{task.state->manifest(), state_json(facts_of(task, trained))});
   }
   Publishing how{.waits = std::move(waits)};
   if (task.grace_ns > 0) how.lock_limit_ns = std::min(how.lock_limit_ns, task.grace_ns / 2);

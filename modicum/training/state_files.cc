@@ -15,7 +15,7 @@ struct PlaneName {
   Plane plane;
   std::string_view suffix;
 };
-constexpr std::string_view kMasterSuffix = ".master";
+constexpr const char* kLacksTensor = "the saved state lacks this tensor";
 constexpr std::array<PlaneName, 4> kPlaneNames = {{{Plane::master, "master"},
                                                    {Plane::master_low, "master_low"},
                                                    {Plane::exp_avg, "exp_avg"},
@@ -61,7 +61,29 @@ std::vector<TensorSpec> specs_of(const StateOf& of) {
   return specs;
 }
 
+// Throws MISMATCH if the parameter can't get its master from a state of the form `saved`.
+void require_master(const StateOf& of, const StateForm& saved) {
+  const DType dtype = of.parameter.dtype;
+  if (!saved.is_master || dtype == DType::f32 || dtype == row_of(saved.format).master) return;
+  const bool was_f32 = !row_of(saved.format).is_split();
+  fail(Category::mismatch,
+       fmt::format("{}: the parameter was {} when it was saved", kLacksTensor,
+                   was_f32 ? "float32" : "bfloat16"),
+       {.tensor = fmt::format("{}.master", of.parameter.fqn)});
+}
+
 }  // namespace
+
+bool is_moment_converted(const StateForm& saved, StateFormat held) noexcept {
+  return row_of(saved.format).moment != row_of(held).moment;
+}
+
+// A parameter that is its own fp32 master has no stored plane to convert.
+bool is_master_converted(const StateForm& saved, StateFormat held) noexcept {
+  const StateFormatRow &from = row_of(saved.format), &to = row_of(held);
+  if (saved.is_master && !from.is_split()) return false;
+  return from.master != to.master || from.master_low != to.master_low;
+}
 
 std::vector<StoredPlane> stored_planes(StateFormat format, bool is_master) {
   const StateFormatRow& row = row_of(format);
@@ -107,6 +129,16 @@ std::vector<StateOf> state_of(const Run& run) {
   return parameters;
 }
 
+void for_each_held(const RankOptimizer& optimizer, bool to_save,
+                   FunctionRef<void(const HeldShard&)> fn) {
+  optimizer.for_each_state([&](AdamW& state) {
+    for (size_t shard = 0; shard < state.shards(); ++shard) {
+      const ShardSpec& spec = state.shard(shard);
+      if (!to_save || spec.counts) fn({state, shard, spec.fqn});
+    }
+  });
+}
+
 // A run that begins or ends within a block holds a part of the block.
 void require_whole_blocks(const ShardSpec& shard, int64_t numel) {
   const ScaleBlocks blocks(shard.row);
@@ -133,31 +165,50 @@ void StateFiles::require_of(const Run& run) const { require_of(state_of(run)); }
 
 void StateFiles::require_of(std::span<const StateOf> parameters) const {
   std::vector<bool> is_left(by_name_.size(), true);
-  for (const TensorSpec& spec : state_specs(parameters)) {
-    const auto found = find(spec.fqn);
-    if (found == by_name_.end()) {
-      // Only parameters of 16 bits have a master; every parameter has moments.
-      std::string what = "the saved state lacks this tensor";
-      const std::string_view fqn = spec.fqn;
-      if (fqn.ends_with(kMasterSuffix)) {
-        const std::string_view of = fqn.substr(0, fqn.size() - kMasterSuffix.size());
-        const bool was_there = find(fmt::format("{}.exp_avg", of)) != by_name_.end();
-        if (was_there) what += ": the parameter was float32 when it was saved";
-      }
-      fail(Category::mismatch, what, {.tensor = spec.fqn});
+  for (const StateOf& of : parameters) {
+    const StateForm form = form_of(of.parameter.fqn);
+    require_master(of, form);
+    for (const TensorSpec& spec : specs_of({of.parameter, form.format, form.is_master})) {
+      const auto found = find(spec.fqn);
+      if (found == by_name_.end()) fail(Category::mismatch, kLacksTensor, {.tensor = spec.fqn});
+      is_left[static_cast<size_t>(found - by_name_.begin())] = false;
+      const TensorSpec& saved = manifest_.tensors[*found].spec;
+      if (saved.dtype == spec.dtype && saved.shape == spec.shape) continue;
+      fail(Category::mismatch, "the saved tensor has another dtype or shape",
+           {.tensor = spec.fqn,
+            .expected = tensor_text(spec.dtype, spec.shape),
+            .got = tensor_text(saved.dtype, saved.shape)});
     }
-    is_left[static_cast<size_t>(found - by_name_.begin())] = false;
-    const TensorSpec& saved = manifest_.tensors[*found].spec;
-    if (saved.dtype == spec.dtype && saved.shape == spec.shape) continue;
-    fail(Category::mismatch, "the saved tensor has another dtype or shape",
-         {.tensor = spec.fqn,
-          .expected = tensor_text(spec.dtype, spec.shape),
-          .got = tensor_text(saved.dtype, saved.shape)});
   }
   const auto left = std::find(is_left.begin(), is_left.end(), true);
   if (left == is_left.end()) return;
   fail(Category::mismatch, "the saved state has a tensor that is not in this run's state",
        {.tensor = name_of(by_name_[static_cast<size_t>(left - is_left.begin())])});
+}
+
+StateForm StateFiles::form_of(const std::string& fqn) const {
+  const TensorSpec* const moment = spec_of(fqn, "exp_avg");
+  const TensorSpec* const low = spec_of(fqn, "master_low");
+  if (moment == nullptr) {
+    fail(Category::mismatch, kLacksTensor, {.tensor = fmt::format("{}.exp_avg", fqn)});
+  }
+  for (const StateFormatRow& row : all_state_formats()) {
+    if (row.moment != moment->dtype || row.is_split() != (low != nullptr)) continue;
+    if (low != nullptr && low->dtype != row.master_low) continue;
+    return {row.format, spec_of(fqn, "master") == nullptr};
+  }
+  fail(Category::mismatch, "the saved state has dtypes of no state format",
+       {.tensor = fqn,
+        .got = fmt::format("exp_avg {}{}", torch_name(moment->dtype),
+                           low == nullptr ? "" : fmt::format(", master_low {}",
+                                                             torch_name(low->dtype)))});
+}
+
+bool StateFiles::is_converted(std::span<const StateOf> parameters) const {
+  return std::any_of(parameters.begin(), parameters.end(), [this](const StateOf& of) {
+    const StateForm saved = form_of(of.parameter.fqn);
+    return is_moment_converted(saved, of.format) || is_master_converted(saved, of.format);
+  });
 }
 
 StateFiles::StateFiles(Manifest saved) : manifest_(std::move(saved)) {
@@ -187,32 +238,16 @@ Footprint StateFiles::footprint() const {
   return held;
 }
 
+const TensorSpec* StateFiles::spec_of(const std::string& fqn, std::string_view suffix) const {
+  const auto found = find(fmt::format("{}.{}", fqn, suffix));
+  return found == by_name_.end() ? nullptr : &manifest_.tensors[*found].spec;
+}
+
 uint32_t StateFiles::stored(const std::string& fqn, std::string_view suffix) const {
   const auto found = find(fmt::format("{}.{}", fqn, suffix));
   MODICUM_ASSERT(found != by_name_.end());
   return *found;
 }
-
-void StateFiles::for_each_span(const RankOptimizer& optimizer, bool to_save,
-                               FunctionRef<void(const StoredSpan&)> fn) const {
-  const auto shards = [&](FunctionRef<void(const HeldShard&)> held) {
-    optimizer.for_each_state([&](AdamW& state) {
-      for (size_t shard = 0; shard < state.shards(); ++shard) {
-        const ShardSpec& spec = state.shard(shard);
-        if (!to_save || spec.counts) held({state, shard, spec.fqn});
-      }
-    });
-  };
-  for_each_span(shards, fn);
-}
-
-// A tensor of the state, and a shard that has elements of it.
-struct StateFiles::Part {
-  uint32_t stored = 0;
-  const HeldShard* of = nullptr;
-  Plane plane = Plane::exp_avg;
-  bool is_scale = false;  // whether `stored` has the scales of the plane
-};
 
 // Goes in the order of the files, so that ranks which write to the same pages do so at about the
 // same time.
@@ -221,26 +256,25 @@ void StateFiles::for_each_span(HeldShards shards, FunctionRef<void(const StoredS
   shards([&](const HeldShard& of) {
     if (!of.adamw.shard(of.shard).runs.empty()) held.push_back(of);
   });
-  std::vector<Part> parts;
-  for (const HeldShard& of : held) add_parts(of, parts);
-  std::sort(parts.begin(), parts.end(),
-            [](const Part& a, const Part& b) { return a.stored < b.stored; });
-  for (const Part& part : parts) spans_of(part, fn);
-}
-
-void StateFiles::add_parts(const HeldShard& of, std::vector<Part>& parts) const {
-  const bool has_master = of.adamw.shard(of.shard).master != nullptr;
-  for (const StoredPlane& plane : stored_planes(of.adamw.format(), has_master)) {
-    parts.push_back({stored(of.fqn, plane.suffix), &of, plane.plane, false});
-    if (of.adamw.scales(of.shard, plane.plane).empty()) continue;
-    const std::string suffix = fmt::format("{}{}", plane.suffix, kScaleSuffix);
-    parts.push_back({stored(of.fqn, suffix), &of, plane.plane, true});
+  std::vector<std::pair<const HeldShard*, Part>> parts;
+  for (const HeldShard& of : held) {
+    const bool has_master = of.adamw.shard(of.shard).master != nullptr;
+    for (const StoredPlane& plane : stored_planes(of.adamw.format(), has_master)) {
+      parts.push_back({&of, {stored(of.fqn, plane.suffix), plane.plane, false}});
+      if (of.adamw.scales(of.shard, plane.plane).empty()) continue;
+      const std::string suffix = fmt::format("{}{}", plane.suffix, kScaleSuffix);
+      parts.push_back({&of, {stored(of.fqn, suffix), plane.plane, true}});
+    }
   }
+  std::sort(parts.begin(), parts.end(),
+            [](const auto& a, const auto& b) { return a.second.stored < b.second.stored; });
+  for (const auto& [of, part] : parts) for_each_span(*of, part, fn);
 }
 
-void StateFiles::spans_of(const Part& part, FunctionRef<void(const StoredSpan&)> fn) const {
-  AdamW& state = part.of->adamw;
-  const size_t shard = part.of->shard;
+void StateFiles::for_each_span(const HeldShard& of, const Part& part,
+                               FunctionRef<void(const StoredSpan&)> fn) const {
+  AdamW& state = of.adamw;
+  const size_t shard = of.shard;
   const ShardSpec& spec = state.shard(shard);
   const std::span<std::byte> held = part.is_scale
                                         ? std::as_writable_bytes(state.scales(shard, part.plane))

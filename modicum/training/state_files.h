@@ -48,6 +48,15 @@ struct StoredPlane {
   DType dtype;
   bool has_scales;
 };
+// How a step's files hold the state of a parameter. Without a master of its own the parameter is
+// the master, or its upper half.
+struct StateForm {
+  StateFormat format = StateFormat::fp32;
+  bool is_master = false;
+};
+// Whether a state of format `held` holds the moments, or the master, in another form.
+bool is_moment_converted(const StateForm& saved, StateFormat held) noexcept;
+bool is_master_converted(const StateForm& saved, StateFormat held) noexcept;
 // The stored planes of a parameter in a step's files.
 std::vector<StoredPlane> stored_planes(StateFormat format, bool is_master);
 constexpr std::string_view kScaleSuffix = "_scale";
@@ -60,6 +69,10 @@ struct HeldShard {
 };
 // Calls its argument for each shard. The names must stay valid during the whole call.
 using HeldShards = FunctionRef<void(FunctionRef<void(const HeldShard&)>)>;
+// Calls `fn` for the shards of `optimizer`. `to_save`: only for those of which the rank holds the
+// primary replica.
+void for_each_held(const RankOptimizer& optimizer, bool to_save,
+                   FunctionRef<void(const HeldShard&)> fn);
 
 // Call for a shard with 8-bit moments, of a parameter with `numel` elements. Throws UNSUPPORTED,
 // naming the parameter, if the shard has only a part of a block: the ranks that share a block have
@@ -79,30 +92,40 @@ class StateFiles {
   // The files of a saved step. `saved` is the manifest of its kStateDirectory.
   explicit StateFiles(Manifest saved);
 
-  // Throws MISMATCH, naming a tensor, unless the state of `run`, or of `parameters`, consists of
-  // exactly the tensors of these files; UNSUPPORTED, naming the parameter, as the first constructor
-  // does.
+  // Throws MISMATCH, naming a tensor, unless these files hold the state of exactly the parameters
+  // of `run`, or of `parameters`, in any format; UNSUPPORTED, naming the parameter, as the first
+  // constructor does.
   void require_of(const Run& run) const;
   void require_of(std::span<const StateOf> parameters) const;
+  // The form of a parameter's state. Throws MISMATCH if the files have no complete state of it.
+  StateForm form_of(const std::string& fqn) const;
+  // Whether a state of `parameters` holds a plane in another form than these files, which have the
+  // state of exactly these parameters.
+  bool is_converted(std::span<const StateOf> parameters) const;
 
   const Manifest& manifest() const noexcept { return manifest_; }
   // The host memory on each rank for this object and for the sums of a save.
   Footprint footprint() const;
-  // Calls `fn` for the spans of one rank's state, in the order of the files. `to_save`: only for
-  // shards of which the rank holds the primary replica.
-  void for_each_span(const RankOptimizer& optimizer, bool to_save,
-                     FunctionRef<void(const StoredSpan&)> fn) const;
+  // Calls `fn` for the spans of `shards`, whose state has the form of these files, in the order of
+  // the files.
   void for_each_span(HeldShards shards, FunctionRef<void(const StoredSpan&)> fn) const;
+  // The tensor FQN.suffix, which must be in the files.
+  uint32_t stored(const std::string& fqn, std::string_view suffix) const;
+  // Calls `fn` for the spans of a plane, or of its scales, in a shard; in the shard's order.
+  struct Part {
+    uint32_t stored = 0;
+    Plane plane = Plane::exp_avg;
+    bool is_scale = false;
+  };
+  void for_each_span(const HeldShard& of, const Part& part,
+                     FunctionRef<void(const StoredSpan&)> fn) const;
 
  private:
-  struct Part;
-  void add_parts(const HeldShard& of, std::vector<Part>& parts) const;
-  void spans_of(const Part& part, FunctionRef<void(const StoredSpan&)> fn) const;
   const std::string& name_of(uint32_t stored) const { return manifest_.tensors[stored].spec.fqn; }
   void sort_names();
   // The tensor's place in by_name_; its end if there is no tensor of this name.
   std::vector<uint32_t>::const_iterator find(const std::string& name) const;
-  uint32_t stored(const std::string& fqn, std::string_view suffix) const;
+  const TensorSpec* spec_of(const std::string& fqn, std::string_view suffix) const;
 
   Manifest manifest_;
   std::vector<uint32_t> by_name_;  // indices in manifest_.tensors, sorted by name

@@ -21,6 +21,7 @@ class TrainedRank {
               const Options& options)
       : world_(world),
         rank_(rank),
+        of_(of),
         gradients_(options.seed, world.task.threads, of.ledger),
         optimizer_(trained_of(world.task.run, world.task.plan, rank, of.load.shards()), gradients_,
                    of.ledger, world.task.threads),
@@ -32,10 +33,22 @@ class TrainedRank {
   void cast_masters() {
     optimizer_.cast_masters([this] { world_.board.beat(rank_, 0); });
   }
+  // Reads the state of a step, and gives `pages` what was read. The ranks hold the step's values.
+  void read_state(const ResumeState& from, const ComparedPages& pages) {
+    const ReportedPhase phase(of_.ledger.reporter(), "resume");
+    Compared compared(from.checkpoint.manifest, kStateFolder);
+    const auto shards = [this](FunctionRef<void(const HeldShard&)> fn) {
+      for_each_held(optimizer_, false, fn);
+    };
+    of_.load.outcome().storage_read_bytes += load_state(
+        from.source(), shards, {rank_, &world_.board, nullptr, &of_.ledger}, compared);
+    pages.give(rank_, compared);
+  }
 
  private:
   LoadWorld& world_;
   const int rank_;
+  LoadingRank& of_;
   const MadeGradients gradients_;
   RankOptimizer optimizer_;
   LockStep steps_;

@@ -18,5 +18,6 @@
 #include "modicum/training/reshard.h"         // IWYU pragma: export
 #include "modicum/training/save_ranks.h"      // IWYU pragma: export
 #include "modicum/training/state_files.h"     // IWYU pragma: export
+#include "modicum/training/state_load.h"      // IWYU pragma: export
 #include "modicum/training/step.h"            // IWYU pragma: export
 #include "modicum/training/step_save.h"       // IWYU pragma: export

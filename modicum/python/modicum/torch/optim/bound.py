@@ -228,8 +228,17 @@ class Bound:
             return
         self.states[part.state].import_from(part.shard, "master", master.float().contiguous())
         if not is_own_master(part):
-            for at, piece in chunks(self.plane(part, "master")):
-                part.local[at : at + piece.numel()].copy_(piece.to(part.local.dtype))
+            self._show_rounded_master(part)
+
+    def show_rounded_masters(self) -> None:
+        """Sets parameters on a device from their masters."""
+        for part in self.parts:
+            if not part.on_host and not is_own_master(part):
+                self._show_rounded_master(part)
+
+    def _show_rounded_master(self, part: Part) -> None:
+        for at, piece in chunks(self.plane(part, "master")):
+            part.local[at : at + piece.numel()].copy_(piece.to(part.local.dtype))
 
     def exported(self, part: Part, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """`entry`, completed by exported planes: those that are not float32, and the master."""

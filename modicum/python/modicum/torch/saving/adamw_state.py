@@ -2,7 +2,6 @@
 planes (arrays of one kind of value), with the same bytes as in memory."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -78,12 +77,10 @@ class AdamWState:
         of = self._optimizer
         return _modicum.state_text(of.state_format, of.seed, steps, without)
 
-    def set_steps(self, facts: Mapping[str, Any]) -> None:
-        """Sets the step counts of a state.json, after the planes were read."""
+    def note_loaded(self) -> None:
+        """Adopts the planes and the step counts that were read into the states."""
         bound = self._optimizer._bound
-        for part in self._parts:
-            made = facts["steps_of"].get(self._name_of(part), facts["steps"])
-            bound.states[part.state].set_steps(part.shard, made)
+        bound.show_rounded_masters()
         bound.note_steps()
         bound.note_versions()
         self._optimizer._has_loaded = True

@@ -76,8 +76,9 @@ def resume(
         model: as for `load`; sharded or not; on meta, or with values, which are overwritten.
         root: the directory of all steps, or one step.
         optimizer: an optimizer of the model's parameters: `modicum.torch.AdamW` with the saved
-            `state_format` and `seed`, or one of the saved class, whose `state` is replaced. Its
-            groups get the saved options. None: only the model is loaded.
+            `seed`, or one of the saved class, whose `state` is replaced. State that was saved in
+            another `state_format` is converted with the bits of `load_state_dict`. Its groups get
+            the saved options. None: only the model is loaded.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
         buffers, fork, recipe, key_mapping: as for `load`. The promised peak includes the
             optimizer's state.
@@ -235,8 +236,13 @@ def _declared(
 ) -> list[AdamW | Later]:
     """What the promise of the model's load includes for the optimizer's state. Collective.
     `is_cast`: whether the load may change dtypes."""
-    if optimizer is None or isinstance(optimizer, AdamW):
-        return [] if optimizer is None else [optimizer]
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, AdamW):
+        saved_format = _modicum.state_facts(found.state)["state_format"]
+        if saved_format == optimizer.state_format:
+            return [optimizer]
+        return [optimizer, Later({"staging": _modicum.CONVERTED_STATE_BYTES})]
     with Ranks.of_world().together() as ranks:
         whole = Model.of(model)
         saved = _saved_state(found)._replace(step=None if is_cast else found.path)
@@ -272,19 +278,17 @@ def find(
 
 
 def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
-    """Raises `UsageError` if the optimizer differs in class, format or seed from the saved one, or
-    has parameters that can't be trained."""
+    """Raises `UsageError` if the optimizer differs in class or seed from the saved one, or has
+    parameters that can't be trained."""
     if any(one.is_inference() for group in optimizer.param_groups for one in group["params"]):
         what = "the optimizer has a parameter that was made in inference mode and can't be trained"
         raise refusal("UNSUPPORTED", what, expected="a model built outside torch.inference_mode()")
     if not isinstance(optimizer, AdamW):
         return require_kind(optimizer, state)
-    facts = _modicum.state_facts(state)
-    for name in ("state_format", "seed"):
-        if getattr(optimizer, name) != facts[name]:
-            what = f"the state was saved with another {name}"
-            expected, got = str(facts[name]), str(getattr(optimizer, name))
-            raise refusal("MISMATCH", what, expected=expected, got=got)
+    seed = _modicum.state_facts(state)["seed"]
+    if optimizer.seed != seed:
+        what, got = "the state was saved with another seed", str(optimizer.seed)
+        raise refusal("MISMATCH", what, expected=str(seed), got=got)
     return None
 
 
@@ -336,9 +340,9 @@ def _load_adamw(
     held = state.held(to_save=False)
     with ranks.watching(board):
         outcome = _modicum.load_state(
-            saved.tensors, state.parameters, ranks.rank, board, ledger, held
+            saved.tensors, saved.facts, state.parameters, ranks.rank, board, ledger, held
         )
-    state.set_steps(_modicum.state_facts(saved.facts))
+    state.note_loaded()
     return outcome
 
 

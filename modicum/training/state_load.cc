@@ -1,0 +1,242 @@
+#include "modicum/training/state_load.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <utility>
+
+#include "modicum/kernels/kernels.h"
+
+namespace modicum {
+namespace {
+
+constexpr int64_t kWindow = 32768;  // elements that are converted at a time
+
+// What a window reads of a plane, and the values in fp32 between both forms.
+struct Window {
+  explicit Window(Ledger& ledger)
+      : memory(ledger.charge(Purpose::staging, kConvertedStateBytes, 1)) {
+    std::span<std::byte> left = memory.bytes();
+    const auto take = [&](uint64_t bytes) {
+      const std::span<std::byte> taken = left.first(bytes);
+      left = left.subspan(bytes);
+      return taken;
+    };
+    constexpr auto kN = static_cast<uint64_t>(kWindow);
+    values = {reinterpret_cast<float*>(take(kN * sizeof(float)).data()), kN};
+    stored = take(kN * sizeof(float));
+    low = take(kN * 2);
+    // A row of r >= kScaleBlock elements has at most 2 * r / kScaleBlock blocks; the incomplete
+    // rows at both ends of the window add at most two.
+    scales = take((2 * kN / kScaleBlock + 2) * sizeof(float));
+  }
+
+  Buffer memory;
+  std::span<float> values;
+  std::span<std::byte> stored, low, scales;
+};
+
+// A plane of a shard, and its first stored tensor.
+struct PlaneOfShard {
+  uint32_t stored = 0;
+  const HeldShard* of = nullptr;
+  StateForm saved;
+  StatePlane plane = StatePlane::master;
+  bool is_converted = false;
+  StateFiles::Part part;  // unless it is converted
+};
+
+struct Moment {
+  Plane plane;
+  StatePlane exported;
+  const char* suffix;
+  const char* scale_suffix;
+};
+constexpr std::array<Moment, 2> kMoments = {
+    {{Plane::exp_avg, StatePlane::exp_avg, "exp_avg", "exp_avg_scale"},
+     {Plane::exp_avg_sq, StatePlane::exp_avg_sq, "exp_avg_sq", "exp_avg_sq_scale"}}};
+
+// Emits the spans of a load, and converts planes as soon as a window of them was read.
+class StateReader {
+ public:
+  StateReader(const StateFiles& files, const std::vector<HeldShard>& held, Ledger& ledger)
+      : files_(files), ledger_(ledger) {
+    for (const HeldShard& of : held) add(of);
+    std::sort(planes_.begin(), planes_.end(),
+              [](const auto& a, const auto& b) { return a.stored < b.stored; });
+  }
+
+  void read(FunctionRef<void(const StoredSpan&)> fn) {
+    for (const PlaneOfShard& of : planes_) {
+      if (!of.is_converted) {
+        files_.for_each_span(*of.of, of.part, fn);
+        continue;
+      }
+      if (!window_) window_.emplace(ledger_);
+      convert(of, fn);
+    }
+  }
+
+ private:
+  void add(const HeldShard& of) {
+    const StateForm saved = files_.form_of(of.fqn);
+    const StateFormat format = of.adamw.format();
+    const bool is_split = row_of(saved.format).is_split();
+    if (is_split || !saved.is_master) {
+      const uint32_t stored = files_.stored(of.fqn, is_split ? "master_low" : "master");
+      planes_.push_back({stored, &of, saved, StatePlane::master,
+                         is_master_converted(saved, format),
+                         {stored, is_split ? Plane::master_low : Plane::master, false}});
+    }
+    const bool is_converted = is_moment_converted(saved, format);
+    for (const Moment& moment : kMoments) {
+      const uint32_t stored = files_.stored(of.fqn, moment.suffix);
+      planes_.push_back({stored, &of, saved, moment.exported, is_converted,
+                         {stored, moment.plane, false}});
+      if (is_converted || !row_of(format).has_scales()) continue;
+      const uint32_t scales = files_.stored(of.fqn, moment.scale_suffix);
+      planes_.push_back({scales, &of, saved, moment.exported, false,
+                         {scales, moment.plane, true}});
+    }
+  }
+
+  // A window ends where a block of scales ends, in either form, or where the run ends.
+  void convert(const PlaneOfShard& of, FunctionRef<void(const StoredSpan&)> fn) {
+    const HeldShard& held = *of.of;
+    const TensorSpec& spec = files_.manifest().tensors[of.stored].spec;
+    const ScaleBlocks blocks(moment_row(spec.shape));
+    int64_t at = 0;
+    for (const ShardRun& run : held.adamw.shard(held.shard).runs) {
+      for (int64_t first = run.first, left = run.n; left > 0;) {
+        int64_t n = left;
+        if (n > kWindow) n = blocks.begin_of(first + kWindow) - first;
+        if (of.plane == StatePlane::master) {
+          convert_master(of, first, at, n, fn);
+        } else {
+          convert_moment(of, blocks, first, at, n, fn);
+        }
+        first += n;
+        at += n;
+        left -= n;
+      }
+    }
+  }
+
+  void convert_moment(const PlaneOfShard& of, const ScaleBlocks& blocks, int64_t first, int64_t at,
+                      int64_t n, FunctionRef<void(const StoredSpan&)> fn) {
+    AdamSpan span = span_of(of, first, n);
+    read_values(of.stored, first, n, window_->stored, fn);
+    const auto& moment = kMoments[of.plane == StatePlane::exp_avg ? 0 : 1];
+    if (row_of(of.saved.format).has_scales()) {
+      span.row = blocks.row();
+      const uint32_t scales = files_.stored(of.of->fqn, moment.scale_suffix);
+      read_scales(scales, blocks, first, n, fn);
+    }
+    auto* const scales = reinterpret_cast<float*>(window_->scales.data());
+    if (of.plane == StatePlane::exp_avg) {
+      span.exp_avg = window_->stored.data();
+      span.exp_avg_scale = scales;
+    } else {
+      span.exp_avg_sq = window_->stored.data();
+      span.exp_avg_sq_scale = scales;
+    }
+    hand_over(of, span, at, n);
+  }
+
+  void convert_master(const PlaneOfShard& of, int64_t first, int64_t at, int64_t n,
+                      FunctionRef<void(const StoredSpan&)> fn) {
+    AdamSpan span = span_of(of, first, n);
+    span.master = window_->stored.data();
+    if (row_of(of.saved.format).is_split()) {
+      take_upper_halves(*of.of, at, n);
+      read_values(of.stored, first, n, window_->low, fn);
+      span.master_low = window_->low.data();
+    } else {
+      read_values(of.stored, first, n, window_->stored, fn);
+    }
+    hand_over(of, span, at, n);
+    const ShardSpec& shard = of.of->adamw.shard(of.of->shard);
+    if (shard.out == nullptr || row_of(of.of->adamw.format()).is_split()) return;
+    cast(reinterpret_cast<const std::byte*>(window_->values.data()), DType::f32,
+         shard.out + bytes_of(shard.out_dtype, at), shard.out_dtype, n);
+  }
+
+  // The parameter itself, as it was saved.
+  void take_upper_halves(const HeldShard& of, int64_t at, int64_t n) {
+    const ShardSpec& shard = of.adamw.shard(of.shard);
+    const uint64_t bytes = bytes_of(DType::bf16, n);
+    std::byte* const to = window_->stored.data();
+    if (row_of(of.adamw.format()).is_split()) {
+      const auto upper = of.adamw.plane(of.shard, Plane::master);
+      std::copy_n(upper.data() + bytes_of(DType::bf16, at), bytes, to);
+    } else if (shard.out != nullptr && shard.out_dtype == DType::bf16) {
+      std::copy_n(shard.out + bytes_of(DType::bf16, at), bytes, to);
+    } else {
+      const auto values = window_->values.first(static_cast<size_t>(n));
+      of.adamw.export_to(of.shard, StatePlane::master, at, values);
+      cast(reinterpret_cast<const std::byte*>(values.data()), DType::f32, to, DType::bf16, n);
+    }
+  }
+
+  AdamSpan span_of(const PlaneOfShard& of, int64_t first, int64_t n) const {
+    return {.format = of.saved.format, .parameter = name_hash(of.of->fqn), .first = first, .n = n};
+  }
+
+  void hand_over(const PlaneOfShard& of, const AdamSpan& span, int64_t at, int64_t n) {
+    const auto values = window_->values.first(static_cast<size_t>(n));
+    export_state(span, of.plane, values.data());
+    of.of->adamw.import_from(of.of->shard, of.plane, at, values);
+  }
+
+  void read_values(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> to,
+                   FunctionRef<void(const StoredSpan&)> fn) const {
+    const DType dtype = files_.manifest().tensors[stored].spec.dtype;
+    fn({stored, bytes_of(dtype, first), to.first(bytes_of(dtype, n))});
+  }
+
+  // A block that begins before the window is the end of another shard, which compares its scale.
+  void read_scales(uint32_t stored, const ScaleBlocks& blocks, int64_t first, int64_t n,
+                   FunctionRef<void(const StoredSpan&)> fn) const {
+    const int64_t begin = blocks.block_of(first), end = blocks.block_of(first + n - 1) + 1;
+    const bool is_cut = blocks.begin_of(first) != first;
+    const uint64_t at = bytes_of(DType::f32, begin), of_cut = is_cut ? sizeof(float) : 0;
+    const auto to = window_->scales.first(bytes_of(DType::f32, end - begin));
+    if (is_cut) fn({stored, at, to.first(of_cut), true});
+    if (to.size() > of_cut) fn({stored, at + of_cut, to.subspan(of_cut)});
+  }
+
+  const StateFiles& files_;
+  Ledger& ledger_;
+  std::vector<PlaneOfShard> planes_;
+  std::optional<Window> window_;
+};
+
+}  // namespace
+
+Footprint resume_footprint_of(const Manifest& saved, const StateFiles& files,
+                              std::span<const StateOf> parameters) {
+  Footprint held;
+  held[Purpose::header] = files.footprint()[Purpose::header] + saved.held_bytes();
+  if (files.is_converted(parameters)) held[Purpose::staging] = kConvertedStateBytes;
+  return held;
+}
+
+uint64_t load_state(const StateSource& from, HeldShards shards, const RankContext& at,
+                    Compared& compared) {
+  std::vector<HeldShard> held;
+  shards([&](const HeldShard& of) {
+    // Before an import, which rounds with the random bits of the last step.
+    of.adamw.set_steps(of.shard, from.facts.steps_made_by(of.fqn));
+    if (!of.adamw.shard(of.shard).runs.empty()) held.push_back(of);
+  });
+  StateReader reader(from.files, held, *at.ledger);
+  const uint64_t bytes = load_spans(
+      from.checkpoint, [&](FunctionRef<void(const StoredSpan&)> fn) { reader.read(fn); }, at,
+      compared);
+  compared.compare();
+  return bytes;
+}
+
+}  // namespace modicum
