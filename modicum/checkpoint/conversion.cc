@@ -45,8 +45,6 @@ std::string journal_json(const Journal& journal) {
   for (const ConvertedFile& file : journal.files) {
     out.begin_object().member("name", file.name).member("bytes", file.bytes);
     out.member("digest", hex(file.digest));
-    sums_member(out, "chunks", file.chunks);
-    if (!file.checksums.empty()) sums_member(out, "checksums", file.checksums);
     if (file.losses) losses_member(out, *file.losses);
     out.end_object();
   }
@@ -79,8 +77,6 @@ ConvertedFile read_file(JsonValue& value) {
     if (key == "name") file.name = member.string();
     if (key == "bytes") file.bytes = static_cast<uint64_t>(member.integer());
     if (key == "digest") file.digest = hex_value(member, "journal");
-    if (key == "chunks") file.chunks = sums_value(member, "journal");
-    if (key == "checksums") file.checksums = sums_value(member, "journal");
     if (key != "losses") return;
     file.losses.emplace();
     member.array([&](JsonValue& loss) { file.losses->push_back(read_loss(loss)); });
@@ -276,12 +272,10 @@ std::vector<ConvertedFile> ConversionJournal::recorded() const {
   return std::move(journal->files);
 }
 
-const ConvertedFile* ConversionJournal::finished(const std::string& name, uint64_t bytes,
-                                                 uint64_t chunks) const noexcept {
+const ConvertedFile* ConversionJournal::finished(const std::string& name,
+                                                 uint64_t bytes) const noexcept {
   for (const ConvertedFile& file : finished_) {
-    if (file.name != name || file.bytes != bytes) continue;
-    // The journal of modicum 0.1 has no checksums.
-    if (file.chunks.size() == chunks && file.checksums.size() == chunks) return &file;
+    if (file.name == name && file.bytes == bytes) return &file;
   }
   return nullptr;
 }
@@ -306,11 +300,11 @@ void ConversionJournal::write_journal() {
   replace_durably(files_, {parent_, name, name + ".new"}, text);
 }
 
-Published ConversionJournal::publish(bool are_names_durable) {
+Published ConversionJournal::publish() {
   owner_->require_ours();
-  const bool is_durable = files_.sync_directory(partial_) && is_durable_;
+  const bool is_durable = files_.sync_directory(partial_);
   Published published = publish_directory(files_, partial_, join_path(parent_, name_));
-  published.depend_on(is_durable && are_names_durable);
+  published.depend_on(is_durable && is_durable_);
   const std::string journal = fmt::format(".{}.journal", name_);
   try {
     files_.remove(join_path(parent_, journal));

@@ -36,17 +36,12 @@ struct TensorLoss {
   bool operator==(const TensorLoss&) const = default;
 };
 
-// The longest journal that is read: it may list the checksums of a step whose record is too long
-// for them.
-constexpr uint64_t kLongestJournal = 2 * kLongestText;
+constexpr uint64_t kLongestJournal = 2 * kLongestText;  // the longest one that is read
 
 struct ConvertedFile {
-  std::string name;  // relative to the output; may be in kStateDirectory or kExtraDirectory
+  std::string name;  // relative to the output
   uint64_t bytes = 0;
   uint64_t digest = 0;  // the file's part of the output's digest
-  // If the output is a step: StepTensor::chunks and StepTensor::checksums of each tensor of this
-  // file, one after another.
-  std::vector<uint64_t> chunks, checksums;
   // Tensors that have lost something; empty in a journal of a version that did not count losses.
   std::optional<std::vector<TensorLoss>> losses;
 
@@ -76,10 +71,8 @@ class ConversionJournal {
 
   // The directory into which the files are written.
   const std::string& directory() const noexcept { return partial_; }
-  // The finished file of this name and size, with digests of `chunks` chunks; null if there is
-  // none.
-  const ConvertedFile* finished(const std::string& name, uint64_t bytes,
-                                uint64_t chunks) const noexcept;
+  // The finished file of this name and size; null if there is none.
+  const ConvertedFile* finished(const std::string& name, uint64_t bytes) const noexcept;
   // Removes a file, and its entry, that the journal lists but `finished` does not return.
   void forget(const std::string& name);
   // The finished files in the journal on disk, including those that a forked process has added.
@@ -90,9 +83,8 @@ class ConversionJournal {
   void add(ConvertedFile file);
   // Makes the output visible and durable. Warns if only removing the journal failed. On failure the
   // output is not visible, and the same conversion resumes. Throws CONFLICT if another process has
-  // taken over, or if the output's name has been taken meanwhile; IO; NOSPACE. `are_names_durable`:
-  // whether the names that the caller has synced in the output are.
-  Published publish(bool are_names_durable = true);
+  // taken over, or if the output's name has been taken meanwhile; IO; NOSPACE.
+  Published publish();
 
  private:
   void refuse_existing();

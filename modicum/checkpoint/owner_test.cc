@@ -283,12 +283,12 @@ class Conversions : public testing::Test {
   Names around() { return files.exists("/a") ? files.list("/a") : Names{}; }
   void finish_file(ConversionJournal& of, const std::string& name) {
     write_durably(files, join_path(of.directory(), name), name);
-    of.add({name, name.size(), 1, {}, {}, std::vector<TensorLoss>{}});
+    of.add({name, name.size(), 1, std::vector<TensorLoss>{}});
   }
   // A conversion that is killed after its first file.
   void begin_and_kill(const StepOwner& process) {
     Journal killed = begin(process);
-    if (killed->finished("first", 5, 0) == nullptr) finish_file(*killed, "first");
+    if (killed->finished("first", 5) == nullptr) finish_file(*killed, "first");
     const std::string record = files.get("/a/.out.owner");
     killed.reset();
     files.put("/a/.out.owner", record);
@@ -321,13 +321,13 @@ TEST_F(Conversions, OfOneOutputAreRefusedAtOnceWhileOneLives) {
 TEST_F(Conversions, ThatWereKilledGoOn) {
   begin_and_kill(kOwner);
   const Journal next = begin(kContainer);
-  EXPECT_NE(next->finished("first", 5, 0), nullptr);
+  EXPECT_NE(next->finished("first", 5), nullptr);
 }
 
 TEST_F(Conversions, OfALocalDiskGoOnAtOnceAfterAReboot) {
   begin_and_kill(kOwner);
   const Journal next = begin(kElsewhere);
-  EXPECT_NE(next->finished("first", 5, 0), nullptr);
+  EXPECT_NE(next->finished("first", 5), nullptr);
 }
 
 TEST_F(Conversions, OfAnotherHostGoOnAfterTenMinutesOrIfAdopted) {
@@ -335,10 +335,10 @@ TEST_F(Conversions, OfAnotherHostGoOnAfterTenMinutesOrIfAdopted) {
   begin_and_kill(kOwner);
   EXPECT_EQ(begin(kElsewhere), nullptr);
   EXPECT_NE(refusal.find("--adopt"), std::string::npos) << refusal;
-  EXPECT_NE(begin(kElsewhere, true)->finished("first", 5, 0), nullptr);
+  EXPECT_NE(begin(kElsewhere, true)->finished("first", 5), nullptr);
   begin_and_kill(kOwner);
   files.advance_ns(11 * kMinuteNs);
-  EXPECT_NE(begin(kElsewhere)->finished("first", 5, 0), nullptr);
+  EXPECT_NE(begin(kElsewhere)->finished("first", 5), nullptr);
 }
 
 // The other host's process is only cut off, or stopped: the file server still has its lock.
@@ -349,8 +349,8 @@ TEST_F(Conversions, ThatWereTakenOverPublishNothing) {
   EXPECT_EQ(begin(kElsewhere), nullptr);
   const Journal second = begin(kElsewhere, true);
   ASSERT_NE(second, nullptr);
-  EXPECT_NE(second->finished("first", 5, 0), nullptr);
-  EXPECT_EQ(category_of([&] { first->add({"more", 4, 1, {}, {}, {}}); }), Category::conflict);
+  EXPECT_NE(second->finished("first", 5), nullptr);
+  EXPECT_EQ(category_of([&] { first->add({"more", 4, 1, {}}); }), Category::conflict);
   EXPECT_EQ(category_of([&] { first->publish(); }), Category::conflict);
   EXPECT_FALSE(files.exists("/a/out"));
   EXPECT_EQ(second->recorded().size(), 1U);
@@ -369,7 +369,7 @@ TEST_F(Conversions, OfVersion01GoOn) {
     ConversionJournal::Inputs of = inputs(process, adopts);
     of.is_dead = [is_dead](const StepOwner& owner) { return is_dead && owner.pid == 7; };
     return category_of([&] {
-             EXPECT_NE(ConversionJournal(files, "/a/out", of).finished("first", 5, 0), nullptr);
+             EXPECT_NE(ConversionJournal(files, "/a/out", of).finished("first", 5), nullptr);
            }) == Category::conflict;
   };
   EXPECT_TRUE(is_refused(kOwner, false, true)) << "the process lives";
@@ -394,7 +394,7 @@ TEST_F(Conversions, ThatBeginTogetherHaveOneOwner) {
     });
   };
   const auto finish = [](Journal& journal) {
-    journal->add({"file", 1, 1, {}, {}, {}});
+    journal->add({"file", 1, 1, {}});
     journal->publish();
     journal.reset();
   };

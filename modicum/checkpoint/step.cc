@@ -396,17 +396,6 @@ void discard_step(FileSystem& files, const StepInFlight& step) noexcept {
   }
 }
 
-std::vector<std::string> unrecorded_files(FileSystem& files, const FoundStep& step) {
-  std::vector<std::string> names = files.list(step.path);
-  std::erase_if(names, [&](const std::string& name) {
-    const bool is_recorded = std::any_of(step.record.files.begin(), step.record.files.end(),
-                                         [&](const StepFile& file) { return file.name == name; });
-    return is_recorded || name.front() == '.' || name == kManifest || name == kCommit ||
-           is_weights_name(name) || files.is_directory(join_path(step.path, name));
-  });
-  return names;
-}
-
 namespace {
 
 // Reads and compares COMMIT and manifest.json.

@@ -216,9 +216,6 @@ FoundStep open_step(FileSystem& files, const std::string& path);
 // As open_step, but also compares the digests of all files. This covers everything but the values
 // of tensors.
 FoundStep check_step(FileSystem& files, const std::string& path);
-// The names of the files, and links to files, in a step's directory that other programs have
-// written there. Leaves out names that begin with a dot, and those of is_weights_name.
-std::vector<std::string> unrecorded_files(FileSystem& files, const FoundStep& step);
 // Checks the digest of a file of the step at `path`. Throws INTEGRITY with the file's name; IO.
 void check_digest(FileSystem& files, const std::string& path, const StepFile& file);
 

@@ -618,18 +618,6 @@ TEST(StepInside, AModelWithoutStateReplacesOneWithState) {
   EXPECT_EQ(save_inside(files, 4).warnings, Warnings());
 }
 
-// Catches: a reshard that loses Trainer's scheduler.pt, or that copies weights which are not the
-// step's.
-TEST(StepInside, UnrecordedFilesAreThoseOfOtherPrograms) {
-  MemoryFileSystem files;
-  put_directory(files, 1);
-  for (const char* name : {"scheduler.pt", ".hidden", "model-00001-of-00001.safetensors"}) {
-    files.put(join_path(kInside, name), "another's");
-  }
-  EXPECT_EQ(unrecorded_files(files, open_step(files, kInside)),
-            (std::vector<std::string>{"scheduler.pt", "trainer_state.json"}));
-}
-
 TEST(StepInside, AFailedSaveIsRefusedAsUncommitted) {
   MemoryFileSystem files;
   put_directory(files, 1);

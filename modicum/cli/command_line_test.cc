@@ -24,7 +24,7 @@ namespace modicum {
 namespace {
 
 const std::vector<std::string> kVerbs = {"inspect", "synth",  "plan",   "load",    "rehearse",
-                                         "save",    "resume", "verify", "convert", "reshard",
+                                         "save",    "resume", "verify", "convert",
                                          "diff",    "step",   "doctor", "watch"};
 const std::vector<std::string> kStrategies = {"own-shard", "node-reader", "replica-striped",
                                               "rank0-broadcast", "full-per-rank"};
@@ -111,7 +111,6 @@ TEST_F(CommandLine, EachVerbHasItsFlags) {
       {"save", {"--step", "--steps", "--seed", "--shard-size", "--keep", "--grace", "--unused"}},
       {"resume", {"--steps"}},
       {"convert", {"--dtype", "--recipe", "--shard-size", "--sparse"}},
-      {"reshard", {"--state-format", "--shard-size"}},
       {"doctor", {"--pid"}},
       {"watch", {"--report", "--trace", "--limit", "--compare"}},
       {"load", {"--check", "--digest", "--expect-digest", "--dump"}},

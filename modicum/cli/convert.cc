@@ -59,7 +59,7 @@ int run_convert(const Args& args, const Surroundings& at) {
   if (!flags.shard_size.empty()) shard_bytes = parse_size(flags.shard_size);
   std::optional<ConvertedForm> form;
   const auto prepare = [&](Run& run) {
-    form.emplace(run.checkpoint, run.recipe, ConvertedForm::Options{.shard_bytes = shard_bytes});
+    form.emplace(run.checkpoint, run.recipe, shard_bytes);
     run.options.save = form->footprint(plan_run(run, *run.options.strategy, std::nullopt));
   };
   const ConvertReport report = within_budget(

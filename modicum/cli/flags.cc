@@ -25,7 +25,6 @@ constexpr auto kVerbs = std::to_array<Verb>({
     {"resume", "load the newest intact step", run_resume},
     {"verify", "check the files of a checkpoint, and the values of a saved step", run_verify},
     {"convert", "write a checkpoint with another dtype, recipe or file size", run_convert},
-    {"reshard", "copy a step with other file sizes or another state format", run_reshard},
     {"diff", "compare two checkpoints, tensor by tensor", run_diff},
     {"step", "step the optimizer on synthetic parameters; show bytes per parameter and speed",
      run_step},

@@ -5,6 +5,8 @@
 // evenly (padding), vectors, a tensor of one element and one without elements, integers, a tied
 // head; and parameters kept in fp32 next to those in bf16.
 //
+// A state is resumed in every other format, too.
+//
 // Catches: all runs of a shard are read to its beginning; step counters restart at 0; the state of
 // a replica is written twice; replicas count twice in the gradient norm; the step does not write
 // the parameters that training reads; resumed ranks continue with other values; 8-bit moments
@@ -144,6 +146,93 @@ TEST_P(ResumedWorldsByFormat, EqualUninterruptedTraining) {
     }
   }
   EXPECT_GE(resumed, format.starts_with("int8") ? 16 : 32);
+}
+
+// ---- states that are converted
+
+// Resumes a state in every format, in layouts that cut it elsewhere than the save did: also within
+// blocks of 8-bit moments, where the run's own format has none. Each gives the bits of one rank, and
+// compares every byte once. The values of a pair of formats are compared with AdamW::import_from in
+// tests/cli/test_state_formats.py.
+TEST_P(ResumedWorldsByFormat, AreResumedInEveryFormat) {
+  const std::string& format = GetParam();
+  const std::vector<Cut> cuts = {{"fsdp2", 1}, {"fsdp2", 3}, {"tp-fsdp", 4}, {"hsdp", 4},
+                                 {"zero2", 3}, {"zero2", 7}};
+  const Cut saved{"fsdp2", 2};
+  program.succeed(fmt::format("save /model /root {} --step 3 --steps 3{}", words(format),
+                              saved.flags()));
+  for (const std::string& to : kFormats) {
+    std::optional<Document> one;
+    for (const Cut& cut : cuts) {
+      if (!cut.holds(to)) continue;
+      const std::string resume =
+          fmt::format("resume /root --recipe /recipe.json --optimizer adamw:{} --steps 2{}", to,
+                      cut.flags());
+      SCOPED_TRACE(resume);
+      const Document document = program.succeed(resume);
+      EXPECT_TRUE(document["not_compared"].elements().empty());
+      if (!one) one = document;
+      for (const char* key : {"digest", "state_digest", "compared_bytes"}) {
+        EXPECT_EQ(document[key].text(), (*one)[key].text()) << key;
+        EXPECT_EQ(document[key].number(), (*one)[key].number()) << key;
+      }
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// A bf16 parameter becomes fp32, and is its own master then, with the values of the saved master.
+TEST_P(ResumedWorldsByFormat, AreResumedAsFloat32) {
+  const std::string& format = GetParam();
+  program.succeed(fmt::format("save /model /root {} --step 3 --steps 3 --ranks 2{}", words(format),
+                              kSmall));
+  const std::string resume = fmt::format("resume /root --recipe /recipe.json{}", kSmall);
+  const std::string digest = program.succeed(resume)["state_digest"].text();
+  for (const char* flags : {"", " --ranks 3"}) {
+    const Document cast = program.succeed(resume + " --dtype float32" + flags);
+    EXPECT_EQ(cast["state_digest"].text(), digest);
+  }
+}
+
+// A save goes on from the state of a step, in the same format or another one, as a resume does.
+TEST_P(ResumedWorldsByFormat, AreSavedAgain) {
+  const std::string& format = GetParam();
+  program.succeed(fmt::format("save /model /root {} --step 3 --steps 3 --ranks 2{}", words(format),
+                              kSmall));
+  for (const std::string& to : kFormats) {
+    SCOPED_TRACE(format + " to " + to);
+    const std::string optimizer = fmt::format("--optimizer adamw:{}{}", to, kSmall);
+    const Document went_on =
+        program.succeed(fmt::format("resume /root --steps 2 {}", optimizer));
+    const Document saved = program.succeed(
+        fmt::format("save /root/step-3 /new --step 5 --steps 2 --ranks 3 {}", optimizer));
+    EXPECT_EQ(saved["digest"].text(), went_on["digest"].text());
+    EXPECT_EQ(saved["state_digest"].text(), went_on["state_digest"].text());
+    EXPECT_TRUE(saved["not_compared"].elements().empty());
+    const Document facts = Document::parse(files.get("/new/step-5/optimizer/state.json"));
+    EXPECT_EQ(facts["steps"].number(), 5);
+    EXPECT_EQ(facts["seed"].text(), "9");
+    EXPECT_EQ(facts["state_format"].text(), to);
+    EXPECT_EQ(facts["without_state"].elements().size(), 2U);
+    EXPECT_EQ(program.run("verify -q /new/step-5").code, 0);
+    const Document again = program.succeed(fmt::format("resume /new{}", kSmall));
+    EXPECT_EQ(again["state_digest"].text(), saved["state_digest"].text());
+    files.remove_tree("/new");
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(ResumedWorlds, AStateThatIsNotOfTheRunIsRefused) {
+  program.succeed(fmt::format("save /model /root {} --step 3 --steps 1{}", words("fp32"), kSmall));
+  const auto refused = [&](int code, const std::string& line, const std::string& what) {
+    const Document error = program.refuse(code, line + kSmall);
+    EXPECT_NE(error["message"].text().find(what), std::string::npos) << error["message"].text();
+  };
+  refused(2, "save /root/step-3 /new --step 4 --optimizer adamw:fp32 --seed 1", "--seed");
+  // Kept in fp32 at the save, and bf16 now: the values of the master are not in the state.
+  refused(2, R"(resume /root --optimizer adamw:fp32-split --recipe /recipe.json --dtype bfloat16)",
+          "was float32 when it was saved");
+  EXPECT_FALSE(files.exists("/new"));
 }
 
 // ---- rehearsals

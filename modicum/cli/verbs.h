@@ -35,7 +35,6 @@ int run_synth(const Args& args, const Surroundings& at);
 int run_plan(const Args& args, const Surroundings& at);
 int run_load(const Args& args, const Surroundings& at);
 int run_rehearse(const Args& args, const Surroundings& at);
-int run_reshard(const Args& args, const Surroundings& at);
 int run_resume(const Args& args, const Surroundings& at);
 int run_save(const Args& args, const Surroundings& at);
 int run_step(const Args& args, const Surroundings& at);
@@ -53,7 +52,7 @@ struct CommonFlags {
   bool oversubscribe = false;  // only for verbs with --ranks
 };
 void add_common_flags(CLI::App& app, CommonFlags& flags);
-void add_adopt_flag(CLI::App& app, bool& adopts);  // of convert and reshard
+void add_adopt_flag(CLI::App& app, bool& adopts);
 
 void add_run_flags(CLI::App& app, RunFlags& flags);
 std::string format_names();  // the names of all state formats, for help texts

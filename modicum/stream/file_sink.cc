@@ -32,11 +32,11 @@ void for_each_written(std::span<const std::byte> bytes, uint64_t at, const Fn& f
 }  // namespace
 
 FileSink::FileSink(const Plan& plan, const Manifest& saved, std::span<const uint32_t> places,
-                   const SaveFiles& to, Options options)
+                   const SaveFiles& to, bool keeps_holes)
     : plan_(plan),
       saved_(saved),
       places_(places),
-      options_(options),
+      keeps_holes_(keeps_holes),
       digested_(plan, 0),
       writer_(to.files, to.directory) {
   MODICUM_ASSERT(places.size() == plan.recipe->targets.size());
@@ -48,15 +48,12 @@ void FileSink::copy(uint32_t target, int64_t at, std::span<const std::byte> elem
   const uint64_t begin = stored.at.begin + bytes_of(stored.spec.dtype, at);
   MODICUM_ASSERT(begin + elements.size() <= stored.at.end);
   digested_.add(target, at, elements);
-  if (options_.sums != nullptr) {
-    options_.sums->add(places_[target], bytes_of(stored.spec.dtype, at), elements);
-  }
   const std::string& name = saved_.files[stored.at.file].name;
   const auto write = [&](uint64_t from, uint64_t to) {
     const std::lock_guard lock(mutex_);
     writer_.write(name, begin + from, elements.subspan(from, to - from));
   };
-  if (options_.keeps_holes) return for_each_written(elements, begin, write);
+  if (keeps_holes_) return for_each_written(elements, begin, write);
   write(0, elements.size());
 }
 

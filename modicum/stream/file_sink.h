@@ -16,16 +16,13 @@ namespace modicum {
 // must have Destination::copy, and one rank, which holds every target unsharded (whole_layout).
 class FileSink final : public Sink {
  public:
-  struct Options {
-    bool keeps_holes = false;   // pages of zeros are not written and take no space
-    ChunkSums* sums = nullptr;  // if set, every element is added to these sums for `saved`
-  };
   // places[t] is the tensor of `saved` that target t is written to; UINT32_MAX for aliases, which
-  // have no elements. All arguments must outlive the sink.
+  // have no elements. `keeps_holes`: pages of zeros are not written and take no space. All arguments
+  // must outlive the sink.
   FileSink(const Plan& plan, const Manifest& saved, std::span<const uint32_t> places,
-           const SaveFiles& to, Options options);
+           const SaveFiles& to, bool keeps_holes);
   FileSink(const Plan&&, const Manifest&, std::span<const uint32_t>, const SaveFiles&,
-           Options) = delete;
+           bool) = delete;
 
   std::span<std::byte> host(uint32_t) noexcept override { return {}; }
   // Throws NOSPACE or IO. May be called by any thread; a lock admits one write at a time.
@@ -42,7 +39,7 @@ class FileSink final : public Sink {
   const Plan& plan_;
   const Manifest& saved_;
   const std::span<const uint32_t> places_;
-  const Options options_;
+  const bool keeps_holes_;
   DigestSum digested_;
   std::mutex mutex_;
   DataWriter writer_;

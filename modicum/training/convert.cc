@@ -97,7 +97,8 @@ void add_companions(const ConvertTask& task, const ConversionJournal& conversion
 
 }  // namespace
 
-ConvertedForm::ConvertedForm(const Checkpoint& source, const Recipe& recipe, const Options& of) {
+ConvertedForm::ConvertedForm(const Checkpoint& source, const Recipe& recipe,
+                             std::optional<uint64_t> shard_bytes) {
   std::vector<TensorSpec> specs;
   std::vector<uint32_t> file_of;
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
@@ -108,24 +109,15 @@ ConvertedForm::ConvertedForm(const Checkpoint& source, const Recipe& recipe, con
     file_of.push_back(from.empty() ? static_cast<uint32_t>(source.manifest.files.size()) - 1
                                    : source.manifest.tensors[from.front()].at.file);
   }
-  manifest_ = output_manifest(of.shard_bytes ? split_into_files(std::move(specs), *of.shard_bytes)
-                                             : group_by_file(std::move(specs), file_of),
+  manifest_ = output_manifest(shard_bytes ? split_into_files(std::move(specs), *shard_bytes)
+                                          : group_by_file(std::move(specs), file_of),
                               stem_of(source.manifest));
-  place(recipe, of.without);
-}
-
-ConvertedForm::ConvertedForm(Manifest manifest, const Recipe& recipe)
-    : manifest_(std::move(manifest)) {
-  place(recipe, {});
-}
-
-void ConvertedForm::place(const Recipe& recipe, const std::set<std::string, std::less<>>& without) {
   std::map<std::string_view, uint32_t> target_of;
   std::vector<std::vector<uint32_t>> aliases(recipe.targets.size());
   for (uint32_t t = 0; t < recipe.targets.size(); ++t) {
     if (recipe.is_alias(t)) {
       aliases[recipe.nodes[recipe.targets[t].root].from].push_back(t);
-    } else if (!without.contains(recipe.targets[t].spec.fqn)) {
+    } else {
       target_of[recipe.targets[t].spec.fqn] = t;
     }
   }
@@ -133,11 +125,7 @@ void ConvertedForm::place(const Recipe& recipe, const std::set<std::string, std:
   targets_.resize(manifest_.files.size());
   for (uint32_t s = 0; s < manifest_.tensors.size(); ++s) {
     const TensorSpec& spec = manifest_.tensors[s].spec;
-    const auto found = target_of.find(spec.fqn);
-    if (found == target_of.end()) continue;
-    const uint32_t t = found->second;
-    const TensorSpec& from = recipe.targets[t].spec;
-    if (from.dtype != spec.dtype || from.shape != spec.shape) continue;
+    const uint32_t t = target_of.at(spec.fqn);
     places_[t] = s;
     std::vector<uint32_t>& of_file = targets_[manifest_.tensors[s].at.file];
     of_file.push_back(t);
@@ -157,10 +145,7 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
   ConversionJournal conversion(
       *run.files, task.out,
       {inputs_of(task), owner_of_conversion(), is_owner_dead, casts_can_lose(run), task.adopts});
-  std::vector<ConvertPart> parts;
-  parts.push_back(
-      {run.checkpoint, run.recipe, task.form, "", task.keeps_holes, {}, {}, task.allow_overflow});
-  ConvertWorld world(task.load, std::move(parts), task.form.footprint(task.load.plan), conversion);
+  ConvertWorld world(task, conversion);
   const std::vector<Converted> outcomes = outcomes_of<ConvertRank>(world, show);
   const Converted& of = outcomes.front();
   ConvertReport report{.checkpoint = facts_of(run.checkpoint),

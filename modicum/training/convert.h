@@ -2,11 +2,8 @@
 // Part of the public header of `training`.
 #pragma once
 
-#include <functional>
 #include <optional>
-#include <set>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "modicum/training/load_ranks.h"
@@ -17,30 +14,20 @@ namespace modicum {
 // have the stem of the source's.
 class ConvertedForm {
  public:
-  struct Options {
-    // Largest size of a file. If empty, the source's division into files is kept: a target goes
-    // into the file of its first stored tensor.
-    std::optional<uint64_t> shard_bytes;
-    // Names of tensors that get a place in the files, but are not written from a target.
-    std::set<std::string, std::less<>> without;
-  };
-  ConvertedForm(const Checkpoint& source, const Recipe& recipe, const Options& of);
-  // The files of `manifest`. A tensor is written from the target that has its name, dtype and
-  // shape; a tensor without such a target is left to ConvertPart::completes.
-  ConvertedForm(Manifest manifest, const Recipe& recipe);
+  // `shard_bytes`: the largest size of a file. If empty, the source's division into files is kept:
+  // a target goes into the file of its first stored tensor.
+  ConvertedForm(const Checkpoint& source, const Recipe& recipe,
+                std::optional<uint64_t> shard_bytes);
 
   const Manifest& manifest() const noexcept { return manifest_; }
   // Host memory of a conversion in addition to that of its loads.
   Footprint footprint(const Plan& plan) const;
-  // For each target the index of its tensor in the manifest; UINT32_MAX for aliases and for targets
-  // from which no tensor is written.
+  // For each target the index of its tensor in the manifest; UINT32_MAX for aliases.
   std::span<const uint32_t> places() const noexcept { return places_; }
   // The targets of file `file`, each followed by its aliases.
   std::span<const uint32_t> targets_of(uint32_t file) const noexcept { return targets_[file]; }
 
  private:
-  void place(const Recipe& recipe, const std::set<std::string, std::less<>>& without);
-
   Manifest manifest_;
   std::vector<uint32_t> places_;
   std::vector<std::vector<uint32_t>> targets_;  // by file

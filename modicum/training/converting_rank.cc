@@ -12,25 +12,7 @@
 namespace modicum {
 namespace {
 
-// Any valid point for ChunkSums, whose proof is not used here: the load proves its coverage.
-constexpr uint64_t kPoint = 2;
 constexpr uint64_t kRestRoomBytes = 256 * kKiB;  // fits into the staging, which is free then
-
-ConvertedFile finished_file(const ConvertPart& part, uint32_t file, const ChunkSums* sums) {
-  const Manifest& manifest = part.form.manifest();
-  const DataFile& of = manifest.files[file];
-  ConvertedFile finished{part.folder + of.name, of.identity.size_bytes, 0, {}, {}, {}};
-  if (sums == nullptr) return finished;
-  for (uint32_t s = 0; s < manifest.tensors.size(); ++s) {
-    if (manifest.tensors[s].at.file != file) continue;
-    part.checks(*sums, s);
-    for (const ChunkSum& chunk : sums->of_tensor(s)) {
-      finished.chunks.push_back(chunk.digest);
-      finished.checksums.push_back(chunk.checksum);
-    }
-  }
-  return finished;
-}
 
 // The tensors of `plan` that have lost something.
 std::vector<TensorLoss> losses_of(const RangeLosses& losses, const Plan& plan) {
@@ -51,11 +33,11 @@ DType dtype_of(const Manifest& manifest, const std::string& tensor) {
   return DType::f32;
 }
 
-void require_range(const ConvertPart& part, const std::vector<TensorLoss>& losses) {
-  if (part.allow_overflow) return;
+void require_range(const ConvertTask& task, const std::vector<TensorLoss>& losses) {
+  if (task.allow_overflow) return;
   for (const TensorLoss& of : losses) {
     if (of.loss.overflowed == 0) continue;
-    const DType dtype = dtype_of(part.form.manifest(), of.tensor);
+    const DType dtype = dtype_of(task.form.manifest(), of.tensor);
     fail(Category::mismatch,
          fmt::format("{} finite value(s) of the tensor would become infinite as {}; the first is "
                      "element {}; --allow-overflow writes infinities",
@@ -95,9 +77,10 @@ ConvertRank::ConvertRank(ConvertWorld& world, int rank)
 Converted ConvertRank::live() {
   ledger_.reporter().promise(world_.task.plan.promise, at_.rank);
   const ReportedPhase phase(ledger_.reporter(), "convert");
-  const Charge header = ledger_.adopt(Purpose::header, world_.held[Purpose::header]);
-  const Charge plan = ledger_.adopt(Purpose::plan, world_.held[Purpose::plan]);
-  for (const ConvertPart& part : world_.parts) convert(part);
+  const Footprint held = form().footprint(world_.task.plan);
+  const Charge header = ledger_.adopt(Purpose::header, held[Purpose::header]);
+  const Charge plan = ledger_.adopt(Purpose::plan, held[Purpose::plan]);
+  convert_files();
   RankOutcome& load = outcome_.load;
   load.loaded_ns = world_.clock.now_ns();
   load.baseline_bytes = baseline_bytes_;
@@ -106,83 +89,67 @@ Converted ConvertRank::live() {
   return outcome_;
 }
 
-void ConvertRank::convert(const ConvertPart& part) {
-  const Manifest& saved = part.form.manifest();
-  std::optional<ChunkSums> written;
-  std::optional<Compared> read;  // not if `checks` compares the same values
-  if (part.checks) {
-    written.emplace(saved, kPoint);
-  } else {
-    read.emplace(part.source.manifest);
-  }
-  const Sums sums{written ? &*written : nullptr, read ? &*read : nullptr};
-  for (uint32_t f = 0; f < saved.files.size(); ++f) {
-    const DataFile& file = saved.files[f];
+void ConvertRank::convert_files() {
+  const Manifest& written = form().manifest();
+  Compared read(world_.task.run.checkpoint.manifest);
+  for (uint32_t f = 0; f < written.files.size(); ++f) {
+    const DataFile& file = written.files[f];
     const ConvertedFile* const done =
-        world_.conversion.finished(part.folder + file.name, file.identity.size_bytes,
-                                   part.checks ? ChunkSums::chunks_of_file(saved, f) : 0);
+        world_.conversion.finished(file.name, file.identity.size_bytes);
     if (done != nullptr) {
-      if (done->losses) require_range(part, *done->losses);
+      if (done->losses) require_range(world_.convert, *done->losses);
       outcome_.load.digest += done->digest;
       ++outcome_.kept_files;
     } else {
-      world_.conversion.forget(part.folder + file.name);
-      outcome_.load.digest += convert(part, f, sums);
+      world_.conversion.forget(file.name);
+      outcome_.load.digest += convert(f, read);
     }
   }
-  if (read) world_.compared.give(at_.rank, *read);
+  world_.compared.give(at_.rank, read);
 }
 
 // A chunk is read only in part if a recipe divides a stored tensor among targets. Its whole is
 // compared before the file counts as finished: a later call keeps the file without reading again.
-void ConvertRank::compare(const ConvertPart& part, Compared& read) {
+void ConvertRank::compare(Compared& read) {
   read.compare();
   if (!read.has_rest()) return;
   const Buffer room = ledger_.charge(Purpose::staging, kRestRoomBytes);
-  outcome_.load.storage_read_bytes += read.compare_rest(part.source, room.bytes());
+  outcome_.load.storage_read_bytes +=
+      read.compare_rest(world_.task.run.checkpoint, room.bytes());
 }
 
-uint64_t ConvertRank::convert(const ConvertPart& part, uint32_t file, const Sums& sums) {
-  const std::string directory = join_path(world_.conversion.directory(), part.folder);
-  const SaveFiles to{*world_.task.run.files, directory};
-  outcome_.written_bytes += create_file(part.form.manifest(), file, to,
-                                        part.keeps_holes ? Space::sparse : Space::reserved);
+uint64_t ConvertRank::convert(uint32_t file, Compared& read) {
+  const Manifest& written = form().manifest();
+  const SaveFiles to{*world_.task.run.files, world_.conversion.directory()};
+  outcome_.written_bytes +=
+      create_file(written, file, to, world_.convert.keeps_holes ? Space::sparse : Space::reserved);
   Loaded loaded;
-  if (!part.form.targets_of(file).empty()) loaded = load_targets(part, file, to, sums);
-  if (sums.read != nullptr) compare(part, *sums.read);
-  if (part.completes) {
-    const auto beat = [this](uint64_t bytes) { world_.board.beat(at_.rank, bytes); };
-    const FileOutcome rest =
-        part.completes({part.form.manifest(), file, to, *sums.written, ledger_, beat});
-    outcome_.written_bytes += rest.written_bytes;
-    outcome_.load.bytes_loaded += rest.written_bytes;
-    outcome_.load.storage_read_bytes += rest.read_bytes;
-  }
-  ConvertedFile finished = finished_file(part, file, sums.written);
-  finished.digest = loaded.digest;
-  finished.losses = std::move(loaded.losses);
-  world_.conversion.add(std::move(finished));
+  if (!form().targets_of(file).empty()) loaded = load_targets(file, to, read);
+  compare(read);
+  const DataFile& of = written.files[file];
+  world_.conversion.add(
+      {of.name, of.identity.size_bytes, loaded.digest, std::move(loaded.losses)});
   return loaded.digest;
 }
 
-ConvertRank::Loaded ConvertRank::load_targets(const ConvertPart& part, uint32_t file,
-                                              const SaveFiles& to, const Sums& sums) {
-  const std::span<const uint32_t> targets = part.form.targets_of(file);
-  const Recipe recipe = part_of(part.recipe, targets, part.source.manifest.tensors.size());
+ConvertRank::Loaded ConvertRank::load_targets(uint32_t file, const SaveFiles& to, Compared& read) {
+  const Run& run = world_.task.run;
+  const Manifest& source = run.checkpoint.manifest;
+  const std::span<const uint32_t> targets = form().targets_of(file);
+  const Recipe recipe = part_of(run.recipe, targets, source.tensors.size());
   PlanOptions options = world_.task.plan.options;
   options.save.reset();
-  const Plan plan = make_plan(part.source.manifest, recipe, whole_layout(1), options);
+  const Plan plan = make_plan(source, recipe, whole_layout(1), options);
   std::vector<uint32_t> places;
-  for (const uint32_t t : targets) places.push_back(part.form.places()[t]);
+  for (const uint32_t t : targets) places.push_back(form().places()[t]);
 
-  FileSink sink(plan, part.form.manifest(), places, to,
-                {.keeps_holes = part.keeps_holes, .sums = sums.written});
+  FileSink sink(plan, form().manifest(), places, to, world_.convert.keeps_holes);
   RangeLosses losses;
   const LoadOutcome loaded =
-      modicum::load(part.source, plan, at_, sink,
-                    {.threads = world_.task.threads, .losses = &losses, .compared = sums.read});
+      modicum::load(run.checkpoint, plan, at_, sink,
+                    {.threads = world_.task.threads, .losses = &losses, .compared = &read});
   std::vector<TensorLoss> lost = losses_of(losses, plan);
-  require_range(part, lost);
+  require_range(world_.convert, lost);
   sink.finish();
   outcome_.written_bytes += sink.bytes_written();
   RankOutcome& sum = outcome_.load;

@@ -261,7 +261,8 @@ ResumeState::ResumeState(FileSystem& opened, const FoundStep& step)
     : checkpoint(open_checkpoint(opened, join_path(step.path, kStateDirectory))),
       files(checkpoint.manifest),
       facts(parse_state(read_text(*opened.open(join_path(checkpoint.directory, kStateFile)),
-                                  kLongestText, Category::integrity))) {}
+                                  kLongestText, Category::integrity))),
+      carried(step, checkpoint.manifest) {}
 
 Footprint ResumeState::footprint(const Run& run) const {
   const std::vector<StateOf> parameters = state_of(run);

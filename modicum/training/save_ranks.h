@@ -19,6 +19,7 @@ struct ResumeState {
   const Checkpoint checkpoint;  // in the step's kStateDirectory
   const StateFiles files;       // the files of that checkpoint
   const StateFacts facts;
+  const CarriedFiles carried;  // for a save that goes on from this step
 
   StateSource source() const noexcept { return {checkpoint, files, facts}; }
   // What reading it adds to the promise of `run`; see resume_footprint_of. Throws MISMATCH if it is

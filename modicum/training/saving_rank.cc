@@ -56,7 +56,11 @@ StateFacts facts_of(const SaveTask& task, const TrainedSteps& trained) {
 }  // namespace
 
 void require_recordable(const SaveTask& task) {
-  require_recordable(task.plan, task.state != nullptr ? &task.state->manifest() : nullptr);
+  std::vector<std::string> others;
+  if (task.from != nullptr) {
+    for (const StepFile& file : task.from->carried.files) others.push_back(file.name);
+  }
+  require_recordable(task.plan, task.state != nullptr ? &task.state->manifest() : nullptr, others);
 }
 
 SaveOutcome save_rank(const SaveTask& task, const SavePlace& place, const RankContext& at,
@@ -93,6 +97,7 @@ SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trai
     state.emplace(StepSave::SavedState{task.state->manifest(), state_json(facts_of(task, trained))});
   }
   Publishing how{.waits = std::move(waits)};
+  if (task.from != nullptr) how.carried = &task.from->carried;
   if (task.grace_ns > 0) how.lock_limit_ns = std::min(how.lock_limit_ns, task.grace_ns / 2);
   return step.publish(task.load.run.checkpoint, task.plan, state, how);
 }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <iterator>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "modicum/base/base.h"
@@ -54,6 +55,19 @@ std::optional<std::string> damage_of(FileSystem& files, const std::string& path,
 }
 
 }  // namespace
+
+CarriedFiles::CarriedFiles(const FoundStep& step, const Manifest& state)
+    : directory(step.path), world_size(step.record.world_size) {
+  const std::string folder = std::string(kStateDirectory) + "/";
+  std::set<std::string, std::less<>> made = {folder + kStateFile, folder + kStateRecipeFile,
+                                             folder + kIndexFile};  // by the save itself
+  for (const DataFile& file : state.files) made.insert(folder + file.name);
+  for (const StepFile& file : step.record.files) {
+    const bool is_inside = file.name.starts_with(folder) ||
+                           file.name.starts_with(fmt::format("{}/", kExtraDirectory));
+    if (is_inside && !made.contains(file.name)) files.push_back(file);
+  }
+}
 
 void require_recordable(const SavePlan& plan, const Manifest* state,
                         std::span<const std::string> others) {
@@ -217,6 +231,24 @@ void StepSave::add_written(SavedStep& saved, const NewFile& file) {
   add_record(saved, {file.name, bytes, bytes, digest_of(*written, bytes)});
 }
 
+void StepSave::add_carried(SavedStep& saved, const CarriedFiles& carried) {
+  for (const StepFile& file : carried.files) {
+    const std::string folder = join_path(step_.directory, file.name.substr(0, file.name.find('/')));
+    if (!files_.is_directory(folder)) files_.make_directory(folder);
+    const std::unique_ptr<File> from = files_.open(join_path(carried.directory, file.name));
+    const auto copied = copy_durably(*from, files_, join_path(step_.directory, file.name));
+    if (!copied) {
+      fail(Category::conflict, "the file changed while it was copied", {.file = file.name});
+    }
+    if (file.digested_bytes == file.bytes && copied->digest != file.digest) {
+      fail(Category::integrity, "the file is not the one that was saved",
+           {.file = file.name, .expected = file.digest.hex(), .got = copied->digest.hex()});
+    }
+    add_record(saved, {file.name, copied->bytes, copied->bytes, copied->digest});
+  }
+  if (!carried.files.empty()) saved.record.world_size = carried.world_size;
+}
+
 SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
                             const std::optional<SavedState>& state, const Publishing& how) {
   SavedStep saved{.step = step_.step};
@@ -235,6 +267,7 @@ SavedStep StepSave::publish(const Checkpoint& source, const SavePlan& plan,
   }
   if (!source.directory.empty()) add_companions(source, plan, saved);
   for (const NewFile& file : how.more) add_written(saved, file);
+  if (how.carried != nullptr) add_carried(saved, *how.carried);
   commit(how, saved);
   saved.path = root_;
   if (!step_.is_inside) saved.path = join_path(root_, fmt::format("step-{}", step_.step));

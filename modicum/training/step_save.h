@@ -42,9 +42,23 @@ struct NewFile {
   std::optional<std::string> text;
 };
 
+// Files of another step that a save copies: the options of the optimizer's groups, and a program's
+// own values (kExtraDirectory). The new record has that step's world size, since some of the values
+// are each rank's own.
+struct CarriedFiles {
+  CarriedFiles() = default;
+  // `state`: the manifest of the step's state.
+  CarriedFiles(const FoundStep& step, const Manifest& state);
+
+  std::string directory;  // the step
+  std::vector<StepFile> files;
+  int world_size = 0;
+};
+
 // What StepSave::publish does besides.
 struct Publishing {
-  std::vector<NewFile> more;  // files of the caller
+  std::vector<NewFile> more;              // files of the caller
+  const CarriedFiles* carried = nullptr;  // none
   // How long it waits for a save that publishes in the same root; then it goes on, with a
   // warning.
   int64_t lock_limit_ns = kRootLockNs;
@@ -105,6 +119,7 @@ class StepSave {
   void add_file(SavedStep& saved, const std::string& name, const std::string& text);
   void add_record(SavedStep& saved, StepFile file);
   void add_written(SavedStep& saved, const NewFile& file);
+  void add_carried(SavedStep& saved, const CarriedFiles& carried);
   void commit(const Publishing& how, SavedStep& saved);
 
   FileSystem& files_;

@@ -3,7 +3,7 @@
 // The parts of a rank: its load (RankLoad), its optimizer (RankOptimizer) with synthetic gradients
 // (MadeGradients), and its steps in lock step with the other ranks (LockStep). The commands of
 // the program run these in rank processes: load_in_ranks, rehearse_in_ranks, save_in_ranks,
-// resume_in_ranks, step_in_ranks, convert_in_rank, reshard_in_rank.
+// resume_in_ranks, step_in_ranks, convert_in_rank.
 #pragma once
 
 #include "modicum/training/convert.h"         // IWYU pragma: export
@@ -14,8 +14,6 @@
 #include "modicum/training/optimizer.h"       // IWYU pragma: export
 #include "modicum/training/rank_load.h"       // IWYU pragma: export
 #include "modicum/training/rank_processes.h"  // IWYU pragma: export
-#include "modicum/training/recorded_step.h"   // IWYU pragma: export
-#include "modicum/training/reshard.h"         // IWYU pragma: export
 #include "modicum/training/save_ranks.h"      // IWYU pragma: export
 #include "modicum/training/state_files.h"     // IWYU pragma: export
 #include "modicum/training/state_load.h"      // IWYU pragma: export
