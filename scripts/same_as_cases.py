@@ -136,8 +136,8 @@ def conversions() -> Iterator[Case]:
         if old != new:
             yield f"resume {old} as {new}", [save, resume]
         if FORMATS[0] in (old, new):
-            reshard = f"reshard root/step-1 step-1 --state-format {new} --shard-size 4kB"
-            yield f"reshard {old} to {new}", [save, reshard, "verify step-1", "resume step-1"]
+            again = f"save root/step-1 new --step 1 --optimizer adamw:{new} --shard-size 4kB"
+            yield f"save {old} as {new}", [save, again, "verify new", "resume new"]
     for words in (
         "@moe",
         "@moe32 --dtype bfloat16",
@@ -197,7 +197,7 @@ def refusals() -> Iterator[Case]:
     usage += "; load @moe --optimizer adamw:fp32 --destination discard; load @moe --ranks 4096"
     usage += "; load @moe --expect-digest 0000000000000000; load @moe --expect-digest xx"
     usage += "; plan organisation/no-such-model; synth out --arch gpt-2; save @moe root"
-    usage += "; save @moe root --step -1; save @moe absent/root --step 1; reshard @moe out"
+    usage += "; save @moe root --step -1; save @moe absent/root --step 1"
     usage += "; plan @moe --layout hsdp --mesh 3x3 --ranks 4; plan @moe --strategy own; inspect"
     usage += (
         "; load @moe --budget ''; load @moe --layout tp-fsdp --mesh 2x3 --ranks 4; step --isa x"
@@ -257,7 +257,8 @@ def commits() -> Iterator[Case]:
         state = f"--ranks {ranks} --optimizer adamw:fp32"
         yield f"system calls of save {ranks}", [f"save @moe root --step 1 {state}"]
     yield "system calls of convert", ["convert @moe out --shard-size 1kB"]
-    yield "system calls of reshard", ["reshard @fp32/step-3 step-3"]
+    again = "save @fp32/step-3 root --step 3 --optimizer adamw:fp32"
+    yield "system calls of a save of a step", [again]
 
 
 def grid() -> list[Case]:

@@ -45,6 +45,7 @@ std::string journal_json(const Journal& journal) {
   for (const ConvertedFile& file : journal.files) {
     out.begin_object().member("name", file.name).member("bytes", file.bytes);
     out.member("digest", hex(file.digest));
+    out.key("chunks").begin_array().end_array();  // modicum 0.1 requires the member
     if (file.losses) losses_member(out, *file.losses);
     out.end_object();
   }

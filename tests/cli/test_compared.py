@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 from program import STRATEGIES, failure, flip_bit, header_of, run, run_json, stored, write_recipe
 
-FRONTS = ("save", "reshard", "int8-moments", "save of a step")
+FRONTS = ("save", "int8-moments", "save of a step")
 READERS = ("load", "resume", "save", "convert", "diff")
+STATE_READERS = ("resume", "resume as another")
 
 
 def step_of(modicum: Path, front: str, directory: Path) -> Path:
@@ -31,12 +32,9 @@ def step_of(modicum: Path, front: str, directory: Path) -> Path:
     step = directory / "root/step-1"
     if front == "save":
         first.rename(step.parent)
-    elif front == "save of a step":
-        run_json(modicum, "save", first / "step-1", step.parent, "--step", 1)
     else:
-        step.parent.mkdir()
-        form = ("--state-format", front) if front == "int8-moments" else ("--shard-size", 2000)
-        run_json(modicum, "reshard", first / "step-1", step, *form)
+        optimizer = ("--optimizer", f"adamw:{front}") if front == "int8-moments" else ()
+        run_json(modicum, "save", first / "step-1", step.parent, "--step", 1, *optimizer)
     return step
 
 
@@ -45,6 +43,7 @@ def words_of(reader: str, step: Path, out: Path) -> tuple[object, ...]:
     return {
         "load": ("load", step, "--ranks", 3, "--strategy", "node-reader"),
         "resume": ("resume", step, "--ranks", 4, "--layout", "hsdp", "--mesh", "2x2"),
+        "resume as another": ("resume", step, "--ranks", 3, "--optimizer", "adamw:bf16-moments"),
         "save": ("save", step, out, "--step", 2, "--ranks", 2, "--shard-dim", 1),
         "convert": ("convert", step, out, "--dtype", "fp32"),
         "diff": ("diff", step, step),
@@ -75,15 +74,16 @@ def expect_found(modicum: Path, reader: str, step: Path, tensor: str, file: Path
 
 
 def compare(modicum: Path, step: Path, *, every: bool) -> None:
-    """Flips a bit of each tensor, for one or every reader; only `resume` reads the state."""
-    readers = itertools.cycle(READERS)
+    """Flips a bit of each tensor, for one or every reader; only a resume reads the state."""
+    cycles = itertools.cycle(READERS), itertools.cycle(STATE_READERS)
     for number, (file, name, begin, end) in enumerate(tensors_of(step)):
         is_state = file.parent.name == "optimizer"
         if is_state and not every and number % 4 > 0:
             continue
         at = begin + (end - begin) * (number % 7) // 7
         flip_bit(file, at, number % 8)
-        for reader in ("resume",) if is_state else READERS if every else (next(readers),):
+        readers = (READERS, STATE_READERS)[is_state]
+        for reader in readers if every else (next(cycles[is_state]),):
             expect_found(modicum, reader, step, name, file)
         flip_bit(file, at, number % 8)
 

@@ -65,13 +65,11 @@ def test_outputs_below_a_link(modicum: Path, moe: Path, data: Path) -> None:
         converted = run_json(modicum, "convert", moe, out, "--dtype", "float32")
         assert converted["path"] == str(out)
     run_json(modicum, "save", moe, data / "root", "--step", 1, *TRAINED)
-    resharded = run_json(modicum, "reshard", data / "root/step-1", data / "resharded")
-    assert resharded["path"] == str(data / "resharded")
     run_json(modicum, "load", moe, "--ranks", 2, "--dump", data / "dump")
     assert names_in(data / "dump") == ["rank-00000.safetensors", "rank-00001.safetensors"]
     run_json(modicum, "plan", moe, "--ranks", 2, "--report", data / "page.html")
     assert names_in(data / "new") == ["out"]
-    expected = ["dump", "new", "out", "page.html", "resharded", "root", "synth"]
+    expected = ["dump", "new", "out", "page.html", "root", "synth"]
     assert names_in(data.parent / "mnt") == expected
 
 

@@ -254,21 +254,18 @@ def test_a_living_conversion_is_not_disturbed(
     assert names_in(out.parent) == ["out"]
 
 
-@pytest.mark.parametrize("verb", ["convert", "reshard"])
 def test_a_journal_whose_owner_cannot_be_asked_is_adopted(
-    modicum: Path, moe: Path, tmp_path: Path, verb: str
+    modicum: Path, moe: Path, tmp_path: Path
 ) -> None:
     """A journal of modicum 0.1 by another container, and the same after a reboot: that goes on
     without --adopt."""
-    source, to = moe, tmp_path / "to"
+    to = tmp_path / "to"
     out, journal = to / "out", to / ".out.journal"
-    if verb == "reshard":
-        run_json(modicum, "save", moe, tmp_path / "root", "--step", 1, "--shard-size", 800)
-        source = tmp_path / "root/step-1"
+    words = ("convert", moe, out)
     to.mkdir()
     slow = delayed("openat", f"{journal}.new", 20_000, "2+")
     for is_after_reboot in (False, True):
-        with living(to, modicum, verb, source, out, inside=slow, owner=".out.partial/model-*2-*"):
+        with living(to, modicum, *words, inside=slow, owner=".out.partial/model-*2-*"):
             pass
         document = json.loads(journal.read_text())
         assert document.pop("uuid") and len(document["files"]) > 0
@@ -278,10 +275,10 @@ def test_a_journal_whose_owner_cannot_be_asked_is_adopted(
         (to / ".out.owner").unlink()
         if not is_after_reboot:
             before = names_in(to)
-            assert "--adopt" in failure(modicum, 20, verb, source, out)["message"]
+            assert "--adopt" in failure(modicum, 20, *words)["message"]
             assert names_in(to) == before
         flags = () if is_after_reboot else ("--adopt",)
-        report = run_json(modicum, verb, source, out, *flags)
+        report = run_json(modicum, *words, *flags)
         assert report["kept_files"] == len(document["files"])
         assert names_in(to) == ["out"]
         shutil.rmtree(out)

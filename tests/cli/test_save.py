@@ -406,7 +406,7 @@ def test_long_files_are_copied_in_small_memory(modicum: Path, moe: Path, tmp_pat
     for words in (
         ("save", source, root, "--step", 1),
         ("resume", root),
-        ("reshard", root / "step-1", tmp_path / "resharded"),
+        ("save", root / "step-1", tmp_path / "again", "--step", 1),
         ("convert", source, tmp_path / "converted"),
     ):
         peak = [sys.executable, "-S", "-c", PEAK_OF_A_COMMAND, modicum, *map(str, words)]

@@ -7,13 +7,13 @@ functions of accelerate that stay replaced after an exception; a checkpoint that
 the script's own files are written, or resumed although it was not committed; a rotation that
 removes the newest whole checkpoint, or keeps those of an abandoned run; lost group options of an
 optimizer whose state has no tensors, or a schedule that begins anew with one; a checkpoint that is
-damaged once the script saves its tokenizer there, or whose reshard has no config; checkpoints of
+damaged once the script saves its tokenizer there, or whose copy has no config; checkpoints of
 accelerate that cannot be read; a tensor that the checkpoint lacks, without an error; a progress bar
 although no weights are saved; no warning about files of accelerate in a checkpoint of Modicum, or
 about adapters saved without COMMIT; a base model that is saved with its adapters, or that
 `save_model` leaves out; a resume that reads adapters as the model; a save that removes the files
 from which it reads, replaces those of a Trainer with its own `_save`, or leaves another program's
-weights next to its own; a reshard without Trainer's scheduler.pt; a rotation that fails; a Trainer,
+weights next to its own; a rotation that fails; a Trainer,
 PEFT or TRL that is imported within the context and not replaced.
 """
 
@@ -35,6 +35,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import torch_front  # noqa: E402  (after torch is known to be there)
+from program import run_json  # noqa: E402
 from ranks import Failed, Pool, Ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
@@ -152,9 +153,9 @@ def test_accelerates_own_checkpoints_are_read(two: Ranks, tmp_path: Path, model:
 
 def test_a_script_may_replace_the_copied_files(tmp_path: Path, modicum: Path) -> None:
     """A checkpoint gets the tokenizer of the loaded model, but its record does not have the
-    tokenizer: a script may write another one there. A reshard copies the one that it finds, and all
-    other files of the script."""
-    source, directory, out = tmp_path / "model", tmp_path / "checkpoint-3", tmp_path / "out"
+    tokenizer: a script may write another one there. A save of that checkpoint copies the one that
+    it finds."""
+    source, directory, root = tmp_path / "model", tmp_path / "checkpoint-3", tmp_path / "out"
     shutil.copytree(torch_front.checkpoint_of("qwen3"), source)
     (source / "tokenizer.json").write_text("{}")
     model = torch_front.empty("qwen3")
@@ -167,13 +168,11 @@ def test_a_script_may_replace_the_copied_files(tmp_path: Path, modicum: Path) ->
     flight.end()
     assert (directory / "tokenizer.json").read_text() == "{}"
     (directory / "tokenizer.json").write_text('{"added_tokens": []}')
-    others = ("scheduler.pt", "rng_state_0.pth", "training_args.bin")
-    for name in others:
-        (directory / name).write_text(name)
     assert fault_of(directory) == ""
     assert_verifies(modicum, directory)
-    subprocess.run([modicum, "reshard", directory, out], check=True, capture_output=True)
-    for name in ("tokenizer.json", "config.json", *others):
+    run_json(modicum, "save", directory, root, "--step", 3)
+    out = root / "step-3"
+    for name in ("tokenizer.json", "config.json"):
         assert (out / name).read_bytes() == (directory / name).read_bytes()
     assert_verifies(modicum, out)
     (out / "tokenizer.json").unlink()

@@ -1,0 +1,139 @@
+"""A state that was saved in one format goes on in every other: `resume` converts it while it reads,
+and `modicum save STEP NEW --optimizer adamw:FORMAT` writes it, with what else the step has.
+
+The oracle is an optimizer of the new format that loads the saved optimizer's state dict. Catches:
+moments rounded with the random bits of another step; a parameter that keeps the rounding of the old
+format; scales of blocks that a shard begins within; stacked experts whose recipe is lost; options
+of groups or a program's own values that a save of the step leaves out.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch_front  # noqa: E402
+from program import failure, run_json  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+from torch import nn  # noqa: E402
+
+import modicum.torch as front  # noqa: E402
+
+FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
+
+
+class Net(nn.Module):
+    """Shapes with and without 8-bit moments, and a parameter in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.linspace(-1, 1, 3 * 40000).view(3, 40000).bfloat16())
+        self.rows = nn.Parameter(torch.linspace(-2, 1, 40 * 129).view(40, 129).bfloat16())
+        self.norm = nn.Parameter(torch.linspace(0, 3, 131).bfloat16())
+        self.whole = nn.Parameter(torch.linspace(-1, 2, 33 * 256).view(33, 256))
+
+
+def step(model: Any, optimizer: Any, steps: int = 1) -> None:
+    """Makes steps with gradients that depend only on the step, the name and the element."""
+    for number in range(steps):
+        for name, parameter in model.named_parameters():
+            grad = torch_front.whole_gradient(name, parameter.shape, number)
+            parameter.grad = grad.to(parameter.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: Any, optimizer: Any) -> dict[str, Any]:
+    """All parameters and all values of the optimizer's state, by name."""
+    state = optimizer.state_dict()["state"]
+    flat = {f"{i} {key}": value for i, entry in state.items() for key, value in entry.items()}
+    return flat | dict(model.named_parameters())
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        is_tensor = isinstance(value, torch.Tensor)
+        assert torch.equal(value, other[name]) if is_tensor else value == other[name], name
+
+
+def adamw(model: Any, state_format: str) -> Any:
+    return front.AdamW(model.named_parameters(), lr=1e-2, state_format=state_format, seed=5)
+
+
+@pytest.mark.parametrize("before", FORMATS)
+def test_each_format_goes_on_in_every_other(modicum: Path, tmp_path: Path, before: str) -> None:
+    model = Net()
+    optimizer = adamw(model, before)
+    step(model, optimizer, 3)
+    source = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), source)
+    front.save(
+        model, tmp_path / "run", step=3, optimizer=optimizer, source=source, extra={"epoch": 2}
+    )
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    for after in FORMATS:
+        model.load_state_dict(saved)
+        expected = adamw(model, after)
+        expected.load_state_dict(optimizer.state_dict())
+        new = tmp_path / f"new-{after}"
+        words = ("--step", 3, "--optimizer", f"adamw:{after}", "--ranks", 2)
+        run_json(modicum, "save", tmp_path / "run/step-3", new, *words)
+        for root in (tmp_path / "run", new):
+            again = Net()
+            other = adamw(again, after)
+            other.param_groups[0]["lr"] = 1.0
+            report = front.resume(again, root, optimizer=other, progress=False)
+            assert report.extra == {"epoch": 2} and other.param_groups[0]["lr"] == 1e-2
+            assert report.not_compared == []
+            assert_same(values(model, expected), values(again, other))
+            if root != new:
+                continue
+            step(model, expected, 2)
+            step(again, other, 2)
+            assert_same(values(model, expected), values(again, other))
+
+
+@pytest.mark.parametrize("family", ("llama_tied", "qwen3_moe"))
+def test_a_family_goes_on_in_another_format(modicum: Path, tmp_path: Path, family: str) -> None:
+    """Tied heads, and experts that are one parameter in the model and many tensors in the files."""
+    model = loaded(family)
+    optimizer = front.AdamW(model.named_parameters(), lr=1e-2, state_format="fp32-split")
+    step(model, optimizer)
+    root, source = tmp_path / "steps", torch_front.checkpoint_of(family)
+    own = {"rng": torch.get_rng_state()}
+    front.save(model, root, step=1, optimizer=optimizer, source=source, extra_per_rank=own)
+    new = tmp_path / "new"
+    words = ("--step", 1, "--optimizer", "adamw:bf16-moments", "--ranks", 3)
+    run_json(modicum, "save", root / "step-1", new, *words)
+    assert run_json(modicum, "verify", new / "step-1")["ok"]
+    expected = front.AdamW(model.named_parameters(), lr=1e-2, state_format="bf16-moments")
+    expected.load_state_dict(optimizer.state_dict())
+    for of in (root, new):
+        again = loaded(family)
+        other = front.AdamW(again.named_parameters(), lr=1e-2, state_format="bf16-moments")
+        report = front.resume(again, of, optimizer=other, progress=False)
+        assert torch.equal(report.extra_per_rank["rng"], own["rng"])
+        assert_same(values(model, expected), values(again, other))
+
+
+def loaded(family: str) -> Any:
+    model = torch_front.empty(family)
+    front.load(model, torch_front.checkpoint_of(family), progress=False)
+    return model.bfloat16()
+
+
+def test_torchs_state_is_not_converted_by_the_program(modicum: Path, tmp_path: Path) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(model, optimizer)
+    source = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), source)
+    front.save(model, tmp_path / "run", step=1, optimizer=optimizer, source=source)
+    words = ("save", tmp_path / "run/step-1", tmp_path / "x", "--step", 1)
+    error = failure(modicum, 2, *words, "--optimizer", "adamw:fp32-split")
+    assert error["category"] == "UNSUPPORTED" and error["got"] == "torch.AdamW"
+    assert not (tmp_path / "x").exists()
