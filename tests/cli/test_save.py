@@ -239,10 +239,8 @@ def test_states_that_do_not_fit_are_refused(modicum: Path, gpt2: Path, tmp_path:
     assert not (tmp_path / "cut").exists()
     root = tmp_path / "root"
     run_json(modicum, "save", gpt2, root, "--step", 1, "--optimizer", "adamw:fp32-split")
-    error = failure(modicum, 2, "resume", root, "--optimizer", "adamw:int8-moments")
-    assert error["category"] == "UNSUPPORTED" and "adamw:fp32-split" in error["message"]
-    other = failure(modicum, 2, "resume", root, "--dtype", "float32")
-    assert other["category"] == "MISMATCH" and other["tensor"]
+    other = failure(modicum, 2, "resume", root, "--dtype", "float16")
+    assert other["category"] == "MISMATCH" and other["tensor"].endswith(".master")
     without = failure(modicum, 2, "resume", root, "--optimizer", "none", "--steps", 1)
     assert without["category"] == "USAGE" and without["got"] == "--optimizer none"
     run_json(modicum, "save", gpt2, root, "--step", 2)
@@ -492,10 +490,10 @@ def test_a_save_of_a_step_with_state_warns(modicum: Path, moe: Path, tmp_path: P
     """Only the weights of the step are loaded."""
     words = ("--step", 1, "--optimizer", "adamw:fp32")
     assert run_json(modicum, "save", moe, tmp_path / "root", *words)["warnings"] == []
-    (warning,) = run_json(modicum, "save", tmp_path / "root/step-1", tmp_path / "two", *words)[
-        "warnings"
-    ]
-    assert "which `save` does not read" in warning
+    step = tmp_path / "root/step-1"
+    assert run_json(modicum, "save", step, tmp_path / "two", *words)["warnings"] == []
+    (warning,) = run_json(modicum, "save", step, tmp_path / "three", *words[:2])["warnings"]
+    assert "not saved again without --optimizer" in warning
 
 
 def test_the_caches_digests_are_checked(modicum: Path, moe: Path, tmp_path: Path) -> None:
