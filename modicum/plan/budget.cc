@@ -58,7 +58,8 @@ namespace {
 uint64_t staging_in(const Plan& plan, size_t phase) {
   if (phase == kLoadPhase) return plan.staging.total_bytes;
   const uint64_t ring = phase <= kHoldPhase ? 0 : plan.staging.ring_part_bytes;
-  const bool is_save = plan.options.save && phase == kLoadPhases + plan.options.after.size();
+  const bool is_save = plan.options.save && phase == kLoadPhases + plan.options.after.size() &&
+                       (*plan.options.save)[Purpose::staging] == 0;
   return is_save ? ring + round_up(plan.options.staging_bytes, kPageBytes) : ring;
 }
 

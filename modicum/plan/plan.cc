@@ -202,7 +202,9 @@ Promise promise_of(const Plan& plan) {
     if (plan.options.save) {
       Footprint save = trained;
       save += *plan.options.save;
-      save[Purpose::staging] += round_up(plan.options.staging_bytes, kPageBytes);
+      if ((*plan.options.save)[Purpose::staging] == 0) {
+        save[Purpose::staging] += round_up(plan.options.staging_bytes, kPageBytes);
+      }
       const uint64_t workers = std::max<uint64_t>(1, plan.options.staging_bytes / kSlotBytes);
       add(++next, save, static_cast<int>(std::min(workers, static_cast<uint64_t>(threads))));
     }

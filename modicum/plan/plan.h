@@ -105,8 +105,9 @@ struct PlanOptions {
   // ring. The promise adds page tables and the memory of threads to each phase.
   std::vector<Phase> after;
   // Each adds a phase of the same name at the end, on top of the last phase of `after`, or of
-  // `hold` if `after` is empty. `save`: a rank's charges; the promise adds `staging_bytes`.
-  // `resume`: the headers and digests of the step to read, which all phases hold.
+  // `hold` if `after` is empty. `save`: a rank's charges; without staging of its own it
+  // has `staging_bytes`. `resume`: the headers and digests of the step to read, which all phases
+  // hold, and the staging of its own phase.
   std::optional<Footprint> save, resume;
 };
 
@@ -126,7 +127,8 @@ constexpr uint64_t kLineRoomBytes = 64 * kKiB;
 enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 
 // The parts of the promise of a run with an optimizer, for which PlanOptions::after has one phase.
-// `save` needs PlanOptions::save, `resume` needs PlanOptions::resume; not both may be set.
+// `save` needs PlanOptions::save, `resume` needs PlanOptions::resume. Of a run with both (a save that
+// goes on from a step) only the whole promise has a meaning.
 //
 //   load      the three phases of the load
 //   step      the phase of PlanOptions::after
@@ -321,8 +323,6 @@ struct Write {
 enum class Rows : uint8_t { whole, divided };
 void for_each_write(const Plan& plan, int rank, Rows which, std::span<Transfer> table,
                     FunctionRef<void(const Write&)> fn);
-// The memory that a save by this plan needs on each rank, without the saved buffers and staging.
-Footprint save_footprint(const Plan& plan);
 
 // The ranks [first, end) of the node of `rank`. If only rank 0 can read the files, all ranks count
 // as one node.

@@ -167,11 +167,4 @@ void for_each_write(const Plan& plan, int rank, Rows which, std::span<Transfer> 
   flush();
 }
 
-Footprint save_footprint(const Plan& plan) {
-  Footprint held;
-  held[Purpose::header] = plan.manifest->held_bytes();
-  held[Purpose::plan] = plan.held_bytes();
-  return held;
-}
-
 }  // namespace modicum

@@ -71,9 +71,20 @@ std::vector<std::string> left_out_names(const MadeSave& save) {
   return names;
 }
 
+using Purposes = std::map<std::string, uint64_t>;
+
+nb::dict footprint_of_save(const std::vector<std::pair<Purposes, uint64_t>>& parts,
+                           uint64_t own_bytes) {
+  std::vector<SaveNeeds> needs;
+  for (const auto& [held, gather_bytes] : parts) {
+    needs.push_back({from_purposes(held), gather_bytes});
+  }
+  return by_purpose(save_footprint(needs, own_bytes));
+}
+
 // (promised bytes, limit of the ledger) of each rank. Throws BUDGET if the ranks of a node need
 // more than `budget`.
-std::vector<std::pair<uint64_t, uint64_t>> save_promise(const std::map<std::string, uint64_t>& held,
+std::vector<std::pair<uint64_t, uint64_t>> save_promise(const Purposes& held,
                                                         const std::vector<uint64_t>& baselines,
                                                         int ranks_per_node,
                                                         const std::optional<uint64_t>& budget,
@@ -352,6 +363,9 @@ Args:
 
 Raises:
     UsageError: two saved tensors would have the same name, or there is no tensor to save.)");
+  module.def("save_footprint", footprint_of_save, "parts"_a, "own_bytes"_a = 0,
+             "The bytes by purpose that a save holds on a rank. `parts`: (held, gather_bytes) of the "
+             "model and of the state; `own_bytes`: of the rank's file of a program's own values.");
   module.def("save_promise", save_promise, "held"_a, "baselines"_a, nb::kw_only(),
              "ranks_per_node"_a, "budget"_a = nb::none(), "budget_source"_a = "argument",
              "(promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a "

@@ -37,10 +37,9 @@ struct MadeSave {
   uint64_t gather_bytes() const noexcept { return plan.plan().staging.gather_part_bytes; }
   // The memory of a save on each rank: both plans and the staging, without the SharedGather.
   Footprint held() const {
-    Footprint held = plan.footprint();
+    Footprint held = plan.needs().held;
     held[Purpose::header] += loaded->plan.manifest->held_bytes();
     held[Purpose::plan] += loaded->plan.held_bytes();
-    held[Purpose::staging] += plan.plan().staging.total_bytes - gather_bytes();
     return held;
   }
   // Stacks and heaps of the threads that call `fetch`, if the save may use `threads`.

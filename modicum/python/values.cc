@@ -181,11 +181,10 @@ void promise_save(const std::shared_ptr<MadePlan>& made, const StateFiles& state
                   uint64_t staging_bytes) {
   PlanOptions options = made->plan.options;
   try {
-    Footprint held = MadeSave(made, form_of(made->checkpoint())).plan.footprint();
-    held += state.footprint();
+    SaveNeeds model = MadeSave(made, form_of(made->checkpoint())).plan.needs();
     // The load's staging may have been shrunk to the budget; a save's staging is never shrunk.
-    held[Purpose::staging] += staging_bytes - options.staging_bytes;
-    options.save = held;
+    model.held[Purpose::staging] = round_up(staging_bytes, kPageBytes) - model.gather_bytes;
+    options.save = save_footprint(std::vector{model, SaveNeeds{state.footprint()}});
   } catch (const Error& error) {
     const Category why = error.category();
     if (why == Category::unsupported || why == Category::mismatch) return;

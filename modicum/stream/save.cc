@@ -305,8 +305,28 @@ SavePlan::SavePlan(const Checkpoint& source, const Plan& loaded, const SaveForm&
       copied_(copied_of(form_, manifest_)) {}
 
 Footprint SavePlan::footprint() const {
-  Footprint held = save_footprint(plan_);
-  held[Purpose::plan] += ChunkSums::held_bytes(manifest_);
+  Footprint held;
+  held[Purpose::header] = manifest_.held_bytes();
+  held[Purpose::plan] = plan_.held_bytes() + ChunkSums::held_bytes(manifest_);
+  return held;
+}
+
+SaveNeeds SavePlan::needs() const {
+  SaveNeeds needs{footprint(), plan_.staging.gather_part_bytes};
+  needs.held[Purpose::staging] = plan_.staging.total_bytes - needs.gather_bytes;
+  return needs;
+}
+
+Footprint save_footprint(std::span<const SaveNeeds> parts, uint64_t own_bytes) {
+  Footprint held;
+  uint64_t staging = 0, gather = 0;
+  for (const SaveNeeds& part : parts) {
+    held += part.held;
+    staging = std::max(staging, part.held[Purpose::staging]);
+    gather = std::max(gather, part.gather_bytes);
+  }
+  held[Purpose::staging] = staging + gather;
+  held[Purpose::header] += 2 * own_bytes;
   return held;
 }
 

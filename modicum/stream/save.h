@@ -51,6 +51,7 @@ class SavePlan {
   std::span<const Copied> copied() const noexcept { return copied_; }
   // The memory of a save on each rank in addition to the buffers and plan().staging.
   Footprint footprint() const;
+  struct SaveNeeds needs() const;
 
  private:
   SavedForm form_;
@@ -59,6 +60,18 @@ class SavePlan {
   Plan plan_;
   std::vector<Copied> copied_;
 };
+
+// What the save of a part, the model or the optimizer's state, holds on a rank besides the values
+// that it saves.
+struct SaveNeeds {
+  Footprint held;             // its staging included, but not its part of a Gather
+  uint64_t gather_bytes = 0;  // that part
+};
+// What a save of all `parts` holds on a rank; the one rule for every front. The parts are saved one
+// after the other: the plans of all are held at the same time, but the staging of one, and the
+// Gather is made once. `own_bytes`: the rank's file of a program's own values, of which two copies
+// exist while it is written.
+Footprint save_footprint(std::span<const SaveNeeds> parts, uint64_t own_bytes = 0);
 
 // The destination of a save: an existing directory that has no file with the name of a saved one.
 struct SaveFiles {

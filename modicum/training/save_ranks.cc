@@ -199,8 +199,10 @@ void check_stop(const StopSignals& stop, SaveGrace& grace) {
 
 Footprint save_footprint_of(const Run& run, const SaveForm& form, const StateFiles* state) {
   const Plan loaded = plan_run(run, *run.options.strategy, std::nullopt);
-  Footprint held = SavePlan(run.checkpoint, loaded, form).footprint();
-  if (state != nullptr) held += state->footprint();
+  std::vector<SaveNeeds> parts = {SavePlan(run.checkpoint, loaded, form).needs()};
+  if (state != nullptr) parts.push_back({state->footprint()});
+  Footprint held = save_footprint(parts);
+  held[Purpose::staging] = 0;  // that of the load, which may be shrunk to fit the budget
   return held;
 }
 

@@ -2,7 +2,6 @@
 
 import operator
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -180,9 +179,10 @@ def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
     own = ask.own
     files = [] if own is None else [file_of(rank) for rank in range(ranks.world_size)]
     _modicum.require_recordable(writing.plan, texts, files, **(state.published if state else {}))
-    held = _together(writing.bytes_held, state.held if state else {}, len(own or b""))
-    gather_bytes = max(writing.plan.gather_bytes, state.gather_bytes if state else 0)
-    held["staging"] += gather_bytes
+    needs = [(writing.bytes_held, writing.plan.gather_bytes)]
+    needs += [(state.held, state.gather_bytes)] if state else []
+    held = _modicum.save_footprint(needs, len(own or b""))
+    gather_bytes = max(gather for _, gather in needs)
     snapshot = None
     if ask.form.background:
         snapshot = _snapshot_of(parts, ranks)
@@ -199,17 +199,6 @@ def _snapshot_of(parts: Parts, ranks: Ranks) -> _modicum.Snapshot:
         tensors, states = tensors + parts.state.reads.tensors, states + parts.state.reads.states
     window = WINDOW_BYTES // (ranks.ranks_per_node or ranks.world_size)
     return _modicum.Snapshot(window, ranks.rank, tensors, states)
-
-
-def _together(model: Mapping[str, int], state: Mapping[str, int], extra: int) -> Counter[str]:
-    """Bytes by purpose of the saves of model and state, which run one after the other: both plans
-    are held at the same time, but only one staging. `extra`: bytes of this rank's extra file, of
-    which two copies exist while it is made."""
-    held = Counter(model)
-    held.update(state)
-    held["staging"] = max(model.get("staging", 0), state.get("staging", 0))
-    held["header"] += 2 * extra
-    return held
 
 
 def _promised(ask: Ask, goal: Goal, held: Mapping[str, int], ranks: Ranks) -> list[tuple[int, int]]:
