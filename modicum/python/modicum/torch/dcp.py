@@ -35,7 +35,6 @@ from modicum.recipes.reading import given_recipe
 from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.dcp_boxes import Target, boxed, cast_to, check_place, described, described_tensor
-from modicum.torch.dcp_convert import convert as convert
 from modicum.torch.dcp_reading import PathReader, done, reading_by
 from modicum.torch.dcp_writer import Writer as Writer
 from modicum.torch.loading.compared import compared_by_all
