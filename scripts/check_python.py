@@ -37,12 +37,9 @@ def read_rooms(page: str) -> dict[str, Room]:
 
 def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module, given by its path below the package without the suffix."""
-    parts = parts[:-1] if parts[-1] == "__init__" else parts
-    if not parts:
+    if parts == ("__init__",):
         return "modicum"
-    if parts[0] == "torch":
-        return "/".join(parts[:2]) if len(parts) > 2 else "torch"
-    return parts[0]
+    return "/".join(parts[:2]) if parts[0] == "torch" and len(parts) > 2 else parts[0]
 
 
 def imported(tree: ast.Module, package: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
