@@ -9,6 +9,7 @@ import torch
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.inner import bound_of, note_loaded
 from modicum.torch.optim.parts import Part
 from modicum.torch.optim.states import Stored, require_storable, stored_of
 from modicum.torch.shards.placements import Shardings
@@ -30,7 +31,7 @@ class AdamWState:
 
     @property
     def _parts(self) -> list[Part]:
-        return self._optimizer._bound.parts
+        return bound_of(self._optimizer).parts
 
     def _name_of(self, part: Part) -> str:
         name = self._names.get(id(part.parameter))
@@ -47,7 +48,7 @@ class AdamWState:
     def held(self, *, to_save: bool) -> HeldShards:
         """This rank's shards. `to_save`: only those of which this rank is the first replica."""
         shardings = Shardings()
-        states = self._optimizer._bound.states
+        states = bound_of(self._optimizer).states
         return [
             (states[part.state], part.shard, self._name_of(part))
             for part in self._parts
@@ -71,7 +72,7 @@ class AdamWState:
 
     def facts(self) -> str:
         """The text of state.json."""
-        made = zip(self._parts, self._optimizer._bound.counts.tolist(), strict=True)
+        made = zip(self._parts, bound_of(self._optimizer).counts.tolist(), strict=True)
         steps = [(self._name_of(part), int(count)) for part, count in made]
         have = {name for name, _ in steps}
         without = [name for name in self._names.values() if name not in have]
@@ -80,13 +81,13 @@ class AdamWState:
 
     def set_steps(self, facts: Mapping[str, Any]) -> None:
         """Sets the step counts of a state.json, after the planes were read."""
-        bound = self._optimizer._bound
+        bound = bound_of(self._optimizer)
         for part in self._parts:
             made = facts["steps_of"].get(self._name_of(part), facts["steps"])
             bound.states[part.state].set_steps(part.shard, made)
         bound.note_steps()
         bound.note_versions()
-        self._optimizer._has_loaded = True
+        note_loaded(self._optimizer)
 
 
 def _is_first(part: Part, shardings: Shardings) -> bool:
