@@ -7,6 +7,8 @@ again, or left behind; a flag's value that counts as OUT. Must also fail if word
 program refuses start an import.
 """
 
+import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +98,24 @@ def test_a_failed_conversion_continues(tmp_path: Path) -> None:
     done = command("convert", ZERO, out)
     assert done.code == 0 and "DeepSpeed written" not in done.stderr
     assert not kept.exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 21), (signal.SIGINT, 130)])
+def test_an_interrupted_import_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    """The signal arrives when the directory of the import appears next to OUT."""
+    large = {"w": torch.zeros(1 << 26)}
+    checkpoint.save({"model": large}, checkpoint_id=tmp_path / "large", no_dist=True)
+    run = [sys.executable, "-c", COMMAND, "convert", "large", "out", "--json"]
+    with subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not [*tmp_path.glob(".out.import-*")]:
+            pass
+        process.send_signal(number)
+        answer = process.communicate(timeout=60)[0]
+    assert process.returncode == code, answer
+    assert json.loads(answer)["error"]["code"] == code
+    assert [one.name for one in tmp_path.iterdir()] == ["large"]
 
 
 def test_refusals_import_nothing(tmp_path: Path) -> None:

@@ -78,26 +78,34 @@ def _is_refused(program: Path, words: Sequence[str]) -> bool:
 def _imported(directory: Path, words: Sequence[str], at: int) -> tuple[Path, str]:
     """Imports the weights. Returns the directory to remove, and the step in it, which is kept if an
     earlier call with the same directory has made it."""
-    values = _values(words)
     out = _out(words[at + 1 :])
     if os.path.lexists(out):
         raise failure("CONFLICT", "the output exists already", file=out.name, expected="a new path")
     # A step in float32: the program casts it, and counts values that the dtype cannot hold.
-    dtype = "float32" if "--dtype" in values else None
+    dtype = "float32" if "--dtype" in _values(words) else None
     root = out.absolute().parent / f".{out.name}.import-{_identity(directory, dtype)}"
     step = root / "step-0"
     if not (step / "COMMIT").is_file():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            report = import_checkpoint(
-                directory, root, step=0, optimizer=NO_OPTIMIZER, dtype=dtype,
-                budget=values.get("--budget"),
-            )  # fmt: skip
-        for warning in report.warnings:
-            print(f"modicum: {warning}", file=sys.stderr)
-        if not {"-q", "--quiet"} & {*words}:
-            print(f"modicum: {report}", file=sys.stderr)
+        try:
+            _import(directory, root, dtype, words)
+        finally:
+            if root.is_dir() and not any(root.iterdir()):  # the import has failed
+                _modicum.remove_tree(root)
     return root, str(step)
+
+
+def _import(directory: Path, root: Path, dtype: str | None, words: Sequence[str]) -> None:
+    """Imports the weights as step 0 of `root`, and prints the report on stderr."""
+    budget = _values(words).get("--budget")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are in the report
+        report = import_checkpoint(
+            directory, root, step=0, optimizer=NO_OPTIMIZER, dtype=dtype, budget=budget
+        )
+    for warning in report.warnings:
+        print(f"modicum: {warning}", file=sys.stderr)
+    if not {"-q", "--quiet"} & {*words}:
+        print(f"modicum: {report}", file=sys.stderr)
 
 
 def _identity(directory: Path, dtype: str | None) -> str:
@@ -106,7 +114,9 @@ def _identity(directory: Path, dtype: str | None) -> str:
     digest.update(f"{_modicum.version()}\0{dtype}\0{directory.resolve()}".encode())
     for path in sorted(directory.rglob("*")):
         of = path.stat(follow_symlinks=False)
-        digest.update(f"\0{path}\0{of.st_size}\0{of.st_ino}\0{of.st_mtime_ns}".encode())
+        digest.update(
+            f"\0{path.relative_to(directory)}\0{of.st_size}\0{of.st_ino}\0{of.st_mtime_ns}".encode()
+        )
     return digest.hexdigest()
 
 
