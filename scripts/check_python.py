@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Checks that the imports of the Python package are in the table of docs/ARCHITECTURE.md, that only
-`upstream/` uses private names of other packages, and that no name hides a module.
+`upstream/` uses private names of other packages, that no room uses those of another room, and that
+no name hides a module.
 
 check_python.py [TREE]: prints one line per finding, `file:line: message`, and exits 1 if there is
 any. Standard library only.
@@ -18,6 +19,7 @@ from check_use import imports
 PACKAGE = "modicum/python/modicum"
 EVERYBODY = {"errors", "_modicum"}  # may be imported by every room
 UPSTREAM = "upstream"
+ATTRIBUTES = {"getattr", "hasattr", "setattr", "delattr"}
 # Names with one leading underscore that are not private.
 PUBLIC = {
     "_asdict",  # of NamedTuple
@@ -37,12 +39,9 @@ def read_rooms(page: str) -> dict[str, Room]:
 
 def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module, given by its path below the package without the suffix."""
-    parts = parts[:-1] if parts[-1] == "__init__" else parts
-    if not parts:
+    if parts == ("__init__",):
         return "modicum"
-    if parts[0] == "torch":
-        return "/".join(parts[:2]) if len(parts) > 2 else "torch"
-    return parts[0]
+    return "/".join(parts[:2]) if parts[0] == "torch" and len(parts) > 2 else parts[0]
 
 
 def imported(tree: ast.Module, package: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
@@ -134,6 +133,40 @@ def check_names(root: Path) -> Iterator[str]:
                 yield f"{where}:{line}: {what}"
 
 
+def attributes_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, name) of attributes, of names imported from modules, and of names that are given to
+    getattr and the like."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names = node.args[1:2] if node.func.id in ATTRIBUTES else []
+            yield from ((of.lineno, str(of.value)) for of in names if isinstance(of, ast.Constant))
+
+
+def check_room_names(root: Path) -> Iterator[str]:
+    """No room may use a private name that only other rooms define. A name that the room defines as
+    well counts as its own."""
+    package = root / PACKAGE
+    trees = {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}
+    rooms = {path: room_of(path.relative_to(package).with_suffix("").parts) for path in trees}
+    defined: dict[str, set[str]] = {room: set() for room in rooms.values()}
+    for path, tree in trees.items():
+        defined[rooms[path]].update(defined_in(tree))
+    defined.pop(UPSTREAM, None)  # see check_names
+    for path, tree in trees.items():
+        room = rooms[path]
+        if room == UPSTREAM:  # its private names are other packages'
+            continue
+        for line, name in attributes_in(tree):
+            owners = sorted(one for one, names in defined.items() if name in names)
+            if re.match(r"_[^_]", name) and name not in PUBLIC and owners and room not in owners:
+                what = f"`{name}` is private to the room {' or '.join(f'`{of}`' for of in owners)}"
+                yield f"{path.relative_to(root)}:{line}: {what}"
+
+
 def check_hidden(root: Path) -> Iterator[str]:
     """No name that a package's `__init__` imports or defines hides one of the package's modules,
     since `from package import name` would then not import the module."""
@@ -154,6 +187,7 @@ def findings(root: Path) -> list[str]:
         *check_table(rooms),
         *check_imports(root, rooms),
         *check_names(root),
+        *check_room_names(root),
         *check_hidden(root),
     ]
 

@@ -86,6 +86,22 @@ class CheckPython(unittest.TestCase):
         self.assertEqual(self.findings(upstream), [])
         self.assert_finds(upstream | {"errors.py": "Error._version\n"}, private)
 
+    def test_a_private_name_of_another_room(self) -> None:
+        private = "`_size` is private to the room `torch/optim`"
+        optim = GOOD["torch/optim/adamw.py"] + "def _size():\n    pass\n"
+        front = GOOD["torch/__init__.py"]
+        for text in (
+            "from modicum.torch.optim.adamw import _size\n",
+            "AdamW._size\n",
+            'getattr(AdamW, "_size")\n',
+        ):
+            tree = {"torch/optim/adamw.py": optim, "torch/__init__.py": front + text}
+            self.assert_finds(tree, f"torch/__init__.py:2: {private}")
+            own = tree | {"torch/__init__.py": front + text + "def _size():\n    pass\n"}
+            self.assertEqual(self.findings(own), [])
+        text = {"torch/__init__.py": front + 'print("_size")\n', "torch/optim/adamw.py": optim}
+        self.assertEqual(self.findings(text), [])
+
     def test_a_name_that_hides_a_module(self) -> None:
         hides = "torch/optim/__init__.py:1: `adamw` hides the module"
         for text in ("def adamw():\n    pass\n", "from modicum.errors import Error as adamw\n"):

@@ -136,8 +136,8 @@ def tests_of(file: str) -> dict[str, str]:
     """The field `tests` or `pytest` of a mutant in this file: the tests of its room."""
     inside = file.removeprefix(PACKAGE)
     if inside.startswith("torch/"):
-        room = Path(inside).parts[1] if inside.count("/") > 1 else "fronts"
-        folder = "torch/" + {"loading": "load", "saving": "save"}.get(room, room)
+        room = {"loading": "load", "saving": "save"}.get(name := Path(inside).parts[1], name)
+        folder = f"torch/{room}" if (ROOT / "tests/torch" / room).is_dir() else "torch/fronts"
     elif file.startswith("modicum/python/"):
         folder = "recipes" if inside.startswith("recipes/") else "package"
     else:

@@ -19,12 +19,13 @@ COMMAND_PAGE = "docs/reference/command-line.md"
 # Module -> the names to document; None: all names that it re-exports.
 MODULES: dict[str, list[str] | None] = {
     "modicum": None,
+    "modicum.imports": None,
     "modicum.memory": None,
     "modicum.recipes": ["recipe_for", "meta_model", "Recipe", "read_recipe"],
     "modicum.torch": None,
     "modicum.torch.accelerate": ["Loading", "loading"],
-    "modicum.torch.dcp": ["HuggingFaceReader", "Writer", "Reader", "convert"],
-    "modicum.torch.deepspeed": ["ProtectCallback", "config_of", "convert"],
+    "modicum.torch.dcp": ["HuggingFaceReader", "Writer", "Reader"],
+    "modicum.torch.deepspeed": ["ProtectCallback", "config_of"],
     "modicum.errors": ["Error"],
 }
 # The verbs whose common flags the page lists once for all of them.

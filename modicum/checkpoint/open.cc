@@ -47,6 +47,20 @@ bool contains(const std::vector<std::string>& names, const std::string& name) {
   return std::find(names.begin(), names.end(), name) != names.end();
 }
 
+// The program whose checkpoint a directory with these files is, of those that the Python package's
+// `modicum.imports` reads; empty for others.
+std::string_view foreign_kind(const std::vector<std::string>& names) {
+  const auto any = [&](auto&& is_one) { return std::any_of(names.begin(), names.end(), is_one); };
+  if (contains(names, ".metadata")) return "torch.distributed.checkpoint";
+  if (contains(names, "pytorch_model_fsdp_0")) return "accelerate under FSDP";
+  const bool has_step = contains(names, "latest") && any([](const std::string& name) {
+                          return name.starts_with("global_step") || name == "zero_to_fp32.py";
+                        });
+  const bool is_step =
+      any([](const std::string& name) { return name.ends_with("_optim_states.pt"); });
+  return has_step || is_step ? "DeepSpeed's ZeRO" : "";
+}
+
 Source look_into(FileSystem& files, const std::string& directory) {
   const std::vector<std::string> names = files.list(directory);
   const std::vector<std::string> indexes = names_ending_in(kIndexEnding, names);
@@ -63,17 +77,16 @@ Source look_into(FileSystem& files, const std::string& directory) {
   // Not ambiguous: other programs write files such as optimizer.safetensors next to a model.
   if (contains(shards, kUsualFile)) return {directory, kUsualFile, false, names};
   if (shards.size() > 1) ambiguous(shards, "several safetensors files and no index");
+  if (const std::string_view kind = foreign_kind(names); !kind.empty()) {
+    fail(Category::unsupported,
+         fmt::format("a directory of {}: `modicum convert` of the Python package converts it, and "
+                     "modicum.imports.import_checkpoint makes a step of it",
+                     kind),
+         {.file = base_name(directory), .expected = "a .safetensors file"});
+  }
   const auto pickle = std::find_if(names.begin(), names.end(), is_pickle);
   if (pickle == names.end()) {
     const auto listed = std::span(names).first(std::min<size_t>(names.size(), 5));
-    const bool is_deepspeed = contains(names, "latest") &&
-                              std::any_of(names.begin(), names.end(), [](const std::string& name) {
-                                return name.starts_with("global_step");
-                              });
-    if (is_deepspeed) {
-      fail(Category::io, "a checkpoint of DeepSpeed; modicum.torch.deepspeed.convert converts it",
-           {.file = base_name(directory), .expected = "a .safetensors file"});
-    }
     fail(Category::io, "no safetensors file in the directory",
          {.file = base_name(directory),
           .expected = contains(names, kConfigFile)
@@ -84,12 +97,8 @@ Source look_into(FileSystem& files, const std::string& directory) {
                                : printable(fmt::format("{}{}", fmt::join(listed, ", "),
                                                        names.size() > 5 ? ", ..." : ""))});
   }
-  const bool is_dcp = contains(names, ".metadata");
-  refuse(
-      Category::format_pickle,
-      fmt::format("the directory has pickle files, which are never read, and no safetensors file{}",
-                  is_dcp ? "; modicum.torch.dcp.convert converts this checkpoint" : ""),
-      *pickle);
+  refuse(Category::format_pickle,
+         "the directory has pickle files, which are never read, and no safetensors file", *pickle);
 }
 
 // Whether `name` can be an organisation, a model or a revision in the cache, and thus one component

@@ -93,15 +93,23 @@ TEST(Open, PickleIsNeverRead) {
   EXPECT_EQ(recording.bytes_read(), 0U);
 }
 
-TEST(Open, CheckpointsOfOtherProgramsNameTheirConverter) {
+TEST(Open, CheckpointsOfOtherProgramsNameTheirImporter) {
   MemoryFileSystem files;
   files.put("/dcp/.metadata", kSmall);
   files.put("/dcp/__0_0.distcp", kSmall);
   files.put("/dcp/data.pt", kSmall);
-  EXPECT_NE(failure(files, "/dcp")->what_happened().find("torch.dcp.convert"), std::string::npos);
+  files.put("/accelerate/pytorch_model_fsdp_0/.metadata", kSmall);
   files.put("/zero/latest", "global_step8");
   files.put("/zero/global_step8/mp_rank_00_model_states.pt", kSmall);
-  EXPECT_NE(failure(files, "/zero")->what_happened().find("deepspeed.convert"), std::string::npos);
+  files.put("/zero/global_step8/zero_pp_rank_0_mp_rank_00_optim_states.pt", kSmall);
+  for (const char* path : {"/dcp", "/accelerate", "/zero", "/zero/global_step8"}) {
+    const auto error = failure(files, path);
+    ASSERT_TRUE(error) << path;
+    EXPECT_EQ(error->category(), Category::unsupported) << path;
+    EXPECT_NE(error->what_happened().find("modicum.imports.import_checkpoint"), std::string::npos);
+  }
+  files.put("/dcp/model.safetensors", kSmall);
+  EXPECT_NE(failure(files, "/dcp")->category(), Category::unsupported);
 }
 
 TEST(Open, AMissingPathIsAnIoError) {

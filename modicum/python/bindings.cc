@@ -260,6 +260,7 @@ NB_MODULE(_modicum, module) {
   front::define_values(module);
   front::define_recipe_builder(module);
   front::define_load(module);
+  front::define_masters(module);
   front::define_optim(module);
   front::define_save(module);
   front::define_probe(module);

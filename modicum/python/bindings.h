@@ -113,6 +113,7 @@ void define_source(nb::module_& module);
 void define_values(nb::module_& module);
 void define_recipe_builder(nb::module_& module);
 void define_load(nb::module_& module);
+void define_masters(nb::module_& module);
 void define_optim(nb::module_& module);
 void define_save(nb::module_& module);
 void define_probe(nb::module_& module);

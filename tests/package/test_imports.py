@@ -1,5 +1,5 @@
-"""Other programs' checkpoints are read where torch is not installed. The oracle for the values is
-torch's own reader. Catches: an import of torch by a reader."""
+"""Other programs' checkpoints are read and imported where torch is not installed. The oracle of
+values is torch's own reader. Catches: an import of torch by a reader or by the import."""
 
 import json
 import subprocess
@@ -19,9 +19,11 @@ import json, sys, zlib
 sys.modules["torch"] = None  # its import raises ImportError
 from math import prod
 from pathlib import Path
-import modicum.imports.zero
+from modicum.imports import import_checkpoint
 from modicum.imports.dcp import Directory
 
+for arguments in json.loads(sys.argv[2]):
+    import_checkpoint(**arguments)
 sums = {}
 opened = Directory.open(Path(sys.argv[1]))
 for key, tensor in opened.tensors.items():
@@ -32,9 +34,13 @@ print(json.dumps(sums))
 """
 
 
-def test_a_directory_of_dcp_is_read_without_torch() -> None:
+def test_directories_are_imported_without_torch(tmp_path: Path) -> None:
     directory = RECORDED / "dcp/directory"
-    command = [sys.executable, "-c", READER, str(directory)]
+    imports = [
+        {"directory": str(directory), "run": str(tmp_path), "step": 1, "optimizer": "AdamW"},
+        {"directory": str(RECORDED / "zero/directory"), "run": str(tmp_path), "step": 2},
+    ]
+    command = [sys.executable, "-c", READER, str(directory), json.dumps(imports)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     metadata = checkpoint.FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -49,3 +55,4 @@ def test_a_directory_of_dcp_is_read_without_torch() -> None:
         for key, value in values.items()
     }
     assert json.loads(done.stdout) == sums and len(sums) > 10
+    assert all((tmp_path / f"step-{step}/COMMIT").is_file() for step in (1, 2))

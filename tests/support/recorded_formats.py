@@ -230,9 +230,9 @@ def read_dcp(path: Path) -> Facts:
 
 def read_dcp_directory(program: Path, path: Path, scratch: Path) -> Facts:
     """A directory of torch: converted to a step."""
-    from modicum.torch.dcp import convert
+    from modicum.imports import import_checkpoint
 
-    made = convert(path, scratch / "steps", step=2, optimizer="AdamW", budget="none")
+    made = import_checkpoint(path, scratch / "steps", step=2, optimizer="AdamW", budget="none")
     facts = read_step(program, Path(made.path), scratch) | {"left_out": made.left_out}
     facts |= read_torch("AdamW", Path(made.path))
     shutil.rmtree(scratch / "steps")
@@ -241,9 +241,9 @@ def read_dcp_directory(program: Path, path: Path, scratch: Path) -> Facts:
 
 def read_zero(program: Path, path: Path, scratch: Path) -> Facts:
     """A directory of DeepSpeed: converted to a step."""
-    from modicum.torch.deepspeed import convert
+    from modicum.imports import import_checkpoint
 
-    made = convert(path, scratch / "steps", budget="none")
+    made = import_checkpoint(path, scratch / "steps", budget="none")
     facts = read_trained(program, Path(made.path), scratch) | {"left_out": made.left_out}
     shutil.rmtree(scratch / "steps")
     return facts

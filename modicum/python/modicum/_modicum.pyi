@@ -1,6 +1,6 @@
 from collections.abc import Mapping, Sequence
 import os
-from typing import overload
+from typing import Annotated, Any, overload
 
 
 def version() -> str:
@@ -481,6 +481,11 @@ def load_report(plan: Plan, outcomes: Sequence[dict], checked: bool, budget: int
 
 def parse_size(size: int | str) -> int:
     """The bytes of a size in the syntax of the command line."""
+
+def cast_masters(masters: Annotated[Any, dict(dtype='uint8', shape=(None,), order='C', device='cpu')], to: Annotated[Any, dict(dtype='uint8', shape=(None,), order='C', device='cpu')], form: str) -> None:
+    """
+    Fills `to` from the bytes of float32 `masters`. `form`: a dtype, to which they are rounded to nearest even; or "upper" or "lower", the bfloat16 or int16 half of a split master.
+    """
 
 class AdamOptions:
     """The options of one parameter group."""

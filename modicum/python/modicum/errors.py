@@ -103,6 +103,13 @@ def from_json(document: str) -> Error:
     return error
 
 
+def as_document(error: Error) -> str:
+    """The document of an error, from which `from_json` makes it again."""
+    known = {name: fact for name, fact in vars(error).items() if name in Error.__annotations__}
+    fields = {"category": error.category, "code": error.code, "message": str(error)}
+    return json.dumps({"error": fields | known})
+
+
 def failure(category: str, what: str, **facts: str | None) -> Error:
     """An error of any category. Its message has the same form as those from C++:
     `CATEGORY: what (tensor ..., expected ..., got ...)`."""

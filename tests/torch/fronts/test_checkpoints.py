@@ -40,7 +40,7 @@ from ranks import Failed, Pool, Ranks  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from modicum import _modicum  # noqa: E402
-from modicum.torch.checkpoints import _rotate_accelerates  # noqa: E402
+from modicum.torch.accelerate.checkpoints import _rotate_accelerates  # noqa: E402
 from modicum.torch.ranks.group import Ranks as World  # noqa: E402
 from modicum.torch.saving import inside  # noqa: E402
 from modicum.torch.saving.inside import Inside, fault_of, rotate, save_inside  # noqa: E402

@@ -1,5 +1,5 @@
-"""`modicum.torch.deepspeed.convert` and `modicum.torch.dcp.convert` hold no more memory than they
-promise. In a smaller budget they are refused before they write. Soak has all of the conversions.
+"""`modicum.imports.import_checkpoint` holds no more memory than it promises. In a smaller budget it
+is refused before it writes. Soak has all of the conversions.
 
 Each conversion runs in a new process, which measures itself. Catches: elements that are converted
 in other memory than the staging; stacks and heaps of threads that are not in the promise; memory
@@ -28,17 +28,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 PROGRAM = Path(__file__).parents[2] / "support/convert_memory.py"
 
 
-def assert_holds_its_promise(
-    directory: Path, folder: Path, kind: str, *words: str, repeats: int = 3
-) -> None:
+def assert_holds_its_promise(directory: Path, folder: Path, *words: str, repeats: int = 3) -> None:
     """Asserts that conversions hold at most the promised memory, and are refused in a budget that
     is 1 MiB smaller. The promise includes the memory that the process has before, rounded up. The
     bytes that this rounding adds may not be held."""
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
     for repeat in range(repeats):
         root = folder / f"steps-{repeat}"
-        command = [sys.executable, str(PROGRAM), kind, str(directory), str(root)]
-        command += words
+        command = [sys.executable, str(PROGRAM), str(directory), str(root), *words]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert done.returncode == 0, done.stderr[-4000:]
         answer: dict[str, Any] = json.loads(done.stdout)
@@ -61,7 +58,7 @@ def wide(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.soak
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])
 def test_zero_holds_its_promise(wide: Path, tmp_path: Path, state_format: str) -> None:
-    assert_holds_its_promise(wide, tmp_path, "deepspeed", state_format)
+    assert_holds_its_promise(wide, tmp_path, state_format)
 
 
 @pytest.mark.soak
@@ -73,7 +70,7 @@ def test_dcp_with_many_tensors_holds_its_promise(tmp_path: Path) -> None:
     dcp.save(
         {"model": model, "optim": {"state": state}}, checkpoint_id=tmp_path / "saved", no_dist=True
     )
-    assert_holds_its_promise(tmp_path / "saved", tmp_path, "dcp")
+    assert_holds_its_promise(tmp_path / "saved", tmp_path)
 
 
 def test_dcp_with_many_boxes_holds_its_promise(tmp_path: Path) -> None:
@@ -94,4 +91,4 @@ def test_dcp_with_many_boxes_holds_its_promise(tmp_path: Path) -> None:
             place = type(info)(info.relative_path, begin, file.tell() - begin)
             metadata.storage_data[MetadataIndex("weight", offset)] = place
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert_holds_its_promise(path, tmp_path, "dcp", repeats=1)
+    assert_holds_its_promise(path, tmp_path, repeats=1)

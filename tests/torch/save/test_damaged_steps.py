@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 import modicum.torch as front  # noqa: E402
 from modicum import _modicum, errors  # noqa: E402
 from modicum.errors import BudgetError, IntegrityError, IoError, UsageError  # noqa: E402
-from modicum.torch.choice import Choice  # noqa: E402
+from modicum.torch.accelerate.choice import Choice  # noqa: E402
 from modicum.torch.saving import choosing, groups, inside  # noqa: E402
 
 resume_module = importlib.import_module("modicum.torch.saving.resume")

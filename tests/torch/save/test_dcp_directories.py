@@ -1,5 +1,5 @@
-"""`modicum.torch.dcp.convert` converts directories of torch.distributed.checkpoint (DCP) to steps,
-which are Modicum's checkpoint directories. It executes no pickle.
+"""`modicum.imports.import_checkpoint` converts directories of torch.distributed.checkpoint (DCP) to
+steps, which are Modicum's checkpoint directories. It executes no pickle.
 
 A *box* is the rectangular part of a tensor that a rank has saved (DCP's chunk). The oracles are the
 saved tensors, and Python's audit events, which show executions. Catches: a box at the wrong index
@@ -35,9 +35,9 @@ from torch.distributed.tensor import DTensor, Shard  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.errors import Error, FormatError, IoError, UsageError  # noqa: E402
+from modicum.imports import import_checkpoint  # noqa: E402
 from modicum.imports.dcp import Directory, directory_of  # noqa: E402
 from modicum.imports.pickles import Made, read_pickle  # noqa: E402
-from modicum.torch.dcp import convert  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -77,7 +77,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
     model, optimizer = trained()
-    report = convert(directory, tmp_path / "steps", step=4, optimizer="AdamW", shard_size=300)
+    report = import_checkpoint(directory, tmp_path / "steps", step=4, optimizer="AdamW")
     step = tmp_path / "steps/step-4"
     assert report.path == str(step)
     options = [f"optim.param_groups.0.{key}" for key in ("lr", "betas", "params")]
@@ -104,7 +104,7 @@ def test_the_step_has_every_tensor(directory: Path, tmp_path: Path) -> None:
 
 
 def test_modicum_resumes_the_step(directory: Path, tmp_path: Path) -> None:
-    convert(directory, tmp_path / "steps", step=4, optimizer="AdamW")
+    import_checkpoint(directory, tmp_path / "steps", step=4, optimizer="AdamW")
     (model, optimizer), (saved, saved_optimizer) = trained(), trained()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -202,7 +202,7 @@ def test_functions_that_a_pickle_calls_are_refused(directory: Path, tmp_path: Pa
     # The file must be as long as the metadata says.
     (archive / "__0_0.distcp").write_bytes(data + b"\0" * 100_000)
     with pytest.raises(FormatError):
-        convert(archive, tmp_path / "steps", step=1)
+        import_checkpoint(archive, tmp_path / "steps", step=1)
     assert not mark.exists()
 
 
@@ -256,22 +256,22 @@ def test_an_archive_of_another_tensor_is_refused(directory: Path, tmp_path: Path
 def test_a_directory_without_metadata_names_those_that_have_it(
     directory: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(IoError, match=rf"no \.metadata .*got \.metadata in {directory.name}"):
-        convert(directory.parent, tmp_path / "steps", step=1)
+    with pytest.raises(IoError, match=rf"no checkpoint .*, got \.metadata in {directory.name}\)"):
+        import_checkpoint(directory.parent, tmp_path / "steps", step=1)
     with pytest.raises(IoError, match="No such file"):
-        convert(tmp_path / "none", tmp_path / "steps", step=1)
+        import_checkpoint(tmp_path / "none", tmp_path / "steps", step=1)
 
 
 def test_a_missing_file_of_tensors_is_named(directory: Path, tmp_path: Path) -> None:
     shutil.copytree(directory, tmp_path / "copy")
     next((tmp_path / "copy").glob("*.distcp")).unlink()
     with pytest.raises(IoError, match="IO: .*file __0_0.distcp"):
-        convert(tmp_path / "copy", tmp_path / "steps", step=1)
+        import_checkpoint(tmp_path / "copy", tmp_path / "steps", step=1)
 
 
 def test_no_dtype_rounds_what_an_optimizer_goes_on_from(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="UNSUPPORTED: dtype rounds"):
-        convert(directory, tmp_path / "steps", step=1, dtype=torch.bfloat16)
+        import_checkpoint(directory, tmp_path / "steps", step=1, dtype=torch.bfloat16)
 
 
 def test_an_optimizer_without_its_model_is_refused(directory: Path, tmp_path: Path) -> None:
@@ -280,14 +280,81 @@ def test_an_optimizer_without_its_model_is_refused(directory: Path, tmp_path: Pa
     optim = get_optimizer_state_dict(model, optimizer)
     dcp.save({"optimizer": optim}, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
     with pytest.raises(UsageError, match="no model .*pytorch_model_fsdp_0"):
-        convert(tmp_path / "optimizer_0", tmp_path / "steps", step=1)
+        import_checkpoint(tmp_path / "optimizer_0", tmp_path / "steps", step=1)
+
+
+def test_a_directory_of_accelerate_has_model_and_state(tmp_path: Path) -> None:
+    """accelerate's `save_state` under FSDP makes a directory of DCP for each."""
+    model, optimizer = trained()
+    optim = get_optimizer_state_dict(model, optimizer)
+    state = {
+        "pytorch_model_fsdp_0": {"model": model.state_dict()},
+        "optimizer_0": {"optimizer": optim},
+    }
+    for name, part in state.items():
+        dcp.save(part, checkpoint_id=tmp_path / "state" / name, no_dist=True)
+    report = import_checkpoint(tmp_path / "state", tmp_path / "run", step=7, optimizer="AdamW")
+    assert report.kind == "accelerate" and report.document["step"] == 7
+    (copy, copied), saved = trained(), optimizer.state
+    with torch.no_grad():
+        for parameter in copy.parameters():
+            parameter.zero_()
+    copied.state.clear()
+    modicum.torch.resume(copy, tmp_path / "run", optimizer=copied, progress=False)
+    for p, expected in zip(copy.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p, expected)
+        assert torch.equal(copied.state[p]["exp_avg"], saved[expected]["exp_avg"])
+    dcp.save(state["pytorch_model_fsdp_0"], checkpoint_id=tmp_path / "state/pytorch_model_fsdp_1",
+             no_dist=True)  # fmt: skip
+    with pytest.raises(UsageError, match=r"several models.*_fsdp_0, pytorch_model_fsdp_1"):
+        import_checkpoint(tmp_path / "state", tmp_path / "run", step=8)
+
+
+def test_weights_alone(directory: Path, tmp_path: Path) -> None:
+    report = import_checkpoint(
+        directory, tmp_path, step=0, optimizer="none", dtype=torch.bfloat16, budget="1GiB"
+    )
+    assert {"optim.state.norm.bias.exp_avg", "epoch"} <= {*report.left_out}
+    step = Path(report.path)
+    assert not (step / "optimizer").exists()
+    stored = {n: t for file in step.glob("*.safetensors") for n, t in load_file(file).items()}
+    expected = trained()[0].state_dict()
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        cast = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(stored[name], cast), name
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({}, "tells no number .expected the new step's number"),
+        ({"step": True}, "step .expected an integer"),
+        ({"step": 1, "state_format": "fp32"}, "state_format .*keeps its form, got 'fp32'"),
+        ({"step": 1, "dtype": "int8"}, "dtype .*got 'int8'"),
+    ],
+    ids=str,
+)
+def test_what_does_not_apply_is_refused(
+    directory: Path, tmp_path: Path, how: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        import_checkpoint(directory, tmp_path / "run", **how)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_directory_of_no_known_program_names_what_was_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    words = r"\.metadata .*pytorch_model_fsdp_0/.*latest.*got model.bin\)"
+    with pytest.raises(IoError, match=words):
+        import_checkpoint(tmp_path, tmp_path / "run", step=1)
 
 
 def test_two_models_are_refused(tmp_path: Path) -> None:
     tensor = {"weight": torch.ones(2)}
     dcp.save({"model": tensor, "ema": tensor}, checkpoint_id=tmp_path / "two", no_dist=True)
     with pytest.raises(UsageError, match="ema, model"):
-        convert(tmp_path / "two", tmp_path / "steps", step=1)
+        import_checkpoint(tmp_path / "two", tmp_path / "steps", step=1)
     assert not (tmp_path / "steps").exists()
 
 

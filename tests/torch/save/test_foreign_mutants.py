@@ -25,12 +25,11 @@ import torch.distributed.checkpoint as dcp  # noqa: E402  (after torch is known 
 from audit import mutated, nothing_happens  # noqa: E402
 
 from modicum.errors import Error, FormatError, IntegrityError, IoError  # noqa: E402
+from modicum.imports import import_checkpoint  # noqa: E402
 from modicum.imports.archives import Archive  # noqa: E402
 from modicum.imports.dcp import Directory  # noqa: E402
 from modicum.imports.pickles import read_pickle  # noqa: E402
 from modicum.imports.zero import ZeroDirectory  # noqa: E402
-from modicum.torch.dcp import convert as convert_dcp  # noqa: E402
-from modicum.torch.deepspeed import convert as convert_zero  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -75,17 +74,17 @@ def saved(tmp_path: Path) -> Path:
 def test_two_files_of_one_rank_are_refused(zero: Path, tmp_path: Path) -> None:
     shutil.copyfile(zero / OPTIMIZER, zero / OPTIMIZER.removeprefix("bf16_"))
     with pytest.raises(IntegrityError, match=f"INTEGRITY: rank 0 has two files.*{OPTIMIZER}"):
-        convert_zero(zero, tmp_path / "steps")
+        import_checkpoint(zero, tmp_path / "steps")
     (zero / OPTIMIZER).unlink()
-    convert_zero(zero, tmp_path / "steps")
+    import_checkpoint(zero, tmp_path / "steps")
 
 
 def test_an_optimizer_at_another_step_is_refused(tmp_path: Path) -> None:
     save_zero(tmp_path / "five", steps=5)
     with pytest.raises(IntegrityError, match=r"another step.*expected 5 steps.*got 3\)"):
-        convert_zero(tmp_path / "five", tmp_path / "steps")
+        import_checkpoint(tmp_path / "five", tmp_path / "steps")
     save_zero(tmp_path / "skipped", steps=5, skipped=2)
-    assert convert_zero(tmp_path / "skipped", tmp_path / "steps").step == 5
+    assert import_checkpoint(tmp_path / "skipped", tmp_path / "steps").step == 5
 
 
 def flip(path: Path, data: bytes) -> None:
@@ -97,32 +96,32 @@ def flip(path: Path, data: bytes) -> None:
 
 def test_a_flipped_bit_differs_from_its_crc(zero: Path, saved: Path, tmp_path: Path) -> None:
     values = torch.arange(4.0).numpy().tobytes()
-    for convert, path, step in (
-        (convert_zero, zero / OPTIMIZER, {}),
-        (convert_dcp, saved / "__0_0.distcp", {"step": 1}),
+    for path, step in (
+        (zero / OPTIMIZER, {}),
+        (saved / "__0_0.distcp", {"step": 1}),
     ):
         flip(path, values)
         words = rf"record \S+/data/\d+ differ from its CRC-32 \(file {path.name}"
         with pytest.raises(IntegrityError, match=words):
-            convert(path.parent, tmp_path / "steps", **step)
+            import_checkpoint(path.parent, tmp_path / "steps", **step)
     flip(zero / MODEL, b"param_shapes")
     with pytest.raises(IntegrityError, match=rf"data\.pkl differ from its CRC-32 \(file {MODEL}"):
-        convert_zero(zero, tmp_path / "steps")
+        import_checkpoint(zero, tmp_path / "steps")
     assert not (tmp_path / "steps").exists()
 
 
 def test_a_fifo_is_not_opened(zero: Path, saved: Path, tmp_path: Path) -> None:
     """No process opens its other end: an open that waits for one would not return."""
-    for convert, path, step in (
-        (convert_zero, zero / OPTIMIZER, {}),
-        (convert_zero, zero / MODEL, {}),
-        (convert_dcp, saved / "__0_0.distcp", {"step": 1}),
-        (convert_dcp, saved / ".metadata", {"step": 1}),
+    for path, step in (
+        (zero / OPTIMIZER, {}),
+        (zero / MODEL, {}),
+        (saved / "__0_0.distcp", {"step": 1}),
+        (saved / ".metadata", {"step": 1}),
     ):
         path.unlink()
         os.mkfifo(path)
         with pytest.raises(IoError, match="IO: "):
-            convert(path.parent, tmp_path / "steps", **step)
+            import_checkpoint(path.parent, tmp_path / "steps", **step)
 
 
 # ---- values that a few bytes describe
@@ -134,7 +133,7 @@ def test_values_that_refer_to_each_other_are_bounded(tmp_path: Path) -> None:
         shared = (shared, shared)
     save_zero(tmp_path / "zero", version=shared)
     with pytest.raises(FormatError, match="refers to its values too often"):
-        convert_zero(tmp_path / "zero", tmp_path / "steps")
+        import_checkpoint(tmp_path / "zero", tmp_path / "steps")
     for data, words in (
         (b"\x80\x02]q\x00h\x00a.", "contains itself"),
         (b"\x80\x02N" + b"\x85" * 100_000 + b".", "nested too deeply"),
@@ -185,7 +184,7 @@ def read_mutants(directory: Path, kind: Any, count: int) -> None:
 
 def read_whole(directory: Path, kind: Any) -> None:
     opened = kind.open(directory)
-    _ = opened.compare(True) if kind is ZeroDirectory else opened.compare()
+    _ = opened.compare(True) if kind is ZeroDirectory else opened.compare(opened.tensors)
 
 
 def read_pickle_mutants(path: Path, count: int) -> None:

@@ -1,4 +1,4 @@
-"""`modicum.torch.deepspeed.convert` converts checkpoint directories of DeepSpeed's ZeRO to steps,
+"""`modicum.imports.import_checkpoint` converts checkpoint directories of DeepSpeed's ZeRO to steps,
 which are Modicum's checkpoint directories. It executes no pickle.
 
 The oracles are the tensors of DeepSpeed's engines on two ranks, DeepSpeed's own conversion
@@ -28,16 +28,18 @@ pytest.importorskip("transformers")
 import zero_rank  # noqa: E402  (after torch is known to be there)
 from audit import mutated, nothing_happens  # noqa: E402
 from extensions import needs_extensions  # noqa: E402
+from program import run_json  # noqa: E402
 from ranks import torchrun  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import modicum.torch  # noqa: E402
+from modicum import _modicum  # noqa: E402
 from modicum.errors import Error, FormatError, IntegrityError, IoError, UsageError  # noqa: E402
+from modicum.imports import import_checkpoint  # noqa: E402
 from modicum.imports.archives import Archive, Record  # noqa: E402
 from modicum.imports.pickles import Global, Made, Pairs, Stored  # noqa: E402
 from modicum.imports.zero import directory_of  # noqa: E402
-from modicum.torch import zero_convert  # noqa: E402
-from modicum.torch.deepspeed import convert  # noqa: E402
+from modicum.torch.shards.tensors import as_bytes  # noqa: E402
 from modicum.upstream.torch_checkpoint import REBUILD_TENSOR, REBUILD_TYPED  # noqa: E402
 
 pytestmark = needs_extensions
@@ -87,7 +89,7 @@ def same(one: Any, other: Any) -> bool:
 def test_the_step_has_what_the_engine_held(
     folder: Path, tmp_path: Path, case: str, state_format: str
 ) -> None:
-    report = convert(folder / case, tmp_path, state_format=state_format)
+    report = import_checkpoint(folder / case, tmp_path, state_format=state_format)
     assert report.step == zero_rank.STEPS and "epoch" in report.left_out
     assert "epoch" in str(report).partition("left out ")[2]
     step, saved = Path(report.path), load_file(folder / f"{case}-saved.safetensors")
@@ -122,7 +124,9 @@ def test_the_step_has_what_the_engine_held(
 def test_the_weights_alone_are_those_of_zero_to_fp32(
     folder: Path, tmp_path: Path, case: str
 ) -> None:
-    report = convert(folder / case / TAG, tmp_path, step=8, dtype=torch.float32, state_format=None)
+    report = import_checkpoint(
+        folder / case / TAG, tmp_path, step=8, dtype=torch.float32, optimizer="none"
+    )
     weights = tensors_of(Path(report.path).glob("*.safetensors"))
     saved = load_file(folder / f"{case}-saved.safetensors")
     full = {n.removeprefix("full/"): tensor for n, tensor in saved.items() if "full/" in n}
@@ -138,7 +142,7 @@ def test_the_weights_alone_are_those_of_zero_to_fp32(
 def test_modicum_goes_on_as_deepspeed_does(folder: Path, tmp_path: Path, state_format: str) -> None:
     """After the same further steps the masters are within two ulps of DeepSpeed's, which rounds the
     elements after its last full SIMD vector differently."""
-    convert(folder / "offloaded", tmp_path, state_format=state_format)
+    import_checkpoint(folder / "offloaded", tmp_path, state_format=state_format)
     model = zero_rank.small().bfloat16()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -167,9 +171,9 @@ def test_tensors_of_several_windows_are_whole(
 ) -> None:
     """Elements are converted in windows, here of at most seven elements, and at the end of a tensor
     in a small buffer, here of two elements."""
-    monkeypatch.setattr("modicum.torch.zero_convert._WINDOW", 7)
-    monkeypatch.setattr("modicum.torch.zero_convert._REST", 2)
-    report = convert(folder / "zero3", tmp_path, state_format="fp32-split")
+    monkeypatch.setattr("modicum.imports.zero_step._WINDOW", 7)
+    monkeypatch.setattr("modicum.imports.zero_step._REST", 2)
+    report = import_checkpoint(folder / "zero3", tmp_path, state_format="fp32-split")
     saved = load_file(folder / "zero3-saved.safetensors")
     weights = tensors_of(Path(report.path).glob("*.safetensors"))
     for name in TRAINED:
@@ -189,28 +193,28 @@ def test_the_halves_of_a_tie_are_rounded_up() -> None:
     values = torch.tensor([0x3F808000, 0x3F818000, -0x407F8000, 0x3F807FFF, 0]).int()
     values = values.view(torch.float32)
     upper, lower = torch.empty(5, dtype=torch.bfloat16), torch.empty(5, dtype=torch.int16)
-    zero_convert._lower(values, lower)
-    zero_convert._upper(values.clone(), upper)
+    for form, into in (("upper", upper), ("lower", lower)):
+        _modicum.cast_masters(as_bytes(values).numpy(), as_bytes(into).numpy(), form)
     expected_upper, expected_lower = halves(values)
     assert torch.equal(bits(upper), bits(expected_upper))
     assert torch.equal(bits(lower), bits(expected_lower))
     assert not torch.equal(upper, values.bfloat16())
 
 
-def test_a_source_gives_files_and_config(folder: Path, tmp_path: Path) -> None:
+def test_a_source_gives_files_and_config(folder: Path, tmp_path: Path, modicum: Path) -> None:
     """With `source=` the step has the source's file names with the same tensors in each, and its
     config.json with the new dtype."""
+    plain = import_checkpoint(folder / "zero3", tmp_path / "plain", optimizer="none")
     source = tmp_path / "source"
-    plain = convert(folder / "zero3", source, state_format=None, shard_size=200)
-    (Path(plain.path) / "config.json").write_text('{"dtype": "bfloat16"}')
-    report = convert(
-        folder / "zero3", tmp_path / "root", source=plain.path, state_format=None,
-        dtype=torch.float32,
-    )  # fmt: skip
+    run_json(modicum, "convert", plain.path, source, "--shard-size", 200)
+    (source / "config.json").write_text('{"dtype": "bfloat16"}')
+    report = import_checkpoint(
+        folder / "zero3", tmp_path / "root", source=source, optimizer="none", dtype="float32"
+    )
     assert json.loads((Path(report.path) / "config.json").read_text()) == {"dtype": "float32"}
     files = [
-        {file.name: load_file(file).keys() for file in Path(step.path).glob("*.safetensors")}
-        for step in (plain, report)
+        {file.name: load_file(file).keys() for file in step.glob("*.safetensors")}
+        for step in (source, Path(report.path))
     ]
     assert files[0] == files[1] and len(files[0]) > 1
 
@@ -228,7 +232,7 @@ def copied(folder: Path, tmp_path: Path) -> Path:
 def refused(directory: Path, kind: type[Error], words: str) -> None:
     """Asserts that a conversion raises this error, and writes nothing."""
     with pytest.raises(kind, match=words):
-        convert(directory, directory.parent / "steps", step=1)
+        import_checkpoint(directory, directory.parent / "steps", step=1)
     assert not (directory.parent / "steps").exists()
 
 
@@ -325,7 +329,7 @@ def test_ranks_of_other_kinds_are_refused(copied: Path) -> None:
         refused(copied, UsageError, words)
         (copied / TAG / name).unlink()
     (copied / "empty").mkdir()
-    refused(copied / "empty", UsageError, "no checkpoint of DeepSpeed's ZeRO")
+    refused(copied / "empty", IoError, "no checkpoint directory of a known program")
 
 
 # ---- pickles

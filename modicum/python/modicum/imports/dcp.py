@@ -11,7 +11,7 @@ Only tensors are read, and of them only the elements asked for. No pickle is exe
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
@@ -101,13 +101,13 @@ class Directory:
             )  # fmt: skip
         return directory_of(data, path)
 
-    def compare(self) -> None:
-        """Compares the elements of all tensors with the CRC-32 in the boxes' archives: reads them
-        once. Raises the errors of `compare_records` and `read`."""
+    def compare(self, keys: Iterable[str]) -> None:
+        """Compares the elements of the tensors `keys` with the CRC-32 in their boxes' archives:
+        reads them once. Raises the errors of `compare_records` and `read`."""
         compare_records(
-            self._line(of, number)
-            for of in self.tensors.values()
-            for number in range(len(of.boxes))
+            self._line(self.tensors[key], number)
+            for key in keys
+            for number in range(len(self.tensors[key].boxes))
         )
 
     def read(self, key: str, first: int, view: memoryview) -> None:

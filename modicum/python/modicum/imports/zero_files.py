@@ -94,14 +94,15 @@ class Table:
 
 
 def _options_of(group: Table) -> dict[str, Any]:
-    """The options that are numbers, strings, bools, None, or lists of them."""
+    """The options that are numbers of at most 64 bits, strings, bools, None, or lists of them."""
     names = [name for name in group.values if name not in ("params", "param_names", "step")]
     return {name: group.values[name] for name in names if _is_option(group.values[name])}
 
 
 def _is_option(value: Any) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
-    return all(of is None or isinstance(of, (bool, int, float, str)) for of in values)
+    is_known = all(of is None or isinstance(of, (bool, int, float, str)) for of in values)
+    return is_known and not any(isinstance(of, int) and of.bit_length() > 64 for of in values)
 
 
 @dataclass(frozen=True)

@@ -65,8 +65,8 @@ def _tensors(source: Any) -> Iterator[tuple[str, str, Any]]:
         raise refusal("USAGE", "a class instead of a source", got=source.__name__)
     if hasattr(source, "data_ptr") and hasattr(source, "untyped_storage"):
         yield OTHER, "tensor", source
-    elif hasattr(source, "_holdings"):  # modicum.torch.AdamW
-        yield from source._holdings()
+    elif hasattr(source, "holdings"):  # modicum.torch.AdamW
+        yield from source.holdings()
     elif _is_of_deepspeed(source):
         yield from _of_zero(source)
     elif hasattr(source, "param_groups") and hasattr(source, "state"):

@@ -11,7 +11,9 @@ Importing it imports torch, but not transformers or accelerate, and patches noth
 """
 
 from modicum.torch.build.empty import empty_parameters as empty_parameters
-from modicum.torch.full_state_dict import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from modicum.torch.loading.full_state_dict import (
+    fsdp2_load_full_state_dict as fsdp2_load_full_state_dict,
+)
 from modicum.torch.loading.load import load as load
 from modicum.torch.optim.adamw import AdamW as AdamW
 from modicum.torch.optim.protection import protect as protect

@@ -15,6 +15,7 @@ from modicum.errors import UsageError, refusal
 from modicum.torch.build.initialiser import Initialiser
 from modicum.torch.loading.goal import Goal, Model
 from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.inner import unbind_changed
 from modicum.torch.optim.parts import Memory
 from modicum.torch.optim.promise import Needs, needs_of
 from modicum.torch.optim.states import Stored
@@ -83,7 +84,7 @@ def optimizers_of(given: Any) -> list[AdamW]:
             if isinstance(one, torch.optim.Optimizer):
                 what += ": leave out optimizers that allocate their state in their first step"
             raise refusal("USAGE", what, expected="modicum.torch.AdamW", got=got)
-        one._unbind_changed()
+        unbind_changed(one)
     return optimizers
 
 

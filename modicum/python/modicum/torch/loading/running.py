@@ -15,6 +15,7 @@ from modicum.torch.loading.goal import Model
 from modicum.torch.loading.overwritten import overwriting
 from modicum.torch.loading.planning import Place, Planned, kept_bytes
 from modicum.torch.optim.binding import on_meta
+from modicum.torch.optim.inner import trained_by
 from modicum.torch.optim.promise import held_by
 from modicum.torch.ranks.cpus import cpus_of_rank
 from modicum.torch.ranks.group import Ranks
@@ -75,7 +76,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
         ledger.limit_bytes = outside
     _hand_over(planned, model, loaded, storages)
     for one in options.optimizers:
-        if not on_meta(one.param_groups, one._trains):
+        if not on_meta(one.param_groups, trained_by(one)):
             one.allocate()
     return _report(planned, ranks, loaded, compared)
 

@@ -487,7 +487,7 @@ class AdamW(torch.optim.Optimizer):
         purpose, without the parameters' own memory. Frozen parameters are not included."""
         return self._bound.held()
 
-    def _holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+    def holdings(self) -> Iterator[tuple[str, str, torch.Tensor]]:
         """(owner, name, memory) of all tensors that a step uses, for `memory.attribute`."""
         return self._bound.holdings()
 

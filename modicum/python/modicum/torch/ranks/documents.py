@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from modicum._modicum import exit_codes
-from modicum.errors import Error
+from modicum.errors import Error, as_document
 
 
 def document_with(category: str, what: str, **facts: Any) -> str:
@@ -21,9 +21,7 @@ def document_of(error: BaseException) -> str:
     """The document of any exception. An `Error` keeps its category; Ctrl-C is CANCELLED; all other
     exceptions are INTERNAL."""
     if isinstance(error, Error):
-        known = {name: fact for name, fact in vars(error).items() if name in Error.__annotations__}
-        fields = {"category": error.category, "code": error.code, "message": str(error)}
-        return json.dumps({"error": fields | known})
+        return as_document(error)
     if isinstance(error, KeyboardInterrupt):
         return document_with("CANCELLED", "interrupted")
     return document_with("INTERNAL", f"{type(error).__name__}: {first_line(error)}")

@@ -8,6 +8,7 @@ import torch
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.inner import bound_of, note_loaded
 from modicum.torch.optim.parts import Part
 from modicum.torch.optim.states import Stored, require_storable, stored_of
 from modicum.torch.shards.placements import Shardings
@@ -29,7 +30,7 @@ class AdamWState:
 
     @property
     def _parts(self) -> list[Part]:
-        return self._optimizer._bound.parts
+        return bound_of(self._optimizer).parts
 
     def _name_of(self, part: Part) -> str:
         name = self._names.get(id(part.parameter))
@@ -46,7 +47,7 @@ class AdamWState:
     def held(self, *, to_save: bool) -> HeldShards:
         """This rank's shards. `to_save`: only those of which this rank is the first replica."""
         shardings = Shardings()
-        states = self._optimizer._bound.states
+        states = bound_of(self._optimizer).states
         return [
             (states[part.state], part.shard, self._name_of(part))
             for part in self._parts
@@ -70,7 +71,7 @@ class AdamWState:
 
     def facts(self) -> str:
         """The text of state.json."""
-        made = zip(self._parts, self._optimizer._bound.counts.tolist(), strict=True)
+        made = zip(self._parts, bound_of(self._optimizer).counts.tolist(), strict=True)
         steps = [(self._name_of(part), int(count)) for part, count in made]
         have = {name for name, _ in steps}
         without = [name for name in self._names.values() if name not in have]
@@ -79,11 +80,11 @@ class AdamWState:
 
     def note_loaded(self) -> None:
         """Adopts the planes and the step counts that were read into the states."""
-        bound = self._optimizer._bound
+        bound = bound_of(self._optimizer)
         bound.show_rounded_masters()
         bound.note_steps()
         bound.note_versions()
-        self._optimizer._has_loaded = True
+        note_loaded(self._optimizer)
 
 
 def _is_first(part: Part, shardings: Shardings) -> bool:

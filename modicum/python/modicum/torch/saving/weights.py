@@ -49,8 +49,6 @@ class Writing:
     plan: _modicum.SavePlan
     recipe: _modicum.Recipe
     held: Sequence[Held]
-    fetch: Fetch | None = None
-    """Provides elements of all targets if `held` is empty (streams.py, one rank); else None."""
     fetch_bytes: int = 0
     """The most bytes of stacks and heaps that threads use to fetch elements that are not in
     row-major memory of the host. 0: all are."""
@@ -64,8 +62,6 @@ class Writing:
     def memory(self) -> tuple[dict[int, torch.Tensor], Fetch | None]:
         """The bytes of row-major tensors on the host, by target, and the function that provides
         elements of all other tensors (None: there are none)."""
-        if self.fetch is not None:
-            return {}, self.fetch
         given, lines = memory_of(self.recipe, self.held)
         return given, fetching(lines)
 
@@ -81,10 +77,8 @@ class Writing:
 
     def bytes_of(self, ranks: Ranks) -> int:
         """About how many bytes this rank writes: replicas share their elements, and all ranks share
-        the copied tensors. 0 with `fetch`: only a save with `grace` needs the number."""
+        the copied tensors."""
         own = 0
-        if self.fetch is not None:
-            return own
         for target, of in zip(self.recipe.targets, self.held, strict=True):
             if target["alias_of"] is None:
                 replicas = _modicum.Shard(of.sharding, target["shape"], ranks.rank).replicas

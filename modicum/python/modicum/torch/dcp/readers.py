@@ -1,5 +1,5 @@
-"""torch.distributed.checkpoint (DCP) with Hugging Face files: a reader of checkpoints, a writer of
-steps (saved checkpoint directories), and a reader of steps that the writer has written.
+"""The readers of torch.distributed.checkpoint (DCP): of checkpoints in Hugging Face files, and of
+steps (saved checkpoint directories) that `Writer` has written.
 
     reader = modicum.torch.dcp.HuggingFaceReader("path/of/a/checkpoint", model)
     state = model.state_dict()
@@ -34,10 +34,8 @@ from modicum.recipes.nodes import Node, stored_under
 from modicum.recipes.reading import given_recipe
 from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
-from modicum.torch.dcp_boxes import Target, boxed, cast_to, check_place, described, described_tensor
-from modicum.torch.dcp_convert import convert as convert
-from modicum.torch.dcp_reading import PathReader, done, reading_by
-from modicum.torch.dcp_writer import Writer as Writer
+from modicum.torch.dcp.boxes import Target, boxed, cast_to, check_place, described, described_tensor
+from modicum.torch.dcp.reading import PathReader, done, reading_by
 from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.origin import remember_read
 from modicum.torch.loading.overwritten import defined

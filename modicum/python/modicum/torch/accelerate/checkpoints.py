@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from modicum.errors import refusal
-from modicum.torch.choice import Choice, require_all_see
+from modicum.torch.accelerate.choice import Choice, require_all_see
 from modicum.torch.loading.origin import origin_of
 from modicum.torch.optim.names import warn_script
 from modicum.torch.ranks.group import Ranks

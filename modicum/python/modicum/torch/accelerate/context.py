@@ -14,7 +14,7 @@ Inside the context:
       | modicum.torch.load   each rank reads the bytes of its shards
       | rebinding            optimizers get the sharded parameters, by FQN
     training
-      | save_state, load_state, save_model, Trainer's checkpoints: see torch/checkpoints.py
+      | save_state, load_state, save_model, Trainer's checkpoints: see checkpoints.py
 
 `cpu_ram_efficient_loading` changes neither the loaded values nor the bytes that a rank reads. With
 it, all ranks get rank 0's values of the parameters that the script made itself, as in accelerate.
@@ -37,20 +37,20 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import UsageError, refusal
 from modicum.recipes.patterns import Rule
-from modicum.torch.build.empty import empty_parameters
-from modicum.torch.checkpoints import Checkpoints
-from modicum.torch.filling import examined, load_rounded, shard_and_load
-from modicum.torch.loading.around import giving
-from modicum.torch.saving.report import Resumed, Saved
-from modicum.torch.shards.forks import require_fork
-from modicum.torch.shards.rebinding import Bindings
-from modicum.torch.unfilled import (
+from modicum.torch.accelerate.checkpoints import Checkpoints
+from modicum.torch.accelerate.filling import examined, load_rounded, shard_and_load
+from modicum.torch.accelerate.unfilled import (
     Built,
     note,
     note_resized,
     release,
     told_to_users,
 )
+from modicum.torch.build.empty import empty_parameters
+from modicum.torch.loading.around import giving
+from modicum.torch.saving.report import Resumed, Saved
+from modicum.torch.shards.forks import require_fork
+from modicum.torch.shards.rebinding import Bindings
 from modicum.upstream import accelerate, peft, transformers, trl
 from modicum.upstream.checkpoints import TRAINER
 from modicum.upstream.patching import after_imports

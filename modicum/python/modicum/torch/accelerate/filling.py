@@ -15,6 +15,7 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import refusal
 from modicum.recipes.structure import Structure, structure_of
+from modicum.torch.accelerate.unfilled import Built, refuse_changed, rows_kept, written_buffers
 from modicum.torch.loading.around import giving
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.load import load
@@ -23,7 +24,6 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.collectives import settled
 from modicum.torch.shards.rebinding import Bindings
 from modicum.torch.shards.tensors import as_bytes
-from modicum.torch.unfilled import Built, refuse_changed, rows_kept, written_buffers
 from modicum.upstream.patching import replace
 from modicum.upstream.torch_core import local_of
 from modicum.upstream.torch_fsdp import is_sharded, is_unit

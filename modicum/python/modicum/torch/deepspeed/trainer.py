@@ -1,4 +1,4 @@
-"""For DeepSpeed under transformers' Trainer, and for DeepSpeed's checkpoints. Imports transformers,
+"""For DeepSpeed under transformers' Trainer. Imports transformers,
 but not DeepSpeed.
 
     from modicum.torch.deepspeed import ProtectCallback
@@ -14,7 +14,6 @@ from transformers import TrainerCallback
 
 from modicum.errors import refusal
 from modicum.torch.optim.protection import Protection, protect
-from modicum.torch.zero_convert import convert as convert
 
 
 class ProtectCallback(TrainerCallback):

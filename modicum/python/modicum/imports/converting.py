@@ -1,0 +1,183 @@
+"""`modicum convert` of another program's directory: imports its weights as a step (a saved
+checkpoint directory) next to OUT, which the program then converts."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from modicum import _modicum
+from modicum.errors import Error, as_document, failure
+from modicum.imports.importing import NO_OPTIMIZER, import_checkpoint
+from modicum.imports.kinds import recognised
+
+SWITCHES = frozenset(
+    ("--sparse", "--allow-overflow", "--adopt", "--json", "-q", "--quiet", "-v", "--verbose",
+     "--help", "-h", "--help-all")
+)  # fmt: skip
+"""The flags of `modicum convert` without a value."""
+_NAMES_IMPORTER = "modicum.imports.import_checkpoint"
+"""What the program's refusal of a directory names."""
+
+
+def convert(program: Path, words: Sequence[str]) -> int | None:
+    """Runs `modicum convert` with these words if they name a directory that has to be imported.
+
+    Returns:
+        The exit code; None: there is no such directory, or the program refuses another word. Then
+        the caller runs the program, which has written nothing.
+    """
+    at = next((at for at, word in enumerate(words) if _is_foreign(word)), None)
+    if at is None or not _is_refused(program, words):
+        return None
+    try:
+        with _sigterm_raises():
+            root, step = _imported(Path(words[at]), words, at)
+    except Error as error:
+        return _told(error, words)
+    except KeyboardInterrupt:
+        return _told(failure("CANCELLED", "interrupted"), words)
+    code = _run([str(program), "convert", *words[:at], step, *words[at + 1 :]])
+    if code == 0:
+        _modicum.remove_tree(root)
+    else:
+        print(f"modicum: {root} keeps the imported weights for the same command", file=sys.stderr)
+    return code
+
+
+def _is_foreign(word: str) -> bool:
+    """Whether a word is a directory of another program. One with safetensors files is a checkpoint
+    of its own."""
+    path = Path(word)
+    if word.startswith("-") or not path.is_dir() or any(path.glob("*.safetensors")):
+        return False
+    try:
+        return recognised(path) is not None
+    except Error:
+        return True  # the import raises it
+
+
+def _is_refused(program: Path, words: Sequence[str]) -> bool:
+    """Whether the program refuses no word but the directory: it reads the flags first."""
+    command = [str(program), "convert", *words, *({"--json"} - {*words})]
+    asked = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        return _NAMES_IMPORTER in json.loads(asked.stdout)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        return False
+
+
+def _imported(directory: Path, words: Sequence[str], at: int) -> tuple[Path, str]:
+    """Imports the weights. Returns the directory to remove, and the step in it, which is kept if an
+    earlier call with the same directory has made it."""
+    out = _out(words[at + 1 :])
+    if os.path.lexists(out):
+        raise failure("CONFLICT", "the output exists already", file=out.name, expected="a new path")
+    # A step in float32: the program casts it, and counts values that the dtype cannot hold.
+    dtype = "float32" if "--dtype" in _values(words) else None
+    root = out.absolute().parent / f".{out.name}.import-{_identity(directory, dtype)}"
+    step = root / "step-0"
+    if not (step / "COMMIT").is_file():
+        try:
+            _import(directory, root, dtype, words)
+        finally:
+            if root.is_dir() and not any(root.iterdir()):  # the import has failed
+                _modicum.remove_tree(root)
+    return root, str(step)
+
+
+def _import(directory: Path, root: Path, dtype: str | None, words: Sequence[str]) -> None:
+    """Imports the weights as step 0 of `root`, and prints the report on stderr."""
+    budget = _values(words).get("--budget")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are in the report
+        report = import_checkpoint(
+            directory, root, step=0, optimizer=NO_OPTIMIZER, dtype=dtype, budget=budget
+        )
+    for warning in report.warnings:
+        print(f"modicum: {warning}", file=sys.stderr)
+    if not {"-q", "--quiet"} & {*words}:
+        print(f"modicum: {report}", file=sys.stderr)
+
+
+def _identity(directory: Path, dtype: str | None) -> str:
+    """A digest of what the import reads: the files are identified by size, inode and mtime."""
+    digest = hashlib.blake2b(digest_size=8)
+    digest.update(f"{_modicum.version()}\0{dtype}\0{directory.resolve()}".encode())
+    for path in sorted(directory.rglob("*")):
+        of = path.stat(follow_symlinks=False)
+        digest.update(
+            f"\0{path.relative_to(directory)}\0{of.st_size}\0{of.st_ino}\0{of.st_mtime_ns}".encode()
+        )
+    return digest.hexdigest()
+
+
+# ---- words
+
+
+def _values(words: Sequence[str]) -> dict[str, str]:
+    """The values of flags, by flag."""
+    values = {}
+    for word, after in zip(words, (*words[1:], ""), strict=True):
+        if word.startswith("-") and word not in SWITCHES:
+            name, equals, value = word.partition("=")
+            values[name] = value if equals else after
+    return values
+
+
+def _out(words: Sequence[str]) -> Path:
+    """The first word after DIR that is neither a flag nor a flag's value."""
+    is_value = False
+    for word in words:
+        if not is_value and not word.startswith("-"):
+            return Path(word)
+        is_value = word.startswith("-") and "=" not in word and word not in SWITCHES
+    raise failure("USAGE", "OUT is missing after DIR", expected="the new directory")
+
+
+# ---- the process
+
+
+def _told(error: Error, words: Sequence[str]) -> int:
+    """Prints an error as the program does; returns its exit code."""
+    print(f"modicum: {error}", file=sys.stderr)
+    if "--json" in words:
+        print(as_document(error))
+    return error.code
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    def preempt(_number: int, _frame: FrameType | None) -> Any:
+        raise failure("PREEMPTED", "SIGTERM ended the conversion")
+
+    before = signal.signal(signal.SIGTERM, preempt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(command: list[str]) -> int:
+    """Runs a command, to which SIGTERM is passed on; returns its exit code. Ctrl-C reaches it
+    anyway."""
+    with subprocess.Popen(command) as child:
+        pass_on: dict[int, Any] = {
+            signal.SIGTERM: lambda number, _frame: child.send_signal(number),
+            signal.SIGINT: signal.SIG_IGN,
+        }
+        before = {number: signal.signal(number, of) for number, of in pass_on.items()}
+        try:
+            code = child.wait()
+        finally:
+            for number, of in before.items():
+                signal.signal(number, of)
+    return code if code >= 0 else 128 - code

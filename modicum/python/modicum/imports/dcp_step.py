@@ -1,0 +1,133 @@
+"""Directories of torch.distributed.checkpoint as the contents of a step (a saved checkpoint
+directory)."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from modicum.errors import UsageError, refusal
+from modicum.imports.archives import number_of
+from modicum.imports.dcp import Directory, DirectoryTensor, Place
+from modicum.imports.streams import Contents, Read, Source, streams_of
+from modicum.recipes.dtypes import FLOATS
+
+
+class Stored(NamedTuple):
+    """A tensor of one of the directories."""
+
+    directory: Directory
+    key: str
+
+    @property
+    def tensor(self) -> DirectoryTensor:
+        return self.directory.tensors[self.key]
+
+
+_State = dict[tuple[str, str], Stored]
+"""The optimizer's tensors by (parameter, key)."""
+
+
+def contents_of(
+    directories: Sequence[Directory],
+    source: Source,
+    with_state: bool,
+    optimizer: str | None,
+    dtype: str | None,
+) -> Contents:
+    """The contents of a step with the tensors of these directories.
+
+    Args:
+        with_state: whether the step gets the optimizer's state.
+        optimizer: the name of the optimizer's class in torch.optim; None: unknown.
+        dtype: the dtype of the model's tensors that can be cast; None: as saved.
+
+    Raises:
+        FormatError, IoError: see `Directory.read`.
+        IntegrityError: bytes of a tensor that the step gets differ from the CRC-32 in their file.
+        UsageError: the directories have the tensors of several models, or of none; or a number of
+            the state has another dtype than float32, float64, int32 and int64.
+    """
+    model, state = _parts_of(directories)
+    left_out = [key for directory in directories for key in directory.others]
+    if not with_state:
+        left_out += [of.key for of in state.values()]
+        state = {}
+    _require_exact(model, state, dtype)
+    for directory in directories:
+        used = (of for of in (*model.values(), *state.values()) if of.directory is directory)
+        directory.compare(of.key for of in used)
+    weights = streams_of(_described(model), _reader(model), source=source, dtype=dtype)
+    if not state:
+        return Contents(weights, left_out=left_out)
+    tensors = {f"{fqn}.{key}": of for (fqn, key), of in state.items() if of.tensor.shape}
+    numbers: dict[str, dict[str, Any]] = {}
+    for (fqn, key), of in state.items():
+        own = numbers.setdefault(fqn, {})
+        if not of.tensor.shape:
+            own[key] = [of.tensor.dtype, _number(of), []]
+    kind = "torch" if optimizer is None else f"torch.{optimizer}"
+    facts = json.dumps({"optimizer": kind, "numbers": numbers})
+    planes = streams_of(_described(tensors), _reader(tensors)) if tensors else None
+    return Contents(weights, planes, facts, left_out=left_out)
+
+
+def _described(tensors: Mapping[str, Stored]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {name: (of.tensor.dtype, of.tensor.shape) for name, of in tensors.items()}
+
+
+def _reader(tensors: Mapping[str, Stored]) -> Read:
+    def read(name: str, first: int, view: memoryview) -> None:
+        of = tensors[name]
+        of.directory.read(of.key, first, view)
+
+    return read
+
+
+def _parts_of(directories: Sequence[Directory]) -> tuple[dict[str, Stored], _State]:
+    """The model's tensors by name, and the optimizer's."""
+    state: list[tuple[Place, Stored]] = []
+    model: list[tuple[Place, Stored]] = []
+    for directory in directories:
+        for key in directory.tensors:
+            place = directory.places.get(key, (key,))
+            # The path of an optimizer's tensor has "state" before the parameter's name and a key.
+            (state if "state" in place[:-2] else model).append((place, Stored(directory, key)))
+    if state and not model:
+        what = "the directory has no model"
+        expected = "the directory above it, in which accelerate has pytorch_model_fsdp_0, too"
+        raise refusal("UNSUPPORTED", what, expected=expected, got="optimizer state alone")
+    # The last component of a path, or the last two, name the tensor; those before are the prefix.
+    for what, of_kind, ending in (("model", model, 1), ("optimizer", state, 2)):
+        prefixes = {".".join(map(str, place[:-ending])) for place, _ in of_kind}
+        if len(prefixes) > 1 or (not prefixes and what == "model"):
+            raise _not_under_one_key(what, prefixes)
+    named = {str(place[-1]): of for place, of in model}
+    return named, {(str(place[-2]), str(place[-1])): of for place, of in state}
+
+
+def _not_under_one_key(what: str, prefixes: Iterable[str]) -> UsageError:
+    got = ", ".join(sorted(prefix or "the top level" for prefix in prefixes)) or "no tensor"
+    fault = f"the tensors of one {what} are not under one key"
+    return refusal("UNSUPPORTED", fault, expected="one key", got=got)
+
+
+def _require_exact(model: Mapping[str, Stored], state: _State, dtype: str | None) -> None:
+    """Raises `UsageError` if `dtype` rounds a parameter whose state is imported: a resume would go
+    on from the rounded values."""
+    for fqn, _ in state if dtype not in (None, "float32") else ():
+        own = model[fqn].tensor.dtype if fqn in model else dtype
+        if own != dtype and own in FLOATS:
+            what = "dtype rounds a parameter from which the saved optimizer would go on: leave out "
+            what += "dtype, and convert the step with `modicum convert`"
+            raise refusal("UNSUPPORTED", what, tensor=fqn, expected=own, got=str(dtype))
+
+
+def _number(of: Stored) -> float | int:
+    data = bytearray(of.tensor.item_bytes)
+    of.directory.read(of.key, 0, memoryview(data))
+    try:
+        return number_of(of.tensor.dtype, data)
+    except ValueError:
+        what, expected = "the dtype of a number", "float32, float64, int32 or int64"
+        got = of.tensor.dtype
+        raise refusal("UNSUPPORTED", what, tensor=of.key, expected=expected, got=got) from None

@@ -1,0 +1,136 @@
+"""`import_checkpoint`: another program's checkpoint directory as a step (a saved checkpoint
+directory)."""
+
+import operator
+import os
+from pathlib import Path
+from typing import Any
+
+from modicum.errors import refusal
+from modicum.imports import dcp_step, zero_step
+from modicum.imports.dcp import Directory
+from modicum.imports.kinds import ZERO, required
+from modicum.imports.report import ImportReport
+from modicum.imports.streams import Size, write_step
+from modicum.imports.zero import ZeroDirectory
+from modicum.recipes.dtypes import FLOATS, dtype_name
+
+Place = str | os.PathLike[str]
+NO_OPTIMIZER = "none"
+_LAST = (1 << 63) - 1
+"""The largest number of a step."""
+
+
+def import_checkpoint(
+    directory: Place, run: Place, *,
+    step: int | None = None, source: Place | None = None, optimizer: str | None = None,
+    state_format: str | None = None, dtype: Any = None, budget: Size | None = None,
+) -> ImportReport:  # fmt: skip
+    """Writes another program's checkpoint as a step of `run`: the model as Hugging Face files under
+    the names of its state dict, and the state of its optimizer. The directory is recognised by what
+    is there:
+
+    - `.metadata`: torch.distributed.checkpoint (DCP)
+    - `pytorch_model_fsdp_0/.metadata`, and `optimizer_0/.metadata` if there is one: accelerate's
+      `save_state` under FSDP
+    - `latest`, which names the newest step's folder, or `*_optim_states.pt` in such a folder:
+      DeepSpeed's ZeRO-1, -2 or -3
+
+    Needs neither torch nor the other program. Runs in one process and streams through staging: no
+    complete tensor is in memory. No pickle is executed: names, shapes and places are read as data,
+    and a name that the other program does not write there is refused. Values that are neither
+    tensors nor options of an optimizer, such as a scheduler's state, are left out and reported.
+
+    Args:
+        directory: the other program's directory.
+        run: the directory of all steps.
+        step: the new step's number; None: DeepSpeed's `global_steps`. Other directories tell none.
+        source: a checkpoint of the model, whose division into files, config and tokenizer the step
+            gets.
+        optimizer: "none": only weights. For DCP and accelerate also the name of the optimizer's
+            class in torch.optim, such as "AdamW": without it `modicum.torch.resume` does not accept
+            the state.
+        state_format: for DeepSpeed "fp32" (also None) or "fp32-split": the format of the
+            `modicum.torch.AdamW`, with seed 0, that will resume the step. DeepSpeed's masters
+            become its state, and trained weights are made from them.
+        dtype: the dtype of all tensors that can be cast, a torch.dtype or its name; None: as saved,
+            and for DeepSpeed as trained.
+        budget: host memory of this process, bytes or "1.5GiB"; None: what the kernel still grants;
+            "none": not checked.
+
+    Raises:
+        IoError: the directory is of no known program, or a file can't be read or written; or
+            CONFLICT: an intact step has this number.
+        FormatError: a file was not written by the other program, is damaged, or for DeepSpeed
+            differs in form from those of version 0.19.
+        IntegrityError: bytes that are read differ from the CRC-32 in their file; or a rank's file
+            is missing, doubled or of another step.
+        UsageError: an argument does not apply to this directory; or it has the tensors of several
+            models or of none, experts or tensor-parallel ranks, masters that are not float32, or,
+            without `optimizer="none"`, state of DeepSpeed that is not Adam's.
+        BudgetError: the import does not fit; nothing was written.
+    """
+    root, number, cast = _root(run), _number(step), _dtype(dtype)
+    path = Path(directory)
+    found = required(path)
+    _require_applies(found.kind, optimizer, state_format)
+    with_state = optimizer != NO_OPTIMIZER
+    if found.kind == ZERO:
+        opened = ZeroDirectory.open(path)
+        number = opened.global_steps if number is None else number
+        form = (state_format or zero_step.FORMATS[0]) if with_state else None
+        contents = zero_step.contents_of(opened, source, form, cast)
+    elif number is None:
+        what = f"step: a directory of {found.kind} tells no number"
+        raise refusal("USAGE", what, expected="the new step's number", got="None")
+    else:
+        directories = [Directory.open(of) for of in found.directories]
+        kind = optimizer if with_state else None
+        contents = dcp_step.contents_of(directories, source, with_state, kind, cast)
+    return write_step(root, number, contents, budget, found.kind)
+
+
+def _require_applies(kind: str, optimizer: str | None, state_format: str | None) -> None:
+    """Raises `UsageError` for an argument that does not apply to a directory of `kind`."""
+    if kind == ZERO and optimizer not in (None, NO_OPTIMIZER):
+        expected = f"None or {NO_OPTIMIZER!r}: the state of {kind} becomes modicum.torch.AdamW's"
+        raise refusal("USAGE", "optimizer", expected=expected, got=repr(optimizer))
+    if state_format is None:
+        return
+    expected = " or ".join(map(repr, zero_step.FORMATS))
+    if kind != ZERO:
+        expected = f"None: the state of {kind} keeps its form"
+    elif optimizer == NO_OPTIMIZER:
+        expected = f"None, since optimizer={NO_OPTIMIZER!r} leaves the state out"
+    elif state_format in zero_step.FORMATS:
+        return
+    raise refusal("USAGE", "state_format", expected=expected, got=repr(state_format))
+
+
+def _root(run: Place) -> Path:
+    if os.fspath(run) == "":
+        raise refusal("USAGE", "run", expected="a directory", got="''")
+    return Path(run).absolute()
+
+
+def _number(step: Any) -> int | None:
+    if step is None:
+        return None
+    try:
+        number = operator.index(step)  # also of numpy's integers
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= _LAST:
+        expected = f"an integer from 0 to {_LAST}"
+        raise refusal("USAGE", "step", expected=expected, got=repr(step))
+    return number
+
+
+def _dtype(dtype: Any) -> str | None:
+    if dtype is None:
+        return None
+    name = dtype_name(dtype)
+    if name not in FLOATS:
+        expected = f"{', '.join(sorted(FLOATS))} or None"
+        raise refusal("USAGE", "dtype", expected=expected, got=repr(dtype))
+    return name

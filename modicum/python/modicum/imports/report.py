@@ -1,0 +1,54 @@
+"""The report of an import. A step is a saved checkpoint directory."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+_MIB = 1 << 20
+_NAMES_SHOWN = 16
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """The report of `import_checkpoint`."""
+
+    step: int
+    path: str
+    """The step's directory."""
+    kind: str
+    """The program whose checkpoint it was: `torch.distributed.checkpoint`, `accelerate` or
+    `DeepSpeed`."""
+    written_bytes: int
+    """Bytes written, including headers and records."""
+    elapsed_s: float
+    """From the plan until the step is visible."""
+    durable: bool
+    """Whether the step survives a power cut, as far as the kernel tells. False, with a warning,
+    where the file system can't sync a directory."""
+    promised_bytes: int
+    """The promised peak of this process's host memory."""
+    held_bytes: int
+    """Its peak by the kernel's count, Python objects included."""
+    left_out: list[str] = field(default_factory=list)
+    """Keys of the other program's values that the step lacks."""
+    damaged: list[dict[str, Any]] = field(default_factory=list)
+    """A damaged step of this number, which was renamed: a dict with `step`, `path`, `reason` and
+    `bytes`."""
+    warnings: list[str] = field(default_factory=list)
+    """Warnings, which are also issued as UserWarnings."""
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.path}: {self.written_bytes / _MIB:.2f} MiB of {self.kind} written and visible "
+            f"after {self.elapsed_s:.2f} s; the process held at most "
+            f"{self.held_bytes / _MIB:.2f} MiB, {self.promised_bytes / _MIB:.2f} MiB predicted"
+        )
+        if not self.left_out:
+            return text
+        names, more = self.left_out[:_NAMES_SHOWN], len(self.left_out) - _NAMES_SHOWN
+        rest = f" and {more} more" if more > 0 else ""
+        return f"{text}\nleft out {len(self.left_out)}: {', '.join(names)}{rest}"

@@ -1,0 +1,197 @@
+"""Writes a step (a saved checkpoint directory) of tensors that are not in memory: this process
+reads their elements from other files while it writes them. Without torch."""
+
+import json
+import os
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from modicum import _modicum
+from modicum.errors import failure
+from modicum.imports.report import ImportReport
+from modicum.memory.recording import reset_peak
+from modicum.recipes.dtypes import FLOATS
+from modicum.recipes.nodes import Node, caller
+
+STATE_FILE = "optimizer/state.json"
+_MIB = 1 << 20
+
+Source = str | os.PathLike[str] | None
+Size = int | str
+Described = Mapping[str, tuple[str, tuple[int, ...]]]
+"""(dtype, shape) of tensors by name."""
+Read = Callable[[str, int, memoryview], None]
+"""Called with a tensor's name, its first element to read, and a view to fill with elements; on any
+thread."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Tensors to write, and the function that reads their elements."""
+
+    plan: _modicum.SavePlan
+    fetch: Callable[[int, int, memoryview], None]
+    """As `Read`, but called with the index of the plan's target."""
+
+    @property
+    def held(self) -> Counter[str]:
+        """The bytes by purpose that the save holds, with the stacks and heaps of its threads."""
+        return Counter(self.plan.held) + Counter(staging=self.plan.fetching_bytes(_threads()))
+
+    def write(self, ledger: _modicum.Ledger, place: tuple[str, int]) -> int:
+        """Writes the tensors; returns the bytes. `place`: see `_modicum.save_tensors`."""
+        board, threads = _modicum.Board(), _threads()
+        wrote = _modicum.save_tensors(
+            self.plan, 0, board, ledger, place, fetch=self.fetch, threads=threads
+        )
+        written: int = wrote["written_bytes"]
+        return written
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a step gets."""
+
+    model: Streams
+    state: Streams | None = None
+    """The tensors of the optimizer's state."""
+    facts: str = ""
+    """The text of optimizer/state.json; empty: there is none."""
+    texts: list[tuple[str, str]] = field(default_factory=list)
+    """Further files: (path in the step, text)."""
+    left_out: list[str] = field(default_factory=list)
+
+
+def streams_of(
+    tensors: Described, read: Read, *,
+    ties: Mapping[str, str] | None = None, source: Source = None, dtype: str | None = None,
+) -> Streams:  # fmt: skip
+    """The `Streams` of tensors with these names, dtypes and shapes.
+
+    Args:
+        ties: for each further name of a tensor its name in `tensors`. Further names get no bytes in
+            files.
+        source: a checkpoint of the same model, whose division into files, config and tokenizer the
+            step gets.
+        dtype: the dtype in the files of tensors that can be cast; None: as read.
+    """
+    checkpoint = _modicum.open_checkpoint(source)
+    recipe = _modicum.make_recipe(checkpoint, _recipe_text(checkpoint.stored, tensors, ties or {}))
+    names = [target["name"] for target in recipe.targets]
+    layout = _modicum.make_layout(recipe, shardings=[((1,), ())], sharding_of=[0] * len(names))
+    loaded = _modicum.make_plan(recipe, layout, destinations=["copy"] * len(names))
+    plan = _modicum.make_save_plan(loaded, dtype=dtype, copies_unused=False)
+    return Streams(plan, lambda target, first, view: read(names[target], first, view))
+
+
+def _recipe_text(stored: Mapping[str, Any], tensors: Described, ties: Mapping[str, str]) -> str:
+    """A recipe.json of the tensors: those that the source stores, too, go into its files."""
+
+    def node(name: str, dtype: str, shape: tuple[int, ...]) -> Node:
+        has, of = stored.get(name, ("", ()))
+        is_castable = dtype in FLOATS and has in FLOATS
+        if (*of,) != shape or not (is_castable or has == dtype):
+            return caller(dtype, [*shape])
+        cast = {"dtype": dtype} if has != dtype else {}
+        return {"op": "stored", "name": name, **cast}
+
+    targets = {name: node(name, *of) for name, of in tensors.items()}
+    used = {of["name"] for of in targets.values() if of["op"] == "stored"}
+    targets |= {name: {"op": "alias", "of": of} for name, of in ties.items()}
+    return json.dumps({"targets": targets, "unused": sorted(stored.keys() - used)})
+
+
+def _threads() -> int:
+    return max(1, _modicum.granted_cpus())
+
+
+def memory_before() -> list[Any]:
+    """[bytes that this process holds, bytes that it may still allocate, the name of the limit that
+    determines the latter]. Also resets VmHWM, from which the peak of the import is read."""
+    reset_peak()
+    return [_modicum.process_memory()["held_bytes"], *_modicum.available_memory()]
+
+
+# ---- the step
+
+
+def write_step(root: Path, step: int, of: Contents, budget: Size | None, kind: str) -> ImportReport:
+    """Writes a step, which becomes visible completely or not at all.
+
+    Raises:
+        BudgetError: it does not fit; nothing was written.
+        IoError: a file can't be written; or CONFLICT: an intact step has this number.
+    """
+    began = time.monotonic()
+    texts = [*of.texts]
+    if of.facts and of.state is None:  # numbers alone
+        texts.append((STATE_FILE, of.facts))
+    state: dict[str, Any] = (
+        {} if of.state is None else {"other_state": of.state.plan, "facts": of.facts}
+    )
+    _modicum.require_recordable(of.model.plan, texts, [], **state)
+    promised, limit = _promised(of, budget)
+    damaged = _set_damaged_aside(root, step)
+    folders = ["optimizer"] if of.facts or texts else []
+    saving = _modicum.StepSave(str(root), step, folders)
+    try:
+        ledger, directory = _modicum.Ledger(limit), Path(saving.directory).resolve()
+        written = of.model.write(ledger, (str(directory), saving.point))
+        if of.state is not None:
+            written += of.state.write(ledger, (str(directory / "optimizer"), saving.point))
+        published = saving.publish(of.model.plan, more=texts, **state)
+    finally:
+        saving.discard()
+    told = [*published["warnings"], *(one.pop("warning") for one in damaged)]
+    for warning in told:
+        warnings.warn(f"modicum: {warning}", stacklevel=3)
+    return ImportReport(
+        step=step,
+        path=published["path"],
+        kind=kind,
+        written_bytes=written + published["written_bytes"],
+        elapsed_s=time.monotonic() - began,
+        durable=published["durable"],
+        promised_bytes=promised,
+        held_bytes=_modicum.process_memory()["peak_bytes"],
+        left_out=sorted({*of.model.plan.left_out, *of.left_out}),
+        damaged=damaged,
+        warnings=told,
+    )
+
+
+def _promised(of: Contents, budget: Size | None) -> tuple[int, int]:
+    """(bytes of the process at its peak, limit of the ledger). The process is measured here: names
+    and places of many tensors are Python objects of unknown size. The plans count twice: they are
+    held already, and the save charges them. Model and state are written one after the other: both
+    plans are held at the same time, but only one staging."""
+    model, state = of.model.held, of.state.held if of.state else Counter[str]()
+    held = model + state
+    held["staging"] = max(model["staging"], state["staging"])
+    before, available, source = memory_before()
+    baseline = -(-before // _MIB) * _MIB
+    allowed: int | None = available + baseline
+    if budget not in (None, "auto"):
+        allowed, source = _modicum.parse_size(budget) if budget != "none" else None, "argument"
+    (promise,) = _modicum.save_promise(
+        dict(held), [baseline], ranks_per_node=1, budget=allowed, budget_source=source
+    )
+    return promise
+
+
+def _set_damaged_aside(root: Path, step: int) -> list[dict[str, Any]]:
+    """If the root has a damaged step of this number, renames it. Returns what `_modicum.set_aside`
+    returns; an empty list if there is none. Raises CONFLICT if the step is intact."""
+    found = _modicum.examine_step(str(root), step)
+    if found is None:
+        return []
+    damage = found["reason"] or _modicum.step_fault(found["path"], 0, 1, _modicum.Board())
+    if not damage:
+        what = "the step has been saved already"
+        raise failure("CONFLICT", what, file=Path(found["path"]).name)
+    return [_modicum.set_aside(str(root), step, damage, found["uuid"])]
