@@ -11,6 +11,8 @@ find_package(nanobind CONFIG REQUIRED)
 
 file(GLOB binding_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/modicum/python/*.cc)
 nanobind_add_module(_modicum NB_STATIC NB_SUPPRESS_WARNINGS ${binding_sources})
+set_target_properties(_modicum PROPERTIES UNITY_BUILD ${MODICUM_PRECOMPILE}
+                                          UNITY_BUILD_BATCH_SIZE 7)
 target_compile_definitions(_modicum PRIVATE MODICUM_VERSION="${PROJECT_VERSION}")
 target_link_libraries(_modicum PRIVATE modicum_training modicum_flags)
 set_target_properties(_modicum modicum PROPERTIES INSTALL_RPATH "$ORIGIN")

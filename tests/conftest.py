@@ -2,6 +2,7 @@
 not installed: such tests are skipped, but in CI the run fails."""
 
 import contextlib
+import gc
 import importlib.util
 import os
 import shutil
@@ -120,6 +121,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in candidates:
             if item is not kept:
                 item.add_marker(pytest.mark.soak)
+
+
+def pytest_collection_finish() -> None:
+    """The million objects of imported modules are not listed or collected again: each collection,
+    and each first step of an AdamW, takes a third of a second less. (Ranks do the same.)"""
+    gc.collect()
+    gc.freeze()
 
 
 def strategy_of(item: pytest.Item) -> str | None:

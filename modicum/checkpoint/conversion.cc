@@ -15,7 +15,7 @@
 namespace modicum {
 namespace {
 
-constexpr int64_t kVersion = 1;  // of journals; those without a version have this one
+constexpr int64_t kJournalVersion = 1;  // of journals; those without a version have this one
 
 // The content of a journal.
 struct Journal {
@@ -72,7 +72,7 @@ TensorLoss read_loss(JsonValue& value) {
   return of;
 }
 
-ConvertedFile read_file(JsonValue& value) {
+ConvertedFile read_converted_file(JsonValue& value) {
   ConvertedFile file;
   value.object([&](std::string_view key, JsonValue& member) {
     if (key == "name") file.name = member.string();
@@ -93,12 +93,12 @@ std::optional<Journal> parse_journal(const std::string& text, const std::string&
   try {
     read_json(text, [&](JsonValue& root) {
       root.object([&](std::string_view key, JsonValue& member) {
-        if (key == "version") require_version(member.integer(), kVersion, name);
+        if (key == "version") require_version(member.integer(), kJournalVersion, name);
         read_owner_member(key, member, journal.owner);
         if (key == "uuid") journal.uuid = member.string();
         if (key == "inputs") journal.inputs = member.string();
         if (key != "files") return;
-        member.array([&](JsonValue& file) { journal.files.push_back(read_file(file)); });
+        member.array([&](JsonValue& file) { journal.files.push_back(read_converted_file(file)); });
       });
     });
   } catch (const JsonError&) {

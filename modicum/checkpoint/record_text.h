@@ -14,6 +14,7 @@
 
 namespace modicum {
 
+constexpr const char* kManifest = "manifest.json";
 // The subdirectories that a step may have.
 constexpr std::array<const char*, 2> kDirectories = {kStateDirectory, kExtraDirectory};
 

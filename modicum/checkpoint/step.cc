@@ -17,7 +17,6 @@
 namespace modicum {
 namespace {
 
-constexpr const char* kManifest = "manifest.json";
 constexpr const char* kCommit = "COMMIT";
 constexpr std::string_view kStepPrefix = "step-";
 constexpr uint64_t kLongestCommit = 64 * kKiB;  // those of Modicum have less than 1 KiB

@@ -15,8 +15,7 @@
 namespace modicum {
 namespace {
 
-constexpr int64_t kVersion = 1;
-constexpr const char* kManifest = "manifest.json";
+constexpr int64_t kRecordVersion = 1;
 
 [[noreturn]] void refuse(const std::string& what) {
   fail(Category::integrity, what, {.file = kManifest});
@@ -42,7 +41,7 @@ bool is_plain_name(std::string_view name) {
          name.find('\0') == std::string_view::npos;
 }
 
-StepFile read_file(JsonValue& value) {
+StepFile read_step_file(JsonValue& value) {
   StepFile file;
   value.object([&](std::string_view key, JsonValue& member) {
     if (key == "name") file.name = member.string();
@@ -145,7 +144,7 @@ std::string record_json(const StepRecord& record, bool with_checksums) {
     out.end_array();
   };
   out.begin_object()
-      .member("version", kVersion)
+      .member("version", kRecordVersion)
       .member("step", record.step)
       .member("uuid", record.uuid)
       .member("world_size", record.world_size)
@@ -211,14 +210,14 @@ StepRecord parse_record(const std::string& text) {
       root.object([&](std::string_view key, JsonValue& member) {
         if (key == "version") {
           version = member.integer();
-          require_version(*version, kVersion, kManifest);
+          require_version(*version, kRecordVersion, kManifest);
         }
         if (key == "step") record.step = member.integer();
         if (key == "uuid") record.uuid = member.string();
         if (key == "world_size") record.world_size = static_cast<int>(member.integer());
         if (key == "tool") record.tool = member.string();
         if (key == "files") {
-          member.array([&](JsonValue& file) { record.files.push_back(read_file(file)); });
+          member.array([&](JsonValue& file) { record.files.push_back(read_step_file(file)); });
         }
         if (key == "tensors" || key == "state") {
           auto& tensors = key == "state" ? record.state : record.tensors;

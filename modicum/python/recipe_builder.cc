@@ -24,14 +24,14 @@ Manifest manifest_of(const std::map<std::string, Described>& stored) {
   return manifest;
 }
 
-struct Held {
+struct HeldManifest {
   const Manifest manifest;
 };
 // RecipeBuilder keeps a reference to the manifest. The manifest is in the first base class, so that
 // it is constructed before RecipeBuilder. Not movable, since the reference would dangle.
-struct DescribedBuilder : Held, RecipeBuilder {
+struct DescribedBuilder : HeldManifest, RecipeBuilder {
   explicit DescribedBuilder(const std::map<std::string, Described>& stored)
-      : Held{manifest_of(stored)}, RecipeBuilder(manifest) {}
+      : HeldManifest{manifest_of(stored)}, RecipeBuilder(manifest) {}
   DescribedBuilder(const DescribedBuilder&) = delete;
   DescribedBuilder& operator=(const DescribedBuilder&) = delete;
 };

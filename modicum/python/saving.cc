@@ -407,7 +407,7 @@ Args:
              "state_format, seed, steps, steps_of and without_state of a state.json.");
 }
 
-void define_steps(nb::module_& module) {
+void define_saved_steps(nb::module_& module) {
   nb::class_<StepInSave>(module, "StepSave", R"(An unpublished step (a saved checkpoint directory).
 
 Only the rank that leads the save has one.
@@ -462,7 +462,7 @@ void define_save(nb::module_& module) {
   define_save_plan(module);
   define_state_files(module);
   define_snapshot(module);
-  define_steps(module);
+  define_saved_steps(module);
   define_found_steps(module);
 }
 

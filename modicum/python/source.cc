@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kName = "rank-0-memory.safetensors";
 
-using Described = std::tuple<std::string, std::string, std::vector<int64_t>>;
+using DescribedTensor = std::tuple<std::string, std::string, std::vector<int64_t>>;
 
 // The contents of the checkpoint's only file: a generated safetensors header and the tensors'
 // bytes.
@@ -125,7 +125,7 @@ class CallerFiles final : public FileSystem {
   const CallersTensors of_;
 };
 
-std::shared_ptr<OpenCheckpoint> open_tensors(const std::vector<Described>& tensors,
+std::shared_ptr<OpenCheckpoint> open_tensors(const std::vector<DescribedTensor>& tensors,
                                              nb::object read) {
   std::vector<TensorSpec> specs;
   for (const auto& [name, dtype, shape] : tensors) specs.push_back(spec_of(name, dtype, shape));

@@ -6,14 +6,13 @@
 #include <cmath>
 #include <numeric>
 
+#include "modicum/recipe/at.h"
 #include "modicum/recipe/recipe.h"
 
 namespace modicum {
 namespace {
 
 constexpr size_t kMaxDims = Box::kMaxDims;
-
-size_t at(int64_t i) { return static_cast<size_t>(i); }
 
 [[noreturn]] void refuse(std::string what, std::string expected = {}, std::string got = {}) {
   fail(Category::mismatch, std::move(what),

@@ -11,14 +11,13 @@
 #include <numeric>
 #include <span>
 
+#include "modicum/recipe/at.h"
 #include "modicum/recipe/recipe.h"
 
 namespace modicum {
 namespace {
 
 using Leaf = FunctionRef<void(const Node& leaf, const Box& part)>;
-
-size_t at(int64_t d) { return static_cast<size_t>(d); }
 
 // --- reshape ---
 

@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <array>
 
+#include "modicum/recipe/at.h"
+
 namespace modicum {
 namespace {
 
 constexpr std::array<std::string_view, 10> kOpNames = {
     "stored", "cat", "stack", "slice", "permute", "gather", "reshape", "init", "caller", "alias"};
-
-size_t at(int64_t i) { return static_cast<size_t>(i); }
 
 // The number of elements per index of dim `dim`: the product of the dims inside it.
 int64_t inner_of(const std::vector<int64_t>& shape, int dim) {

@@ -17,7 +17,7 @@ namespace {
 using Bytes = std::map<std::string, uint64_t>;
 
 // The members of a run document that a comparison needs.
-struct Read {
+struct ReadDocument {
   struct Phase {
     std::string name;
     double begin_s = 0, end_s = 0;
@@ -32,7 +32,7 @@ struct Read {
 
 uint64_t bytes_in(JsonValue& value) { return static_cast<uint64_t>(value.integer()); }
 
-void add_owner(JsonValue& value, Read& to, std::vector<uint64_t>& sums) {
+void add_owner(JsonValue& value, ReadDocument& to, std::vector<uint64_t>& sums) {
   size_t sample = 0;
   value.array([&](JsonValue& element) {
     if (sums.size() == sample) sums.push_back(0);
@@ -43,8 +43,8 @@ void add_owner(JsonValue& value, Read& to, std::vector<uint64_t>& sums) {
   to.lengths.insert(sample);
 }
 
-void read_phase(JsonValue& value, Read& to) {
-  Read::Phase& phase = to.phases.emplace_back();
+void read_phase(JsonValue& value, ReadDocument& to) {
+  ReadDocument::Phase& phase = to.phases.emplace_back();
   value.object([&](std::string_view key, JsonValue& member) {
     if (key == "name") phase.name = printable(member.string());
     if (key == "begin_s") phase.begin_s = member.number();
@@ -52,7 +52,7 @@ void read_phase(JsonValue& value, Read& to) {
   });
 }
 
-void read_timeline(JsonValue& value, Read& to) {
+void read_timeline(JsonValue& value, ReadDocument& to) {
   value.object([&](std::string_view key, JsonValue& member) {
     if (key == "t_s") {
       member.array([&](JsonValue& at) { to.t_s.push_back(at.number()); });
@@ -71,8 +71,8 @@ void read_timeline(JsonValue& value, Read& to) {
   });
 }
 
-Read read_document(std::string_view text) {
-  Read to;
+ReadDocument read_document(std::string_view text) {
+  ReadDocument to;
   read_json(text, [&](JsonValue& root) {
     root.object([&](std::string_view key, JsonValue& value) {
       if (key == "timeline") read_timeline(value, to);
@@ -91,7 +91,7 @@ Read read_document(std::string_view text) {
        {.file = name, .expected = "the output of `modicum watch --json`", .got = std::move(got)});
 }
 
-void require_whole(const Read& of, const std::string& name) {
+void require_whole(const ReadDocument& of, const std::string& name) {
   if (!of.peak_bytes) refuse(name, "it has no peak", "no member peak.bytes");
   for (const size_t length : of.lengths) {
     if (length == of.t_s.size()) continue;
@@ -100,7 +100,7 @@ void require_whole(const Read& of, const std::string& name) {
   }
 }
 
-std::vector<uint64_t> totals_of(const Read& of) {
+std::vector<uint64_t> totals_of(const ReadDocument& of) {
   std::vector<uint64_t> totals(of.t_s.size());
   for (const auto& [owner, bytes] : of.owners) {
     for (size_t s = 0; s < totals.size(); ++s) totals[s] = saturating_add(totals[s], bytes[s]);
@@ -187,7 +187,7 @@ void name_member(JsonWriter& out, const char* key, const std::string& name) {
 }  // namespace
 
 WatchedRun parse_run(std::string_view text, const std::string& name) {
-  Read read;
+  ReadDocument read;
   try {
     read = read_document(text);
   } catch (const JsonError& error) {
@@ -203,7 +203,7 @@ WatchedRun parse_run(std::string_view text, const std::string& name) {
   for (const auto& [owner, bytes] : read.owners) {
     if (const uint64_t held = bytes[static_cast<size_t>(peak)]; held > 0) run.owners[owner] = held;
   }
-  for (const Read::Phase& phase : read.phases) {
+  for (const ReadDocument::Phase& phase : read.phases) {
     for (size_t s = 0; s < totals.size(); ++s) {
       if (read.t_s[s] < phase.begin_s || read.t_s[s] > phase.end_s) continue;
       uint64_t& most = run.phases[phase.name];

@@ -10,8 +10,8 @@ namespace {
 
 // In order: memory that is allocated in a phase is held in all later ones.
 constexpr std::array<std::string_view, 3> kPhases = {"init", "step_1", "epoch_2"};
-constexpr std::array<std::string_view, 4> kOwners = {"deepspeed", "fork", "pinned rounding",
-                                                     "process"};
+constexpr std::array<std::string_view, 4> kForecastOwners = {"deepspeed", "fork", "pinned rounding",
+                                                             "process"};
 
 }  // namespace
 
@@ -41,7 +41,7 @@ uint64_t DeepSpeedForecast::on_node(uint64_t bytes) const noexcept {
 std::optional<Error> refusal_of_deepspeed(const PlanReport& report) {
   const DeepSpeedForecast& of = *report.deepspeed;
   std::vector<Owner> owners;
-  for (const std::string_view owner : kOwners) {
+  for (const std::string_view owner : kForecastOwners) {
     const uint64_t bytes = of.on_node(of.bytes_of(owner));
     if (bytes > 0) owners.push_back({std::string(owner), bytes});
   }
@@ -76,7 +76,7 @@ void deepspeed_member(JsonWriter& out, const DeepSpeedForecast& of) {
     amount(of.bytes_at(phase));
   }
   out.end_object().key("by_owner").begin_object();
-  for (const std::string_view owner : kOwners) {
+  for (const std::string_view owner : kForecastOwners) {
     out.key(owner).begin_object();
     amount(of.bytes_of(owner));
   }
@@ -133,7 +133,7 @@ PageTable deepspeed_table(const DeepSpeedForecast& of) {
   for (const DeepSpeedForecast::Line& line : of.lines) {
     add(line.name, line.owner, line.phase, line.bytes);
   }
-  for (const std::string_view owner : kOwners) {
+  for (const std::string_view owner : kForecastOwners) {
     if (of.bytes_of(owner) > 0) add("sum", owner, "", of.bytes_of(owner));
   }
   for (const std::string_view phase : kPhases) add("sum of all", "", phase, of.bytes_at(phase));

@@ -12,7 +12,7 @@
 namespace modicum {
 namespace {
 
-constexpr size_t kMostTracks = 16;  // of ranks
+constexpr size_t kMostPlanTracks = 16;  // of ranks
 
 // A phase as the page shows it: one step along its axis. Not a training step.
 struct Step {
@@ -85,8 +85,8 @@ void add(Track& to, const std::vector<Footprint>& held) {
   for (size_t i = 0; i < held.size(); ++i) to.held[i] += held[i];
 }
 
-// The tracks of a node, the largest first, then the launcher's. Beyond kMostTracks, the smallest
-// ones are merged into one.
+// The tracks of a node, the largest first, then the launcher's. Beyond kMostPlanTracks, the
+// smallest ones are merged into one.
 std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& steps, int node) {
   std::vector<std::pair<std::vector<Footprint>, Track>> distinct;  // one rank's memory, its track
   for (int rank = 0; rank < of.promise.ranks(); ++rank) {
@@ -106,7 +106,7 @@ std::vector<Track> tracks_of(const StrategyReport& of, const std::vector<Step>& 
   for (auto& [_, track] : distinct) tracks.push_back(std::move(track));
   std::stable_sort(tracks.begin(), tracks.end(),
                    [](const Track& a, const Track& b) { return a.most() > b.most(); });
-  for (; tracks.size() > kMostTracks; tracks.pop_back()) {
+  for (; tracks.size() > kMostPlanTracks; tracks.pop_back()) {
     Track& last = tracks[tracks.size() - 2];
     add(last, tracks.back().held);
     last.ranks.insert(last.ranks.end(), tracks.back().ranks.begin(), tracks.back().ranks.end());

@@ -13,7 +13,7 @@ struct Row {
   int bits;
 };
 
-constexpr std::array<Row, static_cast<size_t>(DType::count)> kRows = {{
+constexpr std::array<Row, static_cast<size_t>(DType::count)> kDTypes = {{
     {"BOOL", "bool", 8},
     {"F4", "float4_e2m1fn_x2", 4},
     {"F6_E2M3", "float6_e2m3", 6},
@@ -38,11 +38,11 @@ constexpr std::array<Row, static_cast<size_t>(DType::count)> kRows = {{
     {"U64", "uint64", 64},
 }};
 
-const Row& row(DType dtype) noexcept { return kRows[static_cast<size_t>(dtype)]; }
+const Row& row(DType dtype) noexcept { return kDTypes[static_cast<size_t>(dtype)]; }
 
 std::optional<DType> find(std::string_view name, std::string_view Row::*name_of) noexcept {
-  for (size_t i = 0; i < kRows.size(); ++i) {
-    if (kRows[i].*name_of == name) return static_cast<DType>(i);
+  for (size_t i = 0; i < kDTypes.size(); ++i) {
+    if (kDTypes[i].*name_of == name) return static_cast<DType>(i);
   }
   return std::nullopt;
 }

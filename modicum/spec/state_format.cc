@@ -9,7 +9,7 @@ namespace {
 
 // The last column, `moment`, is the dtype of both moments, except that exp_avg_sq is u8 where
 // exp_avg is i8.
-constexpr std::array<StateFormatRow, 7> kRows = {{
+constexpr std::array<StateFormatRow, 7> kStateFormats = {{
     {StateFormat::fp32, "fp32", DType::f32, DType::boolean, DType::f32, DType::f32},
     {StateFormat::fp32_split, "fp32-split", DType::bf16, DType::i16, DType::bf16, DType::f32},
     {StateFormat::bf16_moments, "bf16-moments", DType::bf16, DType::i16, DType::bf16, DType::bf16},
@@ -25,13 +25,13 @@ constexpr size_t kRequestable = 5;  // a user can request the first five rows
 
 }  // namespace
 
-std::span<const StateFormatRow> all_state_formats() noexcept { return kRows; }
+std::span<const StateFormatRow> all_state_formats() noexcept { return kStateFormats; }
 std::span<const StateFormatRow> state_formats() noexcept {
-  return std::span(kRows).first<kRequestable>();
+  return std::span(kStateFormats).first<kRequestable>();
 }
 
 const StateFormatRow& row_of(StateFormat format) noexcept {
-  return kRows[static_cast<size_t>(format)];
+  return kStateFormats[static_cast<size_t>(format)];
 }
 
 StateFormat state_format_of(DType dtype, std::span<const int64_t> shape,

@@ -40,7 +40,7 @@ uint64_t bytes_to_write(const FileSpecs& shards, const SynthMark& mark) {
 }
 
 // The progress over all files.
-struct Written {
+struct WrittenBytes {
   const uint64_t total_bytes;
   uint64_t bytes = 0;
 };
@@ -63,7 +63,7 @@ std::vector<Chunk> chunks_of(std::span<const TensorSpec> tensors, const SynthMar
 class Filling {
  public:
   Filling(SafetensorsWriter& writer, std::span<const TensorSpec> tensors, const SynthMark& mark,
-          const SynthOptions& options, Written& written)
+          const SynthOptions& options, WrittenBytes& written)
       : writer_(writer),
         tensors_(tensors),
         mark_(mark),
@@ -103,7 +103,7 @@ class Filling {
   std::span<const TensorSpec> tensors_;
   const SynthMark& mark_;
   const SynthOptions& options_;
-  Written& written_;
+  WrittenBytes& written_;
   std::vector<Chunk> chunks_;
   std::atomic<size_t> next_ = 0;
   std::mutex mutex_;
@@ -198,7 +198,7 @@ SynthResult write_synth(FileSystem& files, const std::string& out, const SynthOp
 
   NewDirectory directory(files, out);
   SynthResult result;
-  Written written{bytes_to_write(shards, mark)};
+  WrittenBytes written{bytes_to_write(shards, mark)};
   result.files = shards.size();
   for (size_t i = 0; i < shards.size(); ++i) {
     SafetensorsWriter writer(files, directory.add(shard_name(i, shards.size())), shards[i],

@@ -317,7 +317,7 @@ def load_on_eight_ranks(modicum: Path, qwen3: Path, strategy: str) -> dict[str, 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_plan_agrees_with_the_kernel(
+def test_plans_agree_with_the_kernel(
     modicum: Path, qwen3: Path, planned: dict[str, Any], strategy: str
 ) -> None:
     """With 8 ranks full-per-rank holds 8 models besides the shards, rank0-broadcast one on rank 0

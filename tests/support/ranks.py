@@ -25,7 +25,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,21 @@ def importable() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def own_fork_server() -> Iterator[None]:
+    """Within the context, ranks are forked from another server, which starts with the environment
+    that this process then has. They must have ended before the end of the context."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(["torch_rank"])
+    shared = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = shared
+        server._stop()
 
 
 def torchrun(root: Path, processes: int, *words: object) -> subprocess.CompletedProcess[str]:

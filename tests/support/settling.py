@@ -42,7 +42,8 @@ class Process:
     def restore(self) -> list[str]:
         """Together with all other ranks: restores the state, and ends process groups. Returns what
         an act has left behind and should have undone itself."""
-        left = self._left()
+        now = attributes()
+        left = self._left(now)
         os.environ.clear()
         os.environ.update(self._environment)
         os.chdir(self._folder)
@@ -60,10 +61,10 @@ class Process:
         torch.set_rng_state(of_torch)
         gc.collect()
         end_groups()
-        self._attributes = attributes() | self._attributes  # with those of modules imported since
+        self._attributes = now | self._attributes  # with those of modules imported since
         return left
 
-    def _left(self) -> list[str]:
+    def _left(self, attributes: dict[tuple[str, str], Any]) -> list[str]:
         left = []
         if in_flight._now is not None:
             left.append("a save in the background")
@@ -73,7 +74,7 @@ class Process:
             left.append(f"the default device {torch.get_default_device()}")
         threads = [one for one in threading.enumerate() if one not in self._threads]
         left += [f"a thread {one.name}" for one in threads if not one.daemon]
-        for (owner, name), now in attributes().items():
+        for (owner, name), now in attributes.items():
             # The first optimizer of a class wraps the class's `step`, and marks it as "hooked".
             is_torchs = getattr(now, "hooked", False)
             if now is not self._attributes.get((owner, name), now) and not is_torchs:

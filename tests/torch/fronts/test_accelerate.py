@@ -62,11 +62,16 @@ def assert_same(four: Ranks, theirs: dict[str, Any], ours: dict[str, Any]) -> li
     ("model", "how"),
     [
         pytest.param("qwen3", BF16 | SENT, id="dense, tied"),
-        pytest.param("qwen3", BF16, id="every rank loads"),
-        pytest.param("llama", SENT, id="no mixed precision"),
-        pytest.param("qwen3-fp32", BF16 | SENT, id="rounded and upcast"),
+        pytest.param("qwen3", BF16, id="every rank loads", marks=pytest.mark.soak),
+        pytest.param("llama", SENT, id="no mixed precision", marks=pytest.mark.soak),
+        pytest.param("qwen3-fp32", BF16 | SENT, id="rounded and upcast", marks=pytest.mark.soak),
         pytest.param("qwen3-fp32", BF16 | {"dtype": "float32"}, id="float32"),
-        pytest.param("qwen3", BF16 | SENT | {"grouped": True}, id="three groups, frozen, tied"),
+        pytest.param(
+            "qwen3",
+            BF16 | SENT | {"grouped": True},
+            id="three groups, frozen, tied",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             "qwen3_moe",
             BF16 | SENT | {"grouped": True, "order": "scheduler optimizer model"},
@@ -74,9 +79,21 @@ def assert_same(four: Ranks, theirs: dict[str, Any], ours: dict[str, Any]) -> li
         ),
         pytest.param("llama", BF16 | SENT | {"replicas": 2}, id="replicas"),
         pytest.param("llama", BF16 | SENT | {"offload": True}, id="offloaded"),
-        pytest.param("qwen3", BF16 | SENT | {"checkpointing": True}, id="checkpointing"),
-        pytest.param("llama", BF16 | {"auto_wrap_policy": "no_wrap"}, id="one unit"),
-        pytest.param("llama", {"ignored_modules": r"model\.layers\.0\.mlp"}, id="ignored by name"),
+        pytest.param(
+            "qwen3",
+            BF16 | SENT | {"checkpointing": True},
+            id="checkpointing",
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            "llama", BF16 | {"auto_wrap_policy": "no_wrap"}, id="one unit", marks=pytest.mark.soak
+        ),
+        pytest.param(
+            "llama",
+            {"ignored_modules": r"model\.layers\.0\.mlp"},
+            id="ignored by name",
+            marks=pytest.mark.soak,
+        ),
         pytest.param("gpt2", {"dtype": None} | SENT, id="GPT-2"),
         pytest.param(
             "llava",
@@ -108,10 +125,15 @@ def test_persistent_buffers_are_loaded(four: Ranks, models: dict[str, Path]) -> 
     ("how", "adapters"),
     [
         pytest.param(SENT, {}, id="sent by rank 0"),
-        pytest.param({}, {"seed": 5}, id="the same seed on each rank"),
+        pytest.param({}, {"seed": 5}, id="the same seed on each rank", marks=pytest.mark.soak),
         pytest.param(SENT, {"modules_to_save": ["lm_head"]}, id="with a head"),
         pytest.param(SENT, {"use_dora": True}, id="with DoRA's magnitudes"),
-        pytest.param({}, {"seed": 5, "trainable_token_indices": [3, 4]}, id="with trained tokens"),
+        pytest.param(
+            {},
+            {"seed": 5, "trainable_token_indices": [3, 4]},
+            id="with trained tokens",
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_adapters_keep_their_values(

@@ -86,10 +86,10 @@ def run_killed(
     raise AssertionError("the last attempt returns above")
 
 
-@pytest.mark.parametrize(
-    ("seeds", "kills"),
-    [((1,), 3), pytest.param(tuple(range(2, 14)), 5, marks=pytest.mark.soak, id="soak")],
-)
+# Always: a checkpoint without COMMIT (test_checkpoints.py), and faults and power cuts at every call
+# of a save (modicum/checkpoint/step_test.cc).
+@pytest.mark.soak
+@pytest.mark.parametrize(("seeds", "kills"), [((1,), 3), (tuple(range(2, 14)), 5)])
 def test_a_run_killed_while_saving_ends_with_the_same_bits(
     two: Ranks, tmp_path: Path, model: str, seeds: tuple[int, ...], kills: int
 ) -> None:

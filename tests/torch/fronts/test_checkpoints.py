@@ -421,7 +421,7 @@ def test_no_progress_bar_is_drawn_for_a_config(
 @pytest.mark.parametrize(
     ("optimizer", "sharded", "limit"),
     [
-        ("torch", False, 2),
+        pytest.param("torch", False, 2, marks=pytest.mark.soak),
         ("modicum", False, 1),
         pytest.param("torch", True, 2, marks=pytest.mark.soak),
         pytest.param("sgd", False, 2, marks=pytest.mark.soak),
@@ -476,6 +476,7 @@ def test_trainer_resumes_bit_for_bit(
     assert not [name for name in found if name.startswith(("optimizer.", "pytorch_model", "."))]
 
 
+@pytest.mark.soak
 def test_trainer_with_adapters_resumes_bit_for_bit(
     two: Ranks, pool: Pool, tmp_path: Path, modicum: Path, model: str
 ) -> None:

@@ -30,7 +30,7 @@ BESIDES_BYTES = 256 << 10
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(4, tmp_path_factory.mktemp("engines") / "ranks", fresh=True) as started:
+    with ranks(4, tmp_path_factory.mktemp("engines") / "ranks") as started:
         yield started
 
 

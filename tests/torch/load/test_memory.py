@@ -20,7 +20,6 @@ pytest.importorskip("transformers")
 
 from ranks import GONE, Ranks, ranks
 
-MESH = [4]
 MIB = 1 << 20
 # Memory that Python takes during the first load, before that load measures its baseline.
 PYTHON_BYTES = 4 * MIB
@@ -45,8 +44,9 @@ def top_heavy(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks(4, tmp_path_factory.mktemp("memory") / "ranks", fresh=True) as started:
+def new(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Two ranks that share no memory with another process."""
+    with ranks(2, tmp_path_factory.mktemp("memory") / "ranks", fresh=True) as started:
         yield started
 
 
@@ -57,12 +57,12 @@ def predicted_growth(report: dict[str, Any], rank: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", (None, "float32"), ids=("as stored", "cast"))
-@pytest.mark.parametrize("which", ("model", "top_heavy"))
+@pytest.mark.parametrize("which", (pytest.param("model", marks=pytest.mark.soak), "top_heavy"))
 def test_promise_is_kept_and_close(
-    four: Ranks, request: pytest.FixtureRequest, which: str, dtype: str | None
+    new: Ranks, request: pytest.FixtureRequest, which: str, dtype: str | None
 ) -> None:
     directory = request.getfixturevalue(which)
-    answers = four.ask("measured", directory=str(directory), mesh=MESH, by="modicum", dtype=dtype)
+    answers = new.ask("measured", directory=str(directory), mesh=[2], by="modicum", dtype=dtype)
     for rank, answer in enumerate(answers):
         report, grown = answer["report"], answer["grown_bytes"]
         predicted, of = predicted_growth(report, rank), report["ranks"][rank]
@@ -80,11 +80,11 @@ def test_promise_is_kept_and_close(
 
 
 @pytest.mark.soak
-def test_loading_whole_and_then_sharding_needs_more(four: Ranks, model: Path) -> None:
+def test_loading_whole_and_then_sharding_needs_more(new: Ranks, model: Path) -> None:
     """Shows that the test above would fail for the naive loader."""
-    how = {"directory": str(model), "mesh": MESH, "dtype": "float32"}
-    promised = four.ask("measured", by="modicum", **how)
-    naive = four.ask("measured", by="torch", **how)
+    how = {"directory": str(model), "mesh": [2], "dtype": "float32"}
+    promised = new.ask("measured", by="modicum", **how)
+    naive = new.ask("measured", by="torch", **how)
     for rank, answer in enumerate(naive):
         predicted = predicted_growth(promised[rank]["report"], rank)
         assert answer["grown_bytes"] > 2 * predicted, f"rank {rank}"
@@ -102,6 +102,7 @@ def cages() -> Iterator[list[Cage]]:
         yield [stack.enter_context(cage(4 << 30)) for _ in range(4)]
 
 
+@pytest.mark.soak  # test_job_memory.py compares promises with the kernel's counters always
 def test_loads_in_cgroups_smaller_than_the_checkpoint(
     model: Path, cages: list[Cage], tmp_path: Path
 ) -> None:
@@ -109,7 +110,7 @@ def test_loads_in_cgroups_smaller_than_the_checkpoint(
     The memory that the limit leaves next to the process is smaller than the checkpoint. In the same
     cgroups the kernel kills the naive loader."""
     procs = [one.directory / "cgroup.procs" for one in cages]
-    how: dict[str, Any] = {"directory": str(model), "mesh": MESH}
+    how: dict[str, Any] = {"directory": str(model), "mesh": [4]}
     how["hosts"] = [f"pod-{rank}" for rank in range(4)]
     with ranks(4, tmp_path / "ranks", fresh=True, cages=procs) as four:
         report = four.ask("measured", by="modicum", **how)[0]["report"]

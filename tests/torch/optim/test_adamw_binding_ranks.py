@@ -19,7 +19,7 @@ pytest.importorskip("accelerate")
 from ranks import Ranks
 
 
-@pytest.fixture(scope="module", params=(2, 4))
+@pytest.fixture(scope="module", params=(2, pytest.param(4, marks=pytest.mark.soak)))
 def world(request: pytest.FixtureRequest, worlds: dict[int, Ranks]) -> Ranks:
     return worlds[request.param]
 

@@ -35,7 +35,9 @@ ROWS = {
 }
 
 
-@pytest.fixture(scope="module", params=(4, 6), ids="{} ranks".format)
+@pytest.fixture(
+    scope="module", params=(pytest.param(4, marks=pytest.mark.soak), 6), ids="{} ranks".format
+)
 def world(request: Any, worlds: dict[int, Ranks]) -> Ranks:
     return worlds[request.param]
 

@@ -54,6 +54,7 @@ def copied(answer: dict[str, Any]) -> float:
     return sum(owners[name]["copied_per_param"] for name in names)
 
 
+@pytest.mark.soak  # the callback is tested always with torch's optimizers (below)
 def test_the_callback_protects_before_the_workers_are_forked(
     plain: dict[str, Any], tmp_path: Path
 ) -> None:

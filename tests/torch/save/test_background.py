@@ -26,7 +26,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from faulty_files import SLOW, FaultyFiles
-from ranks import GONE, Ranks, ranks, torchrun
+from ranks import GONE, Ranks, own_fork_server, ranks, torchrun
 from sharding import Cut
 
 MIB = 1 << 20
@@ -49,7 +49,8 @@ def faulty(place: Path) -> Iterator[FaultyFiles]:
     made.be((SLOW, 0))  # each write is delayed by 0 microseconds, until a test sets more
     before = dict(os.environ)
     os.environ |= made.environment(place)
-    yield made
+    with own_fork_server():
+        yield made
     os.environ.clear()
     os.environ.update(before)
 
@@ -62,7 +63,7 @@ class Worlds(dict[int, Ranks]):
         self._place, self._stack = place, stack
 
     def __missing__(self, size: int) -> Ranks:
-        started = ranks(size, self._place / f"of-{size}", fresh=True)
+        started = ranks(size, self._place / f"of-{size}")
         self[size] = self._stack.enter_context(started)
         return self[size]
 
@@ -252,7 +253,7 @@ def test_a_kill_leaves_the_old_step(
     worlds[1].ask("saves", directory=model, root=str(root), cut=ONE)
     marks = root.parent / f"{root.name}-marks"
     marks.mkdir()
-    with ranks(2, root.parent / f"{root.name}-ranks", fresh=True) as two:
+    with ranks(2, root.parent / f"{root.name}-ranks") as two:
         begin(two, model, root, marks, (None, 100_000, "polls"))
         time.sleep(1)
         for rank in range(2):
@@ -296,7 +297,7 @@ def test_sigterm_ends_the_process_after_the_step(
     nothing of it is left."""
     marks = tmp_path / "marks"
     marks.mkdir()
-    with ranks(2, tmp_path / "ranks", fresh=True) as two:
+    with ranks(2, tmp_path / "ranks") as two:
         begin(two, model, root, marks, (grace, 5_000 if committed else 60_000, does))
         for pid in two.pids:
             if does != "steps":

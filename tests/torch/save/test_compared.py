@@ -22,7 +22,7 @@ from sharding import Cut  # noqa: E402
 import modicum.torch as front  # noqa: E402
 from modicum.errors import IntegrityError  # noqa: E402
 
-OPTIMIZERS = ("fp32-split", "int8-moments", "torch")
+OPTIMIZERS = ("fp32-split", pytest.param("int8-moments", marks=pytest.mark.soak), "torch")
 
 
 def trained(name: str, optimizer: str) -> tuple[Any, Any]:

@@ -67,13 +67,13 @@ def save_and_resume(
 @pytest.mark.parametrize(
     ("before", "after", "state_format", "dtype"),
     [
-        (FOUR, TWO, "fp32", "float32"),
+        pytest.param(FOUR, TWO, "fp32", "float32", marks=SOAK),
         (TWO, THREE, "fp32-split", "bfloat16"),
-        (ONE, FOUR, "int8-moments", "bfloat16"),
+        pytest.param(ONE, FOUR, "int8-moments", "bfloat16", marks=SOAK),
         (HSDP, TWO, "bf16-moments", "float32"),
         (TP, THREE, "fp32", "bfloat16"),
         (THREE, ONE, "int8-moments", "float32"),
-        (TWO, THREE, "int8-moments-24", "bfloat16"),
+        pytest.param(TWO, THREE, "int8-moments-24", "bfloat16", marks=SOAK),
         (HSDP, THREE, "int8-moments", "bfloat16"),
     ],
     ids=str,
@@ -149,7 +149,9 @@ def test_replicas_that_differ_are_not_mixed(
             assert torch.equal(values[n][name], value), f"{name} of step {n}"
 
 
-@pytest.mark.parametrize("optimizer", ("adam", "adamw", "sgd", "sgd-plain"))
+@pytest.mark.parametrize(
+    "optimizer", ("adamw", "sgd", *(pytest.param(o, marks=SOAK) for o in ("adam", "sgd-plain")))
+)
 def test_optimizers_of_torch_resume_in_another_world(
     worlds: dict[int, Ranks], model: str, tmp_path: Path, modicum: Path, optimizer: str
 ) -> None:
