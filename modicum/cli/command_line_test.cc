@@ -24,8 +24,8 @@ namespace modicum {
 namespace {
 
 const std::vector<std::string> kVerbs = {"inspect", "synth",  "plan",   "load",    "rehearse",
-                                         "save",    "resume", "verify", "convert",
-                                         "diff",    "step",   "doctor", "watch"};
+                                         "save",    "resume", "verify", "convert", "diff",
+                                         "step",    "doctor", "watch"};
 const std::vector<std::string> kStrategies = {"own-shard", "node-reader", "replica-striped",
                                               "rank0-broadcast", "full-per-rank"};
 

@@ -151,23 +151,22 @@ TEST_P(ResumedWorldsByFormat, EqualUninterruptedTraining) {
 // ---- states that are converted
 
 // Resumes a state in every format, in layouts that cut it elsewhere than the save did: also within
-// blocks of 8-bit moments, where the run's own format has none. Each gives the bits of one rank, and
-// compares every byte once. The values of a pair of formats are compared with AdamW::import_from in
-// tests/cli/test_state_formats.py.
+// blocks of 8-bit moments, where the run's own format has none. Each gives the bits of one rank,
+// and compares every byte once. The values of a pair of formats are compared with
+// AdamW::import_from in tests/cli/test_state_formats.py.
 TEST_P(ResumedWorldsByFormat, AreResumedInEveryFormat) {
   const std::string& format = GetParam();
-  const std::vector<Cut> cuts = {{"fsdp2", 1}, {"fsdp2", 3}, {"tp-fsdp", 4}, {"hsdp", 4},
-                                 {"zero2", 3}, {"zero2", 7}};
+  const std::vector<Cut> cuts = {{"fsdp2", 1}, {"fsdp2", 3}, {"tp-fsdp", 4},
+                                 {"hsdp", 4},  {"zero2", 3}, {"zero2", 7}};
   const Cut saved{"fsdp2", 2};
-  program.succeed(fmt::format("save /model /root {} --step 3 --steps 3{}", words(format),
-                              saved.flags()));
+  program.succeed(
+      fmt::format("save /model /root {} --step 3 --steps 3{}", words(format), saved.flags()));
   for (const std::string& to : kFormats) {
     std::optional<Document> one;
     for (const Cut& cut : cuts) {
       if (!cut.holds(to)) continue;
-      const std::string resume =
-          fmt::format("resume /root --recipe /recipe.json --optimizer adamw:{} --steps 2{}", to,
-                      cut.flags());
+      const std::string resume = fmt::format(
+          "resume /root --recipe /recipe.json --optimizer adamw:{} --steps 2{}", to, cut.flags());
       SCOPED_TRACE(resume);
       const Document document = program.succeed(resume);
       EXPECT_TRUE(document["not_compared"].elements().empty());
@@ -184,8 +183,8 @@ TEST_P(ResumedWorldsByFormat, AreResumedInEveryFormat) {
 // A bf16 parameter becomes fp32, and is its own master then, with the values of the saved master.
 TEST_P(ResumedWorldsByFormat, AreResumedAsFloat32) {
   const std::string& format = GetParam();
-  program.succeed(fmt::format("save /model /root {} --step 3 --steps 3 --ranks 2{}", words(format),
-                              kSmall));
+  program.succeed(
+      fmt::format("save /model /root {} --step 3 --steps 3 --ranks 2{}", words(format), kSmall));
   const std::string resume = fmt::format("resume /root --recipe /recipe.json{}", kSmall);
   const std::string digest = program.succeed(resume)["state_digest"].text();
   for (const char* flags : {"", " --ranks 3"}) {
@@ -197,13 +196,12 @@ TEST_P(ResumedWorldsByFormat, AreResumedAsFloat32) {
 // A save goes on from the state of a step, in the same format or another one, as a resume does.
 TEST_P(ResumedWorldsByFormat, AreSavedAgain) {
   const std::string& format = GetParam();
-  program.succeed(fmt::format("save /model /root {} --step 3 --steps 3 --ranks 2{}", words(format),
-                              kSmall));
+  program.succeed(
+      fmt::format("save /model /root {} --step 3 --steps 3 --ranks 2{}", words(format), kSmall));
   for (const std::string& to : kFormats) {
     SCOPED_TRACE(format + " to " + to);
     const std::string optimizer = fmt::format("--optimizer adamw:{}{}", to, kSmall);
-    const Document went_on =
-        program.succeed(fmt::format("resume /root --steps 2 {}", optimizer));
+    const Document went_on = program.succeed(fmt::format("resume /root --steps 2 {}", optimizer));
     const Document saved = program.succeed(
         fmt::format("save /root/step-3 /new --step 5 --steps 2 --ranks 3 {}", optimizer));
     EXPECT_EQ(saved["digest"].text(), went_on["digest"].text());

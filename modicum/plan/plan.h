@@ -127,8 +127,8 @@ constexpr uint64_t kLineRoomBytes = 64 * kKiB;
 enum : size_t { kOpenPhase, kLoadPhase, kHoldPhase, kLoadPhases };
 
 // The parts of the promise of a run with an optimizer, for which PlanOptions::after has one phase.
-// `save` needs PlanOptions::save, `resume` needs PlanOptions::resume. Of a run with both (a save that
-// goes on from a step) only the whole promise has a meaning.
+// `save` needs PlanOptions::save, `resume` needs PlanOptions::resume. Of a run with both (a save
+// that goes on from a step) only the whole promise has a meaning.
 //
 //   load      the three phases of the load
 //   step      the phase of PlanOptions::after

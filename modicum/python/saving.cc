@@ -363,9 +363,10 @@ Args:
 
 Raises:
     UsageError: two saved tensors would have the same name, or there is no tensor to save.)");
-  module.def("save_footprint", footprint_of_save, "parts"_a, "own_bytes"_a = 0,
-             "The bytes by purpose that a save holds on a rank. `parts`: (held, gather_bytes) of the "
-             "model and of the state; `own_bytes`: of the rank's file of a program's own values.");
+  module.def(
+      "save_footprint", footprint_of_save, "parts"_a, "own_bytes"_a = 0,
+      "The bytes by purpose that a save holds on a rank. `parts`: (held, gather_bytes) of the "
+      "model and of the state; `own_bytes`: of the rank's file of a program's own values.");
   module.def("save_promise", save_promise, "held"_a, "baselines"_a, nb::kw_only(),
              "ranks_per_node"_a, "budget"_a = nb::none(), "budget_source"_a = "argument",
              "(promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a "

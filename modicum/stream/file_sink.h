@@ -17,8 +17,8 @@ namespace modicum {
 class FileSink final : public Sink {
  public:
   // places[t] is the tensor of `saved` that target t is written to; UINT32_MAX for aliases, which
-  // have no elements. `keeps_holes`: pages of zeros are not written and take no space. All arguments
-  // must outlive the sink.
+  // have no elements. `keeps_holes`: pages of zeros are not written and take no space. All
+  // arguments must outlive the sink.
   FileSink(const Plan& plan, const Manifest& saved, std::span<const uint32_t> places,
            const SaveFiles& to, bool keeps_holes);
   FileSink(const Plan&&, const Manifest&, std::span<const uint32_t>, const SaveFiles&,

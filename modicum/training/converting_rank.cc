@@ -114,8 +114,7 @@ void ConvertRank::compare(Compared& read) {
   read.compare();
   if (!read.has_rest()) return;
   const Buffer room = ledger_.charge(Purpose::staging, kRestRoomBytes);
-  outcome_.load.storage_read_bytes +=
-      read.compare_rest(world_.task.run.checkpoint, room.bytes());
+  outcome_.load.storage_read_bytes += read.compare_rest(world_.task.run.checkpoint, room.bytes());
 }
 
 uint64_t ConvertRank::convert(uint32_t file, Compared& read) {
@@ -127,8 +126,7 @@ uint64_t ConvertRank::convert(uint32_t file, Compared& read) {
   if (!form().targets_of(file).empty()) loaded = load_targets(file, to, read);
   compare(read);
   const DataFile& of = written.files[file];
-  world_.conversion.add(
-      {of.name, of.identity.size_bytes, loaded.digest, std::move(loaded.losses)});
+  world_.conversion.add({of.name, of.identity.size_bytes, loaded.digest, std::move(loaded.losses)});
   return loaded.digest;
 }
 

@@ -26,13 +26,13 @@ uint64_t bytes_to_save(const SaveTask& task) {
   return task.plan.manifest().data_bytes() + state;
 }
 
-// The pages for what is read of a state; none if there is no state to read.
+// The pages for the comparison of a state; none if there is no state to read.
 std::optional<ComparedPages> pages_of(const ResumeState* from, const LoadTask& load) {
   if (from == nullptr) return {};
   return ComparedPages(from->checkpoint.manifest, load.plan.ranks(), kStateFolder);
 }
 
-// Both parts of what a run has compared.
+// The comparisons of the weights and of the state.
 ComparedValues merged(const ComparedPages& weights, const std::optional<ComparedPages>& state) {
   ComparedValues all = weights.merged();
   if (!state) return all;

@@ -94,7 +94,8 @@ SavedStep publish(StepSave& step, const SaveTask& task, const TrainedSteps& trai
                   std::function<void()> waits) {
   std::optional<StepSave::SavedState> state;
   if (task.state != nullptr) {
-    state.emplace(StepSave::SavedState{task.state->manifest(), state_json(facts_of(task, trained))});
+    state.emplace(
+        StepSave::SavedState{task.state->manifest(), state_json(facts_of(task, trained))});
   }
   Publishing how{.waits = std::move(waits)};
   if (task.from != nullptr) how.carried = &task.from->carried;

@@ -199,9 +199,9 @@ StateForm StateFiles::form_of(const std::string& fqn) const {
   }
   fail(Category::mismatch, "the saved state has dtypes of no state format",
        {.tensor = fqn,
-        .got = fmt::format("exp_avg {}{}", torch_name(moment->dtype),
-                           low == nullptr ? "" : fmt::format(", master_low {}",
-                                                             torch_name(low->dtype)))});
+        .got = fmt::format(
+            "exp_avg {}{}", torch_name(moment->dtype),
+            low == nullptr ? "" : fmt::format(", master_low {}", torch_name(low->dtype)))});
 }
 
 bool StateFiles::is_converted(std::span<const StateOf> parameters) const {

@@ -41,7 +41,7 @@ struct Window {
 // A plane of a shard, and its first stored tensor.
 struct PlaneOfShard {
   uint32_t stored = 0;
-  const HeldShard* of = nullptr;
+  const HeldShard* held = nullptr;
   StateForm saved;
   StatePlane plane = StatePlane::master;
   bool is_converted = false;
@@ -71,7 +71,7 @@ class StateReader {
   void read(FunctionRef<void(const StoredSpan&)> fn) {
     for (const PlaneOfShard& of : planes_) {
       if (!of.is_converted) {
-        files_.for_each_span(*of.of, of.part, fn);
+        files_.for_each_span(*of.held, of.part, fn);
         continue;
       }
       if (!window_) window_.emplace(ledger_);
@@ -86,53 +86,58 @@ class StateReader {
     const bool is_split = row_of(saved.format).is_split();
     if (is_split || !saved.is_master) {
       const uint32_t stored = files_.stored(of.fqn, is_split ? "master_low" : "master");
-      planes_.push_back({stored, &of, saved, StatePlane::master,
+      planes_.push_back({stored,
+                         &of,
+                         saved,
+                         StatePlane::master,
                          is_master_converted(saved, format),
                          {stored, is_split ? Plane::master_low : Plane::master, false}});
     }
     const bool is_converted = is_moment_converted(saved, format);
     for (const Moment& moment : kMoments) {
       const uint32_t stored = files_.stored(of.fqn, moment.suffix);
-      planes_.push_back({stored, &of, saved, moment.exported, is_converted,
-                         {stored, moment.plane, false}});
+      planes_.push_back(
+          {stored, &of, saved, moment.exported, is_converted, {stored, moment.plane, false}});
       if (is_converted || !row_of(format).has_scales()) continue;
       const uint32_t scales = files_.stored(of.fqn, moment.scale_suffix);
-      planes_.push_back({scales, &of, saved, moment.exported, false,
-                         {scales, moment.plane, true}});
+      planes_.push_back({scales, &of, saved, moment.exported, false, {scales, moment.plane, true}});
     }
   }
 
+  // Elements of a run of a shard: from parameter element `first`, and shard element `at`.
+  struct Stretch {
+    int64_t first = 0, at = 0, n = 0;
+  };
+
   // A window ends where a block of scales ends, in either form, or where the run ends.
   void convert(const PlaneOfShard& of, FunctionRef<void(const StoredSpan&)> fn) {
-    const HeldShard& held = *of.of;
-    const TensorSpec& spec = files_.manifest().tensors[of.stored].spec;
-    const ScaleBlocks blocks(moment_row(spec.shape));
+    const HeldShard& held = *of.held;
+    const ScaleBlocks blocks(moment_row(files_.manifest().tensors[of.stored].spec.shape));
     int64_t at = 0;
     for (const ShardRun& run : held.adamw.shard(held.shard).runs) {
-      for (int64_t first = run.first, left = run.n; left > 0;) {
-        int64_t n = left;
+      const int64_t end = run.first + run.n;
+      for (int64_t first = run.first; first < end;) {
+        int64_t n = end - first;
         if (n > kWindow) n = blocks.begin_of(first + kWindow) - first;
         if (of.plane == StatePlane::master) {
-          convert_master(of, first, at, n, fn);
+          convert_master(of, {first, at, n}, fn);
         } else {
-          convert_moment(of, blocks, first, at, n, fn);
+          convert_moment(of, blocks, {first, at, n}, fn);
         }
         first += n;
         at += n;
-        left -= n;
       }
     }
   }
 
-  void convert_moment(const PlaneOfShard& of, const ScaleBlocks& blocks, int64_t first, int64_t at,
-                      int64_t n, FunctionRef<void(const StoredSpan&)> fn) {
-    AdamSpan span = span_of(of, first, n);
-    read_values(of.stored, first, n, window_->stored, fn);
-    const auto& moment = kMoments[of.plane == StatePlane::exp_avg ? 0 : 1];
+  void convert_moment(const PlaneOfShard& of, const ScaleBlocks& blocks, const Stretch& stretch,
+                      FunctionRef<void(const StoredSpan&)> fn) {
+    AdamSpan span = span_of(of, stretch);
+    read_values(of.stored, stretch, window_->stored, fn);
+    const Moment& moment = kMoments[of.plane == StatePlane::exp_avg ? 0 : 1];
     if (row_of(of.saved.format).has_scales()) {
       span.row = blocks.row();
-      const uint32_t scales = files_.stored(of.of->fqn, moment.scale_suffix);
-      read_scales(scales, blocks, first, n, fn);
+      read_scales(files_.stored(of.held->fqn, moment.scale_suffix), blocks, stretch, fn);
     }
     auto* const scales = reinterpret_cast<float*>(window_->scales.data());
     if (of.plane == StatePlane::exp_avg) {
@@ -142,65 +147,70 @@ class StateReader {
       span.exp_avg_sq = window_->stored.data();
       span.exp_avg_sq_scale = scales;
     }
-    hand_over(of, span, at, n);
+    import_values(of, span, stretch);
   }
 
-  void convert_master(const PlaneOfShard& of, int64_t first, int64_t at, int64_t n,
+  void convert_master(const PlaneOfShard& of, const Stretch& stretch,
                       FunctionRef<void(const StoredSpan&)> fn) {
-    AdamSpan span = span_of(of, first, n);
+    AdamSpan span = span_of(of, stretch);
     span.master = window_->stored.data();
     if (row_of(of.saved.format).is_split()) {
-      take_upper_halves(*of.of, at, n);
-      read_values(of.stored, first, n, window_->low, fn);
+      take_upper_halves(*of.held, stretch);
+      read_values(of.stored, stretch, window_->low, fn);
       span.master_low = window_->low.data();
     } else {
-      read_values(of.stored, first, n, window_->stored, fn);
+      read_values(of.stored, stretch, window_->stored, fn);
     }
-    hand_over(of, span, at, n);
-    const ShardSpec& shard = of.of->adamw.shard(of.of->shard);
-    if (shard.out == nullptr || row_of(of.of->adamw.format()).is_split()) return;
+    import_values(of, span, stretch);
+    const ShardSpec& shard = of.held->adamw.shard(of.held->shard);
+    if (shard.out == nullptr || row_of(of.held->adamw.format()).is_split()) return;
     cast(reinterpret_cast<const std::byte*>(window_->values.data()), DType::f32,
-         shard.out + bytes_of(shard.out_dtype, at), shard.out_dtype, n);
+         shard.out + bytes_of(shard.out_dtype, stretch.at), shard.out_dtype, stretch.n);
   }
 
   // The parameter itself, as it was saved.
-  void take_upper_halves(const HeldShard& of, int64_t at, int64_t n) {
-    const ShardSpec& shard = of.adamw.shard(of.shard);
-    const uint64_t bytes = bytes_of(DType::bf16, n);
+  void take_upper_halves(const HeldShard& held, const Stretch& stretch) {
+    const ShardSpec& shard = held.adamw.shard(held.shard);
+    const uint64_t begin = bytes_of(DType::bf16, stretch.at);
+    const uint64_t bytes = bytes_of(DType::bf16, stretch.n);
     std::byte* const to = window_->stored.data();
-    if (row_of(of.adamw.format()).is_split()) {
-      const auto upper = of.adamw.plane(of.shard, Plane::master);
-      std::copy_n(upper.data() + bytes_of(DType::bf16, at), bytes, to);
+    if (row_of(held.adamw.format()).is_split()) {
+      std::copy_n(held.adamw.plane(held.shard, Plane::master).data() + begin, bytes, to);
     } else if (shard.out != nullptr && shard.out_dtype == DType::bf16) {
-      std::copy_n(shard.out + bytes_of(DType::bf16, at), bytes, to);
+      std::copy_n(shard.out + begin, bytes, to);
     } else {
-      const auto values = window_->values.first(static_cast<size_t>(n));
-      of.adamw.export_to(of.shard, StatePlane::master, at, values);
-      cast(reinterpret_cast<const std::byte*>(values.data()), DType::f32, to, DType::bf16, n);
+      const auto values = window_->values.first(static_cast<size_t>(stretch.n));
+      held.adamw.export_to(held.shard, StatePlane::master, stretch.at, values);
+      cast(reinterpret_cast<const std::byte*>(values.data()), DType::f32, to, DType::bf16,
+           stretch.n);
     }
   }
 
-  AdamSpan span_of(const PlaneOfShard& of, int64_t first, int64_t n) const {
-    return {.format = of.saved.format, .parameter = name_hash(of.of->fqn), .first = first, .n = n};
+  static AdamSpan span_of(const PlaneOfShard& of, const Stretch& stretch) {
+    return {.format = of.saved.format,
+            .parameter = name_hash(of.held->fqn),
+            .first = stretch.first,
+            .n = stretch.n};
   }
 
-  void hand_over(const PlaneOfShard& of, const AdamSpan& span, int64_t at, int64_t n) {
-    const auto values = window_->values.first(static_cast<size_t>(n));
-    export_state(span, of.plane, values.data());
-    of.of->adamw.import_from(of.of->shard, of.plane, at, values);
+  void import_values(const PlaneOfShard& of, const AdamSpan& saved, const Stretch& stretch) {
+    const auto values = window_->values.first(static_cast<size_t>(stretch.n));
+    export_state(saved, of.plane, values.data());
+    of.held->adamw.import_from(of.held->shard, of.plane, stretch.at, values);
   }
 
-  void read_values(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> to,
+  void read_values(uint32_t stored, const Stretch& stretch, std::span<std::byte> to,
                    FunctionRef<void(const StoredSpan&)> fn) const {
     const DType dtype = files_.manifest().tensors[stored].spec.dtype;
-    fn({stored, bytes_of(dtype, first), to.first(bytes_of(dtype, n))});
+    fn({stored, bytes_of(dtype, stretch.first), to.first(bytes_of(dtype, stretch.n))});
   }
 
-  // A block that begins before the window is the end of another shard, which compares its scale.
-  void read_scales(uint32_t stored, const ScaleBlocks& blocks, int64_t first, int64_t n,
+  // A block that begins before the run is the end of another shard, which compares its scale.
+  void read_scales(uint32_t stored, const ScaleBlocks& blocks, const Stretch& stretch,
                    FunctionRef<void(const StoredSpan&)> fn) const {
-    const int64_t begin = blocks.block_of(first), end = blocks.block_of(first + n - 1) + 1;
-    const bool is_cut = blocks.begin_of(first) != first;
+    const int64_t begin = blocks.block_of(stretch.first);
+    const int64_t end = blocks.block_of(stretch.first + stretch.n - 1) + 1;
+    const bool is_cut = blocks.begin_of(stretch.first) != stretch.first;
     const uint64_t at = bytes_of(DType::f32, begin), of_cut = is_cut ? sizeof(float) : 0;
     const auto to = window_->scales.first(bytes_of(DType::f32, end - begin));
     if (is_cut) fn({stored, at, to.first(of_cut), true});

@@ -19,14 +19,14 @@ struct StateSource {
 };
 
 constexpr uint64_t kConvertedStateBytes = 512 * kKiB;  // staging, if a plane is converted
-// The memory that reading a state adds to the promise of a load (PlanOptions::resume): what is held
-// from the start and, as staging, what load_state takes. `saved`: the manifest of the state, with
-// its recorded digests; `parameters`: those of the run.
+// The memory that reading a state adds to the promise of a load (PlanOptions::resume): headers,
+// which are held from the start, and the window of load_state, as staging. `saved`: the manifest of
+// the state, with its recorded digests; `parameters`: those of the run.
 Footprint resume_footprint_of(const Manifest& saved, const StateFiles& files,
                               std::span<const StateOf> parameters);
 
 // Reads this rank's shards of `from`, which must be of the run (StateFiles::require_of), sets their
-// step counts, and adds what was read to `compared`. The ranks must hold the values of the saved
+// step counts, and adds the bytes to `compared`. The ranks must hold the values of the saved
 // parameters already. All ranks call it at the same time. Returns the bytes read.
 //
 // A plane that the state holds as it was saved is read straight into the state. Any other is read
@@ -41,8 +41,8 @@ Footprint resume_footprint_of(const Manifest& saved, const StateFiles& files,
 //   w.exp_avg                             = exp_avg                ~ exp_avg
 //   w.exp_avg_sq                          = exp_avg_sq             ~ exp_avg_sq
 //
-// Throws FORMAT.TRUNC, IO, BUDGET; CONFLICT if a file changed; INTEGRITY if values are not the saved
-// ones; PEER if another rank failed.
+// Throws FORMAT.TRUNC, IO, BUDGET; CONFLICT if a file changed; INTEGRITY if values are not the
+// saved ones; PEER if another rank failed.
 uint64_t load_state(const StateSource& from, HeldShards shards, const RankContext& at,
                     Compared& compared);
 

@@ -63,8 +63,8 @@ CarriedFiles::CarriedFiles(const FoundStep& step, const Manifest& state)
                                              folder + kIndexFile};  // by the save itself
   for (const DataFile& file : state.files) made.insert(folder + file.name);
   for (const StepFile& file : step.record.files) {
-    const bool is_inside = file.name.starts_with(folder) ||
-                           file.name.starts_with(fmt::format("{}/", kExtraDirectory));
+    const bool is_inside =
+        file.name.starts_with(folder) || file.name.starts_with(fmt::format("{}/", kExtraDirectory));
     if (is_inside && !made.contains(file.name)) files.push_back(file);
   }
 }

@@ -33,15 +33,15 @@ class TrainedRank {
   void cast_masters() {
     optimizer_.cast_masters([this] { world_.board.beat(rank_, 0); });
   }
-  // Reads the state of a step, and gives `pages` what was read. The ranks hold the step's values.
+  // Reads the state of a step, and gives `pages` its sums. The ranks hold the step's values.
   void read_state(const ResumeState& from, const ComparedPages& pages) {
     const ReportedPhase phase(of_.ledger.reporter(), "resume");
     Compared compared(from.checkpoint.manifest, kStateFolder);
     const auto shards = [this](FunctionRef<void(const HeldShard&)> fn) {
       for_each_held(optimizer_, false, fn);
     };
-    of_.load.outcome().storage_read_bytes += load_state(
-        from.source(), shards, {rank_, &world_.board, nullptr, &of_.ledger}, compared);
+    of_.load.outcome().storage_read_bytes +=
+        load_state(from.source(), shards, {rank_, &world_.board, nullptr, &of_.ledger}, compared);
     pages.give(rank_, compared);
   }
 

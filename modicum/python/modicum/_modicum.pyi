@@ -706,6 +706,11 @@ def make_save_plan(plan: Plan, *, dtype: str | None = None, copies_unused: bool 
         UsageError: two saved tensors would have the same name, or there is no tensor to save.
     """
 
+def save_footprint(parts: Sequence[tuple[Mapping[str, int], int]], own_bytes: int = 0) -> dict:
+    """
+    The bytes by purpose that a save holds on a rank. `parts`: (held, gather_bytes) of the model and of the state; `own_bytes`: of the rank's file of a program's own values.
+    """
+
 def save_promise(held: Mapping[str, int], baselines: Sequence[int], *, ranks_per_node: int, budget: int | None = None, budget_source: str = 'argument') -> list[tuple[int, int]]:
     """
     (promised bytes, limit of the ledger) of each rank. `held`: bytes by purpose that a save holds on each rank; `baselines`: bytes of each rank's process before it. Raises BudgetError if the ranks of a node need more than `budget`.
@@ -735,10 +740,12 @@ def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: L
     Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
-def load_state(checkpoint: Checkpoint, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> dict:
+def load_state(checkpoint: Checkpoint, facts: str, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> dict:
     """
-    Reads one rank's shards of a saved state; returns a dict with storage_read_bytes and compared (see compared_values). Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
+    Reads one rank's shards of a state that was saved in any format, and sets their step counts. `facts`: the text of its state.json. The masters must hold the parameters' loaded values. Returns a dict with storage_read_bytes and compared (see compared_values). Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
     """
+
+CONVERTED_STATE_BYTES: int = 524288
 
 def state_text(state_format: str, seed: int, steps: Sequence[tuple[str, int]], without_state: Sequence[str]) -> str:
     """The text of AdamW's state.json. `steps`: (fqn, number of steps) each."""

@@ -26,8 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.recipes import Recipe  # noqa: E402
-from modicum.torch.loading import full_state_dict  # noqa: E402
-from modicum.torch.loading import memory  # noqa: E402
+from modicum.torch.loading import full_state_dict, memory  # noqa: E402
 
 STAGING_BYTES = 8 << 20
 # Memory of the modules and other objects that Python makes during the first load.

@@ -281,9 +281,7 @@ def test_refuses_a_state_that_does_not_fit(
 ) -> None:
     root = str(tmp_path / "steps")
     worlds[1].ask("saves", directory=model, root=root, cut=ONE)
-    (message,) = worlds[1].ask(
-        "resume_into", directory=model, root=root, cut=ONE, optimizer="sgd"
-    )
+    (message,) = worlds[1].ask("resume_into", directory=model, root=root, cut=ONE, optimizer="sgd")
     assert "MISMATCH" in message and "an optimizer of another class" in message
     (message,) = worlds[1].ask(
         "resume_into", directory=model, root=str(tmp_path), cut=ONE, optimizer="fp32"
