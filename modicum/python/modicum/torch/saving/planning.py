@@ -179,7 +179,7 @@ def planned_of(ask: Ask, goal: Goal, parts: Parts, ranks: Ranks) -> Planned:
     own = ask.own
     files = [] if own is None else [file_of(rank) for rank in range(ranks.world_size)]
     _modicum.require_recordable(writing.plan, texts, files, **(state.published if state else {}))
-    needs = [(writing.bytes_held, writing.plan.gather_bytes)]
+    needs: list[tuple[Mapping[str, int], int]] = [(writing.bytes_held, writing.plan.gather_bytes)]
     needs += [(state.held, state.gather_bytes)] if state else []
     held = _modicum.save_footprint(needs, len(own or b""))
     gather_bytes = max(gather for _, gather in needs)
