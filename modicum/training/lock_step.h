@@ -76,6 +76,7 @@ class LockStep {
   void step(int64_t number);
   // Call once after the last step, with its number.
   StepsTaken finish(int64_t last);
+  const StepsTaken& taken() const noexcept { return taken_; }  // without step_s
 
  private:
   void step_timed();

@@ -1,0 +1,179 @@
+#include "modicum/training/trained_job.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "modicum/training/save_grace.h"
+#include "modicum/training/saving_rank.h"
+#include "modicum/training/trained_rank.h"
+
+namespace modicum {
+namespace {
+
+uint64_t bytes_to_save(const SaveTask& task) {
+  const uint64_t state = task.state != nullptr ? task.state->manifest().data_bytes() : 0;
+  return task.plan.manifest().data_bytes() + state;
+}
+
+struct JobWorld : LoadWorld {
+  JobWorld(const TrainedJob& of, const StepSave* step)
+      : LoadWorld(of.load), job(of), page(of.load.plan.ranks()) {
+    if (of.from != nullptr) {
+      of_state.emplace(of.from->checkpoint.manifest, of.load.plan.ranks(), kStateFolder);
+    }
+    if (step == nullptr) return;
+    place.emplace(*step, of.save->plan);
+    grace.emplace(of.save->grace_ns, bytes_to_save(*of.save), board, clock);
+    if (of.save->grace_ns > 0) grace_ns = [this] { return grace->granted_ns(); };
+  }
+
+  // What all ranks have compared of the weights and of the state.
+  ComparedValues merged() const {
+    ComparedValues all = compared.merged();
+    if (!of_state) return all;
+    const ComparedValues more = of_state->merged();
+    all.bytes += more.bytes;
+    all.not_compared.insert(all.not_compared.end(), more.not_compared.begin(),
+                            more.not_compared.end());
+    return all;
+  }
+
+  const TrainedJob& job;
+  const NormPage page;
+  std::optional<ComparedPages> of_state;  // if a state is read
+  std::optional<SavePlace> place;         // with a save
+  std::optional<SaveGrace> grace;
+};
+
+class JobRank {
+ public:
+  JobRank(JobWorld& world, int rank)
+      : world_(world), job_(world.job), rank_(rank), loading_(world, rank) {
+    if (world.place) gather_ = world.place->gathers.end_of(rank, world.board);
+  }
+
+  RankLife live() {
+    RankLoad& load = loading_.load;
+    load.load();
+    if (job_.from == nullptr) end_load();
+    load.book_what_stays();
+    if (job_.trains) begin_training();
+    if (job_.from != nullptr) end_load();
+    take_steps(job_.steps);
+    life_.parts[kStepsPart] = loading_.later_phase(world_.board);
+    if (job_.save != nullptr) save();
+    world_.compared.give(rank_, load.compared());
+    take_steps(job_.steps_after);
+    if (trained_) life_.state_digest = trained_->optimizer().digest().state;
+    life_.model_digest =
+        digest_of_rank(job_.load.plan, rank_, load.shards(), [&load] { load.beat(); });
+    return life_;
+  }
+
+ private:
+  void end_load() {
+    life_.parts[kLoadPart] = loading_.phase_of(loading_.load.outcome(), world_.board);
+  }
+
+  void begin_training() {
+    trained_.emplace(world_, world_.page, rank_, loading_,
+                     TrainedRank::Options{.seed = job_.seed, .max_norm = job_.max_norm});
+    if (job_.from == nullptr) return trained_->cast_masters();
+    trained_->read_state(*job_.from, *world_.of_state);
+    made_ = job_.from->facts.steps;
+  }
+
+  void take_steps(int steps) {
+    for (int step = 0; step < steps; ++step) {
+      trained_->steps().step(++made_);
+      life_.norm = trained_->steps().taken().norm;
+      if (life_.parts[kFirstStepPart].pid == 0) {
+        life_.parts[kFirstStepPart] = loading_.later_phase(world_.board);
+      }
+    }
+  }
+
+  void save() {
+    world_.board.barrier(rank_);
+    life_.save_begin_ns = world_.clock.now_ns();
+    world_.grace->begin(rank_);
+    const RankOptimizer* const optimizer = trained_ ? &trained_->optimizer() : nullptr;
+    life_.save = save_rank(*job_.save, *world_.place,
+                           {rank_, &world_.board, nullptr, &loading_.ledger, gather_.get()},
+                           loading_.load, optimizer);
+    life_.save_end_ns = world_.clock.now_ns();
+    life_.parts[kSavePart] = loading_.later_phase(world_.board);
+    if (optimizer == nullptr) return;
+    life_.saved_digest = optimizer->digest().state;
+    life_.skipped = trained_->steps().taken().skipped;
+  }
+
+  JobWorld& world_;
+  const TrainedJob& job_;
+  const int rank_;
+  LoadingRank loading_;
+  std::unique_ptr<Gather> gather_;
+  std::optional<TrainedRank> trained_;
+  int64_t made_ = 0;  // optimizer steps, those of the state included
+  RankLife life_;
+};
+
+// The launcher may have received a signal since the ranks finished.
+void check_stop(const StopSignals& stop, SaveGrace& grace) {
+  const auto stopped = stop.received();
+  if (!stopped || (stopped->category() == Category::preempted && !grace.is_over())) return;
+  throw *stopped;
+}
+
+JobOutcome outcome_of(JobWorld& world, ShowBytes show) {
+  JobOutcome of{.ranks = outcomes_of<JobRank>(world, show)};
+  of.ranks_s = world.seconds_until(world.clock.now_ns());
+  for (const RankLife& life : of.ranks) {
+    of.load_s = std::max(of.load_s, world.seconds_until(life.parts[kLoadPart].loaded_ns));
+  }
+  return of;
+}
+
+}  // namespace
+
+RankOutcome RankLife::highest(std::initializer_list<LifePart> of) const {
+  RankOutcome outcome = parts[*of.begin()];
+  for (const LifePart part : of) {
+    outcome.ledger_peak_bytes = std::max(outcome.ledger_peak_bytes, parts[part].ledger_peak_bytes);
+    outcome.kernel_peak_bytes = std::max(outcome.kernel_peak_bytes, parts[part].kernel_peak_bytes);
+  }
+  return outcome;
+}
+
+JobOutcome run_job(const TrainedJob& job, ShowBytes show) {
+  if (job.save == nullptr) {
+    JobWorld world(job, nullptr);
+    JobOutcome outcome = outcome_of(world, show);
+    outcome.compared = world.merged();
+    outcome.launcher_bytes = read_process_memory().held();
+    outcome.cgroup_peak_bytes = world.cgroup_peak.bytes();
+    return outcome;
+  }
+  const SaveTask& save = *job.save;
+  require_recordable(save);
+  const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
+  FileSystem& files = *job.load.run.files;
+  auto damaged = set_damaged_aside(files, save.root, save.step, [&stop] { stop.check(); });
+  StepSave step(files, save.root, save.step, save.state != nullptr, save.keep);
+  JobWorld world(job, &step);
+  JobOutcome outcome = outcome_of(world, show);
+  check_stop(stop, *world.grace);
+  outcome.compared = world.merged();  // an error ends the job before the save is published
+  TrainedSteps trained{.skipped = outcome.ranks.front().skipped};
+  for (const RankLife& life : outcome.ranks) trained.digest += life.saved_digest;
+  outcome.saved = publish(step, save, trained, [&] { check_stop(stop, *world.grace); });
+  outcome.is_preempted = stop.received().has_value();
+  outcome.damaged = std::move(damaged);
+  if (outcome.damaged) outcome.saved->warnings.push_back(warning_of(*outcome.damaged));
+  outcome.launcher_bytes = read_process_memory().held();
+  outcome.cgroup_peak_bytes = world.cgroup_peak.bytes();
+  return outcome;
+}
+
+}  // namespace modicum
