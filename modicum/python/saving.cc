@@ -173,13 +173,14 @@ nb::dict save_state(const MadeState& made, int rank, int ranks, CallerBoard& boa
 
 nb::dict load_state(const OpenCheckpoint& from, const std::string& facts,
                     const std::vector<WrittenState>& parameters, int rank, CallerBoard& board,
-                    const std::shared_ptr<Ledger>& ledger, const std::vector<WrittenHeld>& held) {
+                    const std::shared_ptr<Ledger>& ledger, const std::vector<WrittenHeld>& held,
+                    bool has_masters) {
   const Held shards(held, numels_of(parameters));
   const Manifest& manifest = from.checkpoint.manifest;
   const StateFiles files(manifest);
   const StateFacts parsed = parse_state(facts);
   const std::vector<StateOf> states = states_of(parameters);
-  files.require_of(states);
+  files.require_of(states, has_masters);
   board.set_thread();
   Compared compared(manifest, kStateFolder);
   const uint64_t read = without_the_lock([&] {
@@ -395,9 +396,10 @@ Args:
              "Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the "
              "shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.");
   module.def("load_state", load_state, "checkpoint"_a, "facts"_a, "parameters"_a, "rank"_a,
-             "board"_a, "ledger"_a, "held"_a,
+             "board"_a, "ledger"_a, "held"_a, "has_masters"_a = true,
              "Reads one rank's shards of a state that was saved in any format, and sets their step "
-             "counts. `facts`: the text of its state.json. The masters must hold the parameters' "
+             "counts. `facts`: the text of its state.json; `has_masters`: false for the state of "
+             "torch's optimizers, which step parameters of 16 bits themselves. The masters must hold the parameters' "
              "loaded values. Returns a dict with storage_read_bytes and compared (see "
              "compared_values). Raises UsageError, which names a tensor, unless the saved state is "
              "that of these parameters.");

@@ -163,11 +163,11 @@ StateFiles::StateFiles(std::span<const StateOf> parameters)
 
 void StateFiles::require_of(const Run& run) const { require_of(state_of(run)); }
 
-void StateFiles::require_of(std::span<const StateOf> parameters) const {
+void StateFiles::require_of(std::span<const StateOf> parameters, bool has_masters) const {
   std::vector<bool> is_left(by_name_.size(), true);
   for (const StateOf& of : parameters) {
     const StateForm form = form_of(of.parameter.fqn);
-    require_master(of, form);
+    if (has_masters) require_master(of, form);
     for (const TensorSpec& spec : specs_of({of.parameter, form.format, form.is_master})) {
       const auto found = find(spec.fqn);
       if (found == by_name_.end()) fail(Category::mismatch, kLacksTensor, {.tensor = spec.fqn});

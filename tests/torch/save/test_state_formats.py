@@ -126,6 +126,33 @@ def loaded(family: str) -> Any:
     return model.bfloat16()
 
 
+@pytest.mark.parametrize("cls", (torch.optim.AdamW, torch.optim.Adam))
+def test_torchs_state_goes_on_in_every_format(tmp_path: Path, cls: Any) -> None:
+    """Moments in the parameters' dtypes, and no masters."""
+    model = Net()
+    optimizer = cls(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=True)
+    step(model, optimizer, 3)
+    source = tmp_path / "model.safetensors"
+    save_file(model.state_dict(), source)
+    front.save(model, tmp_path / "run", step=3, optimizer=optimizer, source=source)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    for after in FORMATS:
+        model.load_state_dict(saved)
+        expected = adamw(model, after)
+        expected.load_state_dict(optimizer.state_dict())
+        again = Net()
+        other = adamw(again, after)
+        report = front.resume(again, tmp_path / "run", optimizer=other, progress=False)
+        assert report.not_compared == []
+        keys = ("lr", "weight_decay", "decoupled_weight_decay", "foreach")
+        groups = [{key: of.param_groups[0][key] for key in keys} for of in (expected, other)]
+        assert groups[0] == groups[1]
+        assert_same(values(model, expected), values(again, other))
+        step(model, expected, 2)
+        step(again, other, 2)
+        assert_same(values(model, expected), values(again, other))
+
+
 def test_torchs_state_is_not_converted_by_the_program(modicum: Path, tmp_path: Path) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

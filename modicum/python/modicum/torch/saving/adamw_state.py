@@ -11,6 +11,8 @@ from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.inner import bound_of, note_loaded
 from modicum.torch.optim.parts import Part
 from modicum.torch.optim.states import Stored, require_storable, stored_of
+from modicum.torch.saving.tensor_state import FILE, kind_of, numbers_of
+from modicum.torch.saving.texts import as_damage
 from modicum.torch.shards.placements import Shardings
 
 HeldShards = list[tuple[_modicum.AdamW, int, str]]
@@ -85,6 +87,21 @@ class AdamWState:
         bound.note_steps()
         bound.note_versions()
         note_loaded(self._optimizer)
+
+
+def is_torchs(state: str) -> bool:
+    """Whether torch's Adam or AdamW has saved the state. `state`: the text of its state.json."""
+    return kind_of(state) in ("torch.AdamW", "torch.Adam")
+
+
+def facts_for(optimizer: AdamW, state: str) -> str:
+    """The text of a state.json for `optimizer`: `state`, or for the state of torch's optimizers one
+    with the saved step counts, and the seed of `optimizer`."""
+    if not is_torchs(state):
+        return state
+    with as_damage(FILE):
+        steps = [(fqn, int(own["step"])) for fqn, own in numbers_of(state).items()]
+    return _modicum.state_text("fp32", optimizer.seed, steps, [])
 
 
 def _is_first(part: Part, shardings: Shardings) -> bool:

@@ -2,7 +2,7 @@
 optimizer/groups.json."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,10 +43,15 @@ def text(kind: str, groups: Iterable[tuple[list[str], Options]]) -> str:
     return json.dumps({"optimizer": kind, "groups": documents})
 
 
-def restore(optimizer: torch.optim.Optimizer, document: Any, names: Mapping[int, str]) -> None:
-    """Sets the options of each group to the saved ones of the group with the same parameters.
-    `document`: of a groups.json. Raises `UsageError` if a group was not saved, and changes nothing;
-    `IntegrityError` for another document."""
+def restore(
+    optimizer: torch.optim.Optimizer,
+    document: Any,
+    names: Mapping[int, str],
+    left_out: Collection[str] = (),
+) -> None:
+    """Sets the options of each group to the saved ones of the group with the same parameters, but
+    those that are `left_out`. `document`: of a groups.json. Raises `UsageError` if a group was not
+    saved, and changes nothing; `IntegrityError` for another document."""
     saved: dict[frozenset[str], list[Options]] = {}
     for params, options in _saved(document):
         saved.setdefault(frozenset(params), []).append(options)
@@ -61,7 +66,8 @@ def restore(optimizer: torch.optim.Optimizer, document: Any, names: Mapping[int,
     with as_damage(FILE):  # a tensor may be unable to have the value
         for group, options in found:
             for key, value in options.items():
-                _set(group, key, value)
+                if key not in left_out:
+                    _set(group, key, value)
 
 
 def kind_in(document: Any) -> str:

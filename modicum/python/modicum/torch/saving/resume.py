@@ -31,9 +31,10 @@ from modicum.torch.loading.overwritten import fill_undefined, overwriting
 from modicum.torch.loading.planning import Later, Size
 from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
+from modicum.torch.optim.state_dicts import IMPLEMENTATION
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra, groups, tensor_state
-from modicum.torch.saving.adamw_state import AdamWState
+from modicum.torch.saving.adamw_state import AdamWState, facts_for, is_torchs
 from modicum.torch.saving.adapters import FILE, recipe_of_step
 from modicum.torch.saving.choosing import chosen_step, removed, skip
 from modicum.torch.saving.planning import root_of
@@ -77,8 +78,8 @@ def resume(
         root: the directory of all steps, or one step.
         optimizer: an optimizer of the model's parameters: `modicum.torch.AdamW` with the saved
             `seed`, or one of the saved class, whose `state` is replaced. State that was saved in
-            another `state_format` is converted with the bits of `load_state_dict`. Its groups get
-            the saved options. None: only the model is loaded.
+            another `state_format`, or by torch's Adam or AdamW, is converted with the bits of
+            `load_state_dict`. Its groups get the saved options. None: only the model is loaded.
         ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
         buffers, fork, recipe, key_mapping: as for `load`. The promised peak includes the
             optimizer's state.
@@ -239,8 +240,8 @@ def _declared(
     if optimizer is None:
         return []
     if isinstance(optimizer, AdamW):
-        saved_format = _modicum.state_facts(found.state)["state_format"]
-        if saved_format == optimizer.state_format:
+        saved_format = _modicum.state_facts(facts_for(optimizer, found.state))["state_format"]
+        if saved_format == optimizer.state_format and not is_torchs(found.state):
             return [optimizer]
         return [optimizer, Later({"staging": _modicum.CONVERTED_STATE_BYTES})]
     with Ranks.of_world().together() as ranks:
@@ -285,7 +286,7 @@ def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
         raise refusal("UNSUPPORTED", what, expected="a model built outside torch.inference_mode()")
     if not isinstance(optimizer, AdamW):
         return require_kind(optimizer, state)
-    seed = _modicum.state_facts(state)["seed"]
+    seed = _modicum.state_facts(facts_for(optimizer, state))["seed"]
     if optimizer.seed != seed:
         what, got = "the state was saved with another seed", str(optimizer.seed)
         raise refusal("MISMATCH", what, expected=str(seed), got=got)
@@ -318,13 +319,16 @@ def load_state(
     saved = _saved_state(found)
     outcome: dict[str, Any] | None
     state = AdamWState(optimizer, names) if isinstance(optimizer, AdamW) else None
+    if isinstance(optimizer, AdamW):
+        saved = saved._replace(facts=facts_for(optimizer, saved.facts))
     if state is not None:
         _require_trained(state, saved, names)
     if found.has_options:
-        groups.restore(optimizer, found.options, names)
+        left_out = IMPLEMENTATION if isinstance(optimizer, AdamW) else ()
+        groups.restore(optimizer, found.options, names, left_out)
     with overwriting(whole, ranks.rank):
         if state is not None:
-            outcome = _load_adamw(state, saved, ledger, ranks)
+            outcome = _load_adamw(state, saved, ledger, ranks, not is_torchs(found.state))
         else:
             outcome = load_tensors(optimizer, names, saved, ledger, ranks)
         if outcome is None:
@@ -334,13 +338,20 @@ def load_state(
 
 
 def _load_adamw(
-    state: AdamWState, saved: SavedState, ledger: _modicum.Ledger, ranks: Ranks
+    state: AdamWState, saved: SavedState, ledger: _modicum.Ledger, ranks: Ranks, has_masters: bool
 ) -> dict[str, Any]:
     board = _modicum.Board(ranks)
     held = state.held(to_save=False)
     with ranks.watching(board):
         outcome = _modicum.load_state(
-            saved.tensors, saved.facts, state.parameters, ranks.rank, board, ledger, held
+            saved.tensors,
+            saved.facts,
+            state.parameters,
+            ranks.rank,
+            board,
+            ledger,
+            held,
+            has_masters,
         )
     state.note_loaded()
     return outcome

@@ -159,12 +159,16 @@ def _read(number: Any) -> Any:
 
 def require_kind(optimizer: torch.optim.Optimizer, facts: str) -> None:
     """Raises `UsageError` unless state.json, `facts`, names the optimizer's class."""
-    with as_damage(FILE):
-        saved = str(_document(facts)["optimizer"])
-    own = _kind(optimizer)
+    saved, own = kind_of(facts), _kind(optimizer)
     if saved != own:
         what = "the state was saved from an optimizer of another class"
         raise refusal("MISMATCH", what, expected=saved, got=own)
+
+
+def kind_of(facts: str) -> str:
+    """The optimizer's class in a state.json: "adamw" for Modicum's, "torch.NAME" for others."""
+    with as_damage(FILE):
+        return str(_document(facts)["optimizer"])
 
 
 def _kind(optimizer: torch.optim.Optimizer) -> str:
