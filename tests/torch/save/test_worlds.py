@@ -101,6 +101,25 @@ def test_training_goes_on_in_another_world(
 
 
 @pytest.mark.parametrize(
+    ("saved", "to"), [("int8-moments", "bf16-moments"), ("adamw", "fp32-split")]
+)
+def test_a_state_is_converted_in_every_world(
+    worlds: dict[int, Ranks], model: str, tmp_path: Path, saved: str, to: str
+) -> None:
+    """Also the state of torch's AdamW. Every world gets the bits of one rank, whose conversion
+    test_state_formats.py compares with `load_state_dict`."""
+    how = {"directory": model, "root": str(tmp_path / "steps"), "dtype": "bfloat16"}
+    worlds[2].ask("saves", cut=TWO, optimizer=saved, **how)
+    answers = [
+        answer
+        for cut in (ONE, THREE, TP)
+        for answer in worlds[cut.world].ask("resumes", cut=cut, optimizer=to, **how)
+    ]
+    for answer in answers:
+        assert (answer["before"], answer["end"]) == (answers[0]["before"], answers[0]["end"])
+
+
+@pytest.mark.parametrize(
     "optimizer", ("fp32-split", *(pytest.param(o, marks=SOAK) for o in ("bf16-moments", "adam")))
 )
 def test_ranks_that_cannot_share_memory_write_alone(
