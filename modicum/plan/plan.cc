@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <numeric>
+#include <utility>
 
 #include "modicum/plan/inside.h"
 
@@ -150,71 +151,93 @@ Staging divide_staging(const Plan& plan) {
   return staging;
 }
 
+// The phases of a promise. Each rank adds its charges to all of them, in their order.
+class Phases {
+ public:
+  void begin_rank() noexcept { next_ = 0; }
+  void add(const std::string& name, Footprint of_rank, int threads) {
+    of_rank[Purpose::process] += thread_bytes(threads);
+    if (next_ == phases_.size()) phases_.push_back({name, {}});
+    phases_[next_++].of_rank.push_back(of_rank);
+  }
+  std::vector<Phase> take() noexcept { return std::move(phases_); }
+
+ private:
+  std::vector<Phase> phases_;
+  size_t next_ = 0;
+};
+
+// What every rank holds from the start, and what its read of a state adds.
+struct CommonCharges {
+  explicit CommonCharges(const Plan& plan) {
+    open[Purpose::header] = plan.manifest->held_bytes();
+    open[Purpose::plan] = plan.held_bytes();
+    if (!plan.options.resume) return;
+    open += *plan.options.resume;
+    std::swap(open[Purpose::staging], resume[Purpose::staging]);
+  }
+
+  Footprint open, resume;
+};
+
+// The charges of a save on top of what is held then.
+Footprint save_charges(const PlanOptions& options) {
+  Footprint save = *options.save;
+  uint64_t& staging = save[Purpose::staging];
+  if (staging == 0) staging = round_up(options.staging_bytes, kPageBytes);
+  return save;
+}
+
 Promise promise_of(const Plan& plan) {
-  std::vector<Phase> phases = {{"open", {}}, {"load", {}}, {"hold", {}}};
-  for (const Phase& phase : plan.options.after) phases.push_back({phase.name, {}});
-  const size_t last = phases.size() - 1;
-  if (plan.options.save) phases.push_back({"save", {}});
-  if (plan.options.resume) phases.push_back({"resume", {}});
-  const uint64_t header = plan.manifest->held_bytes();
-  const uint64_t held = plan.held_bytes();
+  const PlanOptions& options = plan.options;
   // Strategies with windows have all ranks read, or rank 0 only. So rank 0 has a reader's window,
   // and the last rank has that of the other ranks, if there are any.
   const uint64_t of_reader = RankWindow(plan, 0).bytes();
   const uint64_t of_others = RankWindow(plan, plan.ranks() - 1).bytes();
   std::map<uint64_t, uint64_t> shards_of_class;
-  const int threads = plan.options.threads;
-  const auto add = [&phases](size_t phase, Footprint of_rank, int of_threads) {
-    of_rank[Purpose::process] += thread_bytes(of_threads);
-    phases[phase].of_rank.push_back(of_rank);
-  };
+  const CommonCharges common(plan);
+  Phases phases;
   for (int rank = 0; rank < plan.ranks(); ++rank) {
-    Footprint open;
-    if (!plan.options.baseline_of.empty()) {
-      open[Purpose::process] = plan.options.baseline_of.at(static_cast<size_t>(rank));
+    Footprint open = common.open;
+    if (!options.baseline_of.empty()) {
+      open[Purpose::process] = options.baseline_of.at(static_cast<size_t>(rank));
     }
-    open[Purpose::header] = header;
-    open[Purpose::plan] = held;
-    Footprint resume;  // its staging is taken only while the state is read
-    if (plan.options.resume) open += resume = *plan.options.resume;
-    open[Purpose::staging] = 0;
     Footprint hold = open;
     const auto [shards, is_new] = shards_of_class.try_emplace(buffer_class(plan.layout, rank), 0);
     if (is_new) shards->second = round_up(arena_begins(plan, rank).back(), kPageBytes);
     hold[Purpose::shards] = shards->second;
-    if (plan.options.fork == Fork::inherited) hold[Purpose::fork] = shards->second;
+    if (options.fork == Fork::inherited) hold[Purpose::fork] = shards->second;
     Footprint load = hold;
     load[Purpose::window] = reads_storage(plan, rank) ? of_reader : of_others;
     load[Purpose::staging] = plan.staging.total_bytes;
-    load[Purpose::init] = plan.options.init_bytes;
-    add(kOpenPhase, open, 1);
-    add(kLoadPhase, load, plan.staging.workers_of(threads));
-    add(kHoldPhase, hold, 1);
+    load[Purpose::init] = options.init_bytes;
+    phases.begin_rank();
+    phases.add("open", open, 1);
+    phases.add("load", load, plan.staging.workers_of(options.threads));
+    phases.add("hold", hold, 1);
     // The ring's shared pages stay until the launcher ends.
     hold[Purpose::staging] = plan.staging.ring_part_bytes;
-    Footprint trained = hold;
-    for (size_t i = 0; i < plan.options.after.size(); ++i) {
-      trained = hold;
-      trained += plan.options.after[i].of_rank.at(static_cast<size_t>(rank));
-      add(kLoadPhases + i, trained, threads);
+    Footprint last = hold;
+    for (const Phase& after : options.after) {
+      last = hold;
+      last += after.of_rank.at(static_cast<size_t>(rank));
+      phases.add(after.name, last, options.threads);
     }
-    size_t next = last;
-    if (plan.options.save) {
-      Footprint save = trained;
-      save += *plan.options.save;
-      if ((*plan.options.save)[Purpose::staging] == 0) {
-        save[Purpose::staging] += round_up(plan.options.staging_bytes, kPageBytes);
-      }
-      const uint64_t workers = std::max<uint64_t>(1, plan.options.staging_bytes / kSlotBytes);
-      add(++next, save, static_cast<int>(std::min(workers, static_cast<uint64_t>(threads))));
+    if (options.save) {
+      Footprint save = last;
+      save += save_charges(options);
+      const uint64_t workers = std::max<uint64_t>(1, options.staging_bytes / kSlotBytes);
+      const auto threads = static_cast<uint64_t>(options.threads);
+      phases.add("save", save, static_cast<int>(std::min(workers, threads)));
     }
-    if (plan.options.resume) {
-      trained[Purpose::staging] += resume[Purpose::staging];
-      add(++next, trained, threads);
+    if (options.resume) {
+      Footprint read = last;
+      read += common.resume;
+      phases.add("resume", read, options.threads);
     }
   }
-  const uint64_t of_each = plan.options.baseline_of.empty() ? plan.options.baseline_bytes : 0;
-  return make_promise(std::move(phases), of_each, ranks_per_node(plan));
+  const uint64_t of_each = options.baseline_of.empty() ? options.baseline_bytes : 0;
+  return make_promise(phases.take(), of_each, ranks_per_node(plan));
 }
 
 // Refuses a plan whose sums over ranks may have saturated: its promise would be wrong.

@@ -399,10 +399,10 @@ Args:
              "board"_a, "ledger"_a, "held"_a, "has_masters"_a = true,
              "Reads one rank's shards of a state that was saved in any format, and sets their step "
              "counts. `facts`: the text of its state.json; `has_masters`: false for the state of "
-             "torch's optimizers, which step parameters of 16 bits themselves. The masters must hold the parameters' "
-             "loaded values. Returns a dict with storage_read_bytes and compared (see "
-             "compared_values). Raises UsageError, which names a tensor, unless the saved state is "
-             "that of these parameters.");
+             "torch's optimizers, which step parameters of 16 bits themselves. The masters must "
+             "hold the parameters' loaded values. Returns a dict with storage_read_bytes and "
+             "compared (see compared_values). Raises UsageError, which names a tensor, unless the "
+             "saved state is that of these parameters.");
   module.attr("CONVERTED_STATE_BYTES") = kConvertedStateBytes;
   module.def("state_text", state_text, "state_format"_a, "seed"_a, "steps"_a, "without_state"_a,
              "The text of AdamW's state.json. `steps`: (fqn, number of steps) each.");

@@ -94,8 +94,8 @@ class StateFiles {
 
   // Throws MISMATCH, naming a tensor, unless these files hold the state of exactly the parameters
   // of `run`, or of `parameters`, in any format; UNSUPPORTED, naming the parameter, as the first
-  // constructor does. `has_masters`: if false, as for the state of torch's optimizers, parameters of
-  // 16 bits were stepped themselves: their masters begin with the parameters' values.
+  // constructor does. `has_masters`: if false, as for the state of torch's optimizers, parameters
+  // of 16 bits were stepped themselves: their masters begin with the parameters' values.
   void require_of(const Run& run) const;
   void require_of(std::span<const StateOf> parameters, bool has_masters = true) const;
   // The form of a parameter's state. Throws MISMATCH if the files have no complete state of it.
