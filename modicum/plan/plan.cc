@@ -180,7 +180,7 @@ struct CommonCharges {
   Footprint open, resume;
 };
 
-// The charges of a save on top of what is held then.
+// The charges of a save on top of those of the phase before it.
 Footprint save_charges(const PlanOptions& options) {
   Footprint save = *options.save;
   uint64_t& staging = save[Purpose::staging];

@@ -26,7 +26,7 @@ struct TrainedJob {
 };
 
 // The parts of a life whose peaks are measured: the load, and the read of a state; the first step;
-// all later steps, or what is held without any; the save.
+// all later steps, or none; the save.
 enum LifePart : uint8_t { kLoadPart, kFirstStepPart, kStepsPart, kSavePart, kLifeParts };
 
 // The outcome of a rank. Plain data, since it is sent from the rank's process.

@@ -740,9 +740,9 @@ def save_state(files: StateFiles, rank: int, ranks: int, board: Board, ledger: L
     Writes one rank's part of the state. `held`: (state, index of the shard, fqn) of the shards that this rank saves. `snapshot`: see Snapshot; `gather`: see Gather.
     """
 
-def load_state(checkpoint: Checkpoint, facts: str, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]]) -> dict:
+def load_state(checkpoint: Checkpoint, facts: str, parameters: Sequence[tuple[str, str, Sequence[int], str, bool]], rank: int, board: Board, ledger: Ledger, held: Sequence[tuple[AdamW, int, str]], has_masters: bool = True) -> dict:
     """
-    Reads one rank's shards of a state that was saved in any format, and sets their step counts. `facts`: the text of its state.json. The masters must hold the parameters' loaded values. Returns a dict with storage_read_bytes and compared (see compared_values). Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
+    Reads one rank's shards of a state that was saved in any format, and sets their step counts. `facts`: the text of its state.json; `has_masters`: false for the state of torch's optimizers, which step parameters of 16 bits themselves. The masters must hold the parameters' loaded values. Returns a dict with storage_read_bytes and compared (see compared_values). Raises UsageError, which names a tensor, unless the saved state is that of these parameters.
     """
 
 CONVERTED_STATE_BYTES: int = 524288
