@@ -47,12 +47,21 @@ class Disk:
         _checked(_libc.mount(*words, 0, None), "mount")
 
     def unmount(self) -> None:
-        """Waits for the kernel to close the files of processes that have just been killed."""
+        """Waits for the kernel to close the files of processes that have just been killed, and for
+        the end of other mount namespaces, such as those of containers in tests that run meanwhile:
+        a mount of a device that is still in use would give the old state, without a recovery."""
         deadline = time.monotonic() + 30
         while _libc.umount2(os.fsencode(self.directory), 0) != 0:
             busy = ctypes.get_errno() == errno.EBUSY
             _checked(0 if busy and time.monotonic() < deadline else -1, "umount")
             time.sleep(0.05)
+        while True:
+            try:
+                return os.close(os.open(self.device, os.O_RDONLY | os.O_EXCL))
+            except OSError as error:
+                if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     def cut_power(self, flags: int) -> None:
         """Cuts the power of the mounted file system, with one of FLAGS: no later call reaches the
