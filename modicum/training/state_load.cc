@@ -84,24 +84,27 @@ class StateReader {
     const StateForm saved = files_.form_of(of.fqn);
     const StateFormat format = of.adamw.format();
     const bool is_split = row_of(saved.format).is_split();
-    if (is_split || !saved.is_master) {
+    if (is_master_converted(saved, format)) {
       const uint32_t stored = files_.stored(of.fqn, is_split ? "master_low" : "master");
-      planes_.push_back({stored,
-                         &of,
-                         saved,
-                         StatePlane::master,
-                         is_master_converted(saved, format),
-                         {stored, is_split ? Plane::master_low : Plane::master, false}});
+      planes_.push_back({stored, &of, saved, StatePlane::master, true, {}});
+    } else {
+      if (!saved.is_master) add_as_saved(of, "master", Plane::master);
+      if (is_split) add_as_saved(of, "master_low", Plane::master_low);
     }
-    const bool is_converted = is_moment_converted(saved, format);
     for (const Moment& moment : kMoments) {
-      const uint32_t stored = files_.stored(of.fqn, moment.suffix);
-      planes_.push_back(
-          {stored, &of, saved, moment.exported, is_converted, {stored, moment.plane, false}});
-      if (is_converted || !row_of(format).has_scales()) continue;
-      const uint32_t scales = files_.stored(of.fqn, moment.scale_suffix);
-      planes_.push_back({scales, &of, saved, moment.exported, false, {scales, moment.plane, true}});
+      if (is_moment_converted(saved, format)) {
+        const uint32_t stored = files_.stored(of.fqn, moment.suffix);
+        planes_.push_back({stored, &of, saved, moment.exported, true, {}});
+        continue;
+      }
+      add_as_saved(of, moment.suffix, moment.plane);
+      if (row_of(format).has_scales()) add_as_saved(of, moment.scale_suffix, moment.plane, true);
     }
+  }
+
+  void add_as_saved(const HeldShard& of, const char* suffix, Plane plane, bool is_scale = false) {
+    const uint32_t stored = files_.stored(of.fqn, suffix);
+    planes_.push_back({stored, &of, {}, {}, false, {stored, plane, is_scale}});
   }
 
   // Elements of a run of a shard: from parameter element `first`, and shard element `at`.
@@ -155,7 +158,11 @@ class StateReader {
     AdamSpan span = span_of(of, stretch);
     span.master = window_->stored.data();
     if (row_of(of.saved.format).is_split()) {
-      take_upper_halves(*of.held, stretch);
+      if (of.saved.is_master) {
+        take_upper_halves(*of.held, stretch);
+      } else {
+        read_values(files_.stored(of.held->fqn, "master"), stretch, window_->stored, fn);
+      }
       read_values(of.stored, stretch, window_->low, fn);
       span.master_low = window_->low.data();
     } else {
