@@ -1,0 +1,143 @@
+// A step inside the directory of another program: begun, published.
+#include "modicum/checkpoint/step_files.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "modicum/base/base.h"
+#include "modicum/checkpoint/durable.h"
+#include "modicum/checkpoint/record_text.h"
+
+namespace modicum {
+namespace {
+
+// The files of a step would be renamed to, and stale ones removed from, where a link leads.
+void refuse_links(FileSystem& files, const std::string& directory) {
+  for (const char* const name : kDirectories) {
+    if (!is_link(files, join_path(directory, name))) continue;
+    fail(Category::conflict, "a directory of the step is a symbolic link", {.file = name});
+  }
+}
+
+// The model's weights in a directory, by whatever program.
+std::vector<std::string> weights_in(FileSystem& files, const std::string& directory) {
+  std::vector<std::string> names = files.list(directory);
+  std::erase_if(names, [&](const std::string& name) {
+    return !is_weights_name(name) || files.is_directory(join_path(directory, name));
+  });
+  return names;
+}
+
+// The tensor files, and files in subdirectories, of the record in a directory, if it has a valid
+// one.
+std::vector<std::string> tensor_files_of(FileSystem& files, const std::string& directory) {
+  std::vector<std::string> names;
+  try {
+    if (!files.exists(join_path(directory, kManifest))) return names;
+    const std::string manifest = text_of(files, directory, kManifest);
+    if (!is_record(manifest)) return names;
+    for (const StepFile& file : parse_record(manifest).files) {
+      const bool has_tensors = file.name.ends_with(".safetensors") || file.name == kIndexFile;
+      if (has_tensors || file.name.find('/') != std::string::npos) names.push_back(file.name);
+    }
+  } catch (const Error& error) {
+    if (!is_damage(error.category())) throw;
+    // Another program's manifest.json: it is replaced.
+  }
+  return names;
+}
+
+// Removes the subdirectories that only the previous step had. `stale`: its files that were removed.
+// Returns a warning if there are any.
+std::optional<std::string> remove_directories(FileSystem& files, const StepInFlight& step,
+                                              const std::vector<std::string>& stale) {
+  std::optional<std::string> warning;
+  for (const char* const name : kDirectories) {
+    const std::string directory = join_path(step.root, name);
+    const bool is_stale = std::any_of(stale.begin(), stale.end(), [&](const std::string& file) {
+      return file.starts_with(fmt::format("{}/", name));
+    });
+    if (!is_stale || files.is_directory(join_path(step.directory, name))) continue;
+    if (files.is_directory(directory) && files.list(directory).empty()) files.remove(directory);
+    warning = fmt::format("{}the previous save's files in {}/ were removed; this save has none",
+                          warning ? *warning + "; " : "", name);
+  }
+  return warning;
+}
+
+// Renames the files of a step into the directory that becomes the step. Then removes the files
+// that no new file has replaced: those of the previous step, and other weights of a whole model,
+// which readers would take for the step's.
+Published place_files(FileSystem& files, const StepInFlight& step, const StepRecord& record) {
+  refuse_links(files, step.root);
+  std::vector<std::string> stale = tensor_files_of(files, step.root);
+  // Next to adapters, weights of another program may be the base model.
+  if (std::any_of(record.files.begin(), record.files.end(),
+                  [](const StepFile& file) { return is_weights_name(file.name); })) {
+    const std::vector<std::string> weights = weights_in(files, step.root);
+    stale.insert(stale.end(), weights.begin(), weights.end());
+  }
+  for (const char* const name : kDirectories) {
+    const std::string to = join_path(step.root, name);
+    const bool is_needed = files.is_directory(join_path(step.directory, name));
+    if (is_needed && !files.is_directory(to)) files.make_directory(to);
+  }
+  for (const StepFile& file : record.files) {
+    files.rename(join_path(step.directory, file.name), join_path(step.root, file.name));
+    std::erase(stale, file.name);
+  }
+  files.rename(join_path(step.directory, kManifest), join_path(step.root, kManifest));
+  for (const std::string& name : stale) {
+    if (files.exists(join_path(step.root, name))) files.remove(join_path(step.root, name));
+  }
+  Published placed;
+  if (const auto warning = remove_directories(files, step, stale)) {
+    placed.warnings.push_back(*warning);
+  }
+  placed.depend_on(sync_directories(files, step.root));
+  placed.depend_on(files.sync_directory(step.root));
+  return placed;
+}
+
+Published commit_inside(FileSystem& files, const StepInFlight& step, const std::string& text) {
+  replace(files, {step.root, kCommit, ".COMMIT"}, text);
+  return make_durable_or_take_back([&] { return files.sync_directory(step.root); },
+                                   [&] { files.remove(join_path(step.root, kCommit)); });
+}
+
+}  // namespace
+
+Published publish_inside(FileSystem& files, const StepInFlight& step, const StepRecord& record,
+                         const std::string& manifest) {
+  Published published = place_files(files, step, record);
+  published.take_in(commit_inside(files, step, commit_json(record, manifest)));
+  try {
+    files.remove_tree(step.directory);
+  } catch (const Error& error) {
+    published.warnings.push_back(fmt::format("the step is saved, but {} could not be removed: {}",
+                                             base_name(step.directory), error.what()));
+  }
+  return published;
+}
+
+StepInFlight begin_step_in(FileSystem& files, const std::string& directory_given, int64_t step,
+                           const StepOwner& owner) {
+  const std::string directory = real_directory(files, directory_given);
+  if (!files.is_directory(directory)) files.make_directory(directory);
+  refuse_links(files, directory);
+  tensor_files_of(files, directory);  // refuses a step of a later version
+  StepInFlight made{directory, step, make_uuid(), "", true};
+  // Other programs make this directory just before the save.
+  made.is_durable = files.sync_directory(parent_path(directory));
+  make_in_flight(files, owner, made);
+  made.is_durable &= files.sync_directory(directory);
+  const std::string commit = join_path(directory, kCommit);
+  if (files.exists(commit)) {
+    files.remove(commit);
+    made.is_durable &= files.sync_directory(directory);
+  }
+  return made;
+}
+
+}  // namespace modicum
