@@ -55,12 +55,12 @@ void require_fits(const Promise& promise, const Budget& budget) {
 namespace {
 
 // The bytes of --staging that a rank holds in a phase of the promise.
-uint64_t staging_in(const Plan& plan, size_t phase) {
-  if (phase == kLoadPhase) return plan.staging.total_bytes;
-  const uint64_t ring = phase <= kHoldPhase ? 0 : plan.staging.ring_part_bytes;
-  const bool is_save = plan.options.save && phase == kLoadPhases + plan.options.after.size() &&
-                       (*plan.options.save)[Purpose::staging] == 0;
-  return is_save ? ring + round_up(plan.options.staging_bytes, kPageBytes) : ring;
+uint64_t staging_in(const Plan& plan, std::string_view phase) {
+  if (phase == "open" || phase == "hold") return 0;
+  if (phase == "load") return plan.staging.total_bytes;
+  const uint64_t ring = plan.staging.ring_part_bytes;
+  if (phase != "save" || (*plan.options.save)[Purpose::staging] > 0) return ring;
+  return ring + round_up(plan.options.staging_bytes, kPageBytes);
 }
 
 // The least reduction of --staging after which every phase of a rank is at least `less_bytes` below
@@ -69,10 +69,10 @@ uint64_t reduction_of(const Plan& plan, int rank, uint64_t less_bytes) {
   const uint64_t asked = round_up(plan.options.staging_bytes, kPageBytes);
   const uint64_t peak = plan.promise.rank_peak_bytes(rank);
   uint64_t reduction = 0;
-  for (size_t phase = 0; phase < plan.promise.phases.size(); ++phase) {
-    const uint64_t held = plan.promise.phases[phase].of_rank[static_cast<size_t>(rank)].total();
+  for (const Phase& phase : plan.promise.phases) {
+    const uint64_t held = phase.of_rank[static_cast<size_t>(rank)].total();
     if (held + less_bytes <= peak) continue;
-    const uint64_t staging = staging_in(plan, phase);
+    const uint64_t staging = staging_in(plan, phase.name);
     if (staging == 0) return UINT64_MAX;
     const uint64_t over = round_up(held + less_bytes - peak, kPageBytes);
     const double of_asked = static_cast<double>(asked) / static_cast<double>(staging);

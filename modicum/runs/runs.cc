@@ -135,28 +135,30 @@ Recipe make_recipe(const Checkpoint& checkpoint, RecipeOptions options) {
 
 namespace {
 
-// The parsed flags. The comma operators validate flags whose values are not kept here. Members are
-// initialised in order, so the flags are checked in a fixed order, and the first invalid one is
-// reported.
 struct ParsedFlags {
-  explicit ParsedFlags(const RunFlags& flags)
-      : dtype((require_sense(flags), dtype_flag(flags.dtype))),
-        options((asked_layout(flags, {}), options_of(flags))),
-        optimizer(optimizer_flag(flags.optimizer)),
-        frozen(flags.frozen, flags.without_state) {
-    if (!optimizer && !flags.frozen.empty()) {
-      fail(Category::usage, "--frozen needs --optimizer adamw:FORMAT");
-    }
-    if (!optimizer || options.destination == Destination::cpu) return;
+  std::optional<DType> dtype;
+  PlanOptions options;
+  std::optional<StateFormat> optimizer;
+  Frozen frozen;
+};
+
+// Checks the flags in a fixed order; the first invalid one is reported.
+ParsedFlags parsed_flags(const RunFlags& flags) {
+  require_sense(flags);
+  const std::optional<DType> dtype = dtype_flag(flags.dtype);
+  asked_layout(flags, {});  // checks the flags of a layout; the targets are not known yet
+  PlanOptions options = options_of(flags);
+  const std::optional<StateFormat> optimizer = optimizer_flag(flags.optimizer);
+  Frozen frozen(flags.frozen, flags.without_state);
+  if (!optimizer && !flags.frozen.empty()) {
+    fail(Category::usage, "--frozen needs --optimizer adamw:FORMAT");
+  }
+  if (optimizer && options.destination != Destination::cpu) {
     fail(Category::unsupported, "--optimizer needs the loaded parameters in host memory",
          {.expected = "--destination cpu", .got = "--destination discard"});
   }
-
-  const std::optional<DType> dtype;
-  const PlanOptions options;
-  const std::optional<StateFormat> optimizer;
-  const Frozen frozen;
-};
+  return {dtype, std::move(options), optimizer, std::move(frozen)};
+}
 
 // Warns of the targets that `select` selects, which stay as stored. `text`: the reason.
 template <typename Select>
@@ -239,7 +241,7 @@ Run run_of(FileSystem& files, const RunFlags& flags, const ParsedFlags& parsed,
 }  // namespace
 
 Run open_run(FileSystem& files, const RunFlags& flags) {
-  const ParsedFlags parsed(flags);
+  const ParsedFlags parsed = parsed_flags(flags);
   Checkpoint checkpoint = open_checkpoint(files, flags.directory);
   std::optional<std::string> recipe;
   if (!flags.recipe.empty()) recipe = text_of(files, flags.recipe, Category::mismatch);
@@ -249,7 +251,7 @@ Run open_run(FileSystem& files, const RunFlags& flags) {
 Run run_of(FileSystem& files, RunFlags flags, Checkpoint checkpoint,
            std::optional<std::string> recipe) {
   flags.recipe.clear();
-  return run_of(files, flags, ParsedFlags(flags), std::move(checkpoint), std::move(recipe));
+  return run_of(files, flags, parsed_flags(flags), std::move(checkpoint), std::move(recipe));
 }
 
 Plan plan_run(const Run& run, const Strategy& strategy, const std::optional<Budget>& budget) {
