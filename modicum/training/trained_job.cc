@@ -65,7 +65,8 @@ class JobRank {
     if (job_.save != nullptr) save();
     world_.compared.give(rank_, load.compared());
     take_steps(job_.steps_after);
-    if (trained_) life_.state_digest = trained_->optimizer().digest().state;
+    const bool is_as_saved = job_.save != nullptr && job_.steps_after == 0;
+    life_.state_digest = is_as_saved ? life_.saved_digest : state_digest();
     life_.model_digest =
         digest_of_rank(job_.load.plan, rank_, load.shards(), [&load] { load.beat(); });
     return life_;
@@ -105,9 +106,11 @@ class JobRank {
     life_.save_end_ns = world_.clock.now_ns();
     life_.parts[kSavePart] = loading_.later_phase(world_.board);
     if (optimizer == nullptr) return;
-    life_.saved_digest = optimizer->digest().state;
+    life_.saved_digest = state_digest();
     life_.skipped = trained_->steps().taken().skipped;
   }
+
+  uint64_t state_digest() { return trained_ ? trained_->optimizer().digest().state : 0; }
 
   JobWorld& world_;
   const TrainedJob& job_;
