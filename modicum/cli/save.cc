@@ -69,7 +69,8 @@ bool open_state(const Surroundings& at, SaveFlags& flags, bool has_seed,
   if (flags.run.optimizer == "none") {
     return at.files.is_directory(join_path(directory, kStateDirectory));
   }
-  const FoundStep step = check_step(at.files, directory);
+  // The digests are compared when weights and state are opened.
+  const FoundStep step = open_step(at.files, directory);
   if (step.record.state.empty()) return false;
   take_state(at, step, flags.run, from);
   const uint64_t seed = from->facts.seed;

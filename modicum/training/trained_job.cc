@@ -150,30 +150,28 @@ RankOutcome RankLife::highest(std::initializer_list<LifePart> of) const {
 }
 
 JobOutcome run_job(const TrainedJob& job, ShowBytes show) {
-  if (job.save == nullptr) {
-    JobWorld world(job, nullptr);
-    JobOutcome outcome = outcome_of(world, show);
-    outcome.compared = world.merged();
-    outcome.launcher_bytes = read_process_memory().held();
-    outcome.cgroup_peak_bytes = world.cgroup_peak.bytes();
-    return outcome;
+  std::optional<StopSignals> stop;  // a stop signal throws, so that the step in flight is removed
+  std::optional<DamagedStep> damaged;
+  std::optional<StepSave> step;
+  if (const SaveTask* const save = job.save) {
+    require_recordable(*save);
+    stop.emplace();
+    FileSystem& files = *job.load.run.files;
+    damaged = set_damaged_aside(files, save->root, save->step, [&stop] { stop->check(); });
+    step.emplace(files, save->root, save->step, save->state != nullptr, save->keep);
   }
-  const SaveTask& save = *job.save;
-  require_recordable(save);
-  const StopSignals stop;  // a stop signal throws, so that the step in flight is removed
-  FileSystem& files = *job.load.run.files;
-  auto damaged = set_damaged_aside(files, save.root, save.step, [&stop] { stop.check(); });
-  StepSave step(files, save.root, save.step, save.state != nullptr, save.keep);
-  JobWorld world(job, &step);
+  JobWorld world(job, step ? &*step : nullptr);
   JobOutcome outcome = outcome_of(world, show);
-  check_stop(stop, *world.grace);
+  if (stop) check_stop(*stop, *world.grace);
   outcome.compared = world.merged();  // an error ends the job before the save is published
-  TrainedSteps trained{.skipped = outcome.ranks.front().skipped};
-  for (const RankLife& life : outcome.ranks) trained.digest += life.saved_digest;
-  outcome.saved = publish(step, save, trained, [&] { check_stop(stop, *world.grace); });
-  outcome.is_preempted = stop.received().has_value();
-  outcome.damaged = std::move(damaged);
-  if (outcome.damaged) outcome.saved->warnings.push_back(warning_of(*outcome.damaged));
+  if (step) {
+    TrainedSteps trained{.skipped = outcome.ranks.front().skipped};
+    for (const RankLife& life : outcome.ranks) trained.digest += life.saved_digest;
+    outcome.saved = publish(*step, *job.save, trained, [&] { check_stop(*stop, *world.grace); });
+    outcome.is_preempted = stop->received().has_value();
+    if (damaged) outcome.saved->warnings.push_back(warning_of(*damaged));
+    outcome.damaged = std::move(damaged);
+  }
   outcome.launcher_bytes = read_process_memory().held();
   outcome.cgroup_peak_bytes = world.cgroup_peak.bytes();
   return outcome;

@@ -3,8 +3,9 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from modicum.walk.report import left_out_text
+
 _MIB = 1 << 20
-_NAMES_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,9 @@ class ImportReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        text = (
+        return (
             f"{self.path}: {self.written_bytes / _MIB:.2f} MiB of {self.kind} written and visible "
             f"after {self.elapsed_s:.2f} s; the process held at most "
             f"{self.held_bytes / _MIB:.2f} MiB, {self.promised_bytes / _MIB:.2f} MiB predicted"
+            f"{left_out_text(self.left_out)}"
         )
-        if not self.left_out:
-            return text
-        names, more = self.left_out[:_NAMES_SHOWN], len(self.left_out) - _NAMES_SHOWN
-        rest = f" and {more} more" if more > 0 else ""
-        return f"{text}\nleft out {len(self.left_out)}: {', '.join(names)}{rest}"

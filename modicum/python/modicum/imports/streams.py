@@ -168,18 +168,16 @@ def write_step(root: Path, step: int, of: Contents, budget: Size | None, kind: s
 def _promised(of: Contents, budget: Size | None) -> tuple[int, int]:
     """(bytes of the process at its peak, limit of the ledger). The process is measured here: names
     and places of many tensors are Python objects of unknown size. The plans count twice: they are
-    held already, and the save charges them. Model and state are written one after the other: both
-    plans are held at the same time, but only one staging."""
-    model, state = of.model.held, of.state.held if of.state else Counter[str]()
-    held = model + state
-    held["staging"] = max(model["staging"], state["staging"])
+    held already, and the save charges them."""
+    parts = [of.model] if of.state is None else [of.model, of.state]
+    held = _modicum.save_footprint([(part.held, part.plan.gather_bytes) for part in parts])
     before, available, source = memory_before()
     baseline = -(-before // _MIB) * _MIB
     allowed: int | None = available + baseline
     if budget not in (None, "auto"):
         allowed, source = _modicum.parse_size(budget) if budget != "none" else None, "argument"
     (promise,) = _modicum.save_promise(
-        dict(held), [baseline], ranks_per_node=1, budget=allowed, budget_source=source
+        held, [baseline], ranks_per_node=1, budget=allowed, budget_source=source
     )
     return promise
 

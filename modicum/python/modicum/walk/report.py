@@ -1,7 +1,9 @@
 """The report of a load: promised and measured memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+_NAMES_SHOWN = 16
 
 
 class Report:
@@ -62,3 +64,12 @@ class Report:
         """A dict per rank: promised_bytes, ledger_peak_bytes, kernel_peak_bytes, baseline_bytes,
         unexplained_bytes, page_cache_peak_bytes, storage_read_bytes, exchanged_bytes."""
         return self.document["ranks"]
+
+
+def left_out_text(names: Sequence[str]) -> str:
+    """The line of a report that counts the names and shows the first ones; empty without any."""
+    if not names:
+        return ""
+    more = len(names) - _NAMES_SHOWN
+    rest = f" and {more} more" if more > 0 else ""
+    return f"\nleft out {len(names)}: {', '.join(names[:_NAMES_SHOWN])}{rest}"

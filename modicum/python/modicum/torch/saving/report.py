@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from modicum.walk.report import Report
+from modicum.walk.report import Report, left_out_text
 
 MIB = 1 << 20
-_NAMES_SHOWN = 16
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,12 @@ class Saved:
     UserWarnings."""
 
     def __str__(self) -> str:
-        text = (
+        return (
             f"{self.path}: {self.written_bytes / MIB:.2f} MiB written in {self.elapsed_s:.2f} s, "
             f"visible after {self.durable_s:.2f} s; a rank held at most "
             f"{self.held_bytes / MIB:.2f} MiB, {self.promised_bytes / MIB:.2f} MiB predicted"
+            f"{left_out_text(self.left_out)}"
         )
-        if not self.left_out:
-            return text
-        names, more = self.left_out[:_NAMES_SHOWN], len(self.left_out) - _NAMES_SHOWN
-        rest = f" and {more} more" if more > 0 else ""
-        return f"{text}\nleft out {len(self.left_out)}: {', '.join(names)}{rest}"
 
 
 @dataclass(frozen=True)

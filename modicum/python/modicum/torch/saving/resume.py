@@ -240,8 +240,8 @@ def _declared(
     if optimizer is None:
         return []
     if isinstance(optimizer, AdamW):
-        saved_format = _modicum.state_facts(facts_for(optimizer, found.state))["state_format"]
-        if saved_format == optimizer.state_format and not is_torchs(found.state):
+        facts = {} if is_torchs(found.state) else _modicum.state_facts(found.state)
+        if facts.get("state_format") == optimizer.state_format:
             return [optimizer]
         return [optimizer, Later({"staging": _modicum.CONVERTED_STATE_BYTES})]
     with Ranks.of_world().together() as ranks:
@@ -286,7 +286,9 @@ def _require_same(optimizer: torch.optim.Optimizer, state: str) -> None:
         raise refusal("UNSUPPORTED", what, expected="a model built outside torch.inference_mode()")
     if not isinstance(optimizer, AdamW):
         return require_kind(optimizer, state)
-    seed = _modicum.state_facts(facts_for(optimizer, state))["seed"]
+    if is_torchs(state):
+        return None
+    seed = _modicum.state_facts(state)["seed"]
     if optimizer.seed != seed:
         what, got = "the state was saved with another seed", str(optimizer.seed)
         raise refusal("MISMATCH", what, expected=str(seed), got=got)
