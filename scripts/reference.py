@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes docs/reference/python.md from docstrings and docs/reference/command-line.md from --help.
+"""Writes docs/reference/python.md from docstrings, docs/reference/command-line.md from help texts.
 
 reference.py [MODICUM]: MODICUM is the built program. Without it only python.md is written, from the
 sources. tests/package/test_reference_page.py fails if a page is stale. Standard library only.
@@ -192,6 +192,7 @@ class Verb:
     summary: str
     usage: str
     flags: dict[str, str]  # flag as displayed -> its help
+    notation: dict[str, str]  # SIZE, REGEX, ... -> its meaning
 
 
 def help_of(program: Path, *words: str) -> str:
@@ -214,40 +215,50 @@ def flags_of(text: str) -> Iterator[tuple[str, str]]:
 
 
 def verb_of(program: Path, name: str) -> Verb:
-    text = help_of(program, name, "--help")
+    text = help_of(program, name, "--help-all")
     summary, _, rest = text.partition("\nUsage: ")
     summary, usage = summary.replace("\n", " "), rest.splitlines()[0]
-    flags = {}
-    for shown, described in flags_of(text):
-        shown = re.sub(r"\b(\w+):(?:\1 )?", lambda m: f"{m[1]} ", shown)
-        flags[shown] = OF_THIS_MACHINE.get(shown.split()[0], described)
-    return Verb(summary, usage, flags)
+    flags = {
+        shown: OF_THIS_MACHINE.get(shown.split()[0], described)
+        for shown, described in flags_of(text)
+    }
+    return Verb(summary, usage, flags, dict(re.findall(r"^([A-Z]+)  +(.*)$", text, re.M)))
 
 
 def table(flags: dict[str, str]) -> list[str]:
     if not flags:
         return []
-    rows = [f"| `{shown}` | {described} |" for shown, described in flags.items()]
+    cells = [(shown.replace("|", r"\|"), described) for shown, described in flags.items()]
+    rows = [f"| `{shown}` | {described} |" for shown, described in cells]
     return ["| flag | |", "|---|---|", *rows, ""]
+
+
+def shared_flags(verbs: list[Verb]) -> dict[str, str]:
+    """The flags that all verbs have, with the help that most of them have. A verb with another help
+    lists the flag again."""
+    flags = [f for f in verbs[0].flags if all(f in verb.flags for verb in verbs)]
+    helps = {f: [verb.flags[f] for verb in verbs] for f in flags}
+    return {f: max(texts, key=texts.count) for f, texts in helps.items()}
 
 
 def command_page(program: Path) -> str:
     listed = re.findall(r"^([a-z]+) +\S.*$", help_of(program, "--help"), re.M)
     names = [name for name in listed if name != "modicum"]
     verbs = {name: verb_of(program, name) for name in names}
-    first = verbs[names[0]].flags
-    common = {f: t for f, t in first.items() if all(f in v.flags for v in verbs.values())}
-    shared = {
-        f: t
-        for f, t in verbs[SHARED_BY[0]].flags.items()
-        if all(f in verbs[name].flags for name in SHARED_BY) and f not in common
-    }
+    common = shared_flags(list(verbs.values()))
+    of_runs = shared_flags([verbs[name] for name in SHARED_BY])
+    shared = {f: t for f, t in of_runs.items() if f not in common}
+    notation = {word: text for verb in verbs.values() for word, text in verb.notation.items()}
     lines = [
         "# Command line",
         "",
-        "Written by `scripts/reference.py` from `modicum VERB --help`: edit the texts there.",
-        "Sizes are bytes, or numbers with a unit (`1.5GiB`, `16G`); regular expressions are RE2's.",
-        "Exit codes are those of [errors.md](errors.md).",
+        "Written by `scripts/reference.py` from `modicum VERB --help-all`: edit the texts there.",
+        "`modicum VERB --help` lists the flags that most runs need, in groups; a flag of another",
+        "verb is refused. Exit codes are those of [errors.md](errors.md).",
+        "",
+        "| value | |",
+        "|---|---|",
+        *(f"| `{word}` | {text} |" for word, text in notation.items()),
         "",
         "| verb | |",
         "|---|---|",

@@ -125,8 +125,8 @@ ENVIRONMENT = os.environ | {"HF_HOME": "/no-cache", "HF_HUB_CACHE": "/no-cache/h
 
 
 def execute(program: Path, words: list[str], folder: Path, trace: Path | None) -> Record:
-    command = [str(program), *words, "--json", "--progress", "none"]
-    if "--threads" not in words and words[0] not in ("inspect", "verify"):
+    command = [str(program), *words, "--json"]
+    if "--threads" not in words and words[0] not in ("inspect", "verify", "doctor", "watch"):
         command += ["--threads", "1"]
     if trace:
         command = ["strace", "-f", "-y", "-e", f"trace={TRACED}", "-o", str(trace), *command]

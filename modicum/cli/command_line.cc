@@ -13,7 +13,7 @@ namespace {
 int print_help(const Surroundings& at) {
   std::string text = "modicum: model state of sharded training in a modicum of memory\n\n";
   for (const Verb& verb : verbs()) text += fmt::format("{:<9}{}\n", verb.name, verb.help);
-  text += "\nmodicum VERB --help lists the flags of a verb.\n";
+  text += "\nmodicum VERB --help lists the flags of a verb; --help-all lists rare ones, too.\n";
   at.print(text);
   return 0;
 }

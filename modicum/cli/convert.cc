@@ -21,28 +21,30 @@ struct ConvertFlags {
 };
 
 void add_convert_flags(CLI::App& app, ConvertFlags& flags) {
-  add_common_flags(app, flags.common);
+  app.option_defaults()->group("Values");
   app.add_option("DIR", flags.run.directory,
                  "a directory, a file, or ORG/NAME in the local Hugging Face cache")
       ->required();
   app.add_option("OUT", flags.out, "the new directory")->required();
   app.add_option("--dtype", flags.run.dtype,
-                 "cast floating-point tensors, and dequantise FP8 codes, to float32, "
-                 "bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
-  app.add_option("--keep-fp32", flags.run.keep_fp32,
-                 "REGEX of tensors that are written as float32");
+                 "cast floating-point tensors, dequantise FP8 codes; default: as stored")
+      ->type_name("DTYPE");
+  app.add_option("--keep-fp32", flags.run.keep_fp32, "tensors to write as float32")
+      ->type_name("REGEX");
   app.add_option("--recipe", flags.run.recipe,
-                 "a recipe.json, which says how tensors are made of stored ones: these tensors are "
-                 "written; default: every tensor as stored");
-  app.add_option("--shard-size", flags.shard_size,
-                 "largest size of a file; default: tensors are divided into files as in DIR");
-  app.add_option("--staging", flags.run.staging,
-                 "size of the staging buffer; default 8 MiB, or less if the budget requires it");
-  app.add_flag("--sparse", flags.sparse,
-               "leave a hole in the file, which takes no disk space, for each page of zeros");
+                 "a recipe.json: how tensors are made of stored ones; default: as stored")
+      ->type_name("FILE");
   app.add_flag("--allow-overflow", flags.allow_overflow,
                "write infinity for finite values that are too large for their new dtype; default: "
                "they are an error");
+  app.option_defaults()->group("Files");
+  app.add_option("--shard-size", flags.shard_size,
+                 "largest size of a file; default: tensors are divided into files as in DIR")
+      ->type_name("SIZE");
+  app.add_flag("--sparse", flags.sparse,
+               "leave a hole in the file, which takes no disk space, for each page of zeros");
+  add_common_flags(app, flags.common, {.staging = &flags.run.staging});
+  app.option_defaults()->group(kRareFlags);
   add_adopt_flag(app, flags.adopt);
 }
 

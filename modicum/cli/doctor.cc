@@ -15,12 +15,16 @@ int run_doctor(const Args& args, const Surroundings& at) {
       "modicum doctor");
   CommonFlags flags;
   int pid = 0;
-  add_common_flags(app, flags);
   app.add_option(
          "--pid", pid,
          "PID of a running trainer, or of its launcher; reading takes about 0.1 s per GiB of "
          "the memory of processes that have forked")
       ->check(CLI::Range(1, INT32_MAX));
+  add_common_flags(app, flags,
+                   {.budget_default = "none",
+                    .threads = false,
+                    .progress = false,
+                    .verbose = "also show what each `info` finding advises"});
   if (const auto done = parse(app, args, at)) return *done;
   DoctorFacts facts;
   if (pid > 0) facts.program = read_program(pid);

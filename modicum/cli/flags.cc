@@ -37,32 +37,37 @@ constexpr auto kVerbs = std::to_array<Verb>({
 
 std::span<const Verb> verbs() noexcept { return kVerbs; }
 
-std::string format_names() {
-  std::vector<std::string_view> names;
-  for (const StateFormatRow& row : state_formats()) names.push_back(row.name);
-  return fmt::format("{}", fmt::join(names, ", "));
-}
-
-void add_common_flags(CLI::App& app, CommonFlags& flags) {
+void add_common_flags(CLI::App& app, CommonFlags& flags, const ActingFlags& acting) {
+  app.option_defaults()->group("Host memory and threads");
+  if (!acting.budget_default.empty()) {
+    app.add_option("--budget", flags.budget,
+                   fmt::format("limit per node; auto: what cgroup and memory leave; default {}",
+                               acting.budget_default))
+        ->type_name("SIZE|auto|none");
+  }
+  if (acting.staging != nullptr) {
+    app.add_option("--staging", *acting.staging,
+                   "staging buffer of each rank; default 8 MiB, or less to fit the budget")
+        ->type_name("SIZE");
+  }
+  if (acting.threads) {
+    app.add_option("--threads", flags.threads,
+                   "of each process; default: the usable CPUs, divided by the ranks")
+        ->check(CLI::Range(1, 1024));
+  }
+  app.option_defaults()->group("Output");
   app.add_flag("--json", flags.json, "one JSON document on stdout");
   app.add_flag("-q,--quiet", flags.quiet, "print only errors, and with --json the document");
+  if (acting.progress) {
+    app.add_option("--progress", flags.progress,
+                   "on stderr; auto (default): one line on a terminal; plain: every 5 s")
+        ->check(CLI::IsMember({"auto", "plain", "none"}))
+        ->type_name("auto|plain|none");
+  }
+  const bool is_verbose = !acting.verbose.empty();
   app.add_flag("-v,--verbose", flags.verbose,
-               "inspect: print a line for each tensor; doctor: also show what each `info` "
-               "finding advises");
-  app.add_option("--threads", flags.threads,
-                 "threads of each rank process, or of the one process of synth and diff; "
-                 "default: the usable CPUs, divided by the number of ranks; no effect "
-                 "on inspect, verify, doctor and watch")
-      ->check(CLI::Range(1, 1024));
-  app.add_option(
-      "--budget", flags.budget,
-      "limit on the host memory per node: SIZE, none, or auto (the memory that cgroup and "
-      "node have left); default: auto, but none for plan and doctor. Has no effect on "
-      "watch, which has --limit");
-  app.add_option("--progress", flags.progress,
-                 "progress on stderr: auto (default: one line that is rewritten, if stderr is a "
-                 "terminal), plain (a new line every 5 s) or none")
-      ->check(CLI::IsMember({"auto", "plain", "none"}));
+               is_verbose ? std::string(acting.verbose) : "no effect; inspect and doctor have one")
+      ->group(is_verbose ? "Output" : kRareFlags);
 }
 
 void add_adopt_flag(CLI::App& app, bool& adopts) {
@@ -72,71 +77,70 @@ void add_adopt_flag(CLI::App& app, bool& adopts) {
 }
 
 void add_run_flags(CLI::App& app, RunFlags& flags) {
+  app.option_defaults()->group("Checkpoint");
   app.add_option("DIR", flags.directory,
                  "a directory, a file, or ORG/NAME in the local Hugging Face cache")
       ->required();
+  app.add_option("--dtype", flags.dtype,
+                 "cast floating-point tensors, dequantise FP8 codes; default: as stored")
+      ->type_name("DTYPE");
+  app.add_option("--keep-fp32", flags.keep_fp32, "tensors to load as float32")->type_name("REGEX");
+  app.add_option("--recipe", flags.recipe,
+                 "a recipe.json: how tensors are made of stored ones; default: as stored")
+      ->type_name("FILE");
+  app.option_defaults()->group("Ranks and layout");
   app.add_option("--ranks", flags.ranks, "number of rank processes; default 1");
   app.add_option("--ranks-per-node", flags.ranks_per_node,
-                 "number of ranks on each node; default: all ranks are on one node");
+                 "number of ranks on each node; default: all");
   app.add_option("--strategy", flags.strategy,
-                 "which ranks read the files, and what they send to other ranks: "
-                 "own-shard (default), node-reader, replica-striped, rank0-broadcast or "
-                 "full-per-rank");
-  app.add_option(
-      "--layout", flags.layout,
-      "fsdp2 (default), hsdp, tp-fsdp, zero1, zero2, zero3, or none (replicate everything)");
-  app.add_option(
-      "--mesh", flags.mesh,
-      "sizes of the mesh axes. hsdp: AxB is A replicas of B shards, AxBxC is A replicas of (B x C) "
-      "shards. tp-fsdp: AxB is dp A x tp B, AxBxC is dp (A x B) x tp C");
+                 "which ranks read, and what they send: own-shard (default), node-reader, "
+                 "replica-striped, rank0-broadcast or full-per-rank")
+      ->type_name("NAME");
+  app.add_option("--layout", flags.layout,
+                 "fsdp2 (default), hsdp, tp-fsdp, zero1, zero2, zero3 or none (replicas)")
+      ->type_name("NAME");
+  app.add_option("--mesh", flags.mesh,
+                 "hsdp: A replicas of B (x C) shards; tp-fsdp: dp A (x B), tp the last")
+      ->type_name("AxB[xC]");
+  app.add_option("--tp-rowwise", flags.tp_rowwise,
+                 "tensors that TP shards along dim 1; the default is dim 0")
+      ->type_name("REGEX");
+  app.add_option("--tp-packed", flags.tp_packed,
+                 "two matrices along dim 0 (gate and up), of which TP shards each")
+      ->type_name("REGEX");
+  app.add_option("--tp-replicate", flags.tp_replicate, "tensors that TP replicates")
+      ->type_name("REGEX");
+  app.add_option("--expert-mesh", flags.expert_mesh,
+                 "shard experts along dim 0 among B ranks (EP), then by FSDP among A")
+      ->type_name("AxB");
+  app.option_defaults()->group("Optimizer");
+  app.add_option("--optimizer", flags.optimizer,
+                 "none (default; of resume: the saved one), or adamw:FORMAT")
+      ->type_name("NAME");
+  app.add_option("--frozen", flags.frozen, "parameters that are not trained: no optimizer state")
+      ->type_name("REGEX");
+}
+
+void add_rare_run_flags(CLI::App& app, RunFlags& flags, CommonFlags& common) {
+  app.option_defaults()->group(kRareFlags);
   app.add_option("--shard-dim", flags.shard_dim, "the tensor dim that FSDP shards; default 0");
-  app.add_option(
-      "--tp-rowwise", flags.tp_rowwise,
-      "REGEX of tensors that TP shards along dim 1; if no --tp-* flag matches a tensor, TP "
-      "shards it along dim 0");
-  app.add_option(
-      "--tp-packed", flags.tp_packed,
-      "REGEX of tensors that hold two matrices, one after the other along dim 0 (gate and "
-      "up); TP shards each of the two along dim 0");
-  app.add_option("--tp-replicate", flags.tp_replicate, "REGEX of tensors that TP replicates");
-  app.add_option(
-      "--expert-mesh", flags.expert_mesh,
-      "AxB: expert tensors are sharded along dim 0 among B ranks (EP), then by FSDP among A "
-      "ranks");
   app.add_option("--experts", flags.experts,
-                 "with --expert-mesh: REGEX of expert tensors; default \\.experts\\.");
+                 "with --expert-mesh: the expert tensors; default \\.experts\\.")
+      ->type_name("REGEX");
   app.add_flag("--round-robin", flags.round_robin,
                "zero1, zero2: order parameters as DeepSpeed does with round_robin_gradients");
-  app.add_option("--dtype", flags.dtype,
-                 "cast floating-point tensors, and dequantise FP8 codes, to float32, "
-                 "bfloat16 or float16 (fp32, bf16, fp16); default: as stored");
-  app.add_option("--keep-fp32", flags.keep_fp32, "REGEX of tensors that are loaded as float32");
-  app.add_option(
-      "--recipe", flags.recipe,
-      "a recipe.json, which says how tensors are made of stored ones; default: every tensor "
-      "as stored");
-  app.add_flag(
-      "--untie", flags.untie,
-      "load both copies of a tied tensor that is stored under two names; default: load one, "
-      "and fail if they differ");
-  app.add_option(
-      "--optimizer", flags.optimizer,
-      fmt::format("none (default; of resume: the saved one), or adamw:FORMAT, to include "
-                  "the optimizer's state in this format: {}",
-                  format_names()));
-  app.add_option("--frozen", flags.frozen,
-                 "REGEX of parameters that are not trained, and so have no optimizer state");
-  app.add_option(
-      "--destination", flags.destination,
-      "cpu (default): keep the shards in host memory; discard: drop loaded bytes, as a load "
-      "to a device does after the copy");
-  app.add_option(
-      "--staging", flags.staging,
-      "size of the staging buffer that each rank allocates at its start; default 8 MiB, or "
-      "less if the budget requires it");
+  app.add_flag("--untie", flags.untie,
+               "load both copies of a tied tensor that is stored under two names; default: load "
+               "one, and fail if they differ");
+  app.add_option("--destination", flags.destination,
+                 "cpu (default): keep the shards in host memory; discard: drop loaded bytes, as a "
+                 "load to a device does after the copy")
+      ->type_name("cpu|discard");
   app.add_option("--baseline", flags.baseline,
                  "memory of a rank process before it uses Modicum; default 2 MiB; with torch it is "
-                 "0.3 to 1.5 GiB");
+                 "0.3 to 1.5 GiB")
+      ->type_name("SIZE");
+  add_oversubscribe_flag(app, common);
 }
 
 namespace {
@@ -188,6 +192,30 @@ void take_decimal_numbers(CLI::App& app) {
   }
 }
 
+// A flag's value in the help: its type without the range, which an error about a value names.
+std::string value_text(const CLI::Option& option) {
+  if (option.get_positional()) return " ";
+  if (option.get_type_size() == 0) return "";  // a switch
+  const std::string type = option.get_type_name();
+  return type.substr(0, type.find(':')) + (option.get_required() ? " (required)" : "");
+}
+
+// Defines the words in capitals that `help` contains.
+std::string notation(const std::string& help) {
+  std::vector<std::string_view> formats;
+  for (const StateFormatRow& row : state_formats()) formats.push_back(row.name);
+  const std::array<std::pair<std::string_view, std::string>, 4> kinds = {
+      {{"SIZE", "bytes, or with a unit: 16G and 16GiB are 16 x 2^30 bytes, 16GB is 16 x 10^9"},
+       {"REGEX", "in RE2's syntax, searched for in FQNs; one that matches nothing is an error"},
+       {"DTYPE", "float32, bfloat16 or float16 (fp32, bf16, fp16)"},
+       {"FORMAT", fmt::format("of the state: {}", fmt::join(formats, ", "))}}};
+  std::string text;
+  for (const auto& [kind, meaning] : kinds) {
+    if (help.find(kind) != std::string::npos) text += fmt::format("{:<8}{}\n", kind, meaning);
+  }
+  return text.empty() ? "" : "\n" + text;
+}
+
 // Breaks lines of `help` at 100 columns. The rest of an option's line is indented to the column at
 // which CLI11 begins descriptions.
 std::string wrapped(const std::string& help) {
@@ -210,17 +238,33 @@ std::string wrapped(const std::string& help) {
   return text;
 }
 
+// Help with all flags, or without kRareFlags.
+std::string help_text(CLI::App& app, bool all) {
+  for (CLI::Option* option : app.get_options()) {
+    if (!all && option->get_group() == kRareFlags) option->group("");
+    if (option->get_option_text().empty()) option->option_text(value_text(*option));
+  }
+  std::string text = app.help();
+  for (size_t at = 0; (at = text.find("\n\n\n", at)) != std::string::npos;) text.erase(at, 1);
+  text.erase(text.find_last_not_of('\n') + 1);
+  return wrapped(text + "\n" + notation(text));
+}
+
 }  // namespace
 
 std::optional<int> parse(CLI::App& app, const Args& args, const Surroundings& at) {
   refuse_empty_values(args);
   take_decimal_numbers(app);
   app.allow_extras();  // unknown flags are refused below, with the nearest name
-  app.set_help_flag("-h,--help", "this list");
+  app.set_help_flag("-h,--help", "the flags that most runs need")->group("Output");
+  app.set_help_all_flag("--help-all", "every flag")->group("Output");
   try {
     app.parse(std::vector<std::string>(args.rbegin(), args.rend()));
   } catch (const CLI::CallForHelp&) {
-    at.print(wrapped(app.help()));
+    at.print(help_text(app, false));
+    return 0;
+  } catch (const CLI::CallForAllHelp&) {
+    at.print(help_text(app, true));
     return 0;
   } catch (const CLI::ParseError& error) {
     // An unknown flag is reported first: it may be the reason why a required one is missing.

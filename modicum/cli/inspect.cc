@@ -10,10 +10,11 @@ int run_inspect(const Args& args, const Surroundings& at) {
                "modicum inspect");
   CommonFlags flags;
   std::string directory;
-  add_common_flags(app, flags);
   app.add_option("DIR", directory,
                  "a directory, a file, or ORG/NAME in the local Hugging Face cache")
       ->required();
+  add_common_flags(
+      app, flags, {.threads = false, .progress = false, .verbose = "print a line for each tensor"});
   if (const auto done = parse(app, args, at)) return *done;
   const Checkpoint checkpoint = open_checkpoint(at.files, directory, Record::ignored);
   require_budget(flags, Purpose::header, checkpoint.manifest.held_bytes());

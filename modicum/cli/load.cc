@@ -47,20 +47,23 @@ int run_load(const Args& args, const Surroundings& at) {
   CLI::App app("load into rank processes; prints promised and measured memory side by side",
                "modicum load");
   LoadFlags flags;
-  add_common_flags(app, flags.common);
   add_run_flags(app, flags.run);
-  add_oversubscribe_flag(app, flags.common);
+  add_common_flags(app, flags.common, {.staging = &flags.run.staging});
+  app.add_option("--report", flags.report, std::string(kReportHelp))->type_name("FILE");
+  add_rare_run_flags(app, flags.run, flags.common);
   app.add_option("--check", flags.check,
                  "values: fill the destination with the byte 0xa5 before the load, so "
                  "that a value that is not written differs; after it, read the "
                  "checkpoint again and compare every value (values of synth are "
-                 "computed instead)");
+                 "computed instead)")
+      ->type_name("values");
   app.add_flag("--digest", flags.digest,
                "print a hash of the names, dtypes, shapes and values of the loaded tensors");
   app.add_option("--expect-digest", flags.expect_digest,
-                 "16 hex digits: exit with 12 if the digest is another one");
-  app.add_option("--dump", flags.dump, "a new directory, into which each rank writes its shards");
-  app.add_option("--report", flags.report, std::string(kReportHelp));
+                 "16 hex digits: exit with 12 if the digest is another one")
+      ->type_name("HEX");
+  app.add_option("--dump", flags.dump, "a new directory, into which each rank writes its shards")
+      ->type_name("DIR");
   if (const auto done = parse(app, args, at)) return *done;
   refuse_contradictions(flags);
   if (!flags.report.empty()) watch_instead("load", args, flags.report, at.files);

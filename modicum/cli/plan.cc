@@ -34,6 +34,33 @@ PageOrigin origin_of(const Args& args) {
   return origin;
 }
 
+void add_forecast_flags(CLI::App& app, PlanFlags& flags) {
+  app.option_defaults()->group("A run that failed");
+  app.add_option("--from", flags.from,
+                 "JSON that `watch --json` printed, or that a verb with --json printed when its "
+                 "budget refused it; its limit is the budget, unless --budget is given. If the "
+                 "planned run does not fit, plan lists the fewest changes after which it does")
+      ->type_name("FILE");
+  app.option_defaults()->group("DeepSpeed");
+  app.add_option("--deepspeed", flags.deepspeed.config,
+                 "ds_config.json: add a forecast of DeepSpeed's own host memory")
+      ->type_name("FILE");
+  app.add_option("--workers", flags.deepspeed.workers,
+                 "forked data-loader workers of each rank; default 0");
+  app.add_flag("--persistent-workers", flags.deepspeed.persistent_workers,
+               "the workers live for all epochs; default: for one epoch");
+  app.option_defaults()->group("Reinforcement learning");
+  app.add_flag("--reference", flags.node.reference,
+               "also count a frozen reference model with the trainer's layout");
+  app.add_option("--engine-tp", flags.node.engine_tp,
+                 "also count sleeping engines, one for N ranks, with weights in host memory")
+      ->check(CLI::Range(1, kMaxRanks))
+      ->option_text("N");
+  app.add_flag("--backup", flags.node.backup,
+               "also count a host copy of each rank's parameters, made when they are first sent to "
+               "the engines");
+}
+
 }  // namespace
 
 int run_plan(const Args& args, const Surroundings& at) {
@@ -41,38 +68,17 @@ int run_plan(const Args& args, const Surroundings& at) {
                "modicum plan");
   CommonFlags common;
   RunFlags flags;
-  add_common_flags(app, common);
-  add_run_flags(app, flags);
-  add_oversubscribe_flag(app, common);  // no effect, but `plan` accepts the run flags of `load`
   PlanFlags of_plan;
-  DeepSpeedFlags& deepspeed = of_plan.deepspeed;
   std::string page;
-  app.add_option("--deepspeed", deepspeed.config,
-                 "ds_config.json: add a forecast of DeepSpeed's own host memory");
-  app.add_option("--workers", deepspeed.workers,
-                 "with --deepspeed: forked data-loader workers per rank; default 0");
-  app.add_flag(
-      "--persistent-workers", deepspeed.persistent_workers,
-      "with --deepspeed: the workers live for all epochs; default: they are forked for each "
-      "epoch");
-  app.add_option("--from", of_plan.from,
-                 "a JSON document that `watch --json` printed, or that a verb with "
-                 "--json printed when its budget refused it. Its limit is the budget, "
-                 "unless --budget is given. If the planned run does not fit, plan "
-                 "lists the runs that fit after the fewest changes");
-  app.add_flag("--reference", of_plan.node.reference,
-               "reinforcement learning: also count a frozen reference model with the "
-               "trainer's layout");
-  app.add_option("--engine-tp", of_plan.node.engine_tp,
-                 "reinforcement learning: also count sleeping inference engines, one "
-                 "for each N ranks, whose weights are in host memory")
-      ->check(CLI::Range(1, kMaxRanks));
-  app.add_flag("--backup", of_plan.node.backup,
-               "reinforcement learning: also count a host copy of each rank's "
-               "parameters, made when they are first sent to the inference engines");
+  add_run_flags(app, flags);
+  add_forecast_flags(app, of_plan);
+  add_common_flags(app, common,
+                   {.budget_default = "none", .staging = &flags.staging, .progress = false});
   app.add_option("--report", page,
                  "write the memory of the fullest node in each phase as an HTML file, with the "
-                 "inputs; with --deepspeed, DeepSpeed's memory");
+                 "inputs; with --deepspeed, DeepSpeed's memory")
+      ->type_name("FILE");
+  add_rare_run_flags(app, flags, common);  // accepted as by `load`: --oversubscribe has no effect
   if (const auto done = parse(app, args, at)) return *done;
   of_plan.budget = common.budget;
   flags.threads = common.threads;

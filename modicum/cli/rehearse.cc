@@ -110,21 +110,21 @@ int run_rehearse(const Args& args, const Surroundings& at) {
       "and resume; shows the memory of each phase",
       "modicum rehearse");
   RehearseFlags flags;
-  add_common_flags(app, flags.common);
   add_run_flags(app, flags.run);
-  add_oversubscribe_flag(app, flags.common);
   app.add_option("--steps", flags.steps, "optimizer steps; default 3")
       ->check(CLI::Range(1, 1000000000));
-  add_seed(app, flags.seed, "gradients and random bits");
   app.add_option("--clip", flags.clip, "largest gradient norm; default: no clipping");
-  app.add_option(
-      "--save", flags.save,
-      "a ROOT: save the last step there, end the ranks, resume with new ranks, and make one "
-      "more step");
+  app.option_defaults()->group("Save and resume");
+  app.add_option("--save", flags.save,
+                 "save the last step there, end the ranks, resume with new ones, make a step")
+      ->type_name("ROOT");
   app.add_option("--resume-ranks", flags.resume_ranks,
                  "with --save: the number of ranks that resume; default: that of --ranks")
       ->check(CLI::Range(1, kMaxRanks));
-  app.add_option("--report", flags.report, std::string(kReportHelp));
+  add_common_flags(app, flags.common, {.staging = &flags.run.staging});
+  app.add_option("--report", flags.report, std::string(kReportHelp))->type_name("FILE");
+  add_rare_run_flags(app, flags.run, flags.common);
+  add_seed(app, flags.seed, "gradients and random bits");
   if (const auto done = parse(app, args, at)) return *done;
   if (flags.clip) positive("--clip", *flags.clip);
   if (!optimizer_flag(flags.run.optimizer)) {

@@ -108,14 +108,14 @@ int run_resume(const Args& args, const Surroundings& at) {
   RunFlags run;
   int steps = 0;
   run.optimizer.clear();  // default: the saved optimizer
-  add_common_flags(app, common);
   add_run_flags(app, run);
   app.get_option("DIR")->description(
       "a step, or the ROOT of several steps, of which the newest intact one is loaded; damaged "
       "ones are skipped");
-  add_oversubscribe_flag(app, common);
   app.add_option("--steps", steps, "optimizer steps after the load; default 0")
       ->check(CLI::Range(0, 1000000000));
+  add_common_flags(app, common, {.staging = &run.staging});
+  add_rare_run_flags(app, run, common);
   if (const auto done = parse(app, args, at)) return *done;
   const bool is_step = at.files.exists(join_path(run.directory, "COMMIT"));
   const ResumeSteps then{.steps = steps};

@@ -32,31 +32,34 @@ struct SaveFlags {
 };
 
 void add_save_flags(CLI::App& app, SaveFlags& flags) {
-  add_common_flags(app, flags.common);
   add_run_flags(app, flags.run);
-  add_oversubscribe_flag(app, flags.common);
+  app.add_option("--steps", flags.steps, "optimizer steps before the save; default 0")
+      ->check(CLI::Range(0, 1000000000));
+  app.option_defaults()->group("The saved step");
   app.add_option("ROOT", flags.root, "the directory of all steps; created if its parent exists")
       ->required();
   app.add_option("--step", flags.step, "the step's number")
       ->required()
       ->check(CLI::Range(int64_t{0}, INT64_MAX));
   app.add_option("--shard-size", flags.shard_size,
-                 "largest size of a file; default: tensors are divided into files as in DIR");
+                 "largest size of a file; default: tensors are divided into files as in DIR")
+      ->type_name("SIZE");
   app.add_option(
          "--keep", flags.keep,
-         "number of intact steps to keep, including this one: after the save, remove all others "
-         "but those with the highest numbers; default: keep all")
+         "intact steps to keep, this one included: after the save, remove all others but those "
+         "with the highest numbers; default: keep all")
       ->check(CLI::Range(int64_t{1}, INT64_MAX));
   app.add_option("--unused", flags.unused,
                  "copy (default) or drop the stored tensors that the recipe leaves unused")
-      ->check(CLI::IsMember({"copy", "drop"}));
-  app.add_option("--steps", flags.steps, "optimizer steps before the save; default 0")
-      ->check(CLI::Range(0, 1000000000));
-  add_seed(app, flags.seed, "gradients and random bits");
+      ->check(CLI::IsMember({"copy", "drop"}))
+      ->type_name("copy|drop");
   app.add_option("--grace", flags.grace,
                  "seconds that the save may take to finish after SIGTERM, if its rate "
                  "so far shows that it can finish in time; otherwise, and by default, "
                  "it stops at once");
+  add_common_flags(app, flags.common, {.staging = &flags.run.staging});
+  add_rare_run_flags(app, flags.run, flags.common);
+  add_seed(app, flags.seed, "gradients and random bits");
 }
 
 // Opens the state of DIR if it is a step that has one and the save has an optimizer. Returns

@@ -27,27 +27,30 @@ struct StepFlags {
 };
 
 void add_step_flags(CLI::App& app, StepFlags& flags) {
-  add_common_flags(app, flags.common);
-  add_oversubscribe_flag(app, flags.common);
+  app.option_defaults()->group("Optimizer");
   app.add_option("--params", flags.params,
-                 "number of parameters of all ranks together; default 100M");
-  app.add_option("--state-format", flags.format,
-                 "format of the optimizer's state: " + format_names() + "; default fp32");
+                 "number of parameters of all ranks together; default 100M")
+      ->type_name("COUNT");
+  app.add_option("--state-format", flags.format, "format of the optimizer's state; default fp32")
+      ->type_name("FORMAT");
   app.add_option("--ranks", flags.task.ranks, "number of rank processes; default 1")
       ->check(CLI::Range(1, 4096));
   app.add_option("--steps", flags.task.steps, "optimizer steps; default 5")
       ->check(CLI::Range(1, 1000000000));
-  add_seed(app, flags.task.seed, "parameters, gradients and random bits");
   app.add_option("--clip", flags.clip, "largest gradient norm; default: no clipping");
   app.add_option(
          "--loss-scale", flags.loss_scale,
          "scale gradients as torch.amp.GradScaler does, from this initial scale, or from 65536 "
          "if the flag has no value; without the flag: no scaling")
-      ->expected(0, 1);
-  app.add_option("--grad-dtype", flags.grad_dtype,
-                 "dtype of the gradients: float32 (default), bfloat16 or float16");
-  app.add_option("--isa", flags.isa,
-                 fmt::format("{}; default: the first", fmt::join(isas(), ", ")));
+      ->expected(0, 1)
+      ->type_name("[SCALE]");
+  app.add_option("--grad-dtype", flags.grad_dtype, "dtype of the gradients; default float32")
+      ->type_name("DTYPE");
+  app.add_option("--isa", flags.isa, fmt::format("{}; default: the first", fmt::join(isas(), ", ")))
+      ->type_name("NAME");
+  add_common_flags(app, flags.common);
+  app.option_defaults()->group(kRareFlags);
+  add_seed(app, flags.task.seed, "parameters, gradients and random bits");
   app.add_option(
          "--fork-children", flags.task.children,
          "number of children that each rank forks, which live until the last step; default 0")
@@ -56,6 +59,7 @@ void add_step_flags(CLI::App& app, StepFlags& flags) {
       "--no-compare", flags.no_compare,
       "don't measure, for comparison, a memory copy and an AdamW that makes five passes over "
       "memory");
+  add_oversubscribe_flag(app, flags.common);
 }
 
 double positive_number(const std::string& flag, const std::string& text) {

@@ -48,24 +48,29 @@ int run_synth(const Args& args, const Surroundings& at) {
   CommonFlags common;
   SynthOptions options;
   std::string out, dtype, shard_size;
-  add_common_flags(app, common);
   app.add_option("OUT", out, "the new directory")->required();
   app.add_option("--arch", options.arch,
                  fmt::format("the model: {}", fmt::join(arch_names(), ", ")))
-      ->required();
+      ->required()
+      ->type_name("NAME");
   app.add_option("--layers", options.layers, "write only the first N layers; default: all")
       ->check(CLI::Range(1, 100000));
-  app.add_option("--shard-size", shard_size, "largest size of a file's data; default 5 GB");
+  app.add_option("--shard-size", shard_size, "largest size of a file's data; default 5 GB")
+      ->type_name("SIZE");
   app.add_option("--dtype", dtype,
-                 "float32, bfloat16 or float16, without quantisation; default: the dtypes of the "
-                 "model's checkpoint on the Hugging Face Hub");
+                 "of all tensors, without quantisation; default: as the model's checkpoint on the "
+                 "Hugging Face Hub")
+      ->type_name("DTYPE");
   app.add_flag("--sparse", options.is_sparse,
                "write data to each tensor's first page only, to save disk space");
+  add_common_flags(app, common);
+  app.option_defaults()->group(kRareFlags);
   app.add_option(
          "--edges", options.edges,
          "with --sparse: comma-separated world sizes; also write data around the boundaries of "
          "their shards")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->option_text("N,...");
   if (const auto done = parse(app, args, at)) return *done;
   options.dtype = dtype_flag(dtype);
   if (!shard_size.empty()) options.shard_size_bytes = parse_size(shard_size);

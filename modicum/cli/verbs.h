@@ -51,11 +51,24 @@ struct CommonFlags {
   std::string progress = "auto";
   bool oversubscribe = false;  // only for verbs with --ranks
 };
-void add_common_flags(CLI::App& app, CommonFlags& flags);
+// The common flags that act in some verbs only. A verb refuses those that would do nothing.
+struct ActingFlags {
+  std::string_view budget_default = "auto";  // empty: no --budget
+  std::string* staging = nullptr;            // the value of --staging; none: no such flag
+  bool threads = true;
+  bool progress = true;
+  std::string_view verbose;  // the help of --verbose; empty: it has no effect
+};
+// Adds flags in the groups "Host memory and threads" and "Output". To be called after the verb's
+// other groups, and before flags in kRareFlags, since the help has the groups in this order.
+void add_common_flags(CLI::App& app, CommonFlags& flags, const ActingFlags& acting = {});
 void add_adopt_flag(CLI::App& app, bool& adopts);
 
+// The group of flags that only --help-all lists: switches of tests, and flags that few runs need.
+constexpr const char* kRareFlags = "Rarely needed";
 void add_run_flags(CLI::App& app, RunFlags& flags);
-std::string format_names();  // the names of all state formats, for help texts
+// Those of kRareFlags, with --oversubscribe.
+void add_rare_run_flags(CLI::App& app, RunFlags& flags, CommonFlags& common);
 // Adds --seed, an unsigned 64-bit number. `seeded` names what it seeds, for the help text.
 void add_seed(CLI::App& app, uint64_t& seed, const std::string& seeded);
 // Returns `value`. Throws USAGE unless it is finite and above 0.
@@ -72,7 +85,8 @@ void print_result(const CommonFlags& flags, const Surroundings& at, FunctionRef<
 
 // Parses the flags of a verb. Returns exit code 0 if help was printed, else nullopt. Throws USAGE
 // for invalid arguments, empty values and unknown flags. The message about an unknown flag suggests
-// a flag with a similar name, if there is one.
+// a flag with a similar name, if there is one. Help has the flags in groups; --help leaves out
+// kRareFlags.
 std::optional<int> parse(CLI::App& app, const Args& args, const Surroundings& at);
 
 // For verbs without a plan. Throws BUDGET unless the process and `bytes` for `purpose` fit the

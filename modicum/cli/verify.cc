@@ -120,11 +120,11 @@ int run_verify(const Args& args, const Surroundings& at) {
       "modicum verify");
   CommonFlags flags;
   std::string path;
-  add_common_flags(app, flags);
   app.add_option("DIR", path,
                  "a step, the ROOT of several steps, or a checkpoint: a directory, a file, or "
                  "ORG/NAME in the local Hugging Face cache")
       ->required();
+  add_common_flags(app, flags, {.threads = false, .progress = false});
   if (const auto done = parse(app, args, at)) return *done;
   require_budget(flags, Purpose::staging, ChunkSums::kChunkBytes);
   const VerifyReport report = verify(at.files, path);

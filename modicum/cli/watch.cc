@@ -116,25 +116,31 @@ int run_watch(const Args& args, const Surroundings& at) {
   WatchFlags flags;
   // Completes the usage line: CLI11 prints this label in brackets after the name.
   app.get_formatter()->label("OPTIONS", "OPTIONS] -- COMMAND [ARGUMENTS...");
-  add_common_flags(app, flags.common);
+  app.option_defaults()->group("Host memory and threads");
   app.add_option("--limit", flags.limit,
                  "limit on the memory of COMMAND's process tree (and on its swap, where "
                  "the kernel accounts for swap), by a memory cgroup that is made for "
-                 "the run and removed after it");
+                 "the run and removed after it")
+      ->type_name("SIZE");
+  add_common_flags(app, flags.common, {.budget_default = "", .threads = false, .progress = false});
   app.add_option(
-      "--trace", flags.trace,
-      "write memory over time, by process and by owner, and the phases to this file, for "
-      "Perfetto or Chrome (chrome://tracing); replaces an existing file");
+         "--trace", flags.trace,
+         "write memory over time, by process and by owner, and the phases to this file, for "
+         "Perfetto or Chrome (chrome://tracing); replaces an existing file")
+      ->type_name("FILE");
   app.add_option(
-      "--report", flags.report,
-      "write a chart and tables of memory over time to this HTML file; with --compare, of "
-      "both runs");
+         "--report", flags.report,
+         "write a chart and tables of memory over time to this HTML file; with --compare, of "
+         "both runs")
+      ->type_name("FILE");
   app.add_option(
          "--compare", flags.compare,
          "two JSON documents that `watch --json` printed: shows which run held more memory, "
          "when, and of which owner; takes no COMMAND")
-      ->expected(2);
-  app.add_flag("--tied", flags.tied)->group("");  // not in --help: for watch_instead
+      ->expected(2)
+      ->type_name("A.json B.json");
+  app.option_defaults()->group(kRareFlags);
+  app.add_flag("--tied", flags.tied, "COMMAND ends if this process ends; for --report of load");
   const auto [own, command] = split_at_dashes(args);
   if (const auto done = parse(app, own, at)) return *done;
   if (!flags.compare.empty()) {

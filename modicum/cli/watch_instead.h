@@ -9,7 +9,7 @@
 namespace modicum {
 
 constexpr std::string_view kReportHelp =
-    "run under `modicum watch`, and write an HTML file with memory over time by owner";
+    "an HTML file: memory over time by owner (runs under `modicum watch`)";
 // Replaces this process with `modicum watch --quiet --report REPORT -- modicum VERB ARGS`, since
 // `watch` records memory over time. If that process is killed, VERB ends too. ARGS is `args`
 // without --report. Throws IO if REPORT can't be written, or if exec fails.

@@ -8,6 +8,7 @@ program refuses start an import.
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -145,13 +146,8 @@ def test_every_flag_without_a_value_is_known(modicum: Path) -> None:
     """Where a flag's value ends decides which word is OUT."""
     from modicum.imports.converting import SWITCHES
 
-    done = subprocess.run([modicum, "convert", "--help"], capture_output=True, text=True)
-    flags = [line.split() for line in done.stdout.splitlines() if line.startswith("  -")]
-    without = {
-        name
-        for name_of, *rest in flags
-        for name in name_of.split(",")
-        if not rest or not rest[0].split(":")[0].isupper()
-    }
+    done = subprocess.run([modicum, "convert", "--help-all"], capture_output=True, text=True)
+    flags = re.findall(r"^  (-\S+)(?: (\S+))?(?:  |$)", done.stdout, re.M)
+    without = {name for names, value in flags if not value for name in names.split(",")}
     assert {"--sparse", "-q", "--quiet"} <= without <= SWITCHES
     assert "--dtype" not in without | SWITCHES

@@ -237,7 +237,7 @@ def instruction_sets(modicum: Path) -> list[str]:
     """The instruction sets that `--help` lists and this machine supports."""
     text = run(modicum, "step", "--help").stdout
     (line,) = [line for line in text.splitlines() if "--isa" in line]
-    return line.split("TEXT", 1)[1].split(";", 1)[0].replace(",", " ").split()
+    return line.split("NAME", 1)[1].split(";", 1)[0].replace(",", " ").split()
 
 
 @pytest.mark.parametrize("name", FORMATS)
