@@ -75,6 +75,7 @@ check-style:
 	@scripts/stage.sh 'check, tests of the rules of Python' python3 scripts/check_python_test.py
 	@scripts/stage.sh 'check, tests of the rules of words' python3 scripts/check_words_test.py
 	@scripts/stage.sh 'check, tests of the rules of names' python3 scripts/check_names_test.py
+	@scripts/stage.sh 'check, tests of the rules of types' python3 scripts/check_types_test.py
 	@scripts/stage.sh 'check, tests of the claims' python3 scripts/claims_test.py
 	@scripts/stage.sh 'check, tests of the rules of skips' python3 scripts/check_skips_test.py
 	@scripts/stage.sh 'check, tests of changed_sources' python3 scripts/changed_sources_test.py

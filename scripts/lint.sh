@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# lint.sh: runs ruff over every Python file and mypy over the package, with the settings of
-# pyproject.toml. If ruff, mypy or torch, whose types mypy reads, can't be installed, it warns and
-# checks nothing; with CI=true that is an error.
+# lint.sh: runs ruff over every Python file, and mypy over the package and a program that mentions
+# each public name (check_types.py), with the settings of pyproject.toml. If ruff, mypy or torch,
+# whose types mypy reads, can't be installed, it warns and checks nothing; with CI=true that is an
+# error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,4 +15,5 @@ failed=0
 .venv/bin/ruff check . || failed=1
 .venv/bin/ruff format --check . || failed=1
 .venv/bin/mypy --python-executable .venv/bin/python || failed=1
+.venv/bin/python scripts/check_types.py || failed=1
 exit $failed
