@@ -6,14 +6,10 @@
 namespace modicum {
 namespace {
 
-// Credit: the CPU time that sampling may still use. It begins above 0, so that a short command is
-// measured exactly, too.
-constexpr double kFirstCreditNs = 200 * kNsPerMs;
-constexpr double kAmpleCreditNs = 100 * kNsPerMs;
-constexpr double kMostCreditNs = 500 * kNsPerMs;
+constexpr double kAmpleNs = 100 * kNsPerMs;      // left of the allowed CPU time
 constexpr double kMostDebtNs = 1000 * kNsPerMs;  // to read copies that have just been made
 constexpr double kMostCostPerByteNs = 150.0 * kNsPerMs / kGiB;  // of exact readings and copies
-constexpr double kEarlyDuty = 0.01;            // instead of half of the duty, while credit is ample
+constexpr double kEarlyDuty = 0.01;            // instead of half of the duty, while much is allowed
 constexpr int64_t kSteadyNs = 100 * kNsPerMs;  // without a change, before an exact reading
 constexpr int64_t kFaultsEveryNs = 100 * kNsPerMs;  // the interval of reading page faults
 constexpr uint64_t kFaultsOfCopying = 256;          // 1 MiB of copied pages
@@ -29,6 +25,10 @@ constexpr uint64_t kSmallBytes = 32 * kMiB;
 uint64_t step_of(uint64_t bytes) noexcept { return std::max(kMiB, bytes / 64); }
 uint64_t distance(uint64_t a, uint64_t b) noexcept { return a > b ? a - b : b - a; }
 
+double most_cost_ns(uint64_t bytes) noexcept {
+  return kMostCostPerByteNs * static_cast<double>(bytes);
+}
+
 }  // namespace
 
 TreeSampler::TreeSampler(Clock& clock, SamplerOptions options)
@@ -36,7 +36,7 @@ TreeSampler::TreeSampler(Clock& clock, SamplerOptions options)
       options_(std::move(options)),
       begin_ns_(clock.now_ns()),
       then_ns_(begin_ns_),
-      credit_ns_(kFirstCreditNs),
+      allowance_(options_.duty),
       steady_since_ns_(begin_ns_),
       peak_rss_bytes_(options_.forked_rss_bytes) {
   if (options_.reports != nullptr) {
@@ -51,29 +51,28 @@ double TreeSampler::seconds(int64_t now) const noexcept {
 void TreeSampler::sample() {
   const int64_t cpu_before = options_.cpu_ns();
   const int64_t now = clock_.now_ns();
-  const double income = options_.duty * static_cast<double>(now - then_ns_);
-  credit_ns_ = std::min(kMostCreditNs, credit_ns_ + income);
+  allowance_.refill(now - then_ns_);
   then_ns_ = now;
   discover();
   read_statuses();
   read_reports(now);
   const int64_t cost = options_.cpu_ns() - cpu_before;
-  if (wants_exact(now) || wants_huge_pages(now)) {
-    read_exact();
-  } else if (owes_copies_ && credit_ns_ >= (has_new_copies_ ? -kMostDebtNs : 0) &&
-             now - steady_since_ns_ >= kSteadyNs) {
-    read_copies();
+  switch (what_to_read(now)) {
+    case Reading::status: break;
+    case Reading::pss: read_exact(); break;
+    case Reading::copies: read_copies(); break;
   }
   record_sample(now);
-  credit_ns_ -= static_cast<double>(options_.cpu_ns() - cpu_before);
-  const double share = credit_ns_ > kAmpleCreditNs ? kEarlyDuty : options_.duty / 2;
+  allowance_.spend(options_.cpu_ns() - cpu_before);
+  const double share = allowance_.leaves(kAmpleNs) ? kEarlyDuty : options_.duty / 2;
   pause_ns_ = std::max(kShortestPauseNs, static_cast<int64_t>(static_cast<double>(cost) / share));
   // Memory may rise so steeply that only a few samples are left before the limit: above half of the
-  // limit the pause is shorter while credit lasts.
+  // limit the pause is shorter while the allowance lasts.
   const bool is_near = options_.limit_bytes != 0 &&
                        std::max(last().held_bytes, last().charged_bytes) > options_.limit_bytes / 2;
-  if (is_near && credit_ns_ > kAmpleCreditNs / 10)
+  if (is_near && allowance_.leaves(kAmpleNs / 10)) {
     pause_ns_ = std::min(pause_ns_, kPauseNearLimitNs);
+  }
 }
 
 void TreeSampler::discover() {
@@ -214,7 +213,7 @@ uint64_t TreeSampler::rss_sum() const noexcept {
 }
 
 // Whether enough pages were copied since Pss was last read, and either copying has just stopped or
-// credit is ample enough to read during it.
+// much CPU time is left after a reading during it.
 bool TreeSampler::has_copied(int64_t now) {
   if (tracked_.size() < 2 || now - faults_at_ns_ < kFaultsEveryNs) return false;
   faults_at_ns_ = now;
@@ -227,36 +226,38 @@ bool TreeSampler::has_copied(int64_t now) {
   faults_since_ += more;
   const bool rise = more >= kFaultsOfCopying / 4;
   const bool is_over = std::exchange(faults_rose_, rise) && !rise;
-  // While copying goes on, Pss is read only if credit is ample afterwards.
-  const double cost_ns = kMostCostPerByteNs * static_cast<double>(rss_before_);
-  return faults_since_ >= kFaultsOfCopying && (is_over || credit_ns_ > kAmpleCreditNs + cost_ns);
+  return faults_since_ >= kFaultsOfCopying &&
+         (is_over || allowance_.leaves(kAmpleNs, most_cost_ns(rss_before_)));
 }
 
-// An exact reading is worth its cost if the tree may hold more than its peak so far, the estimates
-// may be too low, and memory has changed since the last exact reading.
-bool TreeSampler::wants_exact(int64_t now) {
+TreeSampler::Reading TreeSampler::what_to_read(int64_t now) {
   const uint64_t sum = rss_sum();
   if (distance(sum, rss_before_) > step_of(sum) / 8) steady_since_ns_ = now;
   rss_before_ = sum;
-  if (tracked_.empty()) return false;
+  const bool is_steady = now - steady_since_ns_ >= kSteadyNs;
   const bool has_new_copies = has_copied(now);
-  if (credit_ns_ < (has_new_copies ? -kMostDebtNs : 0)) return false;
-  uint64_t held = 0;
-  for (const Tracked& one : tracked_) held += one.held_bytes();
-  if (sum <= peak_bytes_ || sum - std::min(sum, held) <= step_of(sum) / 2) return false;
-  const uint64_t change = distance(sum, rss_at_exact_);
-  has_new_copies_ = has_new_copies;
-  if (has_new_copies || (sum > rss_at_exact_ && change > 4 * step_of(sum))) return true;
-  return change > step_of(sum) / 2 && now - steady_since_ns_ >= kSteadyNs;
+  if (wants_pss(sum, is_steady, has_new_copies)) {
+    owed_ = has_new_copies ? Owed::new_copies : Owed::copies;
+    if (tracked_.size() < 2) owed_ = Owed::nothing;
+    return Reading::pss;
+  }
+  if (owed_ == Owed::nothing || !is_steady) return Reading::status;
+  const double rest_ns = owed_ == Owed::new_copies ? -kMostDebtNs : 0;
+  return allowance_.leaves(rest_ns) ? Reading::copies : Reading::status;
 }
 
-// An exact reading also counts huge pages. If wants_exact has declined, it is made for them alone
-// when memory has grown and is steady, and credit stays ample even at the highest cost.
-bool TreeSampler::wants_huge_pages(int64_t now) {
-  const uint64_t sum = rss_before_;
-  const double cost_ns = kMostCostPerByteNs * static_cast<double>(sum);
-  return sum > rss_at_exact_ + 4 * step_of(sum) && now - steady_since_ns_ >= kSteadyNs &&
-         credit_ns_ > kAmpleCreditNs + cost_ns;
+// An exact reading is worth its cost if the tree may hold more than its peak so far, the estimates
+// may be too low, and memory has changed since the last one. It also counts huge pages: for them
+// alone it is made when memory has grown and is steady, and much is left even at the highest cost.
+bool TreeSampler::wants_pss(uint64_t sum, bool is_steady, bool has_new_copies) const {
+  const uint64_t step = step_of(sum);
+  const bool has_grown = sum > rss_at_exact_ + 4 * step;
+  if (has_grown && is_steady && allowance_.leaves(kAmpleNs, most_cost_ns(sum))) return true;
+  if (tracked_.empty() || !allowance_.leaves(has_new_copies ? -kMostDebtNs : 0)) return false;
+  uint64_t estimate = 0;
+  for (const Tracked& process : tracked_) estimate += process.held_bytes();
+  if (sum <= peak_bytes_ || sum - std::min(sum, estimate) <= step / 2) return false;
+  return has_new_copies || has_grown || (is_steady && distance(sum, rss_at_exact_) > step / 2);
 }
 
 void TreeSampler::read_pss_of(Tracked& one) {
@@ -281,11 +282,10 @@ void TreeSampler::read_exact() {
   }
   rss_at_exact_ = rss_sum();
   faults_since_ = 0;
-  owes_copies_ = tracked_.size() > 1;
 }
 
 void TreeSampler::read_copies() {
-  owes_copies_ = false;
+  owed_ = Owed::nothing;
   const std::vector<ForkCopies> copies = read_fork_copies(options_.root_pid, options_.root);
   uint64_t sum = 0;
   for (Tracked& one : tracked_) one.copied_bytes = 0;

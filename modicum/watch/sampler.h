@@ -28,6 +28,7 @@
 
 #include "modicum/base/base.h"
 #include "modicum/probe/probe.h"
+#include "modicum/watch/cpu_allowance.h"
 #include "modicum/watch/record.h"
 #include "modicum/watch/reported.h"
 #include "modicum/watch/timeline.h"
@@ -122,6 +123,12 @@ class TreeSampler {
     }
   };
 
+  // What a sample reads after the statuses of all processes.
+  enum class Reading { status, pss, copies };  // status: nothing more
+  // What is still to be read since Pss was last read. new_copies: Pss was read because pages had
+  // been copied.
+  enum class Owed { nothing, copies, new_copies };
+
   void discover();
   void add(int pid);
   std::optional<ProcessStatus> read_status_of(Tracked& one);
@@ -130,8 +137,8 @@ class TreeSampler {
   void read_reports(int64_t now);
   void read_rank(Tracked& one);
   void give_rank(const Tracked& one);
-  bool wants_exact(int64_t now);
-  bool wants_huge_pages(int64_t now);
+  Reading what_to_read(int64_t now);
+  bool wants_pss(uint64_t sum, bool is_steady, bool has_new_copies) const;
   bool has_copied(int64_t now);
   void read_pss_of(Tracked& one);
   void read_exact();
@@ -154,18 +161,17 @@ class TreeSampler {
   uint64_t last_pid_ = 0;         // last_pid() when the tree was last walked
   int walks_ = 0;                 // samples since last_pid() has changed
 
-  int64_t then_ns_;   // the time of the last sample
-  double credit_ns_;  // CPU time that is still allowed: duty x time, less the cost of all samples
+  int64_t then_ns_;  // the time of the last sample
+  CpuAllowance allowance_;
   int64_t pause_ns_ = kShortestPauseNs;
 
-  bool owes_copies_ = false;     // Pss was read, the copies were not
-  bool has_new_copies_ = false;  // Pss was last read because pages had been copied
-  uint64_t rss_at_exact_ = 0;    // rss_sum() when Pss was last read
-  uint64_t rss_before_ = 0;      // rss_sum() at the last sample
-  int64_t steady_since_ns_;      // rss_sum() has hardly changed since this time
-  int64_t faults_at_ns_ = 0;     // when page faults were last read
-  uint64_t faults_since_ = 0;    // page faults since Pss was last read
-  bool faults_rose_ = false;     // whether processes were copying pages when faults were last read
+  Owed owed_ = Owed::nothing;
+  uint64_t rss_at_exact_ = 0;  // rss_sum() when Pss was last read
+  uint64_t rss_before_ = 0;    // rss_sum() at the last sample
+  int64_t steady_since_ns_;    // rss_sum() has hardly changed since this time
+  int64_t faults_at_ns_ = 0;   // when page faults were last read
+  uint64_t faults_since_ = 0;  // page faults since Pss was last read
+  bool faults_rose_ = false;   // whether processes were copying pages when faults were last read
 
   uint64_t peak_bytes_ = 0;
   double peak_at_s_ = 0;
