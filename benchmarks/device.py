@@ -131,7 +131,7 @@ def step(parameters: int) -> dict[str, Any]:
     """Median seconds of a step, by format: with pageable state, then with pinned state."""
     import torch
 
-    from modicum.torch import AdamW
+    from modicum.torch import AdamW, MemoryPolicy
 
     layers = [
         torch.nn.Parameter(torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16))
@@ -142,7 +142,7 @@ def step(parameters: int) -> dict[str, Any]:
         medians[state_format] = []
         for pin in (False, True):
             named = [(f"layer.{n}", layer) for n, layer in enumerate(layers)]
-            optimizer = AdamW(named, state_format=state_format, pin=pin)
+            optimizer = AdamW(named, state_format=state_format, memory=MemoryPolicy(pin=pin))
             seconds = []
             for _ in range(6):
                 for layer in layers:

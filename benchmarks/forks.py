@@ -54,11 +54,17 @@ def measured(directory: str, way: str) -> dict[str, float]:
     config = transformers.AutoConfig.from_pretrained(directory)
     with modicum.torch.empty_parameters():
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    report = modicum.torch.load(model, directory, fork=way, budget="none")
+    report = modicum.torch.load(
+        model, directory, memory=modicum.torch.MemoryPolicy(fork=way), budget="none"
+    )
     del model
     parameter = torch.nn.Parameter(torch.randn(PARAMS).bfloat16())
     optimizers: list[Any] = []
-    made_s = seconds(lambda: optimizers.append(modicum.torch.AdamW([parameter], fork=way)))
+    made_s = seconds(
+        lambda: optimizers.append(
+            modicum.torch.AdamW([parameter], memory=modicum.torch.MemoryPolicy(fork=way))
+        )
+    )
     steps = []
     for _ in range(STEPS):
         parameter.grad = torch.full_like(parameter, 1e-3)

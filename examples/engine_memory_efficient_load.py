@@ -36,12 +36,12 @@ CLASSES = {
 }
 
 
-def new_head(directory: str) -> dict[str, list[str]]:  # modicum
-    """Arguments of the load that makes a critic from a causal language model: the model's `score`
-    is not in the files and is initialised; an `lm_head` in the files is not used."""
-    stored = modicum.open_checkpoint(directory).stored  # modicum
-    dropped = {"unexpected": ["^lm_head"]} if "lm_head.weight" in stored else {}  # modicum
-    return {"missing": ["^score"]} | dropped  # modicum
+def new_head(directory: str) -> modicum.torch.LoadRules:  # modicum
+    """The rules by which a critic is made from a causal language model: the model's `score` is not
+    in the files and is initialised; an `lm_head` in the files is not used."""
+    stored = modicum.walk.open_checkpoint(directory).stored  # modicum
+    dropped = ["^lm_head"] if "lm_head.weight" in stored else None  # modicum
+    return modicum.torch.LoadRules(missing=["^score"], unexpected=dropped)  # modicum
 
 
 @dataclass
@@ -112,9 +112,9 @@ class Engine:
                 self.model,
                 options.directory,  # modicum: a path instead of a state dict
                 self.cpu_offload,
-                strategy=options.strategy,  # modicum
+                memory=modicum.torch.MemoryPolicy(strategy=options.strategy),  # modicum
                 budget=options.budget,  # modicum
-                **(new_head(options.directory) if options.task == "value-head" else {}),  # modicum
+                rules=new_head(options.directory) if options.task == "value-head" else None,
             )
 
 

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--budget", help="host memory per node, as in 8GiB")
     parser.add_argument(
-        "--check", choices=["values"], help="compare every loaded value with the files"
+        "--check", action="store_true", help="compare every loaded value with the files"
     )
     options = parser.parse_args()
 

@@ -58,7 +58,7 @@ def native(options: argparse.Namespace, dtype: torch.dtype, device: str) -> Made
         optimizer = optimizer_of(model)
     with memory.phase("wrap"):  # modicum
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-        with modicum.torch.rebinding(model, optimizer):  # modicum
+        with modicum.torch.rebind_parameters(model, optimizer):  # modicum
             for block in model.model.layers:
                 fully_shard(block, mesh=mesh)
             fully_shard(model, mesh=mesh)
@@ -148,7 +148,7 @@ def run(options: argparse.Namespace, device: str) -> dict[str, Any]:
     lines = {}
     if options.memory_efficient_init:
         lines = {"promise": promised(options)}  # modicum
-    memory.save(path, label=f"{options.what}, {setting}", lines=lines)  # modicum
+    memory.write(path, label=f"{options.what}, {setting}", lines=lines)  # modicum
     peaks = {phase.name: phase.peak_bytes for phase in memory.phases()}  # modicum
     loaded = digest(model)
     losses = train(model, optimizer, options.steps, device)

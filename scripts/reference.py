@@ -19,15 +19,30 @@ COMMAND_PAGE = "docs/reference/command-line.md"
 # Module -> the names to document; None: all names that it re-exports.
 MODULES: dict[str, list[str] | None] = {
     "modicum": None,
-    "modicum.imports": None,
-    "modicum.memory": None,
-    "modicum.recipes": ["recipe_for", "meta_model", "Recipe", "read_recipe"],
     "modicum.torch": None,
     "modicum.torch.accelerate": ["Loading", "loading"],
-    "modicum.torch.dcp": ["HuggingFaceReader", "Writer", "Reader"],
-    "modicum.torch.deepspeed": ["ProtectCallback", "config_of"],
+    "modicum.torch.dcp": None,
+    "modicum.torch.deepspeed": None,
+    "modicum.imports": None,
+    "modicum.memory": None,
+    "modicum.recipes": ["meta_model", "Recipe", "recipe_for"],
+    "modicum.walk": [
+        "Checkpoint",
+        "Layout",
+        "load",
+        "make_layout",
+        "make_plan",
+        "make_recipe",
+        "open_checkpoint",
+        "Plan",
+        "Recipe",
+        "report",
+        "Shards",
+    ],
     "modicum.errors": ["Error"],
 }
+# Classes that users construct. Of others the page has no constructor.
+CONSTRUCTED = {"AdamW", "Ledger", "ModicumReader", "ModicumWriter", "ProtectCallback"}
 # The verbs whose common flags the page lists once for all of them.
 SHARED_BY = ("plan", "load", "rehearse", "save", "resume")
 # Help texts that depend on the machine, and their replacements on the page.
@@ -74,6 +89,8 @@ def public_names(root: Path, module: str) -> list[str]:
 
 
 def constructors(node: ast.ClassDef) -> list[Node]:
+    if node.name not in CONSTRUCTED:
+        return []
     return [one for one in node.body if isinstance(one, Node) and one.name == "__init__"]
 
 

@@ -149,12 +149,15 @@ class Cases:
 
     def bounded(self, case: str, act: Callable[..., Any], *values: Any, **named: Any) -> Any:
         """Calls it with a budget that refuses it, and then without one."""
-        import modicum
+        import modicum.torch
 
-        self.call(case, act, *values, **named, budget="1MiB")
+        policy = dict(named.pop("memory", {}))
+        given = {"memory": modicum.torch.MemoryPolicy(**policy)} if policy else {}
+        self.call(case, act, *values, **named, **given, budget="1MiB")
         ledger = modicum.Ledger()
-        result = self.call(case, act, *values, **named, ledger=ledger)
-        if not named.get("background"):  # whose peak is after the call
+        memory = modicum.torch.MemoryPolicy(**policy, ledger=ledger)
+        result = self.call(case, act, *values, **named, memory=memory)
+        if act is not modicum.torch.async_save:  # whose peak is after the call
             self.records[f"torch {self.world} {case}"][-1]["peak"] = dict(ledger.at_peak)
         return result
 
@@ -184,9 +187,14 @@ def saves(cases: Cases, kind: str | None, **how: Any) -> None:
     if optimizer is not None:
         train(model, optimizer)
     named = {"step": 3, "optimizer": optimizer, "extra": {"epoch": 1}, **how}
-    report = cases.bounded(case, modicum.torch.save, model, str(root), **named)
-    if how.get("background"):
-        cases.call(case, report.wait)
+    is_async = named.pop("background", False)
+    options = {name: named.pop(name) for name in ("replicas", "shard_size") if name in named}
+    if options:
+        named["options"] = modicum.torch.SaveOptions(**options)
+    save = modicum.torch.async_save if is_async else modicum.torch.save
+    report = cases.bounded(case, save, model, str(root), **named)
+    if is_async:
+        cases.call(case, report.result)
     model, optimizer = made(cases.folder, kind)
     resumed = {"optimizer": optimizer, "progress": False}
     cases.bounded(case, modicum.torch.resume, model, str(root), **resumed)
@@ -202,7 +210,7 @@ def others(cases: Cases) -> None:
     source = str(cases.folder / "model")
     for strategy in STRATEGIES if cases.world > 1 else STRATEGIES[:2]:
         model, _ = made(cases.folder, None, torch.bfloat16)
-        named = {"strategy": strategy, "progress": False, "check": "values"}
+        named = {"memory": {"strategy": strategy}, "progress": False, "check": True}
         cases.bounded(f"load {strategy}", modicum.torch.load, model, source, **named)
         cases.call(f"load {strategy}", digest, model, None)
     for old, new in (("fp32", "int8-moments"), ("int8-moments", "fp32"), ("AdamW", "fp32")):
@@ -219,7 +227,7 @@ def others(cases: Cases) -> None:
             cases.bounded(case, modicum.torch.resume, model, root, **named)
             cases.call(case, digest, model, optimizer)
     model, _ = made(cases.folder, None)
-    cases.call("refused: missing", modicum.torch.load, model.model, source, unexpected="error")
+    cases.call("refused: missing", modicum.torch.load, model.model, source)
     cases.call("refused: uncommitted", modicum.torch.resume, model, source)
     cases.call("refused: no values", modicum.torch.save, model, source + "-root", step=1)
 

@@ -73,11 +73,9 @@ def by_modicum_in_the_background(
     model: nn.Module, optimizer: Optimizer | None, out: Path
 ) -> dict[str, Any]:
     begin = time.monotonic()
-    saving = modicum.torch.save(
-        model, out, step=1, optimizer=optimizer, budget="none", background=True
-    )
+    saving = modicum.torch.async_save(model, out, step=1, optimizer=optimizer, budget="none")
     blocked = time.monotonic() - begin
-    return {"blocked": blocked, "tensors_read": saving.wait().read_bytes}
+    return {"blocked": blocked, "tensors_read": saving.result().read_bytes}
 
 
 def by_dcp(model: nn.Module, optimizer: Optimizer | None, out: Path) -> None:

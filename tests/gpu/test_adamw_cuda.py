@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard  # noqa: E402
 
 import modicum  # noqa: E402
 import modicum.torch  # noqa: E402
-from modicum.torch import AdamW  # noqa: E402
+from modicum.torch import AdamW, MemoryPolicy  # noqa: E402
 
 CASES = [
     ("fp32", torch.float32),
@@ -37,7 +37,9 @@ def test_parameters_on_the_device_step_with_the_bits_of_parameters_on_the_host(
     options = {"lr": 0.01, "state_format": state_format}
     ledger = modicum.Ledger()
     on_host = AdamW(host.named_parameters(), **options)
-    on_device = AdamW(device.named_parameters(), ledger=ledger, pin=pin, **options)
+    on_device = AdamW(
+        device.named_parameters(), memory=MemoryPolicy(ledger=ledger, pin=pin), **options
+    )
     held = ledger.held
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(5):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 import modicum  # noqa: E402
 import modicum.torch  # noqa: E402
-from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
+from modicum.torch.dcp import ModicumReader  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -30,7 +30,9 @@ def loaded(checkpoint: Path, policy: OffloadPolicy, ledger: modicum.Ledger):
     for block in model.model.layers:
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
-    modicum.torch.load(model, checkpoint, ledger=ledger, progress=False)
+    modicum.torch.load(
+        model, checkpoint, memory=modicum.torch.MemoryPolicy(ledger=ledger), progress=False
+    )
     # The load puts parameters on the device; `to` moves the buffers.
     return model.to("cuda") if not isinstance(policy, CPUOffloadPolicy) else model, whole
 
@@ -82,7 +84,13 @@ def test_a_load_overwrites_parameters_on_the_device(checkpoint: Path, strategy: 
     model, whole = loaded(checkpoint, OffloadPolicy(), modicum.Ledger())
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
-    modicum.torch.load(model, checkpoint, strategy=strategy, check="values", progress=False)
+    modicum.torch.load(
+        model,
+        checkpoint,
+        memory=modicum.torch.MemoryPolicy(strategy=strategy),
+        check=True,
+        progress=False,
+    )
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor().cpu(), whole.state_dict()[name]), name
 
@@ -91,6 +99,6 @@ def test_dcp_reads_a_checkpoint_into_parameters_on_the_device(checkpoint: Path) 
     model, whole = loaded(checkpoint, OffloadPolicy(), modicum.Ledger())
     for parameter in model.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
-    dcp.load(get_model_state_dict(model), storage_reader=HuggingFaceReader(checkpoint))
+    dcp.load(get_model_state_dict(model), storage_reader=ModicumReader(checkpoint))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter.full_tensor().cpu(), whole.state_dict()[name]), name

@@ -29,7 +29,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "fp32": lambda named: modicum.torch.AdamW(named, lr=1e-2),
     "fp32-split": lambda named: modicum.torch.AdamW(named, lr=1e-2, state_format="fp32-split"),
     "int8-moments": lambda named: modicum.torch.AdamW(named, lr=1e-2, state_format="int8-moments"),
-    "pinned": lambda named: modicum.torch.AdamW(named, lr=1e-2, pin=True),
+    "pinned": lambda named: modicum.torch.AdamW(
+        named, lr=1e-2, memory=modicum.torch.MemoryPolicy(pin=True)
+    ),
     "torch": lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2),
     "torch-fused": lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, fused=True),
 }
@@ -91,12 +93,13 @@ def test_a_run_on_the_device_resumes_to_the_same_bits(
     modicum.torch.load(run.model, checkpoint, progress=False)
     run.step(range(2))
     values, moments = run.values(), run.moments()
-    saved = modicum.torch.save(
-        run.model, tmp_path, step=2, optimizer=run.optimizer, source=checkpoint,
-        background=background,
+    save = modicum.torch.async_save if background else modicum.torch.save
+    saved: Any = save(
+        run.model, tmp_path, step=2, optimizer=run.optimizer,
+        options=modicum.torch.SaveOptions(source=checkpoint),
     )  # fmt: skip
     run.step(range(2, 5))
-    report = saved.wait() if background else saved
+    report = saved.result() if background else saved
     assert report.held_bytes <= report.promised_bytes
     stored = load_file(Path(report.path) / "model.safetensors")
     tied = {"lm_head.weight"} - stored.keys()  # the second name of a tied tensor is not stored
@@ -123,7 +126,9 @@ def test_a_save_waits_for_changes_that_the_device_has_yet_to_make(
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.to_local().mul_(2)
-    report = modicum.torch.save(run.model, tmp_path, step=1, source=checkpoint)
+    report = modicum.torch.save(
+        run.model, tmp_path, step=1, options=modicum.torch.SaveOptions(source=checkpoint)
+    )
     stored = load_file(Path(report.path) / "model.safetensors")
     for name, value in run.values().items():
         if name in stored:

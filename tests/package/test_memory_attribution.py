@@ -133,7 +133,9 @@ def test_a_ledger_counts_instead_of_its_tensors() -> None:
     gc.collect()
     before = memory.held()
     ledger = modicum.Ledger()
-    optimizer = modicum.torch.AdamW([torch.nn.Parameter(torch.ones(BIG))], ledger=ledger)
+    optimizer = modicum.torch.AdamW(
+        [torch.nn.Parameter(torch.ones(BIG))], memory=modicum.torch.MemoryPolicy(ledger=ledger)
+    )
     who = memory.attribute(ledger, params=BIG, baseline=before)
     assert who["ledger: moments"].held_bytes == ledger.held["moments"]
     assert who.unexplained_bytes == pytest.approx(4 * BIG, abs=SLACK)  # of the parameter
@@ -267,7 +269,7 @@ def test_zero_3_on_nvme_is_refused(moved: str) -> None:
 
 def test_copies_of_ended_children_stay_in_the_peaks() -> None:
     master, moments = torch.ones(NUMEL), torch.ones(NUMEL)
-    with memory.peaks({"master": master}, {"moments": moments}, interval_s=0.01) as peaks:
+    with memory.attribute({"master": master}, {"moments": moments}, interval_s=0.01) as peaks:
         for tensor in (master, moments):
             with living_children(2):
                 tensor.mul_(2)
@@ -288,7 +290,7 @@ def test_copies_of_ended_children_stay_in_the_peaks() -> None:
 
 def test_a_sample_on_request_is_kept() -> None:
     master = torch.ones(NUMEL)
-    with memory.peaks({"master": master}, interval_s=3600) as peaks:
+    with memory.attribute({"master": master}, interval_s=3600) as peaks:
         with living_children(1):
             master.mul_(2)
             assert peaks.sample()["master"].copied_bytes == near(SIZE)
@@ -297,14 +299,17 @@ def test_a_sample_on_request_is_kept() -> None:
 
 
 def test_sources_of_peaks_are_checked_before_the_block_runs() -> None:
-    with pytest.raises(UsageError, match="a source of unknown kind"), memory.peaks(3):
+    with (
+        pytest.raises(UsageError, match="a source of unknown kind"),
+        memory.attribute(3, interval_s=1),
+    ):
         pytest.fail("the block ran")
 
 
 def test_an_error_of_a_later_sample_is_raised_at_the_end() -> None:
     sources: dict[str, Any] = {"master": torch.ones(NUMEL)}
     with pytest.raises(UsageError, match="a source of unknown kind"):
-        with memory.peaks(sources, interval_s=0.01):
+        with memory.attribute(sources, interval_s=0.01):
             sources["other"] = 3  # `attribute` looks up the sources again for each sample
             deadline = time.monotonic() + 60
             names = {thread.name for thread in threading.enumerate()}

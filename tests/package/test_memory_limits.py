@@ -1,4 +1,4 @@
-"""`modicum.memory.track`, the text of a phase, and the pytest marker `limit_memory`.
+"""`modicum.memory.phase`, the text of a phase, and the pytest marker `limit_memory`.
 
 Catches: holders of another sample than the peak's; a child or a phase that is not named; memory
 held before the block that counts as added; a limit that is not compared; a marker that hides the
@@ -53,7 +53,7 @@ def await_samples(of: memory.Phase, count: int = 1) -> None:
 
 def test_a_block_is_tracked() -> None:
     before = taken(32 * MIB)  # must not count as added
-    with memory.track("load") as load:
+    with memory.phase("load") as load:
         block = taken(64 * MIB)
         await_samples(load)
         block.close()
@@ -73,7 +73,7 @@ def test_a_limit_that_is_no_size_is_refused(limit: Any) -> None:
 
 
 def test_each_call_of_a_function_is_tracked() -> None:
-    @memory.track()
+    @memory.phase()
     def add(one: int, *, other: int) -> int:  # by recursion: nested phases
         """Adds."""
         return one + other if one == 0 else add(one - 1, other=other + 1)
@@ -85,19 +85,19 @@ def test_each_call_of_a_function_is_tracked() -> None:
 
 
 def test_the_decorator_works_without_parentheses() -> None:
-    @memory.track
+    @memory.phase
     def double(one: int) -> int:
         """Doubles."""
         return 2 * one
 
     class Model:
-        @memory.track
+        @memory.phase
         async def forward(self, one: int) -> int:
             await asyncio.sleep(0.05)
             return one
 
         @staticmethod
-        @memory.track
+        @memory.phase
         def build() -> int:
             return 5
 
@@ -119,7 +119,7 @@ async def arriving_batches() -> AsyncIterator[int]:
 class Dataset: ...
 
 
-@pytest.mark.parametrize("decorator", [memory.track, memory.track(), memory.track("load")])
+@pytest.mark.parametrize("decorator", [memory.phase, memory.phase(), memory.phase("load")])
 @pytest.mark.parametrize(
     ("what", "named"),
     [
@@ -133,14 +133,14 @@ class Dataset: ...
 def test_only_functions_whose_calls_run_their_code_are_tracked(
     decorator: Any, what: Any, named: str
 ) -> None:
-    with pytest.raises(UsageError, match="USAGE: .*memory.track.*expected a") as refusal:
+    with pytest.raises(UsageError, match="USAGE: .*memory.phase.*expected a") as refusal:
         decorator(what)
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
     assert memory.phases() == []
 
 
 def test_a_coroutine_is_tracked_until_it_ends() -> None:
-    @memory.track("wait")
+    @memory.phase("wait")
     async def wait() -> int:
         await asyncio.sleep(0.05)
         return 3
@@ -151,7 +151,7 @@ def test_a_coroutine_is_tracked_until_it_ends() -> None:
 
 
 def test_a_tracker_is_reusable_after_its_block_has_failed() -> None:
-    tracker = memory.track("failing")
+    tracker = memory.phase("failing")
     for _ in range(2):
         with pytest.raises(KeyError), tracker:
             raise KeyError
@@ -160,7 +160,7 @@ def test_a_tracker_is_reusable_after_its_block_has_failed() -> None:
 
 def test_the_peak_names_children_and_the_innermost_phase() -> None:
     # No samples but those at the begin and end of phases, which are taken in a known order.
-    with memory.track("outer", interval_s=3600) as outer:
+    with memory.phase("outer", interval_s=3600) as outer:
         ready, done = os.pipe(), os.pipe()
         child = os.fork()
         if child == 0:

@@ -27,7 +27,7 @@ with memory.phase("train"):
     if child == 0:
         del held  # returns the entry to the child's copy of the ledger, not to the parent's
         own = _modicum.charge_init(modicum.Ledger(), 16 << 20)
-        with memory.track("work"):
+        with memory.phase("work"):
             time.sleep(0.4)
         os._exit(0)
     os.waitpid(child, 0)

@@ -48,8 +48,8 @@ def large(modicum: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(directory: Path, ranks: int = 3, **options):
     """The plan for a checkpoint whose tensors are loaded under their stored names."""
-    recipe = modicum.make_recipe(modicum.open_checkpoint(directory))
-    return modicum.make_plan(recipe, modicum.make_layout(recipe, ranks), **options)
+    recipe = modicum.walk.make_recipe(modicum.walk.open_checkpoint(directory))
+    return modicum.walk.make_plan(recipe, modicum.walk.make_layout(recipe, ranks), **options)
 
 
 def rows_of(whole: np.ndarray, rank: int, ranks: int) -> np.ndarray:
@@ -70,7 +70,7 @@ def test_shards_equal_those_of_the_safetensors_package(small: Path, rank: int) -
     whole = load_file(small / "model.safetensors")
     plan = planned(small, given=["b.weight"])
     mine = np.full((1, 2), 9, np.float32)
-    shards = modicum.load(plan, rank, into={"b.weight": mine}, check="values")
+    shards = modicum.walk.load(plan, rank, into={"b.weight": mine}, check=True)
     assert sorted(shards) == sorted(NAMES)
     for name in ("a.weight", "scale", "step"):
         expected = rows_of(whole[name], rank, 3)
@@ -85,7 +85,7 @@ def test_shards_equal_those_of_the_safetensors_package(small: Path, rank: int) -
 # after the last array.
 def test_an_array_keeps_its_memory_and_its_entry(small: Path) -> None:
     ledger = modicum.Ledger("9MiB")
-    shards = modicum.load(planned(small, ranks=1), ledger=ledger)
+    shards = modicum.walk.load(planned(small, ranks=1), ledger=ledger)
     assert set(ledger.held) == {"shards"}
     before = ledger.held_bytes
     view = memoryview(shards["a.weight"])
@@ -103,7 +103,7 @@ def test_an_array_keeps_its_memory_and_its_entry(small: Path) -> None:
 def test_a_tie_is_one_buffer(tmp_path: Path) -> None:
     name = "model.embed_tokens.weight"
     save_file({name: np.ones((4, 2), np.float32)}, tmp_path / "m.safetensors")
-    checkpoint = modicum.open_checkpoint(tmp_path)
+    checkpoint = modicum.walk.open_checkpoint(tmp_path)
     text = json.dumps(
         {
             "targets": {
@@ -113,29 +113,29 @@ def test_a_tie_is_one_buffer(tmp_path: Path) -> None:
             "unused": [],
         }
     )
-    recipe = modicum.make_recipe(checkpoint, text)
+    recipe = modicum.walk.make_recipe(checkpoint, text)
     assert {t["name"]: t["alias_of"] for t in recipe.targets} == {"head": "embed", "embed": None}
-    shards = modicum.load(modicum.make_plan(recipe, modicum.make_layout(recipe, 1)))
+    shards = modicum.walk.load(modicum.walk.make_plan(recipe, modicum.walk.make_layout(recipe, 1)))
     assert shards["head"] is shards["embed"]
 
 
 def test_a_recipe_goes_from_each_class_to_the_other(small: Path) -> None:
     """The way that both classes describe. Only the class of a checkpoint can be laid out."""
-    checkpoint = modicum.open_checkpoint(small)
-    of_checkpoint = modicum.make_recipe(checkpoint)
+    checkpoint = modicum.walk.open_checkpoint(small)
+    of_checkpoint = modicum.walk.make_recipe(checkpoint)
     path = small / "recipe.json"
     path.write_text(of_checkpoint.text)
     plain = read_recipe(path)
     assert isinstance(plain, Recipe) and plain.targets.keys() == {*NAMES}
-    assert modicum.make_recipe(checkpoint, plain.text()).targets == of_checkpoint.targets
+    assert modicum.walk.make_recipe(checkpoint, plain.text()).targets == of_checkpoint.targets
     with pytest.raises(TypeError):
-        modicum.make_layout(plain, 2)
+        modicum.walk.make_layout(plain, 2)
 
 
 def test_the_report_has_a_row_for_each_rank(small: Path) -> None:
     plan = planned(small, baseline=64 << 20)
-    outcomes = [modicum.load(plan, rank).outcome for rank in range(3)]
-    report = modicum.report(plan, outcomes)
+    outcomes = [modicum.walk.load(plan, rank).outcome for rank in range(3)]
+    report = modicum.walk.report(plan, outcomes)
     assert report.strategy == "own-shard"
     assert report.coverage == "proven"
     assert [row["rank"] for row in report.ranks] == [0, 1, 2]
@@ -153,13 +153,21 @@ def test_the_report_has_a_row_for_each_rank(small: Path) -> None:
         (lambda d: planned(d, budget=4096), "BUDGET", "node 0"),
         (lambda d: planned(d, given=["unknown"]), "USAGE", "unknown"),
         (lambda d: planned(d, strategy="own_shard"), "USAGE", "own-shard"),
-        (lambda d: modicum.load(planned(d), 3), "USAGE", "rank"),
-        (lambda d: modicum.load(planned(d), check="bits"), "USAGE", "values"),
-        (lambda d: modicum.load(planned(d, strategy="rank0-broadcast")), "USAGE", "between ranks"),
-        (lambda d: modicum.load(planned(d, given=["scale"])), "USAGE", "scale"),
-        (lambda d: modicum.load(planned(d), into={"x": bytearray(1)}), "USAGE", "'x'|x"),
-        (lambda d: modicum.load(planned(d), ledger=modicum.Ledger("4KiB")), "BUDGET", "no room"),
-        (lambda d: modicum.open_checkpoint(d / "none"), "IO", "none"),
+        (lambda d: modicum.walk.load(planned(d), 3), "USAGE", "rank"),
+        (lambda d: modicum.walk.load(planned(d), check="bits"), "USAGE", "True or False"),
+        (
+            lambda d: modicum.walk.load(planned(d, strategy="rank0-broadcast")),
+            "USAGE",
+            "between ranks",
+        ),
+        (lambda d: modicum.walk.load(planned(d, given=["scale"])), "USAGE", "scale"),
+        (lambda d: modicum.walk.load(planned(d), into={"x": bytearray(1)}), "USAGE", "'x'|x"),
+        (
+            lambda d: modicum.walk.load(planned(d), ledger=modicum.Ledger("4KiB")),
+            "BUDGET",
+            "no room",
+        ),
+        (lambda d: modicum.walk.open_checkpoint(d / "none"), "IO", "none"),
     ],
 )
 def test_invalid_arguments_are_refused(small: Path, act, category: str, says: str) -> None:
@@ -173,7 +181,7 @@ def test_memory_that_is_not_the_callers_to_write_is_refused(small: Path) -> None
     # Read-only, and not contiguous. Both have the bytes of the shard.
     for wrong in (bytes(8), np.zeros((2, 4), np.float32)[:1, ::2]):
         with pytest.raises(modicum.UsageError, match=r"b\.weight"):
-            modicum.load(plan, into={"b.weight": wrong})
+            modicum.walk.load(plan, into={"b.weight": wrong})
 
 
 class DisagreeingRanks:
@@ -197,7 +205,7 @@ def test_nothing_is_allocated_before_all_agree(small: Path) -> None:
 # Catches a load that does not release the GIL.
 def test_a_load_releases_the_gil(large: Path) -> None:
     plan = planned(large, ranks=1)
-    assert lets_others_run(lambda: modicum.load(plan))
+    assert lets_others_run(lambda: modicum.walk.load(plan))
 
 
 # Loads the same checkpoint again and again, until SIGINT. Prints the bytes that the ledger still
@@ -205,13 +213,13 @@ def test_a_load_releases_the_gil(large: Path) -> None:
 INTERRUPTED = """
 import json, sys, time
 import modicum
-recipe = modicum.make_recipe(modicum.open_checkpoint(sys.argv[1]))
-plan = modicum.make_plan(recipe, modicum.make_layout(recipe, 1))
+recipe = modicum.walk.make_recipe(modicum.walk.open_checkpoint(sys.argv[1]))
+plan = modicum.walk.make_plan(recipe, modicum.walk.make_layout(recipe, 1))
 ledger = modicum.Ledger()
 print("begin", flush=True)
 try:
     while True:
-        modicum.load(plan, ledger=ledger, check="values", threads=1)
+        modicum.walk.load(plan, ledger=ledger, check=True, threads=1)
 except KeyboardInterrupt:
     at, cpu_s = time.time(), time.process_time()
     print(json.dumps({"held": ledger.held_bytes, "at": at, "cpu_s": cpu_s}), flush=True)

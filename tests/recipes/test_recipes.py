@@ -150,7 +150,9 @@ def test_a_tie_is_initialised_once() -> None:
     model = llama(tied=True)
     stored = stored_of(model)
     del stored[EMBEDDING], stored[HEAD]
-    targets = recipes.recipe_for(model, stored, missing={"embed": ("normal", 1.0)}).targets
+    targets = recipes.recipe_for(
+        model, stored, rules=recipes.LoadRules(missing={"embed": ("normal", 1.0)})
+    ).targets
     assert (targets[EMBEDDING]["op"], targets[HEAD]) == ("init", {"op": "alias", "of": EMBEDDING})
 
 
@@ -175,7 +177,7 @@ def test_a_missing_tensor_is_named_with_the_nearest_stored_name() -> None:
     stored = stored_of(llama())
     stored["model.layers.1.mlp.up_prj.weight"] = stored.pop("model.layers.1.mlp.up_proj.weight")
     with pytest.raises(front.UsageError) as caught:
-        recipes.recipe_for(llama(), stored, unexpected="ignore")
+        recipes.recipe_for(llama(), stored, rules=recipes.LoadRules(unexpected="ignore"))
     error = caught.value
     assert (error.category, error.code) == ("MISMATCH", 2)
     assert error.tensor == "model.layers.1.mlp.up_proj.weight"
@@ -187,16 +189,18 @@ def test_a_declared_missing_tensor_is_made_by_a_rule() -> None:
     stored = stored_of(model)
     del stored[HEAD], stored["model.norm.weight"], stored["model.layers.0.mlp.up_proj.weight"]
     rules = {HEAD: ("normal", 0.02), r"norm\.weight$": "ones", "up_proj": "model"}
-    recipe = recipes.recipe_for(model, stored, missing=rules)
+    recipe = recipes.recipe_for(model, stored, rules=recipes.LoadRules(missing=rules))
     init = {"dtype": "bfloat16", "op": "init"}
     assert recipe.targets[HEAD] == init | {"rule": "normal", "std": 0.02, "shape": [50, 24]}
     assert recipe.targets["model.norm.weight"] == init | {"rule": "ones", "shape": [24]}
     assert recipe.missing == {"model.layers.0.mlp.up_proj.weight": ("bfloat16", (20, 24))}
-    assert recipes.recipe_for(model, stored, missing="ignore").missing.keys() == (
-        {HEAD, "model.norm.weight", "model.layers.0.mlp.up_proj.weight"}
-    )
+    assert recipes.recipe_for(
+        model, stored, rules=recipes.LoadRules(missing="ignore")
+    ).missing.keys() == ({HEAD, "model.norm.weight", "model.layers.0.mlp.up_proj.weight"})
     with pytest.raises(front.UsageError, match="unknown initialisation rule"):
-        recipes.recipe_for(model, stored, missing=dict.fromkeys(rules, "uniform"))
+        recipes.recipe_for(
+            model, stored, rules=recipes.LoadRules(missing=dict.fromkeys(rules, "uniform"))
+        )
 
 
 def test_tensors_that_a_model_lists_as_missing_are_left_to_it() -> None:
@@ -222,7 +226,7 @@ def test_unexpected_tensors_are_an_error_unless_dropped(unexpected: Any) -> None
             recipes.recipe_for(llama(), stored)
         assert caught.value.tensor == "model.layers.0.extra"
         return
-    recipe = recipes.recipe_for(llama(), stored, unexpected=unexpected)
+    recipe = recipes.recipe_for(llama(), stored, rules=recipes.LoadRules(unexpected=unexpected))
     assert recipe.unused == ["model.layers.0.extra"]
 
 
@@ -246,7 +250,7 @@ def test_tensors_that_transformers_drops_are_unused() -> None:
 def test_an_invalid_regular_expression_is_refused(argument: str, pattern: str) -> None:
     model = llama()
     with pytest.raises(front.UsageError, match=f"{argument} is not a regular expression") as caught:
-        recipes.recipe_for(model, stored_of(model), **{argument: pattern})
+        recipes.recipe_for(model, stored_of(model), rules=recipes.LoadRules(**{argument: pattern}))
     assert caught.value.category == "USAGE"
     assert caught.value.got.startswith(pattern[:8])
 
@@ -255,17 +259,19 @@ def test_an_invalid_regular_expression_is_refused(argument: str, pattern: str) -
 def test_a_regular_expression_that_matches_nothing_is_refused(argument: str) -> None:
     model = llama()
     with pytest.raises(front.UsageError, match=f"{argument}: .* matches no name") as caught:
-        recipes.recipe_for(model, stored_of(model), **{argument: "no such tensor"})
+        recipes.recipe_for(
+            model, stored_of(model), rules=recipes.LoadRules(**{argument: "no such tensor"})
+        )
     assert caught.value.category == "USAGE"
     assert caught.value.got == "'no such tensor'"
-    recipes.recipe_for(model, stored_of(model), **{argument: "^model"})
+    recipes.recipe_for(model, stored_of(model), rules=recipes.LoadRules(**{argument: "^model"}))
 
 
 def test_no_regular_expression_can_hang() -> None:
     model = llama()
     stored = {**stored_of(model), "a" * 60: ("float32", (1,))}
     with pytest.raises(front.UsageError, match="matches no name"):
-        recipes.recipe_for(model, stored, unexpected="^(a+)+(a+)+(a+)+b$")
+        recipes.recipe_for(model, stored, rules=recipes.LoadRules(unexpected="^(a+)+(a+)+(a+)+b$"))
 
 
 def test_a_second_stored_tensor_for_one_target_is_refused() -> None:
@@ -274,7 +280,7 @@ def test_a_second_stored_tensor_for_one_target_is_refused() -> None:
     with pytest.raises(front.UsageError, match="two stored tensors are") as caught:
         recipes.recipe_for(llama(), stored)
     assert caught.value.tensor == "norm.weight"
-    dropped = recipes.recipe_for(llama(), stored, unexpected=r"^norm\.")
+    dropped = recipes.recipe_for(llama(), stored, rules=recipes.LoadRules(unexpected=r"^norm\."))
     assert dropped.unused == ["norm.weight"]
     assert dropped.targets["model.norm.weight"] == leaf("model.norm.weight")
 

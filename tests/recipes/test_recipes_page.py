@@ -83,7 +83,7 @@ def of_the_model(name: str, stored: dict[str, Any], targets: dict[str, Any]) -> 
     # The checkpoint has all tensors except those that the example makes of others.
     kept = {n: t for n, t in complete.items() if n in stored or n not in targets}
     missing = {"score": ("normal", 0.02)} if any("score" in n for n in complete) else "error"
-    recipe = recipes.recipe_for(model, kept, missing=missing)
+    recipe = recipes.recipe_for(model, kept, rules=recipes.LoadRules(missing=missing))
     return {n: node for n, node in recipe.targets.items() if n in targets}
 
 

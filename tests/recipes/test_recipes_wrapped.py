@@ -157,13 +157,13 @@ def test_a_model_wrapped_and_sharded_has_the_same_recipe() -> None:
     family = BY_NAME["nomic_bert"]
     wrapped = with_adapters(on_meta(family), {"r": 2, "target_modules": ["up_proj"]})
     stored = {"encoder.layers.0.attn.Wqkv.weight": ("float32", (126, 42))}
-    whole = recipes.recipe_for(wrapped, stored, missing="init")
+    whole = recipes.recipe_for(wrapped, stored, rules=recipes.LoadRules(missing="init"))
     key = "base_model.model.layers.0.self_attn.k_proj.weight"
     assert whole.targets[key]["op"] == "slice"
     with playing_rank(0, 2):
         for module in [*wrapped.base_model.model.layers, wrapped]:
             fully_shard(module)
-        assert recipes.recipe_for(wrapped, stored, missing="init") == whole
+        assert recipes.recipe_for(wrapped, stored, rules=recipes.LoadRules(missing="init")) == whole
 
 
 def test_a_copy_declared_present_is_no_target(written: Any) -> None:
@@ -244,9 +244,11 @@ def test_one_of_several_adapters_must_be_named() -> None:
     with pytest.raises(front.UsageError, match="not in the model"):
         recipes.recipe_for(wrapped, stored, present=base_of(wrapped))
     with pytest.raises(front.UsageError, match="no adapter 'third'"):
-        recipes.recipe_for(wrapped, stored, adapter="third")
+        recipes.recipe_for(wrapped, stored, rules=recipes.LoadRules(adapter="third"))
     present = [n for n in wrapped.state_dict() if ".other" not in n]
-    recipe = recipes.recipe_for(wrapped, stored, present=present, adapter="other")
+    recipe = recipes.recipe_for(
+        wrapped, stored, present=present, rules=recipes.LoadRules(adapter="other")
+    )
     assert recipe.targets.keys() == {n for n in wrapped.state_dict() if ".other" in n}
 
 
@@ -292,9 +294,13 @@ def test_a_plain_module_is_loaded_by_name() -> None:
     ) as caught:
         recipes.recipe_for(model, stored)
     assert caught.value.tensor == "layers.1.running_mean"
-    assert recipes.recipe_for(model, stored, missing="init").callers == ["layers.1.running_mean"]
+    assert recipes.recipe_for(model, stored, rules=recipes.LoadRules(missing="init")).callers == [
+        "layers.1.running_mean"
+    ]
     with pytest.raises(front.UsageError, match="nearest is 'steps'") as caught:
-        recipes.recipe_for(model, stored | {"xsteps": ("int64", ())}, missing="init")
+        recipes.recipe_for(
+            model, stored | {"xsteps": ("int64", ())}, rules=recipes.LoadRules(missing="init")
+        )
     assert caught.value.tensor == "xsteps"
 
 
@@ -349,7 +355,9 @@ def test_a_value_head_is_loaded_by_name(prefix: str, wrap: bool, written: Any) -
         recipes.recipe_for(model, named)
     assert caught.value.tensor == "v_head.weight"
     stored = named | dict(model.v_head.state_dict(prefix="v_head.").items())
-    recipe = recipes.recipe_for(model, stored, missing=["lora"] if wrap else "error")
+    recipe = recipes.recipe_for(
+        model, stored, rules=recipes.LoadRules(missing=["lora"] if wrap else "error")
+    )
     assert recipe.targets["v_head.bias"] == {"op": "stored", "name": "v_head.bias"}
     path = "pretrained_model.base_model.model." if wrap else "pretrained_model."
     name = "model.layers.1.self_attn.k_proj.weight"
@@ -441,10 +449,12 @@ def test_a_head_that_is_not_stored_must_be_declared(name: str) -> None:
         recipes.recipe_for(model, stored)
     assert caught.value.tensor == "lm_head.weight"
     with pytest.raises(front.UsageError, match="missing=.init.") as caught:
-        recipes.recipe_for(model, stored, unexpected="lm_head")
+        recipes.recipe_for(model, stored, rules=recipes.LoadRules(unexpected="lm_head"))
     assert caught.value.tensor == "score.weight"
     for missing in ("init", "ignore", "score", ["score"], {r"^score\.": "model"}):
-        recipe = recipes.recipe_for(model, stored, unexpected="lm_head", missing=missing)
+        recipe = recipes.recipe_for(
+            model, stored, rules=recipes.LoadRules(unexpected="lm_head", missing=missing)
+        )
         assert recipe.unused == ["lm_head.weight"]
         assert recipe.missing["score.weight"] == ("bfloat16", (3, 39))
         assert all(n.startswith("score.") for n in recipe.callers)
@@ -455,9 +465,13 @@ def test_a_tensor_declared_missing_may_be_stored_in_another_shape() -> None:
     stored["score.weight"] = ("bfloat16", (2, 39))
     for missing in ("error", "init", ["norm"]):
         with pytest.raises(front.UsageError, match="another shape") as caught:
-            recipes.recipe_for(model, stored, unexpected="lm_head", missing=missing)
+            recipes.recipe_for(
+                model, stored, rules=recipes.LoadRules(unexpected="lm_head", missing=missing)
+            )
         assert caught.value.tensor == "score.weight"
-    recipe = recipes.recipe_for(model, stored, unexpected="lm_head", missing=["score"])
+    recipe = recipes.recipe_for(
+        model, stored, rules=recipes.LoadRules(unexpected="lm_head", missing=["score"])
+    )
     assert recipe.callers == ["score.weight"]
     assert recipe.unused == ["lm_head.weight", "score.weight"]
 
@@ -467,7 +481,7 @@ def test_tensors_left_to_the_model_are_in_the_document_but_not_in_the_text() -> 
     model = on_meta(family)
     stored = {n: ("float32", tuple(t.shape)) for n, t in model.state_dict().items()}
     head, embedding = stored.pop("lm_head.weight"), stored.pop("model.embed_tokens.weight")
-    recipe = recipes.recipe_for(model, stored, missing="init")
+    recipe = recipes.recipe_for(model, stored, rules=recipes.LoadRules(missing="init"))
     assert recipe.callers == ["model.embed_tokens.weight"]
     targets = recipe.document["targets"]
     assert list(targets) == list(model.state_dict())
@@ -483,12 +497,16 @@ def test_tensors_left_to_the_model_are_in_the_document_but_not_in_the_text() -> 
 def test_some_names_are_kept_in_float32() -> None:
     model, stored = headless("LlamaForSequenceClassification")
     options: dict[str, Any] = {"unexpected": "lm_head", "missing": "init"}
-    kept = recipes.recipe_for(model, stored, keep_fp32="norm|score", **options)
+    kept = recipes.recipe_for(
+        model, stored, rules=recipes.LoadRules(keep_fp32="norm|score", **options)
+    )
     dtypes = {n: node.get("dtype") for n, node in kept.targets.items()}
     assert {n for n, d in dtypes.items() if d == "float32"} == {
         n for n in dtypes if "norm" in n or "score" in n
     }
-    cast = recipes.recipe_for(model, stored, dtype="float16", keep_fp32="norm", **options)
+    cast = recipes.recipe_for(
+        model, stored, dtype="float16", rules=recipes.LoadRules(keep_fp32="norm", **options)
+    )
     assert cast.targets["model.norm.weight"]["dtype"] == "float32"
     assert cast.targets["model.embed_tokens.weight"]["dtype"] == "float16"
     assert cast.missing["score.weight"][0] == "float16"

@@ -133,7 +133,9 @@ def test_adapters_around_a_model_change_no_name(modicum: Path, tmp_path: Path) -
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"])
     wrapped = peft.get_peft_model(base, config)
     path = tmp_path / "recipe.json"
-    path.write_text(recipes.recipe_for(wrapped, directory, missing="ignore").text())
+    path.write_text(
+        recipes.recipe_for(wrapped, directory, rules=recipes.LoadRules(missing="ignore")).text()
+    )
     assert "base_layer" in path.read_text()
     words = ("save", directory, tmp_path / "root", "--step", 1, "--recipe", path, "--ranks", 3)
     assert run_json(modicum, *words)["left_out"] == []

@@ -135,7 +135,9 @@ def test_a_head_that_is_not_stored_is_initialised_once(modicum: Path, tmp_path: 
     take_out(directory, "lm_head.weight")
     missing = {"lm_head.weight": ("normal", 0.02)}
     recipe = tmp_path / "recipe.json"
-    made = recipes.recipe_for(recipes.meta_model(directory), directory, missing=missing)
+    made = recipes.recipe_for(
+        recipes.meta_model(directory), directory, rules=recipes.LoadRules(missing=missing)
+    )
     recipe.write_text(made.text())
     results = []
     for ranks in (1, RANKS):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from nested_options import nested
 from ranks import example
 
 import modicum.torch.accelerate
@@ -115,7 +116,9 @@ def accelerated(
     torch.manual_seed(dist.get_rank())
     around: Any = contextlib.nullcontext()
     if by == "modicum":
-        around = modicum.torch.accelerate.loading(progress=False, **(options or {}))
+        around = modicum.torch.accelerate.loading(
+            progress=False, **nested(options or {}, "rules", "memory")
+        )
     with fsdp2_on_cpus(), around as loading:
         accelerator = accelerator_of(activation_checkpointing=checkpointing, **how)
         kind = getattr(transformers, cls)

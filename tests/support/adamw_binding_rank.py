@@ -143,7 +143,9 @@ def one_rank_lacks_memory(directory: str) -> dict[str, Any]:
     is_last = dist.get_rank() == dist.get_world_size() - 1
     ledger = modicum.Ledger("1KiB" if is_last else None)
     try:
-        modicum.torch.AdamW(model.named_parameters(), lr=LR, ledger=ledger)
+        modicum.torch.AdamW(
+            model.named_parameters(), lr=LR, memory=modicum.torch.MemoryPolicy(ledger=ledger)
+        )
     except modicum.Error as error:
         return {"refused": str(error), "held": ledger.held_bytes}
     return {"refused": "", "held": ledger.held_bytes}
@@ -165,7 +167,7 @@ def one_rank_cannot_unfreeze(directory: str, how: str) -> dict[str, Any]:
         p.requires_grad_(False)
     ledger = modicum.Ledger()
     first = [p for p in model.parameters() if how == "unfreeze" or p.requires_grad]
-    optimizer = modicum.torch.AdamW(first, lr=LR, ledger=ledger)
+    optimizer = modicum.torch.AdamW(first, lr=LR, memory=modicum.torch.MemoryPolicy(ledger=ledger))
     losses_of(model, optimizer, lambda loss: loss.backward())
     is_last = dist.get_rank() == dist.get_world_size() - 1
     ledger.limit_bytes = ledger.held_bytes if is_last else None

@@ -64,8 +64,8 @@ def by_modicum(directory: str, root: str) -> dict[str, Any]:
     without a save, and one during a save."""
     model, optimizer = trained(directory, "modicum")
 
-    def save(number: int, **how: Any) -> Any:
-        return modicum.torch.save(model, root, step=number, optimizer=optimizer, keep=1, **how)
+    def save(number: int, by: Any = modicum.torch.save) -> Any:
+        return by(model, root, step=number, optimizer=optimizer, keep=1)
 
     blocking = []
     for number in range(ROUNDS):
@@ -76,17 +76,17 @@ def by_modicum(directory: str, root: str) -> dict[str, Any]:
     during, reports = [], []
     for number in range(ROUNDS, 2 * ROUNDS):
         begin = settled()
-        saving = save(number, background=True)
+        saving = save(number, modicum.torch.async_save)
         step(model, optimizer, pause_s)
         during.append(time.monotonic() - begin)
-        reports.append(vars(saving.wait()))
+        reports.append(vars(saving.result()))
     alone = [step(model, optimizer, 0) for _ in range(ROUNDS)]
     settled()
-    saving = save(2 * ROUNDS, background=True)
+    saving = save(2 * ROUNDS, modicum.torch.async_save)
     first = step(model, optimizer, 0)
     return {
         "blocking": blocking, "pause_s": pause_s, "plain": plain, "during": during,
-        "reports": reports, "alone": alone, "first": first, "last": vars(saving.wait()),
+        "reports": reports, "alone": alone, "first": first, "last": vars(saving.result()),
     }  # fmt: skip
 
 

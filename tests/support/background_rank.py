@@ -17,6 +17,7 @@ from sharding import Cut
 
 import modicum.torch
 from modicum import _modicum
+from modicum.torch import MemoryPolicy, SaveOptions
 from modicum.torch.saving import planning
 
 STEPS = 3
@@ -73,17 +74,17 @@ def both(
         own = {"rank": dist.get_rank()}
         how: dict[str, Any] = {
             "step": 2, "optimizer": stepping, "extra": {"epoch": 1}, "extra_per_rank": own,
-            "staging": "1MiB",
+            "memory": MemoryPolicy(staging="1MiB"),
         }  # fmt: skip
         modicum.torch.save(model, f"{root}/fore", **how)
         with slow(pause_us):
-            saving = modicum.torch.save(model, f"{root}/back", background=True, **how)
+            saving = modicum.torch.async_save(model, f"{root}/back", **how)
             was_done = saving.done()
             if room[0] != 0:  # without a window the buffer's values are not copied at the save
                 model.seen.add_(1)  # as a forward does
             steps(model, stepping, cut, range(2, 3))
             is_visible = Path(root, "back/step-2").exists()
-            report = saving.wait()
+            report = saving.result()
         assert saving.done()
         steps(model, stepping, cut, range(3, 2 + STEPS))
     return {
@@ -117,7 +118,7 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
     page = Path(os.environ["FAULTY_PAGE"])
     raised: list[dict[str, Any]] = []
     with slow(4000):
-        saving = modicum.torch.save(model, root, step=2, optimizer=stepping, background=True)
+        saving = modicum.torch.async_save(model, root, step=2, optimizer=stepping)
         if how == "disk":
             dist.barrier()
             if dist.get_rank() == 0:
@@ -136,13 +137,13 @@ def fails(directory: str, root: str, cut: Cut, how: str) -> dict[str, Any]:
                 raised.append({"step": number, **told_of(error)})
             time.sleep(0.2)
     try:
-        saving.wait()
+        saving.result()
     except Exception as error:
         raised.append({"step": "wait", **told_of(error)})
     dist.barrier()  # rank 0 has removed the files
     names = sorted(path.name for path in Path(root).iterdir())
     dist.barrier()
-    saved = modicum.torch.save(model, root, step=3, optimizer=stepping, background=True).wait()
+    saved = modicum.torch.async_save(model, root, step=3, optimizer=stepping).result()
     return {"raised": raised, "names": names, "after": saved.path}
 
 
@@ -151,13 +152,13 @@ def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
     which must wait for the save. Returns the save's report, and the seconds that the call took.
     The root is relative, and the process goes to another directory during the save."""
     model, stepping = loaded(directory, cut, "fp32", "float32")
-    how: dict[str, Any] = {"step": 2, "optimizer": stepping, "staging": "1MiB"}
+    how: dict[str, Any] = {"step": 2, "optimizer": stepping, "memory": MemoryPolicy(staging="1MiB")}
     modicum.torch.save(model, f"{root}/fore", **how)
     other = stepping.state_dict()
     with slow(4000):
         before = os.getcwd()
         os.chdir(root)
-        saving = modicum.torch.save(model, "back", background=True, **how)
+        saving = modicum.torch.async_save(model, "back", **how)
         os.chdir(before)
         begin = time.monotonic()
         if what == "save":
@@ -177,7 +178,7 @@ def waits(directory: str, root: str, cut: Cut, what: str) -> dict[str, Any]:
         if what == "queue":
             queued([*map(local_of, model.parameters())])
         took_s = time.monotonic() - begin
-    return {"report": vars(saving.wait()), "took_s": took_s}
+    return {"report": vars(saving.result()), "took_s": took_s}
 
 
 def queued(tensors: list[torch.Tensor]) -> None:
@@ -202,12 +203,12 @@ def moves(directory: str, root: str, times: int, what: str) -> list[str]:
         Path(root, str(number)).mkdir()
         modicum.torch.save(model, f"{root}/{number}/fore", step=2)
         with slow(4000):
-            saving = modicum.torch.save(model, f"{root}/{number}/back", step=2, background=True)
+            saving = modicum.torch.async_save(model, f"{root}/{number}/back", step=2)
             with contextlib.suppress(RuntimeError):  # torch resizes only memory of its own
                 move(model, what)
             churn = [torch.full((1 << 18,), 7.0) for _ in range(64)]  # fills freed memory
             try:
-                saving.wait()
+                saving.result()
                 ends.append("saved")
             except modicum.Error as error:
                 ends.append(f"{error.category}: {error}")
@@ -259,15 +260,17 @@ def promised(directory: str, root: str, cut: Cut, size: int) -> dict[str, Any]:
 
         _modicum.save_promise = noting
         ledger = modicum.Ledger()
-        how: dict[str, Any] = {"step": 2, "optimizer": stepping, "background": True}
+        how: dict[str, Any] = {"step": 2, "optimizer": stepping}
         try:
             with slow(2000):
-                saving = modicum.torch.save(model, root, ledger=ledger, **how)
+                saving = modicum.torch.async_save(
+                    model, root, memory=MemoryPolicy(ledger=ledger), **how
+                )
                 steps(model, stepping, cut, range(2, 3))
-                report = saving.wait()
+                report = saving.result()
             most = sum(of for of, _ in limits[0])
             try:
-                modicum.torch.save(model, f"{root}/none", budget=most // 2, **how)
+                modicum.torch.async_save(model, f"{root}/none", budget=most // 2, **how)
                 refused = {}
             except Exception as error:
                 refused = told_of(error) | {"owners": vars(error).get("owners")}
@@ -291,8 +294,10 @@ def preempted(
     model, stepping = loaded(directory, cut, "fp32", "float32")
     grace, pause_us, does = how
     with slow(pause_us):
-        given: dict[str, Any] = {"step": 1, "optimizer": stepping, "grace": grace}
-        saving = modicum.torch.save(model, root, staging="256KiB", background=True, **given)
+        saving = modicum.torch.async_save(
+            model, root, step=1, optimizer=stepping,
+            options=SaveOptions(grace=grace), memory=MemoryPolicy(staging="256KiB"),
+        )  # fmt: skip
         try:
             if does == "computes":
                 skip(stepping)
@@ -303,7 +308,7 @@ def preempted(
             while does == "polls" and not saving.done():
                 time.sleep(0.05)
             if does == "polls":
-                saving.wait()
+                saving.result()
             time.sleep(15)  # SIGTERM ends the process within this time
         except Exception as error:
             return told_of(error)

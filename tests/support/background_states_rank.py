@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -65,7 +66,7 @@ def raised(call: Callable[[], Any]) -> dict[str, Any]:
 
 def delivers(directory: str, root: str, cut: Cut, calls: list[str]) -> list[dict[str, Any]]:
     """For each of `calls`: rank 1 fails to write, and all ranks know it, before they make the call.
-    If the call is "alone ...", rank 0 has got the error from `wait` before.
+    If the call is "alone ...", rank 0 has got the error from `result` before.
     Returns what the first call raised, and what a further step of another optimizer did."""
     model, ours = loaded(directory, cut, "fp32", "float32")
     modicum.torch.save(model, root, step=1, optimizer=ours)
@@ -73,7 +74,7 @@ def delivers(directory: str, root: str, cut: Cut, calls: list[str]) -> list[dict
     save = {"step": 3, "optimizer": ours}
     makes: dict[str, Callable[[], Any]] = {
         "save": lambda: modicum.torch.save(model, root, **save),
-        "background": lambda: modicum.torch.save(model, root, background=True, **save),
+        "background": lambda: modicum.torch.async_save(model, root, **save),
         "load": lambda: modicum.torch.load(model, directory, optimizer=ours, progress=False),
         "resume": lambda: modicum.torch.resume(model, root, optimizer=ours, progress=False),
         "step": lambda: steps(model, ours, cut, range(2, 3)),
@@ -83,15 +84,15 @@ def delivers(directory: str, root: str, cut: Cut, calls: list[str]) -> list[dict
     for call in calls:
         fault = failure("NOSPACE", "the disk is full") if dist.get_rank() == 1 else None
         with paused(fault) as go:
-            saving = modicum.torch.save(model, root, step=2, optimizer=ours, background=True)
+            saving = modicum.torch.async_save(model, root, step=2, optimizer=ours)
             go.set()
             while not saving.done():
                 time.sleep(0.02)
         seen = saving.exception()
         if call.startswith("alone") and dist.get_rank() == 0:
-            raised(saving.wait)
+            raised(saving.result)
         dist.barrier()
-        answer = raised(makes.get(call.removeprefix("alone "), saving.wait))
+        answer = raised(makes.get(call.removeprefix("alone "), saving.result))
         names = sorted(path.name for path in Path(root).iterdir())
         dist.barrier()
         after = raised(other.step)
@@ -109,8 +110,7 @@ def lasts(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def begun(step: int) -> Any:
-        how = {"step": step, "optimizer": ours, "background": True}
-        return modicum.torch.save(model, root, **how)
+        return modicum.torch.async_save(model, root, step=step, optimizer=ours)
 
     for step, event in enumerate(("skipped", "raising")):
         with paused() as go:
@@ -126,23 +126,24 @@ def lasts(directory: str, root: str, cut: Cut) -> dict[str, Any]:
                 found[f"error {event}"] = raised(lambda: skip(ours))["error"]
         found[event] = visible(Path(root, f"step-{step}", "COMMIT"))
         dist.barrier()
-        saving.wait()
+        saving.result()
     with paused() as go:
         saving = begun(2)
         child = os.fork()
         if child == 0:
-            errors = [raised(call)["error"] for call in (saving.done, saving.wait)]
+            errors = [raised(call)["error"] for call in (saving.done, saving.result)]
             other = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
             os._exit(0 if errors == ["UsageError"] * 2 and raised(other.step)["error"] == "" else 1)
         found["child"] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         try:
-            saving.wait()
+            saving.result()
         except KeyboardInterrupt:
             go.set()
         found["interrupted"] = go.is_set()
-    found["after"] = Path(saving.wait().path).name
+    found["after"] = Path(saving.result().path).name
+    found |= tells(begun)
     with paused() as go:
         saving = begun(3)
         if dist.get_rank() == 1:  # has voted, and then has to end
@@ -152,7 +153,7 @@ def lasts(directory: str, root: str, cut: Cut) -> dict[str, Any]:
         while raised(saving._begun.ranks.check)["error"] == "":
             time.sleep(0.02)
         go.set()
-        found["withdrawn"] = raised(saving.wait)
+        found["withdrawn"] = raised(saving.result)
     dist.barrier()
     found["names"] = sorted(path.name for path in Path(root).iterdir())
     with paused() as go:
@@ -162,22 +163,49 @@ def lasts(directory: str, root: str, cut: Cut) -> dict[str, Any]:
             Path(root).rename(f"{root}-moved")
         dist.barrier()
         go.set()
-        found["renamed"] = raised(saving.wait)
+        found["renamed"] = raised(saving.result)
         found["exception"] = type(saving.exception()).__name__
     return found
+
+
+def tells(begun: Callable[[int], Any]) -> dict[str, Any]:
+    """Waits with a limit for a save that is not over, and callbacks before and after its end."""
+    called: list[tuple[str, Any]] = []
+
+    def note(saving: Any) -> None:
+        called.append((threading.current_thread().name, saving.done()))
+
+    def fails(saving: Any) -> None:
+        raise RuntimeError("in a callback")
+
+    with paused() as go:
+        saving = begun(5)
+        saving.add_done_callback(fails)
+        saving.add_done_callback(note)
+        limits = [raised(partial(call, 0.05)) for call in (saving.result, saving.exception)]
+        limits.append(raised(partial(saving.result, timeout=0.0)))
+        before = [*called]
+        go.set()
+        last = Path(saving.result(timeout=60.0).path).name
+    deadline = time.monotonic() + 10
+    while not called and time.monotonic() < deadline:
+        time.sleep(0.01)
+    saving.add_done_callback(note)
+    errors = [limit["error"] for limit in limits]
+    return {"limits": errors, "called": [before, called], "last": last}
 
 
 def parted(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     """The process group is destroyed during a save."""
     model, ours = loaded(directory, cut, "fp32", "float32")
     with paused() as go:
-        saving = modicum.torch.save(model, root, step=1, optimizer=ours, background=True)
+        saving = modicum.torch.async_save(model, root, step=1, optimizer=ours)
         dist.barrier()
         dist.destroy_process_group()
         go.set()
         while not saving.done():
             time.sleep(0.02)
-    return raised(saving.wait)
+    return raised(saving.result)
 
 
 def loses(directory: str, root: str, cut: Cut, when: str, seed: int) -> dict[str, Any]:
@@ -194,11 +222,11 @@ def loses(directory: str, root: str, cut: Cut, when: str, seed: int) -> dict[str
 
     dies = when in ("before", "after")
     with patch.object(running, "publish", publish_and_die if dies else publish):
-        saving = modicum.torch.save(model, root, step=1, optimizer=ours, background=True)
+        saving = modicum.torch.async_save(model, root, step=1, optimizer=ours)
         if when == "soon" and rank == 1:
             threading.Timer(random.Random(seed).uniform(0, 0.5), os._exit, (1,)).start()
         time.sleep(random.Random(seed + rank).uniform(0, 0.3))
-        answer = raised(saving.wait)
+        answer = raised(saving.result)
         if when == "soon" and rank == 1:
             time.sleep(1)  # dies within this time
     report = saving._report
@@ -211,8 +239,10 @@ def terminated(directory: str, root: str, cut: Cut, marks: str, seed: int) -> di
     model, ours = loaded(directory, cut, "fp32", "float32")
     chance = random.Random(seed)
     with paused() as go:
-        how: dict[str, Any] = {"step": 1, "optimizer": ours, "background": True}
-        saving = modicum.torch.save(model, root, grace=chance.choice((10.0, 0.3)), **how)
+        how: dict[str, Any] = {"step": 1, "optimizer": ours}
+        saving: Any = modicum.torch.async_save(
+            model, root, options=modicum.torch.SaveOptions(grace=chance.choice((10.0, 0.3))), **how
+        )
         Path(marks, f"rank-{dist.get_rank()}").touch()
         threading.Timer(chance.uniform(0, 0.5), go.set).start()
         deadline = time.monotonic() + VISIBLE_S
@@ -226,7 +256,7 @@ def terminated(directory: str, root: str, cut: Cut, marks: str, seed: int) -> di
                 return told_of(error)
             if chance.random() < 0.1:
                 time.sleep(1)
-        return raised(saving.wait)
+        return raised(saving.result)
 
 
 ACTS: dict[str, Callable[..., Any]] = {

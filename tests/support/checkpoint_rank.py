@@ -16,6 +16,7 @@ import saving_rank
 import torch
 import torch.distributed as dist
 import transformers
+from nested_options import nested
 
 import modicum.torch
 import modicum.torch.accelerate
@@ -34,7 +35,9 @@ def script_context(by: str, **options: Any) -> Iterator[Any]:
     result of `loading`, else None."""
     around: Any = contextlib.nullcontext()
     if by == "modicum":
-        around = modicum.torch.accelerate.loading(progress=False, **options)
+        around = modicum.torch.accelerate.loading(
+            progress=False, **nested(options, "rules", "memory")
+        )
     torch.manual_seed(1)
     with accelerate_rank.fsdp2_on_cpus(), around as loading:
         yield loading
@@ -171,7 +174,13 @@ def adapters_with_another(directory: str, folder: str, root: str) -> dict[str, A
             made[0].save_state(folder)
             made[0].save_state(f"{folder}-again")
         _, model, optimizer, _ = made
-        modicum.torch.save(model, root, step=1, optimizer=optimizer.optimizer, adapters=False)
+        modicum.torch.save(
+            model,
+            root,
+            step=1,
+            optimizer=optimizer.optimizer,
+            options=modicum.torch.SaveOptions(adapters=False),
+        )
         return {"saved": whole(made), "warned": texts, "reports": reports(loading)}
 
 

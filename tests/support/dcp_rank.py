@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
 
 import modicum.torch
 from modicum import _modicum
-from modicum.torch.dcp import HuggingFaceReader, Reader, Writer
+from modicum.torch import LoadRules
+from modicum.torch.dcp import ModicumReader, ModicumWriter
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def dcp_saves(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[
     """Saves by DCP, and trains on. `plain`: the writer gets neither model nor optimizer."""
     model, stepping = trained(directory, cut)
     known = {} if plain else {"model": model, "optimizer": stepping}
-    writer = Writer(root, step=2, **known)
+    writer = ModicumWriter(root, step=2, **known)
     dcp.save(state_of(model, stepping), storage_writer=writer)
     saved = whole(model, stepping)
     steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
@@ -77,7 +78,7 @@ def dcp_loads(directory: str, root: str, cut: Cut, plain: bool = False) -> dict[
     stepping.param_groups[0]["lr"] = 1.0
     state = state_of(model, stepping)
     state |= {"epoch": 0, "seen": {"tokens": 0.0, "names": []}}
-    dcp.load(state, storage_reader=Reader(root, None if plain else model))
+    dcp.load(state, storage_reader=ModicumReader(root, None if plain else model))
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, stepping, state["optim"])
     before = whole(model, stepping)
@@ -90,11 +91,11 @@ def dcp_error(directory: str, step: str, cut: Cut, reader: str) -> str:
     """The text of the error of a load of a step, "" if there is none."""
     model, stepping = trained(directory, cut)
     state: dict[str, Any] = get_model_state_dict(model)
-    read: Any = HuggingFaceReader
-    if reader == "Reader":
-        state, read = state_of(model, stepping), Reader
+    rules = LoadRules()  # the Hugging Face files
+    if reader == "saved":
+        state, rules = state_of(model, stepping), None
     try:
-        dcp.load(state, storage_reader=read(step, model))
+        dcp.load(state, storage_reader=ModicumReader(step, model, rules=rules))
     except dcp.CheckpointException as error:
         return str(error)
     return ""
@@ -102,7 +103,7 @@ def dcp_error(directory: str, step: str, cut: Cut, reader: str) -> str:
 
 def dcp_saves_flat(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     model, stepping = trained(directory, cut)
-    dcp.save(flat_state_of(model, stepping), storage_writer=Writer(root, step=2))
+    dcp.save(flat_state_of(model, stepping), storage_writer=ModicumWriter(root, step=2))
     saved = whole(model, stepping)
     steps(model, stepping, cut, range(2, 2 + STEPS_AFTER))
     return {"saved": saved, "end": whole(model, stepping)}
@@ -115,7 +116,7 @@ def dcp_loads_flat(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     state = flat_state_of(model, stepping)
     state["dataloader"] = dict.fromkeys(state["dataloader"], b"")
     state["train_state"] = {"step": 0}
-    dcp.load(state, storage_reader=Reader(root))
+    dcp.load(state, storage_reader=ModicumReader(root))
     loader, told = state.pop("dataloader"), state.pop("train_state")
     set_optimizer_state_dict(model, stepping, state.pop("optimizer"), options=FLAT)
     set_model_state_dict(model, state)
@@ -145,14 +146,14 @@ def dcp_loads_apart(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     for step in (1, 2, 3):
         state = {"model": get_model_state_dict(model), "epoch": step}
         state |= {"more": 0} if step == 3 else {}
-        dcp.save(state, storage_writer=Writer(root, step=step, model=model))
+        dcp.save(state, storage_writer=ModicumWriter(root, step=step, model=model))
         steps(model, stepping, cut, [step])
     state = {"model": get_model_state_dict(model), "epoch": 0}
     chosen = [f"{root}/step-{1 if dist.get_rank() == 0 else other}" for other in (2, 3)]
-    dcp.load(state, storage_reader=Reader(chosen[0], model))
+    dcp.load(state, storage_reader=ModicumReader(chosen[0], model))
     told = {"saved": saved, "loaded": weights(), "epoch": state["epoch"], "error": ""}
     try:
-        dcp.load(state, storage_reader=Reader(chosen[1], model))
+        dcp.load(state, storage_reader=ModicumReader(chosen[1], model))
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         told["error"] = str(error)
     return told
@@ -168,7 +169,7 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
     """Makes a save that must fail on every rank. Returns the message."""
     model, stepping = trained(directory, cut)
     state = state_of(model, stepping)
-    writer = Writer(root, step=2, model=model)
+    writer = ModicumWriter(root, step=2, model=model)
     save_tensors, save = _modicum.save_tensors, dcp.save
     if how == "disk" and dist.get_rank() == 1:
 
@@ -190,7 +191,7 @@ def dcp_fails(directory: str, root: str, cut: Cut, how: str) -> str:
         stepping = modicum.torch.AdamW(model.named_parameters(), lr=1e-2)
     try:
         if how == "adamw":
-            writer = Writer(root, step=2, model=model, optimizer=stepping)
+            writer = ModicumWriter(root, step=2, model=model, optimizer=stepping)
         save(state, storage_writer=writer)
     except BaseException as error:  # DCP's CheckpointException does not derive from Exception
         return f"{type(error).__name__}: {error}"

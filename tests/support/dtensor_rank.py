@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nested_options import nested
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -144,7 +145,7 @@ def filled(model: nn.Module, folder: str, by: str, **how: Any) -> dict[str, Any]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if by == "file":
-                modicum.torch.load(model, path, progress=False, **how)
+                modicum.torch.load(model, path, progress=False, **nested(how, "rules", "memory"))
             else:
                 full = dict(VALUES) if dist.get_rank() == 0 else {}
                 modicum.torch.fsdp2_load_full_state_dict(model, full, progress=False)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from nested_options import nested
 from ranks import EXAMPLES, example
 from safetensors.torch import save_file
 from torch import nn
@@ -203,7 +204,10 @@ def state_dict_loaded(
         optimizer = None  # it refers to the parameters from before the load
     else:
         before = list(model.parameters())
-        assert _drop_in(form, model, state, offload, **options or {}) is model
+        assert (
+            _drop_in(form, model, state, offload, **nested(options or {}, "rules", "memory"))
+            is model
+        )
         assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
     if form == "accelerate":  # which restores non-persistent buffers itself
         model.register_buffer("inverse", full.inverse, persistent=False)
@@ -316,8 +320,9 @@ def dict_measured(offers: str = "none", dtype: str = "float32") -> dict[str, Any
     Path("/proc/self/clear_refs").write_text("5")
     before = held_bytes("RssAnon", "RssShmem")
     try:
-        how = {"budget": offers, "ledger": ledger, "on_report": reports.append}
-        fsdp2_load_full_state_dict(model, full, **how)
+        how = {"budget": offers, "on_report": reports.append}
+        policy = modicum.torch.MemoryPolicy(ledger=ledger)
+        fsdp2_load_full_state_dict(model, full, memory=policy, **how)
     except modicum.BudgetError as error:
         assert all(p.is_meta for p in model.parameters())
         return {"refused": str(error), "reads": reads}
@@ -439,7 +444,7 @@ def dcp_loaded(directory: str, mesh: list[int]) -> dict[str, Any]:
 
     model = built(directory, None, mesh)
     read, state = read_bytes(), model.state_dict()
-    reader = modicum.torch.dcp.HuggingFaceReader(directory, model)
+    reader = modicum.torch.dcp.ModicumReader(directory, model)
     dcp.load(state, storage_reader=reader)
     model.load_state_dict(state, assign=True)
     return {

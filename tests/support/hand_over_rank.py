@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from modicum.torch.shards.rebinding import rebinding
+from modicum.torch.shards.rebinding import rebind_parameters
 from modicum.upstream.torch_fsdp import fsdp_params, hand_over
 
 WORLD = 2
@@ -99,7 +99,7 @@ def trains_as_fsdp2_would() -> None:
     with torch.device("meta"):
         model = Tiny()
     optimizer = torch.optim.AdamW(groups_of(model), lr=0.1)  # before parameters have values
-    with rebinding(model, optimizer):
+    with rebind_parameters(model, optimizer):
         shard(model)
     before = fill(model, whole())
     with torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch_rank
 import transformers
+from nested_options import nested
 from rounding import nearest_sqrt
 
 import modicum.memory
@@ -38,7 +39,9 @@ def script(
     options = how.pop("options", {})
     around: Any = contextlib.nullcontext()
     if by == "modicum" and kind != "hand":
-        around = modicum.torch.accelerate.loading(progress=False, **options)
+        around = modicum.torch.accelerate.loading(
+            progress=False, **nested(options, "rules", "memory")
+        )
     losses: list[float] = []
     inputs: list[dict[str, Any]] = []
     told: dict[str, Any] = {"losses": losses, "refused": "", "inputs": inputs}
@@ -97,7 +100,7 @@ def saved_adapters(directory: str) -> str:
 
 def optimizer_of(by: str, params: Any, **options: Any) -> Any:
     cls = torch.optim.AdamW if by == "torch" else modicum.torch.AdamW
-    return cls(params, **({"lr": LR, "weight_decay": 0.0} | options))
+    return cls(params, **nested({"lr": LR, "weight_decay": 0.0} | options, "memory"))
 
 
 def rows(vocabulary: int, count: int) -> torch.Tensor:
@@ -174,7 +177,8 @@ def by_hand(
     """Trains with FSDP2 alone.
 
     Args:
-        made: when the optimizer is made: "before": before sharding, with `rebinding`; "sharded":
+        made: when the optimizer is made: "before": before sharding, within `rebind_parameters`;
+            "sharded":
             between sharding and the load; "after": after the load.
         told: whether the load gets the optimizer as an argument.
         inputs: by rank, the model's arguments in each step.
@@ -191,7 +195,7 @@ def by_hand(
     around: Any = contextlib.nullcontext()
     if made == "before":
         optimizer = optimizer_of(by, model.named_parameters(), **options)
-        around = modicum.torch.rebinding(model, optimizer)
+        around = modicum.torch.rebind_parameters(model, optimizer)
     with around:
         torch_rank.sharded(model.get_base_model() if adapters else model, [dist.get_world_size()])
     if made == "sharded":

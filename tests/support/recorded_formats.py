@@ -213,7 +213,7 @@ def read_dcp(path: Path) -> Facts:
         set_optimizer_state_dict,
     )
 
-    from modicum.torch.dcp import Reader
+    from modicum.torch.dcp import ModicumReader
 
     with alone():
         model = Small()
@@ -221,7 +221,7 @@ def read_dcp(path: Path) -> Facts:
         train(model, optimizer, range(5, 6))
         state = state_of(model, optimizer)
         state |= {"epoch": 0, "seen": {"tokens": 0.0, "names": [], "place": ()}}
-        dcp.load(state, storage_reader=Reader(path, model))
+        dcp.load(state, storage_reader=ModicumReader(path, model))
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optim"])
         seen = {key: repr(state[key]) for key in ("epoch", "seen")}

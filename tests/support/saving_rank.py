@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch_front
 import transformers
+from nested_options import nested
 from sharding import Cut
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -201,8 +202,12 @@ def diverges(directory: str, root: str, cut: Cut) -> list[dict[str, Any]]:
             modicum.torch.save(model, root, step=2, **how)
         except modicum.Error as error:
             errors.append(vars(error) | {"message": str(error)})
-    modicum.torch.save(model, root, step=3, replicas="first", **how)
-    modicum.torch.save(model, root, step=4, replicas="first", background=True, **how).wait()
+    modicum.torch.save(
+        model, root, step=3, options=modicum.torch.SaveOptions(replicas="first"), **how
+    )
+    modicum.torch.async_save(
+        model, root, step=4, options=modicum.torch.SaveOptions(replicas="first"), **how
+    ).result()
     return errors
 
 
@@ -286,7 +291,13 @@ def slowly(
     slowed = patch.multiple(weights, fetching=paused, destination_of=lambda local: "copy")
     try:
         with slowed:
-            modicum.torch.save(model, root, step=1, grace=grace, staging="256KiB")
+            modicum.torch.save(
+                model,
+                root,
+                step=1,
+                options=modicum.torch.SaveOptions(grace=grace),
+                memory=modicum.torch.MemoryPolicy(staging="256KiB"),
+            )
     except Exception as error:
         default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         return {"error": type(error).__name__, "message": str(error), "default": default}
@@ -303,7 +314,7 @@ def at_the_call(
     modicum.torch.load(model, directory, progress=False)
     if signals is None:
         signal.raise_signal(signal.SIGTERM)
-    meet = Ranks.of_world
+    meet, is_async = Ranks.of_world, kind.pop("background", False)
 
     def signalled(*how: Any) -> Ranks:
         for _ in range(signals or 0):
@@ -313,9 +324,10 @@ def at_the_call(
     begin = time.monotonic()
     try:
         with patch.object(Ranks, "of_world", signalled):
-            saving = modicum.torch.save(model, root, **kind)
-        if kind.get("background"):
-            saving.wait()
+            save = modicum.torch.async_save if is_async else modicum.torch.save
+            saving: Any = save(model, root, **nested(kind, "options", "memory"))
+        if is_async:
+            saving.result()
     except Exception as error:
         default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         message, took_s = str(error), time.monotonic() - begin
@@ -335,7 +347,7 @@ def handles(directory: str, root: str, cut: Cut) -> dict[str, Any]:
     if dist.get_rank() == 1:
         signal.signal(signal.SIGTERM, own)
     try:
-        modicum.torch.save(model, root, step=1, grace=25.0)
+        modicum.torch.save(model, root, step=1, options=modicum.torch.SaveOptions(grace=25.0))
     except Exception as error:
         kept = signal.getsignal(signal.SIGTERM) is (own if dist.get_rank() == 1 else signal.SIG_DFL)
         return {"error": type(error).__name__, "message": str(error), "kept": kept}

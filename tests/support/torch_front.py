@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from families import FAMILIES, TEXT, Family, Tensors
+from nested_options import nested
 from safetensors.torch import load_file
 from sharding import AXES, Cut, assert_same, bits, mesh_of
 from torch import nn
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import modicum.torch
-from modicum import Report
+from modicum.torch import LoadReport
 
 # More than ten experts: as text, expert 10 sorts before expert 2.
 MIXTRAL_16 = Family("mixtral_16", "MixtralForCausalLM", "mixtral", TEXT | {"num_local_experts": 16})
@@ -85,8 +86,10 @@ def empty(name: str, dtype: Any = None, cls: Any = None, **changes: Any) -> Any:
         return (cls or BY_NAME[name].model_class)._from_config(config, dtype=dtype)
 
 
-def load(model: nn.Module, source: Any, **options: Any) -> Report:
-    return modicum.torch.load(model, source, **{"progress": False, "budget": "none", **options})
+def load(model: nn.Module, source: Any, **options: Any) -> LoadReport:
+    return modicum.torch.load(
+        model, source, **nested({"progress": False, "budget": "none", **options}, "rules", "memory")
+    )
 
 
 # ---- sharding

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from nested_options import nested
 from ranks import example, failed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -161,7 +162,8 @@ def train(
     Args:
         by: "modicum"; "to_empty": a load by Modicum into memory with values; or "torch":
             `from_pretrained` on every rank.
-        optimizer: when it is made: "before": before sharding, with `rebinding`; "between": between
+        optimizer: when it is made: "before": before sharding, within `rebind_parameters`;
+            "between": between
             sharding and the load; "after": after the load.
     """
     made = None
@@ -174,7 +176,7 @@ def train(
                 config, dtype=getattr(torch, dtype) if dtype else config.dtype
             ).train()
         made = torch.optim.AdamW(groups(model), lr=1e-3)
-        with modicum.torch.rebinding(model, made):
+        with modicum.torch.rebind_parameters(model, made):
             sharded(model, mesh, masters)
     else:
         model = built(directory, dtype, mesh, by, masters)
@@ -224,7 +226,7 @@ def loaded(
         directory,
         dtype=getattr(torch, dtype) if dtype else None,
         progress=False,
-        **arguments,
+        **nested(arguments, "rules", "memory"),
     )
     read = read_bytes() - before
     return {"state": local_state(model), "read_bytes": read, "report": report.document}
@@ -270,7 +272,13 @@ def tried(
     failure, begin, before = None, time.monotonic(), read_bytes()
     try:
         with once_agreed(when_agreed):
-            modicum.torch.load(model, source, dtype=as_dtype, progress=False, **arguments)
+            modicum.torch.load(
+                model,
+                source,
+                dtype=as_dtype,
+                progress=False,
+                **nested(arguments, "rules", "memory"),
+            )
     except (Exception, KeyboardInterrupt) as error:
         failure = failed(error, time.monotonic() - begin)
     made: dict[str, Any] = {"failure": failure, "read_bytes": read_bytes() - before}
@@ -331,7 +339,9 @@ def measured(
         model = built(directory, dtype, mesh, by)
     else:
         as_dtype = getattr(torch, dtype) if dtype else None
-        report = modicum.torch.load(model, directory, dtype=as_dtype, progress=False, **arguments)
+        report = modicum.torch.load(
+            model, directory, dtype=as_dtype, progress=False, **nested(arguments, "rules", "memory")
+        )
     now, fallen = held_bytes("RssAnon", "RssShmem"), held_bytes("VmHWM") - held_bytes("VmRSS")
     answer: dict[str, Any] = {"grown_bytes": now + fallen - before, "kept_bytes": now - before}
     answer["local_bytes"] = sum(p.to_local().nbytes for p in model.parameters())

@@ -18,3 +18,7 @@ def main() -> None:
         if code is not None:
             sys.exit(code)
     os.execv(program, ["modicum", *words])
+
+
+if __name__ == "__main__":
+    main()

@@ -32,6 +32,7 @@ from torch_front import (  # noqa: E402
 )
 
 from modicum.errors import UsageError  # noqa: E402
+from modicum.torch import LoadRules  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
 WHOLE, TWO = Cut("none", (1,)), Cut("fsdp2", (2,))
@@ -128,7 +129,7 @@ def test_tensors_that_the_file_lacks_count_as_missing_after_to_empty() -> None:
     made, expected = emptied(on_meta("llama", cls)), empty("llama", cls=cls)
     with warned():
         for model in (made, expected):
-            load(model, checkpoint_of("llama"), missing="init", **options)
+            load(model, checkpoint_of("llama"), rules=LoadRules(missing="init"), **options)
     assert bits(made.score.weight.detach()) == bits(expected.score.weight.detach())
 
 
@@ -174,14 +175,14 @@ def test_the_argument_buffers_keeps_or_restores_a_buffer(buffers: str) -> None:
     kept = bits(inv_freq_of(model))
     expected = kept if buffers == "keep" else bits(inv_freq_of(from_pretrained("llama")))
     with warned() as lines:
-        load(model, source, buffers=buffers)
+        load(model, source, rules=LoadRules(buffers=buffers))
     assert bits(inv_freq_of(model)) == expected
     assert len(lines) == (0 if buffers == "keep" else 1)
 
 
 def test_an_unknown_value_of_buffers_is_refused() -> None:
     with pytest.raises(UsageError, match="buffers"):
-        load(empty("llama"), checkpoint_of("llama"), buffers="drop")
+        load(empty("llama"), checkpoint_of("llama"), rules=LoadRules(buffers="drop"))
 
 
 # ---- modules without a rule

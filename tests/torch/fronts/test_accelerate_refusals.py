@@ -47,6 +47,7 @@ from torch_front import (  # noqa: E402
 )
 
 from modicum.errors import BudgetError, UsageError  # noqa: E402
+from modicum.torch import LoadRules  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
 from modicum.upstream.transformers import source_of  # noqa: E402
 
@@ -166,7 +167,7 @@ def test_a_refused_load_restores_the_scripts_objects(one_rank: None) -> None:
 
 
 def test_the_innermost_context_builds(one_rank: None) -> None:
-    with loading(progress=False) as outer, loading(progress=False, check="values") as inner:
+    with loading(progress=False) as outer, loading(progress=False, check=True) as inner:
         model, _ = prepare(build(), cpu_ram_efficient_loading=True)
         assert model(TOKENS).logits.isfinite().all()
     assert outer.reports == [] and inner.report is not None and inner.report.check == "ok"
@@ -534,7 +535,7 @@ MOVES: dict[str, Any] = {
 def test_moved_layers_are_refused(one_rank: None, move: str, wrapped: bool) -> None:
     with (
         pytest.raises(UsageError, match="moved or copied") as refused,
-        loading(progress=False, unexpected="ignore"),
+        loading(progress=False, rules=LoadRules(unexpected="ignore")),
     ):
         model = build()
         model.model.layers = nn.ModuleList(MOVES[move](model.model.layers))
@@ -587,10 +588,13 @@ def test_a_head_that_the_checkpoint_lacks_must_be_named_in_missing(one_rank: Non
     """`from_pretrained` would only warn, and each rank would draw a head of its own."""
     kind = transformers.LlamaForSequenceClassification
     lists: dict[str, Any] = {"unexpected": ["^lm_head"]}
-    with pytest.raises(UsageError, match="score.weight"), loading(progress=False, **lists):
+    with (
+        pytest.raises(UsageError, match="score.weight"),
+        loading(progress=False, rules=LoadRules(**lists)),
+    ):
         prepare(kind.from_pretrained(checkpoint_of("llama")))
     lists |= {"missing": ["^score"]}
-    with loading(progress=False, **lists):
+    with loading(progress=False, rules=LoadRules(**lists)):
         model, _ = prepare(kind.from_pretrained(checkpoint_of("llama")))
         assert model.score.weight.full_tensor().abs().sum() > 0
 
@@ -606,7 +610,7 @@ def test_a_head_of_the_script_keeps_its_values(one_rank: None) -> None:
             self.value = nn.Linear(body.config.hidden_size, 1)
 
     whole = from_pretrained("llama")
-    with loading(progress=False, unexpected=["^lm_head"]):
+    with loading(progress=False, rules=LoadRules(unexpected=["^lm_head"])):
         torch.manual_seed(3)
         model = WithValue(build())
         drawn = model.value.weight.detach().clone()

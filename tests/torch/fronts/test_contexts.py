@@ -17,10 +17,12 @@ pytest.importorskip("accelerate")
 
 import accelerate_rank  # noqa: E402  (after torch is known to be there)
 from accelerate_alone import build, prepare  # noqa: E402
+from nested_options import nested  # noqa: E402
 from torch_front import alone, checkpoint_of, empty  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.errors import BudgetError  # noqa: E402
+from modicum.torch import MemoryPolicy  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
 
 CALLS = ("load", "save", "resume")
@@ -44,9 +46,9 @@ def model(tmp_path: Path) -> Iterator[Any]:
 
 def call(which: str, model: Any, root: Path, **how: Any) -> Any:
     if which == "save":
-        return modicum.torch.save(model, root, step=2, **how)
+        return modicum.torch.save(model, root, step=2, **nested(how, "memory"))
     source = root if which == "resume" else checkpoint_of("llama")
-    return getattr(modicum.torch, which)(model, source, progress=False, **how)
+    return getattr(modicum.torch, which)(model, source, progress=False, **nested(how, "memory"))
 
 
 @pytest.mark.parametrize("which", CALLS)
@@ -73,7 +75,7 @@ def test_arguments_of_the_call_take_precedence(
 def test_the_ledger_of_the_context_is_charged() -> None:
     ledger, models = modicum.Ledger(), [empty("llama"), empty("llama")]
     with alone():
-        with loading(ledger=ledger):
+        with loading(memory=MemoryPolicy(ledger=ledger)):
             modicum.torch.load(models[0], checkpoint_of("llama"), progress=False)
         model_bytes = sum(p.numel() * p.element_size() for p in models[0].parameters())
         assert ledger.held["shards"] >= model_bytes

@@ -1,4 +1,4 @@
-"""`HuggingFaceReader` under torch.distributed.checkpoint (DCP): each rank gets its shards of the
+"""`ModicumReader` under torch.distributed.checkpoint (DCP): each rank gets its shards of the
 model that `from_pretrained` loads.
 
 The oracles are the model of `from_pretrained`, sharded by torch.chunk, and torch's own reader. Must
@@ -48,7 +48,8 @@ import modicum.torch  # noqa: E402
 from modicum import _modicum  # noqa: E402
 from modicum.errors import UsageError  # noqa: E402
 from modicum.recipes import Recipe, recipe_for  # noqa: E402
-from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
+from modicum.torch import LoadRules, MemoryPolicy  # noqa: E402
+from modicum.torch.dcp import ModicumReader  # noqa: E402
 
 FSDP2, SIDEWAYS = Cut("fsdp2", (3,)), Cut("fsdp2", (3,), dim=1)
 HSDP, AFTER_TP = Cut("hsdp", (2, 2)), Cut("tp-fsdp", (3, 2))
@@ -102,7 +103,7 @@ def test_every_rank_gets_its_part(name: str, cut: Cut) -> None:
     for rank in range(cut.world):
         with playing_new_rank(rank, cut.world):
             model = shard(empty(name), cut)
-            state = read(model, HuggingFaceReader(checkpoint_of(name), model))
+            state = read(model, ModicumReader(checkpoint_of(name), model))
             assert_parts(state, name, cut, rank)
 
 
@@ -125,7 +126,7 @@ def test_packed_parts_are_sharded_separately(rows: Path) -> None:
             packed = DTensor.from_local(
                 part, mesh, by, shape=torch.Size((6, 2)), stride=(2, 1), run_check=False
             )
-            dcp.load({"packed": packed}, storage_reader=HuggingFaceReader(rows), no_dist=True)
+            dcp.load({"packed": packed}, storage_reader=ModicumReader(rows), no_dist=True)
             assert [row // 2 for row in part[:, 0].tolist()] == expected
             theirs = HuggingFaceStorageReader(str(rows))
             dcp.load({"packed": packed}, storage_reader=theirs, no_dist=True)
@@ -150,7 +151,7 @@ def test_rows_that_dcps_plan_gives_to_the_wrong_rank_are_read(rows: Path) -> Non
                 model = Seven()
             parallelize_module(model, mesh["tp"], {"up": ColwiseParallel()})
             fully_shard(model, mesh=mesh["dp"])
-            state = read(model, HuggingFaceReader(rows, model, unexpected=["packed"]))
+            state = read(model, ModicumReader(rows, model, rules=LoadRules(unexpected=["packed"])))
             expected = chunk(chunk(whole, 2, rank % 2), 3, rank // 2)
             assert local(state["up.weight"]).flatten().tolist() == expected.flatten().tolist()
 
@@ -162,7 +163,7 @@ def test_values_equal_those_of_torchs_reader() -> None:
         with playing_new_rank(rank, 3):
             model = shard(empty("llama"), FSDP2)
             theirs = read(model, HuggingFaceStorageReader(str(checkpoint_of("llama"))))
-            mine = read(model, HuggingFaceReader(checkpoint_of("llama")))
+            mine = read(model, ModicumReader(checkpoint_of("llama")))
             assert mine.keys() == theirs.keys()
             for name, tensor in theirs.items():
                 assert_same(local(mine[name]), local(tensor), f"{name} of rank {rank}")
@@ -178,7 +179,7 @@ def test_torchs_reader_cannot_convert() -> None:
 def test_values_are_rounded_as_torch_rounds(dtype: str) -> None:
     to, whole = getattr(torch, dtype), dict(from_pretrained("llama").named_parameters())
     state = {name: torch.empty_like(tensor, dtype=to) for name, tensor in whole.items()}
-    dcp.load(state, storage_reader=HuggingFaceReader(checkpoint_of("llama")), no_dist=True)
+    dcp.load(state, storage_reader=ModicumReader(checkpoint_of("llama")), no_dist=True)
     for name, tensor in whole.items():
         assert_same(state[name], tensor.detach().to(to), name)
 
@@ -189,7 +190,7 @@ def test_a_recipe_may_replace_the_model(tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text(made.text())
     whole = from_pretrained("qwen3_moe").state_dict()
     for recipe in (made, tmp_path / "recipe.json"):
-        reader = HuggingFaceReader(checkpoint_of("qwen3_moe"), recipe=recipe)
+        reader = ModicumReader(checkpoint_of("qwen3_moe"), rules=LoadRules(recipe=recipe))
         state = {name: torch.empty_like(tensor) for name, tensor in whole.items()}
         dcp.load(state, storage_reader=reader, no_dist=True)
         for name, tensor in whole.items():
@@ -222,7 +223,7 @@ def test_a_model_with_names_of_its_own_is_read(way: str) -> None:
     stored = stored_in(checkpoint_of("llama"))
     how = named_by(way, stored)
     model = torch.compile(Renamed(*stored["lm_head.weight"].shape))  # its names have a prefix
-    state = read(model, HuggingFaceReader(checkpoint_of("llama"), model, **how))
+    state = read(model, ModicumReader(checkpoint_of("llama"), model, rules=LoadRules(**how)))
     for new, old in NAMES.items():
         assert_same(state[f"_orig_mod.{new}"], stored[old].float(), new)
 
@@ -232,7 +233,7 @@ def test_a_model_that_was_read_is_saved_under_the_sources_names(way: str, tmp_pa
     """Without `source=`. A read of some tensors does not make the checkpoint the model's source."""
     stored = stored_in(checkpoint_of("llama"))
     model = Renamed(*stored["lm_head.weight"].shape)
-    reader = HuggingFaceReader(checkpoint_of("llama"), model, **named_by(way, stored))
+    reader = ModicumReader(checkpoint_of("llama"), model, rules=LoadRules(**named_by(way, stored)))
     state = model.state_dict()
     dcp.load({"output.weight": state["output.weight"]}, storage_reader=reader, no_dist=True)
     with pytest.raises(UsageError, match="give `source=`"):
@@ -253,7 +254,7 @@ def test_tied_names_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_modicum, "load", lambda *a, **o: given.append(o["given"]) or load(*a, **o))
     model = empty("llama_tied").to_empty(device="cpu")
     model.tie_weights()
-    state = read(model, HuggingFaceReader(checkpoint_of("llama_tied"), model))
+    state = read(model, ModicumReader(checkpoint_of("llama_tied"), model))
     assert len(given[0]) == len(state) - 1
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
     assert_parts(state, "llama_tied", Cut("none", (1,)), 0)
@@ -270,16 +271,19 @@ def test_buffers_after_to_empty_are_restored_unless_kept() -> None:
     finally:
         torch.use_deterministic_algorithms(False)
     with pytest.warns(UserWarning, match=r"restored by the model's own rule.*inv_freq"):
-        read(restored, HuggingFaceReader(source, restored, recipe=recipe_for(restored, source)))
+        read(
+            restored,
+            ModicumReader(source, restored, rules=LoadRules(recipe=recipe_for(restored, source))),
+        )
     assert_same(restored.model.rotary_emb.inv_freq, expected, "inv_freq")
-    read(kept, HuggingFaceReader(source, kept, buffers="keep"))
+    read(kept, ModicumReader(source, kept, rules=LoadRules(buffers="keep")))
     assert kept.model.rotary_emb.inv_freq.isnan().all()
 
 
 def test_no_more_than_staging_is_held() -> None:
     ledger = modicum.Ledger()
     model, source = empty("qwen3_moe").to_empty(device="cpu"), checkpoint_of("qwen3_moe")
-    read(model, HuggingFaceReader(source, model, staging="256KiB", ledger=ledger))
+    read(model, ModicumReader(source, model, memory=MemoryPolicy(staging="256KiB", ledger=ledger)))
     assert 0 < ledger.at_peak["staging"] <= 256 << 10 and "shards" not in ledger.at_peak
     assert ledger.held_bytes == 0
 
@@ -303,23 +307,23 @@ def refused(state: dict[str, Any], reader: Any) -> modicum.Error:
     ],
 )
 def test_what_does_not_fit_is_refused(tensor: Any, message: str) -> None:
-    error = refused({"model.norm.weight": tensor}, HuggingFaceReader(checkpoint_of("llama")))
+    error = refused({"model.norm.weight": tensor}, ModicumReader(checkpoint_of("llama")))
     assert isinstance(error, modicum.UsageError) and error.tensor == "model.norm.weight"
     assert re.match(message, str(error))
 
 
 def test_damaged_files_and_wrong_arguments_raise_typed_errors(tmp_path: Path) -> None:
     copy = shutil.copytree(checkpoint_of("llama"), tmp_path / "llama")
-    reader = HuggingFaceReader(copy)
+    reader = ModicumReader(copy)
     for file in copy.glob("*.safetensors"):
         os.truncate(file, file.stat().st_size - 8)
     model = empty("llama").to_empty(device="cpu")
     # This reader has opened the files before they were cut off.
     assert isinstance(refused(model.state_dict(), reader), modicum.IoError)
     with pytest.raises(modicum.FormatError):
-        HuggingFaceReader(copy)
+        ModicumReader(copy)
     with pytest.raises(modicum.UsageError, match="not in the model"):
-        HuggingFaceReader(checkpoint_of("llama"), empty("bert"))
+        ModicumReader(checkpoint_of("llama"), empty("bert"))
 
 
 # ---- real ranks

@@ -42,6 +42,7 @@ from torch_front import (  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.errors import BudgetError, UsageError  # noqa: E402
+from modicum.torch import LoadRules  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
 
 TOKENS = torch.arange(3, 14).reshape(1, 11)
@@ -136,9 +137,11 @@ def test_a_model_resized_by_hand_needs_the_argument_resized() -> None:
         model, other = larger(), larger()
         with pytest.raises(UsageError, match="another shape"):
             load(model, checkpoint_of("llama"))
-        load(model, checkpoint_of("llama"), resized="mean")
+        load(model, checkpoint_of("llama"), rules=LoadRules(resized="mean"))
         with pytest.warns(UserWarning, match="2 stored tensors .*not used.* resized='mean'"):
-            load(other, checkpoint_of("llama"), missing=["embed_tokens", "lm_head"])
+            load(
+                other, checkpoint_of("llama"), rules=LoadRules(missing=["embed_tokens", "lm_head"])
+            )
     got = model.get_input_embeddings().weight.detach()
     assert torch.equal(got[:-3], theirs.float())
     mean = theirs.double().mean(0).float()

@@ -37,7 +37,8 @@ from torch_front import (  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.errors import UsageError  # noqa: E402
-from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
+from modicum.torch import LoadRules  # noqa: E402
+from modicum.torch.dcp import ModicumReader  # noqa: E402
 
 LORA = {"r": 2, "target_modules": ["q_proj", "down_proj"]}
 TOKENS = [4, 5, 1]
@@ -118,10 +119,10 @@ def test_dcps_reader_refuses_magnitudes_or_keeps_them() -> None:
     model = by_peft("llama", LORA | {"use_dora": True})
     before = {n: t.clone() for n, t in model.state_dict().items() if "magnitude" in n}
     with pytest.raises(UsageError, match="UNSUPPORTED: .*'lora_magnitude': 'model'") as refused:
-        HuggingFaceReader(checkpoint_of("llama"), model)
+        ModicumReader(checkpoint_of("llama"), model)
     assert "lora_magnitude_vector" in refused.value.tensor
     rule = {"lora_magnitude": "model"}
-    reader = HuggingFaceReader(checkpoint_of("llama"), model, missing=rule)
+    reader = ModicumReader(checkpoint_of("llama"), model, rules=LoadRules(missing=rule))
     state = model.state_dict()
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
@@ -130,7 +131,7 @@ def test_dcps_reader_refuses_magnitudes_or_keeps_them() -> None:
 
 def test_a_rule_for_magnitudes_takes_precedence() -> None:
     model = empty("llama", LORA | {"use_dora": True})
-    load(model, checkpoint_of("llama"), missing={"lora_magnitude": "ones"})
+    load(model, checkpoint_of("llama"), rules=LoadRules(missing={"lora_magnitude": "ones"}))
     for name, parameter in model.named_parameters():
         assert "lora_magnitude" not in name or bool((parameter == 1).all()), name
 
@@ -157,7 +158,7 @@ def test_norms_of_an_adapter_that_is_not_0_at_first_are_refused(how: Any) -> Non
         load(model, checkpoint_of("llama"))
     assert "lora_magnitude_vector" in refused.value.tensor
     rules = {"lora_magnitude": "ones", "lora_[AB]": "ones"}
-    load(model, checkpoint_of("llama"), missing=rules)
+    load(model, checkpoint_of("llama"), rules=LoadRules(missing=rules))
     with playing_new_rank(0, 2), pytest.raises(UsageError, match="B = 0"):
         load(empty("llama", config, cut=Cut("fsdp2", (2,))), checkpoint_of("llama"))
 
@@ -246,7 +247,9 @@ def test_a_save_has_the_values_of_training(tmp_path: Path) -> None:
     model = empty("llama", LORA | {"use_dora": True, "trainable_token_indices": TOKENS})
     load(model, checkpoint_of("llama"))
     fill(model)
-    saved = modicum.torch.save(model, tmp_path / "steps", step=1, adapters=False)
+    saved = modicum.torch.save(
+        model, tmp_path / "steps", step=1, options=modicum.torch.SaveOptions(adapters=False)
+    )
     stored = stored_in(Path(saved.path))
     base = stored_in(checkpoint_of("llama"))
     assert all(torch.equal(stored[name], tensor) for name, tensor in base.items())
@@ -275,8 +278,8 @@ def test_an_adapters_file_is_loaded_into_the_adapter_that_is_named(tmp_path: Pat
         with playing_new_rank(rank, 2):
             model = empty("llama", one, two, cut=Cut("fsdp2", (2,)))
             load(model, checkpoint_of("llama"))
-            load(model, tmp_path, adapter="default")
-            load(model, tmp_path / "other", adapter="other")
+            load(model, tmp_path, rules=LoadRules(adapter="default"))
+            load(model, tmp_path / "other", rules=LoadRules(adapter="other"))
             assert_loaded(model, whole, "lora_", 2, rank)
 
 
@@ -289,7 +292,7 @@ def test_a_load_into_one_of_several_adapters_must_name_it(tmp_path: Path) -> Non
         load(model, tmp_path)
     assert "default" in str(refused.value) and "other" in str(refused.value)
     with pytest.raises(UsageError, match="no adapter 'third'"):
-        load(model, tmp_path, adapter="third")
+        load(model, tmp_path, rules=LoadRules(adapter="third"))
 
 
 # ---- initialisations that need the base's values

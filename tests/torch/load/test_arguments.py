@@ -41,7 +41,7 @@ from torch_front import (  # noqa: E402
 
 import modicum  # noqa: E402
 import modicum.torch  # noqa: E402
-from modicum.torch import empty_parameters  # noqa: E402
+from modicum.torch import LoadRules, MemoryPolicy, empty_parameters  # noqa: E402
 from modicum.torch.build.initialiser import Initialiser  # noqa: E402
 
 TWO = Cut("fsdp2", (2,))
@@ -140,7 +140,7 @@ def test_a_head_that_no_file_holds_is_made_if_missing_names_it(
                 load(make(), directory)
             assert raised.value.tensor == left_over
         with pytest.raises(modicum.UsageError, match="lacks") as raised:
-            load(make(), directory, unexpected="ignore")
+            load(make(), directory, rules=LoadRules(unexpected="ignore"))
         assert raised.value.tensor == f"{head}.weight"
     options = {"missing": f"^{head}", "unexpected": left_over or "error"}
     whole = same_at_every_world(make, directory, **options)
@@ -204,7 +204,7 @@ def test_a_rule_for_a_stored_tensor_is_ignored() -> None:
     rules = {HEAD: "zeros", "": "zeros"}
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), TWO)
-        load(model, checkpoint_of("llama"), missing=rules)
+        load(model, checkpoint_of("llama"), rules=LoadRules(missing=rules))
         assert_holds(model, from_pretrained("llama"), TWO, 1)
 
 
@@ -212,7 +212,7 @@ def test_another_seed_gives_other_values(lacking: Path) -> None:
     heads = []
     for seed in (0, 0, 1):
         model = empty("llama")
-        load(model, lacking, missing="init", seed=seed)
+        load(model, lacking, rules=LoadRules(missing="init", seed=seed))
         heads.append(local(model.lm_head.weight))
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
 
@@ -254,7 +254,7 @@ def test_unexpected_tensors_are_an_error(left_over: Path) -> None:
 def test_unexpected_tensors_that_are_named_are_ignored(unexpected: Any, left_over: Path) -> None:
     with playing_new_rank(1, 2):
         model = shard(empty("llama"), TWO)
-        load(model, left_over, unexpected=unexpected)
+        load(model, left_over, rules=LoadRules(unexpected=unexpected))
         assert_holds(model, from_pretrained("llama"), TWO, 1)
 
 
@@ -314,12 +314,12 @@ def test_a_second_load_overwrites_the_tensors_of_its_source(cut: Cut, tmp_path: 
             model = shard(empty("llama_tied"), cut)
             load(model, directory)
             before = {n: (id(p), local(p).data_ptr()) for n, p in parameters_of(model).items()}
-            load(model, second, check="values")
+            load(model, second, check=True)
             after = {n: (id(p), local(p).data_ptr()) for n, p in parameters_of(model).items()}
             assert before == after
             load(model, directory)
             assert_holds(model, whole, cut, rank)
-            load(model, second, missing="init")
+            load(model, second, rules=LoadRules(missing="init"))
             for name, tensor in partly.items():
                 got = local(model.get_parameter(name))
                 assert_same(got, part_of(tensor.bfloat16(), cut, rank), name)
@@ -412,7 +412,7 @@ def test_without_progress_nothing_is_printed(capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"check": "bits"}, modicum.UsageError, "expected values"),
+        ({"check": "values"}, modicum.UsageError, "check .expected True or False"),
         ({"strategy": "own_shard"}, modicum.UsageError, "own-shard"),
         ({"strategy": "rank0-broadcast"}, modicum.UsageError, "can't exchange bytes"),
         ({"budget": "1KiB"}, modicum.BudgetError, "node 0"),
@@ -456,11 +456,18 @@ def test_a_failure_while_loading_leaves_the_model_as_it_was(
         with playing_new_rank(1, 2):
             model = shard(empty("llama"), TWO)
             with pytest.raises(Exception, match=f"no values for {NORM}|no values for {HEAD}"):
-                load(model, lacking, missing="init", ledger=ledger)
+                load(
+                    model,
+                    lacking,
+                    rules=LoadRules(missing="init"),
+                    memory=MemoryPolicy(ledger=ledger),
+                )
             assert_empty(model)
             assert ledger.held_bytes == 0 and ledger.limit_bytes is None
             patch.undo()
-            load(model, lacking, missing="init", ledger=ledger)
+            load(
+                model, lacking, rules=LoadRules(missing="init"), memory=MemoryPolicy(ledger=ledger)
+            )
             assert not any(parameter.is_meta for parameter in model.parameters())
 
 

@@ -303,7 +303,7 @@ def test_a_rank_killed_in_the_librarys_loop_is_named(
     loop, outside Python."""
     how = {"directory": str(large), "source": str(large), "mesh": MESH, "again": False}
     forget_marks(four)
-    four.tell("tried", check="values", **how)
+    four.tell("tried", check=True, **how)
     until_begun(four)
     time.sleep(0.05)
     four.kill(CULPRIT)

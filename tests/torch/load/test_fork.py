@@ -19,6 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from nested_options import nested  # noqa: E402
 from program import living_children  # noqa: E402
 from ranks import Ranks, ranks  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402  (after torch is known to be there)
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 import modicum.torch  # noqa: E402
 from modicum.errors import BudgetError, Error, UsageError  # noqa: E402
+from modicum.torch import MemoryPolicy  # noqa: E402
 from modicum.torch.accelerate import loading  # noqa: E402
 
 ROWS, COLUMNS = 4096, 64
@@ -65,7 +67,9 @@ def loaded(directory: Path, *, sharded: bool = False, **options: Any) -> Any:
         model = Model()
     if sharded:
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=False)
-    modicum.torch.load(model, directory, progress=False, **{"budget": "none"} | options)
+    modicum.torch.load(
+        model, directory, progress=False, **nested({"budget": "none"} | options, "memory")
+    )
     return model
 
 
@@ -76,7 +80,9 @@ class Trainer:
         self.parameters = list(model.parameters())
         self.gradients = [torch.ones_like(parameter) for parameter in self.parameters]
         named = list(model.named_parameters())
-        self.optimizer = modicum.torch.AdamW(named, lr=LR, weight_decay=0, **options)
+        self.optimizer = modicum.torch.AdamW(
+            named, lr=LR, weight_decay=0, **nested(options, "memory")
+        )
         self.steps = 0
 
     def step(self) -> None:
@@ -404,7 +410,13 @@ def held_by_a_node(directory: str, fork: str) -> dict[str, Any]:
         model = nn.Linear(4096, 1024, bias=False)
     ledger = modicum.Ledger()
     before = figures(os.getpid())
-    modicum.torch.load(model, directory, ledger=ledger, budget="none", progress=False, fork=fork)
+    modicum.torch.load(
+        model,
+        directory,
+        memory=modicum.torch.MemoryPolicy(ledger=ledger, fork=fork),
+        budget="none",
+        progress=False,
+    )
     trainer = Trainer(model, ledger=ledger, fork=fork)
     held = dict(ledger.held)
     trainer.step()
@@ -445,12 +457,12 @@ def test_the_node_holds_what_the_ledger_says(new_process: Ranks, tmp_path: Path,
 
 
 def test_copies_are_in_promise_and_budget(directory: Path) -> None:
-    recipe = modicum.make_recipe(modicum.open_checkpoint(directory))
-    layout = modicum.make_layout(recipe, ranks=1)
+    recipe = modicum.walk.make_recipe(modicum.walk.open_checkpoint(directory))
+    layout = modicum.walk.make_layout(recipe, ranks=1)
     promised, held = {}, {}
     for fork in ("excluded", "shared", "inherited"):
-        plan = modicum.make_plan(recipe, layout, staging="1MiB", fork=fork)
-        loaded = modicum.load(plan)
+        plan = modicum.walk.make_plan(recipe, layout, staging="1MiB", fork=fork)
+        loaded = modicum.walk.load(plan)
         promised[fork], held[fork] = plan.promised_bytes(0), loaded.ledger.held
         peak = loaded.ledger.peak_bytes
         assert peak == plan.ledger_limit_bytes(0), f"{fork}: {peak}"
@@ -459,15 +471,20 @@ def test_copies_are_in_promise_and_budget(directory: Path) -> None:
     assert shards <= promised["inherited"] - promised["excluded"] <= shards + 8192
     assert [of.get("fork", 0) for of in held.values()] == [0, 0, shards]
     budget = promised["inherited"] + (8 << 20)  # the launcher's process is assumed to have 8 MiB
-    modicum.make_plan(recipe, layout, staging="1MiB", budget=budget, fork="inherited")
+    modicum.walk.make_plan(recipe, layout, staging="1MiB", budget=budget, fork="inherited")
     with pytest.raises(BudgetError) as met:
-        modicum.make_plan(recipe, layout, staging="1MiB", budget=budget - 1, fork="inherited")
+        modicum.walk.make_plan(recipe, layout, staging="1MiB", budget=budget - 1, fork="inherited")
     assert {"purpose": "fork", "bytes": shards} in met.value.owners
     # The state has 24 KiB, and with "inherited" 24 KiB more for its copies.
     small = modicum.Ledger(40 * 1024)
     with pytest.raises(BudgetError, match="AdamW"):
-        modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small, fork="inherited")
-    modicum.torch.AdamW([nn.Parameter(torch.ones(2048))], ledger=small)
+        modicum.torch.AdamW(
+            [nn.Parameter(torch.ones(2048))],
+            memory=modicum.torch.MemoryPolicy(ledger=small, fork="inherited"),
+        )
+    modicum.torch.AdamW(
+        [nn.Parameter(torch.ones(2048))], memory=modicum.torch.MemoryPolicy(ledger=small)
+    )
 
 
 # ---- arguments
@@ -477,10 +494,16 @@ def test_unknown_values_of_fork_are_refused_with_the_choices(directory: Path) ->
     with modicum.torch.empty_parameters():
         model = Model()
     for call in (
-        lambda fork: modicum.torch.load(model, directory, fork=fork),
-        lambda fork: modicum.torch.AdamW([nn.Parameter(torch.ones(3))], fork=fork),
-        lambda fork: loading(fork=fork).__enter__(),
-        lambda fork: modicum.torch.fsdp2_load_full_state_dict(model, str(directory), fork=fork),
+        lambda fork: modicum.torch.load(
+            model, directory, memory=modicum.torch.MemoryPolicy(fork=fork)
+        ),
+        lambda fork: modicum.torch.AdamW(
+            [nn.Parameter(torch.ones(3))], memory=modicum.torch.MemoryPolicy(fork=fork)
+        ),
+        lambda fork: loading(memory=MemoryPolicy(fork=fork)).__enter__(),
+        lambda fork: modicum.torch.fsdp2_load_full_state_dict(
+            model, str(directory), memory=modicum.torch.MemoryPolicy(fork=fork)
+        ),
     ):
         with pytest.raises(UsageError, match="excluded, shared or inherited.*share") as met:
             call("share")

@@ -46,12 +46,13 @@ import modicum  # noqa: E402
 from modicum.errors import IoError, UsageError  # noqa: E402
 from modicum.recipes import Recipe, recipe_for  # noqa: E402
 from modicum.torch import (  # noqa: E402
+    LoadRules,
     empty_parameters,
     fsdp2_load_full_state_dict,
     resume,
     save,
 )
-from modicum.torch.dcp import HuggingFaceReader  # noqa: E402
+from modicum.torch.dcp import ModicumReader  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,12 +97,16 @@ def test_a_recipe_for_a_model_with_names_of_its_own_is_followed(tmp_path: Path) 
         for rank in range(world):
             with playing_new_rank(rank, world):
                 model = fully_shard(renamed(half), mesh=init_device_mesh("cpu", (world,)))
-                load(model, checkpoint_of("llama"), recipe=path)
+                load(model, checkpoint_of("llama"), rules=LoadRules(recipe=path))
                 got = [model.tokens.weight.to_local(), model.output.weight.to_local()]
                 for mine, whole in zip(got, (tokens, head[1 : 1 + half]), strict=True):
                     assert_same(mine, whole.chunk(world)[rank], f"rank {rank} of {world}")
     with pytest.raises(UsageError, match="a target that the model lacks") as refused:
-        load(renamed(), checkpoint_of("llama"), recipe=recipe_for(empty("llama"), stored))
+        load(
+            renamed(),
+            checkpoint_of("llama"),
+            rules=LoadRules(recipe=recipe_for(empty("llama"), stored)),
+        )
     assert refused.value.tensor == "model.embed_tokens.weight"
 
 
@@ -112,13 +117,13 @@ def test_renamings_for_a_model_with_names_of_its_own_are_applied(tmp_path: Path)
     with pytest.raises(UsageError, match="not in the model.*`key_mapping` renames them"):
         load(renamed(), checkpoint_of("llama"))
     model = renamed()
-    how = {"key_mapping": names, "unexpected": ["layers", "norm"]}
-    load(model, checkpoint_of("llama"), **how)
+    rules = LoadRules(key_mapping=names, unexpected=["layers", "norm"])
+    load(model, checkpoint_of("llama"), rules=rules)
     save(model, tmp_path, step=1)
     with pytest.raises(UsageError, match="`key_mapping` renames them"):
         resume(renamed(), tmp_path)
     resumed = renamed()
-    resume(resumed, tmp_path, **how)
+    resume(resumed, tmp_path, rules=rules)
     for one in (model, resumed):
         assert_same(one.tokens.weight.detach(), stored["model.embed_tokens.weight"], "tokens")
         assert_same(one.output.weight.detach(), stored["lm_head.weight"], "output")
@@ -128,14 +133,14 @@ def test_renamings_for_a_model_with_names_of_its_own_are_applied(tmp_path: Path)
 def test_a_reference_that_transformers_does_not_replace_is_refused(replacement: str) -> None:
     names = {r"^model\.(embed)_(token)s": replacement}
     with pytest.raises(UsageError, match="UNSUPPORTED: .* no reference but .*, got") as refused:
-        load(renamed(), checkpoint_of("llama"), key_mapping=names)
+        load(renamed(), checkpoint_of("llama"), rules=LoadRules(key_mapping=names))
     assert replacement in str(refused.value)
 
 
 @pytest.mark.parametrize("wrong", ({"(": "x"}, {"a": 5}, ["a"], "a"), ids=str)
 def test_a_malformed_key_mapping_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError, match="USAGE: key_mapping.*got ") as refused:
-        load(renamed(), checkpoint_of("llama"), key_mapping=wrong)
+        load(renamed(), checkpoint_of("llama"), rules=LoadRules(key_mapping=wrong))
     assert refused.value.category == "USAGE"
 
 
@@ -163,10 +168,10 @@ def test_a_recipe_that_makes_another_shape_is_refused(tmp_path: Path, on_meta: b
         model = nn.Linear(3, 4, bias=False)
     recipe = Recipe({"weight": stored_as("w")})
     with pytest.raises(UsageError, match=r"MISMATCH: .*\[4, 3\], got \[3, 4\]") as refused:
-        load(model, tmp_path, recipe=recipe)
+        load(model, tmp_path, rules=LoadRules(recipe=recipe))
     assert refused.value.tensor == "weight"
     transpose = {"op": "permute", "dims": [1, 0], "in": [stored_as("w")]}
-    load(model, tmp_path, recipe=Recipe({"weight": transpose}))
+    load(model, tmp_path, rules=LoadRules(recipe=Recipe({"weight": transpose})))
     assert bool((model.weight == 1).all())
 
 
@@ -178,12 +183,14 @@ def test_two_targets_for_one_tensor_are_refused(tmp_path: Path, on_meta: bool) -
         model = Tied()
     recipe = Recipe({"a": stored_as("a"), "b": stored_as("b")})
     with pytest.raises(UsageError, match="MISMATCH: two targets .*an alias of a") as refused:
-        load(model, tmp_path, recipe=recipe)
+        load(model, tmp_path, rules=LoadRules(recipe=recipe))
     assert refused.value.tensor == "b"
     load(
         model,
         tmp_path,
-        recipe=Recipe({"a": stored_as("a"), "b": {"op": "alias", "of": "a"}}, ["b"]),
+        rules=LoadRules(
+            recipe=Recipe({"a": stored_as("a"), "b": {"op": "alias", "of": "a"}}, ["b"])
+        ),
     )
     assert model.a is model.b and bool((model.a == 1).all())
 
@@ -195,21 +202,21 @@ def test_a_malformed_node_of_a_recipe_is_named(tmp_path: Path, node: Any) -> Non
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps({"targets": {"tokens.weight": node}}))
     with pytest.raises(UsageError, match="MISMATCH: .*tokens.weight") as refused:
-        load(renamed(), checkpoint_of("llama"), recipe=path)
+        load(renamed(), checkpoint_of("llama"), rules=LoadRules(recipe=path))
     assert refused.value.tensor == "tokens.weight"
 
 
 def test_a_recipe_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IoError, match="IO: cannot open: ENOENT .*none.json") as refused:
-        load(renamed(), checkpoint_of("llama"), recipe=tmp_path / "none.json")
+        load(renamed(), checkpoint_of("llama"), rules=LoadRules(recipe=tmp_path / "none.json"))
     assert (refused.value.category, refused.value.file) == ("IO", "none.json")
     with pytest.raises(UsageError, match="USAGE: recipe .*got dict"):
-        load(renamed(), checkpoint_of("llama"), recipe={"targets": {}})
-    opened = modicum.open_checkpoint(checkpoint_of("llama"))
+        load(renamed(), checkpoint_of("llama"), rules=LoadRules(recipe={"targets": {}}))
+    opened = modicum.walk.open_checkpoint(checkpoint_of("llama"))
     unused = json.dumps({"targets": {}, "unused": sorted(opened.stored)})
-    of_package = modicum.make_recipe(opened, unused)
+    of_package = modicum.walk.make_recipe(opened, unused)
     with pytest.raises(UsageError, match="USAGE: recipe .*got modicum.*Recipe"):
-        load(renamed(), checkpoint_of("llama"), recipe=of_package)
+        load(renamed(), checkpoint_of("llama"), rules=LoadRules(recipe=of_package))
 
 
 @pytest.mark.parametrize(
@@ -228,7 +235,7 @@ def test_arguments_that_a_recipe_replaces_are_refused(given: dict[str, Any]) -> 
     if name in ("dtype", "keep_fp32"):  # a state dict has its dtypes
         return
     with pytest.raises(UsageError, match=f"USAGE: {name}= has no effect with recipe="):
-        HuggingFaceReader(checkpoint_of("llama"), recipe=recipe, **given)
+        ModicumReader(checkpoint_of("llama"), rules=LoadRules(recipe=recipe, **given))
 
 
 def test_a_recipe_without_a_tied_name_is_refused_with_the_other_name() -> None:
@@ -237,7 +244,7 @@ def test_a_recipe_without_a_tied_name_is_refused_with_the_other_name() -> None:
     (alias,) = (name for name, node in recipe.targets.items() if node["op"] == "alias")
     other = recipe.targets.pop(alias)["of"]
     with pytest.raises(UsageError, match=f"tied to '{other}'.* an alias .*{alias}"):
-        load(model, checkpoint_of("llama_tied"), recipe=recipe)
+        load(model, checkpoint_of("llama_tied"), rules=LoadRules(recipe=recipe))
 
 
 # ---- resized
@@ -253,7 +260,7 @@ def resized(directory: str) -> dict[str, bytes]:
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     made = {}
     for rule in ("mean", "model"):
-        load(model, directory, resized=rule)
+        load(model, directory, rules=LoadRules(resized=rule))
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
             made[f"{rule} {name}"] = bits(model.get_parameter(name).full_tensor())
     return made
@@ -275,7 +282,7 @@ def test_new_rows_that_are_cut_within_a_row_are_refused() -> None:
         rows = model.model.embed_tokens.num_embeddings
         by = {"shard_placement_fn": lambda p: Shard(1) if len(p) == rows else Shard(0)}
         fully_shard(model, mesh=init_device_mesh("cpu", (3,)), **by)
-        load(model, checkpoint_of("llama"), resized="mean")
+        load(model, checkpoint_of("llama"), rules=LoadRules(resized="mean"))
     assert refused.value.category == "UNSUPPORTED"
     assert refused.value.tensor == "lm_head.weight"
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -308,7 +315,9 @@ def staged(directory: str) -> dict[str, Any]:
     state = {
         name: torch.empty_like(tensor, device="cpu") for name, tensor in model.state_dict().items()
     }
-    dcp.load(state, storage_reader=HuggingFaceReader(directory, model, unexpected="ignore"))
+    dcp.load(
+        state, storage_reader=ModicumReader(directory, model, rules=LoadRules(unexpected="ignore"))
+    )
     model.load_state_dict(state, assign=True)
     return {
         "refused": refused,

@@ -45,7 +45,7 @@ from torch_front import (  # noqa: E402
 )
 
 import modicum  # noqa: E402
-from modicum.torch import empty_parameters  # noqa: E402
+from modicum.torch import LoadRules, empty_parameters  # noqa: E402
 
 TWO = Cut("fsdp2", (2,))
 TOKENS = torch.arange(3, 14).reshape(1, 11)
@@ -92,7 +92,7 @@ def test_1_no_tensor_is_uninitialised_memory(rank: int) -> None:
     whole = from_pretrained("llama")
     with playing_new_rank(rank, 2), uninitialised_as_nan():
         model = shard(empty("llama"), TWO)
-        load(model, checkpoint_of("llama"), check="values")
+        load(model, checkpoint_of("llama"), check=True)
         assert_holds(model, whole, TWO, rank)
         with pytest.raises(AssertionError, match="inv_freq of rank"):
             assert_holds(materialised("llama", whole, TWO, rank), whole, TWO, rank)
@@ -309,7 +309,7 @@ def test_8_persistent_buffers_are_loaded_whole(world: int, tmp_path: Path) -> No
     for rank in range(world):
         with playing_new_rank(rank, world):
             model = fully_shard(built(Buffers))
-            load(model, directory, check="values")
+            load(model, directory, check=True)
             assert_buffers(model)
             assert_same(local(model.weight), chunk(stored["weight"], world, rank), "weight")
             with pytest.raises(AttributeError, match="device_mesh"):
@@ -375,7 +375,7 @@ def test_9_few_rows_are_sharded_as_torch_shards_them(world: int, tmp_path: Path)
         with playing_new_rank(rank, world):
             model = built(Small)
             fully_shard(model, ignored_params={model.scale})
-            load(model, directory, check="values")
+            load(model, directory, check=True)
             assert_same(model.scale.detach(), stored["scale"], "scale")
             for name in (*ROWS, "line"):
                 expected = chunk(stored[name], world, rank)
@@ -434,7 +434,7 @@ def test_10_values_have_the_models_dtype_and_torchs_rounding(cls: Any, tmp_path:
             model = built(cls)
             for module in (model.layer, model.norm, model):
                 fully_shard(module)
-            load(model, directory, keep_fp32=r"^norm\.")
+            load(model, directory, rules=LoadRules(keep_fp32=r"^norm\."))
             expected = chunk(HARD.to(cls.dtype), 2, rank)
             assert_same(local(model.layer.weight), expected, "layer")
             assert_same(local(model.norm.weight), chunk(HARD, 2, rank), "norm")

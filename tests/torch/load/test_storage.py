@@ -38,6 +38,7 @@ from torch_front import (  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
+from modicum.torch import MemoryPolicy  # noqa: E402
 from modicum.torch.loading import planning, running  # noqa: E402
 from modicum.upstream.torch_fsdp import fsdp_params  # noqa: E402
 
@@ -176,7 +177,9 @@ def test_the_ledger_shows_each_parameter_until_it_dies(layout: str) -> None:
     ledger, cut = modicum.Ledger("1GiB"), Cut(layout, (3,))
     with playing_new_rank(1, 3):
         model = shard(empty("llama_tied"), cut)
-        report = load(model, checkpoint_of("llama_tied"), ledger=ledger, check="values")
+        report = load(
+            model, checkpoint_of("llama_tied"), memory=MemoryPolicy(ledger=ledger), check=True
+        )
     assert ledger.limit_bytes == 1 << 30
     assert report.ranks[1]["promised_bytes"] >= report.ranks[1]["ledger_peak_bytes"] > 0
     sizes = {n: local(p).untyped_storage().nbytes() for n, p in model.named_parameters()}
@@ -204,7 +207,7 @@ def test_the_ledger_shows_each_parameter_until_it_dies(layout: str) -> None:
 def test_tensors_outlive_everything_else() -> None:
     whole = from_pretrained("llama")
     model = empty("llama")
-    load(model, checkpoint_of("llama"), ledger=modicum.Ledger())
+    load(model, checkpoint_of("llama"), memory=MemoryPolicy(ledger=modicum.Ledger()))
     kept = {name: local(p) for name, p in model.named_parameters()}
     del model
     gc.collect()
@@ -251,7 +254,9 @@ def test_a_device_gets_copies(name: str, layout: str, monkeypatch: pytest.Monkey
             model = shard(empty(name), cut)
             OnDevice.forget()
             with Device():
-                load(model, checkpoint_of(name), ledger=ledger, staging="256KiB")
+                load(
+                    model, checkpoint_of(name), memory=MemoryPolicy(ledger=ledger, staging="256KiB")
+                )
             assert_holds(model, whole, cut, rank)
             for parameter, managed in fsdp_params(model).items():
                 flat = managed.fsdp_param._sharded_param_data

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
 )
 
 import modicum  # noqa: E402
-from modicum.torch import AdamW  # noqa: E402
+from modicum.torch import AdamW, MemoryPolicy  # noqa: E402
 from tests.fixtures import record_deepspeed  # noqa: E402  (after torch is known to be there)
 
 STEPS = 100
@@ -113,14 +113,14 @@ def groups_of(model: Net) -> list[dict[str, Any]]:
         pytest.param({"maximize": True, "weight_decay": 0.0}, {}, id="maximize"),
         pytest.param({"betas": (0.3, 0.7), "eps": 1e-4, "weight_decay": 0.3}, {}, id="betas"),
         pytest.param({"betas": (0.0, 0.0)}, {}, id="betas of 0"),
-        pytest.param({"weight_decay": 0.1}, {"decoupled": False}, id="L2"),
+        pytest.param({"weight_decay": 0.1}, {"decoupled_weight_decay": False}, id="L2"),
     ],
 )
 def test_bits_are_those_of_torch(
     options: dict[str, Any], ours: dict[str, Any], foreach: bool
 ) -> None:
-    # With `decoupled=False` the decay is added to the gradient, as torch's Adam does.
-    cls = torch.optim.Adam if "decoupled" in ours else torch.optim.AdamW
+    # With `decoupled_weight_decay=False` the decay is added to the gradient, as torch's Adam does.
+    cls = torch.optim.Adam if "decoupled_weight_decay" in ours else torch.optim.AdamW
     options = {"lr": 1e-2} | options
     model, other = net(), net()
     with nearest_sqrt():
@@ -656,7 +656,9 @@ def test_refused_when_over_budget() -> None:
     model.norm.float()
     for state_format in ("fp32", "int8-moments"):
         ledger = modicum.Ledger()
-        made = AdamW(model.parameters(), state_format=state_format, ledger=ledger)
+        made = AdamW(
+            model.parameters(), state_format=state_format, memory=MemoryPolicy(ledger=ledger)
+        )
         needed = ledger.held_bytes
         assert needed == sum(
             size
@@ -669,11 +671,11 @@ def test_refused_when_over_budget() -> None:
         assert ledger.held_bytes == 0
         small = modicum.Ledger(needed - 1)
         with pytest.raises(modicum.BudgetError, match="too little") as refused:
-            AdamW(model.parameters(), state_format=state_format, ledger=small)
+            AdamW(model.parameters(), state_format=state_format, memory=MemoryPolicy(ledger=small))
         assert (refused.value.shortfall_bytes, refused.value.category) == (1, "BUDGET")
         assert small.peak_bytes == 0, "memory was charged before the refusal"
         ledger.limit_bytes = needed
-        AdamW(model.parameters(), state_format=state_format, ledger=ledger)
+        AdamW(model.parameters(), state_format=state_format, memory=MemoryPolicy(ledger=ledger))
 
 
 class Registrar:
@@ -696,14 +698,16 @@ class Registrar:
 def test_only_memory_that_a_device_reads_or_writes_is_pinned() -> None:
     """For parameters on the host this is the gradient plane."""
     registrar, model = Registrar(), net(torch.bfloat16)
-    optimizer = AdamW(model.parameters(), state_format="int8-moments", pin=registrar)
+    optimizer = AdamW(
+        model.parameters(), state_format="int8-moments", memory=MemoryPolicy(pin=registrar)
+    )
     assert sum(registrar.pinned.values()) == sum(h["grad"] for h in optimizer.held.values())
     del optimizer
     gc.collect()
     assert registrar.pinned == {}
     ledger = modicum.Ledger()
     with pytest.raises(modicum.BudgetError, match="CUDA error 2"):
-        AdamW(model.parameters(), pin=Registrar(2), ledger=ledger)
+        AdamW(model.parameters(), memory=MemoryPolicy(pin=Registrar(2), ledger=ledger))
     assert ledger.held_bytes == 0
 
 
@@ -719,7 +723,7 @@ def test_only_memory_that_a_device_reads_or_writes_is_pinned() -> None:
         (lambda m: AdamW(m.double().parameters()), "its dtype .*float32, bfloat16 or float16"),
         (lambda m: AdamW([nn.Parameter(torch.ones(4, 6)[:, ::2])]), "gaps between them"),
         (lambda m: AdamW([("a", m.first.weight), ("a", m.first.bias)]), "one name"),
-        (lambda m: AdamW(m.parameters(), pin=True), "needs CUDA"),
+        (lambda m: AdamW(m.parameters(), memory=MemoryPolicy(pin=True)), "needs CUDA"),
         (lambda m: copy.deepcopy(AdamW(m.parameters())), "not copied or pickled"),
         (lambda m: pickle.dumps(AdamW(m.parameters())), "not copied or pickled"),
         (lambda m: AdamW(m.parameters()).clip_grad_norm_(-1.0), "0 or more"),

@@ -28,7 +28,7 @@ from rounding import nearest_sqrt  # noqa: E402  (after torch is known to be the
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
-from modicum.torch import AdamW  # noqa: E402
+from modicum.torch import AdamW, MemoryPolicy  # noqa: E402
 from modicum.upstream import torch_core, torch_dispatch  # noqa: E402
 
 FORMATS = ("fp32", "fp32-split", "bf16-moments", "int8-moments", "int8-moments-24")
@@ -160,7 +160,7 @@ def test_the_state_of_replaced_parameters_is_freed_first() -> None:
     """The ledger never holds both the state of the old parameters and that of the new ones."""
     model = nn.Linear(300, 300)
     ledger = modicum.Ledger()
-    optimizer = AdamW(model.parameters(), ledger=ledger)
+    optimizer = AdamW(model.parameters(), memory=MemoryPolicy(ledger=ledger))
     ledger.limit_bytes = ledger.held_bytes
     model(torch.ones(300)).sum().backward()
     expected = model.weight.grad.clone()
@@ -557,7 +557,7 @@ def test_a_refused_state_dict_changes_nothing(spoil: Callable[..., Any], words: 
         ({"seed": None}, "seed.*integer"),
         ({"state_format": None}, "state_format.*a string.*None"),
         ({"semantics": 3}, "semantics.*a string.*3"),
-        ({"ledger": 5}, "ledger.*a modicum.Ledger.*5"),
+        ({"memory": MemoryPolicy(ledger=5)}, "ledger.*a modicum.Ledger.*5"),
         ({"capturable": True}, "capturable"),
         ({"differentiable": True}, "differentiable"),
     ],

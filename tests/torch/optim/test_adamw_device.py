@@ -21,7 +21,7 @@ from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
 from modicum import _modicum  # noqa: E402
-from modicum.torch import AdamW  # noqa: E402
+from modicum.torch import AdamW, MemoryPolicy  # noqa: E402
 from modicum.torch.optim import lanes  # noqa: E402
 
 BUCKET = 65536  # a step works on pieces of about this many elements
@@ -66,7 +66,9 @@ class Pair:
         options = {"lr": 0.01, "state_format": state_format, "seed": 7, **options}
         self.ledger = modicum.Ledger()
         self.on_host = AdamW(self.host.items(), **options)
-        self.on_device = AdamW(self.device.items(), ledger=self.ledger, **options)
+        self.on_device = AdamW(
+            self.device.items(), memory=MemoryPolicy(ledger=self.ledger), **options
+        )
 
     def bring_gradients(self, but: tuple[str, ...] = ()) -> None:
         """Sets equal gradients on the host and on the device, except for the parameters `but`."""
@@ -143,9 +145,9 @@ def test_over_the_budget_nothing_is_charged() -> None:
                   for s in SHAPES.values()]  # fmt: skip
     ledger = modicum.Ledger(sum(held.values()) - 1)
     with pytest.raises(modicum.BudgetError, match="too little"):
-        AdamW(parameters, ledger=ledger)
+        AdamW(parameters, memory=MemoryPolicy(ledger=ledger))
     assert ledger.peak_bytes == 0
-    AdamW(parameters, ledger=modicum.Ledger(sum(held.values())))
+    AdamW(parameters, memory=MemoryPolicy(ledger=modicum.Ledger(sum(held.values()))))
 
 
 @pytest.mark.parametrize("state_format", ["fp32", "fp32-split"])

@@ -22,7 +22,7 @@ from rounding import nearest_sqrt  # noqa: E402  (after torch is known to be the
 from torch import nn  # noqa: E402
 
 import modicum  # noqa: E402
-from modicum.torch import AdamW  # noqa: E402
+from modicum.torch import AdamW, MemoryPolicy  # noqa: E402
 
 WIDTH = 131  # large enough for 8-bit moments; a row has a block of 128 and a block of 3 elements
 
@@ -57,9 +57,9 @@ def test_a_frozen_parameter_holds_nothing_until_it_trains() -> None:
     for model in (mine, theirs):
         model[:2].requires_grad_(False)
     ledger = modicum.Ledger()
-    ours = AdamW(mine.named_parameters(), lr=1e-2, ledger=ledger)
+    ours = AdamW(mine.named_parameters(), lr=1e-2, memory=MemoryPolicy(ledger=ledger))
     ledger_of_one_layer = modicum.Ledger()
-    other = AdamW(mine[2].named_parameters(), ledger=ledger_of_one_layer)
+    other = AdamW(mine[2].named_parameters(), memory=MemoryPolicy(ledger=ledger_of_one_layer))
     assert ledger.held_bytes == ledger_of_one_layer.held_bytes > 0
     assert ours.held["fp32"]["parameters"] == WIDTH * (WIDTH + 1)
     del other
@@ -104,7 +104,7 @@ def test_a_parameter_that_does_not_fit_is_refused_by_name(state_format: str) -> 
     mine = layers(torch.bfloat16)
     mine[1].requires_grad_(False)
     ledger = modicum.Ledger()
-    ours = AdamW(mine.parameters(), state_format=state_format, ledger=ledger)
+    ours = AdamW(mine.parameters(), state_format=state_format, memory=MemoryPolicy(ledger=ledger))
     train(mine, ours)
     ledger.limit_bytes = ledger.held_bytes
     digest, state, held = ours.digest(), dict(ours.state), ledger.held_bytes
@@ -173,7 +173,7 @@ def test_an_added_group_trains_as_in_torch() -> None:
 def test_a_group_that_is_refused_is_not_added(group: Any, error: Any, words: str) -> None:
     mine = layers()
     ledger = modicum.Ledger()
-    ours = AdamW(mine[2].parameters(), ledger=ledger)
+    ours = AdamW(mine[2].parameters(), memory=MemoryPolicy(ledger=ledger))
     train(mine, ours)
     mine.zero_grad()
     if error is modicum.BudgetError:
@@ -197,7 +197,10 @@ def test_a_loaded_entry_of_a_frozen_parameter_is_allocated() -> None:
         model.load_state_dict(source.state_dict())
         model[0].requires_grad_(False)
     ledger = modicum.Ledger()
-    ours, torchs = AdamW(mine.parameters(), ledger=ledger), torch.optim.AdamW(theirs.parameters())
+    ours, torchs = (
+        AdamW(mine.parameters(), memory=MemoryPolicy(ledger=ledger)),
+        torch.optim.AdamW(theirs.parameters()),
+    )
     held = ledger.limit_bytes = ledger.held_bytes
     with pytest.raises(modicum.BudgetError, match=r"'0\.weight' and 1 more"):
         ours.load_state_dict(saved)
@@ -316,7 +319,7 @@ def test_a_gradient_whose_data_was_set_is_followed_by_one_in_the_plane() -> None
 
 def test_a_freed_optimizer_frees_its_memory_and_leaves_the_gradients() -> None:
     model, ledger = layers(), modicum.Ledger()
-    optimizer = AdamW(model.parameters(), ledger=ledger)
+    optimizer = AdamW(model.parameters(), memory=MemoryPolicy(ledger=ledger))
     model(torch.ones(WIDTH)).sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     with torch.inference_mode():

@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from nested_options import nested  # noqa: E402
 from torch import nn  # noqa: E402  (after torch is known to be there)
 
 import modicum  # noqa: E402
@@ -28,7 +29,9 @@ def made(dtype: torch.dtype, state_format: str, **options: Any) -> tuple[nn.Modu
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))).to(dtype)
     named = model.named_parameters()
-    return model, AdamW(named, lr=1e-2, state_format=state_format, seed=3, **options)
+    return model, AdamW(
+        named, lr=1e-2, state_format=state_format, seed=3, **nested(options, "memory")
+    )
 
 
 def train(model: nn.Module, optimizer: AdamW, steps: int, seed: int) -> None:

@@ -722,11 +722,11 @@ def test_nothing_is_written_after_the_receiver_has_left(two: World, whole: bool)
 
 def loading(checkpoint: Path, strategy: str) -> list[bytes]:
     """Loads through the C++ library, together with the other ranks. Returns this rank's shards."""
-    opened = modicum.open_checkpoint(checkpoint)
-    recipe = modicum.make_recipe(opened)
-    layout = modicum.make_layout(recipe, ranks=4, layout="hsdp", mesh="2x2")
+    opened = modicum.walk.open_checkpoint(checkpoint)
+    recipe = modicum.walk.make_recipe(opened)
+    layout = modicum.walk.make_layout(recipe, ranks=4, layout="hsdp", mesh="2x2")
     with Ranks.of_world().together() as ranks:
-        plan = modicum.make_plan(
+        plan = modicum.walk.make_plan(
             recipe, layout, strategy=strategy, ranks_per_node=ranks.ranks_per_node, staging="1MiB"
         )
         group = plan.exchange_group(ranks.rank)
@@ -750,8 +750,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_failure_on_the_board_ends_the_librarys_load(checkpoint: Path) -> None:
-    recipe = modicum.make_recipe(modicum.open_checkpoint(checkpoint))
-    plan = modicum.make_plan(recipe, modicum.make_layout(recipe, ranks=2), strategy="own-shard")
+    recipe = modicum.walk.make_recipe(modicum.walk.open_checkpoint(checkpoint))
+    plan = modicum.walk.make_plan(
+        recipe, modicum.walk.make_layout(recipe, ranks=2), strategy="own-shard"
+    )
     board = _modicum.Board(Ranks.of_world())
     assert board.progress == 0
     board.fail("no space left", 1)
@@ -787,7 +789,7 @@ def test_a_truncated_file_ends_the_load_on_all_ranks(
 
 
 def loading_a_file_that_shrinks(checkpoint: Path) -> Any:
-    make_plan = modicum.make_plan
+    make_plan = modicum.walk.make_plan
 
     def shrinking(*arguments: Any, **options: Any) -> Any:
         if dist.get_rank() == 0:

@@ -122,7 +122,7 @@ def test_resumes_adapters_alone(tmp_path: Path, how: str) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     with pytest.raises(UsageError, match="give `source=`"):
-        front.save(again, tmp_path / "steps", step=6, adapters=False)
+        front.save(again, tmp_path / "steps", step=6, options=front.SaveOptions(adapters=False))
 
 
 def test_the_base_model_is_saved_where_it_trains(tmp_path: Path) -> None:
@@ -131,15 +131,22 @@ def test_the_base_model_is_saved_where_it_trains(tmp_path: Path) -> None:
     model = wrapped("lora", 1)
     source = torch_front.checkpoint_of("qwen3")
     model.get_base_model().model.norm.weight.requires_grad_(True)
-    report = front.save(model, tmp_path / "steps", step=1, source=source)
+    report = front.save(model, tmp_path / "steps", step=1, options=front.SaveOptions(source=source))
     norm = model.get_base_model().model.norm.weight
     assert torch.equal(torch_front.stored_in(Path(report.path))["model.norm.weight"], norm)
     with pytest.raises(UsageError, match=r"PEFT's file lacks it.*model\.norm\.weight"):
-        front.save(model, tmp_path / "steps", step=2, adapters=True)
+        front.save(model, tmp_path / "steps", step=2, options=front.SaveOptions(adapters=True))
     with pytest.raises(UsageError, match="a PeftModel"):
-        front.save(model.get_base_model(), tmp_path / "steps", step=2, adapters=True)
+        front.save(
+            model.get_base_model(),
+            tmp_path / "steps",
+            step=2,
+            options=front.SaveOptions(adapters=True),
+        )
     plain = wrapped("lora", 1)
-    whole = front.save(plain, tmp_path / "steps", step=2, adapters=False, source=source)
+    whole = front.save(
+        plain, tmp_path / "steps", step=2, options=front.SaveOptions(adapters=False, source=source)
+    )
     assert "model.norm.weight" in torch_front.stored_in(Path(whole.path))
     plain.add_adapter("other", CONFIGS["lora"]())
     with pytest.raises(UsageError, match="default, other"):

@@ -318,7 +318,7 @@ from sharding import Cut
 
 dist.init_process_group("gloo")
 model, optimizer = background_rank.loaded({model!r}, Cut("fsdp2", (2,)), "fp32", "float32")
-saving = modicum.torch.save(model, {root!r}, step=7, optimizer=optimizer, background=True)
+saving = modicum.torch.async_save(model, {root!r}, step=7, optimizer=optimizer)
 assert not saving.done()
 {end}
 """

@@ -130,17 +130,20 @@ def test_an_error_is_delivered_in_one_call_on_all_ranks(two: Ranks, how: dict[st
 
 
 def test_a_save_lasts(two: Ranks, how: dict[str, Any]) -> None:
-    """A skipped step and one that raises vote at their end. Ctrl-C in `wait` and a forked child
-    change nothing. A rank that has voted and fails, or a root that is renamed, ends the save."""
+    """A skipped step and one that raises vote at their end. Ctrl-C in `result`, a limit of it and a
+    forked child change nothing. A rank that has voted and fails, or a root that is renamed, ends
+    the save."""
     # The save whose root is renamed stays a failed one: the processes end after the act.
     for answer in two.ask("background_lasts", exits=True, **how):
         assert answer["skipped"] and answer["raising"]
         assert answer["error skipped"] == "" and answer["error raising"] == "RuntimeError"
         assert answer["child"] == 0
         assert answer["interrupted"] and answer["after"] == "step-2"
+        assert answer["limits"] == ["TimeoutError"] * 3 and answer["last"] == "step-5"
+        assert answer["called"] == [[], [("modicum-save", True), ("MainThread", True)]]
         assert "the vote is withdrawn" in answer["withdrawn"]["message"]
         assert answer["withdrawn"]["took_s"] < SOON_S
-        assert answer["names"] == ["latest", "step-0", "step-1", "step-2"]
+        assert answer["names"] == ["latest", "step-0", "step-1", "step-2", "step-5"]
         assert answer["renamed"]["error"] == answer["exception"] == "IoError", answer["renamed"]
     assert not list(Path(how["root"] + "-moved").glob("step-4"))
 

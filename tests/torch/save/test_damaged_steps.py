@@ -86,7 +86,7 @@ def test_a_step_that_cannot_be_read_stays(tmp_path: Path, model: Any) -> None:
     ):
         front.save(model, tmp_path, step=2)
     with (
-        patch.object(resume_module, "load", side_effect=fault),
+        patch.object(resume_module, "load_by", side_effect=fault),
         pytest.raises(IoError, match="read failed"),
     ):
         front.resume(model, tmp_path, progress=False)
@@ -96,14 +96,14 @@ def test_a_step_that_cannot_be_read_stays(tmp_path: Path, model: Any) -> None:
 def test_a_step_that_is_removed_meanwhile_is_chosen_again(tmp_path: Path, model: Any) -> None:
     for step in (1, 2):
         front.save(model, tmp_path, step=step)
-    load = resume_module.load
+    load = resume_module.load_by
 
-    def removes(model: Any, step: Path, **how: Any) -> Any:
+    def removes(how: Any, model: Any, step: Path) -> Any:
         if step.name == "step-2":
             step.rename(tmp_path / ".trash-x")
-        return load(model, step, **how)
+        return load(how, model, step)
 
-    with patch.object(resume_module, "load", removes):
+    with patch.object(resume_module, "load_by", removes):
         resumed = front.resume(model, tmp_path, progress=False)
     assert (resumed.step, resumed.skipped) == (1, [])
 
@@ -113,7 +113,7 @@ def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any) -> None:
     are, and step 1 after its tensors were. The resume has each part of step 1."""
     for step in (1, 2, 3):
         front.save(model, tmp_path, step=step, extra={"at": step}, extra_per_rank=[step])
-    load, read_files = resume_module.load, choosing.read_files
+    load, read_files = resume_module.load_by, choosing.read_files
 
     def removing(step: int) -> None:
         (tmp_path / f"step-{step}").rename(tmp_path / f".trash-{step}")
@@ -123,16 +123,16 @@ def test_a_removed_step_loses_no_part(tmp_path: Path, model: Any) -> None:
             removing(2)
         return read_files(path, names)
 
-    def removed_around(model: Any, step: Path, **how: Any) -> Any:
+    def removed_around(how: Any, model: Any, step: Path) -> Any:
         if step.name == "step-3":
             removing(3)
-        report = load(model, step, **how)
+        report = load(how, model, step)
         removing(1)
         return report
 
     with (
         patch.object(choosing, "read_files", removed_before),
-        patch.object(resume_module, "load", removed_around),
+        patch.object(resume_module, "load_by", removed_around),
     ):
         resumed = front.resume(model, tmp_path, progress=False)
     assert (resumed.step, resumed.extra, resumed.extra_per_rank) == (1, {"at": 1}, [1])

@@ -118,15 +118,16 @@ def test_a_flattened_state_of_torchtitan_comes_back(
 
 FIRST = """
 import sys, torch, torch.distributed.checkpoint as dcp
-from modicum.torch.dcp import Reader, Writer
+from modicum.torch import SaveOptions
+from modicum.torch.dcp import ModicumReader, ModicumWriter
 from safetensors.torch import save_file
 
 model, root = torch.nn.Linear(4, 4), sys.argv[1]
 save_file(model.state_dict(), root + "/model.safetensors")
-writer = Writer(root + "/steps", step=1, model=model, source=root)
+writer = ModicumWriter(root + "/steps", step=1, model=model, options=SaveOptions(source=root))
 dcp.save({"model": model.state_dict()}, storage_writer=writer)
 state = {"model": torch.nn.Linear(4, 4).state_dict()}
-dcp.load(state, storage_reader=Reader(root + "/steps"))
+dcp.load(state, storage_reader=ModicumReader(root + "/steps"))
 assert all(torch.equal(state["model"][name], of) for name, of in model.state_dict().items())
 """
 
@@ -148,7 +149,7 @@ def test_readers_compare_values(
 ) -> None:
     """Also those of chunks that ranks divide."""
     step = shutil.copytree(Path(saved[1]) / "step-2", tmp_path / "step-2")
-    for folder, readers in ((".", ("Reader", "HuggingFaceReader")), ("optimizer", ("Reader",))):
+    for folder, readers in ((".", ("saved", "files")), ("optimizer", ("saved",))):
         file = max((step / folder).glob("*.safetensors"))
         for flipped in (False, True):
             data = bytearray(file.read_bytes())

@@ -29,6 +29,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch_front  # noqa: E402
+from nested_options import nested  # noqa: E402
 from program import run_json  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
@@ -40,7 +41,7 @@ from modicum.errors import (  # noqa: E402
     IoError,
     UsageError,
 )
-from modicum.torch.dcp import Writer  # noqa: E402
+from modicum.torch.dcp import ModicumWriter  # noqa: E402
 from modicum.torch.saving import extra as extras  # noqa: E402
 from modicum.torch.saving import running, tensor_state, weights  # noqa: E402
 
@@ -48,7 +49,7 @@ from modicum.torch.saving import running, tensor_state, weights  # noqa: E402
 def loaded(name: str, source: Path | None = None, **how: Any) -> Any:
     model = torch_front.empty(name)
     directory = source or torch_front.checkpoint_of(name)
-    front.load(model, directory, progress=False, **how)
+    front.load(model, directory, progress=False, **nested(how, "rules", "memory"))
     return model
 
 
@@ -71,7 +72,9 @@ def test_the_files_are_those_of_the_source(tmp_path: Path, name: str) -> None:
     assert all(torch.equal(after[n], t) and after[n].dtype == t.dtype for n, t in before.items())
     copied = sum(before[n].nbytes for n in report.copied)
     assert report.read_bytes == copied and bool(copied) == (name in ("llama", "gpt2"))
-    dropped = front.save(model, tmp_path / "steps", step=2, unused="drop", dtype=None)
+    dropped = front.save(
+        model, tmp_path / "steps", step=2, options=front.SaveOptions(unused="drop", dtype=None)
+    )
     assert sorted(dropped.left_out) == sorted(report.copied) and dropped.read_bytes == 0
     assert_holds(Path(dropped.path), model)
 
@@ -84,7 +87,9 @@ def test_tensors_on_a_device_come_through_staging(
     memory the C++ library cannot read."""
     monkeypatch.setattr(weights, "destination_of", lambda local: "copy")
     for name in ("gpt2", "qwen3_moe"):
-        report = front.save(loaded(name), tmp_path / name, step=1, staging=staging)
+        report = front.save(
+            loaded(name), tmp_path / name, step=1, memory=front.MemoryPolicy(staging=staging)
+        )
         after = torch_front.stored_in(Path(report.path))
         for fqn, tensor in torch_front.stored_in(torch_front.checkpoint_of(name)).items():
             assert torch.equal(after[fqn], tensor), fqn
@@ -96,7 +101,7 @@ def test_tensors_that_no_file_had_are_saved(tmp_path: Path) -> None:
     model.head = torch.nn.Linear(3, 2, device="meta")
     model.register_buffer("scale", torch.tensor([2.0, 3.0]))
     source = torch_front.checkpoint_of("qwen3")
-    front.load(model, source, missing=["head"], progress=False)
+    front.load(model, source, rules=front.LoadRules(missing=["head"]), progress=False)
     report = front.save(model, tmp_path / "steps", step=1)
     stored = torch_front.stored_in(Path(report.path))
     for name in ("head.weight", "head.bias", "scale"):
@@ -112,7 +117,7 @@ def test_a_head_untied_after_the_load_is_saved(tmp_path: Path, name: str, by_sou
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
     model.model.norm.weight = model.model.layers[0].input_layernorm.weight
     source = torch_front.checkpoint_of(name) if by_source else None
-    report = front.save(model, tmp_path / "steps", step=1, source=source)
+    report = front.save(model, tmp_path / "steps", step=1, options=front.SaveOptions(source=source))
     stored = torch_front.stored_in(Path(report.path))
     assert {*stored} >= {"lm_head.weight", "model.norm.weight"}
     for fqn, tensor in model.state_dict().items():
@@ -193,8 +198,20 @@ def test_no_dtype_rounds_what_an_optimizer_goes_on_from(tmp_path: Path) -> None:
         optimizer.step()
         for dtype in {torch.bfloat16, torch.float16} - {model.dtype}:
             with pytest.raises(UsageError, match="UNSUPPORTED: dtype rounds"):
-                front.save(model, tmp_path, step=step, optimizer=optimizer, dtype=dtype)
-        front.save(model, tmp_path, step=step, optimizer=optimizer, dtype=torch.float32)
+                front.save(
+                    model,
+                    tmp_path,
+                    step=step,
+                    optimizer=optimizer,
+                    options=front.SaveOptions(dtype=dtype),
+                )
+        front.save(
+            model,
+            tmp_path,
+            step=step,
+            optimizer=optimizer,
+            options=front.SaveOptions(dtype=torch.float32),
+        )
         again = torch_front.empty("llama")
         new = type(optimizer)(again.parameters())
         front.resume(again, tmp_path / f"step-{step}", optimizer=new, progress=False)
@@ -207,10 +224,13 @@ def test_a_model_of_another_loader_needs_its_source(tmp_path: Path) -> None:
     model = torch_front.from_pretrained("qwen3_moe")
     with pytest.raises(UsageError, match="give `source=`"):
         front.save(model, tmp_path / "steps", step=1)
-    report = front.save(model, tmp_path / "steps", step=1, source=source)
+    report = front.save(model, tmp_path / "steps", step=1, options=front.SaveOptions(source=source))
     assert torch_front.stored_in(Path(report.path)).keys() == torch_front.stored_in(source).keys()
     half = front.save(
-        model, tmp_path / "steps", step=2, source=source, dtype=torch.float16, shard_size="16KiB"
+        model,
+        tmp_path / "steps",
+        step=2,
+        options=front.SaveOptions(source=source, dtype=torch.float16, shard_size="16KiB"),
     )
     read = type(model).from_pretrained(half.path, dtype="auto")
     assert read.dtype == torch.float16
@@ -225,13 +245,15 @@ def test_a_source_without_the_models_tensors_is_refused(tmp_path: Path) -> None:
     stored = torch_front.stored_in(source)
     model = torch.nn.ModuleDict({"tokens": torch.nn.Embedding(*stored["lm_head.weight"].shape)})
     with pytest.raises(UsageError, match=r"MISMATCH: the source has no .*tokens\.weight"):
-        front.save(model, tmp_path, step=1, source=source)
+        front.save(model, tmp_path, step=1, options=front.SaveOptions(source=source))
     model["model"] = inner = torch.nn.Module()
     inner.norm = torch.nn.RMSNorm(*stored["model.norm.weight"].shape)
     words = r"MISMATCH: the source lacks .*'lm_head\.weight'.*unused='drop'.*tokens\.weight"
     with pytest.raises(UsageError, match=words):
-        front.save(model, tmp_path, step=1, source=source)
-    report = front.save(model, tmp_path, step=1, source=source, unused="drop")
+        front.save(model, tmp_path, step=1, options=front.SaveOptions(source=source))
+    report = front.save(
+        model, tmp_path, step=1, options=front.SaveOptions(source=source, unused="drop")
+    )
     assert torch_front.stored_in(Path(report.path)).keys() == {"model.norm.weight", "tokens.weight"}
 
 
@@ -278,7 +300,7 @@ def test_accelerates_optimizer_is_the_one_inside(tmp_path: Path, state_format: s
         of.train_by(by, 5)
     assert torch.equal(model.matrix, again.matrix) and torch.equal(model.vector, again.vector)
     with pytest.raises(UsageError, match="UNSUPPORTED: a state dict lacks the planes"):
-        Writer(tmp_path / "steps", step=2, model=model, optimizer=optimizer)
+        ModicumWriter(tmp_path / "steps", step=2, model=model, optimizer=optimizer)
     other = Around(optimizer.optimizer)
     # The vector's moments are tensors in every format.
     other.state = {model.matrix: other.state[model.matrix]}
@@ -509,7 +531,7 @@ def test_wrong_saves_and_resumes_are_refused(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=f"USAGE: {name} .*to 9223372036854775807"):
             front.save(model, root, **{"step": 1, name: value})
     with pytest.raises(UsageError, match="unused"):
-        front.save(model, root, step=1, unused="burn")
+        front.save(model, root, step=1, options=front.SaveOptions(unused="burn"))
     for extra in ([1], {"a": {1}}):
         with pytest.raises(UsageError, match="extra"):
             front.save(model, root, step=1, extra=extra)

@@ -66,13 +66,13 @@ def test_a_damaged_text_of_a_step_is_named(text: bytes) -> None:
 
 
 def test_a_save_writes_no_text_that_is_too_long(tmp_path: Path) -> None:
-    from modicum.torch import save
+    from modicum.torch import SaveOptions, save
 
     model = torch.nn.Linear(2, 2)
     safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
     extra = {"x": "y" * 100_000_000}
     with pytest.raises(Error) as raised:
-        save(model, tmp_path / "root", step=1, source=tmp_path, extra=extra)
+        save(model, tmp_path / "root", step=1, options=SaveOptions(source=tmp_path), extra=extra)
     assert (raised.value.category, raised.value.file) == ("UNSUPPORTED", "extra/extra.json")
     assert not (tmp_path / "root").exists()
 

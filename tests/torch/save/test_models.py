@@ -32,7 +32,7 @@ from torch.optim.swa_utils import AveragedModel  # noqa: E402
 
 import modicum.torch as front  # noqa: E402
 from modicum.errors import IoError, UsageError  # noqa: E402
-from modicum.torch.dcp import Writer  # noqa: E402
+from modicum.torch.dcp import ModicumWriter  # noqa: E402
 
 
 class Net(nn.Module):
@@ -86,6 +86,13 @@ def sharded(source: Path) -> Iterator[Net]:
         yield model
 
 
+def saved_by(background: bool, model: Any, run: Path, **how: Any) -> Any:
+    """The report of a save, in the foreground or in the background."""
+    if background:
+        return front.async_save(model, run, **how).result()
+    return front.save(model, run, **how)
+
+
 def evaluate(model: Net) -> None:
     with torch.no_grad():
         model(IMAGES)
@@ -104,12 +111,11 @@ def test_an_evaluated_model_is_saved(
     for step, background in enumerate((False, True)):
         gather(sharded)
         assert type(sharded.out.weight) is nn.Parameter
-        saved: Any = front.save(sharded, tmp_path, step=step, background=background)
-        saved = saved.wait() if background else saved
+        saved = saved_by(background, sharded, tmp_path, step=step)
         assert_same(load_file(Path(saved.path) / "model.safetensors"), load_file(source))
     state = {name: tensor.detach().clone() for name, tensor in sharded.state_dict().items()}
     gather(sharded)
-    writer = Writer(tmp_path, step=2, model=sharded)
+    writer = ModicumWriter(tmp_path, step=2, model=sharded)
     torch.distributed.checkpoint.save(state, storage_writer=writer)
     loss = sharded(IMAGES)
     front.save(sharded, tmp_path, step=3)
@@ -210,12 +216,11 @@ def test_strided_tensors_are_loaded_and_saved_in_logical_order(
 ) -> None:
     """With the state of torch's AdamW, whose moments have the parameters' strides."""
     model = strided(Net())
-    front.load(model, source, progress=False, check="values")
+    front.load(model, source, progress=False, check=True)
     assert_same(model.state_dict(), load_file(source))
     optimizer = trained(model, torch.optim.AdamW)
-    how: Any = {"optimizer": optimizer, "background": background, "staging": "256KiB"}
-    saved: Any = front.save(model, tmp_path, step=1, **how)
-    saved = saved.wait() if background else saved
+    memory = front.MemoryPolicy(staging="256KiB")
+    saved = saved_by(background, model, tmp_path, step=1, optimizer=optimizer, memory=memory)
     assert_same(load_file(Path(saved.path) / "model.safetensors"), model.state_dict())
     for again in (loaded(source), strided(Net())):
         resumed = torch.optim.AdamW(again.parameters())
@@ -254,14 +259,21 @@ def test_a_source_of_another_architecture_is_refused(tmp_path: Path, source: Pat
     counts."""
     other = torch_front.checkpoint_of("qwen3_moe")
     with pytest.raises(UsageError, match=r"MISMATCH: .*expected llama, got qwen3_moe"):
-        front.save(torch_front.from_pretrained("llama"), tmp_path, step=1, source=other)
+        front.save(
+            torch_front.from_pretrained("llama"),
+            tmp_path,
+            step=1,
+            options=front.SaveOptions(source=other),
+        )
     first = tmp_path / "first"
     first.mkdir()
     shutil.copy(source, first / "model.safetensors")
     (first / "config.json").write_text('{"model_type": "net"}')
     with pytest.raises(UsageError, match=r"MISMATCH: .*expected net, got qwen3_moe"):
-        front.save(loaded(first), tmp_path / "steps", step=1, source=other)
-    front.save(loaded(first), tmp_path / "steps", step=1, source=source)
+        front.save(
+            loaded(first), tmp_path / "steps", step=1, options=front.SaveOptions(source=other)
+        )
+    front.save(loaded(first), tmp_path / "steps", step=1, options=front.SaveOptions(source=source))
 
 
 def test_a_source_with_another_number_of_layers_is_refused(tmp_path: Path) -> None:
@@ -273,7 +285,12 @@ def test_a_source_with_another_number_of_layers_is_refused(tmp_path: Path) -> No
         with pytest.raises(
             UsageError, match=rf"another number of layers .*expected 2, got {layers}"
         ):
-            front.save(torch_front.from_pretrained("llama"), tmp_path, step=1, source=other)
+            front.save(
+                torch_front.from_pretrained("llama"),
+                tmp_path,
+                step=1,
+                options=front.SaveOptions(source=other),
+            )
 
 
 def test_a_removed_source_names_the_argument(tmp_path: Path, source: Path) -> None:
@@ -282,7 +299,7 @@ def test_a_removed_source_names_the_argument(tmp_path: Path, source: Path) -> No
     shutil.rmtree(base)
     with pytest.raises(IoError, match=r"IO: .*can't be opened: give `source=`.*file .*base"):
         front.save(model, tmp_path / "steps", step=1)
-    front.save(model, tmp_path / "steps", step=1, source=source)
+    front.save(model, tmp_path / "steps", step=1, options=front.SaveOptions(source=source))
 
 
 def test_a_state_of_another_dtype_is_refused_before_the_weights(

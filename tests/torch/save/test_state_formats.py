@@ -72,7 +72,12 @@ def test_each_format_goes_on_in_every_other(modicum: Path, tmp_path: Path, befor
     source = tmp_path / "model.safetensors"
     save_file(model.state_dict(), source)
     front.save(
-        model, tmp_path / "run", step=3, optimizer=optimizer, source=source, extra={"epoch": 2}
+        model,
+        tmp_path / "run",
+        step=3,
+        optimizer=optimizer,
+        options=front.SaveOptions(source=source),
+        extra={"epoch": 2},
     )
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     for after in FORMATS:
@@ -105,7 +110,14 @@ def test_a_family_goes_on_in_another_format(modicum: Path, tmp_path: Path, famil
     step(model, optimizer)
     root, source = tmp_path / "steps", torch_front.checkpoint_of(family)
     own = {"rng": torch.get_rng_state()}
-    front.save(model, root, step=1, optimizer=optimizer, source=source, extra_per_rank=own)
+    front.save(
+        model,
+        root,
+        step=1,
+        optimizer=optimizer,
+        options=front.SaveOptions(source=source),
+        extra_per_rank=own,
+    )
     new = tmp_path / "new"
     words = ("--step", 1, "--optimizer", "adamw:bf16-moments", "--ranks", 3)
     run_json(modicum, "save", root / "step-1", new, *words)
@@ -134,7 +146,13 @@ def test_torchs_state_goes_on_in_every_format(tmp_path: Path, cls: Any) -> None:
     step(model, optimizer, 3)
     source = tmp_path / "model.safetensors"
     save_file(model.state_dict(), source)
-    front.save(model, tmp_path / "run", step=3, optimizer=optimizer, source=source)
+    front.save(
+        model,
+        tmp_path / "run",
+        step=3,
+        optimizer=optimizer,
+        options=front.SaveOptions(source=source),
+    )
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     for after in FORMATS:
         model.load_state_dict(saved)
@@ -159,7 +177,13 @@ def test_torchs_state_is_not_converted_by_the_program(modicum: Path, tmp_path: P
     step(model, optimizer)
     source = tmp_path / "model.safetensors"
     save_file(model.state_dict(), source)
-    front.save(model, tmp_path / "run", step=1, optimizer=optimizer, source=source)
+    front.save(
+        model,
+        tmp_path / "run",
+        step=1,
+        optimizer=optimizer,
+        options=front.SaveOptions(source=source),
+    )
     words = ("save", tmp_path / "run/step-1", tmp_path / "x", "--step", 1)
     error = failure(modicum, 2, *words, "--optimizer", "adamw:fp32-split")
     assert error["category"] == "UNSUPPORTED" and error["got"] == "torch.AdamW"

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # 
 
 import modicum.torch as front  # noqa: E402
 from modicum.errors import Error, IntegrityError, UsageError  # noqa: E402
-from modicum.torch.dcp import Reader, Writer  # noqa: E402
+from modicum.torch.dcp import ModicumReader, ModicumWriter  # noqa: E402
 from modicum.torch.saving import extra, groups, planning, tensor_state  # noqa: E402
 from modicum.torch.saving.state_dicts import facts_in  # noqa: E402
 from modicum.torch.saving.values import LARGEST_BYTES  # noqa: E402
@@ -288,11 +288,11 @@ def test_dcp_saves_an_optimizer_without_state_tensors(tmp_path: Path) -> None:
     model, optimizer = saved(tmp_path, MAKERS["sgd"], 1)
     optimizer.param_groups[0] |= {"lr": 0.25, "rates": [1, (np.float32(2),)]}
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-    writer = Writer(tmp_path / "root", step=2, model=model, optimizer=optimizer)
+    writer = ModicumWriter(tmp_path / "root", step=2, model=model, optimizer=optimizer)
     dcp.save(state | {"epoch": {1: (2, float("inf"))}}, storage_writer=writer)
     read = {"model": Small().state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
     read["optim"]["param_groups"][0]["lr"] = 0.0
-    dcp.load(read, storage_reader=Reader(tmp_path / "root"))
+    dcp.load(read, storage_reader=ModicumReader(tmp_path / "root"))
     assert read["optim"]["param_groups"][0]["lr"] == 0.25
     again = Small()
     new = MAKERS["sgd"](again)
@@ -339,14 +339,14 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     calls: list[Callable[[], object]] = [
         partial(front.save, model, "", step=2),
         partial(front.resume, model, ""),
-        partial(Writer, "", step=2),
+        partial(ModicumWriter, "", step=2),
     ]
     for call in calls:
-        with pytest.raises(UsageError, match="USAGE: root"):
+        with pytest.raises(UsageError, match="USAGE: run"):
             call()
     for size in (0, "0"):
         with pytest.raises(UsageError, match="USAGE: shard_size"):
-            front.save(model, tmp_path / "root", step=2, shard_size=size)
+            front.save(model, tmp_path / "root", step=2, options=front.SaveOptions(shard_size=size))
     for step in (np.bool_(True), 2.0, "2"):
         with pytest.raises(UsageError, match="USAGE: step"):
             front.save(model, tmp_path / "root", step=step)

@@ -1,5 +1,5 @@
-"""`rebinding` gives an optimizer the parameters that `fully_shard` has put in the place of the old
-ones, by FQN.
+"""`rebind_parameters` gives an optimizer the parameters that `fully_shard` has put in the place of
+the old ones, by FQN.
 
 Catches: parameters matched by address, which is 0 for all parameters on meta, or by order, which is
 another one in custom groups and with tied parameters; an optimizer of which a part is rebound after
@@ -21,7 +21,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noq
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
 from modicum.errors import UsageError  # noqa: E402  (after torch is known to be there)
-from modicum.torch.shards.rebinding import parameter_names, rebinding  # noqa: E402
+from modicum.torch.shards.rebinding import parameter_names, rebind_parameters  # noqa: E402
 from modicum.upstream.torch_fsdp import fsdp_params, hand_over  # noqa: E402
 from modicum.upstream.wrappers import canonical  # noqa: E402
 
@@ -110,7 +110,7 @@ def steps(model: Tiny, optimizer: Any) -> dict[str, Any]:
 
 
 def follow_addresses(model: nn.Module, optimizer: Any) -> None:
-    """A wrong rebinding: by data_ptr, as accelerate's."""
+    """A wrong rebind_parameters: by data_ptr, as accelerate's."""
     before = {p.data_ptr(): name for name, p in model.named_parameters()}
     shard(model)
     for group in optimizer.param_groups:
@@ -118,7 +118,7 @@ def follow_addresses(model: nn.Module, optimizer: Any) -> None:
 
 
 def follow_order(model: nn.Module, optimizer: Any) -> None:
-    """A wrong rebinding: by the order of parameters."""
+    """A wrong rebind_parameters: by the order of parameters."""
     shard(model)
     parameters = model.parameters()
     for group in optimizer.param_groups:
@@ -131,7 +131,7 @@ def test_steps_after_rebinding_equal_those_of_one_process() -> None:
     model = tiny()
     optimizer = optimizer_of(model)
     lists = [group["params"] for group in optimizer.param_groups]
-    with rebinding(model, optimizer):
+    with rebind_parameters(model, optimizer):
         shard(model)
     assert is_bound(optimizer, model)
     assert [id(group["params"]) for group in optimizer.param_groups] == list(map(id, lists))
@@ -165,17 +165,17 @@ def test_several_optimizers_are_rebound() -> None:
     model = tiny()
     blocks = torch.optim.AdamW(model.blocks.parameters())
     rest = torch.optim.SGD([model.head.weight])
-    with rebinding(model, [blocks, rest]):
+    with rebind_parameters(model, [blocks, rest]):
         shard(model)
     assert blocks.param_groups[0]["params"] == list(model.blocks.parameters())
     assert rest.param_groups[0]["params"] == [model.embed.weight]
 
 
 def test_wrappers_change_no_name() -> None:
-    """Within `rebinding`, blocks are wrapped by activation checkpointing and torch.compile."""
+    """Blocks are wrapped by activation checkpointing and torch.compile within the context."""
     model = tiny()
     optimizer = optimizer_of(model)
-    with rebinding(model, optimizer):
+    with rebind_parameters(model, optimizer):
         model.blocks[0] = checkpoint_wrapper(fully_shard(model.blocks[0]))
         model.blocks[1] = torch.compile(checkpoint_wrapper(model.blocks[1]), backend="eager")
         fully_shard(model.blocks[1])
@@ -215,11 +215,11 @@ def ids_of(optimizer: Any) -> list[list[int]]:
 
 
 def refused(model: nn.Module, optimizer: Any, block: Any = shard, **arguments: Any) -> UsageError:
-    """The error of `rebinding` around `block`. Asserts that the optimizers are unchanged."""
+    """The error of the context around `block`. Asserts that the optimizers are unchanged."""
     optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
     before = [ids_of(one) for one in optimizers]
     states = [dict(one.state) for one in optimizers]
-    with pytest.raises(UsageError) as caught, rebinding(model, optimizer, **arguments):
+    with pytest.raises(UsageError) as caught, rebind_parameters(model, optimizer, **arguments):
         block(model)
     assert [ids_of(one) for one in optimizers] == before
     assert [dict(one.state) for one in optimizers] == states
@@ -239,7 +239,7 @@ def test_a_failure_in_the_context_leaves_the_optimizer_unchanged() -> None:
     model = tiny()
     optimizer = optimizer_of(model)
     before = ids_of(optimizer)
-    with pytest.raises(ZeroDivisionError), rebinding(model, optimizer):
+    with pytest.raises(ZeroDivisionError), rebind_parameters(model, optimizer):
         shard(model)
         raise ZeroDivisionError
     assert ids_of(optimizer) == before
@@ -266,7 +266,7 @@ def lose(model: Tiny) -> None:
     ),
 )
 def test_a_block_that_changes_the_model_is_refused(block: Any, tensor: str, why: str) -> None:
-    """`block` is run within `rebinding`."""
+    """`block` is run within `rebind_parameters`."""
 
     def exchange(model: Tiny) -> None:
         model.blocks[1].bias = nn.Parameter(torch.empty(4))
@@ -311,7 +311,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
 def test_fitting_state_is_kept() -> None:
     model, optimizer = stepped()
     entry = optimizer.state[model.blocks[0].weight]
-    with rebinding(model, optimizer, resuming=True):
+    with rebind_parameters(model, optimizer, resuming=True):
         model.blocks[0].weight = nn.Parameter(model.blocks[0].weight.detach().clone())
     assert list(optimizer.state) == optimizer.param_groups[0]["params"]
     assert optimizer.state[model.blocks[0].weight] is entry

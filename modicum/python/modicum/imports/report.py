@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modicum.walk.report import left_out_text
+from modicum.walk.load_report import left_out_text
 
 _MIB = 1 << 20
 

@@ -6,19 +6,20 @@ before = memory.held()
 with memory.phase("wrap"):
     fully_shard(model)
 print(memory.attribute(model, optimizer, baseline=before))
-memory.save("memory-{rank}.jsonl")
+memory.write("memory-{rank}.jsonl")
 memory.draw("memory.html", ["memory-0.jsonl", "memory-1.jsonl"])
 """
 
 from modicum.memory.attribution import Attribution as Attribution
 from modicum.memory.attribution import Owner as Owner
-from modicum.memory.attribution import attribute as attribute
 from modicum.memory.attribution import held as held
 from modicum.memory.drawing import draw as draw
 from modicum.memory.peaking import Peaks as Peaks
-from modicum.memory.peaking import peaks as peaks
+from modicum.memory.peaking import attribute as attribute
 from modicum.memory.recording import Phase as Phase
-from modicum.memory.recording import phase as phase
 from modicum.memory.recording import phases as phases
-from modicum.memory.recording import save as save
-from modicum.memory.tracking import track as track
+from modicum.memory.recording import write as write
+from modicum.memory.tracking import phase as phase
+from modicum.options.renamed import getattr_of
+
+__getattr__ = getattr_of("modicum.memory")

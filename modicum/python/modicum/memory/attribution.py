@@ -3,7 +3,7 @@ and memory without a tensor. The rest is the baseline, or unexplained."""
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,36 +142,8 @@ def _total_of(process: dict[str, int]) -> int:
     return process["anon_bytes"] + process["shmem_bytes"] + process["page_table_bytes"]
 
 
-def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> Attribution:
-    """Attributes the memory of this process and its children to owners, including memory of other
-    libraries. Memory without an owner is part of the baseline, or unexplained.
-
-        before = modicum.memory.held()
-        engine, *_ = deepspeed.initialize(...)
-        ...
-        print(modicum.memory.attribute(engine, baseline=before))
-
-    Looks up the pages of the sources' tensors in every process of the tree (/proc/PID/pagemap,
-    without privileges). If one process writes to a page after a fork, the page exists twice, and
-    the version in the other process (a data loader's worker, for example) counts as a copy. RSS
-    does not distinguish copies from shared pages. Several copies of a page, made by forks at
-    different times, are distinguished only with CAP_SYS_ADMIN (by page frame numbers); otherwise
-    they count once. Takes about 0.1 s per GiB. Needs Linux 4.2 or later.
-
-    Args:
-        sources: DeepSpeed engines or ZeRO optimizers (without NVMe; tested with 0.19.8), optimizers
-            or modules of torch or Modicum, tensors, mappings of owners to tensors, or a
-            `modicum.Ledger` in place of the tensors charged to it. With DeepSpeed's CPU accelerator
-            the weights of the device are host memory, too; their owner is "weights".
-        params: the divisor of bytes per parameter; None: the number of elements of the master, or
-            of the weights if there is no master.
-        baseline: bytes that were held before the sources existed, from `held()`.
-
-    Raises:
-        UsageError: a source is of an unknown kind, an engine lacks an expected attribute, or
-            `params` or `baseline` is not a number from 0.
-        IoError: /proc can't be read.
-    """
+def attributed(sources: Sequence[Any], params: int | None, baseline: int) -> Attribution:
+    """As `attribute`, now."""
     arguments.number("params", params or 0, arguments.MOST_BYTES)
     arguments.number("baseline", baseline, arguments.MOST_BYTES)
     ledgers = [source for source in sources if isinstance(source, _modicum.Ledger)]

@@ -125,7 +125,7 @@ def _read(lines: Iterable[Any], name: str) -> list[_Curve]:
             else:
                 raise KeyError(kind)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise refusal("USAGE", f"{name} was not written by memory.save") from error
+        raise refusal("USAGE", f"{name} was not written by memory.write") from error
     return [curve for curve in curves if curve.samples]
 
 

@@ -1,13 +1,14 @@
-"""Records the peak of each owner over time, including memory of children that have ended since."""
+"""`attribute`: whom memory belongs to, now or at its peak over time, including memory of children
+that have ended since."""
 
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, overload
 
 from modicum.memory import arguments
-from modicum.memory.attribution import Attribution, Owner, attribute
+from modicum.memory.attribution import Attribution, Owner, attributed
 
 _CORE_SHARE = 0.04  # the largest part of a core that the sampling thread may use
 
@@ -28,7 +29,7 @@ class Peaks:
 
     def sample(self) -> Attribution:
         """Makes and returns an attribution now, for example before the workers of an epoch end."""
-        got = attribute(*self._sources, params=self._params, baseline=self._baseline)
+        got = attributed(self._sources, self._params, self._baseline)
         with self._lock:
             for owner in got.owners:
                 known = self._owners.get(owner.name, owner)
@@ -75,33 +76,66 @@ class Peaks:
     __str__ = text
 
 
-@contextmanager
-def peaks(
-    *sources: Any, params: int | None = None, baseline: int = 0, interval_s: float = 0.1
-) -> Iterator[Peaks]:
-    """A context in which `attribute` runs repeatedly. Keeps the peak of each owner, including the
-    copies of workers that have ended since.
+@overload
+def attribute(*sources: Any, params: int | None = None, baseline: int = 0) -> Attribution: ...
+@overload
+def attribute(
+    *sources: Any, params: int | None = None, baseline: int = 0, interval_s: float
+) -> AbstractContextManager[Peaks]: ...
+def attribute(
+    *sources: Any, params: int | None = None, baseline: int = 0, interval_s: float | None = None
+) -> Any:
+    """Attributes the memory of this process and its children to owners, including memory of other
+    libraries. Memory without an owner is part of the baseline, or unexplained.
 
-        with modicum.memory.peaks(engine, baseline=before) as peaks:
+        before = modicum.memory.held()
+        engine, *_ = deepspeed.initialize(...)
+        ...
+        print(modicum.memory.attribute(engine, baseline=before))
+
+        with modicum.memory.attribute(engine, baseline=before, interval_s=0.1) as peaks:
             train()
         print(peaks["moments"].copied_bytes, peaks)
 
-    A thread takes the samples, and uses at most 4 % of a core. So between two samples it pauses at
-    least 25 times as long as `attribute` takes, and can miss a peak that is shorter than this
-    pause. `peaks.sample()` takes a sample immediately.
+    Looks up the pages of the sources' tensors in every process of the tree (/proc/PID/pagemap,
+    without privileges). If one process writes to a page after a fork, the page exists twice, and
+    the version in the other process (a data loader's worker, for example) counts as a copy. RSS
+    does not distinguish copies from shared pages. Several copies of a page, made by forks at
+    different times, are distinguished only with CAP_SYS_ADMIN (by page frame numbers); otherwise
+    they count once. Takes about 0.1 s per GiB. Needs Linux 4.2 or later.
 
     Args:
-        sources, params, baseline: as for `attribute`.
-        interval_s: the least number of seconds between samples.
+        sources: DeepSpeed engines or ZeRO optimizers (without NVMe; tested with 0.19.8), optimizers
+            or modules of torch or Modicum, tensors, mappings of owners to tensors, or a
+            `modicum.Ledger` in place of the tensors charged to it. With DeepSpeed's CPU accelerator
+            the weights of the device are host memory, too; their owner is "weights".
+        params: the divisor of bytes per parameter; None: the number of elements of the master, or
+            of the weights if there is no master.
+        baseline: bytes that were held before the sources existed, from `held()`.
+        interval_s: makes the result a context that attributes again and again, with at least so
+            many seconds between two samples, and keeps the peak of each owner, including the copies
+            of workers that have ended since. Its thread uses at most 4 % of a core: it pauses at
+            least 25 times as long as a sample takes, and can miss a shorter peak. `Peaks.sample()`
+            takes a sample at once; the last one is taken at the end of the block, unless the block
+            raises.
 
-    Yields:
-        A `Peaks` with a first sample. The last one is taken at the end of the block, unless the
-        block raises.
+    Returns:
+        An `Attribution`; with `interval_s` a context that yields a `Peaks` with a first sample.
 
     Raises:
-        UsageError: a source is of an unknown kind, or an argument is not a number from 0.
+        UsageError: a source is of an unknown kind, an engine lacks an expected attribute, or
+            `params`, `baseline` or `interval_s` is not a number from 0.
         IoError: /proc can't be read.
     """
+    if interval_s is None:
+        return attributed(sources, params, baseline)
+    return _peaks(sources, params, baseline, interval_s)
+
+
+@contextmanager
+def _peaks(
+    sources: tuple[Any, ...], params: int | None, baseline: int, interval_s: float
+) -> Iterator[Peaks]:
     arguments.number("interval_s", interval_s, arguments.MOST_SECONDS)
     kept = Peaks(sources, params, baseline)
     stop = threading.Event()

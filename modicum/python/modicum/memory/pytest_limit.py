@@ -38,7 +38,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     limit = _limit_of(item)
     if limit is None:
         return (yield)
-    from modicum.memory.recording import phase
+    from modicum.memory.tracking import phase
 
     with phase(item.name) as held:
         result = yield

@@ -269,35 +269,8 @@ def _recording() -> _Recording:
 
 
 @contextmanager
-def phase(name: str, *, interval_s: float = 0.01) -> Iterator[Phase]:
-    """A context that samples the memory of this process and its children.
-
-        with modicum.memory.phase("wrap") as wrap:
-            fully_shard(model)
-        print(wrap.peak_bytes)
-
-    Phases may nest. A thread takes the samples, at a rate that uses at most 2 % of a core (5 % with
-    children). A sample reads one file of /proc in 0.1 ms; with children, whose shared
-    pages the kernel must count, it takes up to 50 ms per GiB. While the block holds the GIL there
-    are no samples, but the kernel's high-water mark still records the peak of this process. If the
-    program runs under `modicum watch`, the phase is recorded there, too. Linux only.
-
-    A recording keeps at most 16,384 samples for `save` and `draw`. When there are more, it keeps
-    every second one, of two neighbours the one with more bytes, and so on. The figures of a `Phase`
-    count all samples. A sample that can't be read, as without a free file descriptor, is left out.
-
-    Args:
-        name: the label in tables and pictures; UTF-8.
-        interval_s: the least number of seconds between samples. Nested phases use the value of the
-            outermost one.
-
-    Yields:
-        The `Phase`, which is complete after the block, with or without an exception.
-
-    Raises:
-        UsageError: the name is not a str or not UTF-8, or `interval_s` is not a number from 0.
-        IoError: /proc can't be read at the begin or the end; a phase that has begun is over.
-    """
+def recorded_phase(name: str, interval_s: float) -> Iterator[Phase]:
+    """The context of `phase`."""
     arguments.text("the name of a phase", name)
     arguments.number("interval_s", interval_s, arguments.MOST_SECONDS)
     recording = _recording()
@@ -354,7 +327,7 @@ def _rank() -> int:
         raise refusal("USAGE", what, expected="a rank, such as 0", got=ascii(given)) from error
 
 
-def save(
+def write(
     path: str | os.PathLike[str], *, label: str = "", lines: Mapping[str, int] | None = None
 ) -> Path:
     """Writes this process's phases and samples as JSON lines, for `draw`.

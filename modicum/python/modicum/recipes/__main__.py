@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from modicum.errors import Error
-from modicum.recipes.recipe import meta_model, recipe_for
+from modicum.recipes.recipe import build_recipe, meta_model
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         model = meta_model(options.directory, options.dtype)
-        recipe = recipe_for(
+        recipe = build_recipe(
             model,
             options.directory,
             dtype=options.dtype or model.dtype,

@@ -39,8 +39,8 @@ from modicum.upstream.wrappers import canonical
 class Recipe:
     """A recipe as plain data that belongs to no checkpoint, from `recipe_for` or `read_recipe`.
 
-    `modicum.torch.load` takes it. `make_layout` and `make_plan` take a `modicum.Recipe`, which
-    `modicum.make_recipe(checkpoint, recipe.text())` makes and checks against the checkpoint."""
+    `modicum.torch.LoadRules` takes it. `modicum.walk.make_recipe(checkpoint, recipe.text())` makes
+    and checks a `modicum.walk.Recipe`, which belongs to a checkpoint."""
 
     targets: dict[str, Node] = field(default_factory=dict)
     """The node of each target, by canonical name, in the model's order. A node `caller` is a tensor
@@ -215,7 +215,7 @@ def _translate(
     whole = Translation()
     for part, keys in zip(structure.parts, structure.split(stored), strict=True):
         names = {key: name for name, key in part.keys.items()}
-        made = translate(
+        translated = translate(
             ask(part),
             {name: stored[name] for name in keys},
             {key: targets[name] for key, name in names.items()},
@@ -225,21 +225,25 @@ def _translate(
             may_differ=lambda key: may.differ(names[key]),
             may_grow=lambda key: may.grow(names[key]),
         )
-        whole.made |= {names[key]: array for key, array in made.made.items()}
-        whole.first |= {names[key]: names[first] for key, first in made.first.items()}
-        whole.doubled |= {name: names[key] for name, key in made.doubled.items()}
-        droppable = any_of(_droppable(part.module))
-        whole.dropped += made.dropped
-        whole.grown |= {names[key]: rows for key, rows in made.grown.items()}
-        for name, would_be in made.unexpected.items():
-            codes = _codes_of(name, stored)
-            if codes is not None and codes not in made.unexpected:
-                continue  # a load reads the scale with its codes
-            if droppable is not None and all(droppable.search(one) for one in would_be):
-                whole.dropped.append(name)
-            else:
-                whole.unexpected[name] = would_be
+        _drop(translated, any_of(_droppable(part.module)), stored)
+        whole.add(translated.renamed(names))
     return whole
+
+
+def _drop(translation: Translation, droppable: Any, stored: Described) -> None:
+    """Takes from the unexpected names the scales of FP8 codes that are loaded, since a load reads a
+    scale with its codes, and moves to the dropped ones those that the model lists as `droppable`,
+    a pattern or None."""
+    unexpected = translation.unexpected
+    translation.unexpected = {}
+    for name, would_be in unexpected.items():
+        codes = _codes_of(name, stored)
+        if codes is not None and codes not in unexpected:
+            continue
+        if droppable is not None and all(droppable.search(one) for one in would_be):
+            translation.dropped.append(name)
+        else:
+            translation.unexpected[name] = would_be
 
 
 def _codes_of(scale: str, stored: Described) -> str | None:
@@ -372,7 +376,7 @@ def _check_mapping(key_mapping: Mapping[str, str]) -> None:
             raise refusal("UNSUPPORTED", what, expected=expected, got=replacement)
 
 
-def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any) -> list[Any]:
+def _transforms(part: Part, targets: Described, key_mapping: Any) -> list[Any]:
     """The transforms that transformers applies to the stored tensors of a part."""
     if not is_pretrained(part.module):
         if part.module is None or not key_mapping:
@@ -388,7 +392,7 @@ def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     with classes_before_sharding(part.module):
-        quantizer = quantizer or _quantizer_of(part.module, targets)
+        quantizer = _quantizer_of(part.module, targets)
         transforms = get_model_conversion_mapping(part.module, key_mapping, quantizer)
     for transform in transforms:
         # The path of the nested model to which the transform applies, in names without wrappers.
@@ -397,44 +401,20 @@ def _transforms(part: Part, targets: Described, key_mapping: Any, quantizer: Any
     return transforms
 
 
-def recipe_for(
+def build_recipe(
     model: Any, checkpoint: str | os.PathLike[str] | Mapping[str, Any], *,
     dtype: Any = None, keep_fp32: str | None = None,
     missing: str | Iterable[str] | Mapping[str, Rule] = "error",
     unexpected: str | Iterable[str] = "error", present: Iterable[str] = (), untie: bool = False,
-    key_mapping: Mapping[str, str] | None = None, quantizer: Any = None,
-    adapter: str | None = None, structure: Structure | None = None, resized: bool = False,
+    key_mapping: Mapping[str, str] | None = None, adapter: str | None = None,
+    structure: Structure | None = None, resized: bool = False,
 ) -> Recipe:  # fmt: skip
-    """The recipe that loads `checkpoint` into `model`: like `from_pretrained` for a transformers
-    model, by name for any other module.
+    """As `recipe_for`, with the rules by name.
 
     Args:
-        model: any module, on meta or not, sharded or not; it is not changed. Wrappers (PEFT,
-            torch.compile, an outer module) change only the names of the targets.
-        checkpoint: a directory or file, or a mapping of stored names to (dtype, shape). The names
-            are those in the unwrapped model, in the wrapped one, or in an adapter's file.
-        dtype: None: the dtype of each tensor in the model. Otherwise the dtype with which the model
-            was built: tensors get it as in `from_pretrained`, which keeps listed ones in float32.
-        keep_fp32: a regular expression (RE2): targets with a match in their name are float32.
-        missing: for tensors that are not stored: "error"; "init" or "ignore": the model initialises
-            them; regular expressions: it initialises those with a match; or rules by name or
-            regular expression: "zeros", "ones", ("normal", std), "model". Without a rule the model
-            still initialises tensors that it lists as possibly missing, and adapters of which
-            nothing is stored. A tensor with a match also counts as missing if its shape differs.
-        unexpected: what to do about stored tensors that are neither in the model nor in its list of
-            names to ignore: "error"; "ignore"; or regular expressions of those to drop.
-        present: canonical names of tensors that have values already, and so are not missing.
-        untie: if both names of a tie are stored, load both instead of comparing them.
-        key_mapping: renamings as for `from_pretrained`; replacements may refer to \\1 only.
-        quantizer: transformers' quantizer; None: from the model's config.
-        adapter: the adapter to which the file `checkpoint` belongs; None: the model's only one.
+        missing: "ignore" is as "init".
         structure: the model's structure, if already known.
         resized: whether token embeddings and heads may have another number of rows than stored.
-            `Recipe.grown` lists them; additional rows repeat the first ones.
-
-    Raises:
-        UsageError: model and checkpoint differ (MISMATCH); an operation, quantization or cast is
-            unknown (UNSUPPORTED); a regular expression is invalid (USAGE).
     """
     _check_mapping(key_mapping or {})
     stored = stored_in(checkpoint)
@@ -445,7 +425,7 @@ def recipe_for(
         structure,
         stored,
         targets,
-        ask=lambda part: _transforms(part, targets, key_mapping, quantizer),
+        ask=lambda part: _transforms(part, targets, key_mapping),
         may=_May(
             differ=lambda name: not rules.take_all and rules.of(name) is not None,
             grow=(_of_tokens(structure) if resized else frozenset()).__contains__,

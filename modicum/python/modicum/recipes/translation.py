@@ -42,6 +42,26 @@ class Translation:
     # By target that has another number of rows than stored: the stored number.
     grown: dict[str, int] = field(default_factory=dict)
 
+    def renamed(self, names: Mapping[str, str]) -> "Translation":
+        """This translation with other names of the targets. `names`: the new ones, by old name."""
+        return Translation(
+            {names[key]: array for key, array in self.made.items()},
+            {names[key]: names[first] for key, first in self.first.items()},
+            self.dropped,
+            self.unexpected,
+            {name: names[key] for name, key in self.doubled.items()},
+            {names[key]: rows for key, rows in self.grown.items()},
+        )
+
+    def add(self, part: "Translation") -> None:
+        """Adds the translation of another part of a model."""
+        self.made |= part.made
+        self.first |= part.first
+        self.dropped += part.dropped
+        self.unexpected |= part.unexpected
+        self.doubled |= part.doubled
+        self.grown |= part.grown
+
 
 @dataclass
 class _Group:

@@ -10,16 +10,25 @@
 Importing it imports torch, but not transformers or accelerate, and patches nothing.
 """
 
+from modicum.options import MemoryPolicy as MemoryPolicy
+from modicum.options import SaveOptions as SaveOptions
+from modicum.options.renamed import getattr_of
+from modicum.recipes import LoadRules as LoadRules
 from modicum.torch.build.empty import empty_parameters as empty_parameters
 from modicum.torch.loading.full_state_dict import (
     fsdp2_load_full_state_dict as fsdp2_load_full_state_dict,
 )
+from modicum.torch.loading.full_state_dict import load_full_state_dict as load_full_state_dict
 from modicum.torch.loading.load import load as load
 from modicum.torch.optim.adamw import AdamW as AdamW
 from modicum.torch.optim.protection import protect as protect
-from modicum.torch.saving.background import Saving as Saving
-from modicum.torch.saving.report import Resumed as Resumed
-from modicum.torch.saving.report import Saved as Saved
+from modicum.torch.saving.background import AsyncSave as AsyncSave
+from modicum.torch.saving.report import ResumeReport as ResumeReport
+from modicum.torch.saving.report import SaveReport as SaveReport
 from modicum.torch.saving.resume import resume as resume
+from modicum.torch.saving.save import async_save as async_save
 from modicum.torch.saving.save import save as save
-from modicum.torch.shards.rebinding import rebinding as rebinding
+from modicum.torch.shards.rebinding import rebind_parameters as rebind_parameters
+from modicum.walk.load_report import LoadReport as LoadReport
+
+__getattr__ = getattr_of("modicum.torch")

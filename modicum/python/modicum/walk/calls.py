@@ -1,12 +1,4 @@
-"""The steps of a load without torch, in order:
-
-checkpoint = modicum.open_checkpoint("path/of/a/checkpoint")
-recipe = modicum.make_recipe(checkpoint)
-layout = modicum.make_layout(recipe, ranks=4)
-plan = modicum.make_plan(recipe, layout, budget="8GiB")
-loaded = modicum.load(plan, rank=0, ledger=modicum.Ledger("8GiB"))
-loaded["model.norm.weight"]  # DLPack and the buffer protocol
-"""
+"""The calls of the walk."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,7 +7,7 @@ from modicum import _modicum
 from modicum._modicum import Ledger, Plan, Recipe
 from modicum.errors import refusal
 from modicum.memory.recording import reset_peak
-from modicum.walk.report import Report
+from modicum.walk.load_report import LoadReport
 
 Size = int | str
 
@@ -86,7 +78,7 @@ class Shards(Mapping[str, Any]):
         self._index = _numbers(plan.recipe)
         self._taken: dict[int, Any] = {}
         self.outcome: dict[str, Any] = loaded.outcome
-        """This rank's number, pid, bytes and seconds, for `modicum.report`."""
+        """This rank's number, pid, bytes and seconds, for `modicum.walk.report`."""
 
     def __getitem__(self, name: str) -> Any:
         holder = self._buffers[self._index[name]]["holder"]
@@ -105,10 +97,10 @@ class Shards(Mapping[str, Any]):
         return self._buffers[self._index[name]]["shape"]
 
 
-def require_check(check: str | None) -> None:
-    """Raises USAGE unless `check` is None or "values"."""
-    if check not in (None, "values"):
-        raise refusal("USAGE", "unknown check", expected="values", got=str(check))
+def require_check(check: Any) -> None:
+    """Raises USAGE unless `check` is a bool: until 0.2 it was "values"."""
+    if not isinstance(check, bool):
+        raise refusal("USAGE", "check", expected="True or False", got=repr(check))
 
 
 def load(
@@ -117,7 +109,7 @@ def load(
     *,
     into: Mapping[str, Any] | None = None,
     ledger: Ledger | None = None,
-    check: str | None = None,
+    check: bool = False,
     threads: int = 0,
     seed: int = 0,
 ) -> Shards:
@@ -134,8 +126,8 @@ def load(
             local buffer's size, by DLPack or the buffer protocol. After an error their contents are
             undefined.
         ledger: the account to charge; None: a new one, whose limit is this rank's promise.
-        check: None, or "values": fills the buffers with a pattern before the load. Afterwards reads
-            the checkpoint again and compares the result with every value in the buffers.
+        check: whether to fill the buffers with a pattern before the load, and to read the
+            checkpoint again afterwards and compare it with every value in the buffers.
         threads: the number of threads, or fewer if staging has no room for them; 0: one per usable
             CPU.
         seed: the seed of `init` rules.
@@ -145,7 +137,7 @@ def load(
     """
     require_check(check)
     if len(plan.exchange_group(rank)) > 1:
-        what = f"strategy {plan.strategy} sends bytes between ranks: modicum.load has one rank"
+        what = f"strategy {plan.strategy} sends bytes between ranks: modicum.walk.load has one rank"
         raise refusal("USAGE", what)
     index = _numbers(plan.recipe, into or ())
     ledger = ledger or Ledger(plan.ledger_limit_bytes(rank))
@@ -158,7 +150,7 @@ def load(
         ledger,
         given={index[name]: array for name, array in (into or {}).items()},
         threads=threads,
-        check=check is not None,
+        check=check,
         seed=seed,
     )
     shards = Shards(plan, rank, loaded, ledger)
@@ -167,12 +159,12 @@ def load(
     return shards
 
 
-def report(plan: Plan, outcomes: Iterable[dict[str, Any]], *, checked: bool = False) -> Report:
+def report(plan: Plan, outcomes: Iterable[dict[str, Any]], *, checked: bool = False) -> LoadReport:
     """The report of a load.
 
     Args:
         plan: the plan that all ranks have executed.
         outcomes: `Shards.outcome` of all ranks, rank 0 first.
-        checked: whether the ranks loaded with `check="values"`.
+        checked: whether the ranks loaded with `check=True`.
     """
-    return Report(*_modicum.load_report(plan, list(outcomes), checked))
+    return LoadReport(*_modicum.load_report(plan, list(outcomes), checked))

@@ -43,7 +43,7 @@ from modicum.torch.saving.inside import (
     rotate,
     save_inside,
 )
-from modicum.torch.saving.report import Resumed, Saved
+from modicum.torch.saving.report import ResumeReport, SaveReport
 from modicum.upstream import checkpoints as upstream
 from modicum.upstream.torch_fsdp import reshard
 from modicum.upstream.transformers import is_pretrained
@@ -86,7 +86,10 @@ class Checkpoints:
     the innermost `loading`; `saved`, `read`: called with the reports."""
 
     def __init__(
-        self, how: Callable[[], How], saved: Callable[[Saved], Any], read: Callable[[Resumed], Any]
+        self,
+        how: Callable[[], How],
+        saved: Callable[[SaveReport], Any],
+        read: Callable[[ResumeReport], Any],
     ) -> None:
         self._how, self._saved, self._read = how, saved, read
         self._open: _Open | None = None

@@ -25,7 +25,7 @@ this module imports neither accelerate nor transformers.
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +34,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from modicum import _modicum
 from modicum.errors import UsageError, refusal
-from modicum.recipes.patterns import Rule
+from modicum.options import MemoryPolicy
+from modicum.options.renamed import refuse_old_keywords
+from modicum.recipes import LoadRules
 from modicum.torch.accelerate.checkpoints import Checkpoints
 from modicum.torch.accelerate.filling import examined, load_rounded, shard_and_load
 from modicum.torch.accelerate.unfilled import (
@@ -48,7 +49,8 @@ from modicum.torch.accelerate.unfilled import (
 )
 from modicum.torch.build.empty import empty_parameters
 from modicum.torch.loading.around import giving
-from modicum.torch.saving.report import Resumed, Saved
+from modicum.torch.loading.load import arguments_in
+from modicum.torch.saving.report import ResumeReport, SaveReport
 from modicum.torch.shards.forks import require_fork
 from modicum.torch.shards.rebinding import Bindings
 from modicum.upstream import accelerate, peft, transformers, trl
@@ -58,23 +60,19 @@ from modicum.upstream.torch_core import count_writes_through_data
 from modicum.upstream.torch_fsdp import is_sharded
 from modicum.upstream.wrappers import unwrapped
 from modicum.walk.calls import require_check
-from modicum.walk.report import Report
+from modicum.walk.load_report import LoadReport
 
 
+@refuse_old_keywords(LoadRules, MemoryPolicy)
 @contextmanager
 def loading(
     source: str | Path | None = None,
     *,
     budget: int | str | None = None,
-    ledger: _modicum.Ledger | None = None,
-    strategy: str = "own-shard",
-    missing: str | Collection[str] | Mapping[str, Rule] = "error",
-    unexpected: str | Collection[str] = "error",
-    check: str | None = None,
+    rules: LoadRules | None = None,
+    memory: MemoryPolicy | None = None,
+    check: bool = False,
     progress: bool = True,
-    seed: int = 0,
-    staging: int | str | None = None,
-    fork: str = "excluded",
 ) -> Iterator["Loading"]:
     """A context in which each rank of a script of accelerate or Trainer with FSDP2 reads only its
     own bytes (with the default strategy). The values have the same bits as those that accelerate
@@ -84,27 +82,19 @@ def loading(
     the same arguments, on one thread. The innermost of nested contexts applies.
 
     Args:
-        source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache;
-            None (default): the files that each `from_pretrained` would read. A given source is that
-            of every model built in the context, also by `from_config`.
+        source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
+            None: the files that each `from_pretrained` would read. A given source is that of every
+            model built in the context, also by `from_config`.
         budget: the limit of host memory per node while loading, saving and resuming, bytes or text
             ("200GiB"). It includes what the processes hold already, and applies to calls of
-            `modicum.torch.load`, `save` and `resume`, too. "none": no limit; None (default): the
-            ledger's limit, or the memory that the cgroup and the node have left.
-        ledger: the account to which every parameter is charged until its last tensor is freed; its
-            limit is the budget of the node; None (default): a new one for each load.
-        strategy: own-shard (default), node-reader, replica-striped, rank0-broadcast or
-            full-per-rank; all give the same bits. With `progress` rank 0 prints the one in use.
-        missing: what to do about names that the source lacks and that the model does not allow to
-            be missing: "error" (default; `from_pretrained` would only warn), or a value of
-            `missing` of `modicum.torch.load`.
-        unexpected: what to do about stored names that are not in the model: "error" (default;
-            `from_pretrained` would only warn), "ignore", or patterns of names to drop.
-        check: None (default), or "values": read the source again after each load, and compare.
+            `modicum.torch.load`, `save` and `resume`, too. "none": no limit. None: the ledger's
+            limit, or the memory that the cgroup and the node have left.
+        rules: `LoadRules` with missing, unexpected and seed. Unlike `from_pretrained`, which only
+            warns, missing and unexpected names are errors by default.
+        memory: `MemoryPolicy` without `pin`. To the `ledger` every parameter is charged until its
+            last tensor is freed; None: a new one for each load.
+        check: whether to read the source again after each load, and compare.
         progress: whether rank 0 prints the plan and a progress bar on stderr.
-        seed: the seed of initialised parameters; 0 by default.
-        staging: bytes in flight per rank; None (default): 8 MiB, or less to fit the budget.
-        fork: "excluded" (default), "shared" or "inherited", as for `modicum.torch.load`.
 
     Yields:
         A `Loading`, with a `report` after `prepare` and `saves` after checkpoints.
@@ -117,14 +107,12 @@ def loading(
             reasons of `modicum.torch.load`.
     """
     require_check(check)
-    require_fork(fork)
-    one = Loading(
-        None if source is None else Path(source),
-        dict(
-            budget=budget, ledger=ledger, strategy=strategy, missing=missing, fork=fork,
-            unexpected=unexpected, check=check, progress=progress, seed=seed, staging=staging,
-        ),
-    )  # fmt: skip
+    arguments: dict[str, Any] = {"optimizer": None, "budget": budget, "dtype": None, "check": check}
+    arguments |= {"progress": progress}
+    arguments |= arguments_in("loading", rules, memory, ("missing", "unexpected", "seed"))
+    ledger = arguments["ledger"]
+    require_fork(arguments["fork"])
+    one = Loading(None if source is None else Path(source), arguments)
     with ExitStack() as stack:
         scripts = transformers.builder(_pretrained_model()) or _Scripts(stack)
         scripts.loadings.append(one)
@@ -140,9 +128,9 @@ class Loading:
 
     _source: Path | None
     _arguments: dict[str, Any]
-    reports: list[Report] = field(default_factory=list)
+    reports: list[LoadReport] = field(default_factory=list)
     """The report of each load, in order, including loads of resumes."""
-    saves: list[Saved] = field(default_factory=list)
+    saves: list[SaveReport] = field(default_factory=list)
     """The report of each saved model, in order; a checkpoint may have several."""
     _built: weakref.WeakKeyDictionary[nn.Module, Built] = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
@@ -152,7 +140,7 @@ class Loading:
     _is_exempt: bool = field(default=False, repr=False)
 
     @property
-    def report(self) -> Report | None:
+    def report(self) -> LoadReport | None:
         """The report of the last load; None before the first one."""
         return self.reports[-1] if self.reports else None
 
@@ -230,10 +218,10 @@ class _Scripts:
     def _how(self) -> dict[str, Any]:
         return self.loadings[-1]._arguments
 
-    def _note_save(self, saved: Saved) -> None:
+    def _note_save(self, saved: SaveReport) -> None:
         self.loadings[-1].saves.append(saved)
 
-    def _note_resume(self, resumed: Resumed) -> None:
+    def _note_resume(self, resumed: ResumeReport) -> None:
         self.loadings[-1].reports.append(resumed.load)
 
     def contexts(self) -> list[AbstractContextManager[Any]]:

@@ -18,7 +18,7 @@ from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.accelerate.unfilled import Built, refuse_changed, rows_kept, written_buffers
 from modicum.torch.loading.around import giving
 from modicum.torch.loading.goal import Model
-from modicum.torch.loading.load import load
+from modicum.torch.loading.load import load_by
 from modicum.torch.loading.rows import fill_rows, require_rows
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.collectives import settled
@@ -142,7 +142,7 @@ def load_rounded(model: nn.Module, built: Built, before: Before, bindings: Bindi
     account = giving(built.arguments["ledger"], built.arguments["budget"])
     with _bound(bindings) as optimizers, account:
         arguments = built.arguments | {"optimizer": optimizers}
-        built.loading.reports.append(load(model, built.source, **arguments))
+        built.loading.reports.append(load_by(lambda: arguments, model, built.source))
     _refuse_overwritten(digests, _digests_of(model, before.written))
     if before.kept:
         fill_rows(Model.of(model), before.kept, arguments["resized"], arguments["seed"])

@@ -1,6 +1,8 @@
-"""torch.distributed.checkpoint (DCP) with Hugging Face files: a reader of checkpoints, a writer of
-steps (saved checkpoint directories), and a reader of steps that the writer has written."""
+"""torch.distributed.checkpoint (DCP): a reader of Hugging Face files and of saved checkpoints, and
+a writer of checkpoints."""
 
-from modicum.torch.dcp.readers import HuggingFaceReader as HuggingFaceReader
-from modicum.torch.dcp.readers import Reader as Reader
-from modicum.torch.dcp.writer import Writer as Writer
+from modicum.options.renamed import getattr_of
+from modicum.torch.dcp.reader import ModicumReader as ModicumReader
+from modicum.torch.dcp.writer import ModicumWriter as ModicumWriter
+
+__getattr__ = getattr_of("modicum.torch.dcp")

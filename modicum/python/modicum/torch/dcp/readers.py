@@ -1,11 +1,5 @@
-"""The readers of torch.distributed.checkpoint (DCP): of checkpoints in Hugging Face files, and of
-steps (saved checkpoint directories) that `Writer` has written.
-
-    reader = modicum.torch.dcp.HuggingFaceReader("path/of/a/checkpoint", model)
-    state = model.state_dict()
-    torch.distributed.checkpoint.load(state, storage_reader=reader)
-    model.load_state_dict(state, assign=True)
-"""
+"""The readers of which `ModicumReader` is one: of Hugging Face files, and of checkpoints that
+`ModicumWriter` has written."""
 
 import io
 import os
@@ -28,10 +22,11 @@ from torch.futures import Future
 
 from modicum import _modicum
 from modicum.errors import Error, failure, refusal
-from modicum.recipes import Recipe, recipe_for
+from modicum.recipes import Recipe
 from modicum.recipes.dtypes import dtype_name
 from modicum.recipes.nodes import Node, stored_under
 from modicum.recipes.reading import given_recipe
+from modicum.recipes.recipe import build_recipe
 from modicum.recipes.structure import structure_of
 from modicum.torch.build.emptied import Emptied
 from modicum.torch.dcp.boxes import Target, boxed, cast_to, check_place, described, described_tensor
@@ -47,7 +42,7 @@ from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.state_dicts import Facts, Place, facts_in, flat_key
 from modicum.torch.saving.tensor_state import FILE as STATE
 from modicum.torch.saving.tensor_state import numbers_of
-from modicum.torch.saving.texts import json_in, text_in
+from modicum.torch.saving.texts import json_in, read_files, text_in
 from modicum.torch.shards.placements import Sharding, Shardings, layout_of
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import strided_shard
@@ -67,66 +62,31 @@ class _Place:
     sharding: Sharding | None  # None: the tensor gets the complete result of the node
 
 
-class HuggingFaceReader(PathReader):
-    """The `storage_reader` of `torch.distributed.checkpoint.load` for Hugging Face files (torch
-    2.13).
+class FilesReader(PathReader):
+    """Reads Hugging Face files.
 
-    Each rank reads its own bytes of each tensor, through staging of a fixed size, with the model's
-    conversions: experts that are stored separately; renamed, joined or transposed tensors; FP8
-    codes with their scales. torch's HuggingFaceStorageReader reads only tensors that are stored
-    under the same name and shape. No rank waits for another while it reads. Values of a step (a
-    saved checkpoint directory) are compared with its record.
-
-    Tensors and DTensors are filled in place, on CPUs or devices; they must be row-major. Values are
-    rounded to their dtype. DCP's plan determines which box (chunk) a rank reads. A strided shard
-    (packed projections; FSDP2 after tensor parallelism along the same dim) consists of several
-    boxes, which a plan can't express: its elements are determined by the placements of the DTensor
-    and, with `model`, by FSDP2's shards.
-
-    When all tensors of `model` that the checkpoint holds were read, the checkpoint is the source of
-    `modicum.torch.save`, as after `modicum.torch.load`.
-
-    A tensor that `missing` leaves to the model's own rule is not in the reader's metadata: DCP
-    reports it as missing, and with `DefaultLoadPlanner(allow_partial_load=True)` it keeps its
-    values.
+    DCP's plan determines which box (chunk) a rank reads. A strided shard (packed projections; FSDP2
+    after tensor parallelism along the same dim) consists of several boxes, which a plan can't
+    express: its elements are determined by the placements of the DTensor and, with `model`, by
+    FSDP2's shards.
     """
 
     def __init__(
         self,
         source: Source,
-        model: nn.Module | None = None,
+        model: nn.Module | None,
         *,
-        recipe: Recipe | Source | None = None,
-        key_mapping: Mapping[str, str] | None = None,
-        missing: Any = "error",
-        unexpected: Any = "error",
-        staging: Size | None = None,
-        ledger: _modicum.Ledger | None = None,
-        buffers: str | None = None,
+        rules: Mapping[str, Any],
+        staging: Size | None,
+        ledger: _modicum.Ledger | None,
     ) -> None:
-        """Opens headers and index; reads no tensor.
-
-        Args:
-            source: a directory, a safetensors file, or `org/name` in the local Hugging Face cache.
-            model: the model of the state dict, already sharded, on meta or not; the conversions of
-                the installed transformers apply. None: names and shapes as stored.
-            recipe: the conversions in place of transformers' ones, for names of the state dict's
-                own: from `modicum.recipes`, or the path of a recipe.json. Not with key_mapping,
-                missing or unexpected.
-            key_mapping, missing, unexpected: as for `modicum.torch.load`; only with a model.
-            staging: host memory per rank for bytes in flight; None: 8 MiB.
-            ledger: the account to which memory is charged while reading; None: a new one.
-            buffers: as for `modicum.torch.load`; only with a model.
-
-        Raises:
-            UsageError: model and checkpoint do not match.
-            FormatError, IoError: as for `modicum.torch.load`.
-        """
+        """`rules`: the fields of `LoadRules` that act, by name. Other arguments are as of
+        `ModicumReader`."""
         self._model = model
-        self._names = {"missing": missing, "unexpected": unexpected, "key_mapping": key_mapping}
-        self._given = given_recipe(recipe, self._names)
+        self._names = {name: rules[name] for name in ("missing", "unexpected", "key_mapping")}
+        self._given = given_recipe(rules["recipe"], self._names)
         self._staging, self._ledger = staging, ledger or _modicum.Ledger()
-        self._buffers = buffers
+        self._buffers = rules["buffers"]
         self.reset(source)
 
     # ---- the interface of StorageReader
@@ -197,7 +157,7 @@ class HuggingFaceReader(PathReader):
         if self._given is not None:
             return self._given
         if self._model is not None:
-            return recipe_for(self._model, stored, **self._names)
+            return build_recipe(self._model, stored, **self._names)
         return Recipe({name: {"op": "stored", "name": name} for name in stored})
 
     def _targets_of(self, recipe: Recipe) -> dict[str, Target]:
@@ -285,7 +245,7 @@ class HuggingFaceReader(PathReader):
         self._compared = loaded.outcome["compared"]
 
 
-class _Part(HuggingFaceReader):
+class _Part(FilesReader):
     """A reader of one part of a step, with tensors under the keys of the state dict."""
 
     def __init__(
@@ -313,36 +273,22 @@ class _State(_Part):
         return {self._key(name): of for name, of in owners.items() if of is not None}
 
 
-class Reader(PathReader):
-    """The `storage_reader` of `torch.distributed.checkpoint.load` for a step that `Writer` has
-    written. World size and sharding may differ from those of the save.
-
-    The state dict has all keys of the saved one, or some of them. Each rank reads only its own
-    bytes, as with `HuggingFaceReader`.
-    """
+class StateDictReader(PathReader):
+    """Reads a checkpoint that `ModicumWriter` has written."""
 
     def __init__(
         self,
         root: Source,
-        model: nn.Module | None = None,
+        model: nn.Module | None,
         *,
-        staging: Size | None = None,
-        ledger: _modicum.Ledger | None = None,
+        rules: Mapping[str, Any],
+        staging: Size | None,
+        ledger: _modicum.Ledger | None,
     ) -> None:
-        """Opens headers and index; reads no tensor.
-
-        Args:
-            root: a step, or the directory of all steps, whose newest complete step is read. Rank 0
-                chooses for all ranks of a load, and warns of damaged steps that it skips.
-            model: the model of the state dict, if `Writer` was given it.
-            staging, ledger: as for `HuggingFaceReader`.
-
-        Raises:
-            IntegrityError: the step is incomplete.
-            UsageError: the step was not written by `Writer`.
-        """
+        """`root`: a step, or the directory of all steps. Other arguments are as of `FilesReader`;
+        `rules` has the defaults."""
         self._model = model
-        self._how: dict[str, Any] = {"staging": staging, "ledger": ledger}
+        self._how: dict[str, Any] = {"rules": rules, "staging": staging, "ledger": ledger}
         self.reset(root)
 
     def reset(self, checkpoint_id: Source | None = None) -> None:
@@ -451,7 +397,7 @@ class Reader(PathReader):
             raise refusal("UNSUPPORTED", what, expected=uuid, got=self._opened[1])
         if self.read_metadata() != planned:
             what = f"rank {_rank()} has planned the load of another step, whose tensors or values "
-            what += "differ: make the reader again"
+            what += "differ: make another reader"
             raise failure("CONFLICT", what, file=Path(path).name)
 
     def _give(self, item: ReadItem, planner: LoadPlanner) -> None:
@@ -475,11 +421,19 @@ def _texts_of(step: Path, facts: Mapping[str, Any]) -> list[str]:
     return [name for name in (COMMON, STATE) if (step / name).exists()]
 
 
+def is_written(step: Path) -> bool:
+    """Whether `ModicumWriter` has written a complete step."""
+    if not (step / COMMON).exists():
+        return False
+    document = json_in(read_files(step, [COMMON])[COMMON], COMMON)
+    return facts_in(common_of(document), COMMON) is not None
+
+
 def _facts_of(chosen: Chosen) -> Facts:
     """The facts about the state dict that `Writer` has saved."""
     facts = facts_in(common_of(json_in(chosen.files.get(COMMON, b"{}"), COMMON)), COMMON)
     if facts is None:
-        what = "the step was not written by modicum.torch.dcp.Writer: read its model by "
-        what += "HuggingFaceReader, or resume it by modicum.torch.resume"
+        what = "the checkpoint was not written by ModicumWriter: read its model by its own "
+        what += "directory, or resume it by modicum.torch.resume"
         raise refusal("UNSUPPORTED", what, file=chosen.path.name)
     return facts

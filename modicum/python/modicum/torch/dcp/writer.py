@@ -1,4 +1,4 @@
-"""`Writer`: writes steps (saved checkpoint directories) for torch.distributed.checkpoint (DCP)."""
+"""`ModicumWriter`: writes checkpoints for torch.distributed.checkpoint (DCP)."""
 
 import os
 import threading
@@ -18,6 +18,8 @@ from torch.futures import Future
 
 from modicum import _modicum
 from modicum.errors import refusal
+from modicum.options import MemoryPolicy, SaveOptions, read_options
+from modicum.options.renamed import refuse_old_keywords
 from modicum.torch.loading.goal import Model
 from modicum.torch.loading.origin import origin_of
 from modicum.torch.optim.adamw import AdamW
@@ -44,13 +46,13 @@ Size = int | str
 Source = str | os.PathLike[str]
 
 
-class Writer(StorageWriter, AsyncStager):
-    """The `storage_writer` of `torch.distributed.checkpoint.save` for steps (torch 2.13).
+class ModicumWriter(StorageWriter, AsyncStager):
+    """The `storage_writer` of `torch.distributed.checkpoint.save` (torch 2.13).
 
-    Writes the same step as `modicum.torch.save`, from the state dict's tensors: the model as final
-    Hugging Face files, into which each rank writes its own elements, without a consolidation
-    afterwards. The step becomes visible as `root/step-N` once all ranks have written. `Reader` and
-    `modicum.torch.resume` read it.
+    Writes the same checkpoint as `modicum.torch.save`, from the state dict's tensors: the model as
+    final Hugging Face files, into which each rank writes its own elements, without a consolidation
+    afterwards. The checkpoint becomes visible as `run/step-N` once all ranks have written.
+    `ModicumReader` and `modicum.torch.resume` read it.
 
     The state dict must have the tensors of one model, under one key or at the top level. It may
     have one optimizer's state dict, as `get_state_dict` or `get_optimizer_state_dict` returns it,
@@ -58,57 +60,57 @@ class Writer(StorageWriter, AsyncStager):
     for these that other ranks lack.
 
     All ranks of the default process group take part, with rank 0 as the coordinator. A writer saves
-    one step; `reset` with another `checkpoint_id` begins the next. `async_save` is refused, since
-    it would copy the complete state.
+    one checkpoint; `reset` with another `checkpoint_id` begins the next. DCP's `async_save` is
+    refused, since it would copy the complete state.
     """
 
+    @refuse_old_keywords(SaveOptions, MemoryPolicy)
     def __init__(
         self,
-        root: Source,
+        run: Source,
         *,
         step: int,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        source: Source | None = None,
-        dtype: torch.dtype | None = None,
         keep: int | None = None,
-        shard_size: Size | None = None,
-        ledger: _modicum.Ledger | None = None,
         budget: Size | None = None,
-        staging: Size | None = None,
-        replicas: str = "equal",
+        options: SaveOptions | None = None,
+        memory: MemoryPolicy | None = None,
     ) -> None:
         """Sets the arguments; opens no file.
 
         Args:
-            root: the directory of all steps, on a file system that all ranks share.
-            step: the step's number.
-            model: the model of the state dict. The files get the names and shapes of `source` or
-                of the checkpoint that `modicum.torch.load` or `HuggingFaceReader` has loaded. None:
-                the names and shapes of the state dict.
+            run: the directory of all checkpoints, on a file system that all ranks share.
+            step: the checkpoint's number.
+            model: the model of the state dict. The files get the names and shapes of the `source`
+                in `options`, or of the checkpoint that `modicum.torch.load` or `ModicumReader` has
+                loaded. None: the names and shapes of the state dict.
             optimizer: the optimizer of the state dict. Its class is recorded; without it
                 `modicum.torch.resume` does not accept the state. A `modicum.torch.AdamW` is
                 refused: a state dict lacks its planes (the arrays in which it keeps its state).
-            source: a checkpoint of the model, whose division into files, config and tokenizer the
-                step gets.
-            dtype, keep, shard_size, ledger, budget, staging, replicas: as for `modicum.torch.save`;
-                without `model` buffers count as parameters.
+            keep, budget: as for `modicum.torch.save`.
+            options: `SaveOptions` with source, dtype, shard_size and replicas; without `model`
+                buffers count as parameters.
+            memory: `MemoryPolicy` with `staging` and `ledger`.
 
         Raises:
             UsageError: `optimizer` is a `modicum.torch.AdamW`; use `modicum.torch.save`.
         """
+        acting = ("source", "dtype", "shard_size", "replicas")
+        files = read_options("ModicumWriter", SaveOptions, options, acting)
+        holding = read_options("ModicumWriter", MemoryPolicy, memory, ("staging", "ledger"))
         optimizer = unwrapped(optimizer)
         if isinstance(optimizer, AdamW):
             what = "a state dict lacks the planes of modicum.torch.AdamW"
             raise refusal("UNSUPPORTED", what, expected="modicum.torch.save(model, optimizer=...)")
-        self._model, self._optimizer, self._source = model, optimizer, source
-        self._form = Form(dtype, "copy", shard_size, staging, False, replicas=replicas)
+        self._model, self._optimizer = model, optimizer
+        self._form = Form(**files, staging=holding["staging"], adapters=False)
         self._how: dict[str, Any] = {
             "keep": keep,
-            "ledger": ledger or _modicum.Ledger(),
+            "ledger": holding["ledger"] or _modicum.Ledger(),
             "budget": budget,
         }
-        self._at = (root_of(root), step)
+        self._at = (root_of(run), step)
         self._flight = Flight()
         self._kept: tuple[Planned, int] | None = None
         self.path: str | None = None
@@ -122,7 +124,7 @@ class Writer(StorageWriter, AsyncStager):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
     def reset(self, checkpoint_id: Source | None = None) -> None:
-        """Begins a save. `checkpoint_id`: ROOT/step-N, in place of `root` and `step`; or None."""
+        """Begins a save. `checkpoint_id`: RUN/step-N, in place of `run` and `step`; or None."""
         self._flight.end()
         self._flight, self._kept, self.path = Flight(), None, None
         if checkpoint_id is not None:
@@ -130,7 +132,7 @@ class Writer(StorageWriter, AsyncStager):
             number = path.name.removeprefix("step-")
             if number == path.name or not number.isdecimal():
                 got = str(checkpoint_id)
-                raise refusal("USAGE", "checkpoint_id", expected="ROOT/step-N", got=got)
+                raise refusal("USAGE", "checkpoint_id", expected="RUN/step-N", got=got)
             self._at = (path.parent, int(number))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -139,7 +141,7 @@ class Writer(StorageWriter, AsyncStager):
         if threading.current_thread() is not threading.main_thread():
             what = "a save by DCP on another thread than the main one, while training may go on"
             expected = "torch.distributed.checkpoint.save on the main thread, or "
-            expected += "modicum.torch.save(background=True)"
+            expected += "modicum.torch.async_save"
             got = f"thread {threading.current_thread().name!r}"
             raise refusal("UNSUPPORTED", what, expected=expected, got=got)
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -195,13 +197,15 @@ class Writer(StorageWriter, AsyncStager):
         self._flight.hold(_read(parts))
         ask = Ask(root=root, step=step, form=self._form, extra=parts.facts, per_rank=None,
                   **self._how)  # fmt: skip
-        ranks.agree_on(ask.facts() | {"argument source": str(self._source)} | common_facts(parts))
+        ranks.agree_on(
+            ask.facts() | {"argument source": str(self._form.source)} | common_facts(parts)
+        )
         model = None if self._model is None else Model.of(self._model, reshards=True)
         named = Named({canonical(name): t for name, t in parts.model.items()}, model)
         if model is None:
-            goal = goal_as_stored(named.tensors, self._source, ranks)
+            goal = goal_as_stored(named.tensors, self._form.source, ranks)
         else:
-            source = None if self._source is None else Path(self._source)
+            source = None if self._form.source is None else Path(self._form.source)
             origin = origin_of(model.module)
             goal = goal_of(model, ranks, source, origin, self._form.unused)
         writing = writing_of_named(named, goal, ranks, self._form)

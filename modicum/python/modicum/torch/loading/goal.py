@@ -14,7 +14,8 @@ from torch import nn
 from modicum import _modicum
 from modicum.errors import counted, refusal
 from modicum.memory.recording import reset_peak
-from modicum.recipes import Recipe, recipe_for
+from modicum.recipes import Recipe
+from modicum.recipes.recipe import build_recipe
 from modicum.recipes.structure import Structure, structure_of
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.shards.tensors import ModelTensor, tensors_of
@@ -141,8 +142,8 @@ def goal_of_source(
 
     Args:
         source: None: all tensors are initialised.
-        how: the arguments of `recipe_for` (dtype, missing, ...); and `recipe`, which if not None is
-            used instead of making one.
+        how: the arguments of `build_recipe` (dtype, missing, ...); and `recipe`, which if not None
+            is used instead of making one.
         unwritten: names of tensors that have memory but no values, as after `to_empty()`.
     """
     checkpoint = _modicum.open_checkpoint(None if source is None else Path(source))
@@ -169,7 +170,7 @@ def goal_of_source(
         if given is not None:
             made = given.into(structure)
         else:
-            made = recipe_for(model.module, stored, structure=structure, present=present, **how)
+            made = build_recipe(model.module, stored, structure=structure, present=present, **how)
         _warn_of_unused(made, stored)
         return [made.text(callers=True), made.callers, made.grown, made.norms]
 

@@ -43,7 +43,7 @@ class Options:
     staging: Size | None
     fork: str
     seed: int
-    check: str | None
+    check: bool
     progress: bool
     optimizers: Sequence[AdamW] = ()
     later: Mapping[str, int] = field(default_factory=dict)

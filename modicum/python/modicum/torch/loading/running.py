@@ -23,12 +23,12 @@ from modicum.torch.ranks.progress import progress_bar
 from modicum.torch.shards.tensors import as_bytes, copying_into
 from modicum.upstream.torch_distributed import dtensor_like
 from modicum.upstream.torch_fsdp import hand_over, pin
-from modicum.walk.report import Report
+from modicum.walk.load_report import LoadReport
 
 Storages = dict[int, torch.Tensor]
 
 
-def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
+def run(planned: Planned, model: Model, ranks: Ranks) -> LoadReport:
     """Runs the load; returns the same report on every rank. Collective. If a rank fails, all raise,
     and every tensor on meta stays on meta."""
     if planned.options.progress and ranks.rank == 0:
@@ -67,7 +67,7 @@ def run(planned: Planned, model: Model, ranks: Ranks) -> Report:
                 caller=_Maker(planned),
                 broadcast=ranks.broadcast if len(group) > 1 else None,
                 threads=cpus_of_rank(planned.ranks_per_node),
-                check=options.check is not None,
+                check=options.check,
                 seed=options.seed,
             )
             # Now all ranks have loaded: tensors on meta may get memory.
@@ -140,7 +140,7 @@ def _hand_over(planned: Planned, model: Model, loaded: _modicum.Loaded, storages
 
 def _report(
     planned: Planned, ranks: Ranks, loaded: _modicum.Loaded, compared: dict[str, Any]
-) -> Report:
+) -> LoadReport:
     outcome = loaded.outcome | {
         "baseline_bytes": planned.goal.memories[ranks.rank][0],
         "kernel_peak_bytes": _modicum.process_memory()["peak_bytes"],
@@ -152,7 +152,7 @@ def _report(
         outcome["ledger_peak_bytes"] = max(outcome["ledger_peak_bytes"], held)
     del outcome["compared"]  # merged already
     outcomes = ranks.gather(outcome)
-    is_checked, budget = planned.options.check is not None, planned.budget
+    is_checked, budget = planned.options.check, planned.budget
     source = planned.budget_source
     document, text = _modicum.load_report(
         planned.plan, outcomes, is_checked, budget, source, compared
@@ -160,4 +160,4 @@ def _report(
     if planned.warning:
         document["warnings"].append(planned.warning)
         text += f"warning: {planned.warning}\n"
-    return Report(document, text)
+    return LoadReport(document, text)

@@ -11,6 +11,8 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import BudgetError, UsageError, refusal
+from modicum.options import MemoryPolicy, read_options
+from modicum.options.renamed import refuse_old_keywords
 from modicum.torch.optim.agreement import Answer, agreed
 from modicum.torch.optim.binding import (
     Wants,
@@ -66,7 +68,7 @@ class AdamW(torch.optim.Optimizer):
     Both go through 528 KiB of staging per thread or, if the dtypes are equal, directly.
 
     Parameters with any dense strides are stepped in memory order. If parameters are replaced in
-    `param_groups` (as by accelerate's `prepare` or `rebinding`) or their memory is moved
+    `param_groups` (as by accelerate's `prepare` or `rebind_parameters`) or their memory is moved
     (`model.to`, `share_memory`) before the first step or load, the optimizer adopts the new ones;
     afterwards it raises an error that names the parameter. A program may change `state` as in
     torch: a removed entry starts from zero, and new values are used.
@@ -87,15 +89,11 @@ class AdamW(torch.optim.Optimizer):
             tensors of fewer than 128 elements per row or 4096 in all, keep fp32 moments.
         semantics: deepspeed, or torch: torch.optim.AdamW's roundings, with square roots rounded to
             nearest. Those of torch's wheels are not: 0.4 % of elements differ by an ulp at lr 1e-4.
-        decoupled: False: the decay is added to the gradient (Adam). The key in a group is
-            `decoupled_weight_decay`.
+        decoupled_weight_decay: False: the decay is added to the gradient (Adam); also in groups.
         bias_correction: whether to correct the bias of the moments.
         seed: the seed of the random bits; the same on every rank.
-        ledger: the account to which all allocations are charged; None: a new one.
-        pin: whether to pin the memory that a device reads or writes, at its exact size; or an
-            object with cudaHostRegister and cudaHostUnregister, used in place of CUDA's runtime.
-        fork: how forked children see the state: "excluded", "shared" or "inherited" (charged
-            twice), as in `modicum.torch.load`.
+        memory: `MemoryPolicy` with `ledger`, `fork` and `pin`. Memory that forked children inherit
+            is charged twice.
 
     Attributes:
         skipped_steps: number of steps skipped because a gradient was not finite.
@@ -108,6 +106,7 @@ class AdamW(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # GradScaler then leaves the unscaling to `step`
 
+    @refuse_old_keywords(MemoryPolicy)
     def __init__(
         self,
         params: Any,
@@ -122,14 +121,12 @@ class AdamW(torch.optim.Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        decoupled_weight_decay: bool = True,
+        bias_correction: bool = True,
         state_format: str = "fp32",
         semantics: str = "torch",
-        decoupled: bool = True,
-        bias_correction: bool = True,
         seed: int = 0,
-        ledger: _modicum.Ledger | None = None,
-        pin: Any = False,
-        fork: str = "excluded",
+        memory: MemoryPolicy | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -138,20 +135,21 @@ class AdamW(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
             "maximize": maximize,
-            "decoupled_weight_decay": decoupled,
+            "decoupled_weight_decay": decoupled_weight_decay,
             "foreach": foreach,
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
         }
-        require_fork(fork)
+        holding = read_options("AdamW", MemoryPolicy, memory, ("ledger", "pin", "fork"))
+        require_fork(holding["fork"])
         super().__init__(params, defaults)
         self.state_format = require_text("state_format", state_format)
         self.semantics, self.seed = require_text("semantics", semantics), require_seed(seed)
         self.bias_correction = bias_correction
-        self.ledger = require_ledger(ledger)
+        self.ledger = require_ledger(holding["ledger"])
         self.skipped_steps = 0
-        self._pin, self._fork = pin, fork
+        self._pin, self._fork = holding["pin"], holding["fork"]
         self._max_norm: float | None = None
         self._has_warned = self._has_warned_of_skip = False
         self._is_first, self._has_loaded = True, False

@@ -2,18 +2,18 @@
 
     the program's thread              the save's thread              other ranks
     --------------------              -----------------              -----------
-    save(background=True)
+    async_save()
       agree, plan, budget             -                              the same, together
       make the files, meet            -                              the same, together
     optimizer steps                   write this rank's part         -
       wait for a block, or copy it    ...
       .                               synced
-    next step, done(), wait(), exit,
+    next step, done(), result(), exit,
     or SIGTERM that is held
       vote, unless a tensor was
       written in place                gather all votes        <->    vote
       .                               commit, on rank 0
-    wait() returns                    the step is visible     <->    the step is visible
+    result() returns                  the step is visible     <->    the step is visible
 
 While a save writes, its ranks do not meet, and it needs the GIL only for tensors on a device. An
 optimizer step may wait for this rank's save, but never for another rank's. The ranks meet through a
@@ -29,7 +29,7 @@ step is skipped or raises.
 
 states.py has the states and what changes them. If a rank's part fails, all ranks drop the saved
 step, and each raises the error, once, in its next call in which the ranks learn of the errors of
-others: `wait`, a save, a load, a resume, an optimizer's step. Other calls deliver no error.
+others: `result`, a save, a load, a resume, an optimizer's step. Other calls deliver no error.
 """
 
 import multiprocessing.util
@@ -54,7 +54,7 @@ from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.optim.parts import versions_of
 from modicum.torch.ranks.refusals import is_refused, note_delivery
-from modicum.torch.saving.report import Saved
+from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.running import LOCK_LIMIT_S, Begun
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.states import READS, Course, Event, State
@@ -89,16 +89,18 @@ class Watched:
                 self._noted[id(of)] = (self._noted[id(of)][0], of, versions_of(of))
 
 
-class Saving:
-    """A save in the background, returned by `save(background=True)`.
+class AsyncSave:
+    """A save in the background, returned by `async_save`. Use it from the training thread.
 
-    The saved step becomes visible when every rank has written its part and then has called an
-    optimizer's step, `done`, `wait`, `exception` or another save, exits, or handles a SIGTERM that
-    `grace` holds. Use it from the training thread.
+    The checkpoint becomes visible when every rank has written its part and then has called an
+    optimizer's step, a method of this object or another save, exits, or handles a SIGTERM that
+    `grace` holds. It is no `concurrent.futures.Future`: do not pass it to `futures.wait`,
+    `as_completed` or `asyncio.wrap_future`, which block the training thread without calling any of
+    these, and would wait for ever.
     """
 
     def __init__(
-        self, begun: Begun, finish: Callable[[dict[str, Any], Any], Saved], sigterm: Sigterm
+        self, begun: Begun, finish: Callable[[dict[str, Any], Any], SaveReport], sigterm: Sigterm
     ) -> None:
         """`finish`: as `Begun.finish`. `start` must follow."""
         assert begun.planned.snapshot is not None
@@ -117,9 +119,11 @@ class Saving:
         self._error: BaseException | None = None
         self._is_delivered = self._is_freed = self._is_in_step = False
         self._is_called = True  # in a call of this object, or in a step of AdamW; `start` ends it
-        self._report: Saved | None = None
+        self._report: SaveReport | None = None
+        self._callbacks: list[Callable[[AsyncSave], object]] = []
+        self._callbacks_lock = threading.Lock()
 
-    def start(self, rest: ExitStack, called_s: float) -> "Saving":
+    def start(self, rest: ExitStack, called_s: float) -> "AsyncSave":
         """Starts the save's thread.
 
         Args:
@@ -146,35 +150,52 @@ class Saving:
     # ---- what the program calls
 
     def done(self) -> bool:
-        """Whether the save is over: the step is visible, or the save has failed. Raises no error of
-        the save."""
+        """Whether the save is over: the checkpoint is visible, or the save has failed. Raises no
+        error of the save."""
+        if threading.get_ident() != self._thread_id:  # in a callback
+            return self._course.is_over
         with self._call():
             self._vote()
         self._free()
         return self._course.is_over
 
-    def exception(self) -> BaseException | None:
-        """Waits until the save is over; returns its error, or None if the step is visible. Does not
-        count as raising it: the next collective call still does."""
-        self.finish()
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits until the save is over; returns its error, or None if the checkpoint is visible.
+        Does not count as raising it: the next collective call still does. Raises `TimeoutError`
+        after `timeout` seconds; the save goes on."""
+        self._finish_within(timeout)
         return self._error
 
-    def wait(self) -> Saved:
-        """Waits until the saved step is visible; returns the report, the same on every rank.
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Waits until the checkpoint is visible; returns the report, the same on every rank.
         Collective. After Ctrl-C the save goes on.
 
+        Args:
+            timeout: seconds; None: no limit.
+
         Raises:
+            TimeoutError: the save is not over, and goes on. Ranks may differ in this.
             UsageError: the program wrote to a tensor in place during the save, which is named, or
                 destroyed the process group.
             IoError, IntegrityError, PreemptedError, PeerError: as from `save`. Any error is raised
-                on every rank, and nothing of the step is visible.
+                on every rank, and nothing of the checkpoint is visible.
         """
-        self.finish()
+        self._finish_within(timeout)
         self.deliver()
         if self._error is not None:
             raise self._error
         assert self._report is not None
         return self._report
+
+    def add_done_callback(self, callback: Callable[["AsyncSave"], object]) -> None:
+        """Calls `callback(self)` once the save is over, on the save's thread; at once if it is over
+        already. Of this object the callback may call only `done`. An exception of the callback is
+        printed and ignored."""
+        with self._callbacks_lock:
+            if not self._course.is_over:
+                self._callbacks.append(callback)
+                return
+        self._call_back(callback)
 
     # ---- what optimizers and loads call: the methods of in_flight.Save
 
@@ -217,11 +238,7 @@ class Saving:
             self._vote()
 
     def finish(self) -> None:
-        with self._call():
-            self._settle()
-            self._vote()
-        self._course.await_end()
-        self._free()
+        self._finish_within(None)
 
     def deliver(self) -> None:
         self._free()
@@ -293,6 +310,17 @@ class Saving:
         self._course.await_leaving(*READS, limit_s=limit_s)
         self._blocked_s += time.monotonic() - begin
 
+    def _finish_within(self, limit_s: float | None) -> None:
+        """Returns when the save is over. Raises `TimeoutError` after `limit_s` seconds."""
+        begin = time.monotonic()
+        with self._call():
+            self._settle(limit_s)
+            self._vote()
+        left_s = None if limit_s is None else max(0.0, limit_s - (time.monotonic() - begin))
+        if not self._course.await_end(left_s):
+            raise TimeoutError(f"the save in the background is not over after {limit_s} s")
+        self._free()
+
     def _is_before_vote(self) -> bool:
         return self._course.state in (*READS, State.WRITTEN)
 
@@ -313,12 +341,12 @@ class Saving:
         """The error of a save that must not be committed."""
         changed = self._watched.changed()
         if changed is not None:
-            what = "a tensor was written in place while a save in the background read it: wait() "
-            return refusal("USAGE", what + "for the save before", tensor=changed)
+            what = "a tensor was written in place while a save in the background read it: call "
+            return refusal("USAGE", what + "result() of the save before", tensor=changed)
         group = dist.group.WORLD if self._group is not None else None
         if self._group is not None and (group is None or self._group() is not group):
-            what = "the process group was destroyed during a save in the background: wait() for "
-            return refusal("USAGE", what + "the save before")
+            what = "the process group was destroyed during a save in the background: call "
+            return refusal("USAGE", what + "result() of the save before")
         return None
 
     def _is_refused_by_none(self) -> bool:
@@ -352,9 +380,19 @@ class Saving:
             elif not isinstance(error, Error):  # a rank that is gone, after the commit
                 traceback.print_exception(error)
         finally:
-            self._course.end()
+            with self._callbacks_lock:
+                self._course.end()
+                callbacks, self._callbacks = self._callbacks, []
+            for callback in callbacks:
+                self._call_back(callback)
 
-    def _save(self) -> Saved:
+    def _call_back(self, callback: Callable[["AsyncSave"], object]) -> None:
+        try:
+            callback(self)
+        except Exception as error:
+            traceback.print_exception(error)
+
+    def _save(self) -> SaveReport:
         """Writes this rank's part and commits the step. Collective."""
         outcome: dict[str, Any] = {}
         try:

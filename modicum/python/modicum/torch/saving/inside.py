@@ -32,9 +32,9 @@ from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import FILE
 from modicum.torch.saving.examining import damage_of
 from modicum.torch.saving.planning import LAST, Ask
-from modicum.torch.saving.report import Resumed, Saved
-from modicum.torch.saving.resume import find, load_state, resume
-from modicum.torch.saving.save import Given, save_together
+from modicum.torch.saving.report import ResumeReport, SaveReport
+from modicum.torch.saving.resume import find, load_state, resume_by
+from modicum.torch.saving.save import save_together
 from modicum.torch.saving.shared import require_same, seen_by_all
 from modicum.torch.saving.weights import Form
 from modicum.torch.saving.writing import Flight
@@ -106,7 +106,7 @@ def save_inside(
     optimizer: torch.optim.Optimizer | None,
     how: Mapping[str, Any],
     ranks: Ranks,
-) -> Saved:
+) -> SaveReport:
     """Saves into the directory of `flight`, which is open, and commits. Collective. `how`: ledger,
     budget, staging, shard_size and adapters, as for `save`."""
     form = Form(shard_size=how.get("shard_size"), staging=how["staging"], adapters=how["adapters"])
@@ -114,18 +114,19 @@ def save_inside(
         root=flight.directory, step=flight.number, keep=None, form=form,
         ledger=how["ledger"] or _modicum.Ledger(), budget=how["budget"], extra=None, per_rank=None,
     )  # fmt: skip
-    return save_together(model, Given(optimizer, None), ask, ranks, flight)
+    return save_together(model, optimizer, ask, ranks, flight)
 
 
-def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> Resumed:
+def load_inside(model: nn.Module, directory: Path, how: Mapping[str, Any]) -> ResumeReport:
     """Loads the model, and compares what it reads with the step's digests. Collective. `how`: as
-    for `resume`. The step does not become the model's origin, since a later save may remove it."""
+    `arguments` of `resume_by`. The step does not become the model's origin, since a later save may
+    remove it."""
     require_whole(directory)
     reshard(model)
     if (directory / FILE).exists():
-        return resume(model, directory, **how)
+        return resume_by(lambda: how, model, directory)
     with keeping_origin(model):
-        resumed = resume(model, directory, unexpected="ignore", **how)
+        resumed = resume_by(lambda: {**how, "unexpected": "ignore"}, model, directory)
         origin = origin_of(model)
         assert origin is not None
         filled = json.loads(origin.text)["targets"]

@@ -35,9 +35,9 @@ LAST = (1 << 63) - 1
 
 
 def root_of(root: str | os.PathLike[str]) -> Path:
-    """The absolute path of an argument `root`. Raises `UsageError` if it is empty."""
+    """The absolute path of an argument `run`. Raises `UsageError` if it is empty."""
     if os.fspath(root) == "":
-        raise refusal("USAGE", "root", expected="a directory", got="''")
+        raise refusal("USAGE", "run", expected="a directory", got="''")
     return Path(root).absolute()
 
 
@@ -76,17 +76,18 @@ class Ask:
         """The ledger, budget and staging as options of a load, for `budget_of`."""
         staging = self.form.staging
         return Options(
-            self.ledger, self.budget, "own-shard", staging, "excluded", 0, None, progress=False
-        )
+            self.ledger, self.budget, "own-shard", staging, "excluded", 0,
+            check=False, progress=False,
+        )  # fmt: skip
 
     def facts(self) -> dict[str, str]:
         """What must be equal on all ranks, for `Ranks.agree_on`."""
         facts = {
-            "argument root": str(self.root.absolute()),
+            "argument run": str(self.root.absolute()),
             "argument extra_per_rank": "none" if self.per_rank is None else "given",
         }
         values = {**vars(self.form), "step": self.step, "keep": self.keep, "extra": self.common}
-        values["grace"] = self.sigterm.grace_s
+        values |= {"source": str(self.form.source), "grace": self.sigterm.grace_s}
         return facts | {f"argument {name}": repr(value) for name, value in values.items()}
 
     @cached_property

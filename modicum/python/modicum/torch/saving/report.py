@@ -1,15 +1,15 @@
 """The reports of `save` and `resume`. A step is a saved checkpoint directory."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from modicum.walk.report import Report, left_out_text
+from modicum.walk.load_report import LoadReport, Printed, left_out_text
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveReport(Printed):
     """The report of a save; the same on every rank."""
 
     step: int
@@ -35,7 +35,7 @@ class Saved:
     """The peak of a rank's process by the kernel's count, Python objects included; the largest."""
     blocked_s: float
     """How long the program has waited, on the rank that waited longest: in the call of `save` and,
-    for a save in the background, in `wait` and in optimizer steps."""
+    for `async_save`, in `result` and in optimizer steps."""
     kept_bytes: int
     """In the background: bytes copied before an optimizer step overwrote them, on the rank with the
     most."""
@@ -50,6 +50,11 @@ class Saved:
     """Warnings, such as about files that other saves have left; rank 0 also issues them as
     UserWarnings."""
 
+    @property
+    def document(self) -> dict[str, Any]:
+        """The report as a dict for JSON. Bytes are integers."""
+        return asdict(self)
+
     def __str__(self) -> str:
         return (
             f"{self.path}: {self.written_bytes / MIB:.2f} MiB written in {self.elapsed_s:.2f} s, "
@@ -60,7 +65,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumeReport(Printed):
     """The report of a resume; the same on every rank, except `extra_per_rank`."""
 
     step: int
@@ -68,7 +73,7 @@ class Resumed:
     """The step's directory."""
     skipped: list[dict[str, Any]]
     """Newer steps that are incomplete or damaged: a dict with `step` and `reason` for each."""
-    load: Report
+    load: LoadReport
     """The report of loading the weights; its promise includes the optimizer's state."""
     read_bytes: int
     """Bytes of weights and state, read by all ranks."""
@@ -82,7 +87,19 @@ class Resumed:
     compared_bytes: int = 0
     """Bytes of weights and state that were compared with the step's record while they were read."""
     not_compared: list[str] = field(default_factory=list)
-    """Names of the step's tensors that were not read, or not compared as a whole."""
+    """Names of the checkpoint's tensors that were not read, or not compared as a whole."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """The warnings of the load."""
+        return self.load.warnings
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The report as a dict for JSON, without `extra` and `extra_per_rank`. Bytes are
+        integers."""
+        shown = {name: value for name, value in vars(self).items() if "extra" not in name}
+        return shown | {"load": self.load.document}
 
     def __str__(self) -> str:
         skipped = "".join(f"skipped step {one['step']}: {one['reason']}\n" for one in self.skipped)

@@ -1,9 +1,10 @@
-"""`resume`: loads the newest complete step (a saved checkpoint directory)."""
+"""`resume`: loads the newest complete checkpoint of a run."""
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ from modicum.errors import (
     is_damage,
     refusal,
 )
-from modicum.recipes import Recipe
-from modicum.recipes.patterns import Rule
+from modicum.options import MemoryPolicy
+from modicum.options.renamed import refuse_old_keywords
+from modicum.recipes import LoadRules
 from modicum.recipes.reading import IN_PLACE_OF_A_RECIPE
 from modicum.torch.loading.around import taken
 from modicum.torch.loading.compared import compared_by_all
 from modicum.torch.loading.goal import Model
-from modicum.torch.loading.load import load, outside_inference
+from modicum.torch.loading.load import arguments_in, load_by, outside_inference
 from modicum.torch.loading.origin import inside_ddp, keeping_origin
 from modicum.torch.loading.overwritten import fill_undefined, overwriting
 from modicum.torch.loading.planning import Later, Size
@@ -38,7 +40,7 @@ from modicum.torch.saving.adamw_state import AdamWState, facts_for, is_torchs
 from modicum.torch.saving.adapters import FILE, recipe_of_step
 from modicum.torch.saving.choosing import chosen_step, removed, skip
 from modicum.torch.saving.planning import root_of
-from modicum.torch.saving.report import Resumed
+from modicum.torch.saving.report import ResumeReport
 from modicum.torch.saving.shared import is_gone
 from modicum.torch.saving.tensor_state import FILE as STATE
 from modicum.torch.saving.tensor_state import (
@@ -51,60 +53,79 @@ from modicum.torch.saving.texts import json_in, text_in
 from modicum.upstream.wrappers import unwrapped
 
 
+@refuse_old_keywords(LoadRules, MemoryPolicy)
 def resume(
-    model: nn.Module, root: str | Path, *,
-    optimizer: torch.optim.Optimizer | None = None, ledger: _modicum.Ledger | None = None,
-    budget: Size | None = None, strategy: str = "own-shard", dtype: torch.dtype | None = None,
-    keep_fp32: str | None = None,
-    missing: str | Collection[str] | Mapping[str, Rule] = "error",
-    unexpected: str | Collection[str] = "error", check: str | None = None, progress: bool = True,
-    staging: Size | None = None, buffers: str | None = None, fork: str = "excluded",
-    recipe: Recipe | str | Path | None = None, key_mapping: Mapping[str, str] | None = None,
-) -> Resumed:  # fmt: skip
-    """Loads the newest complete step (saved checkpoint) of `root` into a model and its optimizer.
+    model: nn.Module, run: str | Path, *,
+    optimizer: torch.optim.Optimizer | None = None, budget: Size | None = None,
+    dtype: torch.dtype | None = None, rules: LoadRules | None = None,
+    memory: MemoryPolicy | None = None, progress: bool = True,
+) -> ResumeReport:  # fmt: skip
+    """Loads the newest complete checkpoint of a run into a model and its optimizer.
 
     Collective, like `load`. World size and sharding may differ from those of the save. Weights and
     state get the saved bits: with equal world size and sharding training can go on as without the
     interruption, bit for bit. No full copy is made: they reach their final memory as in `load`. A
     model on meta gets memory, and a `modicum.torch.AdamW` of its parameters allocates its state.
 
-    What is read is compared with the step's digests, each byte once. If it is damaged, the next
-    older step is loaded instead, unless `root` is one step. If none is left, or the load fails
-    otherwise after its first byte, the floating-point values that it was to replace are NaN, and
-    `save` refuses the model until a load into it succeeds.
+    What is read is compared with the checkpoint's digests, each byte once. If it is damaged, the
+    next older checkpoint is loaded instead, unless `run` is one checkpoint. If none is left, or the
+    load fails otherwise after its first byte, the floating-point values that it was to replace are
+    NaN, and `save` refuses the model until a load into it succeeds.
 
     Args:
         model: as for `load`; sharded or not; on meta, or with values, which are overwritten.
-        root: the directory of all steps, or one step.
+        run: the directory of all checkpoints, or one checkpoint.
         optimizer: an optimizer of the model's parameters: `modicum.torch.AdamW` with the saved
             `seed`, or one of the saved class, whose `state` is replaced. State that was saved in
             another `state_format`, or by torch's Adam or AdamW, is converted with the bits of
             `load_state_dict`. Its groups get the saved options. None: only the model is loaded.
-        ledger, budget, strategy, dtype, keep_fp32, missing, unexpected, check, progress, staging,
-        buffers, fork, recipe, key_mapping: as for `load`. The promised peak includes the
-            optimizer's state.
+        budget, dtype, progress: as for `load`. The promised peak includes the optimizer's state.
+        rules: `LoadRules` without `adapter`, `resized` and `seed`.
+        memory: `MemoryPolicy` without `pin`.
 
     Returns:
-        The same report on every rank, except `extra_per_rank`. Rank 0 warns of each skipped step.
+        The same report on every rank, except `extra_per_rank`. Rank 0 warns of each checkpoint that
+        was skipped.
 
     Raises:
-        IntegrityError: there is no complete step (`UNCOMMITTED`), or a file is damaged.
+        IntegrityError: there is no complete checkpoint (`UNCOMMITTED`), or a file is damaged.
         BudgetError: the load does not fit; nothing has been loaded.
-        UsageError: model, optimizer and step do not fit together. The weights may be loaded
+        UsageError: model, optimizer and checkpoint do not fit together. The weights may be loaded
             already if only the optimizer's state does not fit.
         FormatError, IoError, PeerError: as for `load`; every error is raised on every rank.
     """
+
+    def arguments() -> dict[str, Any]:
+        named = {"budget": budget, "dtype": dtype, "progress": progress, "check": False}
+        return named | arguments_in("resume", rules, memory, _RULING)
+
+    return resume_by(arguments, model, run, optimizer)
+
+
+_RULING = ("keep_fp32", "missing", "unexpected", "key_mapping", "recipe", "buffers")
+"""The fields of `LoadRules` that act in a resume."""
+_DEFAULTS: dict[str, Any] = {"optimizer": None, "dtype": None} | arguments_in("resume", None, None)
+
+
+def resume_by(
+    arguments: Callable[[], Mapping[str, Any]],
+    model: nn.Module,
+    run: str | Path,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> ResumeReport:
+    """As `resume`. Collective. `arguments`: returns those of `load_by`, without the optimizer, that
+    differ from the defaults. It is called where all ranks raise its error."""
     begin = time.monotonic()
     model, optimizer = inside_ddp(model), unwrapped(optimizer)
-    ledger, budget = taken(ledger, budget)
-    how: dict[str, Any] = {
-        "ledger": ledger, "budget": budget, "strategy": strategy,
-        "dtype": dtype, "keep_fp32": keep_fp32, "missing": missing, "unexpected": unexpected,
-        "check": check, "progress": progress, "staging": staging, "buffers": buffers, "fork": fork,
-        "recipe": recipe, "key_mapping": key_mapping,
-    }  # fmt: skip
+
+    @cache
+    def how() -> dict[str, Any]:
+        named = _DEFAULTS | {**arguments()}
+        named["ledger"], named["budget"] = taken(named["ledger"], named["budget"])
+        return named
+
     try:
-        return _newest(model, root_of(root), optimizer, how, begin)
+        return _newest(model, run, optimizer, how, begin)
     except BaseException as error:
         if fill_undefined(model) and isinstance(error, Error):
             error.args = (f"{error}; the model's values are undefined (NaN) now",)
@@ -113,18 +134,18 @@ def resume(
 
 def _newest(
     model: nn.Module,
-    root: Path,
+    run: str | Path,
     optimizer: torch.optim.Optimizer | None,
-    how: Mapping[str, Any],
+    how: Callable[[], dict[str, Any]],
     begin: float,
-) -> Resumed:
-    """Loads the newest step that is intact. Collective. `how`: arguments of `load`."""
+) -> ResumeReport:
+    """Loads the newest step that is intact. Collective. `how`: as for `find`."""
     skipped: list[dict[str, Any]] = []
     was_removed = False
     while True:
-        found = replace(find(root, optimizer, skipped), staging=how["staging"])
+        found = find(run, optimizer, skipped, how)
         try:
-            return _resume_from(found, model, optimizer, how, begin)
+            return _resume_from(found, model, optimizer, begin)
         except (FormatError, IntegrityError, IoError) as error:
             if _is_skipped(found, error, skipped):
                 continue
@@ -155,14 +176,13 @@ def _resume_from(
     found: "Found",
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    how: Mapping[str, Any],
     begin: float,
-) -> Resumed:
-    """Loads the model and the optimizer. `how`: arguments of `load`."""
+) -> ResumeReport:
+    """Loads the model and the optimizer."""
+    how = {**found.how}
     declared = _declared(model, optimizer, found, is_cast=how["dtype"] is not None)
-    how = {**how}
     with _reading(model, found.path, how) as files:
-        report = load(model, files, optimizer=declared, **how)
+        report = load_by(lambda: how | {"optimizer": declared}, model, files)
     read = sum(rank["storage_read_bytes"] for rank in report.ranks)
     with outside_inference(model), Ranks.of_world().together() as ranks:
         state = LoadedState(0, 0, [])
@@ -172,7 +192,7 @@ def _resume_from(
         saved_by = found.facts["world_size"]
         common, own = extra.values_of(found.files, saved_by, ranks.world_size)
         took_s = max(ranks.gather(time.monotonic() - begin))
-    return Resumed(
+    return ResumeReport(
         step=found.facts["step"], path=str(found.path), skipped=found.facts["skipped"],
         load=report, read_bytes=read, elapsed_s=took_s, extra=common, extra_per_rank=own,
         compared_bytes=report.compared_bytes + state.compared_bytes,
@@ -207,8 +227,8 @@ class Found:
     """The texts of the optimizer's state and options, and the files of `extra.names_for`."""
     is_newest: bool
     """As in `Chosen`."""
-    staging: Size | None = None
-    """Host memory to stream a torch optimizer's state through; None: the default."""
+    how: Mapping[str, Any]
+    """The arguments of `load_by`, by name."""
 
     @property
     def state(self) -> str:
@@ -253,18 +273,27 @@ def _declared(
 def _saved_state(found: Found) -> SavedState:
     folder = found.path / "optimizer" if found.facts["has_state"] else None
     state = _modicum.open_checkpoint(folder)
-    return SavedState(state, found.state, found.staging, found.path)
+    return SavedState(state, found.state, found.how["staging"], found.path)
 
 
 def find(
-    root: Path, optimizer: torch.optim.Optimizer | None, skipped: list[dict[str, Any]]
+    run: str | Path,
+    optimizer: torch.optim.Optimizer | None,
+    skipped: list[dict[str, Any]],
+    how: Callable[[], dict[str, Any]] = lambda: _DEFAULTS,
 ) -> Found:
     """Waits for a save in the background. Then rank 0 finds the step, and all ranks check that it
-    has what the optimizer needs. Collective. `skipped`: as for `chosen_step`."""
+    has what the optimizer needs. Collective.
+
+    Args:
+        skipped: as for `chosen_step`.
+        how: returns the arguments of `load_by` by name, or raises an error of this rank.
+    """
     in_flight.finish()
     with Ranks.of_world().together() as ranks:
         in_flight.deliver()
-        ranks.agree_on({"argument root": str(root.absolute())})
+        named, root = how(), root_of(run)
+        ranks.agree_on({"argument run": str(root)})
 
         def names_for(step: Path, facts: dict[str, Any]) -> list[str]:
             texts = [] if optimizer is None else [groups.FILE, STATE]
@@ -272,7 +301,7 @@ def find(
             return texts + extra.names_for(step, facts["world_size"], ranks.rank, ranks.world_size)
 
         chosen = chosen_step(root, ranks, names_for, skipped)
-        found = Found(chosen.path, chosen.facts, chosen.files, chosen.is_newest)
+        found = Found(chosen.path, chosen.facts, chosen.files, chosen.is_newest, named)
         if optimizer is not None:
             _require_same(optimizer, found.state)
     return found
@@ -303,7 +332,7 @@ class LoadedState:
     """Bytes read by this rank."""
     compared_bytes: int
     not_compared: list[str]
-    """Of all ranks, as in `Resumed`."""
+    """Of all ranks, as in `ResumeReport`."""
 
 
 @torch.no_grad()

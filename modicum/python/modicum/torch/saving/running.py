@@ -16,7 +16,7 @@ from modicum.errors import Error, IoError
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving import extra
 from modicum.torch.saving.planning import Planned
-from modicum.torch.saving.report import Saved
+from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.states import Event
 from modicum.torch.saving.weights import threads_of
 from modicum.torch.saving.writing import Flight, Where, write_tensors
@@ -26,7 +26,7 @@ LOCK_LIMIT_S = 60.0
 _POLL_S = 0.05
 
 
-def run(planned: Planned, ranks: Ranks, flight: Flight) -> Saved:
+def run(planned: Planned, ranks: Ranks, flight: Flight) -> SaveReport:
     """Saves in the foreground. Collective. Returns the same report on every rank."""
     begun = Begun(planned, ranks, flight)
     return begun.finish(begun.write())
@@ -135,7 +135,7 @@ class Begun:
 
     def finish(
         self, outcome: dict[str, Any], note: Callable[[Event], object] = lambda _: None
-    ) -> Saved:
+    ) -> SaveReport:
         """Publishes what all ranks have written. Collective. `outcome`: this rank's, from `write`.
         Returns the same report on every rank. `note`: called with the events of the commit."""
         self._outcomes = self.ranks.gather(outcome)
@@ -154,7 +154,7 @@ class Begun:
             note(Event.PUBLISHED)
         return self._report(self._outcomes, self._published)
 
-    def report_alone(self, outcome: dict[str, Any]) -> Saved:
+    def report_alone(self, outcome: dict[str, Any]) -> SaveReport:
         """The report of a visible step whose ranks could not finish together: with what this rank
         knows. `outcome`: as for `finish`."""
         durable_s = time.monotonic() - self._began
@@ -189,9 +189,9 @@ class Begun:
                 return False
             time.sleep(_POLL_S)
 
-    def _report(self, outcomes: list[dict[str, Any]], published: dict[str, Any]) -> Saved:
+    def _report(self, outcomes: list[dict[str, Any]], published: dict[str, Any]) -> SaveReport:
         ask = self.planned.ask
-        return Saved(
+        return SaveReport(
             step=ask.step,
             path=published["path"],
             written_bytes=published["written_bytes"] + sum(of["written_bytes"] for of in outcomes),

@@ -1,4 +1,4 @@
-"""`save`: writes a model and its optimizer into a step (a saved checkpoint directory)."""
+"""`save` and `async_save`: write a model and its optimizer into a checkpoint of the run."""
 
 import time
 import warnings
@@ -7,15 +7,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import nn
 
-from modicum import _modicum
 from modicum.errors import UsageError, refusal
+from modicum.options import MemoryPolicy, SaveOptions, read_options
+from modicum.options.renamed import refuse_old_keywords
 from modicum.torch.loading.around import taken
-from modicum.torch.loading.goal import Model, Source
+from modicum.torch.loading.goal import Model
 from modicum.torch.loading.origin import Origin, loaded_in, origin_of, remember
 from modicum.torch.loading.overwritten import require_defined
 from modicum.torch.loading.planning import Size
@@ -23,9 +24,9 @@ from modicum.torch.optim import in_flight
 from modicum.torch.optim.adamw import AdamW
 from modicum.torch.ranks.group import Ranks
 from modicum.torch.saving.adapters import goal_of_adapters, only_adapters
-from modicum.torch.saving.background import Saving
+from modicum.torch.saving.background import AsyncSave
 from modicum.torch.saving.planning import Ask, Planned, plan_of, root_of
-from modicum.torch.saving.report import Saved
+from modicum.torch.saving.report import SaveReport
 from modicum.torch.saving.running import Begun
 from modicum.torch.saving.sigterm import Sigterm
 from modicum.torch.saving.states import Event
@@ -34,116 +35,121 @@ from modicum.torch.saving.writing import Flight
 from modicum.upstream.wrappers import unwrapped
 
 
-@dataclass(frozen=True)
-class Given:
-    """The arguments `optimizer` and `source` of `save`."""
-
-    optimizer: torch.optim.Optimizer | None
-    source: Source
-
-
-@overload
+@refuse_old_keywords(SaveOptions, MemoryPolicy)
 def save(
-    model: nn.Module, root: str | Path, *,
-    step: int, optimizer: torch.optim.Optimizer | None = None, source: Source = None,
-    dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
-    extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
-    ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
-    grace: float | None = None, adapters: bool | None = None, replicas: str = "equal",
-    background: Literal[False] = False,
-) -> Saved: ...  # fmt: skip
-
-
-@overload
-def save(
-    model: nn.Module, root: str | Path, *,
-    step: int, optimizer: torch.optim.Optimizer | None = None, source: Source = None,
-    dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
-    extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
-    ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
-    grace: float | None = None, adapters: bool | None = None, replicas: str = "equal",
-    background: Literal[True],
-) -> Saving: ...  # fmt: skip
-
-
-def save(
-    model: nn.Module, root: str | Path, *,
-    step: int, optimizer: torch.optim.Optimizer | None = None, source: Source = None,
-    dtype: torch.dtype | None = None, keep: int | None = None, shard_size: Size | None = None,
-    extra: dict[str, Any] | None = None, extra_per_rank: Any = None, unused: str = "copy",
-    ledger: _modicum.Ledger | None = None, budget: Size | None = None, staging: Size | None = None,
-    grace: float | None = None, adapters: bool | None = None, replicas: str = "equal",
-    background: bool = False,
-) -> Saved | Saving:  # fmt: skip
-    """Saves a step (a checkpoint directory): a Hugging Face checkpoint and the optimizer's state.
+    model: nn.Module, run: str | Path, *,
+    step: int, optimizer: torch.optim.Optimizer | None = None, extra: dict[str, Any] | None = None,
+    extra_per_rank: Any = None, keep: int | None = None, budget: Size | None = None,
+    options: SaveOptions | None = None, memory: MemoryPolicy | None = None,
+) -> SaveReport:  # fmt: skip
+    """Saves a checkpoint: Hugging Face files of the model, and the optimizer's state.
 
     Collective: every rank of torch's default process group calls it with the same arguments;
     without a process group there is one rank. Each rank writes its own elements at their final
     offsets, streamed through staging of a fixed size: tensors are not gathered. Names and shapes in
-    the files are those of the checkpoint that was loaded, dtypes those of the model. The step
-    becomes visible as `root/step-N` once all of it is durable.
+    the files are those of the checkpoint that was loaded, dtypes those of the model. The checkpoint
+    becomes visible as `run/step-N` once all of it is durable.
 
     Args:
-        model: loaded by `load` or `HuggingFaceReader`, or in a wrapper of it, or with `source`.
-        root: the directory of all steps, on a file system that all ranks share; created if its
-            parent exists.
-        step: the step's number, 0 or more.
+        model: loaded by `load` or `ModicumReader`, or in a wrapper of it, or with a `source` in
+            `options`.
+        run: the directory of all checkpoints, on a file system that all ranks share; created if
+            its parent exists.
+        step: the checkpoint's number, 0 or more.
         optimizer: `modicum.torch.AdamW`, or one whose state has numbers and tensors of the
             parameters' shapes; also in accelerate's wrapper. Includes options. None: no state.
-        source: a checkpoint with the model's names, whose names, division into files, config and
-            tokenizer the step gets; None: the one that was loaded.
-        dtype: of all tensors that can be cast; rounds none of `optimizer`; None: as in the model.
-        keep: the number of complete steps to keep, including this one; None: all.
-        shard_size: the largest size of a file, bytes or text ("5GB"); None: the source's division.
         extra: a dict of values that come back with their types (docs/guide/save.md), such as a
             scheduler's state; the same on every rank.
         extra_per_rank: this rank's own such value, also with large tensors; on all ranks or none.
-        unused: "copy" or "drop" tensors of the source that the model does not use.
-        adapters: True: only PEFT's adapters and what PEFT saves with them, in the files that
-            `PeftModel` reads. False: all tensors. None: True if the model is a `PeftModel` that
-            trains nothing else, and otherwise False.
-        replicas: "equal": refuse parameters and state that differ between ranks, at the cost of a
-            pass over replicated tensors. "first": save the first rank's, as buffers always are.
-        ledger, budget: as for `load`; the promised peak includes what the processes hold already.
-        staging: host memory that a rank streams through; None: 8 MiB.
-        grace: seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held back
-            until the step is committed, and then ends the process. All ranks raise `PreemptedError`
-            if a rank gets a second SIGTERM, if at its rate of writing it would need longer than its
-            grace, or if it has waited for the others for half of its grace before it writes. The
-            program must not have its own handler of SIGTERM. None: SIGTERM is not handled.
-        background: return while files are still written, from the memory of model and state: an
-            optimizer step waits, or copies, before it overwrites them (docs/guide/save.md).
+        keep: the number of complete checkpoints to keep, including this one; None: all.
+        budget: as for `load`; the promised peak includes what the processes hold already.
+        options: what the files hold, and how the save ends: `SaveOptions`.
+        memory: `MemoryPolicy` with `staging` and `ledger`.
 
     Returns:
-        The same report on every rank; rank 0 also issues its warnings as UserWarnings. With
-        `background` a `Saving`, whose `wait` returns the report.
+        The same report on every rank; rank 0 also issues its warnings as UserWarnings.
 
     Raises:
         BudgetError: the save does not fit; nothing has been written.
-        IoError: a file can't be written (`NOSPACE`, `IO`), the step exists, replicas differ.
-        UsageError: model, optimizer, source and arguments do not fit together.
+        IoError: a file can't be written (`NOSPACE`, `IO`), the checkpoint exists, replicas differ.
+        UsageError: model, optimizer and arguments do not fit together.
         PreemptedError: after SIGTERM the rest of the save does not fit into `grace`.
-        PeerError: another rank failed. Every error is raised on all ranks, and the step is not
-            visible.
+        PeerError: another rank failed. Every error is raised on all ranks, and the checkpoint is
+            not visible.
     """
-    account, limit = taken(ledger, budget)
+    arguments = Arguments(
+        run, step, optimizer, extra, extra_per_rank, keep, budget, options, memory, "save"
+    )
+    saved = _save(model, arguments)
+    assert isinstance(saved, SaveReport)
+    return saved
 
-    def ask(sigterm: Sigterm) -> Ask:
+
+@refuse_old_keywords(SaveOptions, MemoryPolicy)
+def async_save(
+    model: nn.Module, run: str | Path, *,
+    step: int, optimizer: torch.optim.Optimizer | None = None, extra: dict[str, Any] | None = None,
+    extra_per_rank: Any = None, keep: int | None = None, budget: Size | None = None,
+    options: SaveOptions | None = None, memory: MemoryPolicy | None = None,
+) -> AsyncSave:  # fmt: skip
+    """As `save`, but returns while files are still written, from the memory of model and state: an
+    optimizer step waits, or copies, before it overwrites them (docs/guide/save.md).
+
+    Collective. The errors of the agreement, the plan and the budget are raised by this call, later
+    ones by `AsyncSave.result` and by the next collective call.
+
+    Args:
+        model, run, step, optimizer, extra, extra_per_rank, keep, budget, options, memory: as for
+            `save`.
+    """
+    arguments = Arguments(
+        run, step, optimizer, extra, extra_per_rank, keep, budget, options, memory, "async_save"
+    )
+    saving = _save(model, arguments)
+    assert isinstance(saving, AsyncSave)
+    return saving
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `save` and `async_save`."""
+
+    run: str | Path
+    step: int
+    optimizer: torch.optim.Optimizer | None
+    extra: Any
+    extra_per_rank: Any
+    keep: int | None
+    budget: Size | None
+    options: SaveOptions | None
+    memory: MemoryPolicy | None
+    function: str
+
+    @property
+    def grace(self) -> float | None:
+        return self.options.grace if isinstance(self.options, SaveOptions) else None
+
+    def ask(self, sigterm: Sigterm) -> Ask:
+        """Raises `UsageError` for a wrong argument, on the ranks that have it."""
+        options = read_options(self.function, SaveOptions, self.options)
+        holding = read_options(self.function, MemoryPolicy, self.memory, ("staging", "ledger"))
+        ledger, budget = taken(holding["ledger"], self.budget)
+        names = ("source", "dtype", "shard_size", "unused", "adapters", "replicas")
+        is_background = self.function == "async_save"
+        form = Form(
+            **{name: options[name] for name in names}, staging=holding["staging"],
+            background=is_background,
+        )  # fmt: skip
         return Ask(
-            root=root_of(root), step=step, keep=keep,
-            form=Form(dtype, unused, shard_size, staging, adapters, background, replicas),
-            ledger=account, budget=limit, extra=extra, per_rank=extra_per_rank, sigterm=sigterm,
+            root_of(self.run), self.step, self.keep, form, ledger, budget, self.extra,
+            self.extra_per_rank, sigterm,
         )  # fmt: skip
 
-    return _save(model, Given(unwrapped(optimizer), source), ask, Sigterm(grace))
 
-
-def _save(
-    model: nn.Module, given: Given, ask: Callable[[Sigterm], Ask], sigterm: Sigterm
-) -> Saved | Saving:
+def _save(model: nn.Module, arguments: Arguments) -> SaveReport | AsyncSave:
     called = time.monotonic()
     in_flight.finish()
-    flight = Flight()
+    flight, sigterm = Flight(), Sigterm(arguments.grace)
     with ExitStack() as stack:
         stack.push(sigterm.leave)
         stack.callback(flight.end)
@@ -152,39 +158,51 @@ def _save(
         ranks = stack.enter_context(Ranks.of_world(sigterm.while_waiting).together())
         in_flight.deliver()
         sigterm.hold()
-        if given.source is None:
+        ask = arguments.ask(sigterm)
+        if ask.form.source is None:
             model = loaded_in(model)
-        begun = _begun(model, given, ask(sigterm), ranks, flight)
+        begun = _begun(model, unwrapped(arguments.optimizer), ask, ranks, flight)
         if begun.planned.snapshot is not None:
-            saving = Saving(begun, partial(_finished, model, begun), sigterm)
+            saving = AsyncSave(begun, partial(_finished, model, begun), sigterm)
             return saving.start(stack.pop_all(), time.monotonic() - called)
         saved = _finished(model, begun, begun.write())
         _warn(saved, ranks)
     return saved
 
 
-def save_together(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Saved:
+def save_together(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ask: Ask,
+    ranks: Ranks,
+    flight: Flight,
+) -> SaveReport:
     """Saves in the foreground, inside a context of `Ranks.together` that the caller has entered."""
-    begun = _begun(model, given, ask, ranks, flight)
+    begun = _begun(model, optimizer, ask, ranks, flight)
     saved = _finished(model, begun, begun.write())
     _warn(saved, ranks)
     return saved
 
 
-def _begun(model: nn.Module, given: Given, ask: Ask, ranks: Ranks, flight: Flight) -> Begun:
+def _begun(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ask: Ask,
+    ranks: Ranks,
+    flight: Flight,
+) -> Begun:
     """Plans the save and makes its directory, before tensors are written. Collective."""
     whole = Model.of(model, reshards=True)
     require_defined(whole)
-    flight.hold(_read(whole, given.optimizer))
-    told = {"argument source": str(given.source), "argument optimizer": _kind(given.optimizer)}
-    ranks.agree_on(ask.facts() | told | whole.facts())
+    flight.hold(_read(whole, optimizer))
+    ranks.agree_on(ask.facts() | {"argument optimizer": _kind(optimizer)} | whole.facts())
     only = only_adapters(whole, ask.form.adapters)
     ask = replace(ask, form=replace(ask.form, adapters=only))
     if only:
         goal = goal_of_adapters(whole, ranks)
     else:
-        goal = goal_of(whole, ranks, given.source, origin_of(model), ask.form.unused)
-    return Begun(plan_of(ask, whole, goal, given.optimizer, ranks), ranks, flight)
+        goal = goal_of(whole, ranks, ask.form.source, origin_of(model), ask.form.unused)
+    return Begun(plan_of(ask, whole, goal, optimizer, ranks), ranks, flight)
 
 
 def _read(model: Model, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
@@ -203,7 +221,7 @@ def _finished(
     begun: Begun,
     outcome: dict[str, Any],
     note: Callable[[Event], object] = lambda _: None,
-) -> Saved:
+) -> SaveReport:
     """Publishes the save after its last byte. Collective. On any thread. `note`: as for
     `Begun.finish`."""
     report = begun.finish(outcome, note)
@@ -211,7 +229,7 @@ def _finished(
     return report
 
 
-def _warn(report: Saved, ranks: Ranks) -> None:
+def _warn(report: SaveReport, ranks: Ranks) -> None:
     if ranks.rank == 0:
         for warning in report.warnings:
             warnings.warn(f"modicum: {warning}", stacklevel=3)
@@ -224,7 +242,7 @@ def _kind(optimizer: Any) -> str:
     return type(optimizer).__name__
 
 
-def _follow(model: nn.Module, planned: Planned, report: Saved) -> None:
+def _follow(model: nn.Module, planned: Planned, report: SaveReport) -> None:
     """The new step becomes the model's origin if the old origin is a step next to it, which `keep`
     or Trainer's `save_total_limit` may remove; otherwise it serves once the old origin is gone."""
     origin = origin_of(model)

@@ -12,9 +12,10 @@ import torch
 
 from modicum import _modicum
 from modicum.errors import Error, IoError, failure, refusal
-from modicum.recipes import Recipe, recipe_for
+from modicum.recipes import Recipe
 from modicum.recipes.dtypes import FLOATS, dtype_name
 from modicum.recipes.nodes import Node, caller
+from modicum.recipes.recipe import build_recipe
 from modicum.torch.loading.goal import Goal, Model, Source, memory_before
 from modicum.torch.loading.origin import Origin
 from modicum.torch.loading.planning import places_of
@@ -93,6 +94,7 @@ class Writing:
 class Form:
     """The arguments of `save` that determine the files."""
 
+    source: str | Path | None = None
     dtype: torch.dtype | None = None
     unused: str = "copy"
     shard_size: int | str | None = None
@@ -156,7 +158,7 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, u
             return _fitted(origin.text, model)
         assert source is not None
         _require_architecture(model, origin, source)
-        made = recipe_for(
+        made = build_recipe(
             model.module, checkpoint.stored, structure=model.structure, missing="init",
             unexpected="ignore",
         )  # fmt: skip

@@ -20,13 +20,13 @@ Names = dict[nn.Parameter, list[str]]
 
 
 @contextmanager
-def rebinding(
+def rebind_parameters(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, resuming: bool = False
 ) -> Iterator[None]:
     """A context in which parameters of `model` may be replaced; on exit `optimizer` gets the new
     ones.
 
-        with modicum.torch.rebinding(model, optimizer):
+        with modicum.torch.rebind_parameters(model, optimizer):
             fully_shard(model)
 
     On success each parameter in each group is replaced by the one that now has its FQN; name
@@ -71,7 +71,7 @@ class Bindings:
         """Gives the groups the parameters that now have these names. The lists in the groups stay
         the same objects, since some optimizers keep references to them. State moves to the new
         parameters, but is dropped if no step was made yet. Raises `UsageError`, and changes
-        nothing, for the other reasons of `rebinding`."""
+        nothing, for the other reasons of `rebind_parameters`."""
         after = {name: p for p, fqns in parameter_names(self._model).items() for name in fqns}
         self.restore()
         exchanged = [_exchanged(one, self._names, after) for one in self.optimizers]

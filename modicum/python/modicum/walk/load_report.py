@@ -1,12 +1,24 @@
 """The report of a load: promised and measured memory."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 _NAMES_SHOWN = 16
 
 
-class Report:
+class Printed:
+    """A report whose `str()` is a table."""
+
+    def print(self) -> None:
+        """Prints the report on rank 0, and nothing on other ranks of torch's process group."""
+        distributed: Any = sys.modules.get("torch.distributed")
+        has_ranks = distributed is not None and distributed.is_available()
+        if not has_ranks or not distributed.is_initialized() or distributed.get_rank() == 0:
+            print(self)
+
+
+class LoadReport(Printed):
     """The report of a load on all ranks. Every rank gets the same report. `str()` is the table that
     `modicum load` prints."""
 

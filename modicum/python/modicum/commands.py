@@ -1,0 +1,99 @@
+"""Verbs of the program `modicum` as functions. Each runs the program that the wheel contains, in a
+process of its own, and returns its JSON document."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from modicum.errors import from_json
+
+Place = str | os.PathLike[str]
+_DIFFERENT = 12
+"""The exit code of `diff` for checkpoints that differ."""
+
+
+def verify(path: Place, *, threads: int | None = None) -> dict[str, Any]:
+    """Compares the files of a checkpoint with what its headers, index and records say, and the
+    values of a saved one with its digests.
+
+    Args:
+        path: a checkpoint, or a run, of which the newest complete checkpoint is verified.
+        threads: None: the usable CPUs.
+
+    Returns:
+        The document of `modicum verify --json`: ok, files, tensors_checked.
+
+    Raises:
+        FormatError, IntegrityError, IoError: a file is malformed, damaged, missing or unreadable.
+    """
+    return _run("verify", _flags(threads=threads), path)
+
+
+def convert(
+    source: Place, out: Place, *,
+    dtype: str | None = None, keep_fp32: str | None = None, recipe: Place | None = None,
+    shard_size: int | str | None = None, budget: int | str | None = None,
+    allow_overflow: bool = False, adopt: bool = False, sparse: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Writes plain Hugging Face files. Resumable: after a kill a second call keeps complete files.
+
+    Args:
+        source: a checkpoint, whose values are compared with its digests if it is a saved one; or a
+            directory of DCP, accelerate or DeepSpeed's ZeRO.
+        out: a new directory.
+        dtype: float32, bfloat16 or float16; None: as stored.
+        keep_fp32: a regular expression (RE2) of tensors that are written as float32.
+        recipe: a recipe.json; None: tensors as stored.
+        shard_size: the largest size of a file, bytes or text ("5GB").
+        budget: host memory of the program, bytes or text ("1GiB"); None: what cgroup and node have
+            left.
+        allow_overflow: whether finite values may become infinite in `dtype`.
+        adopt: whether to take over a journal whose owner can't be asked.
+        sparse: whether runs of zeros are left as holes in the files.
+
+    Returns:
+        The document of `modicum convert --json`.
+
+    Raises:
+        IoError: `out` exists (`CONFLICT`), or a file can't be read or written.
+        FormatError, IntegrityError, UsageError: as of the command.
+    """
+    flags = _flags(
+        dtype=dtype, keep_fp32=keep_fp32, recipe=recipe, shard_size=shard_size, budget=budget
+    )
+    switches = {"--allow-overflow": allow_overflow, "--adopt": adopt, "--sparse": sparse}
+    flags += [name for name, is_on in switches.items() if is_on]
+    return _run("convert", flags, source, out)
+
+
+def diff(a: Place, b: Place) -> dict[str, Any]:
+    """Compares names, dtypes, shapes and values of two checkpoints.
+
+    Returns:
+        The document of `modicum diff --json`; `differences` is empty if they are equal.
+
+    Raises:
+        FormatError, IoError: a checkpoint can't be read.
+    """
+    return _run("diff", [], a, b, accepted=_DIFFERENT)
+
+
+def _flags(**values: Any) -> list[str]:
+    given = {name: value for name, value in values.items() if value is not None}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+
+
+def _run(verb: str, flags: list[str], *places: Place, accepted: int = 0) -> dict[str, Any]:
+    """Runs a verb, and returns its document. Raises the error in it, unless the exit code is
+    `accepted` and there is none. Warnings of the program go to stderr."""
+    paths = [os.fspath(place) for place in places]
+    paths = [f"./{path}" if path.startswith("-") else path for path in paths]  # no flags
+    command = [sys.executable, "-m", "modicum.cli", verb, "--json", "-q", *flags, *paths]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    document: dict[str, Any] = json.loads(done.stdout)
+    if "error" in document:
+        raise from_json(done.stdout.decode())
+    assert done.returncode in (0, accepted), done.returncode
+    return document

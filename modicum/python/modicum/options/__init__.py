@@ -1,0 +1,112 @@
+"""The options that several functions share: frozen dataclasses, in which a field that is None has
+its default. A field that does not act in a function is refused there, never ignored."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from modicum._modicum import Ledger
+from modicum.errors import refusal
+
+if TYPE_CHECKING:
+    import torch
+
+Size = int | str
+
+
+class Options:
+    """The base of such a dataclass."""
+
+    _argument: ClassVar[str]
+    """The argument by which functions take it."""
+    _defaults: ClassVar[Mapping[str, Any]]
+    """The defaults that are not None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPolicy(Options):
+    """How bytes are held and moved."""
+
+    _argument = "memory"
+    _defaults = {"strategy": "own-shard", "fork": "excluded", "pin": False}
+
+    strategy: str | None = None
+    """Which ranks read the files: "own-shard" (the default), "node-reader", "replica-striped",
+    "rank0-broadcast" or "full-per-rank". All give the same bits."""
+    staging: Size | None = None
+    """Host memory that a rank streams through, bytes or text ("8MiB", the default; less if the
+    budget of a load needs it)."""
+    ledger: Ledger | None = None
+    """The account to which memory is charged; None: a new one, or that of `loading()`."""
+    fork: Literal["excluded", "shared", "inherited"] | None = None
+    """How forked children see the memory: "excluded" (the default; not mapped), "shared", or
+    "inherited" (copies, which the budget includes); docs/guide/workers.md."""
+    pin: Any = None
+    """For `AdamW`: True pins the memory that a device reads or writes, at its exact size; an object
+    with cudaHostRegister and cudaHostUnregister is used in place of CUDA's runtime."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(Options):
+    """What the files of a saved checkpoint hold, and how a save ends."""
+
+    _argument = "options"
+    _defaults = {"unused": "copy", "replicas": "equal"}
+
+    source: str | Path | None = None
+    """A checkpoint with the model's names, whose names, division into files, config and tokenizer
+    the saved one gets; None: the checkpoint that was loaded."""
+    dtype: "torch.dtype | None" = None
+    """The dtype of all tensors that can be cast; rounds nothing of an optimizer; None: as in the
+    model."""
+    shard_size: Size | None = None
+    """The largest size of a file, bytes or text ("5GB"); None: the source's division."""
+    unused: Literal["copy", "drop"] | None = None
+    """Either "copy" (the default) or "drop" tensors of the source that the model does not use."""
+    adapters: bool | None = None
+    """True: only PEFT's adapters and what PEFT saves with them, in the files that `PeftModel`
+    reads. False: all tensors. None: True if the model is a `PeftModel` that trains nothing else,
+    and otherwise False."""
+    grace: float | None = None
+    """Seconds from SIGTERM to the kill, such as 25 for torchrun's 30. SIGTERM is held back until
+    the checkpoint is committed, and then ends the process. All ranks raise `PreemptedError` if a
+    rank gets a second SIGTERM, if at its rate of writing it would need longer than its grace, or if
+    it has waited for the others for half of its grace before it writes. The program must not have
+    its own handler of SIGTERM. None: SIGTERM is not handled."""
+    replicas: Literal["equal", "first"] | None = None
+    """With "equal" (the default) refuse parameters and state that differ between ranks, at the cost
+    of a pass over replicated tensors. With "first" save the first rank's, as buffers always are."""
+
+
+def read_options(
+    function: str, kind: type[Options], given: Any, acting: Collection[str] | None = None
+) -> dict[str, Any]:
+    """The fields `acting` of the options `given`, by name; one that is None has its default.
+
+    Args:
+        function: the name of the function that was called, for errors.
+        kind: the class of options that the function takes.
+        given: the caller's argument: an object of this class, or None.
+        acting: the fields that act in the function; None: all.
+
+    Raises:
+        UsageError: `given` is of another class, or has a field that does not act.
+    """
+    if given is not None and not isinstance(given, kind):
+        expected, got = f"a modicum.torch.{kind.__name__}, or None", type(given).__name__
+        raise refusal("USAGE", kind._argument, expected=expected, got=got)
+    values = {name: getattr(given, name, None) for name in names_in(kind)}
+    acting = values if acting is None else acting
+    for name, value in values.items():
+        if name not in acting and value is not None:
+            what = f"{kind.__name__}.{name} has no effect in {function}"
+            raise refusal("USAGE", what, expected="None", got=repr(value))
+    return {
+        name: kind._defaults.get(name) if values[name] is None else values[name] for name in acting
+    }
+
+
+def names_in(kind: type[Options]) -> list[str]:
+    """The names of the fields of a class of options."""
+    return [field.name for field in fields(kind)]  # type: ignore[arg-type]
