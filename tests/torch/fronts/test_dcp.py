@@ -236,7 +236,7 @@ def test_a_model_that_was_read_is_saved_under_the_sources_names(way: str, tmp_pa
     reader = ModicumReader(checkpoint_of("llama"), model, rules=LoadRules(**named_by(way, stored)))
     state = model.state_dict()
     dcp.load({"output.weight": state["output.weight"]}, storage_reader=reader, no_dist=True)
-    with pytest.raises(UsageError, match="give `source=`"):
+    with pytest.raises(UsageError, match=r"give SaveOptions\(source="):
         modicum.torch.save(model, tmp_path, step=1)
     read(model, reader)
     with torch.no_grad():

@@ -138,7 +138,9 @@ def test_a_model_resized_by_hand_needs_the_argument_resized() -> None:
         with pytest.raises(UsageError, match="another shape"):
             load(model, checkpoint_of("llama"))
         load(model, checkpoint_of("llama"), rules=LoadRules(resized="mean"))
-        with pytest.warns(UserWarning, match="2 stored tensors .*not used.* resized='mean'"):
+        with pytest.warns(
+            UserWarning, match="2 stored tensors .*not used.* LoadRules.resized='mean'"
+        ):
             load(
                 other, checkpoint_of("llama"), rules=LoadRules(missing=["embed_tokens", "lm_head"])
             )

@@ -121,7 +121,7 @@ def test_resumes_adapters_alone(tmp_path: Path, how: str) -> None:
     assert report.step == 5
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
-    with pytest.raises(UsageError, match="give `source=`"):
+    with pytest.raises(UsageError, match=r"give SaveOptions\(source="):
         front.save(again, tmp_path / "steps", step=6, options=front.SaveOptions(adapters=False))
 
 

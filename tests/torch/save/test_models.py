@@ -297,7 +297,9 @@ def test_a_removed_source_names_the_argument(tmp_path: Path, source: Path) -> No
     base = shutil.copytree(source.parent, tmp_path / "base")
     model = loaded(base)
     shutil.rmtree(base)
-    with pytest.raises(IoError, match=r"IO: .*can't be opened: give `source=`.*file .*base"):
+    with pytest.raises(
+        IoError, match=r"IO: .*can't be opened: give SaveOptions\(source=.*file .*base"
+    ):
         front.save(model, tmp_path / "steps", step=1)
     front.save(model, tmp_path / "steps", step=1, options=front.SaveOptions(source=source))
 

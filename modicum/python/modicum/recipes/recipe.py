@@ -350,7 +350,7 @@ def _check_lacking(lacking: list[str], structure: Structure, stored: Described) 
     if lacking:
         key = next(part.keys[lacking[0]] for part in structure.parts if lacking[0] in part.keys)
         what = f"the checkpoint lacks {counted(len(lacking), 'tensor')} of the model: "
-        what += "missing='init', or missing=[patterns of names], initialises what it lacks"
+        what += "LoadRules(missing='init'), or missing=[patterns of names], initialises it"
         raise refusal("MISMATCH", what + _near(key, stored), tensor=lacking[0])
 
 

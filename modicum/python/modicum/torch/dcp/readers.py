@@ -104,7 +104,7 @@ class FilesReader(PathReader):
         for name in recipe.norms:
             what = "this reader can't compute DoRA's magnitudes, which the checkpoint lacks: load "
             what += "by modicum.torch.load, or keep the values that they have by "
-            what += "missing={'lora_magnitude': 'model'} and allow_partial_load"
+            what += "LoadRules(missing={'lora_magnitude': 'model'}) and allow_partial_load"
             raise refusal("UNSUPPORTED", what, tensor=name)
         self._made = recipe
         self._targets = self._targets_of(recipe)

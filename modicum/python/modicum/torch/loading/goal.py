@@ -199,8 +199,10 @@ def _warn_of_unused(made: Recipe, stored: Collection[str]) -> None:
     made_anew = (name for name, node in made.targets.items() if node["op"] in ("init", "caller"))
     if lost := [name for name in made_anew if name in stored]:
         what = f"{counted(len(lost), 'stored tensor', verb=True)} of another shape and not used, "
-        what += f"because of missing=: {lost[0]}; resized='mean' keeps the stored rows of token "
-        what += "embeddings"
+        what += (
+            f"because of missing=: {lost[0]}; LoadRules(resized='mean') keeps the stored rows of "
+        )
+        what += "token embeddings"
         warnings.warn(f"modicum: {what}", stacklevel=3)
 
 

@@ -40,7 +40,8 @@ def only_adapters(model: Model, asked: bool | None) -> bool:
         got = class_before_sharding(model.module).__name__
         raise refusal("USAGE", "adapters", expected="a PeftModel", got=got)
     if asked and (others := _trained_besides(model, names_of_peft(model))):
-        what = "this tensor is trained, but PEFT's file lacks it: adapters=False saves all tensors"
+        what = "this tensor is trained, but PEFT's file lacks it: SaveOptions(adapters=False) "
+        what += "saves all tensors"
         raise refusal("UNSUPPORTED", what, tensor=others[0])
     return asked
 
@@ -112,7 +113,7 @@ def _state_by_module(module: nn.Module) -> dict[str, Any]:
 def _adapters_of(module: Any) -> list[str]:
     names = [*module.peft_config]
     if len(names) != 1:
-        what = "a step of adapters alone: adapters=False saves all tensors"
+        what = "a step of adapters alone: SaveOptions(adapters=False) saves all tensors"
         raise refusal("UNSUPPORTED", what, expected="one adapter", got=", ".join(names))
     return names
 

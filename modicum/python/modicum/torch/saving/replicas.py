@@ -62,7 +62,7 @@ def require_equal(writings: Sequence[Writing], ranks: Ranks) -> None:
         if one != another
     )
     what = "replicas of this tensor differ: make them equal before the save, as by a broadcast, or "
-    what += 'save those of the first rank that holds them by replicas="first"'
+    what += 'save those of the first rank that holds them by SaveOptions(replicas="first")'
     facts = {"expected": f"{expected} on rank {first}", "got": f"{got} on rank {other}"}
     raise failure("CONFLICT", what, tensor=name, **facts)
 

@@ -139,8 +139,9 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, u
     """
     require_values(model)
     if source is None and origin is None:
-        what = "the model was not loaded by modicum.torch.load from files: give `source=`, a "
-        what += "checkpoint with its names, or pass the module that was loaded"
+        what = "the model was not loaded by modicum.torch.load from files: give "
+        what += "SaveOptions(source=...), a checkpoint with its names, or pass the module that was "
+        what += "loaded"
         raise refusal("USAGE", what)
     origin = None if origin is None else origin.present()
     at = source if source is not None or origin is None else origin.source
@@ -149,8 +150,8 @@ def goal_of(model: Model, ranks: Ranks, source: Source, origin: Origin | None, u
     except IoError as error:
         if source is not None:
             raise
-        what = "the checkpoint from which the model was loaded can't be opened: give `source=`, a "
-        what += "checkpoint with its names"
+        what = "the checkpoint from which the model was loaded can't be opened: give "
+        what += "SaveOptions(source=...), a checkpoint with its names"
         raise failure(error.category, what, file=str(at), got=str(error)) from None
 
     def make() -> str:
@@ -209,13 +210,14 @@ def _require_names(made: Recipe, model: Model, source: str | Path, unused: str) 
     new = made.missing
     if all(name in new or node["op"] == "alias" for name, node in made.targets.items()):
         what = "the source has no tensor of the model: give a checkpoint with the model's names, "
-        what += "or load the model with recipe= or key_mapping= and leave out source="
+        what += "or load the model with LoadRules(recipe=...) or key_mapping= and leave out source="
         raise refusal("MISMATCH", what, file=str(source), tensor=next(iter(made.targets), ""))
     own = [name for name in new if model.structure.members[name].adapter is None]
     if own and made.unexpected and unused == "copy":
         what = f"the source lacks this tensor, and the model lacks '{made.unexpected[0]}' of the "
-        what += "source: load the model with recipe= or key_mapping= and leave out source=; or, if "
-        what += "they are no names of one tensor, leave out the source's by unused='drop'"
+        what += "source: load the model with LoadRules(recipe=...) or key_mapping= and leave out "
+        what += "source=; or, if they are no names of one tensor, leave out the source's by "
+        what += "SaveOptions(unused='drop')"
         raise refusal("MISMATCH", what, file=str(source), tensor=own[0])
 
 
@@ -276,7 +278,7 @@ def writing_of(recipe: _modicum.Recipe, held: Sequence[Held], ranks: Ranks, form
         expected, got = [*target["shape"]], [*of.tensor.shape]
         if got != expected:
             what = "the tensor has another shape than in the checkpoint whose files the step gets: "
-            what += "give `source=`, a checkpoint with the model's shapes"
+            what += "give SaveOptions(source=...), a checkpoint with the model's shapes"
             shapes = {"expected": str(expected), "got": str(got)}
             raise refusal("MISMATCH", what, tensor=target["name"], **shapes)
     if form.replicas == "first":
