@@ -413,12 +413,12 @@ def test_nested_renamings_use_canonical_paths() -> None:
     """transformers limits a nested model's renamings to names below its path (scope_prefix)."""
     model = on_meta(BY_NAME["llava"])
     (part, _) = structure_of(model).parts
-    before = [(str(t), t.scope_prefix) for t in _transforms(part, {}, None, None)]
+    before = [(str(t), t.scope_prefix) for t in _transforms(part, {}, None)]
     assert any(scope for _, scope in before)
     model.model.language_model = torch.compile(model.model.language_model)
     model.model.vision_tower = torch.compile(model.model.vision_tower)
     (part, _) = structure_of(model).parts
-    assert [(str(t), t.scope_prefix) for t in _transforms(part, {}, None, None)] == before
+    assert [(str(t), t.scope_prefix) for t in _transforms(part, {}, None)] == before
 
 
 def test_a_checkpoint_of_a_compiled_model_loads() -> None:

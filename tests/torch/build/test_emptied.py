@@ -122,14 +122,21 @@ def test_logits_are_those_of_from_pretrained(name: str, changes: dict[str, Any])
 
 def test_tensors_that_the_file_lacks_count_as_missing_after_to_empty() -> None:
     cls = transformers.LlamaForSequenceClassification
-    options = {"unexpected": "ignore"}
     with pytest.raises(UsageError, match="lacks") as refused:
-        load(emptied(on_meta("llama", cls)), checkpoint_of("llama"), **options)
+        load(
+            emptied(on_meta("llama", cls)),
+            checkpoint_of("llama"),
+            rules=LoadRules(unexpected="ignore"),
+        )
     assert refused.value.tensor == "score.weight"
     made, expected = emptied(on_meta("llama", cls)), empty("llama", cls=cls)
     with warned():
         for model in (made, expected):
-            load(model, checkpoint_of("llama"), rules=LoadRules(missing="init"), **options)
+            load(
+                model,
+                checkpoint_of("llama"),
+                rules=LoadRules(missing="init", unexpected="ignore"),
+            )
     assert bits(made.score.weight.detach()) == bits(expected.score.weight.detach())
 
 

@@ -347,9 +347,9 @@ def test_ctrl_c_on_one_rank_cancels_the_load_on_all(
     """The interrupted rank 0 raises KeyboardInterrupt, as from any other call. The other ranks
     raise an error of the category CANCELLED."""
     forget_marks(four)
-    source, by_rank, check = large, {}, "values"
+    source, by_rank, check = large, {}, True
     if where == "while it waits":  # for rank 1
-        source, by_rank, check = model, {1: {"pause_s": 2.0}}, None
+        source, by_rank, check = model, {1: {"pause_s": 2.0}}, False
     how = {"directory": str(source), "source": str(source), "check": check}
     four.tell("tried", by_rank, mesh=MESH, again=False, **how)
     until_begun(four)

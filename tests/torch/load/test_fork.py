@@ -509,5 +509,5 @@ def test_unknown_values_of_fork_are_refused_with_the_choices(directory: Path) ->
             call("share")
         assert "nearest is 'shared'" in str(met.value)
         with pytest.raises(UsageError, match="excluded, shared or inherited"):
-            call(None)
+            call(3)
     assert model.head.weight.is_meta

@@ -796,5 +796,5 @@ def loading_a_file_that_shrinks(checkpoint: Path) -> Any:
             os.truncate(checkpoint, checkpoint.stat().st_size // 2)
         return make_plan(*arguments, **options)
 
-    with patch.object(modicum, "make_plan", shrinking):
+    with patch.object(modicum.walk, "make_plan", shrinking):
         return loading(checkpoint, "rank0-broadcast")

@@ -163,7 +163,7 @@ def test_the_report_of_a_resume_as_text_names_skipped_steps(
     (tmp_path / "step-9").mkdir()
     with pytest.warns(UserWarning, match="step 9"):
         resumed = modicum.torch.resume(model, tmp_path, optimizer=optimizer, progress=False)
-    assert isinstance(resumed, modicum.torch.Resumed)
+    assert isinstance(resumed, modicum.torch.ResumeReport)
     skipped, read, *loads = str(resumed).splitlines()
     assert skipped == f"skipped step 9: {resumed.skipped[0]['reason']}"
     assert resumed.path == str(tmp_path / "step-1") and resumed.read_bytes > MIB
