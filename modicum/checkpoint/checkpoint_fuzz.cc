@@ -26,7 +26,7 @@ namespace {
 void open(MemoryFileSystem& files) {
   const Checkpoint checkpoint = open_checkpoint(files, "dir");
   const Manifest& manifest = checkpoint.manifest;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     MODICUM_ASSERT(stored.at.bytes() == checked_bytes(stored.spec.dtype, stored.spec.shape));
     MODICUM_ASSERT(stored.at.end <= manifest.files[stored.at.file].identity.size_bytes);
   }

@@ -120,7 +120,7 @@ std::string config_of(const std::string& config, const NewForm& form) {
   return text;
 }
 
-void FormTally::add(const TensorSpec& saved, const Stored* stored) {
+void FormTally::add(const TensorSpec& saved, const StoredTensor* stored) {
   if (!is_castable(saved.dtype)) {  // FP8 codes, or a dtype that is never cast
     has_codes_ = has_codes_ || (stored != nullptr && stored->scale);
     return;

@@ -318,7 +318,7 @@ void expect_error_or_tiling(const std::string& bytes) {
   try {
     const Manifest manifest = open_checkpoint(files, kPath).manifest;
     uint64_t end = manifest.files.at(0).header_bytes;
-    for (const Stored& stored : manifest.tensors) {
+    for (const StoredTensor& stored : manifest.tensors) {
       ASSERT_EQ(stored.at.begin, end);
       end = stored.at.end;
     }

@@ -449,6 +449,6 @@ struct LoadOutcome {
 
 // The bytes of elements [first, first + count) of a stored tensor. Throws UNSUPPORTED if elements
 // smaller than a byte do not begin and end on a byte boundary.
-Extent extent_of(const Stored& stored, int64_t first, int64_t count);
+Extent extent_of(const StoredTensor& stored, int64_t first, int64_t count);
 
 }  // namespace modicum

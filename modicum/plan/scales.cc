@@ -8,7 +8,7 @@
 namespace modicum {
 namespace {
 
-[[noreturn]] void refuse(const Plan& plan, const Stored& codes, const Target& target) {
+[[noreturn]] void refuse(const Plan& plan, const StoredTensor& codes, const Target& target) {
   if (!codes.scale) {
     fail(Category::unsupported,
          fmt::format("FP8 codes without a scale can't become {}", torch_name(target.spec.dtype)),
@@ -34,7 +34,7 @@ void prove_scales(const Plan& plan) {
     const Target& target = plan.recipe->targets[t];
     if (!is_dequantised(*plan.recipe, target)) continue;
     for (const uint32_t stored : stored_under(*plan.recipe, target.root)) {
-      const Stored& codes = plan.manifest->tensors[stored];
+      const StoredTensor& codes = plan.manifest->tensors[stored];
       if (!codes.scale || !codes.scale->fits()) refuse(plan, codes, target);
     }
   }
@@ -70,8 +70,8 @@ std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept
 
 Extent scale_extent(const Plan& plan, const Transfer& transfer) {
   if (!transfer.dequantises()) return {};
-  const Stored& codes = plan.manifest->tensors[transfer.from];
-  const Stored& scales = plan.manifest->tensors[codes.scale->tensor];
+  const StoredTensor& codes = plan.manifest->tensors[transfer.from];
+  const StoredTensor& scales = plan.manifest->tensors[codes.scale->tensor];
   const ScaleGrid grid = scale_grid(*plan.manifest, codes);
   const Runs& runs = transfer.runs;
   const int64_t first = runs.first;

@@ -114,7 +114,7 @@ void for_each_transfer_from(const Plan& plan, int rank, uint32_t stored, Emit fn
   }
 }
 
-Extent extent_of(const Stored& stored, int64_t first, int64_t count) {
+Extent extent_of(const StoredTensor& stored, int64_t first, int64_t count) {
   const auto bits = static_cast<uint64_t>(bits_per_element(stored.spec.dtype));
   // At most eight times kMaxModelBytes, so there is no overflow.
   const uint64_t begin_bits = static_cast<uint64_t>(first) * bits;

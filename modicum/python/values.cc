@@ -43,7 +43,7 @@ std::shared_ptr<OpenCheckpoint> open(const std::optional<std::filesystem::path>&
 
 nb::dict stored_of(const OpenCheckpoint& opened) {
   nb::dict stored;
-  for (const Stored& tensor : opened.checkpoint.manifest.tensors) {
+  for (const StoredTensor& tensor : opened.checkpoint.manifest.tensors) {
     stored[tensor.spec.fqn.c_str()] =
         nb::make_tuple(torch_name(tensor.spec.dtype), tuple_of(tensor.spec.shape));
   }

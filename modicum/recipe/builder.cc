@@ -126,7 +126,7 @@ Node RecipeBuilder::along(Op op, int dim, uint32_t in) const {
 }
 
 std::optional<uint32_t> RecipeBuilder::find_stored(std::string_view name) {
-  const std::vector<Stored>& tensors = manifest_.tensors;
+  const std::vector<StoredTensor>& tensors = manifest_.tensors;
   const auto name_of = [&](uint32_t i) -> std::string_view { return tensors[i].spec.fqn; };
   // Sorted on demand, because an identity recipe looks up no names.
   if (by_name_.empty()) by_name_ = sorted_by_name(tensors.size(), name_of);
@@ -137,7 +137,7 @@ uint32_t RecipeBuilder::require_stored(std::string_view name, std::string_view e
   const auto found = find_stored(name);
   if (found) return *found;
   std::vector<std::string> names;
-  for (const Stored& s : manifest_.tensors) names.push_back(s.spec.fqn);
+  for (const StoredTensor& s : manifest_.tensors) names.push_back(s.spec.fqn);
   fail(Category::mismatch, fmt::format("{}{}", error, nearest_hint(name, names)),
        {.tensor = std::string(name)});
 }
@@ -148,7 +148,7 @@ uint32_t RecipeBuilder::stored(std::string_view name) {
 }
 
 uint32_t RecipeBuilder::stored(uint32_t tensor) {
-  const Stored& stored = manifest_.tensors[tensor];
+  const StoredTensor& stored = manifest_.tensors[tensor];
   used_[tensor] = true;
   return push({.op = Op::stored,
                .dtype = stored.spec.dtype,

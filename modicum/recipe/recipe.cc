@@ -33,7 +33,7 @@ Around around(const std::vector<int64_t>& shape, int dim, int64_t element) {
 
 bool is_stored(const Manifest& manifest, std::string_view name) {
   return std::any_of(manifest.tensors.begin(), manifest.tensors.end(),
-                     [&](const Stored& s) { return s.spec.fqn == name; });
+                     [&](const StoredTensor& s) { return s.spec.fqn == name; });
 }
 
 // --- usual names of heads and embeddings ---
@@ -52,7 +52,7 @@ std::vector<std::string> usual_embedding(const Manifest& manifest) {
   static constexpr std::array<std::array<std::string_view, 2>, 2> kUsual = {
       {{"layers.0.", "embed_tokens.weight"}, {"h.0.", "wte.weight"}}};
   std::vector<std::string> found;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     const std::string_view name = stored.spec.fqn;
     for (const auto& [layer, embedding] : kUsual) {
       const size_t at = name.find(layer);
@@ -126,7 +126,7 @@ class DTypeRule {
 // not become targets.
 std::vector<bool> spent_scales(const Manifest& manifest, const DTypeRule& rule) {
   std::vector<bool> spent(manifest.tensors.size());
-  for (const Stored& codes : manifest.tensors) {
+  for (const StoredTensor& codes : manifest.tensors) {
     if (!codes.scale) continue;
     const DType dtype = codes.spec.dtype;
     if (rule.of(codes.spec.fqn, dtype, true) != dtype) spent[codes.scale->tensor] = true;
@@ -164,7 +164,7 @@ Recipe identity_recipe(const Manifest& manifest, std::span<const NamedTie> ties,
 std::vector<NamedTie> word_embedding_ties(const Manifest& manifest, bool untie) {
   std::vector<std::string> embeddings;
   std::vector<std::string> heads;
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     const std::string& name = stored.spec.fqn;
     if (name == "wte.weight" || name == "transformer.wte.weight" ||
         is_called(name, "embed_tokens.weight")) {

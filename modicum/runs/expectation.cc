@@ -20,7 +20,7 @@ Expectation::Expectation(const Checkpoint& checkpoint, std::function<void()> hea
 
 void Expectation::operator()(uint32_t stored, int64_t first, int64_t n, std::span<std::byte> into) {
   heartbeat_();
-  const Stored& tensor = checkpoint_.manifest.tensors[stored];
+  const StoredTensor& tensor = checkpoint_.manifest.tensors[stored];
   if (mark_) {
     synth_expected(*mark_, tensor.spec, first, n, into.data());
     return;

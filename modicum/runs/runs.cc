@@ -65,7 +65,7 @@ void require_known_blocks(const Manifest& manifest, const Recipe& recipe, const 
   for (const Target& target : recipe.targets) {
     if (!is_dequantised(recipe, target)) continue;
     for (const uint32_t stored : stored_under(recipe, target.root)) {
-      const Stored& codes = manifest.tensors[stored];
+      const StoredTensor& codes = manifest.tensors[stored];
       if (!codes.scale || codes.scale->fits()) continue;
       fail_for(codes.spec.fqn, "the block size of FP8 codes", fault);
     }
@@ -188,7 +188,7 @@ void warn_of_kept(const ParsedFlags& parsed, const Recipe& recipe, Checkpoint& c
   }
   const auto& stored = checkpoint.manifest.tensors;
   const bool has_scales = std::any_of(stored.begin(), stored.end(),
-                                      [](const Stored& of) { return of.scale.has_value(); });
+                                      [](const StoredTensor& of) { return of.scale.has_value(); });
   const std::string& method = checkpoint.config.quant_method;
   if ((!parsed.dtype && !parsed.optimizer) || method.empty() || has_scales) return;
   warn_of_kept(recipe, checkpoint,

@@ -86,7 +86,7 @@ void Compared::compare(const Chunk& chunk, uint64_t times) const {
   const uint64_t got =
       manifest_.recorded_kind == ChunkSumKind::checksum ? sum.checksum : sum.digest;
   if (got == expected) return;
-  const Stored& of = manifest_.tensors[chunk.stored];
+  const StoredTensor& of = manifest_.tensors[chunk.stored];
   fail(Category::integrity,
        fmt::format("the values{} are not those that were saved",
                    folder_.empty() ? "" : fmt::format(" in {}", folder_)),

@@ -35,7 +35,7 @@ struct DiffSource {
 class DiffReader {
  public:
   explicit DiffReader(DiffSource& of) : of_(of), reader_(of.checkpoint) {}
-  void read(const Stored& stored, uint64_t at, std::span<std::byte> into) {
+  void read(const StoredTensor& stored, uint64_t at, std::span<std::byte> into) {
     reader_.read(stored.at.file, stored.at.begin + at, into);
     const auto index = &stored - of_.checkpoint.manifest.tensors.data();
     of_.compared.add(static_cast<uint32_t>(index), at, into);
@@ -54,7 +54,7 @@ class Comparison {
       : a_(a), b_(b), poll_(poll), buffer_(kDiffBytes) {}
 
   // The difference of the values of two tensors of equal dtype, if any.
-  std::optional<Difference> values(const Stored& of_a, const Stored& of_b) {
+  std::optional<Difference> values(const StoredTensor& of_a, const StoredTensor& of_b) {
     Difference found{.tensor = of_a.spec.fqn, .shape = of_a.spec.shape};
     const auto from_a = std::span(buffer_).first(buffer_.size() / 2);
     const auto from_b = std::span(buffer_).subspan(from_a.size());
@@ -71,7 +71,7 @@ class Comparison {
   }
 
   // The difference of two tensors whose dtypes differ and are castable.
-  Difference rounded(const Stored& of_a, const Stored& of_b) {
+  Difference rounded(const StoredTensor& of_a, const StoredTensor& of_b) {
     const DType dtype_a = of_a.spec.dtype, dtype_b = of_b.spec.dtype;
     Difference to_a = of_dtypes(of_a.spec, of_b.spec), to_b = to_a;
     to_a.rounded_to = dtype_a;
@@ -84,7 +84,7 @@ class Comparison {
     const int64_t numel = numel_of(of_a.spec.shape);
     for (int64_t done = 0; done < numel; done += most) {
       const int64_t n = std::min(most, numel - done);
-      const auto read = [&](DiffReader& reader, const Stored& of, std::span<std::byte> into) {
+      const auto read = [&](DiffReader& reader, const StoredTensor& of, std::span<std::byte> into) {
         reader.read(of, bytes_of(of.spec.dtype, done), into.first(bytes_of(of.spec.dtype, n)));
         return Side{into.data(), of.spec.dtype};
       };
@@ -176,12 +176,12 @@ std::string_view kind_name(Difference::Kind kind) noexcept {
 
 Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
                  FunctionRef<void(uint64_t)> poll) {
-  std::map<std::string_view, const Stored*> unmatched;  // tensors of B not found in A yet
-  for (const Stored& stored : b.manifest.tensors) unmatched[stored.spec.fqn] = &stored;
+  std::map<std::string_view, const StoredTensor*> unmatched;  // tensors of B not found in A yet
+  for (const StoredTensor& stored : b.manifest.tensors) unmatched[stored.spec.fqn] = &stored;
   const auto& tensors = a.manifest.tensors;
   std::vector<std::optional<Difference>> difference_of(tensors.size());  // by tensor of A
   // By tensor of A: the tensor of B with which its values are compared, or null.
-  std::vector<const Stored*> to_compare(tensors.size());
+  std::vector<const StoredTensor*> to_compare(tensors.size());
   Differences all;
   for (size_t t = 0; t < tensors.size(); ++t) {
     const TensorSpec& spec = tensors[t].spec;
@@ -190,7 +190,7 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
       difference_of[t] = whole(spec, Difference::Kind::only_in_a);
       continue;
     }
-    const Stored& other = *found->second;
+    const StoredTensor& other = *found->second;
     unmatched.erase(found);
     ++all.tensors;
     const bool is_same_dtype = other.spec.dtype == spec.dtype;
@@ -211,7 +211,7 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
     Comparison comparison(from_a, from_b, poll);
     for (size_t t = static_cast<size_t>(worker); t < tensors.size();
          t += static_cast<size_t>(threads)) {
-      const Stored* const other = to_compare[t];
+      const StoredTensor* const other = to_compare[t];
       if (other == nullptr) continue;
       difference_of[t] = other->spec.dtype == tensors[t].spec.dtype
                              ? comparison.values(tensors[t], *other)
@@ -227,7 +227,7 @@ Differences diff(const Checkpoint& a, const Checkpoint& b, int threads,
   for (std::optional<Difference>& difference : difference_of) {
     if (difference) all.found.push_back(std::move(*difference));
   }
-  for (const Stored& stored : b.manifest.tensors) {
+  for (const StoredTensor& stored : b.manifest.tensors) {
     if (unmatched.contains(stored.spec.fqn)) {
       all.found.push_back(whole(stored.spec, Difference::Kind::only_in_b));
     }

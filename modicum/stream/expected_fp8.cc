@@ -75,7 +75,7 @@ void ExpectedFp8::fetch_row(uint32_t scales, int64_t row, int64_t columns) {
 
 std::span<const std::byte> ExpectedFp8::numbers(uint32_t stored, int64_t first,
                                                 std::span<const std::byte> codes) {
-  const Stored& tensor = plan_.manifest->tensors[stored];
+  const StoredTensor& tensor = plan_.manifest->tensors[stored];
   const std::vector<int64_t>& shape = tensor.spec.shape;
   const std::vector<int64_t>& grid = plan_.manifest->tensors[tensor.scale->tensor].spec.shape;
   const bool one_for_all = numel_of(grid) == 1;

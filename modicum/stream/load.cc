@@ -234,7 +234,7 @@ class Load {
   // file.
   const std::byte* place_in(std::span<std::byte> slot, uint64_t begin,
                             const Transfer& transfer) const {
-    const Stored& stored = plan_.manifest->tensors[transfer.from];
+    const StoredTensor& stored = plan_.manifest->tensors[transfer.from];
     return slot.data() +
            (extent_of(stored, transfer.runs.first, transfer.runs.length).begin - begin);
   }

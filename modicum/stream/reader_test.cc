@@ -40,7 +40,7 @@ struct Files {
   // Reads bytes [begin, end) of a file's tensor, `piece` bytes at a time. Returns whether every
   // byte is right.
   bool read(DataReader& reader, uint32_t file, uint64_t begin, uint64_t end, uint64_t piece) {
-    const Stored& stored = checkpoint.manifest.tensors[file];
+    const StoredTensor& stored = checkpoint.manifest.tensors[file];
     bool right = true;
     for (uint64_t at = begin; at < end; at += piece) {
       std::vector<std::byte> bytes(std::min(piece, end - at), std::byte{0xff});

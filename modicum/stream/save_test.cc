@@ -122,7 +122,7 @@ Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePl
   return result;
 }
 
-std::vector<std::byte> stored_bytes(const Checkpoint& checkpoint, const Stored& stored) {
+std::vector<std::byte> stored_bytes(const Checkpoint& checkpoint, const StoredTensor& stored) {
   std::vector<std::byte> bytes(stored.at.bytes());
   open_data_file(checkpoint, stored.at.file)->read(bytes, stored.at.begin);
   return bytes;
@@ -131,7 +131,7 @@ std::vector<std::byte> stored_bytes(const Checkpoint& checkpoint, const Stored& 
 // Expects the tensors of `specs` in the saved checkpoint, with the values that values_of generates.
 void expect_same(const Checkpoint& saved, Specs specs) {
   ASSERT_EQ(saved.manifest.tensors.size(), specs.size());
-  for (const Stored& stored : saved.manifest.tensors) {
+  for (const StoredTensor& stored : saved.manifest.tensors) {
     const auto of = std::find_if(specs.begin(), specs.end(),
                                  [&](const TensorSpec& s) { return s.fqn == stored.spec.fqn; });
     ASSERT_NE(of, specs.end()) << stored.spec.fqn;
@@ -291,7 +291,7 @@ TEST(Save, DeviceBuffersAreSavedThroughStaging) {
       expect_same(opened, model());
       continue;
     }
-    for (const Stored& stored : opened.manifest.tensors) {
+    for (const StoredTensor& stored : opened.manifest.tensors) {
       if (stored.spec.fqn != "conv") continue;
       const std::vector<std::byte> before = values_of(model()[5]);  // conv
       std::vector<std::byte> expected(2 * before.size());

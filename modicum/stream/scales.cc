@@ -20,7 +20,7 @@ constexpr uint32_t kInfinity = 0x7f800000U;
 ScalesAtHand scales_read(const Plan& plan, uint32_t stored, const Extent& read,
                          const std::byte* at_hand) {
   if (read.bytes() == 0) return {};
-  const Stored& scales = plan.manifest->tensors[plan.manifest->tensors[stored].scale->tensor];
+  const StoredTensor& scales = plan.manifest->tensors[plan.manifest->tensors[stored].scale->tensor];
   const auto before = static_cast<int64_t>(read.begin - scales.at.begin);
   return {at_hand, before / bytes_per_element(scales.spec.dtype)};
 }
@@ -32,7 +32,7 @@ Conversion::Conversion(const Plan& plan, const Transfer& transfer,
       dequantises_(transfer.dequantises()),
       scales_(scales) {
   if (!dequantises_) return;
-  const Stored& codes = plan.manifest->tensors[transfer.from];
+  const StoredTensor& codes = plan.manifest->tensors[transfer.from];
   scale_dtype_ = plan.manifest->tensors[codes.scale->tensor].spec.dtype;
   grid_ = scale_grid(*plan.manifest, codes);
 }

@@ -62,7 +62,7 @@ class Verify {
     std::map<std::string_view, const StepTensor*> recorded;
     for (const StepTensor& tensor : tensors) recorded[tensor.spec.fqn] = &tensor;
     const Checkpoint checkpoint = open_checkpoint(files_, directory, Record::ignored);
-    for (const Stored& stored : checkpoint.manifest.tensors) {
+    for (const StoredTensor& stored : checkpoint.manifest.tensors) {
       const std::string name = prefix + checkpoint.manifest.files[stored.at.file].name;
       const auto file = std::find_if(out_.files.begin(), out_.files.end(),
                                      [&](const VerifiedFile& of) { return of.name == name; });
@@ -93,7 +93,8 @@ class Verify {
     }
   }
 
-  void check_tensor(const Checkpoint& checkpoint, const Stored& stored, const StepTensor& record) {
+  void check_tensor(const Checkpoint& checkpoint, const StoredTensor& stored,
+                    const StepTensor& record) {
     const auto unit = static_cast<uint64_t>(std::max(8, bits_per_element(stored.spec.dtype))) / 8;
     const std::unique_ptr<File> file = open_data_file(checkpoint, stored.at.file);
     const uint64_t seed = digest_seed(stored.spec);

@@ -27,7 +27,7 @@ std::vector<TensorLoss> losses_of(const RangeLosses& losses, const Plan& plan) {
 }
 
 DType dtype_of(const Manifest& manifest, const std::string& tensor) {
-  for (const Stored& stored : manifest.tensors) {
+  for (const StoredTensor& stored : manifest.tensors) {
     if (stored.spec.fqn == tensor) return stored.spec.dtype;
   }
   return DType::f32;
