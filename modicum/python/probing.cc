@@ -13,7 +13,7 @@ namespace {
 
 nb::dict process_memory(int pid) {
   const ProcessMemory memory = without_the_lock([&] { return read_process_memory(pid); });
-  return dict_of("held_bytes"_a = memory.held(), "peak_bytes"_a = memory.peak_held());
+  return dict_of("held_bytes"_a = memory.held_bytes(), "peak_bytes"_a = memory.peak_held());
 }
 
 nb::tuple as_pair(const RangeMemory& memory) {

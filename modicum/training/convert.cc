@@ -151,7 +151,7 @@ ConvertReport convert_in_rank(const ConvertTask& task, ShowBytes show) {
   ConvertReport report{.checkpoint = facts_of(run.checkpoint),
                        .promise = task.load.plan.promise,
                        .ranks = {of.load},
-                       .launcher_bytes = read_process_memory().held(),
+                       .launcher_bytes = read_process_memory().held_bytes(),
                        .path = task.out,
                        .written_bytes = of.written_bytes,
                        .kept_files = of.kept_files,

@@ -70,7 +70,7 @@ ConvertRank::ConvertRank(ConvertWorld& world, int rank)
     : world_(world),
       at_{rank, &world.board, nullptr, &ledger_},
       // The kernel's peak counts from here on.
-      baseline_bytes_((reset_peak_rss(), read_process_memory().held())),
+      baseline_bytes_((reset_peak_rss(), read_process_memory().held_bytes())),
       ledger_(world.task.plan.promise.ledger_limit_bytes(rank), world.reporter(rank)),
       outcome_{.load = {.rank = rank, .pid = static_cast<int32_t>(getpid())}} {}
 

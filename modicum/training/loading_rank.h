@@ -33,7 +33,7 @@ struct LoadWorld : World {
 struct LoadingRank {
   LoadingRank(LoadWorld& world, int rank, HostSink::Copy copy = {})
       // The kernel's peak counts from here on.
-      : baseline_bytes((reset_peak_rss(), read_process_memory().held())),
+      : baseline_bytes((reset_peak_rss(), read_process_memory().held_bytes())),
         ledger(world.task.plan.promise.ledger_limit_bytes(rank), world.reporter(rank)),
         exchange(world.rings.end_of(rank, world.board)),
         load({world.task.run.checkpoint,

@@ -133,9 +133,9 @@ class StepRank {
   // other parts are current values.
   uint64_t tree_bytes(const Children* children) const {
     const ProcessMemory own = read_process_memory();
-    uint64_t sum = children != nullptr && can_reset_ ? own.peak_held() : own.held();
+    uint64_t sum = children != nullptr && can_reset_ ? own.peak_held() : own.held_bytes();
     if (children != nullptr) sum += children->held_bytes();
-    if (rank_ == 0) sum += read_process_memory(world_.launcher_pid).held();
+    if (rank_ == 0) sum += read_process_memory(world_.launcher_pid).held_bytes();
     return sum;
   }
 

@@ -172,7 +172,7 @@ JobOutcome run_job(const TrainedJob& job, ShowBytes show) {
     if (damaged) outcome.saved->warnings.push_back(warning_of(*damaged));
     outcome.damaged = std::move(damaged);
   }
-  outcome.launcher_bytes = read_process_memory().held();
+  outcome.launcher_bytes = read_process_memory().held_bytes();
   outcome.cgroup_peak_bytes = world.cgroup_peak.bytes();
   return outcome;
 }
