@@ -40,10 +40,10 @@ TEST(AdamWFootprint, EqualsTheChargeToTheByte) {
         Ledger ledger;
         {
           const AdamW state(spec, ledger, 2);
-          EXPECT_EQ(ledger.held(), promised) << format_name(format);
+          EXPECT_EQ(ledger.footprint(), promised) << format_name(format);
           EXPECT_EQ(ledger.peak_bytes(), promised.total());
         }
-        EXPECT_EQ(ledger.held(), Footprint{});
+        EXPECT_EQ(ledger.footprint(), Footprint{});
       }
     }
   }
@@ -98,7 +98,7 @@ TEST(AdamW, CallerOwnedMastersAreUsedAndNotCharged) {
   spec.shards[0].master = reinterpret_cast<std::byte*>(master.data());
   Ledger ledger;
   AdamW state(spec, ledger, 1);
-  EXPECT_NEAR(static_cast<double>(whole - ledger.held()[Purpose::master]),
+  EXPECT_NEAR(static_cast<double>(whole - ledger.footprint()[Purpose::master]),
               static_cast<double>(master.size() * sizeof(float)), 2.0 * kPageBytes);
   deliver_tiny(state, 1);
   state.step();
@@ -256,7 +256,7 @@ TEST(AdamW, StepsAllocateNothingNextToForkedChildren) {
     AdamW state(
         {.format = format, .shards = {{.fqn = "w", .runs = {{0, kPieces * kBucketElements}}}}},
         ledger, 2);
-    const uint64_t promised = ledger.held().total();
+    const uint64_t promised = ledger.footprint().total();
     const std::vector<float> gradient(kBucketElements, 1.0F);
     const Child first, second;
     const auto step = [&] {
@@ -311,14 +311,14 @@ TEST(AdamWPinning, PinsEachDeviceArenaOnceAtItsExactSize) {
     {
       const AdamW state(tiny_spec(format), ledger, 1, counting.pinner());
       ASSERT_EQ(counting.pinned.size(), is_split ? 2U : 1U);
-      EXPECT_EQ(counting.pinned.back().size(), ledger.held()[Purpose::grad]);
+      EXPECT_EQ(counting.pinned.back().size(), ledger.footprint()[Purpose::grad]);
       // A plane begins within the first page of its arena (bytes_before).
       const auto grad = state.plane(0, Plane::grad).data() - counting.pinned.back().data();
       EXPECT_GE(grad, 0);
       EXPECT_LT(grad, static_cast<int64_t>(kPageBytes));
       if (is_split) {
         EXPECT_EQ(counting.pinned.front().data(), state.plane(0, Plane::master).data());
-        EXPECT_LT(counting.pinned.front().size(), ledger.held()[Purpose::master]);
+        EXPECT_LT(counting.pinned.front().size(), ledger.footprint()[Purpose::master]);
       }
       EXPECT_EQ(counting.unpinned, 0);
     }
@@ -335,7 +335,7 @@ TEST(AdamWPinning, AFailedPinUndoesTheEarlierOnes) {
   ASSERT_TRUE(met);
   EXPECT_EQ(met->category(), Category::no_memory);
   EXPECT_EQ(counting.unpinned, 1);
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
 }
 
 TEST(AdamWPinning, OverTheLockLimitIsRefusedBeforeAnyAllocation) {

@@ -275,11 +275,11 @@ Args:
           },
           "limit"_a = nb::none())
       .def_prop_ro(
-          "held_bytes", [](const Ledger& ledger) { return ledger.held().total(); },
+          "held_bytes", [](const Ledger& ledger) { return ledger.footprint().total(); },
           "Bytes held now.")
       .def_prop_ro("peak_bytes", &Ledger::peak_bytes, "The highest held_bytes so far.")
       .def_prop_ro(
-          "held", [](const Ledger& ledger) { return by_purpose(ledger.held()); },
+          "held", [](const Ledger& ledger) { return by_purpose(ledger.footprint()); },
           "Bytes held now, by purpose; largest first.")
       .def_prop_ro(
           "at_peak", [](const Ledger& ledger) { return by_purpose(ledger.at_peak()); },

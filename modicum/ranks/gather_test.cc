@@ -181,7 +181,7 @@ TEST(Gather, ProcessesMapTheMemoryByItsAddress) {
       gather.commit(ledger);
       board.barrier(rank);
       put_all(gather, puts[static_cast<size_t>(rank)], written, 1);
-      _exit(ledger.held()[Purpose::staging] == kPartBytes ? 0 : 1);
+      _exit(ledger.footprint()[Purpose::staging] == kPartBytes ? 0 : 1);
     }
     children.push_back(child);
   }
@@ -203,10 +203,10 @@ TEST(Gather, EachRankIsChargedItsPartAsStaging) {
     {
       Gather gather(shared, board, rank, rank);
       gather.commit(ledger);
-      EXPECT_EQ(ledger.held()[Purpose::staging], kPartBytes);
-      EXPECT_EQ(ledger.held().total(), kPartBytes);
+      EXPECT_EQ(ledger.footprint()[Purpose::staging], kPartBytes);
+      EXPECT_EQ(ledger.footprint().total(), kPartBytes);
     }
-    EXPECT_EQ(ledger.held(), Footprint{});
+    EXPECT_EQ(ledger.footprint(), Footprint{});
     Ledger tight(kPartBytes - 1);
     Gather gather(shared, board, rank, rank);
     EXPECT_THROW(gather.commit(tight), Error);

@@ -32,7 +32,7 @@ TEST(OwnReport, IsWrittenToTheMemoryOfTheWatcher) {
   own.begin([] { return kGiB; });
   own.reporter().add(Purpose::staging, 77);
   EXPECT_EQ(table.pids[0].load(), getpid());
-  EXPECT_EQ(table.reports[0].held[static_cast<size_t>(Purpose::staging)].load(), 77U);
+  EXPECT_EQ(table.reports[0].held_bytes[static_cast<size_t>(Purpose::staging)].load(), 77U);
   EXPECT_EQ(table.reports[0].baseline_bytes + table.reports[0].retained_heap_bytes, kGiB);
 }
 

@@ -429,7 +429,7 @@ TEST(LoadFp8, EveryFailingCallIsNamed) {
       } catch (const Error& error) {
         failure = error;
       }
-      EXPECT_EQ(ledger.held(), Footprint{});
+      EXPECT_EQ(ledger.footprint(), Footprint{});
       if (static_cast<int64_t>(failing.calls().size()) < n) break;
       const std::string call = failing.calls()[static_cast<size_t>(n) - 1].what;
       ASSERT_TRUE(failure.has_value()) << strategy.name << " call " << n << " " << call;

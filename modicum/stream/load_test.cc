@@ -119,7 +119,7 @@ RankResult load_one(const Case& c, int rank, Board& board, Exchange* exchange) {
     if (call.what == "read") result.reads.push_back(call);
   }
   result.at_peak = ledger.at_peak();
-  result.after = ledger.held();
+  result.after = ledger.footprint();
   return result;
 }
 
@@ -515,7 +515,7 @@ TEST(LoadFault, ExceedingTheLimitFailsBeforeAnyDataIsRead) {
     EXPECT_EQ(error.category(), Category::budget);
   }
   EXPECT_EQ(recorded.bytes_read(), 0U);
-  EXPECT_EQ(ledger.held(), Footprint{});
+  EXPECT_EQ(ledger.footprint(), Footprint{});
 }
 
 TEST(LoadFault, AFileReplacedAfterItWasOpenedIsAConflict) {

@@ -75,7 +75,7 @@ std::vector<Loaded> load_all(const Model& model, const Plan& plan, Board& board,
     } catch (const Error& error) {
       mine.failure = error;
     }
-    mine.after = ledger.held();
+    mine.after = ledger.footprint();
   });
   return loaded;
 }

@@ -128,7 +128,7 @@ TEST(Places, EachTargetGoesToItsOwnDestination) {
       for (const auto thread : world.asked) EXPECT_EQ(thread, std::this_thread::get_id());
       // Two of four targets are in the arena: 80 bytes each, the second one on a 64-byte boundary.
       EXPECT_EQ(arena_begins(plan, rank), (std::vector<uint64_t>{0, 0, 0, 128, 208}));
-      EXPECT_EQ(ledger.held()[Purpose::shards], kPageBytes);
+      EXPECT_EQ(ledger.footprint()[Purpose::shards], kPageBytes);
       EXPECT_EQ(sink.release().bytes().size(), kPageBytes);
     }
   }
@@ -184,7 +184,7 @@ TEST(HostSink, TouchesPagesOnlyAsTheyAreFilled) {
   AloneBoard board;
   Ledger ledger(plan.promise.ledger_limit_bytes(0));
   HostSink sink(plan, 0, ledger);
-  EXPECT_EQ(ledger.held()[Purpose::shards], 4 * kMiB);
+  EXPECT_EQ(ledger.footprint()[Purpose::shards], 4 * kMiB);
   EXPECT_EQ(pages_in_memory(sink.host(0)), 0U);
   load(world.checkpoint, plan, {0, &board, nullptr, &ledger}, sink);
   EXPECT_EQ(pages_in_memory(sink.host(0)), 4 * kMiB / kPageBytes);

@@ -100,7 +100,7 @@ Saved load_and_save(const Checkpoint& checkpoint, const Plan& plan, const SavePl
     HostSink shards(plan, rank, ledger);
     load(checkpoint, plan, {rank, &board, nullptr, &ledger}, shards);
     ledger.mark();
-    const Footprint before = ledger.held();
+    const Footprint before = ledger.footprint();
     const auto gather = gathers.end_of(rank, board);
     if (gather != nullptr) gather->commit(ledger);
     const RankContext at{rank, &board, nullptr, &ledger, gather.get()};

@@ -36,7 +36,7 @@ RankLoad::RankLoad(const RankLoadTask& task, HostSink::Given given, HostSink::Co
     : task_(task),
       phase_(begun(task)),
       outcome_{.rank = task.at.rank, .pid = static_cast<int32_t>(getpid())},
-      held_before_(task.at.ledger->held().total()),
+      held_before_(task.at.ledger->footprint().total()),
       shards_(agreed(task), task.at.rank, *task.at.ledger, std::move(given), std::move(copy)),
       compared_(*task.plan.manifest, folder_in_step(task.checkpoint)) {}
 

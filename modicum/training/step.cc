@@ -88,7 +88,7 @@ class StepRank {
     const Buffer ring = ledger_.charge(Purpose::staging, ring_bytes(task_));
     world_.board.barrier(rank_);
     outcome_.fixed_bytes = tree_bytes(nullptr);
-    fixed_of_ledger_ = ledger_.held().total();
+    fixed_of_ledger_ = ledger_.footprint().total();
     world_.board.barrier(rank_);
     can_reset_ = reset_peak_rss();
     ledger_.mark();

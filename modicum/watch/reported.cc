@@ -26,7 +26,7 @@ Footprint ledger_kib(Footprint held) noexcept {
 ReportedMemory memory_in(const SelfReport& report) {
   ReportedMemory memory{.baseline_bytes = report.baseline_bytes.load(),
                         .retained_heap_bytes = report.retained_heap_bytes.load(),
-                        .held = footprint_of(report.held)};
+                        .held = footprint_of(report.held_bytes)};
   if (const int rank = report.rank.load(); rank >= 0) memory.rank = rank;
   return memory;
 }

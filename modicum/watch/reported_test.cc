@@ -136,7 +136,7 @@ TEST(ReportedProcesses, ThePhaseOfAProcessThatWasKilledIsKnown) {
   SelfReports& table = SelfReports::make_in(pages.bytes());
   ReportedProcesses reported(table, 0);
   SelfReport& report = *table.claim(7, 0);
-  report.held[at(Purpose::shards)].store(5 * kMiB);
+  report.held_bytes[at(Purpose::shards)].store(5 * kMiB);
   begin(report, 0, 1, "train", 10 * kNsPerMs);
   begin(report, 1, 2, "load", 20 * kNsPerMs);
   reported.read(30 * kNsPerMs, std::vector<int>{7});
@@ -172,7 +172,7 @@ TEST(ReportedProcesses, AProgramBeforeAnExecHasEnded) {
   const std::vector<int> alive = {7};
   SelfReport& first = *table.claim(7, 0);
   first.begin_ns.store(5 * kNsPerMs);
-  first.held[at(Purpose::shards)].store(5 * kMiB);
+  first.held_bytes[at(Purpose::shards)].store(5 * kMiB);
   begin(first, 0, 1, "load", 10 * kNsPerMs);
   reported.read(20 * kNsPerMs, alive);
   ASSERT_TRUE(reported.memory_of(7).has_value());
@@ -186,7 +186,7 @@ TEST(ReportedProcesses, AProgramBeforeAnExecHasEnded) {
   EXPECT_EQ(reported.memory_of(7), std::nullopt);
   SelfReport& next = *table.claim(7, 0);
   next.begin_ns.store(60 * kNsPerMs);
-  next.held[at(Purpose::shards)].store(7 * kMiB);
+  next.held_bytes[at(Purpose::shards)].store(7 * kMiB);
   begin(next, 0, 1, "save", 70 * kNsPerMs);
   reported.read(80 * kNsPerMs, alive);
   EXPECT_EQ(reported.memory_of(7)->held[Purpose::shards], 7 * kMiB);

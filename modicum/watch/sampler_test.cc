@@ -372,11 +372,11 @@ TEST(Sampler, WhatAProcessReportsDividesItsMemory) {
   Sampled tree({.reports = &table});
   SelfReport& report = *table.claim(11, 100 * kKiB);
   report.rank.store(2);
-  report.held[at(Purpose::shards)].store(3000 * kKiB);
+  report.held_bytes[at(Purpose::shards)].store(3000 * kKiB);
   tree.put(11, {.anon_kib = 4000});
   tree.put(12, {.anon_kib = 500});
   tree.sample_after();
-  report.held[at(Purpose::moments)].store(1500 * kKiB);
+  report.held_bytes[at(Purpose::moments)].store(1500 * kKiB);
   report.budget_bytes.store(9 * kMiB);
   tree.put(11, {.anon_kib = 6000});
   tree.sample_after();
