@@ -57,7 +57,8 @@ std::string text_of(FileSystem& files, const std::string& path, Category too_lon
 
 void require_known_ties(const Manifest& manifest, bool untie, const Error& fault) {
   for (const NamedTie& tie : word_embedding_ties(manifest, untie)) {
-    fail_for(tie.name, fmt::format("whether the tensor is tied to '{}'", printable(tie.of)), fault);
+    fail_for(tie.name, fmt::format("whether the tensor is tied to '{}'", printable(tie.target)),
+             fault);
   }
 }
 
