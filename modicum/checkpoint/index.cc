@@ -119,10 +119,10 @@ class Names {
     });
     for (size_t i = 1; i < rows_.size(); ++i) {
       if (rows_[i - 1].hash != rows_[i].hash || text(rows_[i - 1]) != text(rows_[i])) continue;
-      const Extent& one = tensors[rows_[i - 1].tensor].at;
+      const Extent& extent = tensors[rows_[i - 1].tensor].at;
       const Extent& other = tensors[rows_[i].tensor].at;
       refuse(Category::index_dup,
-             "the tensor is also in " + printable(manifest.files[one.file].name),
+             "the tensor is also in " + printable(manifest.files[extent.file].name),
              manifest.files[other.file].name, text(rows_[i]));
     }
   }

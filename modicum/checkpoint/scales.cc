@@ -30,7 +30,7 @@ Scales scales_of(const Manifest& manifest) {
 }
 
 // Counts tensors of codes whose block size is not certain, for one warning.
-class Unsure {
+class UncertainScales {
  public:
   void add(const StoredTensor& codes) {
     if (count_++ == 0) first_ = codes.spec.fqn;
@@ -54,7 +54,7 @@ void pair_scales(Manifest& manifest, const ModelConfig& config,
   if (std::none_of(manifest.tensors.begin(), manifest.tensors.end(), is_coded)) return;
   const Scales scales = scales_of(manifest);
   std::string name;
-  Unsure inferred, unknown;
+  UncertainScales inferred, unknown;
   for (StoredTensor& codes : manifest.tensors) {
     if (!is_coded(codes)) continue;
     for (const std::string_view ending : kScaleEndings) {

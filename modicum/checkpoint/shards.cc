@@ -90,9 +90,10 @@ bool is_weights_name(std::string_view name) {
   if (!name.starts_with(kModelStem) || !name.ends_with(kEnding)) return false;
   name.remove_prefix(kModelStem.size());
   name.remove_suffix(kEnding.size());
-  return name.empty() ||
-         std::equal(name.begin(), name.end(), kShard.begin(), kShard.end(),
-                    [](char c, char of) { return of == '#' ? c >= '0' && c <= '9' : c == of; });
+  return name.empty() || std::equal(name.begin(), name.end(), kShard.begin(), kShard.end(),
+                                    [](char c, char pattern) {
+                                      return pattern == '#' ? c >= '0' && c <= '9' : c == pattern;
+                                    });
 }
 
 std::string_view stem_of(const Manifest& manifest) {

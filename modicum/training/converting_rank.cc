@@ -51,7 +51,7 @@ void require_range(const ConvertTask& task, const std::vector<TensorLoss>& losse
 
 }  // namespace
 
-void add_published(ConvertReport& report, const Published& published) {
+void add_published(ConvertReport& report, const Publication& published) {
   report.is_durable = published.is_durable;
   report.checkpoint.warnings.insert(report.checkpoint.warnings.end(), published.warnings.begin(),
                                     published.warnings.end());

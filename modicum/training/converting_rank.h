@@ -12,7 +12,7 @@ namespace modicum {
 StepOwner owner_of_conversion();
 bool is_owner_dead(const StepOwner& owner);
 // Takes the outcome of a publication into the report.
-void add_published(ConvertReport& report, const Published& published);
+void add_published(ConvertReport& report, const Publication& published);
 
 // The outcome of the rank. Plain data, since it is sent from the rank's process.
 struct Converted {

@@ -285,7 +285,7 @@ void StepSave::commit(const Publishing& how, SavedStep& saved) {
   const RootLock lock(files_, step_.root, how.lock_limit_ns, clock, how.waits);
   owner_->require_ours();
   owner_->remove();  // it is no file of the step
-  Published published = publish_step(files_, step_, saved.record);
+  Publication published = publish_step(files_, step_, saved.record);
   is_published_ = true;
   saved.is_durable = published.is_durable;
   std::move(published.warnings.begin(), published.warnings.end(),
