@@ -17,7 +17,7 @@ struct Span {
 };
 
 // The bytes of a read that one rank needs. `needed` is the rank's range of elements.
-NodeRead::Wanted wanted_of(const StoredTensor& tensor, const NodeRead& read, const Chunk& needed) {
+NodeRead::Request wanted_of(const StoredTensor& tensor, const NodeRead& read, const Chunk& needed) {
   if (needed.size() == 0) return {};
   const Extent extent = extent_of(tensor, needed.lo, needed.size());
   return {extent.begin - read.at.begin,
@@ -115,7 +115,7 @@ class TargetReads {
   Transfer stretch_;  // the next read, as one run with the dtypes of its transfers
   std::vector<Span> spans_;
   std::vector<Chunk> needed_;
-  std::vector<NodeRead::Wanted> wanted_;
+  std::vector<NodeRead::Request> wanted_;
 };
 
 }  // namespace

@@ -53,16 +53,18 @@ bool takes_elements(const Plan& plan, uint32_t target, uint32_t stored) noexcept
   return root.dtype == plan.manifest->tensors[stored].spec.dtype;
 }
 
-bool is_needed(const Plan& plan, uint32_t stored) noexcept { return !plan.uses.of(stored).empty(); }
+bool is_needed(const Plan& plan, uint32_t stored) noexcept {
+  return !plan.uses.targets_of(stored).empty();
+}
 
 bool gives_elements(const Plan& plan, uint32_t stored) noexcept {
-  const auto uses = plan.uses.of(stored);
+  const auto uses = plan.uses.targets_of(stored);
   return std::any_of(uses.begin(), uses.end(),
                      [&](uint32_t target) { return takes_elements(plan, target, stored); });
 }
 
 std::optional<uint32_t> scale_beside(const Plan& plan, uint32_t stored) noexcept {
-  for (const uint32_t target : plan.uses.of(stored)) {
+  for (const uint32_t target : plan.uses.targets_of(stored)) {
     if (const auto scale = scale_for(plan, target, stored)) return scale;
   }
   return std::nullopt;

@@ -24,7 +24,7 @@ RankWindow::RankWindow(const Plan& plan, int rank)
 
 uint64_t RankWindow::bytes() const {
   uint64_t end = 0;
-  const auto add = [&](const Whole& whole) {
+  const auto add = [&](const WholeTensor& whole) {
     end = std::max(end, whole.place + plan_.manifest->tensors[whole.stored].at.bytes());
   };
   for_each_read([&](const Read& read) { end = std::max(end, read.place + read.at.bytes()); });

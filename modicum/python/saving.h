@@ -85,7 +85,7 @@ class CallerTensors final : public Sink {
     given_[buffer] = bytes_of_array(arrays_.back());
   }
   void require_size(uint32_t buffer, int rank) const {
-    const bool is_given = destination_of(plan_, buffer) == Destination::given;
+    const bool is_given = destination_of(plan_, buffer) == Destination::caller_memory;
     if (!is_given && given_[holder_of(plan_, buffer)].empty()) return;
     if (holder_of(plan_, buffer) != buffer) return;
     const uint64_t expected = buffer_of(plan_, buffer, rank).bytes();

@@ -145,7 +145,7 @@ struct Shard {
 Destination destination_named(const std::string& name) {
   if (name == "cpu") return Destination::cpu;
   if (name == "copy") return Destination::copy;
-  if (name == "given") return Destination::given;
+  if (name == "given") return Destination::caller_memory;
   fail(Category::usage, "unknown destination",
        {.expected = "cpu, copy or given", .got = printable(name)});
 }

@@ -186,7 +186,7 @@ class Load {
     const bool reads = reads_storage(plan_, at_.rank);
     for_each_node_read(plan_, at_.rank, [&](const NodeRead& read) {
       at_.board->check();
-      const NodeRead::Wanted& wanted = read.wanted[place];
+      const NodeRead::Request& wanted = read.wanted[place];
       if (reads) fetch(worker, {read.stored, read.at}, read.scale);
       if (group.size() > 1) {
         at_.exchange->broadcast(0, worker.slot.first(read.bytes()), {wanted.begin, wanted.end});
@@ -263,7 +263,7 @@ class Load {
     });
   }
 
-  std::span<std::byte> bytes_of_whole(const RankWindow::Whole& of) const noexcept {
+  std::span<std::byte> bytes_of_whole(const RankWindow::WholeTensor& of) const noexcept {
     return window_memory_.bytes().subspan(of.place, plan_.manifest->tensors[of.stored].at.bytes());
   }
 
@@ -286,7 +286,7 @@ class Load {
     make(worker);
   }
 
-  void broadcast(const RankWindow::Whole& of) {
+  void broadcast(const RankWindow::WholeTensor& of) {
     const std::span<std::byte> tensor = bytes_of_whole(of);
     at_.exchange->broadcast(0, tensor);
     received(reads_storage(plan_, at_.rank) ? 0 : tensor.size());

@@ -56,8 +56,8 @@ struct World {
   Plan plan(const char* strategy) const {
     return make_plan(checkpoint.manifest, recipe, fsdp2_layout(2),
                      {.strategy = &strategy_named(strategy),
-                      .destination_of = {Destination::copy, Destination::given, Destination::cpu,
-                                         Destination::cpu},
+                      .destination_of = {Destination::copy, Destination::caller_memory,
+                                         Destination::cpu, Destination::cpu},
                       .staging_bytes = 8 * kMiB,  // a slot for each worker
                       .init_bytes = made.size() * sizeof(float)});
   }

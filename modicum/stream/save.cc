@@ -32,7 +32,7 @@ Manifest manifest_of(const SavedForm& form, const Checkpoint& source, const Save
 // The save's plan allocates no buffer: each is in host memory or read with Sink::fetch.
 PlanOptions options_of(const Plan& loaded, const SaveForm& form) {
   const auto at_hand = [](Destination to) {
-    return to == Destination::copy ? Destination::copy : Destination::given;
+    return to == Destination::copy ? Destination::copy : Destination::caller_memory;
   };
   PlanOptions options = loaded.options;
   options.strategy = &strategy_named("own-shard");

@@ -21,7 +21,7 @@ HostSink::HostSink(const Plan& plan, int rank, Ledger& ledger, Given given, Copy
       given_(std::move(given)),
       copy_(std::move(copy)) {
   for (uint32_t b = 0; b < buffer_count(plan); ++b) {
-    if (destination_of(plan, b) != Destination::given || holder_of(plan, b) != b) continue;
+    if (destination_of(plan, b) != Destination::caller_memory || holder_of(plan, b) != b) continue;
     const uint64_t expected = buffer_of(plan, b, rank).bytes();
     const uint64_t got = b < given_.size() ? given_[b].size() : 0;
     if (got == expected) continue;
@@ -38,7 +38,7 @@ std::span<std::byte> HostSink::host(uint32_t buffer) noexcept {
   buffer = holder_of(plan_, buffer);
   const Destination to = destination_of(plan_, buffer);
   if (to == Destination::copy) return {};
-  if (to == Destination::given) return given_[buffer];
+  if (to == Destination::caller_memory) return given_[buffer];
   return arena_.bytes().subspan(begins_[buffer], buffer_of(plan_, buffer, rank_).bytes());
 }
 

@@ -19,7 +19,7 @@ Ties::Ties(const Plan& plan) : plan_(plan), sums_(std::make_unique<Sums[]>(plan.
 bool Ties::has(const Transfer& transfer) const noexcept {
   if (transfer.source == Transfer::Source::zero) return false;
   return std::any_of(plan_.ties.begin(), plan_.ties.end(), [&](const Tie& tie) {
-    return tie.alias == transfer.target || tie.of == transfer.target;
+    return tie.alias == transfer.target || tie.target == transfer.target;
   });
 }
 
@@ -33,7 +33,7 @@ void Ties::add(const Transfer& of, int64_t at, std::span<const std::byte> elemen
   const uint64_t sum = digest_run(kSeed, elements.data(), bytes, first, n);
   for (size_t i = 0; i < plan_.ties.size(); ++i) {
     if (plan_.ties[i].alias == of.target) sums_[i].alias.fetch_add(sum, std::memory_order_relaxed);
-    if (plan_.ties[i].of == of.target) sums_[i].of.fetch_add(sum, std::memory_order_relaxed);
+    if (plan_.ties[i].target == of.target) sums_[i].of.fetch_add(sum, std::memory_order_relaxed);
   }
 }
 
@@ -53,7 +53,7 @@ void Ties::add(const Transfer& done, std::span<const std::byte> host) noexcept {
 void Ties::prove(int rank) const {
   for (size_t i = 0; i < plan_.ties.size(); ++i) {
     if (sums_[i].alias == sums_[i].of) continue;
-    const std::string& of = plan_.recipe->targets[plan_.ties[i].of].spec.fqn;
+    const std::string& of = plan_.recipe->targets[plan_.ties[i].target].spec.fqn;
     const std::string& alias = plan_.recipe->targets[plan_.ties[i].alias].spec.fqn;
     fail(Category::mismatch,
          fmt::format(

@@ -255,7 +255,7 @@ TEST(Ties, ComparedTransfersAreCountedByCoverage) {
       int64_t compared = 0;
       for_each_stored_transfer(plan, rank, [&](const Transfer& transfer) {
         EXPECT_EQ(transfer.compared, transfer.target == plan.ties[0].alias);
-        if (transfer.target == plan.ties[0].of) kept += transfer.numel();
+        if (transfer.target == plan.ties[0].target) kept += transfer.numel();
         if (transfer.compared) compared += transfer.numel();
       });
       EXPECT_GT(kept, 0);
