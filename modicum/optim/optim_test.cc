@@ -124,12 +124,12 @@ TEST(AdamW, SharedMemoryIsRefusedNamingBothParameters) {
       return error_of([&] { AdamW(spec, ledger, 1); });
     };
     for (const bool out : {false, true}) {
-      const uint64_t own = out ? 2 : width;
+      const uint64_t element_bytes = out ? 2 : width;
       EXPECT_FALSE(met(0, 100 * width, out));
-      EXPECT_FALSE(met(7 * own, 0, out));
+      EXPECT_FALSE(met(7 * element_bytes, 0, out));
       for (const auto& [first, second] : {std::pair<uint64_t, uint64_t>{0, 0},
                                           {0, 100 * width - 2},
-                                          {7 * own - 2, 0},
+                                          {7 * element_bytes - 2, 0},
                                           {0, 50 * width}}) {
         const auto refused = met(first, second, out);
         ASSERT_TRUE(refused) << format_name(format) << " " << first << " " << second;
@@ -158,12 +158,12 @@ TEST(AdamW, AMasterThatOverlapsItsOwnOutIsRefused) {
 
 TEST(AdamW, OptionsOutOfRangeAreRefusedWithTheirValue) {
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-  struct Wrong {
+  struct InvalidOptions {
     AdamOptions options;
     const char* name;
     const char* got;
   };
-  const Wrong kWrong[] = {
+  const InvalidOptions kWrong[] = {
       {{.lr = -1e-3}, "lr", "-0.001"},
       {{.lr = kNan}, "lr", "nan"},
       {{.lr = 1e300}, "lr and beta1", "1e+300 and 0.9"},
@@ -181,7 +181,7 @@ TEST(AdamW, OptionsOutOfRangeAreRefusedWithTheirValue) {
   };
   Ledger ledger;
   AdamW state(tiny_spec(StateFormat::fp32), ledger, 1);
-  for (const Wrong& wrong : kWrong) {
+  for (const InvalidOptions& wrong : kWrong) {
     AdamWSpec spec = tiny_spec(StateFormat::fp32);
     spec.groups[1] = wrong.options;
     for (const auto& met : {error_of([&] { AdamW(spec, ledger, 1); }),
