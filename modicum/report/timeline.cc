@@ -172,7 +172,7 @@ std::string cause_of(const WatchRecord& record) {
   text += fmt::format("{} (pid {}) held {}", label_of(record, process), process.pid,
                       format_size(most.bytes));
   const size_t owner = most.owned.grown_since({});  // from 0 bytes, so the largest owner
-  if (owner == static_cast<size_t>(WatchOwner::held)) return text;
+  if (owner == static_cast<size_t>(WatchOwner::unattributed)) return text;
   return text + fmt::format(", of which {} {}", owner_words(watch_owner_name(owner)),
                             format_size(most.owned.bytes(owner)));
 }
