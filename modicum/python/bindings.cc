@@ -33,14 +33,14 @@ std::string text_of(const Size& size) {
 
 uint64_t bytes_of(const Size& size) { return parse_size(text_of(size)); }
 
-std::string text_of_compared(const Compared& compared) {
+std::string text_of_compared(const ComparedChunks& compared) {
   if (!compared.has_record()) return "";
   std::string text;
   for (const std::byte byte : compared.bytes()) text += fmt::format("{:02x}", byte);
   return text;
 }
 
-void merge_compared(const std::string& text, Compared& all) {
+void merge_compared(const std::string& text, ComparedChunks& all) {
   if (text.empty()) return;
   std::vector<std::byte> bytes;
   for (size_t i = 0; i + 1 < text.size(); i += 2) {

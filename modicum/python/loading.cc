@@ -111,7 +111,7 @@ class CallerExchange final : public Exchange {
 // The arguments of load() that are Python objects, converted while the GIL is held.
 struct Functions {
   std::vector<AnyArray> arrays;  // keep the given memory alive
-  HostSink::Given given;
+  HostSink::CallerMemory given;
   HostSink::Copy copy;
   LoadOptions options;
   AnyArray made;  // the last result of `caller`
@@ -189,7 +189,7 @@ std::unique_ptr<Loaded> load_into(const std::shared_ptr<MadePlan>& made, int ran
 // The comparison of all ranks, from their text_of_compared.
 ComparedValues merged(const Manifest& manifest, const std::vector<std::string>& of_ranks,
                       const std::string& folder) {
-  Compared all(manifest, folder);
+  ComparedChunks all(manifest, folder);
   for (const std::string& text : of_ranks) merge_compared(text, all);
   return all.finish();
 }

@@ -49,7 +49,7 @@ std::shared_ptr<MadeSave> save_plan(const std::shared_ptr<MadePlan>& plan,
 
 std::vector<std::string> copied_names(const MadeSave& save) {
   std::vector<std::string> names;
-  for (const SavePlan::Copied& of : save.plan.copied()) {
+  for (const SavePlan::CopiedTensor& of : save.plan.copied()) {
     names.push_back(save.plan.manifest().tensors[of.to].spec.fqn);
   }
   return names;
@@ -57,7 +57,7 @@ std::vector<std::string> copied_names(const MadeSave& save) {
 
 uint64_t copied_bytes(const MadeSave& save) {
   uint64_t bytes = 0;
-  for (const SavePlan::Copied& of : save.plan.copied()) {
+  for (const SavePlan::CopiedTensor& of : save.plan.copied()) {
     bytes += save.plan.manifest().tensors[of.to].at.bytes();
   }
   return bytes;
@@ -182,7 +182,7 @@ nb::dict load_state(const OpenCheckpoint& from, const std::string& facts,
   const std::vector<StateOf> states = states_of(parameters);
   files.require_of(states, has_masters);
   board.set_thread();
-  Compared compared(manifest, kStateFolder);
+  ComparedChunks compared(manifest, kStateFolder);
   const uint64_t read = without_the_lock([&] {
     const ReportedPhase phase(ledger->reporter(), "resume");
     const Footprint needed = resume_footprint_of(manifest, files, states);

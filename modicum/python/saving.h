@@ -37,7 +37,7 @@ struct MadeSave {
   uint64_t gather_bytes() const noexcept { return plan.plan().staging.gather_part_bytes; }
   // The memory of a save on each rank: both plans and the staging, without the SharedGather.
   Footprint held() const {
-    Footprint held = plan.needs().held;
+    Footprint held = plan.needs().footprint;
     held[Purpose::header] += loaded->plan.manifest->held_bytes();
     held[Purpose::plan] += loaded->plan.held_bytes();
     return held;

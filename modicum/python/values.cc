@@ -183,7 +183,7 @@ void promise_save(const std::shared_ptr<MadePlan>& made, const StateFiles& state
   try {
     SaveNeeds model = MadeSave(made, form_of(made->checkpoint())).plan.needs();
     // The load's staging may have been shrunk to the budget; a save's staging is never shrunk.
-    model.held[Purpose::staging] = round_up(staging_bytes, kPageBytes) - model.gather_bytes;
+    model.footprint[Purpose::staging] = round_up(staging_bytes, kPageBytes) - model.gather_bytes;
     options.save = save_footprint(std::vector{model, SaveNeeds{state.footprint()}});
   } catch (const Error& error) {
     const Category why = error.category();

@@ -25,25 +25,25 @@ double distance(double a, double b) noexcept {
 
 // One of the two checkpoints.
 struct DiffSource {
-  explicit DiffSource(const Checkpoint& of) : checkpoint(of), compared(of.manifest) {}
+  explicit DiffSource(const Checkpoint& source) : checkpoint(source), compared(source.manifest) {}
 
   const Checkpoint& checkpoint;
-  Compared compared;
+  ComparedChunks compared;
 };
 
 // Reads a source, and compares what it reads with the source's record.
 class DiffReader {
  public:
-  explicit DiffReader(DiffSource& of) : of_(of), reader_(of.checkpoint) {}
-  void read(const StoredTensor& stored, uint64_t at, std::span<std::byte> into) {
-    reader_.read(stored.at.file, stored.at.begin + at, into);
-    const auto index = &stored - of_.checkpoint.manifest.tensors.data();
-    of_.compared.add(static_cast<uint32_t>(index), at, into);
+  explicit DiffReader(DiffSource& source) : source_(source), reader_(source.checkpoint) {}
+  void read(const StoredTensor& stored, uint64_t at, std::span<std::byte> out) {
+    reader_.read(stored.at.file, stored.at.begin + at, out);
+    const auto index = &stored - source_.checkpoint.manifest.tensors.data();
+    source_.compared.add(static_cast<uint32_t>(index), at, out);
   }
   void finish() { reader_.finish(); }
 
  private:
-  DiffSource& of_;
+  DiffSource& source_;
   DataReader reader_;
 };
 
@@ -84,9 +84,11 @@ class Comparison {
     const int64_t numel = numel_of(of_a.spec.shape);
     for (int64_t done = 0; done < numel; done += most) {
       const int64_t n = std::min(most, numel - done);
-      const auto read = [&](DiffReader& reader, const StoredTensor& of, std::span<std::byte> into) {
-        reader.read(of, bytes_of(of.spec.dtype, done), into.first(bytes_of(of.spec.dtype, n)));
-        return Side{into.data(), of.spec.dtype};
+      const auto read = [&](DiffReader& reader, const StoredTensor& tensor,
+                            std::span<std::byte> out) {
+        reader.read(tensor, bytes_of(tensor.spec.dtype, done),
+                    out.first(bytes_of(tensor.spec.dtype, n)));
+        return Side{out.data(), tensor.spec.dtype};
       };
       const Side a = read(a_, of_a, from_a), b = read(b_, of_b, from_b);
       poll_(bytes_of(dtype_a, n));
@@ -133,19 +135,20 @@ class Comparison {
   };
   // Elements of less than 8 bits are compared by bytes: of two 4-bit elements in a byte both are
   // counted, and of 6-bit elements one for each byte that differs.
-  static void count(const Elements& of, Difference& found) {
-    const DType dtype = of.compared_a.dtype;
+  static void count(const Elements& elements, Difference& found) {
+    const DType dtype = elements.compared_a.dtype;
     const auto bits = static_cast<uint64_t>(bits_per_element(dtype));
     const uint64_t unit = std::max<uint64_t>(8, bits) / 8;
     const bool are_numbers = is_castable(dtype);
-    for (uint64_t i = 0; i < of.bytes; i += unit) {
-      if (std::memcmp(of.compared_a.bytes + i, of.compared_b.bytes + i, unit) == 0) continue;
-      const auto index = static_cast<int64_t>((of.begin + i) * 8 / bits);
+    for (uint64_t i = 0; i < elements.bytes; i += unit) {
+      if (std::memcmp(elements.compared_a.bytes + i, elements.compared_b.bytes + i, unit) == 0)
+        continue;
+      const auto index = static_cast<int64_t>((elements.begin + i) * 8 / bits);
       if (are_numbers) {
         const auto element = static_cast<int64_t>(i / unit);
-        const double a = value_at(of.a.bytes, of.a.dtype, element);
-        const double b = value_at(of.b.bytes, of.b.dtype, element);
-        if (of.a.dtype != of.b.dtype && std::isnan(a) && std::isnan(b)) continue;
+        const double a = value_at(elements.a.bytes, elements.a.dtype, element);
+        const double b = value_at(elements.b.bytes, elements.b.dtype, element);
+        if (elements.a.dtype != elements.b.dtype && std::isnan(a) && std::isnan(b)) continue;
         if (const double by = distance(a, b); !found.largest || by > *found.largest) {
           found.largest = by;
           found.largest_index = index;

@@ -31,15 +31,15 @@ double value_of(DType dtype, uint8_t code) {
 using Values = std::array<double, 256>;
 
 const Values& values_of(DType dtype) {
-  const auto made = [](DType of) {
+  const auto decode_all = [](DType format) {
     Values values;
     for (size_t code = 0; code < values.size(); ++code) {
-      values[code] = value_of(of, static_cast<uint8_t>(code));
+      values[code] = value_of(format, static_cast<uint8_t>(code));
     }
     return values;
   };
-  static const Values kE4m3 = made(DType::f8_e4m3);
-  static const Values kE5m2 = made(DType::f8_e5m2);
+  static const Values kE4m3 = decode_all(DType::f8_e4m3);
+  static const Values kE5m2 = decode_all(DType::f8_e5m2);
   return dtype == DType::f8_e4m3 ? kE4m3 : kE5m2;
 }
 

@@ -18,7 +18,7 @@ class ComparedPages {
   ComparedPages(const Manifest& manifest, int ranks, std::string folder = "");
   ComparedPages(const Manifest&&, int, std::string = "") = delete;
 
-  void give(int rank, const Compared& compared) const;
+  void give(int rank, const ComparedChunks& compared) const;
   // Throws INTEGRITY if a value that was divided among ranks is not the saved one.
   ComparedValues merged() const;
 

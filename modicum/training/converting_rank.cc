@@ -91,7 +91,7 @@ Converted ConvertRank::live() {
 
 void ConvertRank::convert_files() {
   const Manifest& written = form().manifest();
-  Compared read(world_.task.run.checkpoint.manifest);
+  ComparedChunks read(world_.task.run.checkpoint.manifest);
   for (uint32_t f = 0; f < written.files.size(); ++f) {
     const DataFile& file = written.files[f];
     const ConvertedFile* const done =
@@ -110,14 +110,14 @@ void ConvertRank::convert_files() {
 
 // A chunk is read only in part if a recipe divides a stored tensor among targets. Its whole is
 // compared before the file counts as finished: a later call keeps the file without reading again.
-void ConvertRank::compare(Compared& read) {
+void ConvertRank::compare(ComparedChunks& read) {
   read.compare();
   if (!read.has_rest()) return;
   const Buffer room = ledger_.charge(Purpose::staging, kRestRoomBytes);
   outcome_.load.storage_read_bytes += read.compare_rest(world_.task.run.checkpoint, room.bytes());
 }
 
-uint64_t ConvertRank::convert(uint32_t file, Compared& read) {
+uint64_t ConvertRank::convert(uint32_t file, ComparedChunks& read) {
   const Manifest& written = form().manifest();
   const SaveFiles to{*world_.task.run.files, world_.conversion.directory()};
   outcome_.written_bytes +=
@@ -130,7 +130,8 @@ uint64_t ConvertRank::convert(uint32_t file, Compared& read) {
   return loaded.digest;
 }
 
-ConvertRank::Loaded ConvertRank::load_targets(uint32_t file, const SaveFiles& to, Compared& read) {
+ConvertRank::Loaded ConvertRank::load_targets(uint32_t file, const SaveFiles& to,
+                                              ComparedChunks& read) {
   const Run& run = world_.task.run;
   const Manifest& source = run.checkpoint.manifest;
   const std::span<const uint32_t> targets = form().targets_of(file);

@@ -38,14 +38,14 @@ class ConvertRank {
  private:
   void convert_files();
   // Returns the digest of the file's targets.
-  uint64_t convert(uint32_t file, Compared& read);
+  uint64_t convert(uint32_t file, ComparedChunks& read);
   // The targets of a file.
   struct Loaded {
     uint64_t digest = 0;
     std::vector<TensorLoss> losses;
   };
-  Loaded load_targets(uint32_t file, const SaveFiles& to, Compared& read);
-  void compare(Compared& read);
+  Loaded load_targets(uint32_t file, const SaveFiles& to, ComparedChunks& read);
+  void compare(ComparedChunks& read);
   const ConvertedForm& form() const noexcept { return world_.convert.form; }
 
   ConvertWorld& world_;

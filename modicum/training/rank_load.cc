@@ -32,7 +32,7 @@ ReportedPhase begun(const RankLoadTask& task) {
 
 }  // namespace
 
-RankLoad::RankLoad(const RankLoadTask& task, HostSink::Given given, HostSink::Copy copy)
+RankLoad::RankLoad(const RankLoadTask& task, HostSink::CallerMemory given, HostSink::Copy copy)
     : task_(task),
       phase_(begun(task)),
       outcome_{.rank = task.at.rank, .pid = static_cast<int32_t>(getpid())},

@@ -30,7 +30,7 @@ void add_saved(const SaveTask& task, const JobOutcome& outcome, SaveReport& repo
   for (const uint32_t stored : task.plan.form().left_out) {
     report.left_out.push_back(task.load.run.checkpoint.manifest.tensors[stored].spec.fqn);
   }
-  for (const SavePlan::Copied& of : task.plan.copied()) {
+  for (const SavePlan::CopiedTensor& of : task.plan.copied()) {
     report.copied.push_back(task.plan.manifest().tensors[of.to].spec.fqn);
   }
   for (const StepFile& file : saved.record.files) report.files.push_back({file.name, file.bytes});

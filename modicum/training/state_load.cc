@@ -241,7 +241,7 @@ Footprint resume_footprint_of(const Manifest& saved, const StateFiles& files,
 }
 
 uint64_t load_state(const StateSource& from, HeldShards shards, const RankContext& at,
-                    Compared& compared) {
+                    ComparedChunks& compared) {
   std::vector<HeldShard> held;
   shards([&](const HeldShard& of) {
     // Before an import, which rounds with the random bits of the last step.

@@ -124,7 +124,7 @@ void load(const Held& saved, Held& held) {
       {{kName, Role::param, DType::bf16, kShape}, held.form().format, held.form().is_master}};
   state.require_of(parameters);
   ScriptedBoard board(1);
-  Compared compared(checkpoint.manifest);
+  ComparedChunks compared(checkpoint.manifest);
   StateFacts facts;
   facts.steps = kSteps;
   const auto shards = [&](FunctionRef<void(const HeldShard&)> fn) { fn({*held.state, 0, kName}); };

@@ -36,7 +36,7 @@ class TrainedRank {
   // Reads the state of a step, and gives `pages` its sums. The ranks hold the step's values.
   void read_state(const ResumeState& from, const ComparedPages& pages) {
     const ReportedPhase phase(of_.ledger.reporter(), "resume");
-    Compared compared(from.checkpoint.manifest, kStateFolder);
+    ComparedChunks compared(from.checkpoint.manifest, kStateFolder);
     const auto shards = [this](FunctionRef<void(const HeldShard&)> fn) {
       for_each_held(optimizer_, false, fn);
     };
