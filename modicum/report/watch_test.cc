@@ -106,7 +106,8 @@ TEST(WatchReport, AChildThatInheritsItsRankIsLabelledByNameAndRank) {
       {.pid = 8, .parent = 6, .name = "engine", .rank = 1, .rank_variable = "RANK", .begin_s = 2},
       {.pid = 9, .parent = 5, .name = "rollout"}};
   std::vector<std::string> labels;
-  for (const WatchedProcess& of : record.processes) labels.push_back(label_of(record, of));
+  for (const WatchedProcess& process : record.processes)
+    labels.push_back(label_of(record, process));
   EXPECT_EQ(labels, (std::vector<std::string>{"rank 0", "rank 0", "worker of rank 0", "rank 1",
                                               "rollout"}));
 }
