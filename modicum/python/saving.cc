@@ -230,7 +230,7 @@ struct StepInSave {
       : root(of) {
     without_the_lock([&] {
       if (inside) {
-        save.emplace(*files, StepSave::Inside{root}, step);
+        save.emplace(*files, StepSave::StepDirectory{root}, step);
       } else {
         save.emplace(*files, root, step, false, keep);
       }
@@ -257,7 +257,7 @@ nb::dict publish(StepInSave& step, const MadeSave& made, const MadeState* state,
   if (other_state != nullptr) {
     saved_state.emplace(StepSave::SavedState{other_state->plan.manifest(), facts});
   }
-  Publishing how;
+  PublishOptions how;
   how.lock_limit_ns = static_cast<int64_t>(lock_limit_s * kNsPerSecond);
   for (const auto& [name, text] : more) how.more.push_back({name, text});
   const SavedStep saved = without_the_lock(

@@ -35,17 +35,17 @@ DType dtype_of(const Manifest& manifest, const std::string& tensor) {
 
 void require_range(const ConvertTask& task, const std::vector<TensorLoss>& losses) {
   if (task.allow_overflow) return;
-  for (const TensorLoss& of : losses) {
-    if (of.loss.overflowed == 0) continue;
-    const DType dtype = dtype_of(task.form.manifest(), of.tensor);
+  for (const TensorLoss& tensor_loss : losses) {
+    if (tensor_loss.loss.overflowed == 0) continue;
+    const DType dtype = dtype_of(task.form.manifest(), tensor_loss.tensor);
     fail(Category::mismatch,
          fmt::format("{} finite value(s) of the tensor would become infinite as {}; the first is "
                      "element {}; --allow-overflow writes infinities",
-                     of.loss.overflowed, torch_name(dtype), of.loss.first_index),
-         {.file = of.file,
-          .tensor = of.tensor,
+                     tensor_loss.loss.overflowed, torch_name(dtype), tensor_loss.loss.first_index),
+         {.file = tensor_loss.file,
+          .tensor = tensor_loss.tensor,
           .expected = fmt::format("magnitudes of at most {}", largest_finite(dtype)),
-          .got = fmt::format("{}", of.loss.first_value)});
+          .got = fmt::format("{}", tensor_loss.loss.first_value)});
   }
 }
 
@@ -74,12 +74,12 @@ ConvertRank::ConvertRank(ConvertWorld& world, int rank)
       ledger_(world.task.plan.promise.ledger_limit_bytes(rank), world.reporter(rank)),
       outcome_{.load = {.rank = rank, .pid = static_cast<int32_t>(getpid())}} {}
 
-Converted ConvertRank::live() {
+ConvertOutcome ConvertRank::live() {
   ledger_.reporter().promise(world_.task.plan.promise, at_.rank);
   const ReportedPhase phase(ledger_.reporter(), "convert");
-  const Footprint held = form().footprint(world_.task.plan);
-  const Charge header = ledger_.adopt(Purpose::header, held[Purpose::header]);
-  const Charge plan = ledger_.adopt(Purpose::plan, held[Purpose::plan]);
+  const Footprint footprint = form().footprint(world_.task.plan);
+  const Charge header = ledger_.adopt(Purpose::header, footprint[Purpose::header]);
+  const Charge plan = ledger_.adopt(Purpose::plan, footprint[Purpose::plan]);
   convert_files();
   RankOutcome& load = outcome_.load;
   load.loaded_ns = world_.clock.now_ns();
@@ -122,16 +122,17 @@ uint64_t ConvertRank::convert(uint32_t file, ComparedChunks& read) {
   const SaveFiles to{*world_.task.run.files, world_.conversion.directory()};
   outcome_.written_bytes +=
       create_file(written, file, to, world_.convert.keeps_holes ? Space::sparse : Space::reserved);
-  Loaded loaded;
+  LoadedTargets loaded;
   if (!form().targets_of(file).empty()) loaded = load_targets(file, to, read);
   compare(read);
-  const DataFile& of = written.files[file];
-  world_.conversion.add({of.name, of.identity.size_bytes, loaded.digest, std::move(loaded.losses)});
+  const DataFile& data_file = written.files[file];
+  world_.conversion.add(
+      {data_file.name, data_file.identity.size_bytes, loaded.digest, std::move(loaded.losses)});
   return loaded.digest;
 }
 
-ConvertRank::Loaded ConvertRank::load_targets(uint32_t file, const SaveFiles& to,
-                                              ComparedChunks& read) {
+ConvertRank::LoadedTargets ConvertRank::load_targets(uint32_t file, const SaveFiles& to,
+                                                     ComparedChunks& read) {
   const Run& run = world_.task.run;
   const Manifest& source = run.checkpoint.manifest;
   const std::span<const uint32_t> targets = form().targets_of(file);

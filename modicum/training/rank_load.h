@@ -39,9 +39,9 @@ auto naming_phase(std::string_view phase, const Work& work) {
 // Call load() after the construction, and all other functions after that. Not thread-safe.
 class RankLoad {
  public:
-  // Agrees with the other ranks on the plan's inputs, then constructs the sink (for `given` and
-  // `copy` see HostSink). Throws CONFLICT if the ranks' plans differ; BUDGET, NOMEM, USAGE.
-  explicit RankLoad(const RankLoadTask& task, HostSink::CallerMemory given = {},
+  // Agrees with the other ranks on the plan's inputs, then constructs the sink (for `caller_memory`
+  // and `copy` see HostSink). Throws CONFLICT if the ranks' plans differ; BUDGET, NOMEM, USAGE.
+  explicit RankLoad(const RankLoadTask& task, HostSink::CallerMemory caller_memory = {},
                     HostSink::Copy copy = {});
 
   // Throws the errors of modicum::load; INTEGRITY if a value of a step is not the saved one.
