@@ -135,8 +135,8 @@ int run_watch(const Args& args, const Surroundings& at) {
          "when, and of which owner; takes no COMMAND")
       ->expected(2);
   app.add_flag("--tied", flags.tied)->group("");  // not in --help: for watch_instead
-  const auto [own, command] = split_at_dashes(args);
-  if (const auto done = parse(app, own, at)) return *done;
+  const auto [watch_args, command] = split_at_dashes(args);
+  if (const auto done = parse(app, watch_args, at)) return *done;
   if (!flags.compare.empty()) {
     if (!command.empty() || !flags.limit.empty() || !flags.trace.empty()) {
       fail(Category::usage, "--compare takes no COMMAND, no --limit and no --trace");
