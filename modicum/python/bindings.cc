@@ -73,12 +73,12 @@ namespace {
 using Path = std::filesystem::path;
 
 // The text of a flag; "" for None. Throws USAGE for an empty text, which would count as None.
-std::string text_of(std::string_view name, const OptionalText& given) {
-  if (given && given->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
-  return given.value_or("");
+std::string text_of(std::string_view name, const OptionalText& value) {
+  if (value && value->empty()) fail(Category::usage, fmt::format("{}: an empty value", name));
+  return value.value_or("");
 }
-std::string text_of(std::string_view name, const std::optional<Size>& given) {
-  return given ? text_of(name, std::optional(python::text_of(*given))) : "";
+std::string text_of(std::string_view name, const std::optional<Size>& value) {
+  return value ? text_of(name, std::optional(python::text_of(*value))) : "";
 }
 
 nb::dict inspect(const Path& path) {

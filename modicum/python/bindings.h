@@ -89,14 +89,14 @@ struct OpenCheckpoint {
   Checkpoint checkpoint;
 };
 struct MadeRecipe {
-  std::shared_ptr<const OpenCheckpoint> of;
+  std::shared_ptr<const OpenCheckpoint> source;
   Recipe recipe;
 };
 struct MadePlan {
   std::shared_ptr<MadeRecipe> recipe;
   Plan plan;
 
-  const Checkpoint& checkpoint() const noexcept { return recipe->of->checkpoint; }
+  const Checkpoint& checkpoint() const noexcept { return recipe->source->checkpoint; }
 };
 
 // The report of this process to the `modicum watch` that runs it. A forked child has another one.
